@@ -1,0 +1,40 @@
+# `make demo` runs the main job; `make test` passes the tests. Each sets up its own .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+HYPOTHESIS_PROFILE ?= dev
+export HYPOTHESIS_PROFILE
+
+.PHONY: demo test check lint bench clean setup help
+
+help:
+	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
+	@echo "make test    lint, types, import contracts and every test"
+	@echo "make bench   print the benchmark tables (TRACE=FILE replays a Mooncake trace)"
+	@echo "make clean   remove the environment and what the commands above wrote"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@echo "== setting up .venv (once; about two minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,plot,metrics,dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/kvroute demo $(ARGS)
+
+test: check
+
+check: lint
+	@echo "== tests (Hypothesis profile: $(HYPOTHESIS_PROFILE))"
+	@$(BIN)/python -m pytest
+
+lint: $(READY)
+	@echo "== ruff check";       $(BIN)/ruff check .
+	@echo "== ruff format";      $(BIN)/ruff format --check .
+	@echo "== mypy --strict";    $(BIN)/mypy
+	@echo "== import contracts"; $(BIN)/lint-imports --no-logo
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output bench-output

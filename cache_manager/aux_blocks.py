@@ -1,0 +1,384 @@
+"""The embedder's surface: rows that follow KV blocks through one process.
+
+Lock contract. One lock guards states, generations, leases and validity. It is held for bookkeeping and for placing the
+rows of a step, never while a store is read or written, nor while rows are gathered or moved: those go on beside the
+scheduler, protected by the blocks' states and generations. Every method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.archive import Archive
+from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError
+from cache_manager.keys import BlockKey, KeyChain, Namespace
+from cache_manager.ledger import AuxCounters, Ledger
+from cache_manager.lifecycle import Blocks, State
+from cache_manager.move import Followers, Move, Pairs
+from cache_manager.ports import Region, StorageBackend
+from cache_manager.regions.heap import HeapRegion
+from cache_manager.regions.shared import SharedRegion
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
+from cache_manager.step import SlotTable, Step
+from cache_manager.storage.records import RecordStore
+from cache_manager.tier import Tier, unpack_bits
+
+TierName = Literal["device", "host"]
+BLOCKS_MAX = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that were read: ``ids`` ``[n, *row_shape]`` and ``valid`` ``[n]``; both are the caller's own.
+
+    The bytes of a row that is not valid are all 0xFF.
+    """
+
+    ids: NDArray[Any]
+    valid: NDArray[np.bool_]
+
+
+class AuxBlocks:
+    """Auxiliary rows for ``device_blocks`` KV blocks on the device and ``host_blocks`` on the CPU.
+
+    ``required`` names the specs whose rows a block must have in full to be persisted or counted as complete (all, if
+    not given). With ``memory="shared"`` the rows lie in SharedMemory regions that other processes can attach.
+
+    Methods that take blocks succeed for all of them or raise and change nothing.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[AuxBlockDataSpec],
+        *,
+        device_blocks: int,
+        namespace: Namespace,
+        host_blocks: int = 0,
+        store: StorageBackend | None = None,
+        required: Sequence[str] | None = None,
+        memory: Literal["heap", "shared"] = "heap",
+    ) -> None:
+        for field, value, low in (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0)):
+            if not isinstance(value, int) or not low <= value < BLOCKS_MAX:
+                raise ConfigError(field, f"an integer in [{low}, {BLOCKS_MAX})", repr(value))
+        if memory not in ("heap", "shared"):
+            raise ConfigError("memory", "'heap' or 'shared'", repr(memory))
+        self.layout = RecordLayout(tuple(specs))
+        names = [s.name for s in self.layout.specs] if required is None else list(required)
+        self._required = tuple(self.layout.index(name) for name in names)
+        self._ledger = Ledger(KeyChain(namespace, self.layout))
+        self._lock = self._ledger.lock
+        self._device = Tier("device", self._region(memory, device_blocks, "host"))
+        try:
+            self._host = Tier("host", self._region(memory, host_blocks, "swap")) if host_blocks else None
+        except BaseException:
+            self._device.close()
+            raise
+        self._archive = None
+        if store is not None:
+            self._archive = Archive(RecordStore(store, self.layout), self._device, self._ledger, self._required)
+
+    def _region(self, memory: str, blocks: int, purpose: Literal["host", "swap"]) -> Region:
+        if memory == "heap":
+            return HeapRegion(self.layout, blocks)
+        return SharedRegion.create(self.layout, blocks, purpose=purpose, namespace=self.namespace.fingerprint)
+
+    # ---------------------------------------------------------------- what it is
+
+    @property
+    def namespace(self) -> Namespace:
+        return self._ledger.keys.namespace
+
+    @property
+    def keys(self) -> KeyChain:
+        """Derives block keys in the current namespace; take it anew after :meth:`reset`."""
+        return self._ledger.keys
+
+    @property
+    def block_tokens(self) -> int:
+        return self.layout.block_tokens
+
+    @property
+    def device_blocks(self) -> int:
+        return self._device.life.blocks
+
+    @property
+    def host_blocks(self) -> int:
+        return self._host.life.blocks if self._host else 0
+
+    @property
+    def has_store(self) -> bool:
+        return self._archive is not None
+
+    @property
+    def counters(self) -> AuxCounters:
+        return self._ledger.snapshot()
+
+    @property
+    def in_flight(self) -> int:
+        """Steps, moves, persists and restores that have begun and not ended."""
+        with self._lock:
+            return len(self._ledger.steps) + self._ledger.moves
+
+    def region(self, tier: TierName) -> Region:
+        """The memory of a tier, for readers in other processes and for capture on the device."""
+        return self._tier(tier).region
+
+    def blocks_in(self, state: State, tier: TierName = "device") -> int:
+        """How many blocks of a tier are in ``state``."""
+        with self._lock:
+            return self._tier(tier).life.count(state)
+
+    def holds(self, owner: str, block: int, tier: TierName = "device") -> bool:
+        with self._lock:
+            return self._tier(tier).life.leases.holds(owner, block)
+
+    def shared(self, block: int, tier: TierName = "device") -> bool:
+        """Whether more than one owner holds the block."""
+        with self._lock:
+            return self._tier(tier).life.leases.count(block) > 1
+
+    def unheld(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
+        """Those of ``blocks`` that nobody holds, in the order given."""
+        with self._lock:
+            chosen = self._tier(tier)
+            return [b for b in chosen.life.ids(blocks).tolist() if not chosen.life.leases.count(b)]
+
+    def complete(self, blocks: Blocks, tier: TierName = "device") -> NDArray[np.bool_]:
+        """Which blocks have every required row."""
+        with self._lock:
+            chosen = self._tier(tier)
+            return chosen.complete(chosen.life.ids(blocks), self._required)
+
+    # ---------------------------------------------------------------- owning
+
+    def allocate(self, blocks: Blocks, owner: str) -> None:
+        """Give unheld device blocks to ``owner``: new generations, no readable row.
+
+        Raises :class:`BlockStateError` when somebody holds one of them, ``BlockBusyError`` when one is in motion.
+        """
+        with self._lock:
+            ids = self._device.life.ids(blocks)
+            self._device.life.allocate(ids, _owner(owner))
+            self._device.begin_life(ids)
+
+    def share(self, blocks: Blocks, owner: str) -> None:
+        """Let a further owner hold device blocks whose rows it will use: a prefix hit or a fork."""
+        with self._lock:
+            self._device.life.share(self._device.life.ids(blocks), _owner(owner))
+
+    def free(self, owner: str, blocks: Blocks | None = None, tier: TierName | None = None) -> None:
+        """End the owner's leases, all or those on ``blocks`` of ``tier``; idempotent.
+
+        Blocks that nobody holds any more keep their rows until they are allocated again or evicted.
+        """
+        with self._lock:
+            if blocks is not None:
+                chosen = self._tier(tier or "device")
+                chosen.life.release(_owner(owner), chosen.life.ids(blocks))
+                return
+            tiers = (self._device, self._host) if tier is None else (self._tier(tier),)
+            for each in tiers:
+                if each:
+                    each.life.release(_owner(owner))
+
+    def evict(self, blocks: Blocks, tier: TierName = "device") -> None:
+        """Forget the rows of blocks that nobody holds."""
+        with self._lock:
+            chosen = self._tier(tier)
+            ids = chosen.life.ids(blocks)
+            chosen.life.evict(ids)
+            chosen.begin_life(ids)
+
+    # ---------------------------------------------------------------- writing
+
+    def begin_step(self, slots: NDArray[Any] | Sequence[int]) -> Step:
+        """Begin a forward pass that writes rows at ``slots``: ``block * block_tokens + offset``; -1 is padding.
+
+        Rows at these slots are unreadable until the step commits. Steps may overlap in time; of two that write one
+        slot, the later one counts. Raises :class:`SlotError` for slots outside the pool or given twice,
+        :class:`BlockStateError` for a block that nobody holds.
+        """
+        table = SlotTable(np.asarray(slots), self.device_blocks, self.block_tokens)
+        return Step(self._device, self._ledger, table)
+
+    def step(self, slots: NDArray[Any] | Sequence[int]) -> Step:
+        """:meth:`begin_step` for a ``with`` statement: leaving commits, an exception commits nothing."""
+        return self.begin_step(slots)
+
+    # ---------------------------------------------------------------- moving
+
+    def begin_swap_out(self, pairs: Pairs, owner: str | None = None) -> Move:
+        """Copy the rows of device blocks to unheld host blocks; ``pairs`` are (device, host), one target a source.
+
+        The leases of all owners, or only of ``owner``, follow when the move commits. A failed move changes nothing;
+        its targets are then without rows.
+        """
+        follow = owner or Followers.EVERYBODY
+        host = self._tier("host")
+        return Move(self._device, host, self._ledger, pairs, leases_of=follow, counter="swapped_out_rows")
+
+    def begin_swap_in(self, pairs: Pairs, owner: str | None = None) -> Move:
+        """Copy the rows of host blocks to unheld device blocks; ``pairs`` are (host, device). See above."""
+        follow = owner or Followers.EVERYBODY
+        host = self._tier("host")
+        return Move(host, self._device, self._ledger, pairs, leases_of=follow, counter="swapped_in_rows")
+
+    def begin_copy(self, pairs: Pairs) -> Move:
+        """Copy the rows of device blocks to device blocks without rows; ``pairs`` are (source, target).
+
+        Leases stay as they are: allocate the targets first. A partial block's rows are copied as far as they go.
+        """
+        device = self._device
+        return Move(device, device, self._ledger, pairs, leases_of=Followers.NOBODY, counter="copied_rows")
+
+    def swap_out(self, pairs: Pairs, owner: str | None = None) -> None:
+        """:meth:`begin_swap_out` and commit."""
+        self.begin_swap_out(pairs, owner).commit()
+
+    def swap_in(self, pairs: Pairs, owner: str | None = None) -> None:
+        """:meth:`begin_swap_in` and commit."""
+        self.begin_swap_in(pairs, owner).commit()
+
+    def copy(self, pairs: Pairs) -> None:
+        """:meth:`begin_copy` and commit."""
+        self.begin_copy(pairs).commit()
+
+    # ---------------------------------------------------------------- storing
+
+    def persist(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, bool]:
+        """Store the rows of device blocks under their keys; ``True`` where they are stored now or were already.
+
+        ``False``: the block misses a required row, the key is of another namespace (a reset came between), or the
+        store has no room. The blocks cannot be given away or written meanwhile. Raises ``StorageError`` when the store
+        fails, :class:`ConfigError` when there is none.
+        """
+        return self._need_archive().persist(blocks)
+
+    def restore(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, bool]:
+        """Fill device blocks without rows with what is stored under their keys; ``True`` where rows are there now.
+
+        What is read is verified first: bytes that are not sound, or not of this key, layout and namespace, are a miss
+        and are counted. A reset that came between drops what was read. A ``False`` block has no rows.
+        """
+        return self._need_archive().restore(blocks)
+
+    def stored(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which keys the store seems to have; only :meth:`restore` verifies."""
+        return self._need_archive().store.contains(keys)
+
+    def flush(self) -> None:
+        """Return when what was persisted is on stable storage."""
+        self._need_archive().store.flush()
+
+    def _need_archive(self) -> Archive:
+        if self._archive is None:
+            raise ConfigError("store", "a storage backend", "none was given to AuxBlocks")
+        return self._archive
+
+    # ---------------------------------------------------------------- reading
+
+    def read(
+        self,
+        name: str,
+        blocks: Blocks,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        owner: str | None = None,
+        tier: TierName = "device",
+    ) -> Rows:
+        """Rows ``[start, stop)`` of the tokens in ``blocks``, taken as one sequence; what is not readable is masked.
+
+        With ``owner``, blocks that the owner does not hold count as missing; without, the caller must know that they
+        are its own. Takes no lock while it copies: a block that is given away meanwhile comes out missing.
+        """
+        index, chosen = self.layout.index(name), self._tier(tier)
+        spec, tokens = self.layout.specs[index], self.block_tokens
+        ids = np.asarray(blocks, dtype=np.int64).reshape(-1)
+        chosen.life.ids(np.unique(ids))
+        end = ids.size * tokens if stop is None else stop
+        if not 0 <= start <= end <= ids.size * tokens:
+            raise InvalidInputError("start, stop", f"0 <= start <= stop <= {ids.size * tokens}", f"{start}, {end}")
+        first = start // tokens
+        ids = ids[first : -(-end // tokens)] if end > start else ids[:0]
+        rows, words, lives = chosen.gather(index, ids)
+        with self._lock:
+            if owner is not None:
+                words[[not chosen.life.leases.holds(owner, b) for b in ids.tolist()]] = 0
+                words[chosen.region.words[ids] != lives] = 0  # given to this owner after the bytes were copied
+            at, n = start - first * tokens, end - start
+            valid = unpack_bits(words, tokens).reshape(-1)[at : at + n]
+            self._ledger.count("rows_read", n)
+            self._ledger.count("rows_missing", n - int(np.count_nonzero(valid)))
+        found = rows.reshape(-1, spec.row_nbytes)[at : at + n]
+        if not valid.all():
+            found[~valid] = 0xFF
+        return Rows(found.reshape(-1).view(spec.numpy_dtype).reshape(n, *spec.row_shape), valid)
+
+    # ---------------------------------------------------------------- ending
+
+    def reset(self, *, weights_version: int) -> None:
+        """A weight update: every row from before becomes unreadable in every tier, in-flight work included.
+
+        Leases stay. Keys are derived in the new namespace from here on; keys from before are refused.
+        """
+        with self._lock:
+            self._ledger.keys = KeyChain(replace(self.namespace, weights_version=weights_version), self.layout)
+            for tier in (self._device, self._host):
+                if tier:
+                    tier.reset()
+            self._ledger.count("resets")
+
+    def close(self) -> None:
+        """Give the memory back; harmless the second time. The store stays open: it is the caller's.
+
+        Raises :class:`BlockStateError` while a step or a move is in flight.
+        """
+        with self._lock:
+            if in_flight := len(self._ledger.steps) + self._ledger.moves:
+                raise BlockStateError("close", "nothing in flight", f"{in_flight} steps or moves")
+            for tier in (self._device, self._host):
+                if tier:
+                    tier.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def assert_consistent(self) -> None:
+        """Raise ``AssertionError`` unless every invariant that can be seen from inside holds."""
+        with self._lock:
+            pending = np.zeros(self.device_blocks, dtype=np.int32)
+            for step in self._ledger.steps:
+                pending[step.blocks] += 1
+            assert (pending == self._device.pending).all(), "steps in flight and pending blocks disagree"
+            for tier in (self._device, self._host):
+                if tier:
+                    tier.life.assert_consistent()
+                    free = np.flatnonzero(tier.life.states == State.FREE)
+                    assert tier.empty(free).all(), f"a free {tier.life.tier} block has readable rows"
+                    published = tier.region.words >> np.uint64(16)
+                    assert (published == tier.life.generations.astype(np.uint64)).all(), "published generations differ"
+
+    def _tier(self, name: TierName) -> Tier:
+        if name == "device":
+            return self._device
+        if name != "host":
+            raise InvalidInputError("tier", "'device' or 'host'", repr(name))
+        if self._host is None:
+            raise InvalidInputError("tier", "host_blocks > 0 for the host tier", 0)
+        return self._host
+
+
+def _owner(owner: str) -> str:
+    if not isinstance(owner, str) or not owner:
+        raise InvalidInputError("owner", "a non-empty string", repr(owner))
+    return owner

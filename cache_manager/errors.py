@@ -1,0 +1,100 @@
+"""What can go wrong, as types.
+
+Three kinds of "no" never mix: absence is a value (``None``, ``False``, an invalid row), failure is an exception
+under :class:`KVRouteError`, a bug is an ``AssertionError``.
+"""
+
+from __future__ import annotations
+
+
+class KVRouteError(Exception):
+    """Every failure that kvroute raises on purpose."""
+
+
+class InvalidInputError(KVRouteError, ValueError):
+    """An argument does not fit; nothing was changed.
+
+    The message always names the field, what was wanted and what came.
+    """
+
+    def __init__(self, field: str, wanted: object, got: object) -> None:
+        super().__init__(f"{field}: wanted {wanted}, got {got}")
+        self.field = field
+        self.wanted = wanted
+        self.got = got
+
+
+class SpecError(InvalidInputError):
+    """A spec, layout or namespace that cannot be."""
+
+
+class RowError(InvalidInputError):
+    """Rows whose shape, dtype or values do not fit their spec."""
+
+
+class SlotError(InvalidInputError):
+    """A slot outside the pool, or twice in one step."""
+
+
+class ConfigError(InvalidInputError):
+    """A configuration key that is unknown or has a value it cannot have."""
+
+
+class BlockStateError(InvalidInputError):
+    """An event that a block's state does not allow, such as allocating a block that an owner holds."""
+
+
+class BlockBusyError(BlockStateError):
+    """The block is in motion, or a step that writes it is in flight; try again when that has ended."""
+
+
+class NoSpaceError(KVRouteError):
+    """A device, a file system or a quota has no room for what must be there for the process to work."""
+
+    def __init__(self, where: str, wanted_nbytes: int, free_nbytes: int, remedy: str) -> None:
+        super().__init__(f"{where}: wanted {wanted_nbytes} bytes, got {free_nbytes} free; {remedy}")
+        self.where = where
+        self.wanted_nbytes = wanted_nbytes
+        self.free_nbytes = free_nbytes
+        self.remedy = remedy
+
+
+class RegionError(KVRouteError):
+    """A shared-memory region cannot be created or used."""
+
+
+class RegionMissingError(RegionError):
+    """No region has that name."""
+
+
+class RegionMismatchError(RegionError):
+    """A region exists but is not the one that was wanted; it was not mapped."""
+
+    def __init__(self, region: str, field: str, wanted: object, got: object) -> None:
+        super().__init__(f"region {region}: {field}: wanted {wanted}, got {got}")
+        self.region = region
+        self.field = field
+        self.wanted = wanted
+        self.got = got
+
+
+class StorageError(KVRouteError):
+    """A storage backend failed; a miss is never reported this way."""
+
+
+class StoreLockedError(StorageError):
+    """Another process writes this store."""
+
+
+class StoreClosedError(StorageError):
+    """The store was closed."""
+
+
+class RecordError(StorageError):
+    """Bytes that are not a sound record of the expected kind."""
+
+    def __init__(self, field: str, wanted: object, got: object) -> None:
+        super().__init__(f"record {field}: wanted {wanted}, got {got}")
+        self.field = field
+        self.wanted = wanted
+        self.got = got

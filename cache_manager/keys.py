@@ -1,0 +1,156 @@
+"""Names for block contents: equal keys mean equal bytes, and nothing else has that key.
+
+A key is 32 bytes: 8 that name the *scope* (namespace and layout), then 24 that digest the chain of token blocks up to
+and including this one. Every part that is digested carries a tag and its length, so that no two inputs share a byte
+string; token ids are little-endian int64 whatever integer type they came in. Nothing is pickled.
+
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.errors import InvalidInputError, SpecError
+from cache_manager.spec import RecordLayout
+
+FORMAT = 1
+SCOPE_NBYTES = 8
+KEY_NBYTES = 32
+
+BlockKey = NewType("BlockKey", bytes)
+"""32 bytes: scope (8) and digest (24)."""
+
+Tokens = Sequence[int] | NDArray[Any]
+
+
+def _part(tag: bytes, value: bytes) -> bytes:
+    return len(tag).to_bytes(1, "little") + tag + len(value).to_bytes(8, "little") + value
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What must be equal for two equal token prefixes to mean the same rows.
+
+    ``salt`` separates tenants (and adapters such as a LoRA name); ``rank`` of ``world`` names the shard of the model
+    whose rows these are.
+
+    >>> Namespace("m", weights_version=17).fingerprint.hex()
+    '0a6c1cadfc4d859f1f023b2b9cd894a9'
+    """
+
+    model: str
+    weights_version: int
+    salt: str = ""
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("model", "salt"):
+            if not isinstance(getattr(self, name), str):
+                raise SpecError(f"namespace.{name}", "a string", repr(getattr(self, name)))
+        for name in ("weights_version", "rank", "world"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+                raise SpecError(f"namespace.{name}", "an integer in [0, 2**63)", repr(value))
+        if not self.rank < self.world:
+            raise SpecError("namespace.rank", f"a rank below world={self.world}", self.rank)
+
+    @property
+    def canonical(self) -> bytes:
+        return b"".join(
+            (
+                _part(b"model", self.model.encode()),
+                _part(b"weights", self.weights_version.to_bytes(8, "little")),
+                _part(b"salt", self.salt.encode()),
+                _part(b"rank", self.rank.to_bytes(8, "little")),
+                _part(b"world", self.world.to_bytes(8, "little")),
+            )
+        )
+
+    @property
+    def fingerprint(self) -> bytes:
+        """16 bytes that are equal exactly for equal namespaces."""
+        return hashlib.blake2b(self.canonical, digest_size=16, person=b"kvroute.ns/1").digest()
+
+
+class KeyChain:
+    """Derives the keys of a token sequence's blocks, for one namespace and one record layout.
+
+    >>> from cache_manager.spec import AuxBlockDataSpec
+    >>> layout = RecordLayout((AuxBlockDataSpec("r", row_shape=(2,), dtype="uint8", block_tokens=2),))
+    >>> keys = KeyChain(Namespace("m", 1), layout)
+    >>> first, second = keys.keys([1, 2, 3, 4, 5])
+    >>> second == keys.key(first, [3, 4]) != keys.key(first, [4, 3])
+    True
+    >>> second.hex()
+    'f8211665907a9840cd82fedbf0f25c6fc090a9f8e2f7dd8b48e3be88e8257915'
+    """
+
+    __slots__ = ("_seed", "block_tokens", "namespace", "scope")
+
+    def __init__(self, namespace: Namespace, layout: RecordLayout) -> None:
+        self.namespace = namespace
+        self.block_tokens = layout.block_tokens
+        seed = hashlib.blake2b(digest_size=KEY_NBYTES - SCOPE_NBYTES, person=b"kvroute.key")
+        seed.update(_part(b"format", FORMAT.to_bytes(2, "little")))
+        seed.update(_part(b"namespace", namespace.canonical))
+        seed.update(_part(b"layout", layout.fingerprint))
+        self._seed = seed
+        self.scope = seed.digest()[:SCOPE_NBYTES]
+
+    def key(self, parent: BlockKey | None, tokens: Tokens, extra: bytes = b"") -> BlockKey:
+        """The key of the block holding ``tokens`` that follows the block with key ``parent`` (None: the first).
+
+        ``extra`` is whatever else decides the block's content, such as the digest of an image. A partial block (fewer
+        than ``block_tokens`` tokens) has a key of its own, different from that of every longer block.
+        """
+        ids = _token_bytes(tokens)
+        if not 1 <= len(ids) // 8 <= self.block_tokens:
+            raise InvalidInputError("tokens", f"1 to {self.block_tokens} token ids", len(ids) // 8)
+        return self._next(parent or b"", ids, extra)
+
+    def keys(self, tokens: Tokens, parent: BlockKey | None = None, extra: bytes = b"") -> list[BlockKey]:
+        """The keys of all full blocks of ``tokens``, in order; a partial last block has none here."""
+        ids = _token_bytes(tokens)
+        step, last, found = self.block_tokens * 8, parent or b"", []
+        for at in range(0, len(ids) - step + 1, step):
+            key = self._next(last, ids[at : at + step], extra)
+            found.append(key)
+            last = key
+        return found
+
+    def owns(self, key: bytes) -> bool:
+        """Whether ``key`` was made in this chain's namespace and layout."""
+        return key[:SCOPE_NBYTES] == self.scope and len(key) == KEY_NBYTES
+
+    def _next(self, parent: bytes, ids: bytes, extra: bytes) -> BlockKey:
+        # The three parts of _part(b"parent") + _part(b"tokens") + _part(b"extra"), written out: this runs per block.
+        digest = self._seed.copy()
+        digest.update(
+            b"\x06parent%b%b\x06tokens%b%b\x05extra%b%b"
+            % (
+                len(parent).to_bytes(8, "little"),
+                parent,
+                len(ids).to_bytes(8, "little"),
+                ids,
+                len(extra).to_bytes(8, "little"),
+                extra,
+            )
+        )
+        return BlockKey(self.scope + digest.digest())
+
+
+def _token_bytes(tokens: Tokens) -> bytes:
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise InvalidInputError("tokens", "a flat sequence of integers", f"{ids.dtype} of shape {ids.shape}")
+    if ids.dtype == np.uint64 and ids.size and int(ids.max()) >= 1 << 63:
+        raise InvalidInputError("tokens", "ids below 2**63", int(ids.max()))
+    return ids.astype("<i8").tobytes()

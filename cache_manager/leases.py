@@ -1,0 +1,77 @@
+"""Who holds which block. A reference count is what this table says, never a number kept beside it.
+
+Pure: no I/O, no clock, no lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Leases:
+    """Owner-named claims on blocks; an owner holds a block once, a block may have several owners.
+
+    >>> leases = Leases()
+    >>> leases.acquire("req-1", [4, 5]); leases.acquire("req-2", [4])
+    >>> leases.count(4), leases.release("req-1"), leases.release("req-1")
+    (2, [5], [])
+    """
+
+    __slots__ = ("_blocks", "_owners")
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, dict[int, None]] = {}
+        self._owners: dict[int, set[str]] = {}
+
+    def acquire(self, owner: str, blocks: Iterable[int]) -> None:
+        """Let ``owner`` hold ``blocks``; holding one already changes nothing."""
+        for block in blocks:
+            self._blocks.setdefault(owner, {})[block] = None
+            holders = self._owners.get(block)
+            if holders is None:
+                self._owners[block] = {owner}
+            else:
+                holders.add(owner)
+
+    def release(self, owner: str, blocks: Iterable[int] | None = None) -> list[int]:
+        """End ``owner``'s claim on ``blocks`` (all it has, if None); the blocks that nobody holds any more.
+
+        Blocks that the owner does not hold are passed over, so releasing twice is harmless.
+        """
+        held = self._blocks.get(owner)
+        if held is None:
+            return []
+        unheld = []
+        for block in list(held) if blocks is None else blocks:
+            if block in held:
+                del held[block]
+                holders = self._owners[block]
+                holders.discard(owner)
+                if not holders:
+                    del self._owners[block]
+                    unheld.append(block)
+        if not held:
+            del self._blocks[owner]
+        return unheld
+
+    def count(self, block: int) -> int:
+        """The block's reference count."""
+        holders = self._owners.get(block)
+        return len(holders) if holders else 0
+
+    def holds(self, owner: str, block: int) -> bool:
+        return block in self._blocks.get(owner, ())
+
+    def owners(self, block: int) -> frozenset[str]:
+        return frozenset(self._owners.get(block, ()))
+
+    def blocks(self, owner: str) -> list[int]:
+        """The owner's blocks in the order in which it took them."""
+        return list(self._blocks.get(owner, ()))
+
+    def all_owners(self) -> frozenset[str]:
+        return frozenset(self._blocks)
+
+    def held(self) -> int:
+        """How many blocks somebody holds."""
+        return len(self._owners)

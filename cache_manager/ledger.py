@@ -1,0 +1,59 @@
+"""What the parts of :class:`AuxBlocks` share: one lock, the current key chain, the counters, and what is in flight."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from cache_manager.keys import KeyChain
+
+if TYPE_CHECKING:
+    from cache_manager.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class AuxCounters:
+    """What happened since the start; every number only grows. A row counts once, whatever the number of specs."""
+
+    rows_committed: int = 0
+    rows_rejected: int = 0
+    late_writes_dropped: int = 0
+    steps_aborted: int = 0
+    swapped_out_rows: int = 0
+    swapped_in_rows: int = 0
+    copied_rows: int = 0
+    moves_aborted: int = 0
+    late_moves_dropped: int = 0
+    persisted_blocks: int = 0
+    incomplete_blocks_not_persisted: int = 0
+    restored_blocks: int = 0
+    late_restores_dropped: int = 0
+    stale_keys: int = 0
+    rows_read: int = 0
+    rows_missing: int = 0
+    resets: int = 0
+
+
+class Ledger:
+    """The lock that guards states, generations, leases and validity, and the books kept under it.
+
+    ``keys`` changes with a reset: whoever compares a key with it and acts on the answer does both under the lock.
+    """
+
+    __slots__ = ("_counts", "keys", "lock", "moves", "steps")
+
+    def __init__(self, keys: KeyChain) -> None:
+        self.lock = threading.Lock()
+        self.keys = keys
+        self.steps: list[Step] = []
+        self.moves = 0  # moves, persists and restores in flight
+        self._counts = {f.name: 0 for f in fields(AuxCounters)}
+
+    def count(self, name: str, n: int = 1) -> None:
+        """Add to a counter; the lock is held."""
+        self._counts[name] += n
+
+    def snapshot(self) -> AuxCounters:
+        with self.lock:
+            return AuxCounters(**self._counts)

@@ -1,0 +1,414 @@
+"""A complete block manager for engines that have none: allocation, prefix reuse, copy-on-write, preemption, storage.
+
+It decides which block serves which tokens and hands the same pairs to :class:`AuxBlocks` (rows) and to the engine's own
+:class:`BlockMover` (KV), so that both arrive or neither. Its methods belong to one thread, the scheduler's; rows may be
+read from another (:meth:`AuxBlocks.read`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.aux_blocks import AuxBlocks, Rows, TierName
+from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, StorageError
+from cache_manager.keys import BlockKey, Tokens
+from cache_manager.ports import BlockMover
+from cache_manager.prefix_index import PrefixIndex
+
+logger = logging.getLogger(__name__)
+
+HitPolicy = Literal["gate", "mask"]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a new sequence got: its blocks, and how many of its first tokens need no forward pass.
+
+    ``cached_tokens`` counts those whose KV was on the device or came from the store, ``restored_tokens`` the latter.
+    """
+
+    blocks: tuple[int, ...]
+    cached_tokens: int
+    restored_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerCounters:
+    """What happened since the start; every number only grows."""
+
+    sequences: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    restored_tokens: int = 0
+    persisted_blocks: int = 0
+    evicted_blocks: int = 0
+    preemptions: int = 0
+    swapped_out_tokens: int = 0
+    swapped_in_tokens: int = 0
+    cow_blocks: int = 0
+    cow_tokens: int = 0
+    hits_cut_for_missing_rows: int = 0
+    store_failures: int = 0
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One owner's blocks, in token order; ``computed`` tokens of them have KV and rows."""
+
+    blocks: list[int]
+    computed: int
+    keys: list[BlockKey] = field(default_factory=list)
+    tier: TierName = "device"
+    outdated: bool = False  # holds KV from before a reset: its blocks must not be found by key
+
+
+class BlockManager:
+    """Blocks for sequences, over ``aux.device_blocks`` on the device and ``aux.host_blocks`` to swap to.
+
+    With ``policy="gate"`` a cached block counts as a hit only if its rows are complete too; with ``"mask"`` the KV
+    decides and missing rows are reported when they are read. ``caching=False`` turns off prefix reuse and the store.
+    """
+
+    def __init__(self, aux: AuxBlocks, mover: BlockMover, *, caching: bool = True, policy: HitPolicy = "gate") -> None:
+        if policy not in ("gate", "mask"):
+            raise ConfigError("policy", "'gate' or 'mask'", repr(policy))
+        self.aux = aux
+        self._mover = mover
+        self._caching = caching
+        self._policy = policy
+        self._tokens = aux.block_tokens
+        self._free = list(range(aux.device_blocks - 1, -1, -1))
+        self._host_free = list(range(aux.host_blocks - 1, -1, -1))
+        self._index = PrefixIndex()
+        self._sequences: dict[str, _Sequence] = {}
+        self._counts = {f.name: 0 for f in fields(ManagerCounters)}
+
+    # ---------------------------------------------------------------- looking
+
+    @property
+    def counters(self) -> ManagerCounters:
+        return ManagerCounters(**self._counts)
+
+    @property
+    def free_device_blocks(self) -> int:
+        """Blocks that a sequence could get now: free ones and cached ones that nobody holds."""
+        return len(self._free) + self._index.idle
+
+    @property
+    def free_host_blocks(self) -> int:
+        return len(self._host_free)
+
+    @property
+    def owners(self) -> frozenset[str]:
+        return frozenset(self._sequences)
+
+    def table(self, owner: str) -> list[int]:
+        """The sequence's blocks, in token order, in the tier it is in."""
+        return list(self._sequence(owner).blocks)
+
+    def computed(self, owner: str) -> int:
+        """How many of the sequence's tokens have KV."""
+        return self._sequence(owner).computed
+
+    def is_swapped(self, owner: str) -> bool:
+        return self._sequence(owner).tier == "host"
+
+    def slots(self, owner: str, start: int, stop: int) -> NDArray[np.int64]:
+        """Device slots of the tokens ``[start, stop)``."""
+        sequence = self._on_device(owner)
+        if not 0 <= start <= stop <= len(sequence.blocks) * self._tokens:
+            raise InvalidInputError(
+                "start, stop", f"0 <= start <= stop <= {len(sequence.blocks) * self._tokens}", f"{start}, {stop}"
+            )
+        first, positions = start // self._tokens, np.arange(start, stop)
+        blocks = np.asarray(sequence.blocks[first : -(-stop // self._tokens)], dtype=np.int64)
+        slots: NDArray[np.int64] = blocks[positions // self._tokens - first] * self._tokens + positions % self._tokens
+        return slots
+
+    def read(self, name: str, owner: str, start: int, stop: int) -> Rows:
+        """Rows of the tokens ``[start, stop)`` from whichever tier the sequence is in."""
+        sequence = self._sequence(owner)
+        return self.aux.read(name, sequence.blocks, start, stop, owner=owner, tier=sequence.tier)
+
+    # ---------------------------------------------------------------- a sequence's life
+
+    def allocate(self, owner: str, tokens: Tokens) -> Admission | None:
+        """Blocks for a new sequence of ``tokens``; ``None`` when there is no room now, and then nothing has changed.
+
+        The longest run of cached full blocks is shared, what the store has after it is restored, the rest is fresh. At
+        least one token is left to compute. A store that fails counts as one that has nothing.
+        """
+        if owner in self._sequences:
+            raise BlockStateError(f"owner {owner!r}", "an owner without a sequence", "one that has one")
+        total = len(tokens)
+        if total < 1:
+            raise InvalidInputError("tokens", "at least one", total)
+        keys = self.aux.keys.keys(tokens[: (total - 1) // self._tokens * self._tokens]) if self._caching else []
+        shared = self._match(keys)
+        fresh_needed = -(-total // self._tokens) - len(shared)
+        idle_shared = self.aux.unheld(shared)
+        if fresh_needed > self.free_device_blocks - len(idle_shared):
+            return None
+        self._index.hold(shared)
+        self.aux.share(shared, owner)
+        fresh = self._take(fresh_needed, owner)
+        sequence = _Sequence(shared + fresh, len(shared) * self._tokens, keys[: len(shared)])
+        self._sequences[owner] = sequence
+        try:
+            restored = self._restore(keys[len(shared) :], fresh)
+        except BaseException:
+            self.free(owner)
+            raise
+        for key, block in zip(keys[len(shared) :][:restored], fresh, strict=False):
+            self._index.insert(key, block)
+            sequence.keys.append(key)
+        sequence.computed += restored * self._tokens
+        self._counts["sequences"] += 1
+        self._counts["prefix_queried_tokens"] += total
+        self._counts["prefix_hit_tokens"] += len(shared) * self._tokens
+        self._counts["restored_tokens"] += restored * self._tokens
+        return Admission(tuple(sequence.blocks), sequence.computed, restored * self._tokens)
+
+    def append(self, owner: str, total_tokens: int) -> bool:
+        """Make room so that the sequence can hold ``total_tokens``; ``False`` when there is none, nothing changed.
+
+        A block that would be written and that another owner holds too is copied first (copy-on-write).
+        """
+        sequence = self._on_device(owner)
+        blocks, first = sequence.blocks, sequence.computed // self._tokens
+        wanted = -(-total_tokens // self._tokens)
+        shared = [i for i in range(first, min(wanted, len(blocks))) if self.aux.shared(blocks[i])]
+        more = max(0, wanted - len(blocks))
+        if not shared and not more:
+            return True
+        if len(shared) + more > self.free_device_blocks:
+            return False
+        fresh = self._take(len(shared) + more, owner)
+        copies = fresh[: len(shared)]
+        if shared:
+            pairs = [(blocks[i], copy) for i, copy in zip(shared, copies, strict=True)]
+            with self._giving_back(owner, fresh), self.aux.begin_copy(pairs):
+                self._mover.copy(pairs)
+            self._counts["cow_blocks"] += len(shared)
+            for i, copy in zip(shared, copies, strict=True):
+                self._counts["cow_tokens"] += min(self._tokens, sequence.computed - i * self._tokens)
+                self.aux.free(owner, [blocks[i]])
+                blocks[i] = copy
+        blocks.extend(fresh[len(shared) :])
+        return True
+
+    def publish(self, owner: str, tokens: Tokens) -> None:
+        """The KV and the committed rows of ``tokens``, all that the sequence has computed so far, are in place.
+
+        Full blocks among them can be found by later sequences from here on.
+        """
+        sequence = self._on_device(owner)
+        if not sequence.computed <= len(tokens) <= len(sequence.blocks) * self._tokens:
+            room = len(sequence.blocks) * self._tokens
+            raise InvalidInputError("tokens", f"{sequence.computed} to {room} tokens", len(tokens))
+        sequence.computed = len(tokens)
+        if not self._caching or sequence.outdated:
+            return
+        chain = self.aux.keys
+        for i in range(len(sequence.keys), len(tokens) // self._tokens):
+            parent = sequence.keys[-1] if sequence.keys else None
+            key = chain.key(parent, tokens[i * self._tokens : (i + 1) * self._tokens])
+            sequence.keys.append(key)
+            self._index.insert(key, sequence.blocks[i])
+
+    def fork(self, parent: str, child: str) -> None:
+        """The child shares every block of the parent, the partial last one too, until one of them appends."""
+        sequence = self._on_device(parent)
+        if child in self._sequences:
+            raise BlockStateError(f"owner {child!r}", "an owner without a sequence", "one that has one")
+        blocks = sequence.blocks[: -(-sequence.computed // self._tokens)]
+        self.aux.share(blocks, child)
+        self._sequences[child] = _Sequence(blocks, sequence.computed, list(sequence.keys), outdated=sequence.outdated)
+
+    def free(self, owner: str) -> None:
+        """End the sequence; idempotent. Blocks that can be found by key stay cached until they are evicted."""
+        sequence = self._sequences.pop(owner, None)
+        if sequence is None:
+            return
+        self.aux.free(owner)
+        self._retire(sequence.blocks, sequence.tier)
+
+    # ---------------------------------------------------------------- swapping
+
+    def preempt(self, owner: str) -> bool:
+        """Swap the sequence out to host blocks; ``False`` when they do not suffice, and then nothing has changed."""
+        sequence = self._on_device(owner)
+        full = -(-sequence.computed // self._tokens)
+        if full > len(self._host_free):
+            return False
+        pairs = list(zip(sequence.blocks[:full], reversed(self._host_free), strict=False))
+        with self.aux.begin_swap_out(pairs, owner):
+            self._mover.swap_out(pairs)
+        del self._host_free[len(self._host_free) - full :]
+        left, sequence.blocks = sequence.blocks, [target for _, target in pairs]
+        sequence.tier = "host"
+        self.aux.free(owner, left[full:])
+        self._retire(left, "device")
+        self._counts["preemptions"] += 1
+        self._counts["swapped_out_tokens"] += sequence.computed
+        return True
+
+    def resume(self, owner: str) -> bool:
+        """Swap the sequence back in; ``False`` when device blocks do not suffice, and then nothing has changed."""
+        sequence = self._sequence(owner)
+        if sequence.tier == "device":
+            return True
+        if len(sequence.blocks) > self.free_device_blocks:
+            return False
+        targets = self._take(len(sequence.blocks), None)
+        pairs = list(zip(sequence.blocks, targets, strict=True))
+        with self._giving_back(None, targets), self.aux.begin_swap_in(pairs, owner):
+            self._mover.swap_in(pairs)
+        left, sequence.blocks, sequence.tier = sequence.blocks, targets, "device"
+        self._retire(left, "host")
+        for key, block in zip(sequence.keys, targets, strict=False):
+            self._index.insert(key, block)
+        self._counts["swapped_in_tokens"] += sequence.computed
+        return True
+
+    # ---------------------------------------------------------------- storing
+
+    def persist(self, owner: str) -> int:
+        """Store the sequence's full blocks, rows and KV; how many are stored now. A failing store stores none."""
+        sequence = self._on_device(owner)
+        if not self._caching or not self.aux.has_store or sequence.outdated:
+            return 0
+        wanted = dict(zip(sequence.keys, sequence.blocks, strict=False))
+        done = 0
+        with self._surviving_store():
+            rows = self.aux.persist(wanted)
+            if self._policy == "gate":
+                wanted = {key: block for key, block in wanted.items() if rows[key]}
+            done = sum(self._mover.persist(wanted).values())
+        self._counts["persisted_blocks"] += done
+        return done
+
+    def _restore(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> int:
+        """Fill ``blocks`` with the longest run of ``keys`` that the store has; its length."""
+        if not keys or not self.aux.has_store:
+            return 0
+        done: Mapping[BlockKey, bool] = {}
+        with self._surviving_store():
+            wanted = dict(zip(keys, blocks, strict=False))
+            if self._policy == "gate":
+                stored = self.aux.stored(keys)
+                run = stored.index(False) if False in stored else len(stored)
+                rows = self.aux.restore(dict(list(wanted.items())[:run]))
+                done = self._mover.restore({key: wanted[key] for key in _run(keys, rows)})
+            else:
+                done = self._mover.restore(wanted)
+                self.aux.restore({key: wanted[key] for key in _run(keys, done)})
+        return len(_run(keys, done))
+
+    @contextmanager
+    def _surviving_store(self) -> Iterator[None]:
+        try:
+            yield
+        except StorageError as error:
+            self._counts["store_failures"] += 1
+            logger.warning("store failed, going on without it: %s", error)
+
+    # ---------------------------------------------------------------- resetting
+
+    def reset(self, *, weights_version: int) -> None:
+        """A weight update: nothing from before is found or read again. Sequences keep their blocks, without rows."""
+        self.aux.reset(weights_version=weights_version)
+        self._free.extend(self._index.clear())
+        for sequence in self._sequences.values():
+            sequence.keys.clear()
+            sequence.outdated = True
+
+    def assert_consistent(self) -> None:
+        """Raise ``AssertionError`` unless every block is free, cached or held, once, in each tier."""
+        self.aux.assert_consistent()
+        self._index.assert_consistent()
+        held = {b for s in self._sequences.values() if s.tier == "device" for b in s.blocks}
+        free, idle = set(self._free), self._index.idle
+        assert len(free) == len(self._free), "a device block is free twice"
+        assert not free & held, "a device block is free and held"
+        assert len(free) + idle + len(held) == self.aux.device_blocks, "a device block is lost"
+        assert all(self._index.key(b) is None for b in free), "a free block is indexed"
+        host = [b for s in self._sequences.values() if s.tier == "host" for b in s.blocks]
+        assert sorted(host + self._host_free) == list(range(self.aux.host_blocks)), "a host block is lost or shared"
+
+    # ---------------------------------------------------------------- inside
+
+    def _sequence(self, owner: str) -> _Sequence:
+        try:
+            return self._sequences[owner]
+        except KeyError:
+            raise BlockStateError(f"owner {owner!r}", "an owner with a sequence", "one without") from None
+
+    def _on_device(self, owner: str) -> _Sequence:
+        sequence = self._sequence(owner)
+        if sequence.tier != "device":
+            raise BlockStateError(f"owner {owner!r}", "a sequence on the device", "one that is swapped out")
+        return sequence
+
+    def _match(self, keys: Sequence[BlockKey]) -> list[int]:
+        found = self._index.match(keys)
+        if found and self._policy == "gate":
+            complete = self.aux.complete(found)
+            if not complete.all():
+                self._counts["hits_cut_for_missing_rows"] += 1
+                found = found[: int(np.argmin(complete))]
+        return found
+
+    def _take(self, count: int, owner: str | None) -> list[int]:
+        """``count`` blocks that nobody holds, cached ones last; allocated to ``owner`` if there is one."""
+        taken = []
+        for _ in range(count):
+            if self._free:
+                taken.append(self._free.pop())
+                continue
+            block = self._index.evict()
+            assert block is not None, "room was checked before"
+            taken.append(block)
+            self._counts["evicted_blocks"] += 1
+        if owner is not None and taken:
+            self.aux.allocate(taken, owner)
+        return taken
+
+    @contextmanager
+    def _giving_back(self, owner: str | None, taken: Sequence[int]) -> Iterator[None]:
+        """Return ``taken`` to the free list if the body raises."""
+        try:
+            yield
+        except BaseException:
+            if owner is not None:
+                self.aux.free(owner, taken)
+            self._retire(taken, "device")
+            raise
+
+    def _retire(self, blocks: Sequence[int], tier: TierName) -> None:
+        """Blocks that a sequence has let go: cached if they can be found by key, free otherwise."""
+        unheld = self.aux.unheld(blocks, tier)
+        if tier == "host":
+            self.aux.evict(unheld, "host")
+            self._host_free.extend(unheld)
+            return
+        loose = self._index.release(reversed(unheld))
+        self.aux.evict(loose)
+        self._free.extend(loose)
+
+
+def _run(keys: Sequence[BlockKey], done: Mapping[BlockKey, bool]) -> list[BlockKey]:
+    """The longest run of ``keys``, from the first on, that are ``done``."""
+    run = []
+    for key in keys:
+        if not done.get(key, False):
+            break
+        run.append(key)
+    return run

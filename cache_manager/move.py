@@ -1,0 +1,138 @@
+"""Rows on their way from block to block: begun, copied, and then either all arrived or nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.errors import BlockStateError, InvalidInputError
+from cache_manager.ledger import Ledger
+from cache_manager.lifecycle import Event
+from cache_manager.tier import Tier
+
+Pairs = Sequence[tuple[int, int]]
+
+
+class Followers(Enum):
+    """Whose leases follow a move."""
+
+    NOBODY = "nobody"
+    EVERYBODY = "everybody"
+
+
+Follow = Followers | str
+
+
+def split_pairs(pairs: Pairs, source: Tier, target: Tier) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Source and target ids of ``pairs``, or :class:`InvalidInputError`.
+
+    A source may serve several targets; a target is written once, and is not a source in the same call.
+    """
+    table = np.asarray(pairs)
+    if table.size == 0:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    if table.ndim != 2 or table.shape[1] != 2 or table.dtype.kind not in "iu":
+        raise InvalidInputError("pairs", "(source, target) pairs of block ids", f"{table.dtype} of shape {table.shape}")
+    targets = target.life.ids(table[:, 1], "pairs target")
+    sources = table[:, 0].astype(np.int64)
+    source.life.ids(np.unique(sources), "pairs source")
+    if source is target and (both := set(sources.tolist()) & set(targets.tolist())):
+        raise InvalidInputError("pairs", "no block as source and as target", min(both))
+    return sources, targets
+
+
+class Move:
+    """A move in flight, made by :meth:`AuxBlocks.begin_swap_out` and its kin. The rows are already copied.
+
+    While it is open its blocks can be neither freed, nor given away, nor written. Exactly one of :meth:`commit` and
+    :meth:`abort` ends it; as a context manager, leaving commits and an exception aborts, so that the engine's own KV
+    copy can stand in the body and both arrive or neither.
+
+    ``leases_of`` says whose leases follow from source to target, one owner being given by name. ``counter`` is the
+    counter of rows that arrived.
+    """
+
+    __slots__ = (
+        "_counter",
+        "_ended",
+        "_generations",
+        "_leases_of",
+        "_ledger",
+        "_source",
+        "_sources",
+        "_target",
+        "_targets",
+    )
+
+    def __init__(
+        self, source: Tier, target: Tier, ledger: Ledger, pairs: Pairs, *, leases_of: Follow, counter: str
+    ) -> None:
+        sources, targets = split_pairs(pairs, source, target)
+        if leases_of is not Followers.NOBODY:
+            source.life.ids(sources, "pairs source")
+        self._source, self._target, self._ledger = source, target, ledger
+        self._sources, self._targets = sources, targets
+        self._leases_of, self._counter = leases_of, counter
+        self._ended = False
+        with ledger.lock:
+            source.check_no_step(sources, "copy from it")
+            target.check_no_step(targets, "copy into it")
+            source.life.check(Event.BEGIN_DEPARTURE, sources)
+            target.life.check(Event.BEGIN_ARRIVAL, targets)
+            if leases_of is Followers.NOBODY:
+                target.check_empty(targets)
+            else:
+                target.check_unheld(targets)
+            source.life.begin_departure(sources)
+            target.begin_life(target.life.begin_arrival(targets))
+            self._generations = source.life.generations[sources], target.life.generations[targets]
+            ledger.moves += 1
+        from_rows, to_rows = source.region.rows, target.region.rows
+        for s, t in zip(sources.tolist(), targets.tolist(), strict=True):
+            to_rows[t] = from_rows[s]
+
+    def commit(self) -> None:
+        """The rows have arrived: they are readable at the target, and the leases that follow are there."""
+        if self._ended:
+            raise BlockStateError("move", "one that is in flight", "one that has ended")
+        source, target = self._source, self._target
+        with self._ledger.lock:
+            departed, begun = self._generations
+            live = (source.life.generations[self._sources] == departed) & (
+                target.life.generations[self._targets] == begun
+            )
+            target.region.valid[self._targets[live]] = source.region.valid[self._sources[live]]
+            self._ledger.count(self._counter, target.valid_rows(self._targets))
+            self._ledger.count("late_moves_dropped", int(np.count_nonzero(~live)))
+            if self._leases_of is not Followers.NOBODY:
+                owner = None if self._leases_of is Followers.EVERYBODY else self._leases_of
+                for s, t in zip(self._sources.tolist(), self._targets.tolist(), strict=True):
+                    source.life.move_leases(s, target.life, t, owner)
+            self._end(arrived=True)
+
+    def abort(self) -> None:
+        """Leave source, leases and every other block as they were. Harmless after the move has ended."""
+        if not self._ended:
+            with self._ledger.lock:
+                self._ledger.count("moves_aborted")
+                self._end(arrived=False)
+
+    def _end(self, *, arrived: bool) -> None:
+        self._ended = True
+        self._ledger.moves -= 1
+        self._source.life.end_departure(self._sources)
+        self._target.life.end_arrival(self._targets, arrived=arrived)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.abort()

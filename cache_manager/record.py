@@ -1,0 +1,118 @@
+"""A block's record outside memory: a header that says what follows, then the packed rows.
+
+One header serves files, remote objects and the wire. It is checked on every read; the layout is in ``docs/format.md``
+byte by byte. Pure: bytes in, values out.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Final
+
+import msgspec
+import xxhash
+
+from cache_manager.errors import RecordError
+from cache_manager.keys import KEY_NBYTES, BlockKey
+from cache_manager.spec import RecordLayout, align
+
+MAGIC: Final = b"KVRR"
+VERSION: Final = 1
+# magic, version, header bytes, payload bytes, fingerprint, key, generation, payload xxh3, valid rows, bitmap bytes
+_FIXED = struct.Struct("<4sHHQ16s32sQQII")
+_CRC = struct.Struct("<I")
+HEADER_NBYTES_MIN: Final = align(_FIXED.size + _CRC.size)
+HEADER_NBYTES_MAX: Final = 65_472
+
+Buffer = bytes | bytearray | memoryview
+"""Contiguous bytes; of a numpy array, its ``.data``."""
+
+
+class RecordHeader(msgspec.Struct, frozen=True, gc=False):
+    """What a record is: whose rows, which are valid, and the sum that proves the payload.
+
+    ``valid`` holds, spec by spec, ``valid_words`` little-endian uint64 with one bit a row. ``generation`` is that of
+    the block that the record was taken from, for tracing; it takes no part in equality of contents.
+    """
+
+    key: BlockKey
+    fingerprint: bytes
+    generation: int
+    valid: bytes
+    payload_nbytes: int
+    payload_xxh3: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this header when packed, a multiple of 64."""
+        return align(_FIXED.size + len(self.valid) + _CRC.size)
+
+
+checksum = xxhash.xxh3_64_intdigest
+"""XXH3-64 of a payload."""
+
+
+def header_nbytes(layout: RecordLayout) -> int:
+    """Bytes of a packed header for records of ``layout``."""
+    return align(_FIXED.size + 8 * layout.valid_words * len(layout.specs) + _CRC.size)
+
+
+def pack_header(header: RecordHeader) -> bytes:
+    """The header's bytes: fixed fields, validity bitmap, zeros up to a multiple of 64, CRC-32 in the last four."""
+    if len(header.key) != KEY_NBYTES or len(header.fingerprint) != 16 or len(header.valid) % 8:
+        raise AssertionError(f"malformed header {header}")
+    nbytes = header.nbytes
+    body = _FIXED.pack(
+        MAGIC,
+        VERSION,
+        nbytes,
+        header.payload_nbytes,
+        header.fingerprint,
+        header.key,
+        header.generation,
+        header.payload_xxh3,
+        int.from_bytes(header.valid, "little").bit_count(),
+        len(header.valid),
+    )
+    body = (body + header.valid).ljust(nbytes - _CRC.size, b"\0")
+    return body + _CRC.pack(zlib.crc32(body))
+
+
+def unpack_header(buffer: Buffer) -> RecordHeader:
+    """The header at the start of ``buffer``; :class:`RecordError` names the first field that is not right."""
+    raw = memoryview(buffer)
+    if len(raw) < HEADER_NBYTES_MIN:
+        raise RecordError("size", f"at least {HEADER_NBYTES_MIN} bytes", len(raw))
+    magic, version, nbytes, payload_nbytes, fingerprint, key, generation, xxh3, rows, valid_nbytes = _FIXED.unpack_from(
+        raw
+    )
+    if magic != MAGIC:
+        raise RecordError("magic", MAGIC, bytes(magic))
+    if version != VERSION:
+        raise RecordError("version", VERSION, version)
+    if valid_nbytes % 8 or nbytes != align(_FIXED.size + valid_nbytes + _CRC.size) or nbytes > HEADER_NBYTES_MAX:
+        raise RecordError("header size", "a size that fits its bitmap", f"{nbytes} with a bitmap of {valid_nbytes}")
+    if len(raw) < nbytes:
+        raise RecordError("size", f"{nbytes} bytes of header", len(raw))
+    body = raw[: nbytes - _CRC.size]
+    (crc,) = _CRC.unpack_from(raw, nbytes - _CRC.size)
+    if zlib.crc32(body) != crc:
+        raise RecordError("header crc", zlib.crc32(body), crc)
+    valid = bytes(raw[_FIXED.size : _FIXED.size + valid_nbytes])
+    if int.from_bytes(valid, "little").bit_count() != rows:
+        raise RecordError("valid rows", rows, int.from_bytes(valid, "little").bit_count())
+    return RecordHeader(BlockKey(key), fingerprint, generation, valid, payload_nbytes, xxh3)
+
+
+def check_record(header: RecordHeader, key: BlockKey, fingerprint: bytes, payload: Buffer) -> None:
+    """Raise :class:`RecordError` unless ``header`` and ``payload`` are the sound record of ``key``."""
+    if header.key != key:
+        raise RecordError("key", key.hex(), header.key.hex())
+    if header.fingerprint != fingerprint:
+        raise RecordError("fingerprint", fingerprint.hex(), header.fingerprint.hex())
+    nbytes = memoryview(payload).nbytes
+    if header.payload_nbytes != nbytes:
+        raise RecordError("payload size", nbytes, header.payload_nbytes)
+    if (found := checksum(payload)) != header.payload_xxh3:
+        raise RecordError("payload checksum", header.payload_xxh3, found)

@@ -1,0 +1,235 @@
+"""Row layouts: what one token's auxiliary values look like, and how a block's rows are packed.
+
+Pure: no I/O, no clock, no framework. The byte layout is described in ``docs/format.md``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.errors import RowError, SpecError
+
+ALIGNMENT = 64
+"""Each spec's rows start on a cache line of the record."""
+
+SPECS_MAX = 16
+BLOCK_TOKENS_MAX = 65_536
+RECORD_NBYTES_MAX = 1 << 30
+
+DTYPES = (
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+)
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+_JSON_SCALARS = (str, int, float, bool, type(None))
+
+
+def align(nbytes: int, to: int = ALIGNMENT) -> int:
+    """``nbytes`` rounded up to a multiple of ``to``."""
+    return -(-nbytes // to) * to
+
+
+def _frozen_json(value: Any, where: str) -> Any:
+    if isinstance(value, np.integer):
+        value = int(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SpecError(where, "a finite number", value)
+    if isinstance(value, _JSON_SCALARS):
+        return value
+    if isinstance(value, Mapping):
+        if bad := [k for k in value if not isinstance(k, str)]:
+            raise SpecError(where, "string keys", repr(bad[0]))
+        return MappingProxyType({k: _frozen_json(v, f"{where}.{k}") for k, v in value.items()})
+    if isinstance(value, (list, tuple, range)):
+        return tuple(_frozen_json(v, f"{where}[{i}]") for i, v in enumerate(value))
+    raise SpecError(where, "JSON (string, number, bool, null, list, mapping)", type(value).__name__)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one byte string that stands for a JSON value: sorted keys, no spaces, ASCII."""
+    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class AuxBlockDataSpec:
+    """The layout of the auxiliary rows that ride along with one KV block.
+
+    ``row_shape`` and ``dtype`` describe one token's row, ``block_tokens`` how many tokens a KV block holds. ``attrs``
+    is JSON that readers need to make sense of the rows (for routing: ``num_experts``, ``layer_ids``, ``num_layers``).
+    Two processes may exchange rows only when their fingerprints are equal; ``attrs`` is part of the fingerprint.
+
+    Raises :class:`SpecError` for anything that cannot be.
+
+    >>> spec = AuxBlockDataSpec("routing", row_shape=(48, 8), dtype="uint8", block_tokens=64)
+    >>> spec.row_nbytes, spec.block_nbytes
+    (384, 24576)
+    >>> spec.fingerprint.hex()
+    'ea8acc67cf7570bf50edce66c1df9450'
+    """
+
+    name: str
+    row_shape: tuple[int, ...]
+    dtype: str
+    block_tokens: int
+    attrs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise SpecError("spec.name", f"a name matching {_NAME.pattern}", repr(self.name))
+        shape = tuple(self.row_shape) if isinstance(self.row_shape, Sequence) else None
+        if shape is None or not all(isinstance(n, (int, np.integer)) and n > 0 for n in shape):
+            raise SpecError(f"{self.name}.row_shape", "a tuple of positive integers", repr(self.row_shape))
+        dtype = str(np.dtype(self.dtype)) if self.dtype in DTYPES else repr(self.dtype)
+        if dtype not in DTYPES:
+            raise SpecError(f"{self.name}.dtype", "one of " + ", ".join(DTYPES), dtype)
+        if not isinstance(self.block_tokens, int) or not 1 <= self.block_tokens <= BLOCK_TOKENS_MAX:
+            raise SpecError(f"{self.name}.block_tokens", f"an integer in [1, {BLOCK_TOKENS_MAX}]", self.block_tokens)
+        object.__setattr__(self, "row_shape", tuple(int(n) for n in shape))
+        object.__setattr__(self, "attrs", _frozen_json(self.attrs, f"{self.name}.attrs"))
+        if self.block_nbytes > RECORD_NBYTES_MAX:
+            raise SpecError(f"{self.name}.block_nbytes", f"at most {RECORD_NBYTES_MAX}", self.block_nbytes)
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """Little-endian, as it lies in memory, on disk and on the wire."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    @property
+    def row_nbytes(self) -> int:
+        return math.prod(self.row_shape) * self.numpy_dtype.itemsize
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.row_nbytes * self.block_tokens
+
+    @property
+    def fingerprint(self) -> bytes:
+        """16 bytes that are equal exactly for equal specs."""
+        return hashlib.blake2b(canonical_json(self.to_json()), digest_size=16, person=b"kvroute.spec/1").digest()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "row_shape": list(self.row_shape),
+            "dtype": self.dtype,
+            "block_tokens": self.block_tokens,
+            "attrs": _plain(self.attrs),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> AuxBlockDataSpec:
+        """The inverse of :meth:`to_json`."""
+        fields = ("name", "row_shape", "dtype", "block_tokens", "attrs")
+        if unknown := sorted(set(value) - set(fields)):
+            raise SpecError("spec", "only the keys " + ", ".join(fields), ", ".join(unknown))
+        if missing := [k for k in fields[:4] if k not in value]:
+            raise SpecError("spec", "the keys " + ", ".join(fields[:4]), "none named " + ", ".join(missing))
+        return cls(**{**value, "row_shape": tuple(value["row_shape"])})
+
+    def rows(self, values: NDArray[Any], *, tokens: int) -> NDArray[Any]:
+        """``values`` as new rows ``[tokens, *row_shape]`` of this dtype, or a :class:`RowError`.
+
+        Integers may be wider than the spec's dtype as long as every value fits it; the caller keeps its array.
+        """
+        values = np.asarray(values)
+        if values.shape != (tokens, *self.row_shape):
+            raise RowError(f"{self.name} rows", f"shape {(tokens, *self.row_shape)}", f"shape {values.shape}")
+        dtype = self.numpy_dtype
+        if values.dtype == dtype:
+            return values.copy(order="C")
+        if values.dtype.kind not in "iu" or dtype.kind not in "iu":
+            raise RowError(f"{self.name} rows", f"dtype {self.dtype}", f"dtype {values.dtype}")
+        info = np.iinfo(dtype)
+        if values.size and (int(values.min()) < info.min or int(values.max()) > info.max):
+            outlier = values.min() if int(values.min()) < info.min else values.max()
+            raise RowError(f"{self.name} rows", f"{self.dtype} values in [{info.min}, {info.max}]", int(outlier))
+        return values.astype(dtype, order="C")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordLayout:
+    """Several specs' rows of one block, packed: each spec starts on a 64-byte boundary.
+
+    All specs share ``block_tokens``. Their order is part of the layout, and so of its fingerprint.
+
+    >>> a = AuxBlockDataSpec("routing", row_shape=(3, 2), dtype="uint8", block_tokens=16)
+    >>> b = AuxBlockDataSpec("weights_version", row_shape=(), dtype="uint32", block_tokens=16)
+    >>> layout = RecordLayout((a, b))
+    >>> layout.offsets, layout.nbytes, layout.valid_words
+    ((0, 128), 192, 1)
+    >>> layout.fingerprint.hex()
+    '035ec378d09b1aeafc13e329dec2c8a7'
+    """
+
+    specs: tuple[AuxBlockDataSpec, ...]
+    offsets: tuple[int, ...] = field(init=False)
+    nbytes: int = field(init=False)
+    fingerprint: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        specs = tuple(self.specs)
+        object.__setattr__(self, "specs", specs)
+        if not 1 <= len(specs) <= SPECS_MAX:
+            raise SpecError("specs", f"1 to {SPECS_MAX} specs", len(specs))
+        names = [s.name for s in specs]
+        if len(set(names)) != len(names):
+            raise SpecError("specs", "distinct names", ", ".join(names))
+        if len({s.block_tokens for s in specs}) != 1:
+            got = ", ".join(f"{s.name}={s.block_tokens}" for s in specs)
+            raise SpecError("specs", "one block_tokens for all", got)
+        offsets, at = [], 0
+        for s in specs:
+            offsets.append(at)
+            at = align(at + s.block_nbytes)
+        if at > RECORD_NBYTES_MAX:
+            raise SpecError("specs", f"a record of at most {RECORD_NBYTES_MAX} bytes", at)
+        object.__setattr__(self, "offsets", tuple(offsets))
+        object.__setattr__(self, "nbytes", at)
+        digest = hashlib.blake2b(digest_size=16, person=b"kvroute.layout/1")
+        for s in specs:
+            digest.update(s.fingerprint)
+        object.__setattr__(self, "fingerprint", digest.digest())
+
+    @property
+    def block_tokens(self) -> int:
+        return self.specs[0].block_tokens
+
+    @property
+    def valid_words(self) -> int:
+        """64-bit words of validity bits that one spec needs for one block."""
+        return -(-self.block_tokens // 64)
+
+    def index(self, name: str) -> int:
+        """The place of the spec called ``name``; :class:`SpecError` when there is none."""
+        for i, s in enumerate(self.specs):
+            if s.name == name:
+                return i
+        raise SpecError("spec name", "one of " + ", ".join(s.name for s in self.specs), repr(name))

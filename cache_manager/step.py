@@ -1,0 +1,151 @@
+"""A forward step: the rows it will write, the generations they are for, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.errors import BlockStateError, RowError, SlotError
+from cache_manager.ledger import Ledger
+from cache_manager.lifecycle import Event
+from cache_manager.tier import Tier
+
+PADDING = -1
+
+
+class SlotTable:
+    """Checked slots of one step: which tokens count, and the block and offset of each.
+
+    ``tokens`` ``[n]`` are the places, in what the caller passed, of the tokens that are not padding.
+    """
+
+    __slots__ = ("blocks", "offsets", "slots", "tokens", "total", "unique_blocks")
+
+    def __init__(self, slots: NDArray[Any], device_blocks: int, block_tokens: int) -> None:
+        slots = np.asarray(slots)
+        if slots.ndim != 1 or (slots.size and slots.dtype.kind not in "iu"):
+            raise SlotError("slots", "a flat array of integers", f"{slots.dtype} of shape {slots.shape}")
+        slots = slots.astype(np.int64)
+        end = device_blocks * block_tokens
+        if slots.size and (slots.min() < PADDING or slots.max() >= end):
+            bad = int(slots.min()) if slots.min() < PADDING else int(slots.max())
+            raise SlotError("slots", f"{PADDING} (padding) or a slot in [0, {end})", bad)
+        self.total = slots.size
+        self.tokens = np.flatnonzero(slots != PADDING)
+        self.slots = slots[self.tokens]
+        if len(set(self.slots.tolist())) != self.slots.size:
+            twice = next(s for s, n in Counter(self.slots.tolist()).items() if n > 1)
+            raise SlotError("slots", "each slot once in a step", f"slot {twice} twice")
+        self.blocks, self.offsets = np.divmod(self.slots, block_tokens)
+        self.unique_blocks: NDArray[np.int64] = np.unique(self.blocks)
+
+
+class Step:
+    """The rows of one forward pass, kept aside until the pass has completed.
+
+    Made by :meth:`AuxBlocks.begin_step`. Call :meth:`write` for each spec that the pass produced, then exactly one of
+    :meth:`commit` and :meth:`abort`; as a context manager, leaving commits and an exception aborts.
+    """
+
+    __slots__ = ("_ended", "_generations", "_ledger", "_live", "_rows", "_table", "_tier")
+
+    def __init__(self, tier: Tier, ledger: Ledger, table: SlotTable) -> None:
+        self._tier = tier
+        self._ledger = ledger
+        self._table = table
+        self._live = np.ones(table.slots.size, dtype=np.bool_)  # not superseded by a later step
+        self._rows: dict[int, NDArray[np.uint8]] = {}  # by spec: [tokens, row_nbytes]
+        self._ended = False
+        with ledger.lock:
+            tier.life.check(Event.WRITE, table.unique_blocks)
+            for earlier in ledger.steps:
+                earlier._yield_to(table)
+            tier.invalidate(table.blocks, table.offsets)
+            tier.pending[table.unique_blocks] += 1
+            self._generations = tier.life.generations[table.blocks]
+            ledger.steps.append(self)
+
+    @property
+    def blocks(self) -> NDArray[np.int64]:
+        """The distinct blocks that the step writes."""
+        return self._table.unique_blocks
+
+    def write(self, name: str, rows: NDArray[Any]) -> None:
+        """Keep a copy of ``rows`` ``[T, *row_shape]``, one for each slot the step began with, padding included.
+
+        Integers may be wider than the spec's dtype if every value fits. Raises :class:`RowError` for another shape,
+        dtype or a value out of range, and then nothing of this call is kept.
+        """
+        index, table = self._tier.layout.index(name), self._table
+        spec = self._tier.layout.specs[index]
+        self._check_open("write")
+        if index in self._rows:
+            raise RowError(f"{name} rows", "one write a step", "a second one")
+        values = np.asarray(rows)
+        if values.shape[:1] != (table.total,):
+            raise RowError(f"{name} rows", f"shape {(table.total, *spec.row_shape)}", f"shape {values.shape}")
+        kept = spec.rows(values[table.tokens], tokens=table.tokens.size)
+        self._rows[index] = kept.reshape(-1).view(np.uint8).reshape(table.tokens.size, spec.row_nbytes)
+
+    def commit(self, keep: NDArray[np.bool_] | None = None) -> int:
+        """Make the written rows readable; how many tokens' rows that was.
+
+        ``keep`` ``[T]`` says which tokens count (rejected speculative ones do not). A row whose block has meanwhile
+        begun another life, or whose slot a later step has taken, is dropped and counted.
+        """
+        self._check_open("commit")
+        table = self._table
+        if keep is not None:
+            keep = np.asarray(keep)
+            if keep.dtype != np.bool_ or keep.shape != (table.total,):
+                raise RowError("keep", f"bool of shape {(table.total,)}", f"{keep.dtype} of shape {keep.shape}")
+            keep = keep[table.tokens]
+        with self._ledger.lock:
+            self._end()
+            live = self._live & (self._tier.life.generations[table.blocks] == self._generations)
+            wanted = live if keep is None else live & keep
+            everything = bool(wanted.all())
+            blocks, offsets = table.blocks, table.offsets
+            if not everything:
+                blocks, offsets = blocks[wanted], offsets[wanted]
+            for spec, rows in self._rows.items():
+                self._tier.store(spec, blocks, offsets, rows if everything else rows[wanted])
+            committed = int(blocks.size) if self._rows else 0
+            self._ledger.count("rows_committed", committed)
+            self._ledger.count("late_writes_dropped", int(np.count_nonzero(~live)))
+            self._ledger.count("rows_rejected", int(np.count_nonzero(live & ~wanted)))
+        return committed
+
+    def abort(self) -> None:
+        """Drop the step; the rows at its slots stay missing. Harmless after the step has ended."""
+        if not self._ended:
+            with self._ledger.lock:
+                self._end()
+                self._ledger.count("steps_aborted")
+
+    def _yield_to(self, table: SlotTable) -> None:
+        """A later step writes ``table``: where both write a slot, the later one counts."""
+        if np.isin(self._table.unique_blocks, table.unique_blocks, assume_unique=True).any():
+            self._live &= ~np.isin(self._table.slots, table.slots, assume_unique=True)
+
+    def _end(self) -> None:
+        self._ended = True
+        self._ledger.steps.remove(self)
+        self._tier.pending[self._table.unique_blocks] -= 1
+
+    def _check_open(self, event: str) -> None:
+        if self._ended:
+            raise BlockStateError("step", f"one that is in flight to {event}", "one that has ended")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.abort()

@@ -1,0 +1,414 @@
+"""The life of auxiliary rows against a model that is two dictionaries and knows nothing of the code.
+
+Method: rows carry a canary (who wrote them, for which life of which block). After every rule, every row of every tier
+is read and must be exactly the one the model expects, or be missing exactly where the model says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from canary import canary_rows
+from faulty import FaultyStore
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.errors import BlockStateError, StorageError
+from cache_manager.keys import BlockKey, Namespace
+from cache_manager.lifecycle import State
+from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.storage import open_store
+
+OWNERS = ("a", "b", "c")
+DEVICE, HOST = 5, 4
+
+
+@dataclass(eq=False)
+class Life:
+    rows: dict[tuple[str, int], bytes] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Block:
+    life: Life = field(default_factory=Life)
+    owners: set[str] = field(default_factory=set)
+    free: bool = True
+    departures: int = 0
+    arriving: bool = False
+    steps: int = 0
+
+    @property
+    def still(self) -> bool:
+        return not self.departures and not self.arriving
+
+
+@dataclass(eq=False)
+class ModelStep:
+    real: object
+    tokens: list[tuple[int, int] | None]  # (block, offset), None is padding
+    lives: list[Life | None]
+    superseded: list[bool]
+    rows: dict[str, list[bytes]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class ModelMove:
+    real: object
+    tiers: tuple[str, str]
+    pairs: list[tuple[int, int]]
+    lives: list[tuple[Life, Life]]
+    owner: str | None
+    with_leases: bool
+
+
+class AuxBlocksMachine(RuleBasedStateMachine):
+    block_tokens = 3
+    memory = "heap"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.specs = (
+            AuxBlockDataSpec("routing", (2, 3), "uint8", self.block_tokens),
+            AuxBlockDataSpec("weights_version", (), "uint32", self.block_tokens),
+        )
+        self.store = FaultyStore(open_store("memory:?capacity=4MiB"))
+        self.aux = AuxBlocks(
+            self.specs,
+            device_blocks=DEVICE,
+            host_blocks=HOST,
+            namespace=Namespace("m", 0),
+            store=self.store,
+            required=["routing"],
+            memory=self.memory,
+        )
+        self.model = {"device": [Block() for _ in range(DEVICE)], "host": [Block() for _ in range(HOST)]}
+        self.steps: list[ModelStep] = []
+        self.moves: list[ModelMove] = []
+        self.stored: dict[BlockKey, dict[tuple[str, int], bytes]] = {}
+        self.keys: dict[int, list[BlockKey]] = {0: []}
+        self.version = 0
+        self.serial = 0
+
+    def teardown(self) -> None:
+        for step in self.steps:
+            step.real.abort()
+        for move in self.moves:
+            move.real.abort()
+        self.quiescent_means_nothing_in_flight()
+        self.aux.close()
+
+    # ------------------------------------------------------------ helpers
+
+    def pick(self, data: st.DataObject, tier: str, allowed, most: int = 3) -> list[int]:
+        choices = [i for i, b in enumerate(self.model[tier]) if allowed(b)]
+        if not choices:
+            return []
+        return data.draw(st.lists(st.sampled_from(choices), min_size=1, max_size=most, unique=True))
+
+    def end_if_unheld(self, block: Block) -> None:
+        if not block.owners and block.still:
+            block.free = False
+
+    # ------------------------------------------------------------ owning
+
+    @initialize()
+    def start(self) -> None:
+        assert self.aux.in_flight == 0
+
+    @rule(data=st.data(), owner=st.sampled_from(OWNERS))
+    def allocate(self, data, owner) -> None:
+        blocks = self.pick(data, "device", lambda b: not b.owners and b.still)
+        self.aux.allocate(blocks, owner)
+        for i in blocks:
+            block = self.model["device"][i]
+            block.life, block.owners, block.free = Life(), {owner}, False
+
+    @rule(data=st.data(), owner=st.sampled_from(OWNERS))
+    def allocating_what_is_held_or_moving_changes_nothing(self, data, owner) -> None:
+        bad = self.pick(data, "device", lambda b: bool(b.owners) or not b.still, 1)
+        good = self.pick(data, "device", lambda b: not b.owners and b.still, 2)
+        if bad:
+            with pytest.raises(BlockStateError):
+                self.aux.allocate(good + bad, owner)
+
+    @rule(data=st.data(), owner=st.sampled_from(OWNERS))
+    def share(self, data, owner) -> None:
+        blocks = self.pick(data, "device", lambda b: not b.free and not b.arriving)
+        self.aux.share(blocks, owner)
+        for i in blocks:
+            self.model["device"][i].owners.add(owner)
+
+    @rule(owner=st.sampled_from(OWNERS), again=st.booleans())
+    def free(self, owner, again) -> None:
+        for _ in range(1 + again):
+            self.aux.free(owner)
+        for tier in self.model.values():
+            for block in tier:
+                if owner in block.owners:
+                    block.owners.discard(owner)
+                    self.end_if_unheld(block)
+        assert not any(self.aux.holds(owner, i) for i in range(DEVICE)), "released_owners_hold_nothing"
+
+    @rule(data=st.data(), owner=st.sampled_from(OWNERS))
+    def free_some(self, data, owner) -> None:
+        blocks = self.pick(data, "device", lambda b: True)
+        self.aux.free(owner, blocks)
+        for i in blocks:
+            self.model["device"][i].owners.discard(owner)
+            if not self.model["device"][i].free:
+                self.end_if_unheld(self.model["device"][i])
+
+    @rule(data=st.data(), tier=st.sampled_from(("device", "host")))
+    def evict(self, data, tier) -> None:
+        blocks = self.pick(data, tier, lambda b: not b.owners and b.still)
+        self.aux.evict(blocks, tier)
+        for i in blocks:
+            self.model[tier][i].life, self.model[tier][i].free = Life(), True
+
+    # ------------------------------------------------------------ steps
+
+    @rule(data=st.data())
+    def begin_step(self, data) -> None:
+        held = [i for i, b in enumerate(self.model["device"]) if b.owners and b.still]
+        places = [(i, o) for i in held for o in range(self.block_tokens)]
+        chosen = data.draw(st.lists(st.sampled_from(places), max_size=6, unique=True)) if places else []
+        tokens: list[tuple[int, int] | None] = list(chosen)
+        for at in data.draw(st.lists(st.integers(0, len(tokens)), max_size=2)):
+            tokens.insert(at, None)
+        slots = [-1 if t is None else t[0] * self.block_tokens + t[1] for t in tokens]
+        real = self.aux.begin_step(np.array(slots, dtype=np.int64))
+        for earlier in self.steps:
+            earlier.superseded = [
+                s or t in chosen for s, t in zip(earlier.superseded, earlier.tokens, strict=True)
+            ]
+        lives = [None if t is None else self.model["device"][t[0]].life for t in tokens]
+        step = ModelStep(real, tokens, lives, [False] * len(tokens))
+        for i, o in chosen:
+            for spec in self.specs:
+                self.model["device"][i].life.rows.pop((spec.name, o), None)
+        for i in {i for i, _ in chosen}:
+            self.model["device"][i].steps += 1
+        for spec in self.specs:
+            if spec.name == "routing" or data.draw(st.booleans()):
+                self.serial += 1
+                rows = canary_rows(spec, [(self.serial, n, t) for n, t in enumerate(tokens)])
+                real.write(spec.name, rows)
+                step.rows[spec.name] = [row.tobytes() for row in rows]
+                rows[...] = 0  # the caller may use its memory again
+        self.steps.append(step)
+
+    @precondition(lambda self: self.steps)
+    @rule(data=st.data(), how=st.sampled_from(("commit", "keep", "abort")))
+    def end_step(self, data, how) -> None:
+        step = self.steps.pop(data.draw(st.integers(0, len(self.steps) - 1)))
+        keep = [True] * len(step.tokens)
+        if how == "abort":
+            step.real.abort()
+        elif how == "keep":
+            keep = data.draw(st.lists(st.booleans(), min_size=len(keep), max_size=len(keep)))
+            step.real.commit(np.array(keep, dtype=bool))
+        else:
+            step.real.commit()
+        for i in {t[0] for t in step.tokens if t}:
+            self.model["device"][i].steps -= 1
+        if how == "abort":
+            return
+        for n, token in enumerate(step.tokens):
+            if token is None or not keep[n] or step.superseded[n]:
+                continue
+            if self.model["device"][token[0]].life is step.lives[n]:
+                for name, rows in step.rows.items():
+                    step.lives[n].rows[name, token[1]] = rows[n]
+
+    # ------------------------------------------------------------ moves
+
+    @rule(data=st.data(), kind=st.sampled_from(("out", "in", "copy")), owner=st.sampled_from((None, *OWNERS)))
+    def begin_move(self, data, kind, owner) -> None:
+        tiers = {"out": ("device", "host"), "in": ("host", "device"), "copy": ("device", "device")}[kind]
+        quiet = lambda b: not b.arriving and not b.steps and not b.free  # noqa: E731
+        sources = self.pick(data, tiers[0], quiet)
+        if kind == "copy":
+            room = lambda b: b.still and not b.steps and (not b.owners or not b.life.rows)  # noqa: E731
+        else:
+            room = lambda b: b.still and not b.steps and not b.owners  # noqa: E731
+        targets = self.pick(data, tiers[1], room)
+        if tiers[0] == tiers[1]:
+            targets = [t for t in targets if t not in sources]
+        pairs = list(zip(sources, targets, strict=False))
+        if not pairs:
+            return
+        begin = {"out": self.aux.begin_swap_out, "in": self.aux.begin_swap_in}.get(kind)
+        real = begin(pairs, owner) if begin else self.aux.begin_copy(pairs)
+        for s, t in pairs:
+            self.model[tiers[0]][s].departures += 1
+            block = self.model[tiers[1]][t]
+            block.arriving = True
+            if not block.owners:
+                block.life = Life()
+        lives = [(self.model[tiers[0]][s].life, self.model[tiers[1]][t].life) for s, t in pairs]
+        self.moves.append(ModelMove(real, tiers, pairs, lives, owner, kind != "copy"))
+
+    @precondition(lambda self: self.moves)
+    @rule(data=st.data(), commit=st.booleans())
+    def end_move(self, data, commit) -> None:
+        move = self.moves.pop(data.draw(st.integers(0, len(self.moves) - 1)))
+        (move.real.commit if commit else move.real.abort)()
+        for (s, t), (source_life, target_life) in zip(move.pairs, move.lives, strict=True):
+            source, target = self.model[move.tiers[0]][s], self.model[move.tiers[1]][t]
+            if commit:
+                if source.life is source_life and target.life is target_life:
+                    target.life.rows = dict(source_life.rows)
+                if move.with_leases:
+                    going = {o for o in source.owners if move.owner in (None, o)}
+                    source.owners -= going
+                    target.owners |= going
+            source.departures -= 1
+            target.arriving = False
+            self.end_if_unheld(source)
+            if not target.owners:
+                target.free = not commit
+                if not commit:
+                    target.life = Life()
+            else:
+                target.free = False
+
+    @precondition(lambda self: any(not b.still for b in self.model["device"]))
+    @rule(data=st.data())
+    def a_block_in_motion_cannot_be_freed_or_written(self, data) -> None:
+        (block,) = self.pick(data, "device", lambda b: not b.still, 1)
+        for attempt in (
+            lambda: self.aux.allocate([block], "a"),
+            lambda: self.aux.evict([block]),
+            lambda: self.aux.begin_step([block * self.block_tokens]),
+        ):
+            with pytest.raises(BlockStateError):
+                attempt()
+
+    # ------------------------------------------------------------ the store
+
+    def key(self, n: int) -> BlockKey:
+        return self.aux.keys.key(None, [n])
+
+    @rule(data=st.data(), n=st.integers(0, 5), fail=st.booleans())
+    def persist(self, data, n, fail) -> None:
+        blocks = self.pick(data, "device", lambda b: not b.arriving and not b.steps and not b.free, 1)
+        key = self.key(n)
+        if not blocks or key in self.stored:
+            return
+        self.store.fail_put = fail
+        rows = dict(self.model["device"][blocks[0]].life.rows)
+        complete = all(("routing", o) in rows for o in range(self.block_tokens))
+        if fail and complete:
+            with pytest.raises(StorageError):
+                self.aux.persist({key: blocks[0]})
+        else:
+            assert self.aux.persist({key: blocks[0]}) == {key: complete}
+            if complete:
+                self.stored[key] = rows
+                self.keys[self.version].append(key)
+        self.store.fail_put = False
+
+    @rule(data=st.data(), fault=st.sampled_from((None, None, "fail", "flip", "reset", "free")))
+    def restore(self, data, fault) -> None:
+        known = [k for keys in self.keys.values() for k in keys]
+        key = data.draw(st.sampled_from([*known, self.key(9)]))
+        blocks = self.pick(data, "device", lambda b: b.still and not b.steps and (not b.owners or not b.life.rows), 1)
+        if not blocks:
+            return
+        block = self.model["device"][blocks[0]]
+        current = key in self.keys[self.version] or key not in known
+        if current and not block.owners:
+            block.life, block.free = Life(), True
+        if fault == "fail" and current:
+            self.store.fail_get = True
+            with pytest.raises(StorageError):
+                self.aux.restore({key: blocks[0]})
+            self.store.fail_get = False
+            return
+        if fault == "flip":
+            self.store.flip_next = data.draw(st.integers(0, 10**6))
+        elif fault == "reset":
+            self.store.during_get = self.reset
+        elif fault == "free":
+            self.store.during_get = lambda: self.free("a", again=False)
+        # A key of an older namespace is refused without asking the store.
+        block.arriving = current
+        done = self.aux.restore({key: blocks[0]})
+        block.arriving = False
+        asked = current
+        self.store.during_get, self.store.flip_next = None, None
+        expected = asked and key in self.stored and fault not in ("flip", "reset")
+        assert done == {key: expected}
+        if expected:
+            block.life.rows = dict(self.stored[key])
+            if not block.owners:
+                block.free = False
+        elif asked and not block.owners:
+            block.life, block.free = Life(), True
+        if fault == "flip" and asked and key in self.stored:
+            del self.stored[key]  # quarantined
+            self.keys[self.version].remove(key)
+
+    @rule()
+    def reset(self) -> None:
+        self.version += 1
+        self.keys[self.version] = []
+        self.aux.reset(weights_version=self.version)
+        for tier in self.model.values():
+            for block in tier:
+                block.life = Life()
+                if not block.owners and block.still:
+                    block.free = True
+
+    # ------------------------------------------------------------ claims
+
+    @invariant()
+    def a_row_read_is_the_row_written_or_missing(self) -> None:
+        for tier, blocks in self.model.items():
+            for spec in self.specs:
+                rows = self.aux.read(spec.name, range(len(blocks)), tier=tier)
+                for n, (row, valid) in enumerate(zip(rows.ids, rows.valid, strict=True)):
+                    i, offset = divmod(n, self.block_tokens)
+                    block = blocks[i]
+                    expected = None if block.arriving else block.life.rows.get((spec.name, offset))
+                    found = row.tobytes() if valid else None
+                    assert found == expected, f"{tier} block {i} {spec.name} row {offset}"
+                    assert valid or set(row.tobytes()) == {0xFF}
+
+    @invariant()
+    def reference_counts_equal_leases(self) -> None:
+        for tier, blocks in self.model.items():
+            for i, block in enumerate(blocks):
+                for owner in OWNERS:
+                    assert self.aux.holds(owner, i, tier) == (owner in block.owners)
+
+    @invariant()
+    def no_block_is_free_and_owned(self) -> None:
+        self.aux.assert_consistent()
+
+    @invariant()
+    def bytes_used_plus_free_equal_capacity(self) -> None:
+        for tier, blocks in self.model.items():
+            states = {state: self.aux.blocks_in(state, tier) for state in State}
+            assert sum(states.values()) == len(blocks)
+            assert states[State.FREE] == sum(b.free and b.still for b in blocks)
+            assert states[State.HELD] == sum(bool(b.owners) and b.still for b in blocks)
+
+    def quiescent_means_nothing_in_flight(self) -> None:
+        assert self.aux.in_flight == 0
+
+
+class TwoWordsMachine(AuxBlocksMachine):
+    block_tokens = 70  # validity takes two words
+
+
+class SharedMemoryMachine(AuxBlocksMachine):
+    memory = "shared"
+
+
+TestAuxBlocksHeap = AuxBlocksMachine.TestCase
+TestAuxBlocksTwoWords = TwoWordsMachine.TestCase
+TestAuxBlocksShared = SharedMemoryMachine.TestCase

@@ -1,0 +1,1 @@
+"""Moving block rows between processes. Prefill/decode sessions and links live here."""
