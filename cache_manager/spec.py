@@ -99,7 +99,8 @@ class AuxBlockDataSpec:
     row_shape: tuple[int, ...]
     dtype: str
     block_tokens: int
-    attrs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    attrs: Mapping[str, Any] = field(default_factory=dict, compare=False)  # compared by fingerprint
+    fingerprint: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -116,6 +117,8 @@ class AuxBlockDataSpec:
         object.__setattr__(self, "attrs", _frozen_json(self.attrs, f"{self.name}.attrs"))
         if self.block_nbytes > RECORD_NBYTES_MAX:
             raise SpecError(f"{self.name}.block_nbytes", f"at most {RECORD_NBYTES_MAX}", self.block_nbytes)
+        digest = hashlib.blake2b(canonical_json(self.to_json()), digest_size=16, person=b"kvroute.spec/1")
+        object.__setattr__(self, "fingerprint", digest.digest())
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -129,11 +132,6 @@ class AuxBlockDataSpec:
     @property
     def block_nbytes(self) -> int:
         return self.row_nbytes * self.block_tokens
-
-    @property
-    def fingerprint(self) -> bytes:
-        """16 bytes that are equal exactly for equal specs."""
-        return hashlib.blake2b(canonical_json(self.to_json()), digest_size=16, person=b"kvroute.spec/1").digest()
 
     def to_json(self) -> dict[str, Any]:
         return {

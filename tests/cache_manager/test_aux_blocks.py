@@ -1,0 +1,303 @@
+"""AuxBlocks by example: each hazard that some engine has, and each wrong call."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from canary import canary_rows
+from faulty import FaultyStore
+
+from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.errors import (
+    BlockBusyError,
+    BlockStateError,
+    ConfigError,
+    InvalidInputError,
+    RowError,
+    SlotError,
+    SpecError,
+)
+from cache_manager.keys import Namespace
+from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.storage import open_store
+
+SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", 4)
+
+
+@pytest.fixture(params=["heap", "shared"])
+def aux(request):
+    with AuxBlocks(
+        [SPEC],
+        device_blocks=6,
+        host_blocks=3,
+        namespace=Namespace("m", 1),
+        store=FaultyStore(open_store("memory:")),
+        memory=request.param,
+    ) as blocks:
+        yield blocks
+
+
+def fill(aux: AuxBlocks, blocks: list[int], who: str, owner: str | None = None) -> np.ndarray:
+    if owner:
+        aux.allocate(blocks, owner)
+    slots = np.concatenate([np.arange(b * 4, b * 4 + 4) for b in blocks])
+    rows = canary_rows(SPEC, [(who, i) for i in range(len(slots))])
+    with aux.step(slots) as step:
+        step.write("routing", rows)
+    return rows
+
+
+def snapshot(aux: AuxBlocks) -> tuple[object, ...]:
+    device, host = aux.read("routing", range(6)), aux.read("routing", range(3), tier="host")
+    leases = [(o, b, t) for o in "ab" for t, n in (("device", 6), ("host", 3)) for b in range(n) if aux.holds(o, b, t)]
+    return device.ids.tobytes(), device.valid.tobytes(), host.ids.tobytes(), host.valid.tobytes(), leases
+
+
+def test_slot_reuse_never_shows_the_earlier_tenant(aux) -> None:
+    """Goal: H1. Method: fill, free, give the block to another owner, read before it has written."""
+    fill(aux, [0], "first", "a")
+    aux.free("a")
+    aux.allocate([0], "b")
+    rows = aux.read("routing", [0], owner="b")
+    assert not rows.valid.any()
+    assert (rows.ids == 0xFF).all()
+
+
+def test_a_late_write_into_a_reused_block_is_dropped(aux) -> None:
+    """Goal: H4. Method: begin a step, give its block away before the step commits, as overlap schedulers do."""
+    aux.allocate([0, 1], "a")
+    step = aux.begin_step([0, 1, 4])
+    step.write("routing", canary_rows(SPEC, [("late", i) for i in range(3)]))
+    aux.free("a")
+    aux.allocate([0], "b")
+    mine = fill(aux, [0], "mine")
+    assert step.commit() == 1, "the row in block 1, which nobody got, still counts"
+    rows = aux.read("routing", [0], owner="b")
+    assert rows.valid.all()
+    assert np.array_equal(rows.ids, mine)
+    assert aux.counters.late_writes_dropped == 2
+
+
+def test_of_two_steps_that_write_a_slot_the_later_one_counts(aux) -> None:
+    """Goal: a step that completes late cannot undo a newer one. Method: commit them in the wrong order."""
+    aux.allocate([0], "a")
+    older, newer = aux.begin_step([0, 1]), aux.begin_step([1, 2])
+    old, new = canary_rows(SPEC, [("old", 0), ("old", 1)]), canary_rows(SPEC, [("new", 1), ("new", 2)])
+    older.write("routing", old)
+    newer.write("routing", new)
+    newer.commit()
+    older.commit()
+    rows = aux.read("routing", [0], 0, 3)
+    assert np.array_equal(rows.ids, [old[0], new[0], new[1]])
+
+
+def test_rejected_tokens_and_padding_never_become_valid(aux) -> None:
+    """Goal: H6 and speculative decoding. Method: commit a step with padding and a keep mask."""
+    aux.allocate([0], "a")
+    step = aux.begin_step([-1, 0, 1, -1, 2])
+    step.write("routing", canary_rows(SPEC, [("x", i) for i in range(5)]))
+    step.commit(keep=np.array([True, True, False, True, True]))
+    assert aux.read("routing", [0]).valid.tolist() == [True, False, True, False]
+    assert aux.counters.rows_rejected == 1
+
+
+def test_an_exception_in_a_step_commits_nothing(aux) -> None:
+    aux.allocate([0], "a")
+    with pytest.raises(RuntimeError), aux.step([0]) as step:
+        step.write("routing", canary_rows(SPEC, [("x", 0)]))
+        raise RuntimeError("the forward pass died")
+    assert not aux.read("routing", [0]).valid.any()
+    assert aux.in_flight == 0
+    assert aux.counters.steps_aborted == 1
+
+
+def test_a_block_with_a_step_in_flight_is_not_exported(aux) -> None:
+    """Goal: H5, export before flush. Method: swap out, copy and persist while a step is open."""
+    aux.allocate([0, 1], "a")
+    step = aux.begin_step([0])
+    before = snapshot(aux)
+    for attempt in (lambda: aux.swap_out([(0, 0)]), lambda: aux.copy([(0, 1)]), lambda: aux.copy([(1, 0)])):
+        with pytest.raises(BlockBusyError, match="device block 0: wanted no step in flight"):
+            attempt()
+    assert snapshot(aux) == before
+    step.abort()
+
+
+def test_a_move_whose_kv_copy_fails_changes_nothing(aux) -> None:
+    """Goal: one command moves both or neither. Method: the engine's own copy raises inside the move."""
+    fill(aux, [0, 1], "mine", "a")
+    before = snapshot(aux)
+    with pytest.raises(RuntimeError), aux.begin_swap_out([(0, 1), (1, 0)]):
+        raise RuntimeError("the KV copy failed")
+    assert snapshot(aux) == before
+    aux.swap_out([(0, 1), (1, 0)])
+    assert aux.holds("a", 0, "host")
+    assert not aux.holds("a", 0)
+
+
+def test_only_the_named_owner_leaves_a_shared_block(aux) -> None:
+    """Goal: preempting one of two owners of a prefix block. Method: swap out with ``owner``, then free each."""
+    mine = fill(aux, [0], "mine", "a")
+    aux.share([0], "b")
+    aux.swap_out([(0, 2)], owner="a")
+    assert aux.holds("b", 0)
+    assert not aux.holds("a", 0)
+    assert np.array_equal(aux.read("routing", [2], tier="host", owner="a").ids, mine)
+    assert np.array_equal(aux.read("routing", [0], owner="b").ids, mine)
+    assert not aux.read("routing", [0], owner="a").valid.any()
+
+
+def test_reset_reaches_every_tier_and_everything_in_flight(aux) -> None:
+    """Goal: H9. Method: rows on device, host and store, a step and a move in flight, a key from before; then reset."""
+    fill(aux, [0, 1, 2], "old", "a")
+    key = aux.keys.key(None, [1, 2, 3, 4])
+    assert aux.persist({key: 0}) == {key: True}
+    aux.swap_out([(1, 0)])
+    step = aux.begin_step([8])
+    step.write("routing", canary_rows(SPEC, [("old", 0)]))
+    move = aux.begin_copy([(0, 3)])
+    aux.reset(weights_version=2)
+    step.commit()
+    move.commit()
+    assert not aux.read("routing", range(6)).valid.any()
+    assert not aux.read("routing", range(3), tier="host").valid.any()
+    aux.allocate([4], "b")
+    assert aux.restore({key: 4}) == {key: False}
+    fresh = aux.keys.key(None, [1, 2, 3, 4])
+    assert fresh != key
+    assert aux.restore({fresh: 4}) == {fresh: False}
+    assert aux.counters.stale_keys == 1
+
+
+def test_a_reset_while_the_store_is_read_drops_what_was_read(aux) -> None:
+    """Goal: a reset that lands during I/O. Method: the store calls reset in the middle of a get."""
+    fill(aux, [0], "old", "a")
+    key = aux.keys.key(None, [1])
+    aux.persist({key: 0})
+    aux.allocate([1], "b")
+    aux._archive.store._backend.during_get = lambda: aux.reset(weights_version=2)
+    assert aux.restore({key: 1}) == {key: False}
+    assert not aux.read("routing", range(6)).valid.any()
+    assert aux.counters.late_restores_dropped == 1
+
+
+def test_an_incomplete_block_is_not_persisted(aux) -> None:
+    aux.allocate([0], "a")
+    with aux.step([0, 1, 2]) as step:
+        step.write("routing", canary_rows(SPEC, [("x", i) for i in range(3)]))
+    key = aux.keys.key(None, [1])
+    assert aux.persist({key: 0}) == {key: False}
+    assert aux.counters.incomplete_blocks_not_persisted == 1
+    with aux.step([3]) as step:
+        step.write("routing", canary_rows(SPEC, [("x", 3)]))
+    assert aux.persist({key: 0}) == {key: True}, "what was stored without rows is filled in later"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda a: a.begin_step([24]), SlotError, r"slots: wanted -1 \(padding\) or a slot in \[0, 24\), got 24"),
+        (lambda a: a.begin_step([-2]), SlotError, r"slots: wanted .*, got -2"),
+        (lambda a: a.begin_step([0, 0]), SlotError, "slots: wanted each slot once in a step, got slot 0 twice"),
+        (lambda a: a.begin_step([0.0]), SlotError, "slots: wanted a flat array of integers, got float64"),
+        (lambda a: a.begin_step([12]), BlockStateError, "device block 3: wanted HELD to write, got FREE"),
+        (lambda a: a.allocate([0], "b"), BlockStateError, "device block 0: wanted FREE or CACHED to allocate, got HELD"),
+        (lambda a: a.allocate([9], "b"), InvalidInputError, r"blocks: wanted device block ids in \[0, 6\), got 9"),
+        (lambda a: a.allocate([3], ""), InvalidInputError, "owner: wanted a non-empty string, got ''"),
+        (lambda a: a.share([3], "b"), BlockStateError, "device block 3: wanted HELD or CACHED or LEAVING to share"),
+        (lambda a: a.swap_out([(0, 3)]), InvalidInputError, r"pairs target: wanted host block ids in \[0, 3\), got 3"),
+        (lambda a: a.swap_out([(0, 1), (1, 1)]), InvalidInputError, "pairs target: wanted each block once"),
+        (lambda a: a.swap_out([(0, 1), (0, 2)]), InvalidInputError, "pairs source: wanted each block once"),
+        (lambda a: a.copy([(0, 1)]), BlockStateError, "device block 1: wanted no readable row to fill it"),
+        (lambda a: a.copy([(0, 3), (3, 4)]), InvalidInputError, "pairs: wanted no block as source and as target, got 3"),
+        (lambda a: a.swap_out([1, 2]), InvalidInputError, r"pairs: wanted \(source, target\) pairs"),
+        (lambda a: a.read("logprob", [0]), SpecError, "spec name: wanted one of routing, got 'logprob'"),
+        (lambda a: a.read("routing", [0], 3, 2), InvalidInputError, r"start, stop: wanted 0 <= start <= stop <= 4"),
+        (lambda a: a.read("routing", [0], tier="disk"), InvalidInputError, "tier: wanted 'device' or 'host'"),
+        (lambda a: a.evict([0]), BlockStateError, "device block 0: wanted FREE or CACHED to evict, got HELD"),
+    ],
+)
+def test_a_wrong_call_names_the_field_and_changes_nothing(aux, call, error, message) -> None:
+    fill(aux, [0, 1], "mine", "a")
+    before = snapshot(aux)
+    with pytest.raises(error, match=message):
+        call(aux)
+    assert snapshot(aux) == before
+    assert aux.in_flight == 0
+    aux.assert_consistent()
+
+
+def test_wrong_rows_leave_the_step_usable(aux) -> None:
+    aux.allocate([0], "a")
+    good = canary_rows(SPEC, [("x", 0), ("x", 1)])
+    with aux.step([0, 1]) as step:
+        for bad in (good[:1], good.astype("f4"), good.astype("i8") + 256):
+            with pytest.raises(RowError):
+                step.write("routing", bad)
+        with pytest.raises(SpecError):
+            step.write("logprob", good)
+        step.write("routing", good.astype("i8"))
+        with pytest.raises(RowError, match="wanted one write a step"):
+            step.write("routing", good)
+        with pytest.raises(RowError, match=r"keep: wanted bool of shape \(2,\)"):
+            step.commit(keep=np.ones(3, bool))
+    assert np.array_equal(aux.read("routing", [0], 0, 2).ids, good)
+    with pytest.raises(BlockStateError, match="step: wanted one that is in flight to commit, got one that has ended"):
+        step.commit()
+    step.abort()
+
+
+def test_what_is_missing_at_the_front_door_is_named() -> None:
+    for arguments, message in (
+        ({"device_blocks": 0}, r"device_blocks: wanted an integer in \[1, "),
+        ({"host_blocks": -1}, r"host_blocks: wanted an integer in \[0, "),
+        ({"memory": "gpu"}, "memory: wanted 'heap' or 'shared', got 'gpu'"),
+        ({"required": ["logprob"]}, "spec name: wanted one of routing, got 'logprob'"),
+    ):
+        with pytest.raises((ConfigError, SpecError), match=message):
+            AuxBlocks([SPEC], **{"device_blocks": 2, "namespace": Namespace("m", 1), **arguments})
+    with AuxBlocks([SPEC], device_blocks=2, namespace=Namespace("m", 1)) as aux:
+        with pytest.raises(InvalidInputError, match="tier: wanted host_blocks > 0"):
+            aux.swap_out([(0, 0)])
+        with pytest.raises(ConfigError, match="store: wanted a storage backend, got none"):
+            aux.persist({})
+        step = aux.begin_step([])
+        with pytest.raises(BlockStateError, match="close: wanted nothing in flight, got 1 steps or moves"):
+            aux.close()
+        step.abort()
+
+
+def test_a_reader_beside_the_scheduler_never_sees_a_foreign_row(aux) -> None:
+    """Goal: the output thread reads while the scheduler reuses blocks. Method: real threads, rows that name their owner.
+
+    The scheduler gives the same blocks to owner after owner; readers ask for owner n's rows and may find them or find
+    them missing, but never another owner's.
+    """
+    rounds, wrong, seen = 300, [], []
+    current = ["none"]
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            owner = current[0]
+            rows = aux.read("routing", [0, 1, 2], owner=owner)
+            expected = canary_rows(SPEC, [(owner, i) for i in range(12)])
+            if not np.array_equal(rows.ids[rows.valid], expected[rows.valid]):
+                wrong.append(owner)
+            seen.append(int(rows.valid.sum()))
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for thread in readers:
+        thread.start()
+    for n in range(rounds):
+        fill(aux, [0, 1, 2], f"owner-{n}", f"owner-{n}")
+        current[0] = f"owner-{n}"
+        aux.free(f"owner-{n}") if n % 3 else aux.swap_out([(0, 0), (1, 1), (2, 2)])
+        aux.free(f"owner-{n}")
+    done.set()
+    for thread in readers:
+        thread.join()
+    assert not wrong
+    assert len(seen) > 10

@@ -1,0 +1,303 @@
+"""The block manager under random sequences of requests, with rows and KV whose content says whose they are.
+
+Method: a row and a KV entry are functions of the token prefix (and the weights version) alone. Whatever the manager
+reuses, copies, swaps, stores or restores, each sequence must find, at each computed position, exactly its own prefix's
+KV, and exactly its own prefix's row or a missing one. The model is a list of tokens for each sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from canary import canary_rows
+from faulty import FaultyStore
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from kv import SlotKV, prefix_digest
+
+from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.errors import BlockStateError, StorageError
+from cache_manager.keys import Namespace
+from cache_manager.manager import BlockManager
+from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.storage import open_store
+
+BLOCK, DEVICE, HOST = 3, 9, 6
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=16)
+
+
+@dataclass(eq=False)
+class Sequence:
+    tokens: list[int]  # all of them; ``computed`` have KV
+    computed: int
+    versions: list[int] = field(default_factory=list)  # weights version under which each position was computed
+    swapped: bool = False
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    policy = "gate"
+    rows_always = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec = AuxBlockDataSpec("routing", (2, 2), "uint16", BLOCK)
+        self.store = FaultyStore(open_store("memory:?capacity=4MiB"))
+        self.kv = SlotKV(DEVICE, HOST, BLOCK)
+        self.version = 0
+        self.aux = AuxBlocks(
+            [self.spec], device_blocks=DEVICE, host_blocks=HOST, namespace=Namespace("m", 0), store=self.store
+        )
+        self.manager = BlockManager(self.aux, self.kv, policy=self.policy)
+        self.sequences: dict[str, Sequence] = {}
+        self.next_owner = 0
+        self.rowless: set[bytes] = set()
+
+    def teardown(self) -> None:
+        for owner in list(self.sequences):
+            self.manager.free(owner)
+        self.manager.assert_consistent()
+        assert self.manager.free_device_blocks == DEVICE
+        assert self.manager.free_host_blocks == HOST
+        assert self.aux.in_flight == 0
+        self.aux.close()
+
+    # ------------------------------------------------------------ helpers
+
+    def choose(self, data: st.DataObject, swapped: bool = False) -> str | None:
+        owners = [o for o, s in self.sequences.items() if s.swapped == swapped]
+        return data.draw(st.sampled_from(owners)) if owners else None
+
+    def kv_of(self, sequence: Sequence, position: int) -> bytes:
+        return prefix_digest([*sequence.versions[: position + 1], *sequence.tokens[: position + 1]])
+
+    def row_of(self, sequence: Sequence, position: int) -> bytes:
+        return canary_rows(self.spec, [("row", self.kv_of(sequence, position))]).tobytes()
+
+    def compute(self, owner: str, upto: int, write_rows: bool = True) -> None:
+        """What an engine does in a forward pass: write KV and rows at the slots of the new positions."""
+        sequence = self.sequences[owner]
+        start = sequence.computed
+        sequence.versions[start:] = [self.version] * (upto - start)
+        slots = self.manager.slots(owner, start, upto)
+        for position, slot in zip(range(start, upto), slots.tolist(), strict=True):
+            block, offset = divmod(slot, BLOCK)
+            self.kv.device[block][offset] = self.kv_of(sequence, position)
+        with self.aux.step(slots) as step:
+            if write_rows:
+                identities = [("row", self.kv_of(sequence, p)) for p in range(start, upto)]
+                step.write("routing", canary_rows(self.spec, identities))
+        sequence.computed = upto
+        self.manager.publish(owner, sequence.tokens[:upto])
+
+    # ------------------------------------------------------------ rules
+
+    @rule(data=st.data(), tokens=TOKENS, store_fault=st.sampled_from((None, None, None, "rows", "kv")))
+    def allocate(self, data, tokens, store_fault) -> None:
+        owner = f"req-{self.next_owner}"
+        self.next_owner += 1
+        before = (self.manager.free_device_blocks, self.manager.owners)
+        self.store.fail_get = store_fault == "rows"
+        self.kv.fail_next = StorageError if store_fault == "kv" else None
+        admission = self.manager.allocate(owner, tokens)
+        self.store.fail_get, self.kv.fail_next = False, None
+        if admission is None:
+            assert (self.manager.free_device_blocks, self.manager.owners) == before
+            assert -(-len(tokens) // BLOCK) > before[0] - DEVICE or before[0] < DEVICE
+            return
+        assert admission.cached_tokens < len(tokens)
+        assert admission.cached_tokens % BLOCK == 0
+        versions = [self.version] * admission.cached_tokens
+        self.sequences[owner] = Sequence(tokens, admission.cached_tokens, versions)
+        chunk = data.draw(st.integers(1, len(tokens) - admission.cached_tokens))
+        self.compute(owner, admission.cached_tokens + chunk, self.rows_always or data.draw(st.booleans()))
+
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=5))
+    def append(self, data, more) -> None:
+        owner = self.choose(data)
+        if owner is None:
+            return
+        sequence = self.sequences[owner]
+        total = len(sequence.tokens) + len(more)
+        before = self.manager.table(owner), self.manager.free_device_blocks
+        if self.manager.append(owner, total):
+            sequence.tokens = sequence.tokens + more
+            if sequence.computed < total:
+                upto = data.draw(st.integers(sequence.computed + 1, total))
+                self.compute(owner, upto, self.rows_always or data.draw(st.booleans()))
+        else:
+            assert (self.manager.table(owner), self.manager.free_device_blocks) == before
+
+    @rule(data=st.data())
+    def a_failed_move_changes_nothing(self, data) -> None:
+        owner = self.choose(data)
+        if owner is None:
+            return
+        sequence = self.sequences[owner]
+        before = self.manager.table(owner), self.manager.free_device_blocks, self.manager.free_host_blocks
+        self.kv.fail_next = RuntimeError
+        try:
+            if not self.manager.preempt(owner):
+                return
+        except RuntimeError:
+            pass
+        finally:
+            failed, self.kv.fail_next = self.kv.fail_next is None, None
+        if failed:
+            assert not self.manager.is_swapped(owner)
+            after = self.manager.table(owner), self.manager.free_device_blocks, self.manager.free_host_blocks
+            assert after == before
+        else:
+            sequence.swapped = True
+
+    @rule(data=st.data())
+    def fork(self, data) -> None:
+        owner = self.choose(data)
+        if owner is None or len(self.sequences) > 6:
+            return
+        child = f"req-{self.next_owner}"
+        self.next_owner += 1
+        self.manager.fork(owner, child)
+        parent = self.sequences[owner]
+        self.sequences[child] = Sequence(
+            parent.tokens[: parent.computed], parent.computed, list(parent.versions[: parent.computed])
+        )
+
+    @rule(data=st.data())
+    def preempt(self, data) -> None:
+        owner = self.choose(data)
+        if owner is not None and self.manager.preempt(owner):
+            self.sequences[owner].swapped = True
+
+    @rule(data=st.data(), fail=st.booleans())
+    def resume(self, data, fail) -> None:
+        owner = self.choose(data, swapped=True)
+        if owner is None:
+            return
+        before = self.manager.table(owner), self.manager.free_device_blocks, self.manager.free_host_blocks
+        self.kv.fail_next = RuntimeError if fail else None
+        try:
+            if self.manager.resume(owner):
+                self.sequences[owner].swapped = False
+        except RuntimeError:
+            after = self.manager.table(owner), self.manager.free_device_blocks, self.manager.free_host_blocks
+            assert after == before
+        self.kv.fail_next = None
+
+    @rule(data=st.data())
+    def persist(self, data) -> None:
+        owner = self.choose(data)
+        if owner is not None:
+            self.manager.persist(owner)
+
+    @rule(data=st.data(), swapped=st.booleans(), again=st.booleans())
+    def free(self, data, swapped, again) -> None:
+        owner = self.choose(data, swapped)
+        if owner is None:
+            return
+        self.manager.free(owner)
+        if again:
+            self.manager.free(owner)
+        del self.sequences[owner]
+
+    @rule()
+    def forget_device_cache(self) -> None:
+        """A restart: everything but the store is lost."""
+        for owner in list(self.sequences):
+            self.manager.free(owner)
+        self.sequences.clear()
+        self.aux.close()
+        self.aux = AuxBlocks(
+            [self.spec],
+            device_blocks=DEVICE,
+            host_blocks=HOST,
+            namespace=Namespace("m", self.version),
+            store=self.store,
+        )
+        stored, self.kv = self.kv.stored, SlotKV(DEVICE, HOST, BLOCK)
+        self.kv.stored = stored
+        self.manager = BlockManager(self.aux, self.kv, policy=self.policy)
+
+    @precondition(lambda self: self.version < 3)
+    @rule()
+    def reset(self) -> None:
+        self.version += 1
+        self.manager.reset(weights_version=self.version)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def wrong_calls_change_nothing(self, data) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.sequences)))
+        with pytest.raises(BlockStateError):
+            self.manager.allocate(owner, [1])
+        with pytest.raises(BlockStateError):
+            self.manager.append("nobody", 1)
+        if self.sequences[owner].swapped:
+            with pytest.raises(BlockStateError):
+                self.manager.slots(owner, 0, 1)
+
+    # ------------------------------------------------------------ claims
+
+    @invariant()
+    def every_sequence_finds_its_own_kv(self) -> None:
+        for owner, sequence in self.sequences.items():
+            tier = self.kv.host if sequence.swapped else self.kv.device
+            table = self.manager.table(owner)
+            for position in range(sequence.computed):
+                block, offset = table[position // BLOCK], position % BLOCK
+                assert tier[block][offset] == self.kv_of(sequence, position), f"{owner} at {position}"
+
+    @invariant()
+    def a_row_read_is_the_row_written_or_missing(self) -> None:
+        for owner, sequence in self.sequences.items():
+            rows = self.manager.read("routing", owner, 0, sequence.computed)
+            for position, (row, valid) in enumerate(zip(rows.ids, rows.valid.tolist(), strict=True)):
+                if valid:
+                    assert row.tobytes() == self.row_of(sequence, position), f"{owner} at {position}"
+                else:
+                    old = sequence.versions[position] != self.version
+                    assert old or not self.rows_always, f"{owner} lost its row at {position}"
+
+    @invariant()
+    def after_reset_nothing_older_is_readable(self) -> None:
+        for owner, sequence in self.sequences.items():
+            valid = self.manager.read("routing", owner, 0, sequence.computed).valid
+            assert not any(valid[p] for p in range(sequence.computed) if sequence.versions[p] != self.version)
+
+    @invariant()
+    def no_block_is_lost(self) -> None:
+        self.manager.assert_consistent()
+
+
+class MaskMachine(ManagerMachine):
+    policy = "mask"
+    rows_always = False
+
+
+class RowlessGateMachine(ManagerMachine):
+    rows_always = False  # some steps produce KV and no rows
+
+
+TestManagerGate = ManagerMachine.TestCase
+TestManagerMask = MaskMachine.TestCase
+TestManagerGateWithHoles = RowlessGateMachine.TestCase
+
+
+def test_gate_never_counts_a_block_without_rows_as_a_hit() -> None:
+    """Goal: KV without rows is cut from a hit. Method: compute KV without rows, free, ask for the same tokens."""
+    spec = AuxBlockDataSpec("routing", (1,), "uint8", BLOCK)
+    for policy, expected in (("gate", 0), ("mask", 3)):
+        aux = AuxBlocks([spec], device_blocks=4, namespace=Namespace("m", 0))
+        manager = BlockManager(aux, SlotKV(4, 0, BLOCK), policy=policy)
+        manager.allocate("a", [1, 2, 3, 4])
+        aux.step(manager.slots("a", 0, 4)).commit()
+        manager.publish("a", [1, 2, 3, 4])
+        manager.free("a")
+        admission = manager.allocate("b", [1, 2, 3, 4])
+        assert admission is not None
+        assert admission.cached_tokens == expected
+        rows = manager.read("routing", "b", 0, expected)
+        assert not rows.valid.any()
+        assert np.all(rows.ids == 0xFF)
+        aux.close()
