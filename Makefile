@@ -28,7 +28,7 @@ test: check
 
 check: lint
 	@echo "== tests (Hypothesis profile: $(HYPOTHESIS_PROFILE))"
-	@$(BIN)/python -m pytest
+	@$(BIN)/pytest
 
 lint: $(READY)
 	@echo "== ruff check";       $(BIN)/ruff check .

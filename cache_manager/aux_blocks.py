@@ -332,7 +332,7 @@ class AuxBlocks:
             self._ledger.keys = KeyChain(replace(self.namespace, weights_version=weights_version), self.layout)
             for tier in (self._device, self._host):
                 if tier:
-                    tier.reset()
+                    tier.reset(self.namespace.fingerprint)
             self._ledger.count("resets")
 
     def close(self) -> None:

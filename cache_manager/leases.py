@@ -54,6 +54,38 @@ class Leases:
             del self._blocks[owner]
         return unheld
 
+    def pass_on(self, sources: list[int], to: Leases, targets: list[int], owner: str | None) -> None:
+        """Claims on ``sources`` (everybody's, or ``owner``'s) become claims on ``targets`` of ``to``, pair by pair.
+
+        Nobody holds the targets before.
+        """
+        if owner is not None:
+            mine = [(s, t) for s, t in zip(sources, targets, strict=True) if self.holds(owner, s)]
+            self.release(owner, [s for s, _ in mine])
+            to.acquire(owner, [t for _, t in mine])
+            return
+        if not self._owners.keys() >= set(sources):  # some have no owner: only the others are passed on
+            pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if s in self._owners]
+            sources, targets = [s for s, _ in pairs], [t for _, t in pairs]
+        moving = [self._owners.pop(source) for source in sources]
+        to._owners.update(zip(targets, moving, strict=True))
+        for holder in set().union(*moving):
+            held, taken = self._blocks[holder], to._blocks.setdefault(holder, {})
+            for source, target, holders in zip(sources, targets, moving, strict=True):
+                if holder in holders:
+                    del held[source]
+                    taken[target] = None
+            if not held:
+                del self._blocks[holder]
+
+    def split(self, blocks: list[int]) -> tuple[list[int], list[int]]:
+        """Which of ``blocks`` somebody holds, and which nobody does."""
+        owners = self._owners
+        if owners.keys().isdisjoint(blocks):
+            return [], blocks
+        held = [b for b in blocks if b in owners]
+        return held, [] if len(held) == len(blocks) else [b for b in blocks if b not in owners]
+
     def count(self, block: int) -> int:
         """The block's reference count."""
         holders = self._owners.get(block)

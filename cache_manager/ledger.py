@@ -24,7 +24,6 @@ class AuxCounters:
     swapped_in_rows: int = 0
     copied_rows: int = 0
     moves_aborted: int = 0
-    late_moves_dropped: int = 0
     persisted_blocks: int = 0
     incomplete_blocks_not_persisted: int = 0
     restored_blocks: int = 0

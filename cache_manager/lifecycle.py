@@ -112,7 +112,7 @@ class BlockLifecycle:
         self.states: NDArray[np.uint8] = np.zeros(blocks, dtype=np.uint8)
         self.generations: NDArray[np.int64] = np.zeros(blocks, dtype=np.int64)
         self.leases = Leases()
-        self._departures: Counter[int] = Counter()
+        self._departures: NDArray[np.int32] = np.zeros(blocks, dtype=np.int32)
 
     def ids(self, blocks: Blocks, field: str = "blocks") -> NDArray[np.int64]:
         """``blocks`` as an array, or :class:`InvalidInputError`: integers, in this pool, none twice."""
@@ -169,17 +169,13 @@ class BlockLifecycle:
 
     def begin_departure(self, ids: NDArray[np.int64]) -> None:
         self._apply(Event.BEGIN_DEPARTURE, ids)
-        self._departures.update(ids.tolist())
+        np.add.at(self._departures, ids, np.int32(1))
 
     def end_departure(self, ids: NDArray[np.int64]) -> None:
         """A copy from these blocks has ended, well or not; the last one to end lets the block go."""
-        last = []
-        for block in ids.tolist():
-            self._departures[block] -= 1
-            if self._departures[block] == 0:
-                del self._departures[block]
-                last.append(block)
-        held, unheld = self._split(last)
+        np.subtract.at(self._departures, ids, np.int32(1))
+        last = ids[self._departures[ids] == 0]
+        held, unheld = self._split((last if last.size == ids.size else np.unique(last)).tolist())
         self._apply(Event.DEPARTED_HELD, held)
         self._apply(Event.DEPARTED_UNHELD, unheld)
 
@@ -198,16 +194,12 @@ class BlockLifecycle:
 
     def _split(self, blocks: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which of ``blocks`` somebody holds, and which nobody does."""
-        held = [b for b in blocks if self.leases.count(b)]
-        unheld = [b for b in blocks if not self.leases.count(b)] if len(held) < len(blocks) else []
+        held, unheld = self.leases.split(blocks)
         return np.array(held, dtype=np.int64), np.array(unheld, dtype=np.int64)
 
-    def move_leases(self, source: int, target: BlockLifecycle, block: int, owner: str | None) -> None:
-        """Leases on ``source`` (all, or ``owner``'s) become leases on ``block`` of ``target``, both in motion."""
-        for holder in self.leases.owners(source):
-            if owner is None or holder == owner:
-                self.leases.release(holder, [source])
-                target.leases.acquire(holder, [block])
+    def move_leases(self, sources: list[int], target: BlockLifecycle, targets: list[int], owner: str | None) -> None:
+        """Leases on ``sources`` (all, or ``owner``'s) become leases on ``targets`` of ``target``; all are in motion."""
+        self.leases.pass_on(sources, target.leases, targets, owner)
 
     def reset(self) -> None:
         """A new generation for every block: unheld ones become FREE, held ones and those in motion stay."""

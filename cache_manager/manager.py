@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +18,10 @@ from numpy.typing import NDArray
 from cache_manager.aux_blocks import AuxBlocks, Rows, TierName
 from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, StorageError
 from cache_manager.keys import BlockKey, Tokens
-from cache_manager.ports import BlockMover
+from cache_manager.ports import BlockMover, HitPolicy
 from cache_manager.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
-
-HitPolicy = Literal["gate", "mask"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +315,8 @@ class BlockManager:
             yield
         except StorageError as error:
             self._counts["store_failures"] += 1
-            logger.warning("store failed, going on without it: %s", error)
+            # As text: a log record that keeps the exception keeps its frames, and with them views of the rows.
+            logger.warning("store failed, going on without it: %s", str(error))
 
     # ---------------------------------------------------------------- resetting
 

@@ -40,7 +40,8 @@ def split_pairs(pairs: Pairs, source: Tier, target: Tier) -> tuple[NDArray[np.in
         raise InvalidInputError("pairs", "(source, target) pairs of block ids", f"{table.dtype} of shape {table.shape}")
     targets = target.life.ids(table[:, 1], "pairs target")
     sources = table[:, 0].astype(np.int64)
-    source.life.ids(np.unique(sources), "pairs source")
+    if sources.min() < 0 or sources.max() >= source.life.blocks:
+        source.life.ids(np.unique(sources), "pairs source")  # says which
     if source is target and (both := set(sources.tolist()) & set(targets.tolist())):
         raise InvalidInputError("pairs", "no block as source and as target", min(both))
     return sources, targets
@@ -60,7 +61,6 @@ class Move:
     __slots__ = (
         "_counter",
         "_ended",
-        "_generations",
         "_leases_of",
         "_ledger",
         "_source",
@@ -90,7 +90,6 @@ class Move:
                 target.check_unheld(targets)
             source.life.begin_departure(sources)
             target.begin_life(target.life.begin_arrival(targets))
-            self._generations = source.life.generations[sources], target.life.generations[targets]
             ledger.moves += 1
         from_rows, to_rows = source.region.rows, target.region.rows
         for s, t in zip(sources.tolist(), targets.tolist(), strict=True):
@@ -102,17 +101,12 @@ class Move:
             raise BlockStateError("move", "one that is in flight", "one that has ended")
         source, target = self._source, self._target
         with self._ledger.lock:
-            departed, begun = self._generations
-            live = (source.life.generations[self._sources] == departed) & (
-                target.life.generations[self._targets] == begun
-            )
-            target.region.valid[self._targets[live]] = source.region.valid[self._sources[live]]
+            # A reset in between has cleared the source's bits, and nobody can have written a block in motion since.
+            target.region.valid[self._targets] = source.region.valid[self._sources]
             self._ledger.count(self._counter, target.valid_rows(self._targets))
-            self._ledger.count("late_moves_dropped", int(np.count_nonzero(~live)))
             if self._leases_of is not Followers.NOBODY:
                 owner = None if self._leases_of is Followers.EVERYBODY else self._leases_of
-                for s, t in zip(self._sources.tolist(), self._targets.tolist(), strict=True):
-                    source.life.move_leases(s, target.life, t, owner)
+                source.life.move_leases(self._sources.tolist(), target.life, self._targets.tolist(), owner)
             self._end(arrived=True)
 
     def abort(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from cache_manager.keys import BlockKey
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.spec import RecordLayout
+
+HitPolicy = Literal["gate", "mask"]
+"""Whether KV without rows counts as a hit: ``gate`` cuts the hit back, ``mask`` reports the rows as missing."""
 
 
 class Absence(Enum):
@@ -27,7 +30,8 @@ class Absence(Enum):
 class Region(Protocol):
     """Memory for the records of ``blocks`` blocks, with what a reader needs to know that it read the right thing.
 
-    * ``words[b]`` is ``generation << 16 | sequence``: it changes before any byte of a readable row may change.
+    * ``words[b]`` is ``generation << 16 | sequence``: before any byte of a readable row may change, its bit is cleared
+      and then the word changes.
     * ``valid[b, spec, w]`` has a bit for each row: set only after the row's bytes are in place.
     * A reader takes the word, then the bits, then the bytes, then the word again; equal words prove the bytes.
 
@@ -39,6 +43,9 @@ class Region(Protocol):
     rows: NDArray[np.uint8]  # [blocks, layout.nbytes]
     words: NDArray[np.uint64]  # [blocks]
     valid: NDArray[np.uint64]  # [blocks, specs, valid_words]
+
+    def renew(self, namespace: bytes) -> None:
+        """Rows belong to another namespace (its fingerprint) from here on; every block was retracted before."""
 
     def close(self) -> None: ...
 
@@ -94,4 +101,4 @@ class BlockMover(Protocol):
         """Fill device blocks with what is stored under their keys; ``False`` leaves the block without content."""
 
 
-__all__ = ["Absence", "BlockMover", "Region", "StorageBackend"]
+__all__ = ["Absence", "BlockMover", "HitPolicy", "Region", "StorageBackend"]

@@ -109,9 +109,9 @@ class Tier:
 
     def check_unheld(self, ids: NDArray[np.int64]) -> None:
         """Raise :class:`BlockStateError` if somebody holds one of ``ids``."""
-        for block in ids.tolist():
-            if self.life.leases.count(block):
-                raise BlockStateError(f"{self.life.tier} block {block}", "FREE or CACHED to copy into", "HELD")
+        held, _ = self.life.leases.split(ids.tolist())
+        if held:
+            raise BlockStateError(f"{self.life.tier} block {held[0]}", "FREE or CACHED to copy into", "HELD")
 
     def check_empty(self, ids: NDArray[np.int64]) -> None:
         """Raise :class:`BlockStateError` if a held one of ``ids`` has a readable row."""
@@ -119,10 +119,11 @@ class Tier:
             if not empty and self.life.leases.count(block):
                 raise BlockStateError(f"{self.life.tier} block {block}", "no readable row to fill it", "readable rows")
 
-    def reset(self) -> None:
-        """Make every row unreadable."""
+    def reset(self, namespace: bytes) -> None:
+        """Make every row unreadable; rows belong to ``namespace`` from here on."""
         self.life.reset()
         self.begin_life(np.arange(self.region.blocks))
+        self.region.renew(namespace)
 
     def close(self) -> None:
         self._blocks_of.clear()

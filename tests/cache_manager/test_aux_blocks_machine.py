@@ -154,7 +154,7 @@ class AuxBlocksMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), owner=st.sampled_from(OWNERS))
     def free_some(self, data, owner) -> None:
-        blocks = self.pick(data, "device", lambda b: True)
+        blocks = self.pick(data, "device", lambda _: True)
         self.aux.free(owner, blocks)
         for i in blocks:
             self.model["device"][i].owners.discard(owner)
@@ -175,15 +175,16 @@ class AuxBlocksMachine(RuleBasedStateMachine):
         held = [i for i, b in enumerate(self.model["device"]) if b.owners and b.still]
         places = [(i, o) for i in held for o in range(self.block_tokens)]
         chosen = data.draw(st.lists(st.sampled_from(places), max_size=6, unique=True)) if places else []
+        if held and data.draw(st.booleans()):  # a whole block, as a prefill does
+            block = data.draw(st.sampled_from(held))
+            chosen = [(block, o) for o in range(self.block_tokens)]
         tokens: list[tuple[int, int] | None] = list(chosen)
         for at in data.draw(st.lists(st.integers(0, len(tokens)), max_size=2)):
             tokens.insert(at, None)
         slots = [-1 if t is None else t[0] * self.block_tokens + t[1] for t in tokens]
         real = self.aux.begin_step(np.array(slots, dtype=np.int64))
         for earlier in self.steps:
-            earlier.superseded = [
-                s or t in chosen for s, t in zip(earlier.superseded, earlier.tokens, strict=True)
-            ]
+            earlier.superseded = [s or t in chosen for s, t in zip(earlier.superseded, earlier.tokens, strict=True)]
         lives = [None if t is None else self.model["device"][t[0]].life for t in tokens]
         step = ModelStep(real, tokens, lives, [False] * len(tokens))
         for i, o in chosen:

@@ -105,9 +105,7 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @rule(blocks=SOME)
     def begin_departure(self, blocks) -> None:
-        if self.attempt(
-            self.life.begin_departure, blocks, lambda b: not self.free[b] and not self.arriving[b]
-        ):
+        if self.attempt(self.life.begin_departure, blocks, lambda b: not self.free[b] and not self.arriving[b]):
             for b in blocks:
                 self.departures[b] += 1
 

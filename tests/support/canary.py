@@ -16,9 +16,7 @@ from cache_manager.spec import AuxBlockDataSpec
 def canary_row(spec: AuxBlockDataSpec, *identity: object) -> NDArray[np.uint8]:
     """One row's bytes ``[row_nbytes]``, a function of ``identity`` (prefix, position, weights version, ...)."""
     seed = repr((spec.name, *identity)).encode()
-    stream = b"".join(
-        hashlib.sha256(seed + i.to_bytes(4, "little")).digest() for i in range(-(-spec.row_nbytes // 32))
-    )
+    stream = b"".join(hashlib.sha256(seed + i.to_bytes(4, "little")).digest() for i in range(-(-spec.row_nbytes // 32)))
     return np.frombuffer(stream[: spec.row_nbytes], dtype=np.uint8)
 
 

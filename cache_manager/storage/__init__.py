@@ -1,0 +1,47 @@
+"""Where records live for good: a store is opened by its URL, and the URL's scheme picks the adapter.
+
+==================================================  =================================================
+``memory:?capacity=64MiB``                          :class:`cache_manager.storage.memory.MemoryStore`
+``file:///dir?quota=4GiB&segment=64MiB&sync=none``  :class:`cache_manager.storage.file.FileStore`
+==================================================  =================================================
+
+Further schemes come from entry points in the group ``kvroute.stores``: the entry's name is the scheme, its value a
+function that takes a :class:`~cache_manager.storage.url.StoreUrl` and returns a ``StorageBackend``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final
+
+from cache_manager.errors import ConfigError
+from cache_manager.ports import StorageBackend
+from cache_manager.storage.url import StoreUrl
+
+GROUP: Final = "kvroute.stores"
+
+StoreOpener = Callable[[StoreUrl], StorageBackend]
+
+BUILT_IN: Final = {
+    "memory": EntryPoint("memory", "cache_manager.storage.memory:open_memory_store", GROUP),
+    "file": EntryPoint("file", "cache_manager.storage.file:open_file_store", GROUP),
+}
+
+
+def open_store(url: str) -> StorageBackend:
+    """The store at ``url``, ready for use; the caller closes it.
+
+    Raises :class:`ConfigError` for a scheme, parameter or value that cannot be, :class:`StorageError` when the store
+    is there but cannot be used. An adapter is imported when its scheme is first asked for.
+    """
+    parsed = StoreUrl.parse(url)
+    entry = BUILT_IN.get(parsed.scheme) or next(iter(entry_points(group=GROUP, name=parsed.scheme)), None)
+    if entry is None:
+        known = sorted({*BUILT_IN, *(e.name for e in entry_points(group=GROUP))})
+        raise ConfigError("store scheme", "one of " + ", ".join(known), repr(parsed.scheme))
+    opener: StoreOpener = entry.load()
+    return opener(parsed)
+
+
+__all__ = ["BUILT_IN", "GROUP", "StoreOpener", "StoreUrl", "open_store"]

@@ -1,0 +1,89 @@
+"""What the file store asks of the operating system, as a port that fault injection can wrap.
+
+Every method is one system call and raises ``OSError`` as that call does; :func:`write_all` and :func:`read_all` deal
+with short ones.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from cache_manager.record import Buffer
+
+IOV_MAX: Final[int] = os.sysconf("SC_IOV_MAX")
+
+
+class Disk(Protocol):
+    """The calls through which the bytes of a store reach its files and come back."""
+
+    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int: ...
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Make the file at least ``nbytes`` long, backed by space; what is there stays, the rest reads as zeros."""
+
+    def truncate(self, fd: int, nbytes: int) -> None: ...
+
+    def sync(self, fd: int) -> None:
+        """Return when a file's bytes, or a directory's entries, are on stable storage."""
+
+
+class SystemDisk:
+    """The disk itself."""
+
+    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        os.posix_fallocate(fd, 0, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def sync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+
+def write_all(disk: Disk, fd: int, buffers: Sequence[Buffer], offset: int, nbytes: int) -> None:
+    """Write every byte of ``buffers`` (``nbytes`` in all), in as many calls as it takes; ``OSError`` if that fails."""
+    rest, left = buffers, nbytes
+    while left:
+        moved = disk.pwritev(fd, rest if len(rest) <= IOV_MAX else rest[:IOV_MAX], offset + nbytes - left)
+        if moved <= 0:
+            raise OSError(errno.EIO, "a write moved nothing")
+        left -= moved
+        if left:
+            rest = _after(rest, moved)
+
+
+def read_all(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int, nbytes: int) -> int:
+    """Fill ``buffers`` (``nbytes`` in all), in as many calls as it takes; fewer bytes only where the file ends."""
+    rest, left = buffers, nbytes
+    while left:
+        moved = disk.preadv(fd, rest if len(rest) <= IOV_MAX else rest[:IOV_MAX], offset + nbytes - left)
+        if moved <= 0:
+            break
+        left -= moved
+        if left:
+            rest = _after(rest, moved)
+    return nbytes - left
+
+
+def _after(buffers: Sequence[Buffer] | Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of ``buffers`` without their first ``nbytes``."""
+    rest: list[memoryview] = []
+    for buffer in buffers:
+        flat = memoryview(buffer)
+        if nbytes >= flat.nbytes:
+            nbytes -= flat.nbytes
+        else:
+            rest.append(flat.cast("B")[nbytes:])
+            nbytes = 0
+    return rest

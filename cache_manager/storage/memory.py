@@ -1,0 +1,175 @@
+"""Records in this process's memory: a bounded, prefaulted slab of equal slots with the least recently used evicted."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from cache_manager.errors import ConfigError, NoSpaceError, RecordError, StoreClosedError
+from cache_manager.keys import BlockKey
+from cache_manager.ports import Absence
+from cache_manager.record import Buffer, RecordHeader
+from cache_manager.spec import align
+from cache_manager.storage.url import StoreUrl
+
+CAPACITY_NBYTES: Final = 64 << 20
+
+_SKEW_NBYTES: Final = 128
+"""Slots start this far into a page: copies between addresses that are 1 to 31 bytes apart modulo the page size run ten
+times slower on some processors, and large numpy arrays lie 16 bytes into a page."""
+
+
+def open_memory_store(url: StoreUrl) -> MemoryStore:
+    """``memory:`` or ``memory:?capacity=64MiB``."""
+    url.allow("capacity")
+    if url.host or url.path:
+        raise ConfigError("memory: store path", "none", repr(url.host + url.path))
+    return MemoryStore(url.nbytes("capacity", CAPACITY_NBYTES))
+
+
+def prefaulted(nbytes: int) -> mmap.mmap:
+    """Anonymous memory whose every page is there already, on huge pages where the kernel has them."""
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise NoSpaceError("memory", nbytes, 0, "lower the store's capacity") from error
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
+    return memory
+
+
+class MemoryStore:
+    """A ``StorageBackend`` whose records live as long as the store.
+
+    The first record fixes the slot size: a store holds records of one size, and a record of another size is a
+    :class:`RecordError` that changes nothing. When every slot is taken the least recently used record makes room
+    (reading or putting a record uses it), so ``put`` answers ``False`` only for a record larger than the capacity.
+
+    One lock, held while bytes are copied; nothing here waits for I/O.
+    """
+
+    def __init__(self, capacity_nbytes: int) -> None:
+        self._capacity_nbytes = capacity_nbytes
+        self._memory = prefaulted(_SKEW_NBYTES + capacity_nbytes)
+        self._slab = memoryview(self._memory)[_SKEW_NBYTES:]
+        self._index: OrderedDict[BlockKey, tuple[RecordHeader, memoryview]] = OrderedDict()
+        self._free: list[memoryview] = []  # slots that were used before
+        self._fresh = 0  # bytes of the slab that were never used start here
+        self._record_nbytes = 0  # 0: no record yet
+        self._slot_nbytes = 0
+        self._evicted = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer]) -> list[bool]:
+        stored = []
+        index = self._index
+        with self._lock:
+            self._check_open()
+            for header in headers:
+                if header.payload_nbytes != self._record_nbytes:
+                    self._admit(header.payload_nbytes)
+            for header, payload in zip(headers, payloads, strict=True):
+                key = header.key
+                if key in index:
+                    index.move_to_end(key)
+                    stored.append(True)
+                elif header.payload_nbytes != self._record_nbytes:
+                    stored.append(False)  # larger than the store: _admit let no other size through
+                else:
+                    slot = self._take_slot()
+                    try:
+                        slot[:] = payload
+                    except ValueError as error:
+                        self._free.append(slot)
+                        got = f"{memoryview(payload).nbytes} of format {memoryview(payload).format}"
+                        raise RecordError("payload", f"{header.payload_nbytes} flat bytes", got) from error
+                    index[key] = (header, slot)
+                    stored.append(True)
+        return stored
+
+    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        found: list[RecordHeader | Absence] = []
+        index = self._index
+        with self._lock:
+            self._check_open()
+            for key, buffer in zip(keys, buffers, strict=True):
+                entry = index.get(key)
+                if entry is None:
+                    found.append(Absence.MISS)
+                    continue
+                header, slot = entry
+                if buffer.nbytes != header.payload_nbytes:
+                    found.append(Absence.CORRUPT)
+                    continue
+                buffer[:] = slot
+                index.move_to_end(key)
+                found.append(header)
+        return found
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._lock:
+            self._check_open()
+            return [key in self._index for key in keys]
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        with self._lock:
+            self._check_open()
+            for key in keys:
+                if (entry := self._index.pop(key, None)) is not None:
+                    self._free.append(entry[1])
+
+    def flush(self) -> None:
+        with self._lock:
+            self._check_open()
+
+    def usage(self) -> Mapping[str, int]:
+        with self._lock:
+            self._check_open()
+            used = len(self._index) * self._slot_nbytes
+            return {
+                "records": len(self._index),
+                "used_nbytes": used,
+                "free_nbytes": self._capacity_nbytes - used,
+                "capacity_nbytes": self._capacity_nbytes,
+                "evicted_records": self._evicted,
+            }
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._index.clear()
+            self._free.clear()
+            self._slab.release()
+            self._memory.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError("the memory store is closed")
+
+    def _admit(self, nbytes: int) -> None:
+        """Take the first record's size as the slot size; any other size that would fit is an error."""
+        if align(nbytes) > self._capacity_nbytes:
+            return
+        if self._record_nbytes:
+            raise RecordError("payload size", f"{self._record_nbytes}, as of the records in this store", nbytes)
+        self._record_nbytes = nbytes
+        self._slot_nbytes = align(nbytes)
+
+    def _take_slot(self) -> memoryview:
+        if self._free:
+            return self._free.pop()
+        start = self._fresh
+        if start + self._slot_nbytes <= self._capacity_nbytes:
+            self._fresh = start + self._slot_nbytes
+            return self._slab[start : start + self._record_nbytes]
+        _, (_, slot) = self._index.popitem(last=False)
+        self._evicted += 1
+        return slot

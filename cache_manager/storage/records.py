@@ -1,0 +1,159 @@
+"""The one place where records are sealed before they are stored and verified after they are read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cache_manager.errors import RecordError, StorageError
+from cache_manager.keys import BlockKey
+from cache_manager.ports import Absence, StorageBackend
+from cache_manager.record import Buffer, RecordHeader, check_record, checksum
+from cache_manager.spec import RecordLayout
+
+
+@dataclass(frozen=True, slots=True)
+class RecordCounters:
+    """What a :class:`RecordStore` has done so far; every record asked for is a hit, a miss or corrupt."""
+
+    stored: int = 0
+    refused: int = 0
+    hits: int = 0
+    misses: int = 0
+    corrupt: int = 0
+    quarantine_failures: int = 0
+    put_nbytes: int = 0
+    get_nbytes: int = 0
+
+
+class RecordStore:
+    """Records of one layout in a storage backend: what comes out is what went in, or an :class:`Absence`.
+
+    A record that fails its checks is counted as ``corrupt``, deleted from the backend and reported as
+    ``Absence.CORRUPT``: it does not come back, and the same key can be stored anew. Where the backend cannot delete it,
+    that is counted too, and it is found corrupt again. One bad record fails its own key only. Every method may be
+    called from several threads.
+    """
+
+    __slots__ = (
+        "_backend",
+        "_corrupt",
+        "_fingerprint",
+        "_hits",
+        "_lock",
+        "_misses",
+        "_nbytes",
+        "_quarantine_failures",
+        "_refused",
+        "_stored",
+        "_valid_nbytes",
+        "layout",
+    )
+
+    def __init__(self, backend: StorageBackend, layout: RecordLayout) -> None:
+        self.layout = layout
+        self._backend = backend
+        self._fingerprint = layout.fingerprint
+        self._nbytes = layout.nbytes
+        self._valid_nbytes = 8 * layout.valid_words * len(layout.specs)
+        self._stored = self._refused = self._hits = self._misses = self._corrupt = self._quarantine_failures = 0
+        self._lock = threading.Lock()  # guards the counts, nothing else
+
+    @property
+    def counters(self) -> RecordCounters:
+        """The counts of this moment, consistent with each other."""
+        with self._lock:
+            stored, hits = self._stored, self._hits
+            return RecordCounters(
+                stored=stored,
+                refused=self._refused,
+                hits=hits,
+                misses=self._misses,
+                corrupt=self._corrupt,
+                quarantine_failures=self._quarantine_failures,
+                put_nbytes=stored * self._nbytes,
+                get_nbytes=hits * self._nbytes,
+            )
+
+    def put(
+        self,
+        keys: Sequence[BlockKey],
+        payloads: Sequence[Buffer],  # layout.nbytes each
+        valid: Sequence[bytes],  # 8 * layout.valid_words * specs bytes each
+        generations: Sequence[int],
+    ) -> list[bool]:
+        """Seal and store records; ``True`` where the record is stored now, ``False`` where there was no room.
+
+        The payloads have been copied when this returns. :class:`RecordError` when one does not fit the layout (nothing
+        is stored then) and :class:`StorageError` when the backend fails.
+        """
+        fingerprint, nbytes, valid_nbytes = self._fingerprint, self._nbytes, self._valid_nbytes
+        headers = []
+        for key, payload, bits, generation in zip(keys, payloads, valid, generations, strict=True):
+            if (found := payload.nbytes if isinstance(payload, memoryview) else len(payload)) != nbytes:
+                raise RecordError("payload size", nbytes, found)
+            if len(bits) != valid_nbytes:
+                raise RecordError("bitmap size", valid_nbytes, len(bits))
+            headers.append(RecordHeader(key, fingerprint, generation, bits, nbytes, checksum(payload)))
+        stored = self._backend.put(headers, payloads)
+        count = sum(stored)
+        with self._lock:
+            self._stored += count
+            self._refused += len(stored) - count
+        return stored
+
+    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        """Fill each buffer (``layout.nbytes`` long) with the verified record of its key, or say why not.
+
+        After an :class:`Absence` the buffer's content means nothing. :class:`RecordError` when a buffer does not fit
+        the layout (nothing is read then) and :class:`StorageError` when the backend fails.
+        """
+        fingerprint, nbytes = self._fingerprint, self._nbytes
+        for buffer in buffers:
+            if buffer.nbytes != nbytes:
+                raise RecordError("buffer size", nbytes, buffer.nbytes)
+        found = self._backend.get_into(keys, buffers)
+        misses = 0
+        bad: list[BlockKey] = []
+        for i, header in enumerate(found):
+            if isinstance(header, Absence):
+                misses += header is Absence.MISS
+                if header is Absence.CORRUPT:
+                    bad.append(keys[i])
+            else:
+                try:
+                    check_record(header, keys[i], fingerprint, buffers[i])
+                except RecordError:
+                    found[i] = Absence.CORRUPT
+                    bad.append(keys[i])
+        with self._lock:
+            self._hits += len(found) - misses - len(bad)
+            self._misses += misses
+            self._corrupt += len(bad)
+        if bad:
+            self._quarantine(bad)
+        return found
+
+    def _quarantine(self, keys: Sequence[BlockKey]) -> None:
+        try:
+            self._backend.delete(keys)
+        except StorageError:  # the other keys' records are good; these are checked again whenever they are read
+            with self._lock:
+                self._quarantine_failures += len(keys)
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether a record is there for each key; it is verified when it is read, not here."""
+        return self._backend.contains(keys)
+
+    def usage(self) -> Mapping[str, int]:
+        """The backend's own account; see :class:`StorageBackend`."""
+        return self._backend.usage()
+
+    def flush(self) -> None:
+        """Return when every record put before is on stable storage, as far as the backend has any."""
+        self._backend.flush()
+
+    def close(self) -> None:
+        """Close the backend; idempotent."""
+        self._backend.close()

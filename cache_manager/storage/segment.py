@@ -1,0 +1,203 @@
+"""The bytes of a file store: its marker, its segments, and how a segment is read back after a crash.
+
+A segment is a header page and then records without holes between them: header, payload, zeros up to 64 bytes. The
+layout is in ``docs/format.md`` byte by byte. A record is deleted by turning its magic from ``KVRR`` into ``KVRX`` in
+place, which needs no room, survives a restart, and leaves every other byte as it was.
+
+A scan goes from header to header and **stops at the first header that is not sound**: what follows may be payload, and
+payload bytes are never taken for headers, or a payload could carry a record of somebody else's making.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from dataclasses import dataclass, field
+from typing import Final
+
+from cache_manager.errors import RecordError, StorageError
+from cache_manager.keys import KEY_NBYTES, BlockKey
+from cache_manager.record import (
+    HEADER_NBYTES_MAX,
+    HEADER_NBYTES_MIN,
+    MAGIC,
+    RecordHeader,
+    checksum,
+    pack_header,
+    unpack_header,
+)
+from cache_manager.spec import align
+from cache_manager.storage.disk import Disk, read_all
+
+PAGE_NBYTES: Final = 4096
+VERSION: Final = 1
+DEAD_MAGIC: Final = b"KVRX"
+MARKER_NAME: Final = "kvroute.store"
+LOCK_NAME: Final = "kvroute.lock"
+TEMP_SUFFIX: Final = ".tmp"
+
+_MARKER_MAGIC: Final = b"KVRSTORE"
+SEGMENT_MAGIC: Final = b"KVRSEGMT"
+_FIXED = struct.Struct("<8sHHIQ16s")  # magic, version, header bytes, zero, sequence, store id
+_CRC = struct.Struct("<I")
+_MARKER_NBYTES: Final = 64
+_NAME = re.compile(r"segment-([0-9a-f]{16})\.kvr")
+
+_KEY_AT: Final = 32
+_CRC_RESIDUE: Final = 0x2144DF1C
+_SCAN_NBYTES: Final = 1024
+
+
+class StoreFormatError(StorageError):
+    """A file or directory that is not what its place says; it was left as it is."""
+
+    def __init__(self, path: str, field: str, wanted: object, got: object) -> None:
+        super().__init__(f"{path}: {field}: wanted {wanted}, got {got}")
+        self.path = path
+        self.field = field
+        self.wanted = wanted
+        self.got = got
+
+
+def segment_name(sequence: int) -> str:
+    """
+    >>> segment_name(26), segment_sequence(segment_name(26)), segment_sequence("notes.txt")
+    ('segment-000000000000001a.kvr', 26, None)
+    """
+    return f"segment-{sequence:016x}.kvr"
+
+
+def segment_sequence(name: str) -> int | None:
+    """The inverse of :func:`segment_name`; ``None`` for any other name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1], 16) if match else None
+
+
+def _pack(magic: bytes, nbytes: int, sequence: int, store_id: bytes) -> bytes:
+    body = _FIXED.pack(magic, VERSION, nbytes, 0, sequence, store_id).ljust(nbytes - _CRC.size, b"\0")
+    return body + _CRC.pack(zlib.crc32(body))
+
+
+def pack_marker(store_id: bytes) -> bytes:
+    """The 64 bytes that say: this directory is a store of this format, with this id (16 bytes)."""
+    return _pack(_MARKER_MAGIC, _MARKER_NBYTES, 0, store_id)
+
+
+def unpack_marker(raw: bytes, path: str) -> bytes:
+    """The store's id; :class:`StoreFormatError` names the first field that is not right."""
+    if len(raw) != _MARKER_NBYTES:
+        raise StoreFormatError(path, "size", f"{_MARKER_NBYTES} bytes", len(raw))
+    magic, version, _, _, _, store_id = _FIXED.unpack_from(raw)
+    if magic != _MARKER_MAGIC:
+        raise StoreFormatError(path, "magic", _MARKER_MAGIC, magic)
+    if version != VERSION:
+        raise StoreFormatError(path, "version", VERSION, version)
+    if zlib.crc32(raw) != _CRC_RESIDUE:
+        raise StoreFormatError(
+            path, "crc", zlib.crc32(raw[: -_CRC.size]), _CRC.unpack_from(raw, len(raw) - _CRC.size)[0]
+        )
+    return bytes(store_id)
+
+
+def pack_segment_page(sequence: int, store_id: bytes) -> bytes:
+    """The header page of a segment."""
+    return _pack(SEGMENT_MAGIC, PAGE_NBYTES, sequence, store_id)
+
+
+def segment_page_is_sound(raw: bytes, path: str, sequence: int, store_id: bytes) -> bool:
+    """Whether the header page is whole; ``False`` for damage, which costs no record its checks.
+
+    :class:`StoreFormatError` for a file that is not a segment of this store or is in another version of the format.
+    """
+    magic, version, _, _, found, owner = _FIXED.unpack_from(raw)
+    if zlib.crc32(SEGMENT_MAGIC + raw[len(SEGMENT_MAGIC) :]) != _CRC_RESIDUE:
+        if magic != SEGMENT_MAGIC:
+            raise StoreFormatError(path, "magic", SEGMENT_MAGIC, magic)
+        return False
+    if version != VERSION:
+        raise StoreFormatError(path, "version", VERSION, version)
+    if owner != store_id:
+        raise StoreFormatError(path, "store id", store_id.hex(), owner.hex())
+    if found != sequence:
+        raise StoreFormatError(path, "sequence", sequence, found)
+    return bool(magic == SEGMENT_MAGIC)
+
+
+def record_nbytes(header: RecordHeader) -> int:
+    """Bytes that a record takes in a segment."""
+    return header.nbytes + align(header.payload_nbytes)
+
+
+def pack_dead_header(header: RecordHeader) -> bytes:
+    """The header of a deleted record: all bytes as they were but the magic, so that a torn rewrite does no harm."""
+    return DEAD_MAGIC + pack_header(header)[len(MAGIC) :]
+
+
+def header_is_sound(raw: memoryview, key: BlockKey) -> bool:
+    """Whether the header bytes read back are whole and those of ``key``, without unpacking them.
+
+    The CRC-32 of bytes that end in their own CRC-32 (little-endian) is one constant.
+    """
+    return zlib.crc32(raw) == _CRC_RESIDUE and bytes(raw[_KEY_AT : _KEY_AT + KEY_NBYTES]) == key
+
+
+@dataclass(slots=True)
+class Scan:
+    """What a segment holds: sound records and their offsets, where they end, and what was not sound."""
+
+    records: list[tuple[int, RecordHeader]] = field(default_factory=list)
+    torn: list[tuple[int, RecordHeader]] = field(default_factory=list)  # sound header, wrong payload
+    end: int = PAGE_NBYTES
+    damaged: bool = False
+
+
+def scan(disk: Disk, fd: int, size: int, *, payloads: bool) -> Scan:
+    """Read the headers of a segment of ``size`` bytes; with ``payloads`` check the payloads too.
+
+    Only the newest segment can hold a record whose write was cut off, so only there payloads are read. ``end`` is
+    where the last sound record ends; ``damaged`` says that something other than zeros follows it.
+    """
+    result, at = Scan(), PAGE_NBYTES
+    window, payload = bytearray(_SCAN_NBYTES), bytearray()
+    while at + HEADER_NBYTES_MIN <= size:
+        raw = memoryview(window)[: read_all(disk, fd, [memoryview(window)], at, len(window))]
+        if not any(raw[: len(MAGIC)]):
+            break
+        header = _header(disk, fd, raw, at)
+        if header is None or at + record_nbytes(header[0]) > size:
+            result.damaged = True
+            break
+        found, dead = header
+        after = at + record_nbytes(found)
+        if not dead and payloads:
+            if len(payload) < found.payload_nbytes:
+                payload = bytearray(found.payload_nbytes)
+            view = memoryview(payload)[: found.payload_nbytes]
+            sound = (
+                read_all(disk, fd, [view], at + found.nbytes, len(view)) == len(view)
+                and checksum(view) == found.payload_xxh3
+            )
+            if not sound:
+                result.torn.append((at, found))
+                at = after
+                continue
+        if not dead:
+            result.records.append((at, found))
+        at = result.end = after
+    return result
+
+
+def _header(disk: Disk, fd: int, raw: memoryview, at: int) -> tuple[RecordHeader, bool] | None:
+    """The header at the start of ``raw`` and whether its record is dead; ``None`` when it is not sound."""
+    dead = bytes(raw[: len(MAGIC)]) == DEAD_MAGIC
+    for nbytes in (len(raw), HEADER_NBYTES_MAX):
+        if nbytes > len(raw):
+            more = bytearray(nbytes)
+            raw = memoryview(more)[: read_all(disk, fd, [memoryview(more)], at, nbytes)]
+        try:
+            return unpack_header(MAGIC + bytes(raw[len(MAGIC) :]) if dead else raw), dead
+        except RecordError as error:
+            if error.field != "size":
+                return None
+    return None

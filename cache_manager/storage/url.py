@@ -1,0 +1,90 @@
+"""A store's URL, taken apart: ``scheme:path?name=value&...``.
+
+The adapter named by the scheme reads its own parameters from here; whatever it does not know is a
+:class:`ConfigError`, so that a misspelt ``quota`` never turns into a default. Pure: text in, values out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from urllib.parse import unquote, urlsplit
+
+from cache_manager.errors import ConfigError
+
+UNITS: Mapping[str, int] = MappingProxyType(
+    {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+)
+_SIZE = re.compile(r"([0-9]{1,18})(B|KiB|MiB|GiB|TiB|)")
+
+
+def parse_nbytes(text: str, field: str) -> int:
+    """A size such as ``4096`` or ``64MiB``, in bytes and above zero.
+
+    >>> parse_nbytes("64MiB", "capacity")
+    67108864
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or int(match[1]) == 0:
+        units = ", ".join(unit for unit in UNITS if unit)
+        raise ConfigError(field, f"a positive whole number with one of the units {units} or none (bytes)", repr(text))
+    return int(match[1]) * UNITS[match[2]]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """The parts of a store's URL; ``path`` is percent-decoded, ``parameters`` are as written.
+
+    >>> url = StoreUrl.parse("file:///var/lib/kvroute?quota=1GiB")
+    >>> url.scheme, url.path, url.nbytes("quota", default=0)
+    ('file', '/var/lib/kvroute', 1073741824)
+    """
+
+    text: str
+    scheme: str
+    host: str
+    path: str
+    parameters: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> StoreUrl:
+        """:class:`ConfigError` for text that is no URL, or that names a parameter twice or without a value."""
+        if not isinstance(text, str):
+            raise ConfigError("store", "a URL such as file:///var/lib/kvroute", repr(text))
+        try:
+            parts = urlsplit(text)
+        except ValueError as error:
+            raise ConfigError("store", "a URL such as file:///var/lib/kvroute", repr(text)) from error
+        if not parts.scheme:
+            raise ConfigError("store", "a URL such as file:///var/lib/kvroute", repr(text))
+        if parts.fragment:
+            raise ConfigError("store", "a URL without '#' (write it as %23)", repr(text))
+        parameters: dict[str, str] = {}
+        for part in parts.query.split("&") if parts.query else ():
+            name, equals, value = part.partition("=")
+            if not (name and equals and value):
+                raise ConfigError("store parameter", "name=value", repr(part))
+            if name in parameters:
+                raise ConfigError(f"store parameter {name}", "one value", repr(text))
+            parameters[name] = unquote(value)
+        return cls(text, parts.scheme, parts.netloc, unquote(parts.path), MappingProxyType(parameters))
+
+    def allow(self, *names: str) -> None:
+        """:class:`ConfigError` when the URL has a parameter that is not one of ``names``."""
+        for name in self.parameters:
+            if name not in names:
+                raise ConfigError(f"{self.scheme}: store parameter", "one of " + ", ".join(names), repr(name))
+
+    def nbytes(self, name: str, default: int) -> int:
+        """The size called ``name``, in bytes."""
+        text = self.parameters.get(name)
+        return default if text is None else parse_nbytes(text, f"{self.scheme}: store parameter {name}")
+
+    def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
+        """The parameter called ``name``, which has to be one of ``choices``."""
+        value = self.parameters.get(name, default)
+        if value not in choices:
+            raise ConfigError(f"{self.scheme}: store parameter {name}", "one of " + ", ".join(choices), repr(value))
+        return value

@@ -1,0 +1,189 @@
+"""The block manager by example: what each bug in an engine's manager looked like, and wrong calls."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from canary import canary_rows
+from faulty import FaultyStore
+from kv import SlotKV
+
+from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError
+from cache_manager.keys import Namespace
+from cache_manager.manager import BlockManager
+from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.storage import open_store
+
+SPEC = AuxBlockDataSpec("routing", (2,), "uint8", 4)
+PROMPT = list(range(10))
+
+
+class House:
+    """One aux, one manager, one KV over a store that can be kept across restarts."""
+
+    def __init__(self, store=None, kv=None, device=6, host=4) -> None:
+        self.store = store or FaultyStore(open_store("memory:"))
+        self.kv = SlotKV(device, host, 4)
+        self.kv.stored = kv.stored if kv else {}
+        self.aux = AuxBlocks(
+            [SPEC], device_blocks=device, host_blocks=host, namespace=Namespace("m", 0), store=self.store
+        )
+        self.manager = BlockManager(self.aux, self.kv)
+
+    def run(self, owner: str, tokens: list[int], who: str = "x") -> int:
+        """Admit, compute everything, publish; how many tokens were cached."""
+        admission = self.manager.allocate(owner, tokens)
+        assert admission is not None
+        slots = self.manager.slots(owner, admission.cached_tokens, len(tokens))
+        with self.aux.step(slots) as step:
+            step.write("routing", canary_rows(SPEC, [(who, p) for p in range(admission.cached_tokens, len(tokens))]))
+        self.manager.publish(owner, tokens)
+        return admission.cached_tokens
+
+
+@pytest.fixture
+def house():
+    made = House()
+    yield made
+    made.aux.close()
+
+
+def test_a_prefix_is_shared_and_outlives_its_owner(house) -> None:
+    assert house.run("a", PROMPT) == 0
+    house.manager.free("a")
+    assert house.run("b", PROMPT) == 8
+    rows = house.manager.read("routing", "b", 0, 8)
+    assert rows.valid.all()
+    assert np.array_equal(rows.ids, canary_rows(SPEC, [("x", p) for p in range(8)]))
+
+
+def test_at_least_one_token_is_left_to_compute(house) -> None:
+    house.run("a", PROMPT[:8])
+    assert house.manager.allocate("b", PROMPT[:8]).cached_tokens == 4
+
+
+def test_what_a_sequence_held_across_a_reset_is_never_found_again(house) -> None:
+    """Goal: KV computed under old weights must not be found under new ones. Method: reset in mid-sequence."""
+    assert house.manager.allocate("a", PROMPT) is not None
+    house.manager.reset(weights_version=1)
+    with house.aux.step(house.manager.slots("a", 0, 10)) as step:
+        step.write("routing", canary_rows(SPEC, [("old", p) for p in range(10)]))
+    house.manager.publish("a", PROMPT)
+    house.manager.fork("a", "child")
+    house.manager.free("a")
+    house.manager.free("child")
+    assert house.run("b", PROMPT) == 0
+    assert house.manager.persist("b") == 2
+    house.manager.assert_consistent()
+
+
+def test_a_reset_reaches_the_store(house) -> None:
+    house.run("a", PROMPT)
+    assert house.manager.persist("a") == 2
+    house.manager.reset(weights_version=1)
+    assert house.run("b", PROMPT, "new") == 0
+
+
+def test_a_restart_continues_from_the_store(house) -> None:
+    house.run("a", PROMPT)
+    assert house.manager.persist("a") == 2
+    again = House(house.store, house.kv)
+    admission = again.manager.allocate("b", PROMPT)
+    assert (admission.cached_tokens, admission.restored_tokens) == (8, 8)
+    rows = again.manager.read("routing", "b", 0, 8)
+    assert rows.valid.all()
+    assert np.array_equal(rows.ids, canary_rows(SPEC, [("x", p) for p in range(8)]))
+    again.manager.free("b")
+    assert again.manager.allocate("c", PROMPT).restored_tokens == 0, "now they are on the device"
+    again.aux.close()
+
+
+def test_a_flipped_bit_is_a_miss_and_is_counted(house) -> None:
+    """Goal: stored bytes are never served unverified. Method: flip each of some bits in what the store returns."""
+    house.run("a", PROMPT)
+    key = house.aux.keys.keys(PROMPT)[0]
+    for bit in (0, 7, 100, 511):
+        assert house.aux.persist({key: house.manager.table("a")[0]}) == {key: True}
+        house.store.flip_next = bit
+        house.aux.allocate([5], "thief")
+        assert house.aux.restore({key: 5}) == {key: False}
+        assert not house.aux.read("routing", [5]).valid.any()
+        house.aux.free("thief")
+        house.store.flip_next = None
+        assert house.aux.stored([key]) == [False], "what is not sound is not offered again"
+
+
+def test_a_failing_store_never_stops_a_request(house) -> None:
+    house.run("a", PROMPT)
+    house.store.fail_put = True
+    assert house.manager.persist("a") == 0
+    house.store.fail_put = False
+    assert house.manager.persist("a") == 2
+    again = House(house.store, house.kv)
+    again.store.fail_get = True
+    assert again.run("b", PROMPT, "recomputed") == 0
+    again.store.fail_get = False
+    assert again.manager.counters.store_failures == 1
+    assert house.manager.counters.store_failures == 1
+    again.manager.assert_consistent()
+    again.aux.close()
+
+
+def test_a_full_pool_refuses_and_nothing_has_changed(house) -> None:
+    house.run("a", PROMPT)
+    before = house.manager.table("a"), house.manager.free_device_blocks
+    assert house.manager.allocate("b", list(range(100, 120))) is None
+    assert not house.manager.append("a", 100)
+    assert (house.manager.table("a"), house.manager.free_device_blocks) == before
+    house.manager.assert_consistent()
+
+
+def test_forks_share_until_one_of_them_writes(house) -> None:
+    house.run("a", PROMPT)
+    house.manager.fork("a", "b")
+    assert house.manager.table("a") == house.manager.table("b")
+    assert house.manager.append("b", 11)
+    assert house.manager.table("a")[:2] == house.manager.table("b")[:2]
+    assert house.manager.table("a")[2] != house.manager.table("b")[2]
+    assert house.manager.counters.cow_tokens == 2
+    assert house.manager.append("a", 11), "the last holder writes in place"
+    assert house.manager.counters.cow_blocks == 1
+
+
+def test_a_preempted_sequence_comes_back_with_its_rows(house) -> None:
+    house.run("a", PROMPT)
+    assert house.manager.preempt("a")
+    assert house.manager.is_swapped("a")
+    house.run("b", list(range(50, 70)))
+    assert not house.manager.resume("a")
+    house.manager.free("b")
+    assert house.manager.resume("a")
+    rows = house.manager.read("routing", "a", 0, 10)
+    assert rows.valid.all()
+    assert np.array_equal(rows.ids, canary_rows(SPEC, [("x", p) for p in range(10)]))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m: m.allocate("a", [1]), BlockStateError, "owner 'a': wanted an owner without a sequence"),
+        (lambda m: m.allocate("b", []), InvalidInputError, "tokens: wanted at least one, got 0"),
+        (lambda m: m.table("b"), BlockStateError, "owner 'b': wanted an owner with a sequence, got one without"),
+        (lambda m: m.slots("a", 3, 99), InvalidInputError, "start, stop: wanted 0 <= start <= stop <= 12, got 3, 99"),
+        (lambda m: m.publish("a", [1, 2]), InvalidInputError, "tokens: wanted 10 to 12 tokens, got 2"),
+        (lambda m: m.fork("a", "a"), BlockStateError, "owner 'a': wanted an owner without a sequence"),
+    ],
+)
+def test_a_wrong_call_names_the_field_and_changes_nothing(house, call, error, message) -> None:
+    house.run("a", PROMPT)
+    before = house.manager.table("a"), house.manager.free_device_blocks, house.manager.owners
+    with pytest.raises(error, match=message):
+        call(house.manager)
+    assert (house.manager.table("a"), house.manager.free_device_blocks, house.manager.owners) == before
+    house.manager.assert_consistent()
+
+
+def test_an_unknown_policy_is_named(house) -> None:
+    with pytest.raises(ConfigError, match="policy: wanted 'gate' or 'mask', got 'maybe'"):
+        BlockManager(house.aux, house.kv, policy="maybe")

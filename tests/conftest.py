@@ -1,0 +1,34 @@
+"""Hypothesis profiles, chosen by HYPOTHESIS_PROFILE: dev (the default), ci (the same
+examples every time), nightly, and hunt, by which planted faults are found."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, Phase, settings
+
+# The machines these run on are shared, so that no example is failed for being slow.
+settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "ci", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "nightly",
+    deadline=None,
+    max_examples=2_000,
+    stateful_step_count=100,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+# To see a planted fault caught: no shrinking, nothing remembered, one failure reported.
+settings.register_profile(
+    "hunt",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=300,
+    phases=(Phase.generate,),
+    report_multiple_bugs=False,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))

@@ -1,0 +1,192 @@
+"""Faults to plant in a copy of the code, each with the test that must catch it and the claim that must break.
+
+``docs/invariants.md`` shows this table to people.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Replace ``before``, which occurs once in ``file``, by ``after``; ``test`` must then fail, saying ``claim``."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    test: str
+    claim: str
+
+
+AUX = "tests/cache_manager/test_aux_blocks_machine.py::TestAuxBlocksHeap"
+MANAGER = "tests/cache_manager/test_manager_machine.py::TestManagerGate"
+LIFE = "tests/cache_manager/test_lifecycle.py::TestLifecycle"
+INDEX = "tests/cache_manager/test_prefix_index.py::TestPrefixIndex"
+KEYS = "tests/cache_manager/test_vocabulary.py"
+HAZARDS = "tests/cache_manager/test_aux_blocks.py"
+REQUESTS = "tests/cache_manager/test_manager.py"
+
+FAULTS = (
+    Fault(
+        "a step commits without comparing generations",
+        "step.py",
+        "live = self._live & (self._tier.life.generations[table.blocks] == self._generations)",
+        "live = self._live",
+        AUX,
+        "a_row_read_is_the_row_written_or_missing",
+    ),
+    Fault(
+        "an older step overwrites a newer one",
+        "step.py",
+        "                earlier._yield_to(table)",
+        "                pass",
+        HAZARDS,
+        "test_of_two_steps_that_write_a_slot_the_later_one_counts",
+    ),
+    Fault(
+        "a restore lands without comparing generations",
+        "archive.py",
+        "arrived = read & (device.life.generations[ids] == generations)",
+        "arrived = read",
+        HAZARDS,
+        "test_a_reset_while_the_store_is_read_drops_what_was_read",
+    ),
+    Fault(
+        "a block given to a new owner is not invalidated",
+        "tier.py",
+        "        self.region.valid[ids] = 0\n",
+        "",
+        AUX,
+        "a_row_read_is_the_row_written_or_missing",
+    ),
+    Fault(
+        "a row being rewritten stays readable",
+        "tier.py",
+        "        if hit.any():\n            blocks, words",
+        "        if False:\n            blocks, words",
+        AUX,
+        "a_row_read_is_the_row_written_or_missing",
+    ),
+    Fault(
+        "a reset forgets the generations",
+        "lifecycle.py",
+        "        self._apply(Event.RESET_UNHELD, unheld)\n        self.generations += 1",
+        "        self._apply(Event.RESET_UNHELD, unheld)",
+        LIFE,
+        "a_generation_is_a_count_of_lives",
+    ),
+    Fault(
+        "a released owner keeps one lease",
+        "leases.py",
+        "for block in list(held) if blocks is None else blocks:",
+        "for block in list(held)[: len(held) - (len(held) > 1)] if blocks is None else blocks:",
+        AUX,
+        "released_owners_hold_nothing",
+    ),
+    Fault(
+        "a move leaves a lease behind",
+        "leases.py",
+        "            self.release(owner, [s for s, _ in mine])\n",
+        "",
+        AUX,
+        "reference_counts_equal_leases",
+    ),
+    Fault(
+        "a failed move counts as arrived",
+        "move.py",
+        "self._target.life.end_arrival(self._targets, arrived=arrived)",
+        "self._target.life.end_arrival(self._targets, arrived=True)",
+        AUX,
+        "bytes_used_plus_free_equal_capacity",
+    ),
+    Fault(
+        "a block in motion may be written",
+        "lifecycle.py",
+        "        Event.SHARE: State.LEAVING,\n",
+        "        Event.SHARE: State.LEAVING,\n        Event.WRITE: State.LEAVING,\n",
+        AUX,
+        "a_block_in_motion_cannot_be_freed_or_written",
+    ),
+    Fault(
+        "a block in motion may be freed",
+        "lifecycle.py",
+        "        Event.LAST_RELEASE: State.LEAVING,\n",
+        "        Event.LAST_RELEASE: State.CACHED,\n",
+        LIFE,
+        "states_are_what_happened",
+    ),
+    Fault(
+        "the first of two copies lets the block go",
+        "lifecycle.py",
+        "last = ids[self._departures[ids] == 0]",
+        "last = ids",
+        LIFE,
+        "states_are_what_happened",
+    ),
+    Fault(
+        "the wrong slot",
+        "manager.py",
+        "* self._tokens + positions % self._tokens",
+        "* self._tokens + (positions + 1) % self._tokens",
+        MANAGER,
+        "every_sequence_finds_its_own_kv",
+    ),
+    Fault(
+        "no copy on write",
+        "manager.py",
+        "if self.aux.shared(blocks[i])]",
+        "if False]",
+        MANAGER,
+        "every_sequence_finds_its_own_kv",
+    ),
+    Fault(
+        "a reused block is still found under its old key",
+        "prefix_index.py",
+        "        del self._blocks[self._keys.pop(block)]\n        return block",
+        "        self._keys.pop(block)\n        return block",
+        INDEX,
+        "no_leased_block_is_evictable",
+    ),
+    Fault(
+        "a held block may be evicted",
+        "prefix_index.py",
+        "            self._idle.pop(block, None)\n\n    def release",
+        "            pass\n\n    def release",
+        INDEX,
+        "no_leased_block_is_evictable",
+    ),
+    Fault(
+        "blocks of a sequence from before a reset are indexed",
+        "manager.py",
+        "            sequence.outdated = True\n",
+        "",
+        REQUESTS,
+        "test_what_a_sequence_held_across_a_reset_is_never_found_again",
+    ),
+    Fault(
+        "stored bytes are served without a check",
+        "record.py",
+        "if (found := checksum(payload)) != header.payload_xxh3:",
+        "if (found := checksum(payload)) != header.payload_xxh3 and False:",
+        REQUESTS,
+        "test_a_flipped_bit_is_a_miss_and_is_counted",
+    ),
+    Fault(
+        "keys forget the namespace",
+        "keys.py",
+        '        seed.update(_part(b"namespace", namespace.canonical))\n',
+        "",
+        KEYS,
+        "test_keys_are_equal_exactly_for_equal_prefixes_in_equal_namespaces",
+    ),
+    Fault(
+        "keys forget the parent",
+        "keys.py",
+        '                len(parent).to_bytes(8, "little"),\n                parent,\n',
+        '                len(b"").to_bytes(8, "little"),\n                b"",\n',
+        KEYS,
+        "test_keys_are_equal_exactly_for_equal_prefixes_in_equal_namespaces",
+    ),
+)

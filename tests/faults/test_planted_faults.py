@@ -1,0 +1,36 @@
+"""Goal: the tests can fail. Method: plant each fault in a copy of the package and see the named claim break."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from planted import FAULTS, Fault
+
+import cache_manager
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_a_planted_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
+    copy = tmp_path / "cache_manager"
+    shutil.copytree(Path(cache_manager.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (copy / fault.file).read_text()
+    assert source.count(fault.before) == 1, "the code has changed: bring the fault up to date"
+    (copy / fault.file).write_text(source.replace(fault.before, fault.after))
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", fault.test],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "HYPOTHESIS_PROFILE": "hunt"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 1, f"not caught: {fault.name}\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}"
+    assert fault.claim in ran.stdout, f"caught, but not by {fault.claim}:\n{ran.stdout[-4000:]}"

@@ -1,0 +1,205 @@
+"""What every Region promises, asked of both of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache_manager.errors import InvalidInputError, NoSpaceError, RegionError
+from cache_manager.ports import Region
+from cache_manager.regions import HeapRegion, SharedRegion, snapshot
+from cache_manager.regions.extent import BLOCKS_MAX
+from cache_manager.regions.room import memory_free_nbytes
+from cache_manager.spec import DTYPES, AuxBlockDataSpec, RecordLayout
+
+NAMESPACE = b"namespace-of-16b"
+MAKERS: dict[str, Callable[[RecordLayout, int], HeapRegion | SharedRegion]] = {
+    "heap": HeapRegion,
+    "shared": lambda layout, blocks: SharedRegion.create(layout, blocks, purpose="host", namespace=NAMESPACE),
+}
+
+LAYOUT = RecordLayout(
+    (AuxBlockDataSpec("routing", (5, 4), "uint8", 70), AuxBlockDataSpec("weights_version", (), "uint32", 70))
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> RecordLayout:
+    tokens = draw(st.integers(1, 200))
+    specs = draw(
+        st.lists(
+            st.tuples(st.lists(st.integers(1, 6), max_size=3).map(tuple), st.sampled_from(DTYPES)),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    return RecordLayout(
+        tuple(AuxBlockDataSpec(f"spec_{i}", shape, dtype, tokens) for i, (shape, dtype) in enumerate(specs))
+    )
+
+
+@pytest.fixture(params=MAKERS)
+def make(request: pytest.FixtureRequest) -> Callable[[RecordLayout, int], HeapRegion | SharedRegion]:
+    return MAKERS[request.param]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@given(layout=layouts(), blocks=st.integers(1, 40), seed=st.integers(0, 1 << 32))
+def test_arrays_have_their_shape_start_at_zero_and_do_not_overlap(
+    kind: str, layout: RecordLayout, blocks: int, seed: int
+) -> None:
+    """Goal: three independent arrays. Method: fill all with random bytes, find all of them unchanged after that."""
+    region: Region = MAKERS[kind](layout, blocks)
+    assert region.layout is layout
+    assert region.blocks == blocks
+    assert (region.rows.shape, region.rows.dtype) == ((blocks, layout.nbytes), np.dtype(np.uint8))
+    assert (region.words.shape, region.words.dtype) == ((blocks,), np.dtype(np.uint64))
+    assert region.valid.shape == (blocks, len(layout.specs), layout.valid_words)
+    assert region.valid.dtype == np.dtype(np.uint64)
+    rng = np.random.default_rng(seed)
+    filled = []
+    for name in ("rows", "words", "valid"):
+        array = getattr(region, name)
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
+        assert array.ctypes.data % 64 == 0
+        assert not array.any()
+        filled.append(rng.integers(0, 256, array.nbytes, np.uint8))
+    for name, expected in zip(("rows", "words", "valid"), filled, strict=True):
+        getattr(region, name).reshape(-1).view(np.uint8)[:] = expected
+    for name, expected in zip(("rows", "words", "valid"), filled, strict=True):
+        np.testing.assert_array_equal(getattr(region, name).reshape(-1).view(np.uint8), expected)
+    array = None
+    region.close()
+
+
+@pytest.mark.parametrize("name", ["rows", "words", "valid"])
+def test_close_with_a_live_view_changes_nothing_and_succeeds_once_it_is_gone(
+    make: Callable[[RecordLayout, int], Region], name: str
+) -> None:
+    """Goal: never a segmentation fault. Method: a view of a view outlives close, is written to, then goes."""
+    region = make(LAYOUT, 3)
+    view = getattr(region, name)[1:][0:1]
+    with pytest.raises(BufferError, match="alive"):
+        region.close()
+    view[...] = 9
+    assert (getattr(region, name)[1] == 9).all()
+    with pytest.raises(BufferError):
+        region.close()
+    del view
+    region.close()
+    region.close()
+    with pytest.raises(AttributeError):
+        getattr(region, name)
+
+
+def test_views_that_outlive_the_region_keep_its_memory(make: Callable[[RecordLayout, int], Region]) -> None:
+    """Goal: a lost region is not a dangling pointer. Method: drop the region, collect, read and write its view."""
+    region = make(LAYOUT, 3)
+    region.rows[2] = 5
+    view = region.rows[2]
+    del region
+    gc.collect()
+    assert (view == 5).all()
+    view[:] = 6
+    assert (view == 6).all()
+
+
+def test_a_region_is_a_context_manager(make: Callable[[RecordLayout, int], HeapRegion | SharedRegion]) -> None:
+    with make(LAYOUT, 2) as region:
+        assert region.nbytes >= 2 * LAYOUT.nbytes
+    with pytest.raises(AttributeError):
+        _ = region.rows
+
+
+@pytest.mark.parametrize("blocks", [0, -1, BLOCKS_MAX + 1, 1.0, True, "8"])
+def test_a_number_of_blocks_that_cannot_be_is_refused(make: Callable[..., Region], blocks: object) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        make(LAYOUT, blocks)
+    assert caught.value.field == "region blocks"
+
+
+def test_more_memory_than_there_is_is_refused_with_the_numbers(make: Callable[[RecordLayout, int], Region]) -> None:
+    """Goal: an error instead of the OOM killer. Method: ask for more than any machine has."""
+    with pytest.raises(NoSpaceError) as caught:
+        make(LAYOUT, BLOCKS_MAX)
+    assert caught.value.wanted_nbytes >= BLOCKS_MAX * LAYOUT.nbytes > caught.value.free_nbytes
+    assert str(caught.value.wanted_nbytes) in str(caught.value)
+    assert str(caught.value.free_nbytes) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"proc/self/cgroup": "0::/a/b\n"}, 1000 << 10),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/memory.max": "max\n",
+                "sys/fs/cgroup/a/b/memory.current": "77\n",
+                "sys/fs/cgroup/a/b/memory.stat": "anon 70\ninactive_file 7\n",
+                "sys/fs/cgroup/a/memory.max": "5000\n",
+                "sys/fs/cgroup/a/memory.current": "4000\n",
+                "sys/fs/cgroup/a/memory.stat": "anon 3900\ninactive_file 100\nactive_file 0\n",
+            },
+            1100,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,memory:/host/path\n2:pids:/\n0::/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "9100\n",
+                "sys/fs/cgroup/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 50\n",
+            },
+            0,
+        ),
+    ],
+    ids=["no limit", "v2, a limit two levels up", "v1, from within a container"],
+)
+def test_free_memory_is_the_tightest_of_machine_and_cgroups(tmp_path: Path, files: dict[str, str], free: int) -> None:
+    for name, text in {**files, "proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 1000 kB\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert memory_free_nbytes(tmp_path)[1] == free
+
+
+def test_a_snapshot_is_a_copy_of_word_bits_and_bytes(make: Callable[[RecordLayout, int], Region]) -> None:
+    region = make(LAYOUT, 3)
+    region.rows[1] = np.arange(LAYOUT.nbytes) % 251
+    region.valid[1, 1] = [5, 1]
+    region.words[1] = 7 << 16 | 2
+    taken = snapshot(region, 1)
+    assert taken is not None
+    region.rows[1] = 0
+    region.valid[1] = 0
+    assert (taken.generation, taken.word) == (7, 7 << 16 | 2)
+    assert taken.valid.tolist() == [[0, 0], [5, 1]]
+    np.testing.assert_array_equal(taken.payload, np.arange(LAYOUT.nbytes) % 251)
+    assert snapshot(region, 1, generation=6) is None
+    assert snapshot(region, 1, generation=7) is not None
+    region.close()
+
+
+@pytest.mark.parametrize("block", [-1, 3])
+def test_a_snapshot_of_a_block_that_is_not_there_is_refused(make: Callable[..., Region], block: int) -> None:
+    region = make(LAYOUT, 3)
+    with pytest.raises(InvalidInputError):
+        snapshot(region, block)
+    region.close()
+
+
+def test_a_snapshot_is_refused_where_stores_are_not_ordered(
+    make: Callable[..., Region], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: never wrong on a machine that cannot keep the protocol. Method: say that this is one."""
+    monkeypatch.setattr("cache_manager.regions.reader._ORDERED", False)
+    region = make(LAYOUT, 1)
+    with pytest.raises(RegionError, match="orders stores"):
+        snapshot(region, 0)
+    region.close()
