@@ -1,0 +1,150 @@
+"""Takes the top-k ids of a transformers Mixture-of-Experts model while it runs, without touching its code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.capture.canary import CANARY_OF, canary_rows
+from kvroute.capture.errors import CaptureError
+from kvroute.routing import check_ids
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
+_ROUTER_NAMES = ("gate", "router")
+
+
+def find_routers(model: nn.Module) -> dict[int, nn.Module]:
+    """The router module of each decoder layer that has one, by layer id, in increasing order.
+
+    In transformers >= 5 a Mixture-of-Experts block has a child ``experts`` and a child ``gate`` or ``router`` that
+    answers ``(logits, weights, ids)``; the layer id is the number after ``layers`` in the module's name.
+
+    Raises :class:`CaptureError` when the model has no such block, or two in one layer (a vision and a text router).
+    """
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, block in model.named_modules():
+        children = dict(block.named_children())
+        router = next((children[n] for n in _ROUTER_NAMES if n in children), None)
+        if router is None or "experts" not in children:
+            continue
+        if (layer := _LAYER.search(name)) is None:
+            raise CaptureError("model", "routers inside numbered layers", name or "one at the top")
+        layer_id = int(layer[1])
+        if layer_id in found:
+            raise CaptureError("model", "one router a layer", f"{found[layer_id][0]} and {name}; pass routers=")
+        found[layer_id] = (name, router)
+    if not found:
+        wanted = "blocks with a child experts and a child gate or router"
+        raise CaptureError("model", wanted, f"none in {type(model).__name__}")
+    return {layer_id: found[layer_id][1] for layer_id in sorted(found)}
+
+
+class RoutingCapture:
+    """Holds the top-k ids of the last forward pass of ``model`` and turns them into routing rows.
+
+    During a forward pass each router's hook only keeps a reference to its ids: nothing is copied and no autograd graph
+    is kept alive. :meth:`rows` checks and copies them; :meth:`clear` makes ready for the next pass. The model's results
+    are not changed. One capture serves one forward pass at a time; it is not thread-safe.
+
+    ``routers`` names the router of each layer for models where :func:`find_routers` cannot. With a spec made by
+    ``canary_spec`` the rows hold position canaries instead of ids, after the same checks.
+
+    Raises :class:`CaptureError` when the model's layers with routers are not ``spec.attrs["layer_ids"]``.
+    """
+
+    def __init__(
+        self, model: nn.Module, spec: AuxBlockDataSpec, *, routers: Mapping[int, nn.Module] | None = None
+    ) -> None:
+        self.spec = spec
+        self.layer_ids: tuple[int, ...] = spec.attrs["layer_ids"]
+        found = find_routers(model) if routers is None else dict(routers)
+        if tuple(sorted(found)) != self.layer_ids:
+            raise CaptureError("layers with a router", list(self.layer_ids), sorted(found))
+        self._num_experts: int = spec.attrs.get(CANARY_OF, spec.attrs["num_experts"])
+        self._ids: list[torch.Tensor | None] = [None] * len(self.layer_ids)
+        self._calls = [0] * len(self.layer_ids)
+        self._hooks = [
+            found[layer_id].register_forward_hook(self._hook(index)) for index, layer_id in enumerate(self.layer_ids)
+        ]
+
+    @property
+    def topk_ids(self) -> list[torch.Tensor]:
+        """Each layer's ids ``[tokens, top_k]`` of the one forward pass since the last :meth:`clear`, not copied.
+
+        Raises :class:`CaptureError` unless every layer routed exactly once, all of them the same number of tokens.
+        """
+        tensors = []
+        for layer_id, ids, calls in zip(self.layer_ids, self._ids, self._calls, strict=True):
+            if ids is None or calls != 1:
+                wanted = "exactly one call since clear()"
+                raise CaptureError(f"router of layer {layer_id}", wanted, f"{calls} calls")
+            if ids.dim() < 2 or ids.shape[-1] != self.spec.row_shape[1] or ids.is_floating_point():
+                wanted = f"integer ids [tokens, {self.spec.row_shape[1]}]"
+                raise CaptureError(f"router of layer {layer_id}", wanted, f"{ids.dtype} of shape {tuple(ids.shape)}")
+            tensors.append(ids.reshape(-1, ids.shape[-1]))
+        for layer_id, ids in zip(self.layer_ids, tensors, strict=True):
+            if len(ids) != len(tensors[0]):
+                wanted = f"{len(tensors[0])} tokens as in layer {self.layer_ids[0]}"
+                raise CaptureError(f"router of layer {layer_id}", wanted, len(ids))
+        return tensors
+
+    def rows(self, positions: NDArray[Any] | None = None) -> NDArray[Any]:
+        """The rows ``[tokens, layers, top_k]`` of the forward pass since the last :meth:`clear`, in the spec's dtype.
+
+        Tokens are in the order of the model's flattened input (``[batch, sequence]``: batch by batch); ids within a
+        row are in the router's order. The array is a copy that belongs to the caller. ``positions`` ``[tokens]`` is
+        needed for canary rows only.
+
+        Raises :class:`CaptureError` unless every layer routed exactly once, and ``RowError``, naming the token and the
+        layer, for an id outside ``[0, num_experts)`` or twice in a row. On an accelerator this waits for the pass.
+        """
+        ids = torch.stack(self.topk_ids, dim=1).cpu().numpy()
+        check_ids(ids, self._num_experts, self.layer_ids)
+        if CANARY_OF not in self.spec.attrs:
+            return self.spec.rows(ids, tokens=len(ids))
+        if positions is None or len(positions) != len(ids):
+            got = "none" if positions is None else len(positions)
+            raise CaptureError("positions", f"{len(ids)} positions, for a canary spec", got)
+        return canary_rows(self.spec, positions)
+
+    def clear(self) -> None:
+        """Forget the last forward pass and let go of its tensors."""
+        self._ids = [None] * len(self.layer_ids)
+        self._calls = [0] * len(self.layer_ids)
+
+    def close(self) -> None:
+        """Take the hooks off the model and forget the last pass; again is harmless."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _hook(self, index: int) -> Any:
+        def keep(router: nn.Module, _inputs: Any, output: Any) -> None:
+            self._calls[index] += 1
+            self._ids[index] = _ids_of(router, output).detach()
+
+        return keep
+
+
+def _ids_of(router: nn.Module, output: object) -> torch.Tensor:
+    """The ids among ``(logits, weights, ids, ...)``."""
+    if isinstance(output, tuple) and len(output) >= 3 and isinstance(output[2], torch.Tensor):
+        return output[2]
+    got = tuple(type(o).__name__ for o in output) if isinstance(output, tuple) else type(output).__name__
+    raise CaptureError(type(router).__name__, "an answer (logits, weights, ids)", got)

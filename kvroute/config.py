@@ -1,0 +1,141 @@
+"""How an engine is told to keep routes: the JSON that FastDeploy's users already have, and kvroute's own keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal, Self, cast, get_args
+
+import numpy as np
+
+from cache_manager.errors import ConfigError
+from cache_manager.ports import HitPolicy
+from cache_manager.spec import AuxBlockDataSpec
+
+RoutingStoreType = Literal["local", "rdma", "response"]
+IdDtype = Literal["uint8", "uint16", "uint32"]
+
+
+_FLAG = {"wanted": "true or false"}
+_STRING = {"wanted": "a string"}
+_COUNT = {"wanted": "an integer of 1 or more"}
+_STORE_TYPE = {"wanted": "'local', 'rdma' or 'response'", "allowed": get_args(RoutingStoreType)}
+_DTYPE = {"wanted": "'uint8', 'uint16' or 'uint32'", "allowed": get_args(IdDtype)}
+_POLICY = {"wanted": "'gate' or 'mask'", "allowed": get_args(HitPolicy)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingReplayConfig:
+    """What ``--routing-replay-config`` says.
+
+    The first seven keys are FastDeploy's, and mean what they mean there; ``routing_dtype``, ``num_moe_layers`` and
+    ``moe_top_k`` follow from the model (:meth:`fitted`) and may be left out. ``policy`` and ``block_store`` are
+    kvroute's own: what a KV hit without its rows becomes (cut back, or flagged), and the URL of the store of block
+    records (empty: none).
+
+    ``debug_mode`` stores position canaries in place of expert ids: for finding misplaced rows, never for training.
+
+    Raises :class:`ConfigError`, naming the key, what was wanted and what came.
+
+    >>> RoutingReplayConfig.from_json('{"enable_routing_replay": true, "policy": "maks"}')
+    Traceback (most recent call last):
+        ...
+    cache_manager.errors.ConfigError: policy: wanted 'gate' or 'mask', got 'maks'
+    """
+
+    enable_routing_replay: bool = field(default=False, metadata=_FLAG)
+    routing_store_type: RoutingStoreType = field(default="local", metadata=_STORE_TYPE)
+    local_store_dir: str = field(default="./routing_replay_output", metadata=_STRING)
+    rdma_store_server: str = field(default="", metadata=_STRING)
+    only_last_turn: bool = field(default=False, metadata=_FLAG)
+    use_fused_put: bool = field(default=False, metadata=_FLAG)
+    debug_mode: bool = field(default=False, metadata=_FLAG)
+    routing_dtype: IdDtype | None = field(default=None, metadata=_DTYPE)
+    num_moe_layers: int | None = field(default=None, metadata=_COUNT)
+    moe_top_k: int | None = field(default=None, metadata=_COUNT)
+    policy: HitPolicy = field(default="gate", metadata=_POLICY)
+    block_store: str = field(default="", metadata=_STRING)
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not _fits(value, f.default, f.metadata.get("allowed")):
+                raise ConfigError(f.name, f.metadata["wanted"], repr(value))
+        if not self.local_store_dir:
+            raise ConfigError("local_store_dir", "the path of a directory", "''")
+        if self.enable_routing_replay and self.routing_store_type == "rdma" and not self.rdma_store_server:
+            raise ConfigError("rdma_store_server", "the server's address for routing_store_type 'rdma'", "''")
+
+    @classmethod
+    def from_json(cls, value: str | Mapping[str, Any] | None) -> Self:
+        """The configuration that a JSON text, or its content as a mapping, describes.
+
+        Nothing at all (``None``, an empty text, the text ``None`` or ``null``, ``{}``) means every default, which is
+        "off"; so does, for one key, ``null`` or the string ``"None"``, which FastDeploy's launchers pass for an option
+        that was not given. Unlike in FastDeploy an unknown or repeated key is an error.
+        """
+        if isinstance(value, str):
+            value = _parsed(value)
+        if value is None:
+            return cls()
+        if not isinstance(value, Mapping):
+            raise ConfigError("routing replay config", "a JSON object", f"{type(value).__name__}: {value!r:.80}")
+        names = [f.name for f in fields(cls)]
+        for key in value:
+            if key not in names:
+                close = get_close_matches(str(key), names, n=1)
+                hint = f" (did you mean {close[0]!r}?)" if close else ""
+                raise ConfigError("routing replay config", "the keys " + ", ".join(names), f"{key!r}{hint}")
+        return cls(**{key: v for key, v in value.items() if v is not None and v != "None"})
+
+    def to_json(self) -> str:
+        """One line of JSON that :meth:`from_json` reads back as an equal configuration."""
+        return json.dumps({key: v for key, v in asdict(self).items() if v is not None})
+
+    def fitted(self, spec: AuxBlockDataSpec) -> Self:
+        """This configuration with the three keys that follow from the model filled in from its routing ``spec``.
+
+        :class:`ConfigError` when one of them is there already and does not fit. ``routing_dtype`` may be wider than the
+        spec's, because FastDeploy counts shared experts and a sentinel; the spec's is what comes back.
+        """
+        layers, top_k = spec.row_shape
+        for name, wanted in (("num_moe_layers", layers), ("moe_top_k", top_k)):
+            if getattr(self, name) not in (None, wanted):
+                raise ConfigError(name, f"{wanted}, as the model has", getattr(self, name))
+        given = self.routing_dtype
+        if given is not None and np.dtype(given).itemsize < np.dtype(spec.dtype).itemsize:
+            raise ConfigError("routing_dtype", f"{spec.dtype} or wider for this model", given)
+        dtype = cast("IdDtype", spec.dtype)
+        return replace(self, routing_dtype=dtype, num_moe_layers=layers, moe_top_k=top_k)
+
+
+def _parsed(text: str) -> Any:
+    if text.strip() in ("", "None"):
+        return None
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError("routing replay config", f"JSON ({error})", f"{text!r:.80}") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError("routing replay config", "each key once", f"{key!r} twice")
+        found[key] = value
+    return found
+
+
+def _fits(value: object, default: object, allowed: tuple[str, ...] | None) -> bool:
+    if value is None:
+        return default is None
+    if allowed is not None:
+        return isinstance(value, str) and value in allowed
+    if default is None:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return type(value) is type(default)

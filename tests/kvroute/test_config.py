@@ -1,0 +1,144 @@
+"""The routing replay configuration: FastDeploy's JSON in, one frozen object or a clear refusal out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache_manager.errors import ConfigError
+from kvroute.config import RoutingReplayConfig
+from kvroute.routing import routing_spec
+
+FASTDEPLOY = {
+    "enable_routing_replay": True,
+    "routing_store_type": "rdma",
+    "local_store_dir": "/data/routes",
+    "rdma_store_server": "redis://10.0.0.1:6379",
+    "only_last_turn": True,
+    "use_fused_put": True,
+    "debug_mode": True,
+    "routing_dtype": "uint16",
+    "num_moe_layers": 58,
+    "moe_top_k": 8,
+}
+
+
+def test_fastdeploys_json_is_read_as_it_is() -> None:
+    config = RoutingReplayConfig.from_json(json.dumps(FASTDEPLOY))
+    assert {name: getattr(config, name) for name in FASTDEPLOY} == FASTDEPLOY
+    assert (config.policy, config.block_store) == ("gate", "")
+    assert RoutingReplayConfig.from_json(FASTDEPLOY) == config
+
+
+@pytest.mark.parametrize("nothing", [None, "", "  ", "None", "null", "{}", {}])
+def test_nothing_given_is_off(nothing: Any) -> None:
+    """Goal: launchers that pass an option that was not set keep working. Method: every spelling they use."""
+    config = RoutingReplayConfig.from_json(nothing)
+    assert config == RoutingReplayConfig()
+    assert (config.enable_routing_replay, config.routing_store_type) == (False, "local")
+    assert config.local_store_dir == "./routing_replay_output"
+
+
+@pytest.mark.parametrize("value", [None, "None"])
+@pytest.mark.parametrize("key", [f.name for f in fields(RoutingReplayConfig)])
+def test_none_for_one_key_is_its_default(key: str, value: str | None) -> None:
+    assert RoutingReplayConfig.from_json({key: value}) == RoutingReplayConfig()
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> RoutingReplayConfig:
+    flags = {n: draw(st.booleans()) for n in ("enable_routing_replay", "only_last_turn", "use_fused_put", "debug_mode")}
+    some = st.text(min_size=1).filter(lambda text: text != "None")
+    return RoutingReplayConfig(
+        **flags,
+        routing_store_type=draw(st.sampled_from(["local", "rdma", "response"])),
+        local_store_dir=draw(some),
+        rdma_store_server=draw(some),
+        routing_dtype=draw(st.sampled_from([None, "uint8", "uint16", "uint32"])),
+        num_moe_layers=draw(st.none() | st.integers(1, 100)),
+        moe_top_k=draw(st.none() | st.integers(1, 100)),
+        policy=draw(st.sampled_from(["gate", "mask"])),
+        block_store=draw(st.just("") | some),
+    )
+
+
+@given(configs())
+def test_to_json_reads_back_equal(config: RoutingReplayConfig) -> None:
+    assert RoutingReplayConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"enable_routing_repaly": True}, "'enable_routing_repaly' .did you mean 'enable_routing_replay'."),
+        ({"zzz": 1}, "wanted the keys enable_routing_replay, .*block_store, got 'zzz'$"),
+        ({"enable_routing_replay": "true"}, "enable_routing_replay: wanted true or false, got 'true'"),
+        ({"enable_routing_replay": 1}, "enable_routing_replay: wanted true or false, got 1"),
+        ({"routing_store_type": "redis"}, "routing_store_type: wanted 'local', 'rdma' or 'response', got 'redis'"),
+        ({"routing_store_type": ["local"]}, "routing_store_type"),
+        ({"local_store_dir": 3}, "local_store_dir: wanted a string, got 3"),
+        ({"local_store_dir": ""}, "local_store_dir: wanted the path of a directory, got ''"),
+        ({"routing_dtype": "int8"}, "routing_dtype: wanted 'uint8', 'uint16' or 'uint32', got 'int8'"),
+        ({"num_moe_layers": 0}, "num_moe_layers: wanted an integer of 1 or more, got 0"),
+        ({"num_moe_layers": True}, "num_moe_layers"),
+        ({"moe_top_k": 8.0}, "moe_top_k: wanted an integer of 1 or more, got 8.0"),
+        ({"policy": "drop"}, "policy: wanted 'gate' or 'mask', got 'drop'"),
+        ({"enable_routing_replay": True, "routing_store_type": "rdma"}, "rdma_store_server"),
+        ("{", r"routing replay config: wanted JSON \(Expecting"),
+        ("true", "wanted a JSON object, got bool"),
+        ("[]", "wanted a JSON object, got list"),
+        ('{"policy": "gate", "policy": "mask"}', "each key once, got 'policy' twice"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RoutingReplayConfig.from_json(value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.text() | JSON.map(json.dumps) | st.dictionaries(st.sampled_from(sorted(FASTDEPLOY)), JSON).map(json.dumps))
+def test_any_text_is_a_configuration_or_a_config_error(text: str) -> None:
+    try:
+        config = RoutingReplayConfig.from_json(text)
+    except ConfigError:
+        return
+    assert RoutingReplayConfig.from_json(config.to_json()) == config
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        RoutingReplayConfig().policy = "mask"  # type: ignore[misc]
+
+
+def test_what_follows_from_the_model_is_filled_in() -> None:
+    spec = routing_spec(num_experts=256, top_k=8, layer_ids=range(3, 61), num_layers=61, block_tokens=64)
+    fitted = RoutingReplayConfig().fitted(spec)
+    assert (fitted.routing_dtype, fitted.num_moe_layers, fitted.moe_top_k) == ("uint8", 58, 8)
+    assert fitted.fitted(spec) == fitted
+    # FastDeploy stores 256 experts in uint16, because it counts a shared expert and a sentinel.
+    assert RoutingReplayConfig.from_json(FASTDEPLOY).fitted(spec).routing_dtype == "uint8"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_moe_layers", 61, "num_moe_layers: wanted 2, as the model has, got 61"),
+        ("moe_top_k", 4, "moe_top_k: wanted 2, as the model has, got 4"),
+        ("routing_dtype", "uint8", "routing_dtype: wanted uint16 or wider for this model, got uint8"),
+    ],
+)
+def test_what_contradicts_the_model_is_refused(key: str, value: Any, message: str) -> None:
+    spec = routing_spec(num_experts=300, top_k=2, layer_ids=(0, 1), num_layers=2, block_tokens=16)
+    with pytest.raises(ConfigError, match=message):
+        RoutingReplayConfig.from_json({key: value}).fitted(spec)

@@ -1,0 +1,113 @@
+"""Routing specs, and what makes a row sound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache_manager.errors import RowError, SpecError
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.routing import check_ids, logprob_spec, routing_spec, weights_version_spec
+
+LAYERS = st.integers(1, 64).flatmap(
+    lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1).map(sorted))
+)
+
+
+@given(LAYERS, st.integers(1, 70_000), st.integers(1, 16), st.integers(1, 64))
+def test_a_spec_holds_every_id_in_the_narrowest_type(
+    layers: tuple[int, list[int]], num_experts: int, top_k: int, block_tokens: int
+) -> None:
+    num_layers, layer_ids = layers
+    top_k = min(top_k, num_experts)
+    spec = routing_spec(num_experts, top_k, iter(layer_ids), num_layers, block_tokens)
+    assert spec.row_shape == (len(layer_ids), top_k)
+    assert spec.attrs == {"num_experts": num_experts, "layer_ids": tuple(layer_ids), "num_layers": num_layers}
+    assert np.iinfo(spec.dtype).min == 0
+    assert np.iinfo(spec.dtype).max >= num_experts - 1
+    narrower = {"uint8": -1, "uint16": 255, "uint32": 65_535}[spec.dtype]
+    assert num_experts - 1 > narrower
+    assert AuxBlockDataSpec.from_json(spec.to_json()).fingerprint == spec.fingerprint
+
+
+def test_numpy_integers_make_the_same_spec() -> None:
+    plain = routing_spec(8, 2, [1, 3], 4, 16)
+    assert routing_spec(np.int64(8), np.int32(2), np.array([1, 3]), np.uint8(4), 16) == plain  # type: ignore[arg-type]
+
+
+def test_what_the_trainer_must_know_is_part_of_the_fingerprint() -> None:
+    """Goal: H13, two layer maps of one shape never mix. Method: change one attribute at a time."""
+    base = {"num_experts": 200, "top_k": 2, "layer_ids": (1, 2), "num_layers": 4, "block_tokens": 16}
+    changes = ({}, {"num_experts": 201}, {"layer_ids": (2, 3)}, {"num_layers": 5}, {"top_k": 3}, {"block_tokens": 32})
+    fingerprints = {routing_spec(**{**base, **change}).fingerprint for change in changes}  # type: ignore[arg-type]
+    assert len(fingerprints) == len(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 0}, r"num_experts: wanted an integer in \[1, 4294967296\], got 0"),
+        ({"num_experts": True}, "num_experts"),
+        ({"num_experts": 8.0}, "num_experts"),
+        ({"top_k": 0}, r"top_k: wanted an integer in \[1, 8\], got 0"),
+        ({"top_k": 9}, "top_k.*got 9"),
+        ({"layer_ids": ()}, "layer_ids: wanted at least one layer"),
+        ({"layer_ids": (1, 1)}, "layer_ids: wanted distinct layers, got 1 twice"),
+        ({"layer_ids": (2, 1)}, "layer_ids: wanted increasing layers, got 1 after 2"),
+        ({"layer_ids": (1, 4)}, r"layer_ids\[1\]: wanted an integer in \[0, 3\], got 4"),
+        ({"layer_ids": (-1, 2)}, r"layer_ids\[0\]"),
+        ({"layer_ids": ("1",)}, r"layer_ids\[0\]"),
+        ({"num_layers": 0}, "num_layers"),
+        ({"block_tokens": 0}, "block_tokens"),
+    ],
+)
+def test_a_spec_that_cannot_be_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    good = {"num_experts": 8, "top_k": 2, "layer_ids": (1, 3), "num_layers": 4, "block_tokens": 16}
+    routing_spec(**good)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=message):
+        routing_spec(**{**good, **change})
+
+
+def test_the_other_specs_of_a_rollout() -> None:
+    assert (weights_version_spec(16).dtype, weights_version_spec(16).row_shape) == ("uint32", ())
+    assert (logprob_spec(16).dtype, logprob_spec(16).row_shape) == ("float32", ())
+
+
+def first_fault(rows: Sequence[Sequence[Sequence[int]]], num_experts: int) -> bool:
+    """The plain meaning of a sound row."""
+    return any(
+        any(not 0 <= i < num_experts for i in layer) or len(set(layer)) != len(layer) for row in rows for layer in row
+    )
+
+
+@given(st.data(), st.sampled_from(["int64", "int32", "uint8"]), st.integers(1, 3), st.integers(1, 4))
+def test_check_ids_refuses_what_no_router_can_choose(data: st.DataObject, dtype: str, layers: int, top_k: int) -> None:
+    low = 0 if dtype == "uint8" else -1
+    row = st.lists(st.lists(st.integers(low, 5), min_size=top_k, max_size=top_k), min_size=layers, max_size=layers)
+    rows = data.draw(st.lists(row, max_size=4))
+    ids = np.array(rows, dtype=dtype).reshape(len(rows), layers, top_k)
+    if first_fault(rows, 5):
+        with pytest.raises(RowError):
+            check_ids(ids, 5, range(layers))
+    else:
+        check_ids(ids, 5, range(layers))
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        ((2, 1, 0), 8, r"row 12 layer 7: wanted ids in \[0, 8\), got 8"),
+        ((1, 0, 1), -1, r"row 11 layer 3: wanted ids in \[0, 8\), got -1"),
+        ((3, 1, 1), 0, r"row 13 layer 7: wanted distinct ids, got \[0, 0\]"),
+    ],
+)
+def test_an_unsound_row_is_named(at: tuple[int, int, int], value: int, message: str) -> None:
+    ids = np.tile(np.array([0, 1]), (4, 2, 1))
+    ids[at] = value
+    with pytest.raises(RowError, match=message):
+        check_ids(ids, 8, (3, 7), range(10, 14))

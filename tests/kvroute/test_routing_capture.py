@@ -1,0 +1,320 @@
+"""Capturing routes from real transformers models, and every way a pass can fail to be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from cache_manager.errors import RowError
+from kvroute.capture.canary import canary_rows, canary_spec
+from kvroute.capture.capture import RoutingCapture, find_routers
+from kvroute.capture.errors import CaptureError
+from kvroute.routing import routing_spec, routing_spec_from_hf
+
+TOKENS = torch.tensor([[5, 9, 13, 21, 33, 47, 8], [60, 3, 3, 3, 17, 22, 41]])
+
+SOFTMAX_FAMILIES = ["granitemoe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
+
+
+class Seen:
+    """What reached the experts, watched from the other side: the arguments of each layer's ``experts`` module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.ids: list[torch.Tensor] = []
+        self.hooks = [
+            module.register_forward_pre_hook(self._look)
+            for name, module in model.named_modules()
+            if name.endswith(".experts")
+        ]
+
+    def _look(self, _module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        self.ids.append(next(t for t in inputs if not t.is_floating_point()).clone())
+
+    def rows(self) -> np.ndarray[Any, Any]:
+        return torch.stack([t.reshape(-1, t.shape[-1]) for t in self.ids], dim=1).numpy()
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def test_rows_are_what_the_experts_computed_with(tiny_moe: Any) -> None:
+    """Goal: the captured row is the routing that was really used. Method: the experts' own arguments, all families."""
+    spec = routing_spec_from_hf(tiny_moe.config, block_tokens=16)
+    seen = Seen(tiny_moe.model)
+    with RoutingCapture(tiny_moe.model, spec) as capture:
+        tiny_moe.forward(TOKENS)
+        rows = capture.rows()
+    seen.close()
+    assert rows.shape == (TOKENS.numel(), *spec.row_shape)
+    assert rows.dtype == spec.numpy_dtype
+    assert np.array_equal(rows, seen.rows())
+    assert len(np.unique(rows)) > 1
+
+
+@pytest.mark.parametrize("family", SOFTMAX_FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rows_are_the_top_k_of_the_logits(build_moe: Any, family: str, dtype: torch.dtype) -> None:
+    """Goal: an account that shares nothing with the router's own ids. Method: top-k sets of its recorded logits."""
+    tiny = build_moe(family)
+    tiny.model.to(dtype)
+    spec = routing_spec_from_hf(tiny.config, block_tokens=16)
+    logits: list[torch.Tensor] = []
+    hooks = [
+        m.register_forward_hook(lambda _m, _i, out: logits.append(out[0].detach()))
+        for m in tiny.model.modules()
+        if type(m).__name__.endswith("TopKRouter")
+    ]
+    with RoutingCapture(tiny.model, spec) as capture:
+        tiny.forward(TOKENS)
+        rows = capture.rows()
+    for hook in hooks:
+        hook.remove()
+    for layer, scores in enumerate(logits):
+        expected = torch.topk(scores.double(), spec.row_shape[1], dim=-1).indices
+        assert np.array_equal(np.sort(rows[:, layer], axis=-1), expected.sort(dim=-1).values.numpy())
+
+
+def test_capture_changes_nothing_and_holds_no_graph(qwen: Any) -> None:
+    """Goal: a model under capture computes the same bits, with gradients too. Method: compare logits; look at ids."""
+    spec = routing_spec_from_hf(qwen.config, 16)
+    plain = qwen.forward(TOKENS)
+    with RoutingCapture(qwen.model, spec) as capture:
+        with_gradients = qwen.model(TOKENS, use_cache=False).logits
+        assert torch.equal(with_gradients, plain)
+        assert with_gradients.requires_grad
+        assert not any(ids.requires_grad for ids in capture.topk_ids)
+        first = capture.rows()
+        capture.clear()
+        with torch.inference_mode():
+            qwen.model(TOKENS, use_cache=False)
+        assert np.array_equal(capture.rows(), first)
+
+
+def test_ids_are_kept_by_reference_until_they_are_asked_for(qwen: Any) -> None:
+    made: list[torch.Tensor] = []
+    routers = find_routers(qwen.model)
+    hooks = [r.register_forward_hook(lambda _m, _i, out: made.append(out[2])) for r in routers.values()]
+    with RoutingCapture(qwen.model, routing_spec_from_hf(qwen.config, 16)) as capture:
+        qwen.forward(TOKENS)
+        assert [t.data_ptr() for t in capture.topk_ids] == [t.data_ptr() for t in made]
+    for hook in hooks:
+        hook.remove()
+
+
+def test_passes_of_any_size_follow_each_other(qwen: Any) -> None:
+    spec = routing_spec_from_hf(qwen.config, 16)
+    with RoutingCapture(qwen.model, spec) as capture:
+        qwen.forward(TOKENS[:1])
+        whole = capture.rows()
+        for stop in (1, 3, 7):
+            capture.clear()
+            qwen.forward(TOKENS[:1, :stop])
+            assert np.array_equal(capture.rows(), whole[:stop])
+
+
+def test_close_takes_the_hooks_off(qwen: Any) -> None:
+    capture = RoutingCapture(qwen.model, routing_spec_from_hf(qwen.config, 16))
+    qwen.forward(TOKENS)
+    capture.close()
+    capture.close()
+    qwen.forward(TOKENS)
+    assert not any(router._forward_hooks for router in find_routers(qwen.model).values())
+    with pytest.raises(CaptureError, match=r"router of layer 1: wanted exactly one call since clear\(\), got 0 calls"):
+        capture.rows()
+
+
+def test_a_failed_pass_is_not_mistaken_for_a_whole_one(qwen: Any) -> None:
+    """Goal: H17, no half pass. Method: the model fails between its first and its second routed layer."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with RoutingCapture(qwen.model, routing_spec_from_hf(qwen.config, 16)) as capture:
+        hook = qwen.model.model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            qwen.forward(TOKENS)
+        hook.remove()
+        with pytest.raises(CaptureError, match=r"layer 3: .*got 0 calls"):
+            capture.rows()
+        capture.clear()
+        qwen.forward(TOKENS)
+        assert capture.rows().shape == (14, 2, 2)
+
+
+def test_a_layer_that_bypasses_its_router_is_found(build_moe: Any) -> None:
+    """Goal: H17, a fused path that never calls the router is no silent zero. Method: replace one block's forward."""
+    tiny = build_moe("qwen3_moe")
+    tiny.model.model.layers[3].mlp.forward = lambda hidden_states: hidden_states
+    with RoutingCapture(tiny.model, routing_spec_from_hf(tiny.config, 16)) as capture:
+        tiny.forward(TOKENS)
+        with pytest.raises(CaptureError, match=r"router of layer 3: wanted exactly one call.*got 0 calls"):
+            capture.rows()
+
+
+def test_two_passes_without_clear_are_found(qwen: Any) -> None:
+    with RoutingCapture(qwen.model, routing_spec_from_hf(qwen.config, 16)) as capture:
+        qwen.forward(TOKENS)
+        qwen.forward(TOKENS)
+        with pytest.raises(CaptureError, match="got 2 calls"):
+            capture.rows()
+
+
+def rerouted(router: nn.Module, change: Any) -> Iterator[None]:
+    """``router`` answering ``change(ids)`` in place of its ids."""
+    whole = router.forward
+
+    def forward(hidden_states: torch.Tensor) -> Any:
+        logits, weights, ids = whole(hidden_states)
+        return logits, weights, change(ids)
+
+    router.forward = forward  # type: ignore[method-assign]
+    yield
+    router.forward = whole  # type: ignore[method-assign]
+
+
+def set_at(token: int, k: int, value: int | None) -> Any:
+    def change(ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.clone()
+        ids[token, k] = ids[token, 1 - k] if value is None else value
+        return ids
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (set_at(4, 1, 8), RowError, r"row 4 layer 3: wanted ids in \[0, 8\), got 8"),
+        (set_at(0, 0, -1), RowError, r"row 0 layer 3: wanted ids in \[0, 8\), got -1"),
+        (set_at(0, 0, 256), RowError, r"row 0 layer 3: .*got 256"),
+        (set_at(13, 0, None), RowError, "row 13 layer 3: wanted distinct ids"),
+        (lambda ids: ids[:-1], CaptureError, "router of layer 3: wanted 14 tokens as in layer 1, got 13"),
+        (lambda ids: ids[:, :1], CaptureError, r"router of layer 3: wanted integer ids \[tokens, 2\]"),
+        (lambda ids: ids.float(), CaptureError, r"router of layer 3: wanted integer ids.*float32"),
+    ],
+)
+def test_ids_that_no_router_can_choose_are_found(qwen: Any, change: Any, error: Any, message: str) -> None:
+    """Goal: H12 and H17. Method: one layer's router answers something else; nothing downstream looks at it."""
+    experts = qwen.model.model.layers[3].mlp.experts
+    kept = experts.forward
+    experts.forward = lambda hidden_states, *_: hidden_states
+    planted = rerouted(find_routers(qwen.model)[3], change)
+    next(planted)
+    try:
+        with RoutingCapture(qwen.model, routing_spec_from_hf(qwen.config, 16)) as capture:
+            qwen.forward(TOKENS)
+            with pytest.raises(error, match=message):
+                capture.rows()
+    finally:
+        experts.forward = kept
+        next(planted, None)
+
+
+def test_a_spec_of_other_layers_is_refused(qwen: Any) -> None:
+    spec = routing_spec(num_experts=8, top_k=2, layer_ids=(0, 1), num_layers=4, block_tokens=16)
+    with pytest.raises(CaptureError, match=r"layers with a router: wanted \[0, 1\], got \[1, 3\]"):
+        RoutingCapture(qwen.model, spec)
+    assert not any(router._forward_hooks for router in find_routers(qwen.model).values())
+
+
+def test_a_dense_model_is_refused() -> None:
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.LlamaConfig(**small, vocab_size=8)
+    with pytest.raises(CaptureError, match=r"wanted blocks with a child experts.*got none in LlamaModel"):
+        find_routers(transformers.LlamaModel(config))
+
+
+class Block(nn.Module):
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = nn.Identity()
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.router(hidden_states)
+        return hidden_states
+
+
+class Router(nn.Module):
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        top = hidden_states.topk(2, dim=-1)
+        return hidden_states, top.values, top.indices
+
+
+class PairRouter(nn.Module):
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return hidden_states, hidden_states
+
+
+def test_models_that_cannot_be_read_by_name_are_refused_or_told() -> None:
+    """Goal: no guess. Method: no layer number; two routers in a layer; then the same with the routers named."""
+    with pytest.raises(CaptureError, match="routers inside numbered layers, got one at the top"):
+        find_routers(Block(Router()))
+    layer = nn.ModuleDict({"text": Block(Router()), "vision": Block(Router())})
+    two = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+    with pytest.raises(CaptureError, match=r"one router a layer, got layers.0.text and layers.0.vision; pass routers="):
+        find_routers(two)
+    spec = routing_spec(num_experts=4, top_k=2, layer_ids=(0,), num_layers=1, block_tokens=16)
+    with RoutingCapture(two, spec, routers={0: layer["text"].router}) as capture:
+        layer["text"](torch.tensor([[[0.1, 0.4, 0.2, 0.3]]]))
+        assert capture.rows().tolist() == [[[1, 3]]]
+
+
+def test_a_router_that_does_not_say_its_ids_is_refused() -> None:
+    """Goal: a router that answers no ids fails the pass, instead of being stored as something else."""
+    block = Block(PairRouter())
+    spec = routing_spec(num_experts=4, top_k=2, layer_ids=(0,), num_layers=1, block_tokens=16)
+    capture = RoutingCapture(block, spec, routers={0: block.router})
+    with pytest.raises(CaptureError, match=r"PairRouter: wanted an answer \(logits, weights, ids\)"):
+        block(torch.zeros(1, 4))
+    capture.close()
+
+
+def test_canary_rows_say_where_they_belong(qwen: Any) -> None:
+    """Goal: the debug mode's rows are told apart by value. Method: a canary capture of two chunks of one sequence."""
+    real = routing_spec_from_hf(qwen.config, 16)
+    spec = canary_spec(real)
+    assert (spec.row_shape, spec.dtype, spec.name) == (real.row_shape, "uint32", "routing")
+    with RoutingCapture(qwen.model, spec) as capture:
+        qwen.forward(TOKENS[:1, :4])
+        first = capture.rows(positions=np.arange(4))
+        capture.clear()
+        qwen.forward(TOKENS[:1, 4:])
+        second = capture.rows(positions=np.arange(4, 7))
+        with pytest.raises(CaptureError, match="positions: wanted 3 positions, for a canary spec, got none"):
+            capture.rows()
+        with pytest.raises(CaptureError, match="positions: wanted 3 positions, for a canary spec, got 2"):
+            capture.rows(positions=np.arange(2))
+    rows = np.concatenate([first, second])
+    assert np.array_equal(rows, canary_rows(spec, np.arange(7)))
+    assert len(np.unique(rows)) == rows.size
+
+
+def test_canary_mode_keeps_the_checks(qwen: Any) -> None:
+    spec = canary_spec(routing_spec_from_hf(qwen.config, 16))
+    planted = rerouted(find_routers(qwen.model)[1], set_at(0, 0, 8))
+    experts = qwen.model.model.layers[1].mlp.experts
+    kept, experts.forward = experts.forward, lambda hidden_states, *_: hidden_states
+    next(planted)
+    try:
+        with RoutingCapture(qwen.model, spec) as capture:
+            qwen.forward(TOKENS)
+            with pytest.raises(RowError, match=r"row 0 layer 1: wanted ids in \[0, 8\), got 8"):
+                capture.rows(positions=np.arange(14))
+    finally:
+        experts.forward = kept
+        next(planted, None)
+
+
+@pytest.mark.parametrize("positions", [[-1], [1 << 31], [0.5]])
+def test_positions_a_canary_cannot_hold_are_refused(positions: list[float]) -> None:
+    spec = canary_spec(routing_spec(num_experts=8, top_k=2, layer_ids=(0, 1), num_layers=2, block_tokens=16))
+    with pytest.raises(RowError, match="positions"):
+        canary_rows(spec, np.array(positions))

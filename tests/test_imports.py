@@ -1,0 +1,53 @@
+"""What importing the packages loads: the front door must stay cheap, and open without any optional package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "triton", "zmq", "mooncake", "transformers", "tokenizers", "matplotlib", "prometheus_client")
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules in a fresh interpreter after ``code``."""
+    script = f"import sys\n{code}\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_kvroute_loads_nothing_heavy() -> None:
+    """Goal: ``import kvroute`` in under 100 ms. Method: neither numpy nor anything slower is in sys.modules."""
+    assert not loaded_by("import kvroute") & {*HEAVY, "numpy", "msgspec"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import cache_manager",
+        "import transfer",
+        "import kvroute; [getattr(kvroute, name) for name in kvroute.__all__]",
+        "import kvroute.routing, kvroute.routes, kvroute.config, kvroute.capture",
+        "import kvroute.capture.canary, kvroute.capture.errors",
+    ],
+)
+def test_nothing_optional_is_loaded_before_it_is_used(code: str) -> None:
+    assert not loaded_by(code) & set(HEAVY)
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    import kvroute
+
+    assert dir(kvroute) == sorted(kvroute.__all__)
+    assert all(getattr(kvroute, name) is not None for name in kvroute.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'routing_specs'"):
+        kvroute.routing_specs  # noqa: B018 - the access is the test
+
+
+def test_every_error_has_one_root() -> None:
+    import kvroute
+
+    errors = [e for n in kvroute.__all__ if isinstance(e := getattr(kvroute, n), type) and issubclass(e, Exception)]
+    assert len(errors) > 10
+    assert all(issubclass(error, kvroute.KVRouteError) for error in errors)
