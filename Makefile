@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/kvroute demo $(ARGS)
+	$(BIN)/kvroute demo --json demo-output/demo.json $(ARGS)
 
 test: check
 
@@ -35,6 +35,12 @@ lint: $(READY)
 	@echo "== ruff format";      $(BIN)/ruff format --check .
 	@echo "== mypy --strict";    $(BIN)/mypy
 	@echo "== import contracts"; $(BIN)/lint-imports --no-logo
+
+bench: $(READY)
+	$(BIN)/python -m bench.blocks
+	$(BIN)/python -m bench.swap
+	$(BIN)/python -m bench.gather
+	$(if $(TRACE),$(BIN)/python -m bench.trace $(TRACE))
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output bench-output

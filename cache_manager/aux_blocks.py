@@ -25,7 +25,7 @@ from cache_manager.regions.heap import HeapRegion
 from cache_manager.regions.shared import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import SlotTable, Step
-from cache_manager.storage.records import RecordStore
+from cache_manager.storage.records import RecordCounters, RecordStore
 from cache_manager.tier import Tier, unpack_bits
 
 TierName = Literal["device", "host"]
@@ -118,6 +118,11 @@ class AuxBlocks:
     @property
     def counters(self) -> AuxCounters:
         return self._ledger.snapshot()
+
+    @property
+    def store_counters(self) -> RecordCounters | None:
+        """What the store has answered so far, corrupt records included; ``None`` without a store."""
+        return self._archive.store.counters if self._archive else None
 
     @property
     def in_flight(self) -> int:

@@ -1,0 +1,104 @@
+"""The command line: ``kvroute demo``, ``kvroute shm``. Heavy libraries are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cache_manager.errors import KVRouteError
+
+FAILED, USAGE = 1, 2
+"""Exit statuses: the job ran and found something wrong; it could not be started as asked."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0, ``FAILED`` or ``USAGE``."""
+    chosen = _parser().parse_args(arguments)
+    try:
+        return int(chosen.run(chosen))
+    except KVRouteError as error:
+        sys.stderr.write(f"kvroute {chosen.command}: {error}\n")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in ("kvroute", "cache_manager", "transfer"):
+            raise
+        sys.stderr.write(f"kvroute {chosen.command}: needs {error.name}; pip install 'kvroute[engine,plot]'\n")
+    except KeyboardInterrupt:
+        sys.stderr.write(f"kvroute {chosen.command}: interrupted\n")
+        return 130
+    return USAGE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="kvroute", description="Routing rows that follow KV blocks: never wrong, never silent.")
+    parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="run a MoE model on a paged engine and judge every routing row")
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--seed", type=_integer, default=0, metavar="N", help="of weights and workload (0)")
+    demo.add_argument("--requests", type=_integer, default=96, metavar="N", help="turns of all conversations (96)")
+    demo.add_argument("--device-blocks", type=_integer, metavar="N", help="KV blocks on the device (too few for all)")
+    demo.add_argument("--host-blocks", type=_integer, metavar="N", help="KV blocks to swap to (as many)")
+    demo.add_argument("--model", default="qwen3_moe", help="qwen3_moe, deepseek_v3, olmoe or mixtral (qwen3_moe)")
+    demo.add_argument("--store", metavar="URL", help="file:///directory that stays (a directory that is removed)")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    demo.add_argument("--out", type=Path, default=Path("demo-output"), metavar="DIR", help="for the heat map")
+
+    shm = commands.add_parser("shm", help="SharedMemory regions of this machine")
+    shm.set_defaults(run=_shm)
+    shm.add_argument("action", choices=("ls", "reap"), help="list them, or remove those whose owner is gone")
+    return parser
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wanted an integer, got {text!r}") from None
+
+
+def _demo(chosen: Any) -> int:
+    from rich.console import Console
+
+    from kvroute.demo.command import demo
+    from kvroute.demo.options import DemoOptions
+
+    options = DemoOptions(
+        seed=chosen.seed,
+        requests=chosen.requests,
+        device_blocks=chosen.device_blocks,
+        host_blocks=chosen.host_blocks,
+        model=chosen.model,
+        store=chosen.store,
+        json=chosen.json,
+        out=chosen.out,
+    )
+    return demo(options, Console(width=None if sys.stdout.isatty() else 120))
+
+
+def _shm(chosen: Any) -> int:
+    from cache_manager.regions import list_regions, reap_orphans
+
+    if chosen.action == "reap":
+        for name in reap_orphans():
+            sys.stdout.write(f"removed {name}\n")
+        return 0
+    for region in list_regions():
+        state = "in use" if region.in_use else "orphan"
+        sys.stdout.write(f"{region.name}  {region.purpose}  {region.nbytes:,} bytes  {state}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""A small continuous-batching engine over a transformers Mixture-of-Experts model, with kvroute embedded.
+
+Each :meth:`Engine.step` is one forward pass over a flat batch of tokens of several sequences. The rows that the pass
+produces, expert ids and the weights version, are committed to the blocks that its keys and values went to, and follow
+them from there: through prefix reuse, copy-on-write, swapping and the store.
+
+An engine belongs to one thread. Nothing here knows what a row is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
+
+from cache_manager.aux_blocks import AuxBlocks, Rows
+from cache_manager.errors import InvalidInputError
+from cache_manager.keys import Namespace
+from cache_manager.manager import BlockManager
+from cache_manager.step import PADDING
+from kvroute.capture.capture import RoutingCapture
+from kvroute.engine.kv import KVMover, KVShape, PagedKV
+from kvroute.engine.models import BATCH_MULTIPLE
+from kvroute.engine.paged_attention import PagedBatch
+from kvroute.engine.request import EngineConfig, FinishReason, Output, Request
+from kvroute.engine.sampling import sample
+from kvroute.engine.scheduler import Scheduler, Work
+from kvroute.engine.sequence import Event, Sequence, State
+from kvroute.engine.stores import EngineStores
+from kvroute.routes import Routes
+from kvroute.routing import routing_spec_from_hf, weights_version_spec
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Part of a forward pass: it computes the positions ``[start, len(tokens))`` of a sequence that begins so."""
+
+    owner: str
+    tokens: Tokens[int]
+    start: int
+
+
+class Observer(Protocol):
+    """Sees every forward pass. Its methods may call :meth:`Engine.abort`, and nothing else of the engine."""
+
+    def begin(self, spans: Tokens[Span]) -> None:
+        """The pass over ``spans``, back to back and then padding, is about to run."""
+
+    def end(self) -> None:
+        """The pass has run; its rows are not committed yet."""
+
+
+class Engine:
+    """Generates for requests over ``config.device_blocks`` KV blocks, and hands out routes with every sample.
+
+    ``namespace`` must name the weights: with ``stores``, KV and rows that an earlier engine of the same namespace
+    stored are reused. They stay the caller's. Raises :class:`InvalidInputError` for a model without routers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: EngineConfig,
+        namespace: Namespace,
+        *,
+        stores: EngineStores | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.config = config
+        self.spec = routing_spec_from_hf(model.config, config.block_tokens)  # type: ignore[arg-type]
+        self._model = model
+        self._positions_max: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
+        self._capture = RoutingCapture(model, self.spec)
+        self._kv = PagedKV(
+            KVShape.of(model),
+            block_tokens=config.block_tokens,
+            device_blocks=config.device_blocks,
+            host_blocks=config.host_blocks,
+        )
+        self.aux = AuxBlocks(
+            [self.spec, weights_version_spec(config.block_tokens)],
+            device_blocks=config.device_blocks,
+            host_blocks=config.host_blocks,
+            namespace=namespace,
+            store=stores.rows if stores else None,
+            memory=config.memory,
+        )
+        self.manager = BlockManager(self.aux, KVMover(self._kv, stores.kv if stores else None), caching=config.caching)
+        self.scheduler = Scheduler(config, self.manager)
+        self._observer = observer
+        self._arrivals = 0
+        self._done: list[Output] = []
+        self._idle_steps = 0
+        self.steps = 0
+        self.computed_tokens = 0
+
+    # ---------------------------------------------------------------- requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request. :class:`InvalidInputError` when it can never run, or its id is in use."""
+        longest = len(request.prompt) + request.max_tokens
+        room = min(self.config.capacity_tokens, self._positions_max)
+        if longest > room:
+            wanted = f"prompt and max_tokens of at most {room} tokens together ({self.config.device_blocks} blocks)"
+            raise InvalidInputError(f"request {request.id}", wanted, longest)
+        if self.scheduler.of(request.id):
+            raise InvalidInputError("request id", "one that is not in use", request.id)
+        self.scheduler.add(Sequence(request, 0, self._arrivals, list(request.prompt)))
+        self._arrivals += 1
+
+    def abort(self, request_id: str) -> None:
+        """End every sample of a request now, whatever it is doing, also during a forward pass; idempotent.
+
+        The next :meth:`step` answers what was generated, with the routes of what had been computed.
+        """
+        for sequence in self.scheduler.of(request_id):
+            self._finish(sequence, FinishReason.ABORT)
+
+    @property
+    def busy(self) -> bool:
+        """Whether :meth:`step` has anything left to do or to answer."""
+        return bool(len(self.scheduler) or self._done)
+
+    def run(self) -> list[Output]:
+        """:meth:`step` until nothing is left."""
+        outputs = []
+        while self.busy:
+            outputs += self.step()
+        return outputs
+
+    def step(self) -> list[Output]:
+        """One forward pass, and the samples that have ended since the last call."""
+        work = self.scheduler.plan()
+        if work:
+            self._idle_steps = 0
+            self._compute(work)
+            self.steps += 1
+        elif len(self.scheduler):
+            self._idle_steps += 1  # a lone sequence that swapped itself out comes back in the next step
+            if self._idle_steps > 1:
+                raise AssertionError(f"nothing can run: {self.scheduler.counts()}")
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        """Give the blocks back and take the hooks off the model; unfinished requests are aborted."""
+        for sequence in list(self.scheduler.unfinished):
+            self.abort(sequence.request.id)
+        self._capture.close()
+        self.aux.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- inside a step
+
+    def _compute(self, work: list[Work]) -> None:
+        contexts = [torch.from_numpy(self.manager.slots(w.sequence.owner, 0, w.stop)) for w in work]
+        spans = [(w.start, context) for w, context in zip(work, contexts, strict=True)]
+        batch = PagedBatch.of(self._kv, spans, multiple_of=BATCH_MULTIPLE)
+        tokens = torch.tensor([t for w in work for t in w.sequence.tokens[w.start : w.stop]])
+        slots = functional.pad(batch.slots, (0, batch.padding), value=PADDING)
+        lasts = [chunk.first + chunk.stop - chunk.start - 1 for chunk in batch.chunks]
+        with self.aux.step(slots.numpy()) as step:
+            if self._observer:
+                self._observer.begin([Span(w.sequence.owner, w.sequence.tokens[: w.stop], w.start) for w in work])
+            logits = self._forward(functional.pad(tokens, (0, batch.padding)), batch, lasts)
+            if self._observer:
+                self._observer.end()
+            step.write(self.spec.name, self._capture.rows())
+            step.write("weights_version", np.full(len(slots), self.aux.namespace.weights_version, dtype=np.uint32))
+        self._capture.clear()
+        self.computed_tokens += len(tokens)
+        for item, row in zip(work, logits, strict=True):
+            if item.sequence.state is State.RUNNING:  # it may have been aborted while the pass ran
+                self._advance(item, row)
+
+    def _forward(self, tokens: torch.Tensor, batch: PagedBatch, lasts: list[int]) -> NDArray[Any]:
+        """Logits ``[chunks, vocabulary]`` at the last token of each chunk."""
+        self._capture.clear()
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=tokens[None],
+                position_ids=batch.positions,
+                use_cache=False,
+                logits_to_keep=torch.tensor(lasts),
+                paged=batch,
+            )
+        logits: NDArray[Any] = output.logits[0].numpy()
+        return logits
+
+    def _advance(self, item: Work, logits: NDArray[Any]) -> None:
+        """The sequence has KV and rows up to ``item.stop`` now; sample if that was its last token."""
+        sequence, samples = item.sequence, item.samples
+        sequence.computed = item.stop
+        self.manager.publish(sequence.owner, sequence.tokens[: item.stop])
+        if not samples:
+            return
+        for each in (sequence, *self._fork(sequence)):
+            token = sample(logits, each.request, each.sample, len(each.tokens))
+            if (reason := each.accept(token)) is not None:
+                self._finish(each, reason)
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        """The other samples of a request whose prompt has just been computed; they share all of its blocks."""
+        request = sequence.request
+        if sequence.sample or len(sequence.tokens) > len(request.prompt):
+            return []
+        children = []
+        for number in range(1, request.n):
+            child = Sequence(request, number, sequence.arrival, list(request.prompt))
+            self.manager.fork(sequence.owner, child.owner)
+            child.on(Event.ADMIT)
+            child.computed = sequence.computed
+            self.scheduler.add(child)
+            children.append(child)
+        return children
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Collect the routes while the blocks are still held, store what is worth it, give the blocks back."""
+        routes = self._routes(sequence)
+        if sequence.state is State.RUNNING and reason is not FinishReason.ABORT:
+            self.manager.persist(sequence.owner)
+        self.scheduler.finish(sequence, reason)
+        self._done.append(Output(sequence.request, sequence.sample, sequence.generated, reason, routes))
+
+    def _routes(self, sequence: Sequence) -> Routes:
+        stop = min(sequence.computed, len(sequence.tokens) - 1)
+        if sequence.state is State.WAITING or not stop:
+            return Routes.from_rows(
+                self.spec, Rows(np.empty((0, *self.spec.row_shape), np.uint8), np.empty(0, np.bool_))
+            )
+        rows = self.manager.read(self.spec.name, sequence.owner, 0, stop)
+        versions = self.manager.read("weights_version", sequence.owner, 0, stop)
+        return Routes.from_rows(self.spec, rows, weights_version=versions)
+
+
+__all__ = ["Engine", "Observer", "Span"]

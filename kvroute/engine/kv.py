@@ -1,0 +1,156 @@
+"""The paged KV cache: the tensors, and what moves their blocks.
+
+One block is one contiguous record ``[block_tokens, layers, kv_heads * (k_dim + v_dim)]``, so that swapping, copying
+and storing a block is one copy whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cache_manager.keys import BlockKey
+from cache_manager.ports import StorageBackend
+from cache_manager.record import RecordHeader
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
+from cache_manager.storage.records import RecordStore
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one token's keys and values are, in every attention layer of a model."""
+
+    layers: int
+    heads: int
+    k_dim: int
+    v_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: nn.Module) -> KVShape:
+        """The shape that ``model`` hands to the attention interface; latent attention hands over expanded heads."""
+        config: Any = model.config
+        latent = getattr(config, "kv_lora_rank", None)
+        k_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads if latent else config.num_key_value_heads,
+            k_dim=config.qk_head_dim if latent else k_dim,
+            v_dim=config.v_head_dim if latent else k_dim,
+            dtype=next(model.parameters()).dtype,
+        )
+
+    @property
+    def width(self) -> int:
+        return self.heads * (self.k_dim + self.v_dim)
+
+    def spec(self, block_tokens: int) -> AuxBlockDataSpec:
+        """The row layout under which KV blocks are stored."""
+        return AuxBlockDataSpec(
+            "kv",
+            row_shape=(self.layers, self.width),
+            dtype=str(self.dtype).removeprefix("torch."),
+            block_tokens=block_tokens,
+            attrs={"heads": self.heads, "k_dim": self.k_dim, "v_dim": self.v_dim},
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVLayer:
+    """One layer's view of the device blocks: tokens by slot."""
+
+    keys: torch.Tensor  # [slots, heads, k_dim]
+    values: torch.Tensor  # [slots, heads, v_dim]
+
+    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys[slots] = keys
+        self.values[slots] = values
+
+    def read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys[slots], self.values[slots]
+
+
+class PagedKV:
+    """Device and host KV blocks of one model. Content of a block nobody wrote is undefined."""
+
+    def __init__(self, shape: KVShape, *, block_tokens: int, device_blocks: int, host_blocks: int) -> None:
+        row = (block_tokens, shape.layers, shape.width)
+        self.shape = shape
+        self.block_tokens = block_tokens
+        self.device = torch.zeros((device_blocks, *row), dtype=shape.dtype)
+        self.host = torch.zeros((host_blocks, *row), dtype=shape.dtype)
+        slots = self.device.view(device_blocks * block_tokens, shape.layers, shape.width)
+        split = shape.heads * shape.k_dim
+        self._layers = tuple(
+            KVLayer(
+                slots[:, layer, :split].view(-1, shape.heads, shape.k_dim),
+                slots[:, layer, split:].view(-1, shape.heads, shape.v_dim),
+            )
+            for layer in range(shape.layers)
+        )
+
+    def layer(self, index: int) -> KVLayer:
+        return self._layers[index]
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.device[0].nbytes
+
+
+class KVMover:
+    """The engine's ``BlockMover``: carries KV blocks along the very pairs that the block manager gives to the rows.
+
+    With a ``store`` of their own, KV blocks are stored under the keys of their rows and verified when they come back;
+    a record that is absent or damaged is ``False``. Without one, nothing is stored and nothing comes back.
+    """
+
+    def __init__(self, kv: PagedKV, store: StorageBackend | None = None) -> None:
+        self._kv = kv
+        self._layout = RecordLayout((kv.shape.spec(kv.block_tokens),))
+        self._records = RecordStore(store, self._layout) if store is not None else None
+        bits = (1 << kv.block_tokens) - 1
+        self._all_valid = bits.to_bytes(8 * self._layout.valid_words, "little")
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        _copy_blocks(self._kv.device, self._kv.host, pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        _copy_blocks(self._kv.host, self._kv.device, pairs)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        _copy_blocks(self._kv.device, self._kv.device, pairs)
+
+    def persist(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, bool]:
+        if self._records is None:
+            return dict.fromkeys(blocks, False)
+        done = dict(zip(blocks, self._records.contains(list(blocks)), strict=True))
+        new = [key for key, there in done.items() if not there]
+        payloads = [self._block(blocks[key]) for key in new]
+        stored = self._records.put(new, payloads, [self._all_valid] * len(new), [0] * len(new))
+        done.update(zip(new, stored, strict=True))
+        return done
+
+    def restore(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, bool]:
+        if self._records is None:
+            return dict.fromkeys(blocks, False)
+        buffers = [self._block(block) for block in blocks.values()]
+        found = self._records.get_into(list(blocks), buffers)
+        return {key: isinstance(header, RecordHeader) for key, header in zip(blocks, found, strict=True)}
+
+    def _block(self, block: int) -> memoryview:
+        raw: np.ndarray[Any, np.dtype[np.uint8]] = self._kv.device[block].view(torch.uint8).numpy().reshape(-1)
+        return raw.data
+
+
+def _copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    if pairs:
+        origins, targets = (torch.tensor(side) for side in zip(*pairs, strict=True))
+        target[targets] = source[origins]
+
+
+__all__ = ["KVLayer", "KVMover", "KVShape", "PagedKV"]

@@ -1,0 +1,118 @@
+"""Attention over a paged KV cache, plugged into transformers' attention interface.
+
+A forward pass carries one flat row of tokens, ``[1, tokens]``, that belong to several sequences: whole prompts, chunks
+of prompts and single decode tokens side by side. Everything that attention must know about them is one
+:class:`PagedBatch`, handed to the model's ``forward`` as the keyword ``paged``; transformers passes it down to every
+attention layer unread. There is no other state. transformers prepares no mask for an attention it does not know, so
+the only mask made is the causal one of a sequence's own chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvroute.engine.kv import PagedKV
+
+ATTENTION: Final = "kvroute_paged"
+"""The name under which :func:`paged_attention` is registered with transformers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """The tokens ``[start, stop)`` of one sequence, at ``[first, first + stop - start)`` of the flat batch.
+
+    ``context`` holds the slots of positions ``[0, stop)``: where the sequence's keys and values lie, in order.
+    """
+
+    first: int
+    start: int
+    stop: int
+    context: torch.Tensor  # [stop] int64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedBatch:
+    """One forward pass: its chunks, back to back, then padding; and the paged cache they read and write."""
+
+    kv: PagedKV
+    chunks: tuple[Chunk, ...]
+    slots: torch.Tensor  # [tokens] int64: where each token's key and value go; padding has none
+    positions: torch.Tensor  # [1, tokens + padding] int64; padding stands at position 0
+
+    @classmethod
+    def of(cls, kv: PagedKV, spans: Sequence[tuple[int, torch.Tensor]], *, multiple_of: int = 1) -> PagedBatch:
+        """The batch of ``spans``: of each sequence the first position to compute, and the slots of ``[0, stop)``.
+
+        It is padded to a multiple of ``multiple_of`` tokens.
+        """
+        chunks, first = [], 0
+        for start, context in spans:
+            chunks.append(Chunk(first, start, len(context), context))
+            first += len(context) - start
+        slots = torch.cat([c.context[c.start :] for c in chunks])
+        positions = torch.cat([torch.arange(c.start, c.stop) for c in chunks])
+        positions = functional.pad(positions, (0, -first % multiple_of))
+        return cls(kv, tuple(chunks), slots, positions[None])
+
+    @property
+    def padding(self) -> int:
+        return self.positions.shape[1] - len(self.slots)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, heads, tokens, k_dim]
+    key: torch.Tensor,  # [1, kv_heads, tokens, k_dim]
+    value: torch.Tensor,  # [1, kv_heads, tokens, v_dim]
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    paged: PagedBatch | None = None,
+    **_unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention output ``[1, tokens, heads, v_dim]``; the keys and values of this step are in the cache afterwards.
+
+    Padding neither reads nor writes the cache; its output is zero.
+
+    Without ``paged`` it is plain causal attention over the one sequence given: the same arithmetic, unpaged.
+    """
+    if attention_mask is not None:
+        raise AssertionError("attention_mask: a paged batch carries its own causality")
+    if paged is None:
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+    layer = paged.kv.layer(int(module.layer_idx))  # type: ignore[arg-type]
+    written = len(paged.slots)
+    layer.write(paged.slots, key[0, :, :written].transpose(0, 1), value[0, :, :written].transpose(0, 1))
+    out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+    for chunk in paged.chunks:
+        tokens = slice(chunk.first, chunk.first + chunk.stop - chunk.start)
+        keys, values = layer.read(chunk.context)
+        out[:, tokens] = functional.scaled_dot_product_attention(
+            query[:, :, tokens],
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            attn_mask=_causal(chunk.start, chunk.stop),
+            scale=scaling,
+            enable_gqa=True,
+        ).transpose(1, 2)
+    return out, None
+
+
+def _causal(start: int, stop: int) -> torch.Tensor | None:
+    """``[stop - start, stop]``: the token at position p sees positions up to p. One token sees everything: no mask."""
+    if stop - start == 1:
+        return None
+    return torch.arange(start, stop)[:, None] >= torch.arange(stop)
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, paged_attention)
+
+__all__ = ["ATTENTION", "Chunk", "PagedBatch", "paged_attention"]

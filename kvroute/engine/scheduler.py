@@ -1,0 +1,130 @@
+"""Decides which tokens the next forward pass computes, and who has to make room.
+
+Sequences are served in order of arrival: those that run get a token each or the next chunk of their prompt, then those
+that were swapped out come back, then new ones are admitted, until the step's budget of tokens is spent. When a running
+sequence needs a block and there is none, the latest arrival among the running ones is preempted: swapped out to host
+blocks, or dropped and computed again later when the host is full too. The earliest arrival is therefore never
+preempted for another, so that something always finishes.
+
+It asks a ``BlockManager`` and computes nothing itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cache_manager.manager import BlockManager
+from kvroute.engine.request import EngineConfig, FinishReason
+from kvroute.engine.sequence import Event, Sequence, State
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The tokens ``[start, stop)`` of a sequence are to be computed."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token is sampled after the last of these."""
+        return self.stop == len(self.sequence.tokens)
+
+
+class Scheduler:
+    """The sequences that have not ended, and the plan of each step."""
+
+    def __init__(self, config: EngineConfig, manager: BlockManager) -> None:
+        self._config = config
+        self._manager = manager
+        self._sequences: dict[str, Sequence] = {}
+        self.dropped = 0
+        """Preemptions that found no room on the host: all that was computed is computed again."""
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def unfinished(self) -> tuple[Sequence, ...]:
+        return tuple(self._sequences.values())
+
+    def of(self, request_id: str) -> list[Sequence]:
+        """The sequences of a request that have not ended."""
+        return [s for s in self._sequences.values() if s.request.id == request_id]
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a sequence into care: a new one that waits, or a fork that runs already."""
+        self._sequences[sequence.owner] = sequence
+
+    def counts(self) -> dict[State, int]:
+        """How many sequences are in each state."""
+        return {state: sum(s.state is state for s in self._sequences.values()) for state in State}
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """The sequence ends; its blocks go back."""
+        sequence.finish(reason)
+        self._manager.free(sequence.owner)
+        del self._sequences[sequence.owner]
+
+    def plan(self) -> list[Work]:
+        """The next step's work, with the blocks it needs already there; at most ``step_tokens`` tokens."""
+        work: list[Work] = []
+        budget, preempted = self._config.step_tokens, False
+        for sequence in self._in(State.RUNNING):
+            if sequence.state is not State.RUNNING or not budget:
+                continue
+            stop = min(len(sequence.tokens), sequence.computed + budget)
+            while sequence.state is State.RUNNING and not self._manager.append(sequence.owner, stop):
+                self._preempt_latest()
+                preempted = True
+            if sequence.state is State.RUNNING:
+                work.append(Work(sequence, sequence.computed, stop))
+                budget -= stop - sequence.computed
+        if preempted:
+            return work
+        for sequence in (*self._in(State.SWAPPED), *self._in(State.WAITING)):
+            if not budget or len(self._in(State.RUNNING)) >= self._config.sequences_max:
+                break
+            back = self._resume(sequence, budget) if sequence.state is State.SWAPPED else self._admit(sequence)
+            if not back:
+                break
+            stop = min(len(sequence.tokens), sequence.computed + budget)
+            work.append(Work(sequence, sequence.computed, stop))
+            budget -= stop - sequence.computed
+        return work
+
+    def _in(self, state: State) -> list[Sequence]:
+        return sorted((s for s in self._sequences.values() if s.state is state), key=_rank)
+
+    def _resume(self, sequence: Sequence, budget: int) -> bool:
+        """Swap in, if the blocks that the next chunk needs are there too."""
+        stop = min(len(sequence.tokens), sequence.computed + budget)
+        needed = -(-stop // self._config.block_tokens)
+        if needed > self._manager.free_device_blocks or not self._manager.resume(sequence.owner):
+            return False
+        sequence.on(Event.SWAP_IN)
+        if not self._manager.append(sequence.owner, stop):
+            raise AssertionError(f"{sequence.owner}: blocks counted as free were not there")
+        return True
+
+    def _admit(self, sequence: Sequence) -> bool:
+        admission = self._manager.allocate(sequence.owner, sequence.tokens)
+        if admission is None:
+            return False
+        sequence.on(Event.ADMIT)
+        sequence.computed = admission.cached_tokens
+        return True
+
+    def _preempt_latest(self) -> None:
+        victim = self._in(State.RUNNING)[-1]
+        if victim.computed and self._manager.preempt(victim.owner):
+            victim.on(Event.SWAP_OUT)
+        else:
+            self._manager.free(victim.owner)
+            victim.on(Event.DROP)
+            self.dropped += 1
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

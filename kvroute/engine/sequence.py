@@ -1,0 +1,84 @@
+"""One sample on its way through the engine.
+
+The law: a sequence holds device blocks when RUNNING, host blocks when SWAPPED, and none when WAITING or FINISHED.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvroute.engine.request import FinishReason, Request
+
+
+class State(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    SWAPPED = auto()
+    FINISHED = auto()
+
+
+class Event(Enum):
+    ADMIT = auto()
+    SWAP_OUT = auto()
+    SWAP_IN = auto()
+    DROP = auto()  # preempted without room on the host: its tokens are computed again later
+    FINISH = auto()
+
+
+TRANSITIONS: dict[State, dict[Event, State]] = {
+    State.WAITING: {Event.ADMIT: State.RUNNING, Event.FINISH: State.FINISHED},
+    State.RUNNING: {
+        Event.SWAP_OUT: State.SWAPPED,
+        Event.DROP: State.WAITING,
+        Event.FINISH: State.FINISHED,
+    },
+    State.SWAPPED: {Event.SWAP_IN: State.RUNNING, Event.FINISH: State.FINISHED},
+    State.FINISHED: {},
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A sample's tokens, prompt first, of which the first ``computed`` have KV and rows."""
+
+    request: Request
+    sample: int
+    arrival: int
+    tokens: list[int]
+    state: State = State.WAITING
+    computed: int = 0
+    reason: FinishReason | None = None
+    owner: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.owner = f"{self.request.id}#{self.sample}"
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: the lower one. The highest is the first to be preempted."""
+        return self.arrival, self.sample
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        return tuple(self.tokens[len(self.request.prompt) :])
+
+    def on(self, event: Event) -> None:
+        """Change the state; an event that the table does not allow is a bug."""
+        if event not in TRANSITIONS[self.state]:
+            raise AssertionError(f"{self.owner}: {event.name} while {self.state.name}")
+        self.state = TRANSITIONS[self.state][event]
+        if event in (Event.ADMIT, Event.DROP):
+            self.computed = 0
+
+    def finish(self, reason: FinishReason) -> None:
+        self.on(Event.FINISH)
+        self.reason = reason
+
+    def accept(self, token: int) -> FinishReason | None:
+        """Append a sampled token; why the sample ends with it, if it does."""
+        self.tokens.append(token)
+        request, generated = self.request, self.generated
+        if token in request.stop_tokens or any(generated[-len(s) :] == s for s in request.stop_sequences):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(generated) >= request.max_tokens else None

@@ -1,0 +1,43 @@
+"""Where a restarted engine finds what an earlier one computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import urlsplit
+
+from cache_manager.ports import StorageBackend
+from cache_manager.storage import open_store
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStores:
+    """A store for rows and one for KV: records of a store have one size, and a block is found in both by one key."""
+
+    rows: StorageBackend
+    kv: StorageBackend
+
+    @classmethod
+    def open(cls, url: str) -> Self:
+        """Open both at ``url``, in the directories ``rows`` and ``kv`` where it names a place. See ``open_store``."""
+        rows = open_store(_below(url, "rows"))
+        try:
+            return cls(rows, open_store(_below(url, "kv")))
+        except BaseException:
+            rows.close()
+            raise
+
+    def flush(self) -> None:
+        self.kv.flush()
+        self.rows.flush()
+
+    def close(self) -> None:
+        self.kv.close()
+        self.rows.close()
+
+
+def _below(url: str, name: str) -> str:
+    parts = urlsplit(url)
+    if not parts.path:
+        return url
+    return parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl()

@@ -1,0 +1,151 @@
+"""``kvroute demo`` as a person runs it: every way of moving rows happens, and every row comes out right."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from kvroute.capture.capture import RoutingCapture
+from kvroute.cli import main
+from kvroute.demo.command import demo
+from kvroute.demo.options import DemoOptions
+from kvroute.engine.kv import KVMover
+
+torch.set_num_threads(1)
+
+KEYS = {
+    "requests", "tokens", "rows_expected", "rows_wrong", "rows_missing", "prefix_hit_rows", "swapped_out_rows",
+    "swapped_in_rows", "restored_rows", "cow_rows", "evicted_blocks", "late_writes_dropped", "tokens_match",
+    "recompute_agreement", "seconds",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
+def test_everything_happens_and_every_row_is_right(model: str, tmp_path: Path) -> None:
+    """Goal: the promise holds end to end. Method: the demo itself, small, and its numbers."""
+    console = Console(file=io.StringIO(), width=120)
+    report = tmp_path / "numbers.json"
+    status = demo(DemoOptions(requests=8, model=model, out=tmp_path, json=report), console)
+    found = json.loads(report.read_text())
+    assert found.keys() >= KEYS
+    assert status == 0, found
+    assert (found["rows_wrong"], found["rows_missing"], found["rows_judged_by_recompute"]) == (0, 0, 0)
+    assert found["tokens_match"] is True
+    assert found["recompute_agreement"] == 1.0
+    assert found["requests"] == 8
+    for happened in KEYS - {"rows_wrong", "rows_missing"}:
+        assert found[happened] > 0, happened
+    assert found["swapped_out_rows"] >= found["swapped_in_rows"]
+    assert (tmp_path / "expert-load.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("store-*"))  # its own store is removed
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "every row is right" in text
+    assert "after restart" in text
+
+
+def _demo_with_a_fault(tmp_path: Path, requests: int) -> dict[str, object]:
+    report = tmp_path / "numbers.json"
+    console = Console(file=io.StringIO(), width=120)
+    assert demo(DemoOptions(requests=requests, out=tmp_path, json=report), console) == 1
+    return dict(json.loads(report.read_text()))
+
+
+def test_rows_at_the_wrong_tokens_fail_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: the exit status means something. Method: hand the rows of each pass to its tokens in reverse."""
+    rows = RoutingCapture.rows
+    monkeypatch.setattr(RoutingCapture, "rows", lambda capture: rows(capture)[::-1])
+    found = _demo_with_a_fault(tmp_path, requests=2)
+    assert found["rows_wrong"] != 0
+    assert found["tokens_match"] is True
+
+
+def test_a_lost_kv_block_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: KV that went astray shows in the tokens. Method: forget the first pair of every swap in."""
+    swap_in = KVMover.swap_in
+    monkeypatch.setattr(KVMover, "swap_in", lambda mover, pairs: swap_in(mover, pairs[1:]))
+    assert _demo_with_a_fault(tmp_path, requests=8)["tokens_match"] is False
+
+
+def _child(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "kvroute.cli", "demo", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_a_killed_run_leaves_a_store_that_the_next_goes_on_from(tmp_path: Path) -> None:
+    """Goal: no crash makes a row wrong. Method: SIGKILL in mid-run, then a second real process on the same store."""
+    store = tmp_path / "store"
+    where = ["--store", store.as_uri(), "--out", str(tmp_path)]
+    with _child("--requests", "400", *where) as child:
+        deadline = time.monotonic() + 120
+        while _stored_nbytes(store) < 2_000_000:
+            assert child.poll() is None, child.stdout.read() if child.stdout else ""
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    report = tmp_path / "numbers.json"
+    with _child("--requests", "12", "--json", str(report), *where) as child:
+        output, _ = child.communicate(timeout=200)
+        assert child.returncode == 0, output
+    found = json.loads(report.read_text())
+    assert (found["rows_wrong"], found["rows_missing"], found["tokens_match"]) == (0, 0, True)
+    assert found["rows_judged_by_recompute"] > 100  # rows that the killed process had computed
+    assert found["store_failures"] == 0
+
+
+def _stored_nbytes(store: Path) -> int:
+    """Bytes that the killed run has written; segments may be longer than what is in them."""
+    return sum(512 * segment.stat().st_blocks for segment in store.glob("kv/segment-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--model", "gpt"], "--model: wanted one of qwen3_moe, deepseek_v3, olmoe, mixtral, got gpt"),
+        (["--requests", "0"], "--requests: wanted 1 to 100000, got 0"),
+        (["--requests", "many"], "--requests: wanted an integer, got 'many'"),
+        (["--device-blocks", "3"], "--device-blocks: wanted at least 2"),
+        (["--host-blocks", "-1"], "--host-blocks: wanted 0 or more, got -1"),
+        (["--seed", "-1"], "--seed: wanted an integer in [0, 2**63), got -1"),
+        (["--store", "ftp://somewhere"], "store scheme: wanted one of file, memory"),
+        (["--store", "file://{file}/below"], "cannot open the store's directory"),
+        (["--out", "{file}/below"], "--out: wanted a directory that can be written"),
+        (["--json", "{file}/below/numbers.json"], "--json: wanted a directory that can be written"),
+        (["--json", "{directory}"], "--json: wanted a file"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_field(
+    arguments: list[str], wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    given = [a.replace("{file}", str(file)).replace("{directory}", str(tmp_path)) for a in arguments]
+    out = [] if "--out" in given else ["--out", str(tmp_path / "out")]
+    try:
+        status = main(["demo", *given, *out])
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    complaint = capsys.readouterr().err
+    assert status == 2
+    assert complaint.count("\n") == 1
+    assert wanted in complaint
+
+
+def test_version_and_regions(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("kvroute 0.")
+    assert main(["shm", "ls"]) == 0
