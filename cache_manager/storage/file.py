@@ -134,31 +134,33 @@ class FileStore:
         return [stored[header.key] for header in headers]
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        """Keys that are asked for in the order in which they were put are read in one call."""
         pool = self._pool
         found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
-        wanted: list[tuple[Place, int]] = []
+        runs: list[list[tuple[int, Place]]] = []  # of neighbours in one segment
         with pool.index_lock:
             self._check_open()
             pool.tick += 1
             index = pool.index
+            sequence = after = -1
             for i, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
                 if (place := index.get(key)) is None:
                     continue
-                if place.header.payload_nbytes == buffer.nbytes:
-                    wanted.append((place, i))
-                else:
+                if place.header.payload_nbytes != buffer.nbytes:
                     found[i] = Absence.CORRUPT
-            pinned = {place.segment for place, _ in wanted}
-            for segment in pinned:
-                segment.pins += 1
-                segment.used_at = pool.tick
+                elif place.offset == after and place.sequence == sequence and len(runs[-1]) < _RUN_MAX:
+                    runs[-1].append((i, place))
+                    after += place.nbytes
+                else:
+                    runs.append([(i, place)])
+                    sequence, after = place.sequence, place.offset + place.nbytes
+                    place.segment.pins += 1
+                    place.segment.used_at = pool.tick
         try:
-            if len(wanted) > 1:
-                wanted.sort(key=_where)
-            for run in _runs(wanted):
+            for run in runs:
                 self._read(run, buffers, found)
         finally:
-            pool.unpin(pinned)
+            pool.unpin(run[0][1].segment for run in runs)
         return found
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -250,25 +252,23 @@ class FileStore:
 
     def _read(
         self,
-        run: Sequence[tuple[Place, int]],  # neighbours in one segment
+        run: Sequence[tuple[int, Place]],
         buffers: Sequence[memoryview],
         found: list[RecordHeader | Absence],
     ) -> None:
         """Read a run in one call straight into the callers' buffers, and check each header. Held: pins."""
-        first = run[0][0]
-        segment = first.segment
-        scratch = memoryview(bytearray(sum([place.header_nbytes for place, _ in run])))
-        vector, raws, at, nbytes = [], [], 0, 0
-        for place, i in run:
-            header_nbytes = place.header_nbytes
-            raw = scratch[at : at + header_nbytes]
+        first, last = run[0][1], run[-1][1]
+        segment, nbytes = first.segment, last.offset + last.nbytes - first.offset
+        scratch = memoryview(bytearray(sum([place.header_nbytes for _, place in run])))
+        vector, raws, at = [], [], 0
+        for i, place in run:
+            raw = scratch[at : at + place.header_nbytes]
+            at += place.header_nbytes
             raws.append(raw)
             vector.append(raw)
             vector.append(buffers[i])
             if pad := -place.header.payload_nbytes % ALIGNMENT:
                 vector.append(memoryview(bytearray(pad)))
-            at += header_nbytes
-            nbytes += place.nbytes
         try:
             whole = read_all(self._disk, segment.fd, vector, first.offset, nbytes) == nbytes
         except OSError as error:
@@ -279,9 +279,9 @@ class FileStore:
             for one in run:
                 self._read([one], buffers, found)
             return
-        for (place, i), raw in zip(run, raws, strict=True):
-            sound = whole and header_is_sound(raw, place.header.key)
-            found[i] = place.header if sound else Absence.CORRUPT
+        for (i, place), raw in zip(run, raws, strict=True):
+            header = place.header
+            found[i] = header if whole and header_is_sound(raw, header.key) else Absence.CORRUPT
 
     def _write(self, batch: Sequence[Place], vector: Sequence[Buffer], stored: dict[BlockKey, bool]) -> None:
         """Append ``batch``, which fits the active segment; only then does the index know of it.
@@ -311,20 +311,3 @@ class FileStore:
                 segment.keys.append(key)
                 stored[key] = True
         segment.end = end
-
-
-def _where(one: tuple[Place, int]) -> tuple[int, int]:
-    return one[0][:2]
-
-
-def _runs(wanted: Sequence[tuple[Place, int]]) -> list[list[tuple[Place, int]]]:
-    """``wanted`` (sorted by segment and offset) in runs of records that lie side by side in one segment."""
-    runs: list[list[tuple[Place, int]]] = []
-    sequence = after = -1
-    for one in wanted:
-        place = one[0]
-        if place.offset != after or place.sequence != sequence or len(runs[-1]) == _RUN_MAX:
-            runs.append([])
-        runs[-1].append(one)
-        sequence, after = place.sequence, place.offset + place.nbytes
-    return runs

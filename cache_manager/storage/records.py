@@ -37,7 +37,6 @@ class RecordStore:
     """
 
     __slots__ = (
-        "_backend",
         "_corrupt",
         "_fingerprint",
         "_hits",
@@ -48,12 +47,13 @@ class RecordStore:
         "_refused",
         "_stored",
         "_valid_nbytes",
+        "backend",
         "layout",
     )
 
     def __init__(self, backend: StorageBackend, layout: RecordLayout) -> None:
         self.layout = layout
-        self._backend = backend
+        self.backend = backend
         self._fingerprint = layout.fingerprint
         self._nbytes = layout.nbytes
         self._valid_nbytes = 8 * layout.valid_words * len(layout.specs)
@@ -96,7 +96,7 @@ class RecordStore:
             if len(bits) != valid_nbytes:
                 raise RecordError("bitmap size", valid_nbytes, len(bits))
             headers.append(RecordHeader(key, fingerprint, generation, bits, nbytes, checksum(payload)))
-        stored = self._backend.put(headers, payloads)
+        stored = self.backend.put(headers, payloads)
         count = sum(stored)
         with self._lock:
             self._stored += count
@@ -113,7 +113,7 @@ class RecordStore:
         for buffer in buffers:
             if buffer.nbytes != nbytes:
                 raise RecordError("buffer size", nbytes, buffer.nbytes)
-        found = self._backend.get_into(keys, buffers)
+        found = self.backend.get_into(keys, buffers)
         misses = 0
         bad: list[BlockKey] = []
         for i, header in enumerate(found):
@@ -137,23 +137,23 @@ class RecordStore:
 
     def _quarantine(self, keys: Sequence[BlockKey]) -> None:
         try:
-            self._backend.delete(keys)
+            self.backend.delete(keys)
         except StorageError:  # the other keys' records are good; these are checked again whenever they are read
             with self._lock:
                 self._quarantine_failures += len(keys)
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether a record is there for each key; it is verified when it is read, not here."""
-        return self._backend.contains(keys)
+        return self.backend.contains(keys)
 
     def usage(self) -> Mapping[str, int]:
         """The backend's own account; see :class:`StorageBackend`."""
-        return self._backend.usage()
+        return self.backend.usage()
 
     def flush(self) -> None:
         """Return when every record put before is on stable storage, as far as the backend has any."""
-        self._backend.flush()
+        self.backend.flush()
 
     def close(self) -> None:
         """Close the backend; idempotent."""
-        self._backend.close()
+        self.backend.close()
