@@ -73,6 +73,14 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
 
+def _fits(values: NDArray[Any], info: np.iinfo[Any]) -> bool:
+    """Whether every integer lies in the range of ``info``."""
+    if info.min == 0 and values.dtype.kind == "i":
+        # Read as unsigned, a negative number is larger than any that fits a narrower type: one pass instead of two.
+        return int(values.view(f"u{values.dtype.itemsize}").max()) <= min(info.max, np.iinfo(values.dtype).max)
+    return int(values.min()) >= info.min and int(values.max()) <= info.max
+
+
 def canonical_json(value: Any) -> bytes:
     """The one byte string that stands for a JSON value: sorted keys, no spaces, ASCII."""
     return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
@@ -166,7 +174,7 @@ class AuxBlockDataSpec:
         if values.dtype.kind not in "iu" or dtype.kind not in "iu":
             raise RowError(f"{self.name} rows", f"dtype {self.dtype}", f"dtype {values.dtype}")
         info = np.iinfo(dtype)
-        if values.size and (int(values.min()) < info.min or int(values.max()) > info.max):
+        if values.size and not _fits(values, info):
             outlier = values.min() if int(values.min()) < info.min else values.max()
             raise RowError(f"{self.name} rows", f"{self.dtype} values in [{info.min}, {info.max}]", int(outlier))
         return values.astype(dtype, order="C")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,7 +19,8 @@ PADDING = -1
 class SlotTable:
     """Checked slots of one step: which tokens count, and the block and offset of each.
 
-    ``tokens`` ``[n]`` are the places, in what the caller passed, of the tokens that are not padding.
+    ``tokens`` ``[n]`` are the places, in what the caller passed, of the tokens that are not padding; ``None`` when none
+    is, so that nothing has to be picked out.
     """
 
     __slots__ = ("blocks", "offsets", "slots", "tokens", "total", "unique_blocks")
@@ -29,19 +29,29 @@ class SlotTable:
         slots = np.asarray(slots)
         if slots.ndim != 1 or (slots.size and slots.dtype.kind not in "iu"):
             raise SlotError("slots", "a flat array of integers", f"{slots.dtype} of shape {slots.shape}")
-        slots = slots.astype(np.int64)
+        ordered = np.sort(slots.astype(np.int64))
         end = device_blocks * block_tokens
-        if slots.size and (slots.min() < PADDING or slots.max() >= end):
-            bad = int(slots.min()) if slots.min() < PADDING else int(slots.max())
+        if slots.size and (ordered[0] < PADDING or ordered[-1] >= end):
+            bad = int(ordered[0]) if ordered[0] < PADDING else int(ordered[-1])
             raise SlotError("slots", f"{PADDING} (padding) or a slot in [0, {end})", bad)
+        padding = int(np.searchsorted(ordered, 0))
+        ordered = ordered[padding:]
+        twice = ordered[1:] == ordered[:-1]
+        if twice.any():
+            raise SlotError("slots", "each slot once in a step", f"slot {int(ordered[np.argmax(twice)])} twice")
         self.total = slots.size
-        self.tokens = np.flatnonzero(slots != PADDING)
-        self.slots = slots[self.tokens]
-        if len(set(self.slots.tolist())) != self.slots.size:
-            twice = next(s for s, n in Counter(self.slots.tolist()).items() if n > 1)
-            raise SlotError("slots", "each slot once in a step", f"slot {twice} twice")
-        self.blocks, self.offsets = np.divmod(self.slots, block_tokens)
-        self.unique_blocks: NDArray[np.int64] = np.unique(self.blocks)
+        self.tokens = np.flatnonzero(slots != PADDING) if padding else None
+        self.slots = self.kept(slots).astype(np.int64)
+        self.blocks = self.slots // block_tokens
+        self.offsets = self.slots - self.blocks * block_tokens
+        in_order = ordered // block_tokens
+        first = np.ones(in_order.size, dtype=np.bool_)
+        np.not_equal(in_order[1:], in_order[:-1], out=first[1:])
+        self.unique_blocks: NDArray[np.int64] = in_order[first]
+
+    def kept(self, values: NDArray[Any]) -> NDArray[Any]:
+        """``values`` ``[total, ...]`` without those of padding; the same array when there is no padding."""
+        return values if self.tokens is None else values[self.tokens]
 
 
 class Step:
@@ -88,8 +98,8 @@ class Step:
         values = np.asarray(rows)
         if values.shape[:1] != (table.total,):
             raise RowError(f"{name} rows", f"shape {(table.total, *spec.row_shape)}", f"shape {values.shape}")
-        kept = spec.rows(values[table.tokens], tokens=table.tokens.size)
-        self._rows[index] = kept.reshape(-1).view(np.uint8).reshape(table.tokens.size, spec.row_nbytes)
+        kept = spec.rows(table.kept(values), tokens=table.slots.size)
+        self._rows[index] = kept.reshape(-1).view(np.uint8).reshape(table.slots.size, spec.row_nbytes)
 
     def commit(self, keep: NDArray[np.bool_] | None = None) -> int:
         """Make the written rows readable; how many tokens' rows that was.
@@ -103,7 +113,7 @@ class Step:
             keep = np.asarray(keep)
             if keep.dtype != np.bool_ or keep.shape != (table.total,):
                 raise RowError("keep", f"bool of shape {(table.total,)}", f"{keep.dtype} of shape {keep.shape}")
-            keep = keep[table.tokens]
+            keep = table.kept(keep)
         with self._ledger.lock:
             self._end()
             live = self._live & (self._tier.life.generations[table.blocks] == self._generations)

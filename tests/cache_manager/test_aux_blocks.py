@@ -26,14 +26,19 @@ from cache_manager.storage import open_store
 SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", 4)
 
 
+@pytest.fixture
+def store() -> FaultyStore:
+    return FaultyStore(open_store("memory:"))
+
+
 @pytest.fixture(params=["heap", "shared"])
-def aux(request):
+def aux(request, store):
     with AuxBlocks(
         [SPEC],
         device_blocks=6,
         host_blocks=3,
         namespace=Namespace("m", 1),
-        store=FaultyStore(open_store("memory:")),
+        store=store,
         memory=request.param,
     ) as blocks:
         yield blocks
@@ -171,13 +176,13 @@ def test_reset_reaches_every_tier_and_everything_in_flight(aux) -> None:
     assert aux.counters.stale_keys == 1
 
 
-def test_a_reset_while_the_store_is_read_drops_what_was_read(aux) -> None:
+def test_a_reset_while_the_store_is_read_drops_what_was_read(aux, store) -> None:
     """Goal: a reset that lands during I/O. Method: the store calls reset in the middle of a get."""
     fill(aux, [0], "old", "a")
     key = aux.keys.key(None, [1])
     aux.persist({key: 0})
     aux.allocate([1], "b")
-    aux._archive.store._backend.during_get = lambda: aux.reset(weights_version=2)
+    store.during_get = lambda: aux.reset(weights_version=2)
     assert aux.restore({key: 1}) == {key: False}
     assert not aux.read("routing", range(6)).valid.any()
     assert aux.counters.late_restores_dropped == 1
