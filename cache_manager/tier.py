@@ -8,6 +8,7 @@ Not thread-safe by itself: :class:`cache_manager.aux_blocks.AuxBlocks` calls it 
 
 from __future__ import annotations
 
+import gc
 from typing import Any, Final
 
 import numpy as np
@@ -128,7 +129,12 @@ class Tier:
     def close(self) -> None:
         self._blocks_of.clear()
         self._tokens_of.clear()
-        self.region.close()
+        try:
+            self.region.close()
+        except BufferError:
+            # A store that failed leaves its frames, and their views of the rows, in a cycle with the exception.
+            gc.collect()
+            self.region.close()
 
 
 def full_bits(block_tokens: int) -> NDArray[np.uint64]:
