@@ -18,7 +18,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@echo "== setting up .venv (once; about two minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,plot,metrics,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,plot,dev]'
 	@touch $@
 
 demo: $(READY)

@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 from canary import canary_rows
-from faulty import FaultyStore
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import (
@@ -22,6 +21,7 @@ from cache_manager.errors import (
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
+from cache_manager.testing.faults import FaultyStore
 
 SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", 4)
 

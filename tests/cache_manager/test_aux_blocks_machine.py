@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from canary import canary_rows
-from faulty import FaultyStore
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -21,6 +20,7 @@ from cache_manager.keys import BlockKey, Namespace
 from cache_manager.lifecycle import State
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
+from cache_manager.testing.faults import FaultyStore
 
 OWNERS = ("a", "b", "c")
 DEVICE, HOST = 5, 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from canary import canary_rows
-from faulty import FaultyStore
 from kv import SlotKV
 
 from cache_manager.aux_blocks import AuxBlocks
@@ -14,6 +13,7 @@ from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
+from cache_manager.testing.faults import FaultyStore
 
 SPEC = AuxBlockDataSpec("routing", (2,), "uint8", 4)
 PROMPT = list(range(10))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from canary import canary_rows
-from faulty import FaultyStore
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kv import SlotKV, prefix_digest
@@ -23,6 +22,7 @@ from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
+from cache_manager.testing.faults import FaultyStore
 
 BLOCK, DEVICE, HOST = 3, 9, 6
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=16)

@@ -26,6 +26,7 @@ LIFE = "tests/cache_manager/test_lifecycle.py::TestLifecycle"
 INDEX = "tests/cache_manager/test_prefix_index.py::TestPrefixIndex"
 KEYS = "tests/cache_manager/test_vocabulary.py"
 HAZARDS = "tests/cache_manager/test_aux_blocks.py"
+FILES = "tests/storage/test_file.py"
 REQUESTS = "tests/cache_manager/test_manager.py"
 
 FAULTS = (
@@ -188,5 +189,37 @@ FAULTS = (
         '                len(b"").to_bytes(8, "little"),\n                b"",\n',
         KEYS,
         "test_keys_are_equal_exactly_for_equal_prefixes_in_equal_namespaces",
+    ),
+    Fault(
+        "a header with a wrong sum is believed",
+        "record.py",
+        "    if zlib.crc32(body) != crc:",
+        "    if False:",
+        KEYS,
+        "test_a_flipped_bit_in_a_header_is_an_error",
+    ),
+    Fault(
+        "a corrupt record is not quarantined",
+        "storage/records.py",
+        "            self.backend.delete(keys)\n",
+        "            pass\n",
+        REQUESTS,
+        "test_a_flipped_bit_is_a_miss_and_is_counted",
+    ),
+    Fault(
+        "a cut record is taken into the index",
+        "storage/segment.py",
+        "            if not sound:\n",
+        "            if False:\n",
+        FILES,
+        "test_what_a_crash_left_in_the_newest_segment_is_cut_away",
+    ),
+    Fault(
+        "a stored header is not looked at again",
+        "storage/segment.py",
+        "return zlib.crc32(raw) == _CRC_RESIDUE and",
+        "return len(raw) > 0 and",
+        FILES,
+        "test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
     ),
 )
