@@ -49,8 +49,8 @@ FAULTS = (
     Fault(
         "a restore lands without comparing generations",
         "archive.py",
-        "arrived = read & (device.life.generations[ids] == generations)",
-        "arrived = read",
+        "live = self._device.life.generations[ids] == generations",
+        "live = np.ones(len(ids), dtype=np.bool_)",
         HAZARDS,
         "test_a_reset_while_the_store_is_read_drops_what_was_read",
     ),
@@ -65,8 +65,8 @@ FAULTS = (
     Fault(
         "a row being rewritten stays readable",
         "tier.py",
-        "        if hit.any():\n            blocks, words",
-        "        if False:\n            blocks, words",
+        "        if hit.any():\n",
+        "        if False:\n",
         AUX,
         "a_row_read_is_the_row_written_or_missing",
     ),
@@ -89,10 +89,10 @@ FAULTS = (
     Fault(
         "a move leaves a lease behind",
         "leases.py",
-        "                self._owners[source] = current - going if current else set()\n",
-        "                pass\n",
+        "                del held[source]\n",
+        "",
         AUX,
-        "reference_counts_equal_leases",
+        "no_block_is_free_and_owned",
     ),
     Fault(
         "a failed move counts as arrived",
@@ -137,10 +137,10 @@ FAULTS = (
     Fault(
         "no copy on write",
         "manager.py",
-        "if self.aux.shared(blocks[i])]",
+        "if self._index.key(blocks[i]) is not None or self.aux.shared(blocks[i])]",
         "if False]",
-        MANAGER,
-        "every_sequence_finds_its_own_kv",
+        REQUESTS,
+        "test_forks_share_until_one_of_them_writes",
     ),
     Fault(
         "a reused block is still found under its old key",
@@ -227,7 +227,7 @@ FAULTS = (
         "storage/segment.py",
         "            if not sound:\n",
         "            if False:\n",
-        FILES,
+        FILES + "::test_what_a_crash_left_in_the_newest_segment_is_cut_away",
         "test_what_a_crash_left_in_the_newest_segment_is_cut_away",
     ),
     Fault(
@@ -235,7 +235,7 @@ FAULTS = (
         "storage/segment.py",
         "return zlib.crc32(raw) == _CRC_RESIDUE and",
         "return len(raw) > 0 and",
-        FILES,
+        FILES + "::test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
         "test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
     ),
 )
