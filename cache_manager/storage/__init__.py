@@ -26,6 +26,7 @@ StoreOpener = Callable[[StoreUrl], StorageBackend]
 BUILT_IN: Final = {
     "memory": EntryPoint("memory", "cache_manager.storage.memory:open_memory_store", GROUP),
     "file": EntryPoint("file", "cache_manager.storage.file:open_file_store", GROUP),
+    "mooncake": EntryPoint("mooncake", "cache_manager.storage.mooncake:open_mooncake_store", GROUP),
 }
 
 
