@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -37,9 +36,10 @@ for line in sys.stdin:
         assert answer["ret"] == 0, answer
         segments = answer["segment_ids"]
         answer = 0
-    elif name == "put":
+    elif name in ("put", "pin"):
         key, text, group = arguments
         config = ReplicateConfig()
+        config.with_hard_pin = name == "pin"
         if group:
             config.group_ids = [group]
         answer = store.put(key, text.encode("latin-1"), config)
@@ -141,8 +141,7 @@ class Owner:
         os.kill(self.process.pid, number)
 
     def end(self) -> None:
-        self.signal(signal.SIGCONT)
-        self.process.kill()
+        self.process.kill()  # also a stopped one
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
@@ -156,8 +155,6 @@ def running_master() -> Iterator[Master]:
     try:
         yield master
     finally:
-        if master.process is not None:
-            master.signal(signal.SIGCONT)
         master.kill()
 
 
@@ -168,5 +165,4 @@ def running_owner(master: Master, file: Path, nbytes: int) -> Iterator[Owner]:
         owner.segment(file, nbytes)
         yield owner
     finally:
-        if owner.process.poll() is None:
-            owner.end()
+        owner.end()

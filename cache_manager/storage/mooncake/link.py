@@ -23,6 +23,7 @@ from cache_manager.storage.mooncake.settings import MooncakeSettings, parse_addr
 
 PROBE_S: Final = 2.0
 PROBE_NBYTES: Final = 64
+CLOSE_S: Final = 2 * PROBE_S + 1.0
 LOOK_S: Final = 0.25
 """How often the keeper looks whether there is something to do."""
 
@@ -44,6 +45,7 @@ class Link:
         self.stopping = threading.Event()
         self.arena = Arena(settings.arena_nbytes)
         self._calls = threading.BoundedSemaphore(wire.CALLS_MAX)
+        self._blame_s = settings.timeout_s / 4  # a call that had less did not show that the pool hangs
         self._client: NativeClient | None = None
         self._owner: NativeClient | None = None
         self._starting: NativeClient | None = None
@@ -61,6 +63,12 @@ class Link:
         self._keeper = threading.Thread(target=self._keep, name="kvroute-mooncake-keeper", daemon=True)
         self._keeper.start()
 
+    @property
+    def native_pid(self) -> int:
+        with self.lock:
+            assert self._client is not None
+            return self._client.pid
+
     def call(self, breaker: Breaker, request: wire.Request, offset: int | None, give_up_s: float) -> list[int]:
         """The codes of one native call. ``offset`` is the range of the arena that it uses.
 
@@ -69,8 +77,11 @@ class Link:
         """
         try:
             client = self._admitted(breaker)
-            if not self._calls.acquire(timeout=max(give_up_s - time.monotonic(), 0)):
+            if not self._calls.acquire(timeout=max(give_up_s - self._blame_s - time.monotonic(), 0)):
                 raise StorageError(f"{wire.CALLS_MAX} Mooncake calls are running and none ended in time")
+            if give_up_s - time.monotonic() < self._blame_s:
+                self._calls.release()
+                raise StorageError(f"no time is left of {self.settings.timeout_ms} ms for another Mooncake call")
         except StorageError:
             self._give(offset)
             raise
@@ -81,11 +92,13 @@ class Link:
         except TimeoutError:
             cause = f"{type(request).__name__} was not answered within {self.settings.timeout_ms} ms"
             self._lost(client, cause)
+            self._count_lost()
             self._give_after(future, offset)
             raise StorageError(f"Mooncake: {cause}; a process of the pool hangs") from None
         except StorageError as error:
             if isinstance(error, ClientLostError):
                 self._lost(client, str(error))
+                self._count_lost()
             self._give_after(future, offset)
             raise
         assert len(codes) == len(getattr(request, "names", codes))
@@ -99,7 +112,7 @@ class Link:
             starting = self._starting
         if starting is not None:
             starting.kill()
-        self._keeper.join(PROBE_S + 1.0)
+        self._keeper.join(CLOSE_S)
         wait_s = self.settings.close_ms / 1e3
         self._end(self._client, wait_s)
         self._end(self._owner, wait_s)
@@ -130,10 +143,13 @@ class Link:
         client.kill()
         now_s = time.monotonic()
         with self.lock:
-            self.counts["lost_calls"] += 1
             if client is self._client:
                 for each in (self.reads, self.writes):
                     each.failed(now_s, cause, fatal=True)
+
+    def _count_lost(self) -> None:
+        with self.lock:
+            self.counts["lost_calls"] += 1
 
     def _give(self, offset: int | None) -> None:
         if offset is not None:
@@ -145,6 +161,8 @@ class Link:
     def _keep(self) -> None:
         """The keeper's loop: probe what is due, restart an owner that ended."""
         while not self.stopping.wait(LOOK_S):
+            if self._client is not None and self._client.gone:
+                self._lost(self._client, "the native client has ended")
             self._recover()
             if self._owner is not None and self._owner.gone:
                 try:
@@ -154,8 +172,10 @@ class Link:
                         self.counts["owner_failures"] += 1
                     self.stopping.wait(self.settings.pause_ms / 1e3)
                 else:
-                    self._owner = owner
                     with self.lock:
+                        if self.stopping.is_set():
+                            owner.kill()
+                        self._owner = owner
                         self.counts["owner_restarts"] += 1
 
     def _recover(self) -> None:
@@ -174,6 +194,9 @@ class Link:
                     breaker.end_probe(time.monotonic(), good=False, cause=str(error))
             return
         with self.lock:
+            if self.stopping.is_set():
+                client.kill()
+                return
             old, self._client = self._client, client
             self.counts["rebuilds"] += 1
             for breaker in due:
@@ -215,9 +238,10 @@ class Link:
         s = self.settings
         local = reach(parse_address(s.master, "mooncake: master"), min(PROBE_S, s.connect_ms / 1e3))
         check_ready(s.admin_address, PROBE_S)
-        client = NativeClient(arena, s.timeout_ms, s.log)
         with self.lock:
-            self._starting = client
+            if self.stopping.is_set():
+                raise StorageError("the store is being closed")
+            client = self._starting = NativeClient(arena, s.timeout_ms, s.log)
         try:
             client.set_up(
                 master=s.master,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Final
 
 from cache_manager.errors import StorageError
@@ -20,7 +23,7 @@ _GAUGES: Final = {
 def reach(address: tuple[str, int], timeout_s: float) -> str:
     """Connect and hang up; the local address that was used. A closed port would hold up a native set-up for long."""
     try:
-        with socket.create_connection(address, timeout_s) as connection:
+        with _connected(address, timeout_s) as connection:
             return str(connection.getsockname()[0])
     except OSError as error:
         raise StorageError(f"no Mooncake master at {address[0]}:{address[1]}: {error}") from error
@@ -33,7 +36,7 @@ def check_ready(admin: tuple[str, int], timeout_s: float) -> None:
     """
     give_up_s = time.monotonic() + timeout_s
     try:
-        connection = socket.create_connection(admin, timeout_s)
+        connection = _connected(admin, timeout_s)
     except OSError:
         return
     with connection:
@@ -45,7 +48,7 @@ def pool_usage(admin: tuple[str, int], timeout_s: float) -> Mapping[str, int]:
     """Objects and bytes of the whole pool, whoever stored them."""
     give_up_s = time.monotonic() + timeout_s
     try:
-        connection = socket.create_connection(admin, timeout_s)
+        connection = _connected(admin, timeout_s)
     except OSError as error:
         raise StorageError(f"no Mooncake admin port at {admin[0]}:{admin[1]} (parameter admin): {error}") from error
     with connection:
@@ -61,6 +64,33 @@ def pool_usage(admin: tuple[str, int], timeout_s: float) -> Mapping[str, int]:
     found["used_nbytes"] = min(found["used_nbytes"], found["capacity_nbytes"])
     found["free_nbytes"] = found["capacity_nbytes"] - found["used_nbytes"]
     return found
+
+
+def _connected(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    """Connect, or ``OSError`` in time, however long the name takes to resolve."""
+    opening: Future[socket.socket] = Future()
+
+    def connect() -> None:
+        try:
+            connection = socket.create_connection(address, timeout_s)
+        except (OSError, UnicodeError) as error:
+            with suppress(InvalidStateError):  # nobody waits for it any more
+                opening.set_exception(OSError(str(error)))
+        else:
+            try:
+                opening.set_result(connection)
+            except InvalidStateError:
+                connection.close()
+
+    if address[0].replace(".", "").isdigit():
+        return socket.create_connection(address, timeout_s)
+    threading.Thread(target=connect, name="kvroute-mooncake-connect", daemon=True).start()
+    try:
+        return opening.result(timeout_s)
+    except TimeoutError:
+        if not opening.cancel():  # it came after all
+            return opening.result()
+        raise OSError(f"no connection within {timeout_s:.1f} s") from None
 
 
 def _body(connection: socket.socket, admin: tuple[str, int], path: str, give_up_s: float) -> bytes:

@@ -103,6 +103,11 @@ class MooncakeStore:
         with self._link.lock:
             return self._link.reads.state, self._link.writes.state
 
+    @property
+    def native_pid(self) -> int:
+        """Of the native client's process at this moment."""
+        return self._link.native_pid
+
     def name_groups(self, chunks: Mapping[BlockKey, str]) -> None:
         """The engine's own names of chunks whose rows are put next: rows and KV of a chunk are evicted together."""
         with self._link.lock:
