@@ -38,6 +38,7 @@ class Child:
         self._in_flight = 0
         self._counting = threading.Lock()
         self._store: Any = None
+        self._lends = False
         self._memory: mmap.mmap | None = None
         self._address = 0
 
@@ -104,7 +105,7 @@ class Child:
         if code:
             store.close()
             return [code]
-        self._store = store
+        self._store, self._lends = store, request.segment_nbytes > 0
         return [0]
 
     def _call(self, request: wire.Request) -> list[int]:
@@ -156,8 +157,8 @@ class Child:
         assert all(at >= 0 and n > 0 and at + n <= len(self._memory) for at, n in zip(offsets, nbytes, strict=True))
 
     def _close(self) -> list[int]:
-        store, self._store = self._store, None
-        return [0 if store is None else int(store.close())]
+        """Hand the segment back. A client without one just ends: its close, or its deletion, would take a second."""
+        return [int(self._store.close()) if self._lends else 0]
 
     def _leave(self) -> NoReturn:
         with self._counting:
