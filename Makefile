@@ -18,7 +18,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@echo "== setting up .venv (once; about two minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,plot,metrics,mooncake-cpu,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,plot,mooncake-cpu,dev]'
 	@$(BIN)/kvroute doctor --require mooncake >/dev/null || $(MAKE) --no-print-directory libraries
 	@touch $@
 

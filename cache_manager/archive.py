@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from cache_manager.keys import BlockKey
 from cache_manager.ledger import Ledger
 from cache_manager.lifecycle import Event
+from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader
 from cache_manager.storage.records import RecordStore
 from cache_manager.tier import Tier
@@ -37,18 +39,20 @@ class Archive:
             if not keys:
                 return done
             device.check_no_step(ids, "store it")
-            device.life.begin_departure(ids)
-            ledger.moves += 1
             valid = [v.astype("<u8").tobytes() for v in device.region.valid[ids]]
             generations = device.life.generations[ids].tolist()
+            device.life.begin_departure(ids)
+            ledger.moves += 1
+        payloads: list[memoryview] = []
         try:
-            payloads = [device.region.rows[b].data for b in ids.tolist()]
+            payloads += [device.region.rows[b].data for b in ids.tolist()]
             done.update(zip(keys, self.store.put(keys, payloads, valid, generations), strict=True))
         finally:
             with ledger.lock:
                 ledger.moves -= 1
-                ledger.count("persisted_blocks", sum(done.values()))
                 device.life.end_departure(ids)
+                ledger.count("persisted_blocks", sum(done.values()))
+            _release(payloads)
         return done
 
     def restore(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, bool]:
@@ -64,26 +68,43 @@ class Archive:
             device.begin_life(device.life.begin_arrival(ids))
             generations = device.life.generations[ids]
             ledger.moves += 1
-        found: list[RecordHeader | None] = [None] * len(keys)
+        buffers: list[memoryview] = []
+        found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
         try:
-            buffers = [device.region.rows[b].data for b in ids.tolist()]
-            found = [h if isinstance(h, RecordHeader) else None for h in self.store.get_into(keys, buffers)]
+            buffers += [device.region.rows[b].data for b in ids.tolist()]
+            found = self.store.get_into(keys, buffers)
         finally:
+            arrived = np.zeros(len(keys), dtype=np.bool_)
             with ledger.lock:
                 ledger.moves -= 1
-                read = np.array([h is not None for h in found], dtype=np.bool_)
-                arrived = read & (device.life.generations[ids] == generations)
-                for key, block, header, there in zip(keys, ids.tolist(), found, arrived.tolist(), strict=True):
-                    if header is not None and there:
-                        device.region.valid[block] = np.frombuffer(header.valid, "<u8").reshape(
-                            device.region.valid.shape[1:]
-                        )
-                        done[key] = True
-                ledger.count("restored_blocks", int(np.count_nonzero(arrived)))
-                ledger.count("late_restores_dropped", int(np.count_nonzero(read & ~arrived)))
-                device.life.end_arrival(ids[arrived], arrived=True)
-                device.life.end_arrival(ids[~arrived], arrived=False)
+                try:
+                    arrived = self._land(ids, generations, found)
+                finally:
+                    device.life.end_arrival(ids[arrived], arrived=True)
+                    device.life.end_arrival(ids[~arrived], arrived=False)
+            done.update(zip(keys, arrived.tolist(), strict=True))
+            _release(buffers)
         return done
+
+    def _land(
+        self, ids: NDArray[np.int64], generations: NDArray[np.int64], found: list[RecordHeader | Absence]
+    ) -> NDArray[np.bool_]:
+        """Make readable what was read for blocks still in the life it was read for; which blocks. The lock is held."""
+        region = self._device.region
+        headers = [h if isinstance(h, RecordHeader) else None for h in found]
+        read = np.array([h is not None for h in headers], dtype=np.bool_)
+        live = self._device.life.generations[ids] == generations
+        bits = np.zeros((len(ids), *region.valid.shape[1:]), dtype=np.uint64)
+        for i, header in enumerate(headers):
+            if header is not None:
+                bits[i] = np.frombuffer(header.valid, "<u8").reshape(bits.shape[1:])
+        whole = (bits[:, self._required, :] == self._device.full).all(axis=(1, 2))
+        arrived: NDArray[np.bool_] = read & live & whole
+        region.valid[ids[arrived]] = bits[arrived]
+        self._ledger.count("restored_blocks", int(np.count_nonzero(arrived)))
+        self._ledger.count("late_restores_dropped", int(np.count_nonzero(read & ~live)))
+        self._ledger.count("incomplete_blocks_not_restored", int(np.count_nonzero(read & live & ~whole)))
+        return arrived
 
     def _own(self, blocks: Mapping[BlockKey, int]) -> tuple[list[BlockKey], NDArray[np.int64]]:
         """The keys of the current namespace and their blocks; the others are counted. The lock is held."""
@@ -91,3 +112,10 @@ class Archive:
         own = [self._ledger.keys.owns(key) for key in blocks]
         self._ledger.count("stale_keys", own.count(False))
         return [key for key, ours in zip(blocks, own, strict=True) if ours], ids[own]
+
+
+def _release(views: list[memoryview]) -> None:
+    """Let the region go, also where an exception keeps the store's frames; a view that is exported stays."""
+    for view in views:
+        with suppress(BufferError):
+            view.release()

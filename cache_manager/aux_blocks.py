@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.archive import Archive
-from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError
+from cache_manager.checks import integers
+from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, SpecError
 from cache_manager.keys import BlockKey, KeyChain, Namespace
 from cache_manager.ledger import AuxCounters, Ledger
 from cache_manager.lifecycle import Blocks, State
@@ -47,7 +48,8 @@ class AuxBlocks:
     """Auxiliary rows for ``device_blocks`` KV blocks on the device and ``host_blocks`` on the CPU.
 
     ``required`` names the specs whose rows a block must have in full to be persisted or counted as complete (all, if
-    not given). With ``memory="shared"`` the rows lie in SharedMemory regions that other processes can attach.
+    not given). With ``memory="shared"`` the rows lie in SharedMemory regions that other processes can attach. At most
+    ``steps_max`` steps may be in flight.
 
     Methods that take blocks succeed for all of them or raise and change nothing.
     """
@@ -62,22 +64,31 @@ class AuxBlocks:
         store: StorageBackend | None = None,
         required: Sequence[str] | None = None,
         memory: Literal["heap", "shared"] = "heap",
+        steps_max: int = 64,
     ) -> None:
-        for field, value, low in (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0)):
+        sizes = (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0), ("steps_max", steps_max, 1))
+        for field, value, low in sizes:
             if not isinstance(value, int) or not low <= value < BLOCKS_MAX:
                 raise ConfigError(field, f"an integer in [{low}, {BLOCKS_MAX})", repr(value))
         if memory not in ("heap", "shared"):
             raise ConfigError("memory", "'heap' or 'shared'", repr(memory))
+        if isinstance(specs, AuxBlockDataSpec):
+            raise SpecError("specs", "a sequence of AuxBlockDataSpec", "a single one")
         self.layout = RecordLayout(tuple(specs))
         names = [s.name for s in self.layout.specs] if required is None else list(required)
+        if not names:
+            raise ConfigError("required", "at least one spec's name", "none")
         self._required = tuple(self.layout.index(name) for name in names)
-        self._ledger = Ledger(KeyChain(namespace, self.layout))
+        self._ledger = Ledger(KeyChain(namespace, self.layout), steps_max)
         self._lock = self._ledger.lock
-        self._device = Tier("device", self._region(memory, device_blocks, "host"))
+        self._closed = False
+        self._open_device = Tier("device", self._region(memory, device_blocks, "host"))
+        self._open_host: Tier | None = None
         try:
-            self._host = Tier("host", self._region(memory, host_blocks, "swap")) if host_blocks else None
+            if host_blocks:
+                self._open_host = Tier("host", self._region(memory, host_blocks, "swap"))
         except BaseException:
-            self._device.close()
+            self._open_device.close()
             raise
         self._archive = None
         if store is not None:
@@ -87,6 +98,16 @@ class AuxBlocks:
         if memory == "heap":
             return HeapRegion(self.layout, blocks)
         return SharedRegion.create(self.layout, blocks, purpose=purpose, namespace=self.namespace.fingerprint)
+
+    @property
+    def _device(self) -> Tier:
+        if self._closed:
+            raise BlockStateError("AuxBlocks", "one that is open", "one that was closed")
+        return self._open_device
+
+    @property
+    def _host(self) -> Tier | None:
+        return self._open_host if self._device else None
 
     # ---------------------------------------------------------------- what it is
 
@@ -147,6 +168,11 @@ class AuxBlocks:
         """Whether more than one owner holds the block."""
         with self._lock:
             return self._tier(tier).life.leases.count(block) > 1
+
+    def has_step(self, blocks: Blocks) -> bool:
+        """Whether a step in flight writes one of the device blocks."""
+        with self._lock:
+            return bool((self._device.pending[self._device.life.ids(blocks)] > 0).any())
 
     def unheld(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
         """Those of ``blocks`` that nobody holds, in the order given."""
@@ -209,7 +235,7 @@ class AuxBlocks:
         slot, the later one counts. Raises :class:`SlotError` for slots outside the pool or given twice,
         :class:`BlockStateError` for a block that nobody holds.
         """
-        table = SlotTable(np.asarray(slots), self.device_blocks, self.block_tokens)
+        table = SlotTable(slots, self.device_blocks, self.block_tokens)
         return Step(self._device, self._ledger, table)
 
     def step(self, slots: NDArray[Any] | Sequence[int]) -> Step:
@@ -224,35 +250,39 @@ class AuxBlocks:
         The leases of all owners, or only of ``owner``, follow when the move commits. A failed move changes nothing;
         its targets are then without rows.
         """
-        follow = owner or Followers.EVERYBODY
+        follow = Followers.EVERYBODY if owner is None else _owner(owner)
         host = self._tier("host")
         return Move(self._device, host, self._ledger, pairs, leases_of=follow, counter="swapped_out_rows")
 
     def begin_swap_in(self, pairs: Pairs, owner: str | None = None) -> Move:
         """Copy the rows of host blocks to unheld device blocks; ``pairs`` are (host, device). See above."""
-        follow = owner or Followers.EVERYBODY
+        follow = Followers.EVERYBODY if owner is None else _owner(owner)
         host = self._tier("host")
         return Move(host, self._device, self._ledger, pairs, leases_of=follow, counter="swapped_in_rows")
 
-    def begin_copy(self, pairs: Pairs) -> Move:
+    def begin_copy(self, pairs: Pairs, rows: Sequence[int] | None = None) -> Move:
         """Copy the rows of device blocks to device blocks without rows; ``pairs`` are (source, target).
 
-        Leases stay as they are: allocate the targets first. A partial block's rows are copied as far as they go.
+        Leases stay as they are: allocate the targets first. A partial block's rows are copied as far as they go, or as
+        far as ``rows``, one count for each pair, says.
         """
-        device = self._device
-        return Move(device, device, self._ledger, pairs, leases_of=Followers.NOBODY, counter="copied_rows")
+        device, nobody = self._device, Followers.NOBODY
+        return Move(device, device, self._ledger, pairs, leases_of=nobody, counter="copied_rows", rows=rows)
 
     def swap_out(self, pairs: Pairs, owner: str | None = None) -> None:
         """:meth:`begin_swap_out` and commit."""
-        self.begin_swap_out(pairs, owner).commit()
+        with self.begin_swap_out(pairs, owner):
+            pass
 
     def swap_in(self, pairs: Pairs, owner: str | None = None) -> None:
         """:meth:`begin_swap_in` and commit."""
-        self.begin_swap_in(pairs, owner).commit()
+        with self.begin_swap_in(pairs, owner):
+            pass
 
-    def copy(self, pairs: Pairs) -> None:
+    def copy(self, pairs: Pairs, rows: Sequence[int] | None = None) -> None:
         """:meth:`begin_copy` and commit."""
-        self.begin_copy(pairs).commit()
+        with self.begin_copy(pairs, rows):
+            pass
 
     # ---------------------------------------------------------------- storing
 
@@ -305,10 +335,10 @@ class AuxBlocks:
         """
         index, chosen = self.layout.index(name), self._tier(tier)
         spec, tokens = self.layout.specs[index], self.block_tokens
-        ids = np.asarray(blocks, dtype=np.int64).reshape(-1)
+        ids = integers(blocks, "blocks", "a flat sequence of block ids")
         chosen.life.ids(np.unique(ids))
         end = ids.size * tokens if stop is None else stop
-        if not 0 <= start <= end <= ids.size * tokens:
+        if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end <= ids.size * tokens):
             raise InvalidInputError("start, stop", f"0 <= start <= stop <= {ids.size * tokens}", f"{start}, {end}")
         first = start // tokens
         ids = ids[first : -(-end // tokens)] if end > start else ids[:0]
@@ -331,24 +361,31 @@ class AuxBlocks:
     def reset(self, *, weights_version: int) -> None:
         """A weight update: every row from before becomes unreadable in every tier, in-flight work included.
 
-        Leases stay. Keys are derived in the new namespace from here on; keys from before are refused.
+        Leases stay. Keys are derived in the new namespace from here on; keys from before are refused. With the version
+        unchanged, memory is forgotten and the store is not: what it holds was made by these very weights.
         """
+        device, host = self._device, self._host
+        tiers = [tier for tier in (device, host) if tier]
         with self._lock:
-            self._ledger.keys = KeyChain(replace(self.namespace, weights_version=weights_version), self.layout)
-            for tier in (self._device, self._host):
-                if tier:
-                    tier.reset(self.namespace.fingerprint)
+            keys = KeyChain(replace(self.namespace, weights_version=weights_version), self.layout)
+            for tier in tiers:
+                tier.reset()
+            self._ledger.keys = keys
             self._ledger.count("resets")
+            for tier in tiers:
+                tier.region.renew(keys.namespace.fingerprint)
 
     def close(self) -> None:
         """Give the memory back; harmless the second time. The store stays open: it is the caller's.
 
-        Raises :class:`BlockStateError` while a step or a move is in flight.
+        Raises :class:`BlockStateError` while a step or a move is in flight, and ``BufferError`` while somebody keeps a
+        view of a region: call it again when the view is gone. Every other method raises from the first call on.
         """
         with self._lock:
             if in_flight := len(self._ledger.steps) + self._ledger.moves:
                 raise BlockStateError("close", "nothing in flight", f"{in_flight} steps or moves")
-            for tier in (self._device, self._host):
+            self._closed = True
+            for tier in (self._open_host, self._open_device):
                 if tier:
                     tier.close()
 
@@ -363,7 +400,7 @@ class AuxBlocks:
         with self._lock:
             pending = np.zeros(self.device_blocks, dtype=np.int32)
             for step in self._ledger.steps:
-                pending[step.blocks] += 1
+                pending[step.blocks_still_owed()] += 1
             assert (pending == self._device.pending).all(), "steps in flight and pending blocks disagree"
             for tier in (self._device, self._host):
                 if tier:

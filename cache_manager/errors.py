@@ -82,6 +82,17 @@ class StorageError(KVRouteError):
     """A storage backend failed; a miss is never reported this way."""
 
 
+class StoreFormatError(StorageError):
+    """A file or directory that is not what its place says; it was left as it is."""
+
+    def __init__(self, path: str, field: str, wanted: object, got: object) -> None:
+        super().__init__(f"{path}: {field}: wanted {wanted}, got {got}")
+        self.path = path
+        self.field = field
+        self.wanted = wanted
+        self.got = got
+
+
 class StoreLockedError(StorageError):
     """Another process writes this store."""
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NewType
 
-import numpy as np
 from numpy.typing import NDArray
 
+from cache_manager.checks import integers
 from cache_manager.errors import InvalidInputError, SpecError
 from cache_manager.spec import RecordLayout
 
@@ -55,6 +55,12 @@ class Namespace:
         for name in ("model", "salt"):
             if not isinstance(getattr(self, name), str):
                 raise SpecError(f"namespace.{name}", "a string", repr(getattr(self, name)))
+            try:
+                getattr(self, name).encode()
+            except UnicodeEncodeError as error:
+                raise SpecError(
+                    f"namespace.{name}", "a string that UTF-8 can hold", repr(getattr(self, name))
+                ) from error
         for name in ("weights_version", "rank", "world"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
@@ -111,6 +117,8 @@ class KeyChain:
         ``extra`` is whatever else decides the block's content, such as the digest of an image. A partial block (fewer
         than ``block_tokens`` tokens) has a key of its own, different from that of every longer block.
         """
+        if parent is not None and not self.owns(parent):
+            raise InvalidInputError("parent", "a key of this chain, or None", repr(parent))
         ids = _token_bytes(tokens)
         if not 1 <= len(ids) // 8 <= self.block_tokens:
             raise InvalidInputError("tokens", f"1 to {self.block_tokens} token ids", len(ids) // 8)
@@ -128,7 +136,7 @@ class KeyChain:
 
     def owns(self, key: bytes) -> bool:
         """Whether ``key`` was made in this chain's namespace and layout."""
-        return key[:SCOPE_NBYTES] == self.scope and len(key) == KEY_NBYTES
+        return isinstance(key, bytes) and len(key) == KEY_NBYTES and key[:SCOPE_NBYTES] == self.scope
 
     def _next(self, parent: bytes, ids: bytes, extra: bytes) -> BlockKey:
         # The three parts of _part(b"parent") + _part(b"tokens") + _part(b"extra"), written out: this runs per block.
@@ -148,9 +156,4 @@ class KeyChain:
 
 
 def _token_bytes(tokens: Tokens) -> bytes:
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise InvalidInputError("tokens", "a flat sequence of integers", f"{ids.dtype} of shape {ids.shape}")
-    if ids.dtype == np.uint64 and ids.size and int(ids.max()) >= 1 << 63:
-        raise InvalidInputError("tokens", "ids below 2**63", int(ids.max()))
-    return ids.astype("<i8").tobytes()
+    return integers(tokens, "tokens", "a flat sequence of integers").astype("<i8", copy=False).tobytes()

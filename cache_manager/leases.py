@@ -54,29 +54,27 @@ class Leases:
             del self._blocks[owner]
         return unheld
 
-    def pass_on(self, sources: list[int], to: Leases, targets: list[int], owner: str | None) -> None:
-        """Claims on ``sources`` (everybody's, or ``owner``'s) become claims on ``targets`` of ``to``, pair by pair.
+    def pass_on(self, sources: list[int], to: Leases, targets: list[int], followers: list[frozenset[str]]) -> None:
+        """Claims of ``followers`` on ``sources`` become claims on ``targets`` of ``to``, pair by pair.
 
-        Nobody holds the targets before.
+        Nobody holds the targets before. A follower that has let its source go meanwhile is passed over.
         """
-        if owner is not None:
-            mine = [(s, t) for s, t in zip(sources, targets, strict=True) if self.holds(owner, s)]
-            self.release(owner, [s for s, _ in mine])
-            to.acquire(owner, [t for _, t in mine])
-            return
-        if not self._owners.keys() >= set(sources):  # some have no owner: only the others are passed on
-            pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if s in self._owners]
-            sources, targets = [s for s, _ in pairs], [t for _, t in pairs]
-        moving = [self._owners.pop(source) for source in sources]
-        to._owners.update(zip(targets, moving, strict=True))
-        for holder in set().union(*moving):
-            held, taken = self._blocks[holder], to._blocks.setdefault(holder, {})
-            for source, target, holders in zip(sources, targets, moving, strict=True):
-                if holder in holders:
-                    del held[source]
-                    taken[target] = None
-            if not held:
-                del self._blocks[holder]
+        for source, target, names in zip(sources, targets, followers, strict=True):
+            current = self._owners.get(source)
+            going = current & names if current else None
+            if not going:
+                continue
+            if going == current:
+                del self._owners[source]
+            else:
+                self._owners[source] = current - going if current else set()
+            to._owners[target] = set(going)
+            for holder in going:
+                held = self._blocks[holder]
+                del held[source]
+                if not held:
+                    del self._blocks[holder]
+                to._blocks.setdefault(holder, {})[target] = None
 
     def split(self, blocks: list[int]) -> tuple[list[int], list[int]]:
         """Which of ``blocks`` somebody holds, and which nobody does."""

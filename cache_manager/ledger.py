@@ -28,6 +28,7 @@ class AuxCounters:
     incomplete_blocks_not_persisted: int = 0
     restored_blocks: int = 0
     late_restores_dropped: int = 0
+    incomplete_blocks_not_restored: int = 0
     stale_keys: int = 0
     rows_read: int = 0
     rows_missing: int = 0
@@ -40,12 +41,13 @@ class Ledger:
     ``keys`` changes with a reset: whoever compares a key with it and acts on the answer does both under the lock.
     """
 
-    __slots__ = ("_counts", "keys", "lock", "moves", "steps")
+    __slots__ = ("_counts", "keys", "lock", "moves", "steps", "steps_max")
 
-    def __init__(self, keys: KeyChain) -> None:
+    def __init__(self, keys: KeyChain, steps_max: int) -> None:
         self.lock = threading.Lock()
         self.keys = keys
         self.steps: list[Step] = []
+        self.steps_max = steps_max
         self.moves = 0  # moves, persists and restores in flight
         self._counts = {f.name: 0 for f in fields(AuxCounters)}
 

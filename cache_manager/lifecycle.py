@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from cache_manager.checks import integers
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError
 from cache_manager.leases import Leases
 
@@ -116,11 +117,9 @@ class BlockLifecycle:
 
     def ids(self, blocks: Blocks, field: str = "blocks") -> NDArray[np.int64]:
         """``blocks`` as an array, or :class:`InvalidInputError`: integers, in this pool, none twice."""
-        ids = np.asarray(blocks)
+        ids = integers(blocks, field, "a flat sequence of block ids")
         if ids.size == 0:
-            return np.empty(0, dtype=np.int64)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise InvalidInputError(field, "a flat sequence of block ids", f"{ids.dtype} of shape {ids.shape}")
+            return ids
         low, high = ids.min(), ids.max()
         if low < 0 or high >= self.blocks:
             bad = int(low) if low < 0 else int(high)
@@ -128,7 +127,7 @@ class BlockLifecycle:
         if len(set(ids.tolist())) != ids.size:
             twice = next(b for b, n in Counter(ids.tolist()).items() if n > 1)
             raise InvalidInputError(field, "each block once", f"block {twice} twice")
-        return ids.astype(np.int64, copy=False)
+        return ids
 
     def check(self, event: Event, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
         """The states that ``event`` would lead to; raises if it is not allowed for every block."""
@@ -196,10 +195,6 @@ class BlockLifecycle:
         """Which of ``blocks`` somebody holds, and which nobody does."""
         held, unheld = self.leases.split(blocks)
         return np.array(held, dtype=np.int64), np.array(unheld, dtype=np.int64)
-
-    def move_leases(self, sources: list[int], target: BlockLifecycle, targets: list[int], owner: str | None) -> None:
-        """Leases on ``sources`` (all, or ``owner``'s) become leases on ``targets`` of ``target``; all are in motion."""
-        self.leases.pass_on(sources, target.leases, targets, owner)
 
     def reset(self) -> None:
         """A new generation for every block: unheld ones become FREE, held ones and those in motion stay."""

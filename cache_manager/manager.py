@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.aux_blocks import AuxBlocks, Rows, TierName
-from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, StorageError
-from cache_manager.keys import BlockKey, Tokens
+from cache_manager.checks import integers
+from cache_manager.errors import BlockBusyError, BlockStateError, ConfigError, InvalidInputError, StorageError
+from cache_manager.keys import BlockKey, KeyChain, Tokens
 from cache_manager.ports import BlockMover, HitPolicy
 from cache_manager.prefix_index import PrefixIndex
 
@@ -61,9 +62,9 @@ class _Sequence:
 
     blocks: list[int]
     computed: int
+    chain: KeyChain  # of the namespace that its KV was computed in; after a reset its blocks are not found by key
     keys: list[BlockKey] = field(default_factory=list)
     tier: TierName = "device"
-    outdated: bool = False  # holds KV from before a reset: its blocks must not be found by key
 
 
 class BlockManager:
@@ -125,14 +126,24 @@ class BlockManager:
                 "start, stop", f"0 <= start <= stop <= {len(sequence.blocks) * self._tokens}", f"{start}, {stop}"
             )
         first, positions = start // self._tokens, np.arange(start, stop)
+        for block in sequence.blocks[max(first, sequence.computed // self._tokens) : -(-stop // self._tokens)]:
+            if stop > sequence.computed and (self.aux.shared(block) or self._index.key(block) is not None):
+                raise BlockStateError(
+                    f"device block {block}", "append() before it is written", "one that others use too"
+                )
         blocks = np.asarray(sequence.blocks[first : -(-stop // self._tokens)], dtype=np.int64)
         slots: NDArray[np.int64] = blocks[positions // self._tokens - first] * self._tokens + positions % self._tokens
         return slots
 
     def read(self, name: str, owner: str, start: int, stop: int) -> Rows:
-        """Rows of the tokens ``[start, stop)`` from whichever tier the sequence is in."""
+        """Rows of the tokens ``[start, stop)`` from whichever tier it is in; those not computed yet are missing."""
         sequence = self._sequence(owner)
-        return self.aux.read(name, sequence.blocks, start, stop, owner=owner, tier=sequence.tier)
+        rows = self.aux.read(name, sequence.blocks, start, stop, owner=owner, tier=sequence.tier)
+        if stop > sequence.computed:  # bytes of another owner's, or of tokens that were taken back
+            beyond = max(0, sequence.computed - start)
+            rows.valid[beyond:] = False
+            rows.ids[beyond:].view(np.uint8)[...] = 0xFF
+        return rows
 
     # ---------------------------------------------------------------- a sequence's life
 
@@ -145,20 +156,23 @@ class BlockManager:
         if owner in self._sequences:
             raise BlockStateError(f"owner {owner!r}", "an owner without a sequence", "one that has one")
         total = len(tokens)
-        if total < 1:
-            raise InvalidInputError("tokens", "at least one", total)
-        keys = self.aux.keys.keys(tokens[: (total - 1) // self._tokens * self._tokens]) if self._caching else []
+        if not 1 <= total <= self.aux.device_blocks * self._tokens:
+            room = self.aux.device_blocks * self._tokens
+            raise InvalidInputError("tokens", f"1 to {room} tokens, all that the device blocks hold", total)
+        chain = self.aux.keys
+        tokens = integers(tokens, "tokens", "a flat sequence of integers")
+        keys = chain.keys(tokens[: (total - 1) // self._tokens * self._tokens]) if self._caching else []
         shared = self._match(keys)
         fresh_needed = -(-total // self._tokens) - len(shared)
-        idle_shared = self.aux.unheld(shared)
-        if fresh_needed > self.free_device_blocks - len(idle_shared):
+        if fresh_needed > self.free_device_blocks - len(self.aux.unheld(shared)):
             return None
-        self._index.hold(shared)
         self.aux.share(shared, owner)
-        fresh = self._take(fresh_needed, owner)
-        sequence = _Sequence(shared + fresh, len(shared) * self._tokens, keys[: len(shared)])
+        self._index.hold(shared)
+        sequence = _Sequence(list(shared), len(shared) * self._tokens, chain, keys[: len(shared)])
         self._sequences[owner] = sequence
         try:
+            fresh = self._take(fresh_needed, owner)
+            sequence.blocks += fresh
             restored = self._restore(keys[len(shared) :], fresh)
         except BaseException:
             self.free(owner)
@@ -181,7 +195,8 @@ class BlockManager:
         sequence = self._on_device(owner)
         blocks, first = sequence.blocks, sequence.computed // self._tokens
         wanted = -(-total_tokens // self._tokens)
-        shared = [i for i in range(first, min(wanted, len(blocks))) if self.aux.shared(blocks[i])]
+        written = range(first, min(wanted, len(blocks)))
+        shared = [i for i in written if self._index.key(blocks[i]) is not None or self.aux.shared(blocks[i])]
         more = max(0, wanted - len(blocks))
         if not shared and not more:
             return True
@@ -191,13 +206,15 @@ class BlockManager:
         copies = fresh[: len(shared)]
         if shared:
             pairs = [(blocks[i], copy) for i, copy in zip(shared, copies, strict=True)]
-            with self._giving_back(owner, fresh), self.aux.begin_copy(pairs):
+            rows = [min(self._tokens, max(0, sequence.computed - i * self._tokens)) for i in shared]
+            with self._giving_back(owner, fresh), self.aux.begin_copy(pairs, rows):
                 self._mover.copy(pairs)
             self._counts["cow_blocks"] += len(shared)
             for i, copy in zip(shared, copies, strict=True):
                 self._counts["cow_tokens"] += min(self._tokens, sequence.computed - i * self._tokens)
-                self.aux.free(owner, [blocks[i]])
-                blocks[i] = copy
+                left, blocks[i] = blocks[i], copy
+                self.aux.free(owner, [left])
+                self._retire([left], "device")
         blocks.extend(fresh[len(shared) :])
         return True
 
@@ -210,15 +227,17 @@ class BlockManager:
         if not sequence.computed <= len(tokens) <= len(sequence.blocks) * self._tokens:
             room = len(sequence.blocks) * self._tokens
             raise InvalidInputError("tokens", f"{sequence.computed} to {room} tokens", len(tokens))
+        found = []
+        if self._caching and sequence.chain is self.aux.keys:
+            last = sequence.keys[-1] if sequence.keys else None
+            for i in range(len(sequence.keys), len(tokens) // self._tokens):
+                last = sequence.chain.key(last, tokens[i * self._tokens : (i + 1) * self._tokens])
+                found.append((last, sequence.blocks[i]))
         sequence.computed = len(tokens)
-        if not self._caching or sequence.outdated:
-            return
-        chain = self.aux.keys
-        for i in range(len(sequence.keys), len(tokens) // self._tokens):
-            parent = sequence.keys[-1] if sequence.keys else None
-            key = chain.key(parent, tokens[i * self._tokens : (i + 1) * self._tokens])
+        for key, block in found:
             sequence.keys.append(key)
-            self._index.insert(key, sequence.blocks[i])
+            if not self._index.insert(key, block):
+                self._replace_incomplete(key, block)
 
     def fork(self, parent: str, child: str) -> None:
         """The child shares every block of the parent, the partial last one too, until one of them appends."""
@@ -226,8 +245,10 @@ class BlockManager:
         if child in self._sequences:
             raise BlockStateError(f"owner {child!r}", "an owner without a sequence", "one that has one")
         blocks = sequence.blocks[: -(-sequence.computed // self._tokens)]
+        if self.aux.has_step(blocks):
+            raise BlockBusyError(f"owner {parent!r}", "no step in flight to fork it", "a step")
         self.aux.share(blocks, child)
-        self._sequences[child] = _Sequence(blocks, sequence.computed, list(sequence.keys), outdated=sequence.outdated)
+        self._sequences[child] = _Sequence(blocks, sequence.computed, sequence.chain, list(sequence.keys))
 
     def free(self, owner: str) -> None:
         """End the sequence; idempotent. Blocks that can be found by key stay cached until they are evicted."""
@@ -280,7 +301,7 @@ class BlockManager:
     def persist(self, owner: str) -> int:
         """Store the sequence's full blocks, rows and KV; how many are stored now. A failing store stores none."""
         sequence = self._on_device(owner)
-        if not self._caching or not self.aux.has_store or sequence.outdated:
+        if not self._caching or not self.aux.has_store or sequence.chain is not self.aux.keys:
             return 0
         wanted = dict(zip(sequence.keys, sequence.blocks, strict=False))
         done = 0
@@ -326,7 +347,6 @@ class BlockManager:
         self._free.extend(self._index.clear())
         for sequence in self._sequences.values():
             sequence.keys.clear()
-            sequence.outdated = True
 
     def assert_consistent(self) -> None:
         """Raise ``AssertionError`` unless every block is free, cached or held, once, in each tier."""
@@ -376,7 +396,11 @@ class BlockManager:
             taken.append(block)
             self._counts["evicted_blocks"] += 1
         if owner is not None and taken:
-            self.aux.allocate(taken, owner)
+            try:
+                self.aux.allocate(taken, owner)
+            except BaseException:
+                self._free.extend(reversed(taken))
+                raise
         return taken
 
     @contextmanager
@@ -398,8 +422,19 @@ class BlockManager:
             self._host_free.extend(unheld)
             return
         loose = self._index.release(reversed(unheld))
-        self.aux.evict(loose)
         self._free.extend(loose)
+        with suppress(BlockBusyError):  # being stored by another thread; nobody can find its rows by key
+            self.aux.evict(loose)
+
+    def _replace_incomplete(self, key: BlockKey, block: int) -> None:
+        """Let ``block`` be found under ``key`` in place of one that misses rows, if it has them all."""
+        (earlier,) = self._index.match([key])
+        first, second = self.aux.complete([earlier, block]).tolist() if earlier != block else (True, True)
+        if first or not second:
+            return
+        self._index.remove(earlier)
+        self._index.insert(key, block)
+        self._retire([earlier], "device")
 
 
 def _run(keys: Sequence[BlockKey], done: Mapping[BlockKey, bool]) -> list[BlockKey]:

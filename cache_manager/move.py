@@ -10,10 +10,11 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from cache_manager.checks import integers
 from cache_manager.errors import BlockStateError, InvalidInputError
 from cache_manager.ledger import Ledger
 from cache_manager.lifecycle import Event
-from cache_manager.tier import Tier
+from cache_manager.tier import Tier, prefix_bits
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -33,13 +34,14 @@ def split_pairs(pairs: Pairs, source: Tier, target: Tier) -> tuple[NDArray[np.in
 
     A source may serve several targets; a target is written once, and is not a source in the same call.
     """
-    table = np.asarray(pairs)
+    wanted = "(source, target) pairs of block ids"
+    table = integers(pairs, "pairs", wanted, ndim=2)
     if table.size == 0:
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    if table.ndim != 2 or table.shape[1] != 2 or table.dtype.kind not in "iu":
-        raise InvalidInputError("pairs", "(source, target) pairs of block ids", f"{table.dtype} of shape {table.shape}")
+    if table.shape[1] != 2:
+        raise InvalidInputError("pairs", wanted, f"{table.dtype} of shape {table.shape}")
     targets = target.life.ids(table[:, 1], "pairs target")
-    sources = table[:, 0].astype(np.int64)
+    sources = table[:, 0]
     if sources.min() < 0 or sources.max() >= source.life.blocks:
         source.life.ids(np.unique(sources), "pairs source")  # says which
     if source is target and (both := set(sources.tolist()) & set(targets.tolist())):
@@ -54,15 +56,17 @@ class Move:
     :meth:`abort` ends it; as a context manager, leaving commits and an exception aborts, so that the engine's own KV
     copy can stand in the body and both arrive or neither.
 
-    ``leases_of`` says whose leases follow from source to target, one owner being given by name. ``counter`` is the
-    counter of rows that arrived.
+    ``leases_of`` says whose leases follow from source to target, one owner being given by name; a lease taken while the
+    move is open stays at the source. ``rows`` limits, pair by pair, how many of a block's first rows may arrive.
+    ``counter`` is the counter of rows that arrived.
     """
 
     __slots__ = (
         "_counter",
         "_ended",
-        "_leases_of",
+        "_followers",
         "_ledger",
+        "_rows",
         "_source",
         "_sources",
         "_target",
@@ -70,14 +74,26 @@ class Move:
     )
 
     def __init__(
-        self, source: Tier, target: Tier, ledger: Ledger, pairs: Pairs, *, leases_of: Follow, counter: str
+        self,
+        source: Tier,
+        target: Tier,
+        ledger: Ledger,
+        pairs: Pairs,
+        *,
+        leases_of: Follow,
+        counter: str,
+        rows: Sequence[int] | None = None,
     ) -> None:
         sources, targets = split_pairs(pairs, source, target)
         if leases_of is not Followers.NOBODY:
             source.life.ids(sources, "pairs source")
         self._source, self._target, self._ledger = source, target, ledger
         self._sources, self._targets = sources, targets
-        self._leases_of, self._counter = leases_of, counter
+        self._counter = counter
+        self._followers: list[frozenset[str]] | None = None
+        self._rows = None if rows is None else prefix_bits(integers(rows, "rows", "a row count for each pair"), target)
+        if self._rows is not None and len(self._rows) != len(targets):
+            raise InvalidInputError("rows", f"{len(targets)} row counts, one for each pair", len(self._rows))
         self._ended = False
         with ledger.lock:
             source.check_no_step(sources, "copy from it")
@@ -88,31 +104,37 @@ class Move:
                 target.check_empty(targets)
             else:
                 target.check_unheld(targets)
+                self._followers = _followers(source, sources.tolist(), leases_of)
             source.life.begin_departure(sources)
             target.begin_life(target.life.begin_arrival(targets))
             ledger.moves += 1
-        from_rows, to_rows = source.region.rows, target.region.rows
-        for s, t in zip(sources.tolist(), targets.tolist(), strict=True):
-            to_rows[t] = from_rows[s]
+        try:
+            from_rows, to_rows = source.region.rows, target.region.rows
+            for s, t in zip(sources.tolist(), targets.tolist(), strict=True):
+                to_rows[t] = from_rows[s]
+        except BaseException:
+            self.abort()
+            raise
 
     def commit(self) -> None:
         """The rows have arrived: they are readable at the target, and the leases that follow are there."""
-        if self._ended:
-            raise BlockStateError("move", "one that is in flight", "one that has ended")
         source, target = self._source, self._target
         with self._ledger.lock:
+            if self._ended:
+                raise BlockStateError("move", "one that is in flight", "one that has ended")
             # A reset in between has cleared the source's bits, and nobody can have written a block in motion since.
-            target.region.valid[self._targets] = source.region.valid[self._sources]
+            valid = source.region.valid[self._sources]
+            target.region.valid[self._targets] = valid if self._rows is None else valid & self._rows
             self._ledger.count(self._counter, target.valid_rows(self._targets))
-            if self._leases_of is not Followers.NOBODY:
-                owner = None if self._leases_of is Followers.EVERYBODY else self._leases_of
-                source.life.move_leases(self._sources.tolist(), target.life, self._targets.tolist(), owner)
+            if self._followers is not None:
+                leases, targets = source.life.leases, self._targets.tolist()
+                leases.pass_on(self._sources.tolist(), target.life.leases, targets, self._followers)
             self._end(arrived=True)
 
     def abort(self) -> None:
         """Leave source, leases and every other block as they were. Harmless after the move has ended."""
-        if not self._ended:
-            with self._ledger.lock:
+        with self._ledger.lock:
+            if not self._ended:
                 self._ledger.count("moves_aborted")
                 self._end(arrived=False)
 
@@ -126,7 +148,21 @@ class Move:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if kind is None:
-            self.commit()
-        else:
+        if kind is not None:
             self.abort()
+        elif not self._ended:
+            self.commit()
+
+
+def _followers(source: Tier, sources: list[int], leases_of: Follow) -> list[frozenset[str]]:
+    """Whose leases on each of ``sources`` will follow; the lock is held."""
+    leases = source.life.leases
+    if leases_of is Followers.EVERYBODY:
+        return [leases.owners(block) for block in sources]
+    assert isinstance(leases_of, str)
+    for block in sources:
+        if not leases.holds(leases_of, block):
+            raise BlockStateError(
+                f"{source.life.tier} block {block}", f"one that {leases_of!r} holds", "one it does not"
+            )
+    return [frozenset((leases_of,))] * len(sources)

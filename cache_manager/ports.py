@@ -59,7 +59,8 @@ class StorageBackend(Protocol):
     * ``put`` has copied the payloads when it returns; ``get_into`` fills the whole buffer or reports an absence, after
       which the buffer's content means nothing.
 
-    Every call is safe from several threads. One bad key fails that key only.
+    Every call is safe from several threads. One bad key fails that key only. A buffer of another size than its record
+    is ``Absence.CORRUPT``. ``close`` is idempotent.
     """
 
     def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer]) -> list[bool]: ...

@@ -111,7 +111,7 @@ def check_record(header: RecordHeader, key: BlockKey, fingerprint: bytes, payloa
         raise RecordError("key", key.hex(), header.key.hex())
     if header.fingerprint != fingerprint:
         raise RecordError("fingerprint", fingerprint.hex(), header.fingerprint.hex())
-    nbytes = memoryview(payload).nbytes
+    nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     if header.payload_nbytes != nbytes:
         raise RecordError("payload size", nbytes, header.payload_nbytes)
     if (found := checksum(payload)) != header.payload_xxh3:

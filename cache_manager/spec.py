@@ -25,6 +25,7 @@ ALIGNMENT = 64
 SPECS_MAX = 16
 BLOCK_TOKENS_MAX = 65_536
 RECORD_NBYTES_MAX = 1 << 30
+VALID_NBYTES_MAX = 65_280  # so that a record's header fits its 16-bit length
 
 DTYPES = (
     "bool",
@@ -73,9 +74,13 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
 
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def _fits(values: NDArray[Any], info: np.iinfo[Any]) -> bool:
     """Whether every integer lies in the range of ``info``."""
-    if info.min == 0 and values.dtype.kind == "i":
+    if info.min == 0 and values.dtype.kind == "i" and values.dtype.isnative:
         # Read as unsigned, a negative number is larger than any that fits a narrower type: one pass instead of two.
         return int(values.view(f"u{values.dtype.itemsize}").max()) <= min(info.max, np.iinfo(values.dtype).max)
     return int(values.min()) >= info.min and int(values.max()) <= info.max
@@ -91,12 +96,12 @@ class AuxBlockDataSpec:
     """The layout of the auxiliary rows that ride along with one KV block.
 
     ``row_shape`` and ``dtype`` describe one token's row, ``block_tokens`` how many tokens a KV block holds. ``attrs``
-    is JSON that readers need to make sense of the rows (for routing: ``num_experts``, ``layer_ids``, ``num_layers``).
+    is JSON that readers need to make sense of the rows.
     Two processes may exchange rows only when their fingerprints are equal; ``attrs`` is part of the fingerprint.
 
     Raises :class:`SpecError` for anything that cannot be.
 
-    >>> spec = AuxBlockDataSpec("routing", row_shape=(48, 8), dtype="uint8", block_tokens=64)
+    >>> spec = AuxBlockDataSpec("topk_ids", row_shape=(48, 8), dtype="uint8", block_tokens=64)
     >>> spec.row_nbytes, spec.block_nbytes
     (384, 24576)
     >>> spec.fingerprint.hex()
@@ -114,14 +119,17 @@ class AuxBlockDataSpec:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise SpecError("spec.name", f"a name matching {_NAME.pattern}", repr(self.name))
         shape = tuple(self.row_shape) if isinstance(self.row_shape, Sequence) else None
-        if shape is None or not all(isinstance(n, (int, np.integer)) and n > 0 for n in shape):
+        if shape is None or not all(_is_int(n) and n > 0 for n in shape):
             raise SpecError(f"{self.name}.row_shape", "a tuple of positive integers", repr(self.row_shape))
         dtype = str(np.dtype(self.dtype)) if self.dtype in DTYPES else repr(self.dtype)
         if dtype not in DTYPES:
             raise SpecError(f"{self.name}.dtype", "one of " + ", ".join(DTYPES), dtype)
-        if not isinstance(self.block_tokens, int) or not 1 <= self.block_tokens <= BLOCK_TOKENS_MAX:
+        if not _is_int(self.block_tokens) or not 1 <= self.block_tokens <= BLOCK_TOKENS_MAX:
             raise SpecError(f"{self.name}.block_tokens", f"an integer in [1, {BLOCK_TOKENS_MAX}]", self.block_tokens)
         object.__setattr__(self, "row_shape", tuple(int(n) for n in shape))
+        object.__setattr__(self, "dtype", dtype)
+        if not isinstance(self.attrs, Mapping):
+            raise SpecError(f"{self.name}.attrs", "a mapping", repr(self.attrs))
         object.__setattr__(self, "attrs", _frozen_json(self.attrs, f"{self.name}.attrs"))
         if self.block_nbytes > RECORD_NBYTES_MAX:
             raise SpecError(f"{self.name}.block_nbytes", f"at most {RECORD_NBYTES_MAX}", self.block_nbytes)
@@ -158,7 +166,8 @@ class AuxBlockDataSpec:
             raise SpecError("spec", "only the keys " + ", ".join(fields), ", ".join(unknown))
         if missing := [k for k in fields[:4] if k not in value]:
             raise SpecError("spec", "the keys " + ", ".join(fields[:4]), "none named " + ", ".join(missing))
-        return cls(**{**value, "row_shape": tuple(value["row_shape"])})
+        shape = value["row_shape"]
+        return cls(**{**value, "row_shape": tuple(shape) if isinstance(shape, (list, tuple)) else shape})
 
     def rows(self, values: NDArray[Any], *, tokens: int) -> NDArray[Any]:
         """``values`` as new rows ``[tokens, *row_shape]`` of this dtype, or a :class:`RowError`.
@@ -186,7 +195,7 @@ class RecordLayout:
 
     All specs share ``block_tokens``. Their order is part of the layout, and so of its fingerprint.
 
-    >>> a = AuxBlockDataSpec("routing", row_shape=(3, 2), dtype="uint8", block_tokens=16)
+    >>> a = AuxBlockDataSpec("topk_ids", row_shape=(3, 2), dtype="uint8", block_tokens=16)
     >>> b = AuxBlockDataSpec("weights_version", row_shape=(), dtype="uint32", block_tokens=16)
     >>> layout = RecordLayout((a, b))
     >>> layout.offsets, layout.nbytes, layout.valid_words
@@ -201,7 +210,9 @@ class RecordLayout:
     fingerprint: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        specs = tuple(self.specs)
+        specs = tuple(self.specs) if isinstance(self.specs, (tuple, list)) else None
+        if specs is None or not all(isinstance(s, AuxBlockDataSpec) for s in specs):
+            raise SpecError("specs", "a sequence of AuxBlockDataSpec", repr(self.specs))
         object.__setattr__(self, "specs", specs)
         if not 1 <= len(specs) <= SPECS_MAX:
             raise SpecError("specs", f"1 to {SPECS_MAX} specs", len(specs))
@@ -215,6 +226,8 @@ class RecordLayout:
         for s in specs:
             offsets.append(at)
             at = align(at + s.block_nbytes)
+        if (valid := 8 * self.valid_words * len(specs)) > VALID_NBYTES_MAX:
+            raise SpecError("specs", f"validity bits of at most {VALID_NBYTES_MAX} bytes a block", valid)
         if at > RECORD_NBYTES_MAX:
             raise SpecError("specs", f"a record of at most {RECORD_NBYTES_MAX} bytes", at)
         object.__setattr__(self, "offsets", tuple(offsets))

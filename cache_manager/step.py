@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.errors import BlockStateError, RowError, SlotError
+from cache_manager.checks import integers
+from cache_manager.errors import BlockBusyError, BlockStateError, RowError, SlotError
 from cache_manager.ledger import Ledger
 from cache_manager.lifecycle import Event
-from cache_manager.tier import Tier
+from cache_manager.tier import Tier, runs_of
 
 PADDING = -1
 
@@ -23,13 +25,11 @@ class SlotTable:
     is, so that nothing has to be picked out.
     """
 
-    __slots__ = ("blocks", "offsets", "slots", "tokens", "total", "unique_blocks")
+    __slots__ = ("blocks", "offsets", "runs", "slots", "tokens", "total", "unique_blocks")
 
-    def __init__(self, slots: NDArray[Any], device_blocks: int, block_tokens: int) -> None:
-        slots = np.asarray(slots)
-        if slots.ndim != 1 or (slots.size and slots.dtype.kind not in "iu"):
-            raise SlotError("slots", "a flat array of integers", f"{slots.dtype} of shape {slots.shape}")
-        ordered = np.sort(slots.astype(np.int64))
+    def __init__(self, slots: NDArray[Any] | Sequence[int], device_blocks: int, block_tokens: int) -> None:
+        slots = integers(slots, "slots", "a flat array of integers", error=SlotError)
+        ordered = np.sort(slots)
         end = device_blocks * block_tokens
         if slots.size and (ordered[0] < PADDING or ordered[-1] >= end):
             bad = int(ordered[0]) if ordered[0] < PADDING else int(ordered[-1])
@@ -41,17 +41,22 @@ class SlotTable:
             raise SlotError("slots", "each slot once in a step", f"slot {int(ordered[np.argmax(twice)])} twice")
         self.total = slots.size
         self.tokens = np.flatnonzero(slots != PADDING) if padding else None
-        self.slots = self.kept(slots).astype(np.int64)
+        self.slots = self.kept(slots)
         self.blocks = self.slots // block_tokens
         self.offsets = self.slots - self.blocks * block_tokens
-        in_order = ordered // block_tokens
-        first = np.ones(in_order.size, dtype=np.bool_)
-        np.not_equal(in_order[1:], in_order[:-1], out=first[1:])
-        self.unique_blocks: NDArray[np.int64] = in_order[first]
+        self.runs = runs_of(ordered, block_tokens)
+        self.unique_blocks: NDArray[np.int64] = _without_repeats(self.runs[0])
+        assert not self.slots.size or self.slots.min() >= 0, "padding among the slots"
 
     def kept(self, values: NDArray[Any]) -> NDArray[Any]:
         """``values`` ``[total, ...]`` without those of padding; the same array when there is no padding."""
         return values if self.tokens is None else values[self.tokens]
+
+
+def _without_repeats(ordered: NDArray[np.int64]) -> NDArray[np.int64]:
+    if ordered.size < 2:
+        return ordered
+    return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
 
 
 class Step:
@@ -61,7 +66,7 @@ class Step:
     :meth:`commit` and :meth:`abort`; as a context manager, leaving commits and an exception aborts.
     """
 
-    __slots__ = ("_ended", "_generations", "_ledger", "_live", "_rows", "_table", "_tier")
+    __slots__ = ("_begun", "_ended", "_generations", "_ledger", "_live", "_rows", "_table", "_tier")
 
     def __init__(self, tier: Tier, ledger: Ledger, table: SlotTable) -> None:
         self._tier = tier
@@ -71,11 +76,14 @@ class Step:
         self._rows: dict[int, NDArray[np.uint8]] = {}  # by spec: [tokens, row_nbytes]
         self._ended = False
         with ledger.lock:
+            if len(ledger.steps) >= ledger.steps_max:
+                raise BlockBusyError("steps in flight", f"fewer than {ledger.steps_max}", len(ledger.steps))
             tier.life.check(Event.WRITE, table.unique_blocks)
             for earlier in ledger.steps:
                 earlier._yield_to(table)
-            tier.invalidate(table.blocks, table.offsets)
+            tier.invalidate(table.runs)
             tier.pending[table.unique_blocks] += 1
+            self._begun = tier.life.generations[table.unique_blocks]
             self._generations = tier.life.generations[table.blocks]
             ledger.steps.append(self)
 
@@ -83,6 +91,12 @@ class Step:
     def blocks(self) -> NDArray[np.int64]:
         """The distinct blocks that the step writes."""
         return self._table.unique_blocks
+
+    def blocks_still_owed(self) -> NDArray[np.int64]:
+        """Those of :attr:`blocks` that are still in the life the step was begun for; the lock is held."""
+        blocks = self._table.unique_blocks
+        still: NDArray[np.bool_] = self._tier.life.generations[blocks] == self._begun
+        return blocks[still]
 
     def write(self, name: str, rows: NDArray[Any]) -> None:
         """Keep a copy of ``rows`` ``[T, *row_shape]``, one for each slot the step began with, padding included.
@@ -115,15 +129,17 @@ class Step:
                 raise RowError("keep", f"bool of shape {(table.total,)}", f"{keep.dtype} of shape {keep.shape}")
             keep = table.kept(keep)
         with self._ledger.lock:
+            self._check_open("commit")
             self._end()
             live = self._live & (self._tier.life.generations[table.blocks] == self._generations)
             wanted = live if keep is None else live & keep
             everything = bool(wanted.all())
-            blocks, offsets = table.blocks, table.offsets
+            blocks, offsets, runs = table.blocks, table.offsets, table.runs
             if not everything:
                 blocks, offsets = blocks[wanted], offsets[wanted]
+                runs = runs_of(np.sort(table.slots[wanted]), self._tier.layout.block_tokens)
             for spec, rows in self._rows.items():
-                self._tier.store(spec, blocks, offsets, rows if everything else rows[wanted])
+                self._tier.store(spec, blocks, offsets, rows if everything else rows[wanted], runs)
             committed = int(blocks.size) if self._rows else 0
             self._ledger.count("rows_committed", committed)
             self._ledger.count("late_writes_dropped", int(np.count_nonzero(~live)))
@@ -132,8 +148,8 @@ class Step:
 
     def abort(self) -> None:
         """Drop the step; the rows at its slots stay missing. Harmless after the step has ended."""
-        if not self._ended:
-            with self._ledger.lock:
+        with self._ledger.lock:
+            if not self._ended:
                 self._end()
                 self._ledger.count("steps_aborted")
 
@@ -145,7 +161,7 @@ class Step:
     def _end(self) -> None:
         self._ended = True
         self._ledger.steps.remove(self)
-        self._tier.pending[self._table.unique_blocks] -= 1
+        self._tier.pending[self.blocks_still_owed()] -= 1
 
     def _check_open(self, event: str) -> None:
         if self._ended:
@@ -155,7 +171,7 @@ class Step:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if kind is None:
-            self.commit()
-        else:
+        if kind is not None:
             self.abort()
+        elif not self._ended:
+            self.commit()

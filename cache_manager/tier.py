@@ -23,6 +23,10 @@ _SEQUENCE_MASK: Final = np.uint64((1 << GENERATION_SHIFT) - 1)
 READ_RETRIES_MAX: Final = 8
 
 
+Runs = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint64]]
+"""Rows as bits: block, word and the bits in it, each (block, word) once."""
+
+
 class Tier:
     """Blocks of one kind (device or host), their rows and who may touch them."""
 
@@ -34,37 +38,34 @@ class Tier:
         self.life = BlockLifecycle(name, region.blocks)
         self.pending: NDArray[np.int32] = np.zeros(region.blocks, dtype=np.int32)
         self.full = full_bits(self.layout.block_tokens)
-        base, stride = region.rows, region.rows.strides[0]
         self._blocks_of: list[NDArray[Any]] = []
         self._tokens_of: list[NDArray[np.uint8]] = []
-        for spec, offset in zip(self.layout.specs, self.layout.offsets, strict=True):
-            rows = base[:, offset : offset + spec.block_nbytes]
-            self._blocks_of.append(np.lib.stride_tricks.as_strided(rows, (region.blocks, spec.block_nbytes)))
-            shape, strides = (region.blocks, spec.block_tokens, spec.row_nbytes), (stride, spec.row_nbytes, 1)
-            self._tokens_of.append(np.lib.stride_tricks.as_strided(rows, shape, strides))
+        self._view()
 
     def begin_life(self, ids: NDArray[np.int64]) -> None:
         """Publish the generation that the life cycle gave to ``ids``; their rows are unreadable from here on."""
+        self.pending[ids] = 0  # what a step writes for an older life will be dropped
         self.region.valid[ids] = 0
         self.region.words[ids] = self.life.generations[ids].astype(np.uint64) << np.uint64(GENERATION_SHIFT)
 
-    def invalidate(self, blocks: NDArray[np.int64], offsets: NDArray[np.int64]) -> None:
-        """Make the given rows unreadable in every spec, before somebody writes them."""
-        words, bits = offsets >> 6, np.uint64(1) << (offsets & 63).astype(np.uint64)
-        hit = (self.region.valid[blocks, :, words] & bits[:, None]).any(axis=1)
+    def invalidate(self, runs: Runs) -> None:
+        """Make the rows of ``runs`` unreadable in every spec, before somebody writes them."""
+        blocks, words, bits = runs
+        valid = self.region.valid[blocks, :, words]  # [runs, specs]
+        hit = (valid & bits[:, None]).any(axis=1)
         if hit.any():
-            blocks, words, bits = blocks[hit], words[hit], bits[hit]
-            for spec in range(len(self.layout.specs)):
-                np.bitwise_and.at(self.region.valid[:, spec], (blocks, words), ~bits)
-            changed = np.unique(blocks)
+            self.region.valid[blocks, :, words] = valid & ~bits[:, None]
+            changed = np.unique(blocks[hit])
             word = self.region.words[changed]
             self.region.words[changed] = (word & ~_SEQUENCE_MASK) | ((word + np.uint64(1)) & _SEQUENCE_MASK)
 
-    def store(self, spec: int, blocks: NDArray[np.int64], offsets: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
-        """Put rows ``[n, row_nbytes]`` in place and make them readable."""
+    def store(
+        self, spec: int, blocks: NDArray[np.int64], offsets: NDArray[np.int64], rows: NDArray[np.uint8], runs: Runs
+    ) -> None:
+        """Put rows ``[n, row_nbytes]`` in place and make them, which are those of ``runs``, readable."""
         self._tokens_of[spec][blocks, offsets] = rows
-        bits = np.uint64(1) << (offsets & 63).astype(np.uint64)
-        np.bitwise_or.at(self.region.valid[:, spec], (blocks, offsets >> 6), bits)
+        blocks, words, bits = runs
+        self.region.valid[blocks, spec, words] |= bits
 
     def gather(
         self, spec: int, ids: NDArray[np.int64]
@@ -86,7 +87,6 @@ class Tier:
             rows[torn] = source[again]
         valid[words[ids] != before] = 0
         return rows, valid, before
-        return rows, valid
 
     def complete(self, ids: NDArray[np.int64], specs: tuple[int, ...]) -> NDArray[np.bool_]:
         """Which blocks have every row of every one of ``specs``."""
@@ -99,8 +99,8 @@ class Tier:
         return empty
 
     def valid_rows(self, ids: NDArray[np.int64]) -> int:
-        """Readable rows of the first spec in ``ids``."""
-        return int(np.bitwise_count(self.region.valid[ids, 0]).sum())
+        """Rows in ``ids`` that are readable in some spec."""
+        return int(np.bitwise_count(np.bitwise_or.reduce(self.region.valid[ids], axis=1)).sum())
 
     def check_no_step(self, ids: NDArray[np.int64], why: str) -> None:
         """Raise :class:`BlockBusyError` if a forward step that writes one of ``ids`` is in flight."""
@@ -120,21 +120,36 @@ class Tier:
             if not empty and self.life.leases.count(block):
                 raise BlockStateError(f"{self.life.tier} block {block}", "no readable row to fill it", "readable rows")
 
-    def reset(self, namespace: bytes) -> None:
-        """Make every row unreadable; rows belong to ``namespace`` from here on."""
+    def reset(self) -> None:
+        """Make every row unreadable."""
         self.life.reset()
         self.begin_life(np.arange(self.region.blocks))
-        self.region.renew(namespace)
 
     def close(self) -> None:
-        self._blocks_of.clear()
-        self._tokens_of.clear()
+        """Give the region back. ``BufferError`` while somebody else sees its memory; the tier then works as before."""
+        self._drop_views()
         try:
             self.region.close()
         except BufferError:
             # A store that failed leaves its frames, and their views of the rows, in a cycle with the exception.
             gc.collect()
-            self.region.close()
+            try:
+                self.region.close()
+            except BufferError:
+                self._view()
+                raise
+
+    def _view(self) -> None:
+        base, stride = self.region.rows, self.region.rows.strides[0]
+        for spec, offset in zip(self.layout.specs, self.layout.offsets, strict=True):
+            rows = base[:, offset : offset + spec.block_nbytes]
+            self._blocks_of.append(np.lib.stride_tricks.as_strided(rows, (self.region.blocks, spec.block_nbytes)))
+            shape, strides = (self.region.blocks, spec.block_tokens, spec.row_nbytes), (stride, spec.row_nbytes, 1)
+            self._tokens_of.append(np.lib.stride_tricks.as_strided(rows, shape, strides))
+
+    def _drop_views(self) -> None:
+        self._blocks_of.clear()
+        self._tokens_of.clear()
 
 
 def full_bits(block_tokens: int) -> NDArray[np.uint64]:
@@ -151,3 +166,25 @@ def unpack_bits(words: NDArray[np.uint64], block_tokens: int) -> NDArray[np.bool
     as_bytes = np.ascontiguousarray(words.astype("<u8", copy=False)).view(np.uint8)
     bits = np.unpackbits(as_bytes, axis=1, bitorder="little", count=block_tokens)
     return bits.view(np.bool_)
+
+
+def runs_of(ordered: NDArray[np.int64], block_tokens: int) -> Runs:
+    """The rows at slots in ascending order, as bits."""
+    if not ordered.size:
+        return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint64)
+    blocks = ordered // block_tokens
+    offsets = ordered - blocks * block_tokens
+    words = offsets >> 6
+    first = np.ones(ordered.size, dtype=np.bool_)
+    first[1:] = (blocks[1:] != blocks[:-1]) | (words[1:] != words[:-1])
+    at = np.flatnonzero(first)
+    bits = np.bitwise_or.reduceat(np.uint64(1) << (offsets & 63).astype(np.uint64), at)
+    return blocks[at], words[at], bits
+
+
+def prefix_bits(counts: NDArray[np.int64], tier: Tier) -> NDArray[np.uint64]:
+    """Validity words ``[n, 1, words]`` with the first ``counts[i]`` bits set."""
+    tokens, words = tier.layout.block_tokens, tier.layout.valid_words
+    mask = np.zeros((counts.size, words * 64), dtype=np.bool_)
+    mask[:, :tokens] = np.arange(tokens) < counts[:, None]
+    return np.packbits(mask, axis=1, bitorder="little").view("<u8").astype(np.uint64).reshape(counts.size, 1, words)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         SpecError,
         StorageError,
         StoreClosedError,
+        StoreFormatError,
         StoreLockedError,
     )
     from cache_manager.keys import BlockKey, KeyChain, Namespace
@@ -55,6 +56,7 @@ _HOME: Final = {
         "SpecError",
         "StorageError",
         "StoreClosedError",
+        "StoreFormatError",
         "StoreLockedError",
     ),
     "cache_manager.keys": ("BlockKey", "KeyChain", "Namespace"),
@@ -106,6 +108,7 @@ __all__ = [
     "SpecError",
     "StorageError",
     "StoreClosedError",
+    "StoreFormatError",
     "StoreLockedError",
     "__version__",
     "logprob_spec",

@@ -8,12 +8,11 @@ import secrets
 from pathlib import Path
 from typing import Final
 
-from cache_manager.errors import StorageError, StoreLockedError
+from cache_manager.errors import StorageError, StoreFormatError, StoreLockedError
 from cache_manager.storage.segment import (
     LOCK_NAME,
     MARKER_NAME,
     TEMP_SUFFIX,
-    StoreFormatError,
     pack_marker,
     segment_sequence,
     unpack_marker,

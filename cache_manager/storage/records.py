@@ -43,6 +43,7 @@ class RecordStore:
         "_lock",
         "_misses",
         "_nbytes",
+        "_no_row",
         "_quarantine_failures",
         "_refused",
         "_stored",
@@ -57,6 +58,10 @@ class RecordStore:
         self._fingerprint = layout.fingerprint
         self._nbytes = layout.nbytes
         self._valid_nbytes = 8 * layout.valid_words * len(layout.specs)
+        # Bits of the bitmap that stand for no row, because a spec's words hold more bits than a block has tokens.
+        width, rows = 64 * layout.valid_words, layout.block_tokens
+        unused = (1 << width) - (1 << rows)
+        self._no_row = sum(unused << width * i for i in range(len(layout.specs)))
         self._stored = self._refused = self._hits = self._misses = self._corrupt = self._quarantine_failures = 0
         self._lock = threading.Lock()  # guards the counts, nothing else
 
@@ -114,6 +119,8 @@ class RecordStore:
             if buffer.nbytes != nbytes:
                 raise RecordError("buffer size", nbytes, buffer.nbytes)
         found = self.backend.get_into(keys, buffers)
+        if len(found) != len(keys):
+            raise StorageError(f"the backend answered {len(found)} of {len(keys)} keys")
         misses = 0
         bad: list[BlockKey] = []
         for i, header in enumerate(found):
@@ -124,6 +131,7 @@ class RecordStore:
             else:
                 try:
                     check_record(header, keys[i], fingerprint, buffers[i])
+                    self._check_bitmap(header.valid)
                 except RecordError:
                     found[i] = Absence.CORRUPT
                     bad.append(keys[i])
@@ -134,6 +142,12 @@ class RecordStore:
         if bad:
             self._quarantine(bad)
         return found
+
+    def _check_bitmap(self, valid: bytes) -> None:
+        if len(valid) != self._valid_nbytes:
+            raise RecordError("bitmap size", self._valid_nbytes, len(valid))
+        if self._no_row and int.from_bytes(valid, "little") & self._no_row:
+            raise RecordError("bitmap", f"bits for {self.layout.block_tokens} rows of each spec", "others")
 
     def _quarantine(self, keys: Sequence[BlockKey]) -> None:
         try:

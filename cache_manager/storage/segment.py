@@ -16,7 +16,7 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Final
 
-from cache_manager.errors import RecordError, StorageError
+from cache_manager.errors import RecordError, StoreFormatError
 from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.record import (
     HEADER_NBYTES_MAX,
@@ -47,17 +47,6 @@ _NAME = re.compile(r"segment-([0-9a-f]{16})\.kvr")
 _KEY_AT: Final = 32
 _CRC_RESIDUE: Final = 0x2144DF1C
 _SCAN_NBYTES: Final = 1024
-
-
-class StoreFormatError(StorageError):
-    """A file or directory that is not what its place says; it was left as it is."""
-
-    def __init__(self, path: str, field: str, wanted: object, got: object) -> None:
-        super().__init__(f"{path}: {field}: wanted {wanted}, got {got}")
-        self.path = path
-        self.field = field
-        self.wanted = wanted
-        self.got = got
 
 
 def segment_name(sequence: int) -> str:

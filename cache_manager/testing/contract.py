@@ -35,7 +35,7 @@ from cache_manager.testing.faults import FaultyStore
 
 LAYOUT = RecordLayout(
     (
-        AuxBlockDataSpec("routing", row_shape=(6, 8), dtype="uint8", block_tokens=80),
+        AuxBlockDataSpec("topk_ids", row_shape=(6, 8), dtype="uint8", block_tokens=80),
         AuxBlockDataSpec("weights_version", row_shape=(), dtype="uint32", block_tokens=80),
     )
 )
@@ -288,7 +288,7 @@ class StorageContract:
                 store.get_into([key_of(1)], short[:1])
 
     def test_a_record_of_another_layout_is_corrupt_for_this_one(self) -> None:
-        other = AuxBlockDataSpec("routing", row_shape=(LAYOUT.nbytes // 64,), dtype="uint8", block_tokens=64)
+        other = AuxBlockDataSpec("topk_ids", row_shape=(LAYOUT.nbytes // 64,), dtype="uint8", block_tokens=64)
         with self._store() as (backend, store):
             put(store, [1, 2])
             foreign = RecordStore(backend, RecordLayout((other,)))

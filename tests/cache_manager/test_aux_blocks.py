@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 from canary import canary_rows
-from faulty import FaultyStore
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import (
@@ -18,10 +18,12 @@ from cache_manager.errors import (
     RowError,
     SlotError,
     SpecError,
+    StorageError,
 )
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
+from cache_manager.testing.faults import FaultyStore
 
 SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", 4)
 
@@ -206,6 +208,18 @@ def test_an_incomplete_block_is_not_persisted(aux) -> None:
         (lambda a: a.begin_step([24]), SlotError, r"slots: wanted -1 \(padding\) or a slot in \[0, 24\), got 24"),
         (lambda a: a.begin_step([-2]), SlotError, r"slots: wanted .*, got -2"),
         (lambda a: a.begin_step([0, 0]), SlotError, "slots: wanted each slot once in a step, got slot 0 twice"),
+        (
+            lambda a: a.begin_step(np.array([2**64 - 1], "u8")),
+            SlotError,
+            "slots: wanted a flat array of integers, got 1844",
+        ),
+        (lambda a: a.begin_step([[0], [1, 2]]), SlotError, "slots: wanted a flat array of integers, got a ragged"),
+        (lambda a: a.read("routing", [0.5]), InvalidInputError, "blocks: wanted a flat sequence of block ids"),
+        (lambda a: a.read("routing", [2**63]), InvalidInputError, "blocks: wanted a flat sequence of block ids"),
+        (lambda a: a.read("routing", [0], 0.0, 1), InvalidInputError, "start, stop: wanted"),
+        (lambda a: a.swap_out([(0, 1)], owner=""), InvalidInputError, "owner: wanted a non-empty string"),
+        (lambda a: a.swap_out([(0, 1)], owner="b"), BlockStateError, "device block 0: wanted one that 'b' holds"),
+        (lambda a: a.copy([(0, 3)], rows=[1, 2]), InvalidInputError, "rows: wanted 1 row counts, one for each pair"),
         (lambda a: a.begin_step([0.0]), SlotError, "slots: wanted a flat array of integers, got float64"),
         (lambda a: a.begin_step([12]), BlockStateError, "device block 3: wanted HELD to write, got FREE"),
         (
@@ -267,6 +281,8 @@ def test_what_is_missing_at_the_front_door_is_named() -> None:
         ({"device_blocks": 0}, r"device_blocks: wanted an integer in \[1, "),
         ({"host_blocks": -1}, r"host_blocks: wanted an integer in \[0, "),
         ({"memory": "gpu"}, "memory: wanted 'heap' or 'shared', got 'gpu'"),
+        ({"required": []}, "required: wanted at least one spec's name, got none"),
+        ({"steps_max": 0}, r"steps_max: wanted an integer in \[1, "),
         ({"required": ["logprob"]}, "spec name: wanted one of routing, got 'logprob'"),
     ):
         with pytest.raises((ConfigError, SpecError), match=message):
@@ -280,6 +296,140 @@ def test_what_is_missing_at_the_front_door_is_named() -> None:
         with pytest.raises(BlockStateError, match="close: wanted nothing in flight, got 1 steps or moves"):
             aux.close()
         step.abort()
+
+
+def test_a_copy_can_be_limited_to_the_first_rows(aux) -> None:
+    mine = fill(aux, [0], "mine", "a")
+    aux.allocate([1], "b")
+    aux.copy([(0, 1)], rows=[3])
+    rows = aux.read("routing", [1])
+    assert rows.valid.tolist() == [True, True, True, False]
+    assert np.array_equal(rows.ids[:3], mine[:3])
+
+
+def test_a_lease_taken_during_a_move_stays_where_it_was_taken(aux) -> None:
+    """Goal: a prefix hit while the block is swapped out. Method: share between begin and commit."""
+    fill(aux, [0], "mine", "a")
+    with aux.begin_swap_out([(0, 1)]):
+        aux.share([0], "b")
+    assert aux.holds("b", 0)
+    assert not aux.holds("b", 1, "host")
+    assert aux.holds("a", 1, "host")
+    assert not aux.holds("a", 0)
+
+
+def test_a_step_or_move_is_ended_once_whichever_thread_ends_it(aux) -> None:
+    """Goal: commit and abort from two threads. Method: both wait for the lock, then run."""
+    fill(aux, [0], "mine", "a")
+    for begin in (lambda: aux.begin_swap_out([(0, 1)]), lambda: aux.begin_step([0])):
+        if aux.holds("a", 1, "host"):
+            aux.swap_in([(1, 0)])
+        work, errors = begin(), []
+
+        def commit(work=work, errors=errors) -> None:
+            try:
+                work.commit()
+            except BlockStateError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work.abort), threading.Thread(target=commit)]
+        with aux._lock:
+            for thread in threads:
+                thread.start()
+        for thread in threads:
+            thread.join()
+        assert aux.in_flight == 0
+        aux.assert_consistent()
+
+
+def test_a_step_can_be_committed_inside_its_with_statement(aux) -> None:
+    aux.allocate([0], "a")
+    with aux.step([0, 1]) as step:
+        step.write("routing", canary_rows(SPEC, [("x", 0), ("x", 1)]))
+        assert step.commit(keep=np.array([True, False])) == 1
+    assert aux.read("routing", [0]).valid.tolist() == [True, False, False, False]
+
+
+def test_steps_in_flight_are_limited() -> None:
+    with AuxBlocks([SPEC], device_blocks=2, namespace=Namespace("m", 1), steps_max=2) as small:
+        steps = [small.begin_step([]) for _ in range(2)]
+        with pytest.raises(BlockBusyError, match="steps in flight: wanted fewer than 2, got 2"):
+            small.begin_step([])
+        for step in steps:
+            step.abort()
+
+
+def test_after_close_every_call_says_so(aux) -> None:
+    fill(aux, [0], "mine", "a")
+    aux.close()
+    aux.close()
+    for call in (
+        lambda: aux.read("routing", [0]),
+        lambda: aux.allocate([1], "b"),
+        lambda: aux.begin_step([0]),
+        lambda: aux.swap_out([(0, 0)]),
+        lambda: aux.free("a"),
+        lambda: aux.reset(weights_version=2),
+    ):
+        with pytest.raises(BlockStateError, match="AuxBlocks: wanted one that is open, got one that was closed"):
+            call()
+
+
+def test_close_waits_for_views_and_can_be_called_again(aux) -> None:
+    """Goal: a view that somebody keeps must not leave a half-closed object. Method: keep one, close, drop it, close."""
+    view = aux.region("host").rows[0]
+    with pytest.raises(BufferError):
+        aux.close()
+    del view
+    aux.close()
+
+
+def test_what_a_reader_needs_decides_whether_a_record_will_do() -> None:
+    """Goal: two engines with different ``required`` on one store. Method: one stores less than the other needs."""
+    store = open_store("memory:")
+    specs = [SPEC, AuxBlockDataSpec("logprob", (), "float32", 4)]
+    arguments = {"device_blocks": 2, "namespace": Namespace("m", 1), "store": store}
+    with AuxBlocks(specs, required=["routing"], **arguments) as writer, AuxBlocks(specs, **arguments) as reader:
+        fill(writer, [0], "mine", "a")
+        key = writer.keys.key(None, [1])
+        assert writer.persist({key: 0}) == {key: True}
+        reader.allocate([0], "b")
+        assert reader.restore({key: 0}) == {key: False}
+        assert not reader.read("routing", [0]).valid.any()
+        assert reader.counters.incomplete_blocks_not_restored == 1
+
+
+class HalfAnswer(FaultyStore):
+    """A foreign backend that is not sound: forgets an answer, or answers with a header of another shape."""
+
+    header_valid: bytes | None = None
+
+    def get_into(self, keys, buffers):
+        found = super().get_into(keys, buffers)
+        if self.header_valid is None:
+            return found[:-1]
+        return [msgspec.structs.replace(h, valid=self.header_valid) for h in found]
+
+
+@pytest.mark.parametrize("valid", [None, b"", b"\xff" * 8, b"\xff" * 16])
+def test_a_backend_that_breaks_its_contract_leaves_no_block_stuck(valid) -> None:
+    """Goal: nothing stays ARRIVING, nothing wrong becomes readable. Method: a backend that answers nonsense."""
+    store = HalfAnswer(open_store("memory:"))
+    store.header_valid = valid
+    with AuxBlocks([SPEC], device_blocks=3, namespace=Namespace("m", 1), store=store) as aux:
+        fill(aux, [0], "mine", "a")
+        key = aux.keys.key(None, [1])
+        aux.persist({key: 0})
+        aux.allocate([1], "b")
+        if valid is None:
+            with pytest.raises(StorageError, match="answered 0 of 1 keys"):
+                aux.restore({key: 1})
+        else:
+            assert aux.restore({key: 1}) == {key: False}
+        assert aux.in_flight == 0
+        assert not aux.read("routing", [1]).valid.any()
+        aux.free("b")
+        aux.allocate([1], "c")
 
 
 def test_a_reader_beside_the_scheduler_never_sees_a_foreign_row(aux) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from canary import canary_rows
-from faulty import FaultyStore
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -21,6 +20,7 @@ from cache_manager.keys import BlockKey, Namespace
 from cache_manager.lifecycle import State
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
+from cache_manager.testing.faults import FaultyStore
 
 OWNERS = ("a", "b", "c")
 DEVICE, HOST = 5, 4
@@ -60,8 +60,7 @@ class ModelMove:
     tiers: tuple[str, str]
     pairs: list[tuple[int, int]]
     lives: list[tuple[Life, Life]]
-    owner: str | None
-    with_leases: bool
+    followers: list[set[str]]  # whose leases go along: those held when the move began
 
 
 class AuxBlocksMachine(RuleBasedStateMachine):
@@ -241,6 +240,8 @@ class AuxBlocksMachine(RuleBasedStateMachine):
         pairs = list(zip(sources, targets, strict=False))
         if not pairs:
             return
+        if kind != "copy" and owner is not None and not all(owner in self.model[tiers[0]][s].owners for s, _ in pairs):
+            owner = None
         begin = {"out": self.aux.begin_swap_out, "in": self.aux.begin_swap_in}.get(kind)
         real = begin(pairs, owner) if begin else self.aux.begin_copy(pairs)
         for s, t in pairs:
@@ -250,22 +251,25 @@ class AuxBlocksMachine(RuleBasedStateMachine):
             if not block.owners:
                 block.life = Life()
         lives = [(self.model[tiers[0]][s].life, self.model[tiers[1]][t].life) for s, t in pairs]
-        self.moves.append(ModelMove(real, tiers, pairs, lives, owner, kind != "copy"))
+        followers = [
+            {o for o in self.model[tiers[0]][s].owners if owner in (None, o)} if kind != "copy" else set()
+            for s, _ in pairs
+        ]
+        self.moves.append(ModelMove(real, tiers, pairs, lives, followers))
 
     @precondition(lambda self: self.moves)
     @rule(data=st.data(), commit=st.booleans())
     def end_move(self, data, commit) -> None:
         move = self.moves.pop(data.draw(st.integers(0, len(self.moves) - 1)))
         (move.real.commit if commit else move.real.abort)()
-        for (s, t), (source_life, target_life) in zip(move.pairs, move.lives, strict=True):
+        for (s, t), (source_life, target_life), followers in zip(move.pairs, move.lives, move.followers, strict=True):
             source, target = self.model[move.tiers[0]][s], self.model[move.tiers[1]][t]
             if commit:
                 if source.life is source_life and target.life is target_life:
                     target.life.rows = dict(source_life.rows)
-                if move.with_leases:
-                    going = {o for o in source.owners if move.owner in (None, o)}
-                    source.owners -= going
-                    target.owners |= going
+                going = source.owners & followers
+                source.owners -= going
+                target.owners |= going
             source.departures -= 1
             target.arriving = False
             self.end_if_unheld(source)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from canary import canary_rows
-from faulty import FaultyStore
 from kv import SlotKV
 
 from cache_manager.aux_blocks import AuxBlocks
-from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError
+from cache_manager.errors import BlockBusyError, BlockStateError, ConfigError, InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
+from cache_manager.testing.faults import FaultyStore
 
 SPEC = AuxBlockDataSpec("routing", (2,), "uint8", 4)
 PROMPT = list(range(10))
@@ -168,7 +168,16 @@ def test_a_preempted_sequence_comes_back_with_its_rows(house) -> None:
     ("call", "error", "message"),
     [
         (lambda m: m.allocate("a", [1]), BlockStateError, "owner 'a': wanted an owner without a sequence"),
-        (lambda m: m.allocate("b", []), InvalidInputError, "tokens: wanted at least one, got 0"),
+        (lambda m: m.allocate("b", []), InvalidInputError, "tokens: wanted 1 to 24 tokens, .*, got 0"),
+        (lambda m: m.allocate("b", [1] * 25), InvalidInputError, "tokens: wanted 1 to 24 tokens, .*, got 25"),
+        (
+            lambda m: m.allocate("b", [1.5]),
+            InvalidInputError,
+            "tokens: wanted a flat sequence of integers, got float64",
+        ),
+        (lambda m: m.allocate("b", ["x"]), InvalidInputError, "tokens: wanted a flat sequence of integers, got <U1"),
+        (lambda m: m.allocate("", PROMPT), InvalidInputError, "owner: wanted a non-empty string, got ''"),
+        (lambda m: m.allocate(5, PROMPT), InvalidInputError, "owner: wanted a non-empty string, got 5"),
         (lambda m: m.table("b"), BlockStateError, "owner 'b': wanted an owner with a sequence, got one without"),
         (lambda m: m.slots("a", 3, 99), InvalidInputError, "start, stop: wanted 0 <= start <= stop <= 12, got 3, 99"),
         (lambda m: m.publish("a", [1, 2]), InvalidInputError, "tokens: wanted 10 to 12 tokens, got 2"),
@@ -187,3 +196,103 @@ def test_a_wrong_call_names_the_field_and_changes_nothing(house, call, error, me
 def test_an_unknown_policy_is_named(house) -> None:
     with pytest.raises(ConfigError, match="policy: wanted 'gate' or 'mask', got 'maybe'"):
         BlockManager(house.aux, house.kv, policy="maybe")
+
+
+def test_a_fork_never_sees_what_its_parent_wrote_later(house) -> None:
+    """Goal: a child must not inherit rows of tokens it does not share. Method: the parent gets ahead, then a fork.
+
+    Rows beyond what was published (here: a draft that was taken back) lie in the block that both share.
+    """
+    house.manager.allocate("a", PROMPT)
+    with house.aux.step(house.manager.slots("a", 0, 10)) as step:
+        step.write("routing", canary_rows(SPEC, [("x", p) for p in range(10)]))
+    house.manager.publish("a", PROMPT[:6])
+    house.manager.fork("a", "b")
+    assert house.manager.append("b", 8)
+    for owner in ("a", "b"):
+        rows = house.manager.read("routing", owner, 0, 8)
+        assert rows.valid.tolist() == [True] * 6 + [False] * 2
+        assert (rows.ids[6:] == 0xFF).all()
+    house.manager.publish("b", [*PROMPT[:6], 70, 80])
+    assert house.manager.read("routing", "b", 0, 8).valid.tolist() == [True] * 6 + [False] * 2
+    assert house.manager.persist("b") == 1, "only the block whose rows are its own"
+
+
+def test_a_block_that_others_use_cannot_be_written(house) -> None:
+    """Goal: no write into a shared or findable block. Method: room from before a fork, used without append."""
+    house.manager.allocate("a", PROMPT)
+    with house.aux.step(house.manager.slots("a", 0, 6)) as step:
+        step.write("routing", canary_rows(SPEC, [("x", p) for p in range(6)]))
+    house.manager.publish("a", PROMPT[:6])
+    house.manager.fork("a", "b")
+    with pytest.raises(BlockStateError, match=r"wanted append\(\) before it is written"):
+        house.manager.slots("a", 6, 8)
+    assert house.manager.append("a", 8)
+    with house.aux.step(house.manager.slots("a", 6, 8)) as step:
+        step.write("routing", canary_rows(SPEC, [("x", 6), ("x", 7)]))
+    house.manager.publish("a", PROMPT[:8])
+    house.manager.free("a")
+    assert house.manager.append("b", 8)
+    house.manager.slots("b", 6, 8)
+    assert house.manager.table("b")[1] != house.manager.allocate("c", PROMPT).blocks[1]
+    house.manager.assert_consistent()
+
+
+def test_a_fork_waits_for_a_step_in_flight(house) -> None:
+    """Goal: the child must not see rows that arrive after the fork. Method: fork while the parent's step is open."""
+    house.manager.allocate("a", PROMPT)
+    with house.aux.step(house.manager.slots("a", 0, 6)) as step:
+        step.write("routing", canary_rows(SPEC, [("x", p) for p in range(6)]))
+    house.manager.publish("a", PROMPT[:6])
+    step = house.aux.begin_step(house.manager.slots("a", 6, 7))
+    with pytest.raises(BlockBusyError, match="owner 'a': wanted no step in flight to fork it"):
+        house.manager.fork("a", "b")
+    step.abort()
+    house.manager.fork("a", "b")
+
+
+def test_an_aborted_request_s_step_does_not_hold_up_the_next_owner(house) -> None:
+    """Goal: blocks of a request that died in mid-step can be restored into. Method: abort, then a store hit."""
+    house.run("a", PROMPT)
+    assert house.manager.persist("a") == 2
+    again = House(house.store, house.kv, device=3)
+    again.manager.allocate("dead", list(range(90, 102)))
+    step = again.aux.begin_step(again.manager.slots("dead", 0, 12))
+    step.write("routing", canary_rows(SPEC, [("late", p) for p in range(12)]))
+    again.manager.free("dead")
+    assert again.manager.allocate("b", PROMPT).restored_tokens == 8
+    step.commit()
+    rows = again.manager.read("routing", "b", 0, 8)
+    assert rows.valid.all()
+    assert np.array_equal(rows.ids, canary_rows(SPEC, [("x", p) for p in range(8)]))
+    again.manager.free("b")
+    again.aux.assert_consistent()
+    again.aux.close()
+
+
+def test_a_complete_block_takes_the_place_of_one_that_misses_rows(house) -> None:
+    """Goal: holes of the first publisher must not disable a prefix. Method: KV without rows first, then with."""
+    for owner, rows in (("a", False), ("b", True)):
+        house.manager.allocate(owner, PROMPT)
+        with house.aux.step(house.manager.slots(owner, 0, 10)) as step:
+            if rows:
+                step.write("routing", canary_rows(SPEC, [("x", p) for p in range(10)]))
+        house.manager.publish(owner, PROMPT)
+    house.manager.free("a")
+    house.manager.free("b")
+    assert house.manager.allocate("c", PROMPT).cached_tokens == 8
+    house.manager.assert_consistent()
+
+
+def test_blocks_that_are_being_stored_by_another_thread_are_not_lost(house) -> None:
+    """Goal: a background persist and the scheduler. Method: the store calls the scheduler in the middle of a put."""
+    house.run("a", PROMPT)
+    blocks = house.manager.table("a")
+    key = house.aux.keys.key(None, [99])
+    house.store.during_put = lambda: house.manager.free("a")
+    assert house.aux.persist({key: blocks[2]}) == {key: False}, "the partial block is not complete"
+    assert house.aux.persist({key: blocks[0]}) == {key: True}
+    house.store.during_put = None
+    house.manager.assert_consistent()
+    assert house.manager.free_device_blocks == 6
+    assert house.manager.allocate("b", list(range(50, 74))) is not None

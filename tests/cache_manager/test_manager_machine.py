@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from canary import canary_rows
-from faulty import FaultyStore
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kv import SlotKV, prefix_digest
@@ -23,6 +22,7 @@ from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
+from cache_manager.testing.faults import FaultyStore
 
 BLOCK, DEVICE, HOST = 3, 9, 6
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=16)
@@ -79,6 +79,8 @@ class ManagerMachine(RuleBasedStateMachine):
         """What an engine does in a forward pass: write KV and rows at the slots of the new positions."""
         sequence = self.sequences[owner]
         start = sequence.computed
+        if not self.manager.append(owner, upto):  # a fork since the last append may need a copy first
+            return
         sequence.versions[start:] = [self.version] * (upto - start)
         slots = self.manager.slots(owner, start, upto)
         for position, slot in zip(range(start, upto), slots.tolist(), strict=True):
@@ -123,6 +125,8 @@ class ManagerMachine(RuleBasedStateMachine):
         before = self.manager.table(owner), self.manager.free_device_blocks
         if self.manager.append(owner, total):
             sequence.tokens = sequence.tokens + more
+            if data.draw(st.booleans()):
+                self.fork_of(owner)
             if sequence.computed < total:
                 upto = data.draw(st.integers(sequence.computed + 1, total))
                 self.compute(owner, upto, self.rows_always or data.draw(st.booleans()))
@@ -154,7 +158,11 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data) -> None:
         owner = self.choose(data)
-        if owner is None or len(self.sequences) > 6:
+        if owner is not None:
+            self.fork_of(owner)
+
+    def fork_of(self, owner: str) -> None:
+        if len(self.sequences) > 6:
             return
         child = f"req-{self.next_owner}"
         self.next_owner += 1
@@ -251,6 +259,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def a_row_read_is_the_row_written_or_missing(self) -> None:
         for owner, sequence in self.sequences.items():
+            room = len(self.manager.table(owner)) * BLOCK
+            rows = self.manager.read("routing", owner, 0, room)
+            assert not rows.valid[sequence.computed :].any(), f"{owner} has rows that it has not computed"
             rows = self.manager.read("routing", owner, 0, sequence.computed)
             for position, (row, valid) in enumerate(zip(rows.ids, rows.valid.tolist(), strict=True)):
                 if valid:

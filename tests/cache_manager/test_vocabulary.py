@@ -162,6 +162,9 @@ def test_a_record_is_checked_whole() -> None:
         ({"dtype": "bfloat16"}, "routing.dtype"),
         ({"dtype": ">u2"}, "routing.dtype"),
         ({"block_tokens": 0}, "routing.block_tokens"),
+        ({"block_tokens": True}, "routing.block_tokens"),
+        ({"row_shape": (True,)}, "routing.row_shape"),
+        ({"attrs": None}, "routing.attrs"),
         ({"block_tokens": 64.0}, "routing.block_tokens"),
         ({"attrs": {"x": object()}}, "routing.attrs.x"),
         ({"attrs": {"x": float("nan")}}, "routing.attrs.x"),
@@ -178,14 +181,31 @@ def test_a_spec_that_cannot_be_names_the_field(arguments, field) -> None:
 
 def test_layouts_and_namespaces_that_cannot_be() -> None:
     routing = AuxBlockDataSpec("routing", (2,), "uint8", 4)
-    for specs in ((), (routing, routing), (routing, AuxBlockDataSpec("logprob", (), "float32", 8))):
+    wide = tuple(AuxBlockDataSpec(f"s{i}", (), "bool", 65_536) for i in range(8))
+    for specs in (
+        (),
+        ("routing",),
+        "routing",
+        routing,
+        wide,
+        (routing, routing),
+        (routing, AuxBlockDataSpec("logprob", (), "float32", 8)),
+    ):
         with pytest.raises(SpecError, match="specs: wanted"):
             RecordLayout(specs)
-    for arguments in ({"model": 3}, {"weights_version": -1}, {"weights_version": True}, {"rank": 1}):
+    for arguments in (
+        {"model": 3},
+        {"weights_version": -1},
+        {"weights_version": True},
+        {"rank": 1},
+        {"salt": "\ud800"},
+    ):
         with pytest.raises(SpecError, match="namespace"):
             Namespace(**{"model": "m", "weights_version": 1, **arguments})
     with pytest.raises(InvalidInputError, match="tokens: wanted a flat sequence of integers, got float64"):
         KeyChain(Namespace("m", 1), LAYOUT).keys([0.5, 1, 2, 3])
+    with pytest.raises(InvalidInputError, match="parent: wanted a key of this chain, or None, got 'abc'"):
+        KeyChain(Namespace("m", 1), LAYOUT).key("abc", [1])
     with pytest.raises(InvalidInputError, match="tokens: wanted 1 to 4 token ids, got 5"):
         KeyChain(Namespace("m", 1), LAYOUT).key(None, [1, 2, 3, 4, 5])
 
@@ -202,3 +222,19 @@ def test_layouts_and_namespaces_that_cannot_be() -> None:
 def test_rows_that_do_not_fit_are_named(values, message) -> None:
     with pytest.raises(RowError, match=message):
         LAYOUT.specs[0].rows(values, tokens=3)
+
+
+@pytest.mark.parametrize("dtype", [">i4", "<i4", ">i8", ">u2", "i2"])
+def test_rows_of_any_byte_order_are_the_same_rows(dtype) -> None:
+    values = np.array([[1, 255], [0, 7]], dtype=dtype)
+    assert np.array_equal(LAYOUT.specs[0].rows(values, tokens=2), values.astype(np.uint8))
+    for bad in (256, 1 << 14):
+        values[0, 0] = bad
+        with pytest.raises(RowError, match=f"got {bad}"):
+            LAYOUT.specs[0].rows(values, tokens=2)
+
+
+def test_a_dtype_object_is_a_dtype() -> None:
+    spec = AuxBlockDataSpec("routing", (2,), np.dtype("uint8"), 4)
+    assert spec == LAYOUT.specs[0]
+    assert spec.to_json() == LAYOUT.specs[0].to_json()

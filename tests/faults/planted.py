@@ -26,6 +26,7 @@ LIFE = "tests/cache_manager/test_lifecycle.py::TestLifecycle"
 INDEX = "tests/cache_manager/test_prefix_index.py::TestPrefixIndex"
 KEYS = "tests/cache_manager/test_vocabulary.py"
 HAZARDS = "tests/cache_manager/test_aux_blocks.py"
+FILES = "tests/storage/test_file.py"
 REQUESTS = "tests/cache_manager/test_manager.py"
 
 FAULTS = (
@@ -48,8 +49,8 @@ FAULTS = (
     Fault(
         "a restore lands without comparing generations",
         "archive.py",
-        "arrived = read & (device.life.generations[ids] == generations)",
-        "arrived = read",
+        "live = self._device.life.generations[ids] == generations",
+        "live = np.ones(len(ids), dtype=np.bool_)",
         HAZARDS,
         "test_a_reset_while_the_store_is_read_drops_what_was_read",
     ),
@@ -64,8 +65,8 @@ FAULTS = (
     Fault(
         "a row being rewritten stays readable",
         "tier.py",
-        "        if hit.any():\n            blocks, words",
-        "        if False:\n            blocks, words",
+        "        if hit.any():\n",
+        "        if False:\n",
         AUX,
         "a_row_read_is_the_row_written_or_missing",
     ),
@@ -88,10 +89,10 @@ FAULTS = (
     Fault(
         "a move leaves a lease behind",
         "leases.py",
-        "            self.release(owner, [s for s, _ in mine])\n",
+        "                del held[source]\n",
         "",
         AUX,
-        "reference_counts_equal_leases",
+        "no_block_is_free_and_owned",
     ),
     Fault(
         "a failed move counts as arrived",
@@ -136,10 +137,10 @@ FAULTS = (
     Fault(
         "no copy on write",
         "manager.py",
-        "if self.aux.shared(blocks[i])]",
+        "if self._index.key(blocks[i]) is not None or self.aux.shared(blocks[i])]",
         "if False]",
-        MANAGER,
-        "every_sequence_finds_its_own_kv",
+        REQUESTS,
+        "test_forks_share_until_one_of_them_writes",
     ),
     Fault(
         "a reused block is still found under its old key",
@@ -158,12 +159,28 @@ FAULTS = (
         "no_leased_block_is_evictable",
     ),
     Fault(
-        "blocks of a sequence from before a reset are indexed",
+        "rows beyond what a sequence computed are handed out",
         "manager.py",
-        "            sequence.outdated = True\n",
-        "",
+        "        if stop > sequence.computed:  # bytes",
+        "        if False:  # bytes",
         REQUESTS,
-        "test_what_a_sequence_held_across_a_reset_is_never_found_again",
+        "test_a_fork_never_sees_what_its_parent_wrote_later",
+    ),
+    Fault(
+        "a block that others use may be written",
+        "manager.py",
+        "            if stop > sequence.computed and (",
+        "            if False and (",
+        REQUESTS,
+        "test_a_block_that_others_use_cannot_be_written",
+    ),
+    Fault(
+        "a fork copies more rows than it may",
+        "move.py",
+        "valid if self._rows is None else valid & self._rows",
+        "valid",
+        HAZARDS,
+        "test_a_copy_can_be_limited_to_the_first_rows",
     ),
     Fault(
         "stored bytes are served without a check",
@@ -188,5 +205,37 @@ FAULTS = (
         '                len(b"").to_bytes(8, "little"),\n                b"",\n',
         KEYS,
         "test_keys_are_equal_exactly_for_equal_prefixes_in_equal_namespaces",
+    ),
+    Fault(
+        "a header with a wrong sum is believed",
+        "record.py",
+        "    if zlib.crc32(body) != crc:",
+        "    if False:",
+        KEYS,
+        "test_a_flipped_bit_in_a_header_is_an_error",
+    ),
+    Fault(
+        "a corrupt record is not quarantined",
+        "storage/records.py",
+        "            self.backend.delete(keys)\n",
+        "            pass\n",
+        REQUESTS,
+        "test_a_flipped_bit_is_a_miss_and_is_counted",
+    ),
+    Fault(
+        "a cut record is taken into the index",
+        "storage/segment.py",
+        "            if not sound:\n",
+        "            if False:\n",
+        FILES + "::test_what_a_crash_left_in_the_newest_segment_is_cut_away",
+        "test_what_a_crash_left_in_the_newest_segment_is_cut_away",
+    ),
+    Fault(
+        "a stored header is not looked at again",
+        "storage/segment.py",
+        "return zlib.crc32(raw) == _CRC_RESIDUE and",
+        "return len(raw) > 0 and",
+        FILES + "::test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
+        "test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
     ),
 )

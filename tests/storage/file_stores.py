@@ -1,0 +1,61 @@
+"""Small file stores for tests, and what harms them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cache_manager.record import header_nbytes
+from cache_manager.storage.file import FileStore
+from cache_manager.storage.records import RecordStore
+from cache_manager.storage.segments import Sync
+from cache_manager.testing.contract import LAYOUT
+from cache_manager.testing.faults import FaultyDisk
+
+RECORD_NBYTES = header_nbytes(LAYOUT) + LAYOUT.nbytes
+SEGMENT_NBYTES = 32 << 10  # six records
+
+
+@contextmanager
+def opened(
+    directory: Path, disk: FaultyDisk | None = None, quota_nbytes: int = 1 << 20, sync: Sync = Sync.NONE
+) -> Iterator[RecordStore]:
+    backend = FileStore(directory, quota_nbytes=quota_nbytes, segment_nbytes=SEGMENT_NBYTES, sync=sync, disk=disk)
+    try:
+        yield RecordStore(backend, LAYOUT)
+    finally:
+        backend.close()
+
+
+def segments(directory: Path) -> list[Path]:
+    return sorted(directory.glob("segment-*.kvr"))
+
+
+def flip(path: Path, offset: int) -> None:
+    """One bit, without a copy of the file: a store may have it open."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+
+
+def child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+FILL = """
+import sys
+from pathlib import Path
+from cache_manager.ports import Absence
+from cache_manager.spec import align
+from cache_manager.storage.file import FileStore
+from cache_manager.storage.records import RecordStore
+from cache_manager.testing.contract import LAYOUT, get, payload_of, put
+store = RecordStore(FileStore(Path(sys.argv[1]), quota_nbytes=1 << 20, segment_nbytes=32 << 10), LAYOUT)
+"""

@@ -1,0 +1,72 @@
+"""The memory store keeps the storage contract, and what is its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache_manager.errors import NoSpaceError, RecordError
+from cache_manager.ports import Absence, StorageBackend
+from cache_manager.storage.memory import MemoryStore
+from cache_manager.storage.records import RecordStore
+from cache_manager.testing.contract import LAYOUT, StorageContract, get, header_of, key_of, payload_of, put
+
+
+class TestMemoryStore(StorageContract):
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
+        return MemoryStore(capacity_nbytes)
+
+
+def test_the_least_recently_used_record_makes_room() -> None:
+    """Three slots; reading a record and putting it again both count as use."""
+    backend = MemoryStore(3 * LAYOUT.nbytes)
+    store = RecordStore(backend, LAYOUT)
+    put(store, [1, 2, 3])
+    get(store, [1])
+    put(store, [4])
+    assert store.contains([key_of(n) for n in (1, 2, 3, 4)]) == [True, False, True, True]
+    put(store, [3, 5])
+    assert store.contains([key_of(n) for n in (1, 3, 4, 5)]) == [False, True, True, True]
+    assert backend.usage()["evicted_records"] == 2
+    backend.close()
+
+
+def test_the_slot_of_a_deleted_record_is_used_again() -> None:
+    backend = MemoryStore(3 * LAYOUT.nbytes)
+    store = RecordStore(backend, LAYOUT)
+    put(store, [1, 2, 3])
+    backend.delete([key_of(1), key_of(2)])
+    put(store, [4, 5])
+    assert store.contains([key_of(n) for n in (3, 4, 5)]) == [True] * 3
+    assert backend.usage()["evicted_records"] == 0
+    backend.close()
+
+
+def test_a_record_of_another_size_is_an_error_that_changes_nothing() -> None:
+    backend = MemoryStore(1 << 20)
+    store = RecordStore(backend, LAYOUT)
+    put(store, [1])
+    with pytest.raises(RecordError, match=rf"payload size: wanted {LAYOUT.nbytes}, .* got 128"):
+        backend.put([header_of(2), header_of(3, 128)], [payload_of(2), payload_of(3, 128)])
+    assert get(store, [1, 2]) == [payload_of(1), Absence.MISS]
+    backend.close()
+
+
+def test_a_payload_that_is_not_bytes_leaves_no_slot_behind() -> None:
+    """As many bytes as the record, but as 4-byte numbers: an error, and the slot is free again."""
+    backend = MemoryStore(2 * LAYOUT.nbytes)
+    store = RecordStore(backend, LAYOUT)
+    put(store, [1])
+    words = np.zeros(LAYOUT.nbytes // 4, dtype=np.uint32)
+    with pytest.raises(RecordError, match="flat bytes"):
+        backend.put([header_of(2)], [words.data])
+    assert put(store, [3]) == [True]
+    assert get(store, [1, 2, 3]) == [payload_of(1), Absence.MISS, payload_of(3)]
+    backend.close()
+
+
+def test_more_memory_than_there_can_be_is_a_typed_error() -> None:
+    with pytest.raises(NoSpaceError, match=r"memory: wanted \d+ bytes"):
+        MemoryStore(1 << 62)

@@ -1,0 +1,94 @@
+"""Stores are chosen by URL; what a URL cannot say is a typed error that names it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from cache_manager import storage
+from cache_manager.errors import ConfigError
+from cache_manager.storage import StoreUrl, open_store
+from cache_manager.storage.memory import MemoryStore
+
+
+def test_a_memory_store_has_the_capacity_of_its_url() -> None:
+    with_default, with_capacity = open_store("memory:"), open_store("memory:?capacity=1MiB")
+    assert with_default.usage()["capacity_nbytes"] == 64 << 20
+    assert with_capacity.usage()["capacity_nbytes"] == 1 << 20
+    with_default.close()
+    with_capacity.close()
+
+
+@pytest.mark.parametrize("name", ["plain", "Übung 日本", "100%", "a#b", "a?b"])
+def test_a_file_store_is_in_the_directory_of_its_url(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / name
+    store = open_store(f"file://{quote(str(directory))}?quota=1MiB&segment=64KiB&sync=batch")
+    assert store.usage()["capacity_nbytes"] == 1 << 20
+    store.close()
+    assert {path.name for path in directory.iterdir()} == {"kvroute.store", "kvroute.lock"}
+
+
+def test_a_directory_may_be_written_as_it_is(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/日本 é")
+    store.close()
+    assert (tmp_path / "日本 é").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "store: wanted a URL .* got ''"),
+        ("/var/lib/kvroute", "store: wanted a URL"),
+        ("redis://host/1", "store scheme: wanted one of file, memory.* got 'redis'"),
+        ("memory:?capacity=64MB", r"memory: store parameter capacity: wanted a positive whole number .* got '64MB'"),
+        ("memory:?capacity=0", "store parameter capacity: wanted a positive"),
+        ("memory:?capacity=-1", "store parameter capacity: wanted a positive"),
+        ("memory:?capacity=1.5GiB", "store parameter capacity: wanted a positive"),
+        ("memory:?capacity=", "store parameter: wanted name=value, got 'capacity='"),
+        ("memory:?capacity", "store parameter: wanted name=value"),
+        ("memory:?size=1MiB", "memory: store parameter: wanted one of capacity, got 'size'"),
+        ("memory:?capacity=1MiB&capacity=2MiB", "store parameter capacity: wanted one value"),
+        ("memory:///path", "memory: store path: wanted none"),
+        ("memory:#x", "store: wanted a URL without '#'"),
+        ("file:", "file: store path: wanted file:///absolute/path, got 'file:'"),
+        ("file:relative", "file: store path"),
+        ("file://host/dir", "file: store path"),
+        ("file:///a%00b", "file: store path"),
+        ("file:///tmp/x?qouta=1GiB", "file: store parameter: wanted one of quota, segment, sync, got 'qouta'"),
+        ("file:///tmp/x?sync=always", "file: store parameter sync: wanted one of none, batch, got 'always'"),
+        ("file:///tmp/x?quota=1MiB&segment=1MiB", "quota: wanted 2 to 512 segments of 1048576 bytes"),
+        ("file:///tmp/x?segment=1KiB", "segment: wanted a multiple of 4096"),
+    ],
+)
+def test_a_url_that_cannot_be_is_a_config_error(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_store(url)
+
+
+def open_own_store(url: StoreUrl) -> MemoryStore:
+    url.allow("slots")
+    return MemoryStore(4096 * int(url.parameters["slots"]))
+
+
+def test_a_further_scheme_comes_from_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed distribution's entry points, as importlib.metadata hands them out."""
+    entry = EntryPoint("own", f"{__name__}:open_own_store", storage.GROUP)
+    monkeypatch.setattr(storage, "entry_points", lambda **wanted: EntryPoints([entry]).select(**wanted))
+    store = open_store("own:?slots=2")
+    assert store.usage()["capacity_nbytes"] == 8192
+    store.close()
+    with pytest.raises(ConfigError, match="one of file, memory, own"):
+        open_store("other:")
+
+
+def test_adapters_are_imported_when_they_are_asked_for() -> None:
+    code = (
+        "import sys, cache_manager.storage\n"
+        "assert not {'cache_manager.storage.file', 'cache_manager.storage.memory'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
