@@ -14,30 +14,18 @@ The best of ``--rounds`` rounds counts. Rows are compared at the end.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import numpy as np
 
 from bench.table import Table
+from bench.timing import best_ms
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 
 SPEC = AuxBlockDataSpec("routing", row_shape=(58, 8), dtype="uint8", block_tokens=64)
 Memory = Literal["heap", "shared"]
-
-
-def best_ms(rounds: int, timed: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Milliseconds of the fastest of ``rounds`` interleaved calls of each."""
-    best = dict.fromkeys(timed, float("inf"))
-    for _ in range(rounds):
-        for name, call in timed.items():
-            start = time.perf_counter()
-            call()
-            best[name] = min(best[name], 1000 * (time.perf_counter() - start))
-    return best
 
 
 def measure(memory: Memory, tokens: int, rounds: int, seed: int) -> dict[str, float]:

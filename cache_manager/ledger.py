@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from cache_manager.keys import KeyChain
 
@@ -58,3 +60,29 @@ class Ledger:
     def snapshot(self) -> AuxCounters:
         with self.lock:
             return AuxCounters(**self._counts)
+
+
+class InFlight(ABC):
+    """Work that has begun and is ended once: by :meth:`commit`, or by :meth:`abort`, which is harmless afterwards.
+
+    As a context manager, an exception aborts, and leaving commits unless the body has ended it already. Whichever
+    thread ends it, it ends once.
+    """
+
+    __slots__ = ("_ended",)
+    _ended: bool  # read and written under the ledger's lock
+
+    @abstractmethod
+    def commit(self) -> object: ...
+
+    @abstractmethod
+    def abort(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is not None:
+            self.abort()
+        elif not self._ended:
+            self.commit()

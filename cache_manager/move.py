@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.checks import integers
 from cache_manager.errors import BlockStateError, InvalidInputError
-from cache_manager.ledger import Ledger
+from cache_manager.ledger import InFlight, Ledger
 from cache_manager.lifecycle import Event
 from cache_manager.tier import Tier, prefix_bits
 
@@ -49,7 +47,7 @@ def split_pairs(pairs: Pairs, source: Tier, target: Tier) -> tuple[NDArray[np.in
     return sources, targets
 
 
-class Move:
+class Move(InFlight):
     """A move in flight, made by :meth:`AuxBlocks.begin_swap_out` and its kin. The rows are already copied.
 
     While it is open its blocks can be neither freed, nor given away, nor written. Exactly one of :meth:`commit` and
@@ -63,7 +61,6 @@ class Move:
 
     __slots__ = (
         "_counter",
-        "_ended",
         "_followers",
         "_ledger",
         "_rows",
@@ -143,15 +140,6 @@ class Move:
         self._ledger.moves -= 1
         self._source.life.end_departure(self._sources)
         self._target.life.end_arrival(self._targets, arrived=arrived)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if kind is not None:
-            self.abort()
-        elif not self._ended:
-            self.commit()
 
 
 def _followers(source: Tier, sources: list[int], leases_of: Follow) -> list[frozenset[str]]:

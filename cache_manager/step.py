@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.checks import integers
 from cache_manager.errors import BlockBusyError, BlockStateError, RowError, SlotError
-from cache_manager.ledger import Ledger
+from cache_manager.ledger import InFlight, Ledger
 from cache_manager.lifecycle import Event
 from cache_manager.tier import Tier, runs_of
 
@@ -59,14 +58,14 @@ def _without_repeats(ordered: NDArray[np.int64]) -> NDArray[np.int64]:
     return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
 
 
-class Step:
+class Step(InFlight):
     """The rows of one forward pass, kept aside until the pass has completed.
 
     Made by :meth:`AuxBlocks.begin_step`. Call :meth:`write` for each spec that the pass produced, then exactly one of
     :meth:`commit` and :meth:`abort`; as a context manager, leaving commits and an exception aborts.
     """
 
-    __slots__ = ("_begun", "_ended", "_generations", "_ledger", "_live", "_rows", "_table", "_tier")
+    __slots__ = ("_begun", "_generations", "_ledger", "_live", "_rows", "_table", "_tier")
 
     def __init__(self, tier: Tier, ledger: Ledger, table: SlotTable) -> None:
         self._tier = tier
@@ -166,12 +165,3 @@ class Step:
     def _check_open(self, event: str) -> None:
         if self._ended:
             raise BlockStateError("step", f"one that is in flight to {event}", "one that has ended")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if kind is not None:
-            self.abort()
-        elif not self._ended:
-            self.commit()

@@ -95,10 +95,16 @@ def _shm(chosen: Any) -> int:
     from cache_manager.regions import list_regions, reap_orphans
 
     if chosen.action == "reap":
-        for name in reap_orphans():
+        removed = reap_orphans()
+        for name in removed:
             sys.stdout.write(f"removed {name}\n")
+        if not removed:
+            sys.stdout.write("no orphans\n")
         return 0
-    for region in list_regions():
+    regions = list_regions()
+    if not regions:
+        sys.stdout.write("no regions\n")
+    for region in regions:
         state = "in use" if region.in_use else "orphan"
         sys.stdout.write(f"{region.name}  {region.purpose}  {region.nbytes:,} bytes  {state}\n")
     return 0
