@@ -57,7 +57,10 @@ def payload_of(number: int, nbytes: int = LAYOUT.nbytes) -> bytes:
 
 
 def valid_of(number: int) -> bytes:
-    return np.random.default_rng(number).bytes(8 * LAYOUT.valid_words * len(LAYOUT.specs))
+    rows, words = LAYOUT.block_tokens, LAYOUT.valid_words
+    bits = np.random.default_rng(number).bytes(8 * words * len(LAYOUT.specs))
+    unused = ((1 << 64 * words) - (1 << rows)).to_bytes(8 * words, "little") * len(LAYOUT.specs)
+    return bytes(bit & ~no_row for bit, no_row in zip(bits, unused, strict=True))
 
 
 def header_of(number: int, nbytes: int = LAYOUT.nbytes) -> RecordHeader:
