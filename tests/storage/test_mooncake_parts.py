@@ -33,8 +33,8 @@ class BreakerMachine(RuleBasedStateMachine):
         self.in_a_row = 0
         self.opened_at_s = 0.0
 
-    @rule(seconds=st.floats(0, 20))
-    def wait(self, seconds: float) -> None:
+    @rule(seconds=st.integers(0, 20))
+    def wait(self, seconds: int) -> None:
         self.now_s += seconds
 
     @rule()
