@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from mooncake_pool import Master, Owner, free_port, running_master, running_owner
+from mooncake_pool import Master, Owner, free_port, running_master, running_owner, send
 
 from cache_manager.errors import ConfigError, StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.ports import Absence
@@ -347,7 +347,7 @@ def test_the_native_client_may_crash_or_hang(number: int, backend: MooncakeStore
     """The records are elsewhere: another client has them all."""
     store = RecordStore(backend, LAYOUT)
     assert all(put(store, range(10)))
-    os.kill(backend.native_pid, number)
+    send(backend.native_pid, number)
     assert isinstance(timed(lambda: get(store, range(10))), StorageError)
     until("a new client reads", lambda: timed(lambda: get(store, range(10))) == [payload_of(n) for n in range(10)])
 

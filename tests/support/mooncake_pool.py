@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 START_S = 20.0
-LEASE_MS = 30
+LEASE_MS = 60
 
 OWNER = """
 import json, os, sys
@@ -59,6 +60,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def send(pid: int, number: int) -> None:
+    """Send a signal; a stopped process has stopped in all its threads when this returns."""
+    os.kill(pid, number)
+    if number == signal.SIGSTOP:
+        give_up_s = time.monotonic() + START_S
+        while any(_state(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
+            assert time.monotonic() < give_up_s, f"process {pid} does not stop"
+            time.sleep(0.005)
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 class Master:
     """``mooncake_master`` on ports of its own, which a restart keeps."""
 
@@ -94,7 +109,7 @@ class Master:
 
     def signal(self, number: int) -> None:
         assert self.process is not None
-        os.kill(self.process.pid, number)
+        send(self.process.pid, number)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -138,7 +153,7 @@ class Owner:
         assert self.ask("segment", str(file), nbytes) == 0
 
     def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+        send(self.process.pid, number)
 
     def end(self) -> None:
         self.process.kill()  # also a stopped one

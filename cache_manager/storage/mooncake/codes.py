@@ -9,6 +9,7 @@ from typing import Final
 
 FULL: Final = -200
 LEASED: Final = -706
+EXPIRED: Final = -707
 INVALID: Final = -600
 
 NAMES: Final = {
@@ -25,7 +26,7 @@ NAMES: Final = {
     -703: "REPLICA_IS_NOT_READY",
     -704: "OBJECT_NOT_FOUND",
     LEASED: "OBJECT_HAS_LEASE",
-    -707: "LEASE_EXPIRED",
+    EXPIRED: "LEASE_EXPIRED",
     -712: "REPLICA_IS_GONE",
     -800: "TRANSFER_FAIL",
     -900: "RPC_FAIL",
@@ -38,7 +39,7 @@ CAUSES: Final = {
     -901: "the master does not answer",
 }
 
-_MISSES: Final = frozenset({-703, -704, -707, -712})
+_MISSES: Final = frozenset({-703, -704, EXPIRED, -712})
 _MASTER: Final = frozenset({-900, -901})
 _BUGS: Final = frozenset({-10, -400, INVALID, -601})
 

@@ -17,7 +17,7 @@ from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.arena import Arena
 from cache_manager.storage.mooncake.breaker import Breaker
 from cache_manager.storage.mooncake.client import ClientLostError, NativeClient
-from cache_manager.storage.mooncake.codes import FULL, describe, is_failure, is_master_failure
+from cache_manager.storage.mooncake.codes import describe, is_failure, is_master_failure
 from cache_manager.storage.mooncake.master import check_ready, reach
 from cache_manager.storage.mooncake.settings import MooncakeSettings, parse_address
 
@@ -58,7 +58,7 @@ class Link:
             self._end(self._owner, wait_s=settings.close_ms / 1e3)
             self.arena.close()
             raise
-        if code not in (0, FULL):
+        if is_failure(code):
             self.writes.failed(time.monotonic(), f"the first write was answered {describe(code)}", fatal=True)
         self._keeper = threading.Thread(target=self._keep, name="kvroute-mooncake-keeper", daemon=True)
         self._keeper.start()
@@ -200,7 +200,7 @@ class Link:
             old, self._client = self._client, client
             self.counts["rebuilds"] += 1
             for breaker in due:
-                good = breaker is self.reads or code in (0, FULL)
+                good = breaker is self.reads or not is_failure(code)
                 breaker.end_probe(time.monotonic(), good=good, cause="" if good else describe(code))
         if old is not None:
             give_up_s = time.monotonic() + self.settings.timeout_s

@@ -25,7 +25,7 @@ from cache_manager.record import HEADER_NBYTES_MAX, Buffer, RecordHeader, pack_h
 from cache_manager.spec import align
 from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.breaker import State
-from cache_manager.storage.mooncake.codes import FULL, INVALID, LEASED, describe, is_bug, is_failure, is_miss
+from cache_manager.storage.mooncake.codes import EXPIRED, FULL, INVALID, LEASED, describe, is_bug, is_failure, is_miss
 from cache_manager.storage.mooncake.groups import GroupNames
 from cache_manager.storage.mooncake.link import Link
 from cache_manager.storage.mooncake.master import pool_usage
@@ -145,8 +145,9 @@ class MooncakeStore:
             views = [_bytes_of(buffer) for _, buffer in zip(keys, buffers, strict=True)]
             found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
             wanted = [i for i, key in enumerate(keys) if key not in self._hidden]
-            short = self._get(wanted, keys, views, found, self._header_room, give_up_s)
-            for i in self._get(short, keys, views, found, HEADER_NBYTES_MAX, give_up_s):
+            short, late = self._get(wanted, keys, views, found, self._header_room, give_up_s)
+            short += self._get(late, keys, views, found, self._header_room, give_up_s)[0]
+            for i in self._get(short, keys, views, found, HEADER_NBYTES_MAX, give_up_s)[0]:
                 found[i] = Absence.CORRUPT  # longer than any record of this payload
             return found
 
@@ -275,9 +276,13 @@ class MooncakeStore:
         found: list[RecordHeader | Absence],
         header_room: int,
         give_up_s: float,
-    ) -> list[int]:
-        """Fill in the headers and absences of the keys numbered ``wanted``; those that did not fit their range."""
+    ) -> tuple[list[int], list[int]]:
+        """Fill in the headers and absences of the keys numbered ``wanted``.
+
+        Answers those that did not fit their range, and those whose lease ended while they were on their way.
+        """
         short: list[int] = []
+        late: list[int] = []
         limit = self._link.arena.nbytes // 2
 
         def receive(chunk: list[int]) -> list[int]:
@@ -289,6 +294,8 @@ class MooncakeStore:
                 for i, at, code in zip(chunk, offsets, codes, strict=True):
                     if code == INVALID:
                         short.append(i)
+                    elif code == EXPIRED:
+                        late.append(i)
                     elif code >= 0:
                         found[i] = _opened(self._link.arena.view[at : at + code], keys[i], views[i])
             finally:
@@ -303,7 +310,7 @@ class MooncakeStore:
             fitting = [i for i in fitting if first[keys[i]] != i]
             chunks += self._by_bytes(once, lambda i: header_room + views[i].nbytes)
         self._each("failed_reads", chunks, receive)
-        return short
+        return short, late
 
     def _unhide(self, keys: Sequence[BlockKey], give_up_s: float) -> list[BlockKey]:
         """Remove the objects of hidden keys; the keys that stay hidden because somebody still reads theirs."""
