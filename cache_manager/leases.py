@@ -59,16 +59,29 @@ class Leases:
 
         Nobody holds the targets before. A follower that has let its source go meanwhile is passed over.
         """
+        mine, theirs = self._owners, to._owners
+        now: list[object] = [mine.get(source) for source in sources]
+        if now == followers and len(everybody := set().union(*followers)) == 1:  # as preemption does it, in bulk
+            theirs.update(zip(targets, map(mine.pop, sources), strict=True))
+            (holder,) = everybody
+            held = self._blocks[holder]
+            for source in sources:
+                del held[source]
+            if not held:
+                del self._blocks[holder]
+            to._blocks.setdefault(holder, {}).update(dict.fromkeys(targets))
+            return
         for source, target, names in zip(sources, targets, followers, strict=True):
-            current = self._owners.get(source)
-            going = current & names if current else None
-            if not going:
+            current = mine.get(source)
+            if not current:
                 continue
-            if going == current:
-                del self._owners[source]
+            if current == names:
+                going = mine.pop(source)
+            elif going := current & names:
+                mine[source] = current - going
             else:
-                self._owners[source] = current - going if current else set()
-            to._owners[target] = set(going)
+                continue
+            theirs[target] = going
             for holder in going:
                 held = self._blocks[holder]
                 del held[source]
@@ -94,6 +107,11 @@ class Leases:
 
     def owners(self, block: int) -> frozenset[str]:
         return frozenset(self._owners.get(block, ()))
+
+    def snapshot(self, blocks: list[int]) -> list[frozenset[str]]:
+        """The owners of each of ``blocks``, as they are now."""
+        nobody: frozenset[str] = frozenset()
+        return [frozenset(owners) if owners else nobody for owners in map(self._owners.get, blocks)]
 
     def blocks(self, owner: str) -> list[int]:
         """The owner's blocks in the order in which it took them."""

@@ -146,7 +146,7 @@ def _followers(source: Tier, sources: list[int], leases_of: Follow) -> list[froz
     """Whose leases on each of ``sources`` will follow; the lock is held."""
     leases = source.life.leases
     if leases_of is Followers.EVERYBODY:
-        return [leases.owners(block) for block in sources]
+        return leases.snapshot(sources)
     assert isinstance(leases_of, str)
     for block in sources:
         if not leases.holds(leases_of, block):

@@ -105,7 +105,7 @@ class AuxBlockDataSpec:
     >>> spec.row_nbytes, spec.block_nbytes
     (384, 24576)
     >>> spec.fingerprint.hex()
-    'ea8acc67cf7570bf50edce66c1df9450'
+    '19d29a2fc4586f88ef311c626f66cd3d'
     """
 
     name: str
@@ -201,7 +201,7 @@ class RecordLayout:
     >>> layout.offsets, layout.nbytes, layout.valid_words
     ((0, 128), 192, 1)
     >>> layout.fingerprint.hex()
-    '035ec378d09b1aeafc13e329dec2c8a7'
+    'f42b81ac4e3c687874caebf5b3767d5d'
     """
 
     specs: tuple[AuxBlockDataSpec, ...]

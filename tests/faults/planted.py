@@ -89,8 +89,8 @@ FAULTS = (
     Fault(
         "a move leaves a lease behind",
         "leases.py",
-        "                del held[source]\n",
-        "",
+        "map(mine.pop, sources)",
+        "map(mine.get, sources)",
         AUX,
         "no_block_is_free_and_owned",
     ),
