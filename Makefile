@@ -5,7 +5,7 @@ READY := .venv/.ready
 HYPOTHESIS_PROFILE ?= dev
 export HYPOTHESIS_PROFILE
 
-.PHONY: demo test check lint bench clean setup help
+.PHONY: demo test check lint bench clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -18,8 +18,17 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@echo "== setting up .venv (once; about two minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,plot,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,plot,mooncake-cpu,dev]'
+	@$(BIN)/kvroute doctor --require mooncake >/dev/null || $(MAKE) --no-print-directory libraries
 	@touch $@
+
+# Shared libraries that the Mooncake wheel does not bring: libibverbs.so.1, libnuma.so.1, libcurl.so.4.
+libraries:
+	@if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "== apt-get install libibverbs1 libnuma1 libcurl4 (for Mooncake)"; \
+		apt-get update -qq; \
+		apt-get install -qq -y --no-install-recommends libibverbs1 libnuma1 libcurl4 >/dev/null; \
+	fi || true
 
 demo: $(READY)
 	$(BIN)/kvroute demo --json demo-output/demo.json $(ARGS)
@@ -27,6 +36,7 @@ demo: $(READY)
 test: check
 
 check: lint
+	@echo "== this machine";      $(BIN)/kvroute doctor --require mooncake || true
 	@echo "== tests (Hypothesis profile: $(HYPOTHESIS_PROFILE))"
 	@$(BIN)/pytest
 

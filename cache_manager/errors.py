@@ -101,6 +101,10 @@ class StoreClosedError(StorageError):
     """The store was closed."""
 
 
+class StoreUnavailableError(StorageError):
+    """The store failed a moment ago and is not asked until a probe has found it well; the message has the cause."""
+
+
 class RecordError(StorageError):
     """Bytes that are not a sound record of the expected kind."""
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         StoreClosedError,
         StoreFormatError,
         StoreLockedError,
+        StoreUnavailableError,
     )
     from cache_manager.keys import BlockKey, KeyChain, Namespace
     from cache_manager.manager import BlockManager
@@ -58,6 +59,7 @@ _HOME: Final = {
         "StoreClosedError",
         "StoreFormatError",
         "StoreLockedError",
+        "StoreUnavailableError",
     ),
     "cache_manager.keys": ("BlockKey", "KeyChain", "Namespace"),
     "cache_manager.manager": ("BlockManager",),
@@ -110,6 +112,7 @@ __all__ = [
     "StoreClosedError",
     "StoreFormatError",
     "StoreLockedError",
+    "StoreUnavailableError",
     "__version__",
     "logprob_spec",
     "open_store",

@@ -1,4 +1,4 @@
-"""The command line: ``kvroute demo``, ``kvroute shm``. Heavy libraries are imported by the command that needs them."""
+"""The command line: ``kvroute demo``, ``shm``, ``doctor``. A heavy library is imported by the command that needs it."""
 
 from __future__ import annotations
 
@@ -58,6 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     shm = commands.add_parser("shm", help="SharedMemory regions of this machine")
     shm.set_defaults(run=_shm)
     shm.add_argument("action", choices=("ls", "reap"), help="list them, or remove those whose owner is gone")
+
+    doctor = commands.add_parser("doctor", help="what this machine lacks, and the command that helps")
+    doctor.set_defaults(run=_doctor)
+    doctor.add_argument("--require", choices=("mooncake",), help="count what this optional part lacks as a problem")
     return parser
 
 
@@ -104,6 +108,14 @@ def _shm(chosen: Any) -> int:
         state = "in use" if region.in_use else "orphan"
         sys.stdout.write(f"{region.name}  {region.purpose}  {region.nbytes:,} bytes  {state}\n")
     return 0
+
+
+def _doctor(chosen: Any) -> int:
+    from kvroute.doctor import Level, diagnose, look, report
+
+    findings = diagnose(look(), require_mooncake=chosen.require == "mooncake")
+    sys.stdout.write(report(findings))
+    return FAILED if any(finding.level is Level.PROBLEM for finding in findings) else 0
 
 
 if __name__ == "__main__":

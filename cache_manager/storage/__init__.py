@@ -3,6 +3,7 @@
 ==================================================  =================================================
 ``memory:?capacity=64MiB``                          :class:`cache_manager.storage.memory.MemoryStore`
 ``file:///dir?quota=4GiB&segment=64MiB&sync=none``  :class:`cache_manager.storage.file.FileStore`
+``mooncake://host:port/prefix?segment=1GiB``        :class:`cache_manager.storage.mooncake.MooncakeStore`
 ==================================================  =================================================
 
 Further schemes come from entry points in the group ``kvroute.stores``: the entry's name is the scheme, its value a
@@ -26,6 +27,7 @@ StoreOpener = Callable[[StoreUrl], StorageBackend]
 BUILT_IN: Final = {
     "memory": EntryPoint("memory", "cache_manager.storage.memory:open_memory_store", GROUP),
     "file": EntryPoint("file", "cache_manager.storage.file:open_file_store", GROUP),
+    "mooncake": EntryPoint("mooncake", "cache_manager.storage.mooncake:open_mooncake_store", GROUP),
 }
 
 

@@ -82,7 +82,7 @@ def test_a_further_scheme_comes_from_an_entry_point(monkeypatch: pytest.MonkeyPa
     store = open_store("own:?slots=2")
     assert store.usage()["capacity_nbytes"] == 8192
     store.close()
-    with pytest.raises(ConfigError, match="one of file, memory, own"):
+    with pytest.raises(ConfigError, match="one of file, memory, mooncake, own"):
         open_store("other:")
 
 

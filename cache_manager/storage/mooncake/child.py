@@ -1,0 +1,172 @@
+"""The native client's own process: ``python -m cache_manager.storage.mooncake.child SOCKET_FD ARENA_FD``.
+
+The native library ends the process that misuses it, holds the interpreter's lock for seconds in set-up and close, hangs
+after ``fork`` and has no deadlines. Here it may: the store that started this process waits with a deadline, kills it
+and starts another. This is the only module that imports mooncake.
+
+A native call is made only between a good set-up and the close; the close waits for calls in flight. When the other end
+is gone the process ends, properly where it can.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import select
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NoReturn
+
+from cache_manager.storage.mooncake import wire
+
+LOCAL_BUFFER_NBYTES: Final = 16 << 20
+ORPHAN_CHECK_MS: Final = 2_000
+
+
+class Child:
+    """Answers requests from one socket until it is told to close or the other end is gone."""
+
+    def __init__(self, end: socket.socket, arena_fd: int) -> None:
+        self._end = end
+        self._arena_fd = arena_fd
+        self._parent = os.getppid()
+        self._sending = threading.Lock()
+        self._calls = ThreadPoolExecutor(wire.CALLS_MAX)
+        self._in_flight = 0
+        self._counting = threading.Lock()
+        self._store: Any = None
+        self._lends = False
+        self._memory: mmap.mmap | None = None
+        self._address = 0
+
+    def serve(self) -> NoReturn:
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        while True:
+            if not poll.poll(ORPHAN_CHECK_MS):
+                if os.getppid() != self._parent:  # a fork of the parent may hold the socket open
+                    self._leave()
+                continue
+            asked = wire.receive_asked(self._end)
+            match asked:
+                case None:
+                    self._leave()
+                case wire.Asked(number, wire.SetUp() as request):
+                    self._reply(number, lambda request=request: self._set_up(request))
+                case wire.Asked(number, wire.Close()):
+                    self._calls.shutdown(wait=True)
+                    self._reply(number, self._close)
+                    os._exit(0)
+                case wire.Asked(number, request):
+                    with self._counting:
+                        self._in_flight += 1
+                    self._calls.submit(self._run, number, request)
+
+    def _run(self, number: int, request: wire.Request) -> None:
+        try:
+            self._reply(number, lambda: self._call(request))
+        finally:
+            with self._counting:
+                self._in_flight -= 1
+
+    def _reply(self, number: int, call: Any) -> None:
+        try:
+            answer = wire.Answer(number, list(call()))
+        except Exception as error:  # noqa: BLE001 - this process's loop edge: the asker gets the reason
+            answer = wire.Answer(number, [], f"{type(error).__name__}: {error}")
+        with self._sending:
+            try:
+                wire.send(self._end, answer)
+            except OSError:  # nobody waits for it any more; serve() sees the same
+                return
+
+    def _set_up(self, request: wire.SetUp) -> list[int]:
+        from mooncake.store import MooncakeDistributedStore
+
+        if not request.master or self._store is not None:
+            raise AssertionError("set up once, with a master")
+        store = MooncakeDistributedStore()
+        code = store.setup(
+            request.host,
+            "P2PHANDSHAKE",
+            request.segment_nbytes,
+            LOCAL_BUFFER_NBYTES,
+            request.protocol,
+            request.devices,
+            request.master,
+        )
+        if code == 0 and request.arena_nbytes:
+            self._memory = mmap.mmap(self._arena_fd, request.arena_nbytes)
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            code = store.register_buffer(self._address, request.arena_nbytes)
+        if code:
+            store.close()
+            return [code]
+        self._store, self._lends = store, request.segment_nbytes > 0
+        return [0]
+
+    def _call(self, request: wire.Request) -> list[int]:
+        store = self._store
+        if store is None:
+            raise AssertionError("a call before set-up")
+        match request:
+            case wire.Put(names, offsets, nbytes, groups):
+                return self._put(names, offsets, nbytes, groups)
+            case wire.Get(names, offsets, nbytes):
+                self._check(names, offsets, nbytes)
+                return list(store.batch_get_into(names, [self._address + at for at in offsets], nbytes))
+            case wire.Exist(names):
+                return list(store.batch_is_exist(names))
+            case wire.Remove(names):
+                return list(store.batch_remove(names))
+            case wire.WarmUp(name, offset, nbytes):
+                return [self._warm_up(name, offset, nbytes)]
+            case _:
+                raise AssertionError(f"no call: {type(request).__name__}")
+
+    def _put(self, names: list[str], offsets: list[int], nbytes: list[int], groups: list[str]) -> list[int]:
+        from mooncake.store import ReplicateConfig
+
+        self._check(names, offsets, nbytes)
+        assert len(set(names)) == len(names)  # of two equal names the native side would store either
+        config = ReplicateConfig()
+        if any(groups):
+            assert len(groups) == len(names)
+            config.group_ids = groups
+        return list(self._store.batch_put_from(names, [self._address + at for at in offsets], nbytes, config))
+
+    def _warm_up(self, name: str, offset: int, nbytes: int) -> int:
+        assert self._memory is not None
+        wanted = os.urandom(nbytes)
+        self._memory[offset : offset + nbytes] = wanted
+        if code := self._put([name], [offset], [nbytes], [])[0]:
+            return code
+        self._memory[offset : offset + nbytes] = bytes(nbytes)
+        code = self._store.batch_get_into([name], [self._address + offset], [nbytes])[0]
+        same = self._memory[offset : offset + nbytes] == wanted
+        self._store.remove(name, True)  # by force: nobody else knows this name
+        return 0 if code == nbytes and same else min(code, -1)
+
+    def _check(self, names: list[str], offsets: list[int], nbytes: list[int]) -> None:
+        """What the native side does not check, and would crash on or answer with 0."""
+        assert self._memory is not None
+        assert len(names) == len(offsets) == len(nbytes)
+        assert all(at >= 0 and n > 0 and at + n <= len(self._memory) for at, n in zip(offsets, nbytes, strict=True))
+
+    def _close(self) -> list[int]:
+        """Hand the segment back. A client without one just ends: its close, or its deletion, would take a second."""
+        return [int(self._store.close()) if self._lends else 0]
+
+    def _leave(self) -> NoReturn:
+        with self._counting:
+            idle = self._in_flight == 0
+        if idle:  # a close beside a running call would be a crash
+            self._close()
+        os._exit(0 if idle else 1)
+
+
+if __name__ == "__main__":
+    Child(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).serve()

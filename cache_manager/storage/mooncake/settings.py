@@ -1,0 +1,128 @@
+"""What a Mooncake store can be told, and how its URL spells it. Pure.
+
+``mooncake://HOST:PORT/PREFIX?segment=1GiB&timeout_ms=3000``; ``docs/concepts/mooncake.md`` lists the parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final, get_args
+
+from cache_manager.errors import ConfigError
+from cache_manager.storage.mooncake.groups import KINDS, GroupFormat, GroupKind
+from cache_manager.storage.url import StoreUrl
+
+SEGMENT_NBYTES_MIN: Final = 16 << 20
+ARENA_NBYTES_MIN: Final = 1 << 20
+ADMIN_PORT: Final = 9003
+DURATION_MS_MAX: Final = 600_000
+
+UNGROUPED: Final = GroupFormat()
+
+_PREFIX = re.compile(r"[A-Za-z0-9._@:-]+(/[A-Za-z0-9._@:-]+)*")
+_ADDRESS = re.compile(r"([A-Za-z0-9.-]{1,253}):([0-9]{1,5})")
+_DURATIONS: Final = ("timeout_ms", "connect_ms", "full_ms", "delete_ms", "pause_ms", "pause_max_ms", "close_ms")
+
+
+def parse_address(text: str, field: str) -> tuple[str, int]:
+    """``HOST:PORT``, taken apart.
+
+    >>> parse_address("127.0.0.1:50051", "master")
+    ('127.0.0.1', 50051)
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match[2]) < 65_536:
+        raise ConfigError(field, "HOST:PORT", repr(text))
+    return match[1], int(match[2])
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeSettings:
+    """One store's settings; :class:`ConfigError` names what cannot be.
+
+    ``segment_nbytes`` above 0 lends that much of this machine's memory to the pool, in a process of its own.
+    ``timeout_ms`` bounds every call of the store. A put that finds the pool full tries again for ``full_ms``; a delete
+    waits ``delete_ms`` for readers' leases to end and goes on in the background.
+    """
+
+    master: str
+    prefix: str = "kvroute"
+    segment_nbytes: int = 0
+    arena_nbytes: int = 64 << 20
+    admin: str = ""  # of the master; empty: port 9003 of its host
+    host: str = ""  # by which others reach this machine; empty: the address that the master is reached from
+    protocol: str = "tcp"
+    devices: str = ""
+    groups: GroupFormat = UNGROUPED
+    timeout_ms: int = 3_000
+    connect_ms: int = 15_000
+    full_ms: int = 1_000
+    delete_ms: int = 100
+    pause_ms: int = 500
+    pause_max_ms: int = 10_000
+    close_ms: int = 3_000
+    failures_max: int = 3
+    log: Path | None = None
+
+    def __post_init__(self) -> None:
+        parse_address(self.master, "mooncake: master")
+        if self.admin:
+            parse_address(self.admin, "mooncake: store parameter admin")
+        if not _PREFIX.fullmatch(self.prefix) or len(self.prefix) > 200:
+            raise ConfigError("mooncake: store path", f"at most 200 characters of {_PREFIX.pattern}", repr(self.prefix))
+        if self.segment_nbytes and self.segment_nbytes < SEGMENT_NBYTES_MIN:
+            raise ConfigError(
+                "mooncake: store parameter segment", f"0 or at least {SEGMENT_NBYTES_MIN}", self.segment_nbytes
+            )
+        if self.arena_nbytes < ARENA_NBYTES_MIN:
+            raise ConfigError("mooncake: store parameter arena", f"at least {ARENA_NBYTES_MIN}", self.arena_nbytes)
+        for name in _DURATIONS:
+            if not 0 < getattr(self, name) <= DURATION_MS_MAX:
+                raise ConfigError(f"mooncake: store parameter {name}", f"1 to {DURATION_MS_MAX}", getattr(self, name))
+        if self.failures_max < 1:
+            raise ConfigError("mooncake: failures_max", "at least 1", self.failures_max)
+
+    @property
+    def admin_address(self) -> tuple[str, int]:
+        return parse_address(self.admin or f"{self.master.rpartition(':')[0]}:{ADMIN_PORT}", "mooncake: admin")
+
+    @property
+    def timeout_s(self) -> float:
+        return self.timeout_ms / 1e3
+
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> MooncakeSettings:
+        """``mooncake://HOST:PORT/PREFIX?...``"""
+        url.allow(
+            *("segment", "arena", "admin", "host", "protocol", "device", "log", *_DURATIONS),
+            *("groups", "group_model", "group_namespace", "group_prefix"),
+        )
+        given = url.parameters
+        kind: GroupKind = next(k for k in KINDS if k == url.choice("groups", KINDS, "none"))
+        durations = {}
+        for name in _DURATIONS:
+            if name in given:
+                if not given[name].isascii() or not given[name].isdecimal():
+                    raise ConfigError(f"mooncake: store parameter {name}", "whole milliseconds", repr(given[name]))
+                durations[name] = int(given[name])
+        return cls(
+            master=url.host,
+            prefix=url.path.strip("/") or "kvroute",
+            segment_nbytes=url.nbytes("segment", 0),
+            arena_nbytes=url.nbytes("arena", 64 << 20),
+            admin=given.get("admin", ""),
+            host=given.get("host", ""),
+            protocol=url.choice("protocol", ("tcp", "rdma"), "tcp"),
+            devices=given.get("device", ""),
+            groups=GroupFormat(
+                kind, given.get("group_model", ""), given.get("group_namespace", ""), given.get("group_prefix", "")
+            ),
+            log=Path(given["log"]) if "log" in given else None,
+            **durations,
+        )
+
+
+assert set(_DURATIONS) <= {f.name for f in fields(MooncakeSettings)}
+assert set(KINDS) == set(get_args(GroupKind))

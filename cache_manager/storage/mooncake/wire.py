@@ -1,0 +1,119 @@
+"""What a store and its native client say to each other: a length, then MessagePack, over a socket pair."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Final
+
+import msgspec
+
+_LENGTH: Final = struct.Struct("<I")
+FRAME_NBYTES_MAX: Final = 16 << 20
+
+CALLS_MAX: Final = 3
+"""Native calls at a time."""
+
+KEYS_PER_CALL_MAX: Final = 512
+"""Three calls of this many stay under 2048 transfers, which is what one peer bears."""
+
+
+class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
+    master: str
+    host: str  # by which other processes reach this one
+    protocol: str
+    devices: str
+    segment_nbytes: int
+    arena_nbytes: int
+
+
+class Put(msgspec.Struct, frozen=True, tag="put"):
+    names: list[str]
+    offsets: list[int]
+    nbytes: list[int]
+    groups: list[str]  # as long as names, or empty
+
+
+class Get(msgspec.Struct, frozen=True, tag="get"):
+    names: list[str]
+    offsets: list[int]
+    nbytes: list[int]
+
+
+class Exist(msgspec.Struct, frozen=True, tag="exist"):
+    names: list[str]
+
+
+class Remove(msgspec.Struct, frozen=True, tag="remove"):
+    names: list[str]
+
+
+class WarmUp(msgspec.Struct, frozen=True, tag="warm_up"):
+    """Put, get and remove one small object; answers the first code that is not good, or 0."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+class Close(msgspec.Struct, frozen=True, tag="close"):
+    pass
+
+
+Request = SetUp | Put | Get | Exist | Remove | WarmUp | Close
+
+
+class Asked(msgspec.Struct, frozen=True):
+    number: int
+    request: Request
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """``codes`` as the native call returned them, or what went wrong before it was made."""
+
+    number: int
+    codes: list[int]
+    error: str = ""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_asked = msgspec.msgpack.Decoder(Asked)
+_answer = msgspec.msgpack.Decoder(Answer)
+
+
+def send(end: socket.socket, message: Asked | Answer) -> None:
+    body = _encoder.encode(message)
+    assert len(body) <= FRAME_NBYTES_MAX
+    end.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def receive_asked(end: socket.socket) -> Asked | None:
+    body = _receive(end)
+    return None if body is None else _asked.decode(body)
+
+
+def receive_answer(end: socket.socket) -> Answer | None:
+    body = _receive(end)
+    return None if body is None else _answer.decode(body)
+
+
+def _receive(end: socket.socket) -> bytes | None:
+    """One frame; ``None`` when the other end is gone."""
+    head = _exactly(end, _LENGTH.size)
+    if head is None:
+        return None
+    (nbytes,) = _LENGTH.unpack(head)
+    return _exactly(end, nbytes) if nbytes <= FRAME_NBYTES_MAX else None
+
+
+def _exactly(end: socket.socket, nbytes: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < nbytes:
+        try:
+            part = end.recv(min(nbytes - len(parts), 1 << 20))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)

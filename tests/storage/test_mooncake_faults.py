@@ -1,0 +1,384 @@
+"""What breaks in a Mooncake pool, broken on purpose: no wrong byte, no wait beyond the deadline, no crash, recovery."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from mooncake_pool import Master, Owner, free_port, running_master, running_owner, send
+
+from cache_manager.errors import ConfigError, StorageError, StoreClosedError, StoreUnavailableError
+from cache_manager.ports import Absence
+from cache_manager.record import pack_header
+from cache_manager.storage import open_store
+from cache_manager.storage.mooncake import MooncakeStore
+from cache_manager.storage.mooncake.breaker import State
+from cache_manager.storage.records import RecordStore
+from cache_manager.testing.contract import LAYOUT, get, header_of, key_of, payload_of, put
+
+TIMEOUT_MS = 1_000
+GRACE_S = 1.0
+"""For a machine that is shared."""
+
+SEGMENT_NBYTES = 1 << 20
+
+
+@pytest.fixture
+def master() -> Iterator[Master]:
+    with running_master() as running:
+        yield running
+
+
+@pytest.fixture
+def owner(master: Master, tmp_path: Path) -> Iterator[Owner]:
+    with running_owner(master, tmp_path / "segment", SEGMENT_NBYTES) as running:
+        yield running
+
+
+def opened(master: Master, **parameters: object) -> MooncakeStore:
+    wanted = {"timeout_ms": TIMEOUT_MS, "full_ms": 300, "pause_ms": 200, "pause_max_ms": 1000, **parameters}
+    store = open_store(master.url(**wanted))
+    assert isinstance(store, MooncakeStore)
+    return store
+
+
+@pytest.fixture
+def backend(master: Master, owner: Owner) -> Iterator[MooncakeStore]:  # noqa: ARG001 - the pool's memory
+    store = opened(master)
+    yield store
+    store.close()
+
+
+def timed(call: Callable[[], object]) -> object:
+    """The answer or the :class:`StorageError`; a call that passes its deadline fails the test."""
+    begun_s = time.monotonic()
+    try:
+        answer = call()
+    except StorageError as error:
+        answer = error
+    took_s = time.monotonic() - begun_s
+    assert took_s < TIMEOUT_MS / 1e3 + GRACE_S, f"{took_s:.1f} s: {answer}"
+    return answer
+
+
+def until(what: str, holds: Callable[[], bool], limit_s: float = 20.0) -> None:
+    give_up_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < give_up_s, f"not within {limit_s} s: {what}"
+        time.sleep(0.05)
+
+
+def name_of(number: int) -> str:
+    return f"test/1/{key_of(number).hex()}"
+
+
+def stores_again(store: RecordStore, number: int) -> bool:
+    """Whether a record can be put and read; none is ever read wrong."""
+    stored = timed(lambda: put(store, [number]))
+    answer = timed(lambda: get(store, [number]))
+    assert isinstance(answer, StorageError) or answer[0] in (payload_of(number), Absence.MISS)
+    return stored == [True] and answer == [payload_of(number)]
+
+
+def test_every_call_after_close_says_closed(backend: MooncakeStore) -> None:
+    """Goal: no crash. Method: all calls, from two threads, while and after the store is closed."""
+    put(RecordStore(backend, LAYOUT), [1])
+    seen: list[object] = []
+
+    def ask() -> None:
+        while not seen or not isinstance(seen[-1], StoreClosedError):
+            seen.append(timed(lambda: get(RecordStore(backend, LAYOUT), [1])))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    backend.close()
+    for thread in threads:
+        thread.join(10)
+    assert {type(answer) for answer in seen} <= {list, StoreClosedError}
+    assert all(answer in ([payload_of(1)], [Absence.MISS]) for answer in seen if isinstance(answer, list))
+    for call in (
+        lambda: backend.put([header_of(1)], [payload_of(1)]),
+        lambda: backend.contains([key_of(1)]),
+        lambda: backend.delete([key_of(1)]),
+        backend.flush,
+        backend.usage,
+    ):
+        assert isinstance(timed(call), StoreClosedError)
+
+
+@pytest.mark.parametrize("listening", [False, True], ids=["closed port", "silent server"])
+def test_a_master_that_is_not_there_is_an_error_in_time(listening: bool) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listening:
+            server.listen()
+        port, begun_s = server.getsockname()[1], time.monotonic()
+        with pytest.raises(StorageError, match=f"127.0.0.1:{port}"):
+            open_store(f"mooncake://127.0.0.1:{port}/x?admin=127.0.0.1:{free_port()}&connect_ms=2000")
+        assert time.monotonic() - begun_s < 2.0 + 2 * GRACE_S
+
+
+@pytest.mark.parametrize(
+    ("url", "field"),
+    [
+        ("mooncake:///prefix", "master"),
+        ("mooncake://127.0.0.1/prefix", "master"),
+        ("mooncake://127.0.0.1:50051?segment=1MiB", "segment"),
+        ("mooncake://127.0.0.1:50051?arena=4KiB", "arena"),
+        ("mooncake://127.0.0.1:50051?timeout_ms=0", "timeout_ms"),
+        ("mooncake://127.0.0.1:50051?timeout_ms=1s", "timeout_ms"),
+        ("mooncake://127.0.0.1:50051?groups=lmcache", "groups"),
+        ("mooncake://127.0.0.1:50051?groups=vllm", "group_model"),
+        ("mooncake://127.0.0.1:50051?quota=1GiB", "parameter"),
+        ("mooncake://127.0.0.1:50051/a b", "path"),
+    ],
+)
+def test_a_url_that_cannot_be_names_the_field(url: str, field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        open_store(url)
+
+
+def _ask_in_fork(backend: MooncakeStore, answers: multiprocessing.SimpleQueue[str]) -> None:
+    try:
+        backend.contains([key_of(1)])
+    except StoreClosedError as error:
+        answers.put(str(error))
+    backend.close()
+    os._exit(0)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_is_refused_and_harms_nobody(backend: MooncakeStore) -> None:
+    store = RecordStore(backend, LAYOUT)
+    put(store, [1])
+    fork = multiprocessing.get_context("fork")
+    answers = fork.SimpleQueue()
+    child = fork.Process(target=_ask_in_fork, args=(backend, answers))
+    child.start()
+    child.join(10)
+    assert child.exitcode == 0
+    assert "before fork" in answers.get()
+    assert get(store, [1]) == [payload_of(1)]
+
+
+def test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew(backend: MooncakeStore, owner: Owner) -> None:
+    """Every offset class: header, bitmap, payload; a cut, an addition, another key's record, another version, junk."""
+    whole = [pack_header(header_of(n)) + payload_of(n) for n in range(20)]
+    header_nbytes = header_of(0).nbytes
+
+    def flipped(n: int, at: int) -> bytes:
+        return whole[n][:at] + bytes([whole[n][at] ^ 1]) + whole[n][at + 1 :]
+
+    damaged = [
+        *(flipped(n, at) for n, at in enumerate((0, 4, 6, 8, 20, 40, 70, 78, 100))),
+        flipped(9, header_nbytes - 1),
+        flipped(10, header_nbytes),
+        flipped(11, len(whole[11]) - 1),
+        whole[12][:-1],
+        whole[13][: header_nbytes + 7],
+        whole[14][:10],
+        whole[15] + b"\0",
+        whole[16] * 40,
+        whole[3],
+        whole[18][:4] + b"\x02\x00" + whole[18][6:],
+        b"junk",
+    ]
+    for n, raw in enumerate(damaged):
+        assert owner.ask("put", name_of(n), raw.decode("latin-1"), "") == 0
+    store = RecordStore(backend, LAYOUT)
+    assert get(store, range(20)) == [Absence.CORRUPT] * 20
+    assert store.counters.corrupt == 20
+    assert get(store, range(20)) == [Absence.MISS] * 20
+    assert all(put(store, range(20)))
+    assert get(store, range(20)) == [payload_of(n) for n in range(20)]
+
+
+def test_a_deleted_record_stays_hidden_while_a_reader_holds_its_lease(master: Master, owner: Owner) -> None:
+    """Goal: a quarantined record never comes back. Method: another process reads it on and on."""
+    backend = opened(master, delete_ms=50)
+    store = RecordStore(backend, LAYOUT)
+    put(store, [1])
+    stop, held = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        while not stop.is_set():
+            owner.ask("is_exist", name_of(1))
+            held.set()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert held.wait(10)
+        backend.delete([key_of(1)])
+        assert backend.counters.hidden == 1
+        assert get(store, [1]) == [Absence.MISS]
+        assert store.contains([key_of(1)]) == [False]
+        assert put(store, [1]) == [False]
+    finally:
+        stop.set()
+        holder.join(10)
+    until("the sweeper removes it", lambda: backend.counters.hidden == 0)
+    assert owner.ask("is_exist", name_of(1)) == 0
+    assert put(store, [1]) == [True]
+    backend.close()
+
+
+def test_a_full_pool_refuses_in_time_and_recovers(master: Master, owner: Owner) -> None:
+    """Objects that may not be evicted fill it; then they go."""
+    backend = opened(master)
+    store = RecordStore(backend, LAYOUT)
+    pinned = 0
+    while owner.ask("pin", f"pinned{pinned}", "p" * 4096, "") == 0:
+        pinned += 1
+    for n in range(3):
+        assert timed(lambda n=n: put(store, [n])) == [False]
+    assert backend.counters.refused == 3
+    assert backend.states == (State.CLOSED, State.CLOSED)
+    for n in range(pinned):
+        owner.ask("remove", f"pinned{n}", True)
+    assert all(put(store, range(40)))
+    assert get(store, range(40)) == [payload_of(n) for n in range(40)]
+    backend.close()
+
+
+def test_a_batch_of_thousands_is_split(backend: MooncakeStore) -> None:
+    store = RecordStore(backend, LAYOUT)
+    found = store.contains([key_of(n) for n in range(3000)])
+    assert found == [False] * 3000
+    assert get(store, range(3000)) == [Absence.MISS] * 3000
+
+
+def test_the_master_is_killed_and_restarted_under_load(backend: MooncakeStore, master: Master) -> None:
+    store = RecordStore(backend, LAYOUT)
+    put(store, range(40))
+    stop, failures, causes = threading.Event(), [], set()
+
+    def work(first: int) -> None:
+        try:
+            while not stop.is_set():
+                for call in (lambda: put(store, range(first, first + 4)), lambda: get(store, range(40))):
+                    answer = timed(call)
+                    if isinstance(answer, StorageError):
+                        causes.add(type(answer))
+                        stop.wait(0.02)
+                    else:
+                        assert all(a in (True, False, Absence.MISS) or a in payloads for a in answer)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    payloads = {payload_of(n) for n in range(40)}
+    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 20)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    master.kill()
+    until("a breaker opens", lambda: backend.counters.read_openings + backend.counters.write_openings > 0)
+    time.sleep(0.5)
+    master.start()
+    until("the store works again", lambda: stores_again(store, 41))
+    stop.set()
+    for thread in threads:
+        thread.join(10)
+    assert not failures
+    assert StoreUnavailableError in causes
+    assert backend.counters.rebuilds >= 1
+    assert store.counters.corrupt == 0
+
+
+def test_a_master_that_hangs_costs_one_deadline(backend: MooncakeStore, master: Master) -> None:
+    store = RecordStore(backend, LAYOUT)
+    put(store, [1])
+    master.signal(signal.SIGSTOP)
+    begun_s = time.monotonic()
+    for _ in range(5):
+        for call in (
+            lambda: get(store, [1]),
+            lambda: put(store, [2]),
+            lambda: store.contains([key_of(1)]),
+            lambda: backend.delete([key_of(5)]),
+        ):
+            assert isinstance(timed(call), StorageError)
+    assert time.monotonic() - begun_s < TIMEOUT_MS / 1e3 + GRACE_S, "the breaker answers after the first deadline"
+    assert isinstance(timed(backend.usage), StorageError)
+    master.signal(signal.SIGCONT)
+    until("the store works again", lambda: stores_again(store, 3))
+
+
+def test_closing_beside_a_hung_master_ends(master: Master) -> None:
+    backend = opened(master, close_ms=500, segment="16MiB")
+    master.signal(signal.SIGSTOP)
+    begun_s = time.monotonic()
+    backend.close()
+    assert time.monotonic() - begun_s < 2 * 0.5 + 2 * GRACE_S
+    assert isinstance(timed(lambda: backend.contains([key_of(1)])), StoreClosedError)
+    master.signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_segment_owner_that_fails(
+    number: int, backend: MooncakeStore, master: Master, owner: Owner, tmp_path: Path
+) -> None:
+    """Its records are misses or errors in time; another owner's memory is used as soon as it is there."""
+    store = RecordStore(backend, LAYOUT)
+    assert all(put(store, range(20)))
+    owner.signal(number)
+    for _ in range(6):
+        answer = timed(lambda: get(store, range(20)))
+        assert isinstance(answer, StorageError) or set(answer) <= {Absence.MISS}
+        timed(lambda: put(store, [31, 32]))
+    assert backend.counters.read_openings > 0
+    with running_owner(master, tmp_path / "other", SEGMENT_NBYTES):
+        until("the store works again", lambda: stores_again(store, 40), 30)
+        assert backend.counters.rebuilds > 0
+    assert store.counters.corrupt == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_the_native_client_may_crash_or_hang(number: int, backend: MooncakeStore) -> None:
+    """The records are elsewhere: another client has them all."""
+    store = RecordStore(backend, LAYOUT)
+    assert all(put(store, range(10)))
+    send(backend.native_pid, number)
+    assert isinstance(timed(lambda: get(store, range(10))), StorageError)
+    until("a new client reads", lambda: timed(lambda: get(store, range(10))) == [payload_of(n) for n in range(10)])
+
+
+def test_memory_is_lent_by_a_process_of_its_own(master: Master) -> None:
+    """``segment=``: the pool has it as soon as the store is open, and loses it with the store."""
+    backend = opened(master, segment="16MiB", close_ms=5000)
+    other = opened(master)
+    assert other.usage()["capacity_nbytes"] == 16 << 20
+    put(RecordStore(backend, LAYOUT), [1])
+    assert get(RecordStore(other, LAYOUT), [1]) == [payload_of(1)]
+    backend.close()
+    assert other.usage()["capacity_nbytes"] == 0
+    assert get(RecordStore(other, LAYOUT), [1]) == [Absence.MISS]
+    assert put(RecordStore(other, LAYOUT), [1]) == [False]
+    other.close()
+
+
+def test_rows_go_with_the_kv_of_their_group(master: Master, owner: Owner, tmp_path: Path) -> None:
+    """Goal: few KV hits without rows. Method: KV objects in vLLM's groups, rows later, a pool too small for both."""
+    owner.segment(tmp_path / "small", 512 << 10)
+    backend = opened(master, groups="vllm", group_model="m")
+    store = RecordStore(backend, LAYOUT)
+    chunks = {key_of(n): f"{n:064x}" for n in range(60)}
+    backend.name_groups(chunks)
+    for n in range(60):
+        kv = "k" * 16384
+        until("room", lambda: owner.ask("put", f"kv{n}", kv, f"vllm-mooncake-store:m@{n:064x}") == 0)  # noqa: B023
+        put(store, [n])
+    alive = [n for n in range(60) if owner.ask("is_exist", f"kv{n}") == 1]
+    rows = store.contains([key_of(n) for n in alive])
+    assert 5 < len(alive) < 40
+    assert rows.count(False) <= 1
+    backend.close()

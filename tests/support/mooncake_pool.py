@@ -1,0 +1,183 @@
+"""A real Mooncake pool on loopback: a master, and owners of segments in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+START_S = 20.0
+LEASE_MS = 60
+
+OWNER = """
+import json, os, sys
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+master = sys.argv[1]
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master) == 0
+segments = []
+for line in sys.stdin:
+    name, *arguments = json.loads(line)
+    if name == "segment":  # replaces the segment before, with all that was in it
+        if segments:
+            assert store.unmount_segment(segments) == 0
+        path, nbytes = arguments
+        with open(path, "wb") as file:
+            file.truncate(nbytes)
+        answer = store.mount_segment(path, nbytes)
+        assert answer["ret"] == 0, answer
+        segments = answer["segment_ids"]
+        answer = 0
+    elif name in ("put", "pin"):
+        key, text, group = arguments
+        config = ReplicateConfig()
+        config.with_hard_pin = name == "pin"
+        if group:
+            config.group_ids = [group]
+        answer = store.put(key, text.encode("latin-1"), config)
+    elif name == "get":
+        answer = store.get(arguments[0]).decode("latin-1")
+    else:
+        answer = getattr(store, name)(*arguments)
+    print(json.dumps(answer), flush=True)
+store.close()
+os._exit(0)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal; a stopped process has stopped in all its threads when this returns."""
+    os.kill(pid, number)
+    if number == signal.SIGSTOP:
+        give_up_s = time.monotonic() + START_S
+        while any(_state(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
+            assert time.monotonic() < give_up_s, f"process {pid} does not stop"
+            time.sleep(0.005)
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+class Master:
+    """``mooncake_master`` on ports of its own, which a restart keeps."""
+
+    def __init__(self) -> None:
+        self.rpc, self.admin = free_port(), free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [
+            str(Path(sys.executable).with_name("mooncake_master")),
+            "--rpc_address=127.0.0.1",
+            f"--rpc_port={self.rpc}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={self.admin}",
+            "--rpc_thread_num=2",
+            "--client_ttl=5",
+            f"--default_kv_lease_ttl={LEASE_MS}",
+            "--put_start_discard_timeout_sec=6",
+            "--eviction_high_watermark_ratio=1.0",  # makes room when there is none, and not before
+            "--logtostderr",
+        ]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0)
+        give_up_s = time.monotonic() + START_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.rpc), 1).close()
+                socket.create_connection(("127.0.0.1", self.admin), 1).close()
+                return
+            except OSError:
+                assert self.process.poll() is None, "mooncake_master ended"
+                assert time.monotonic() < give_up_s, "mooncake_master did not start"
+                time.sleep(0.02)
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        send(self.process.pid, number)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.rpc}"
+
+    def url(self, prefix: str = "test", **parameters: object) -> str:
+        query = "".join(f"&{name}={value}" for name, value in parameters.items())
+        return f"mooncake://{self.address}/{prefix}?admin=127.0.0.1:{self.admin}&host=127.0.0.1{query}"
+
+
+class Owner:
+    """A process that lends a segment to the pool, and does with the pool what it is told."""
+
+    def __init__(self, master: Master) -> None:
+        environment = {**os.environ, "MC_LOG_LEVEL": "ERROR", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OWNER, master.address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            process_group=0,
+        )
+
+    def ask(self, name: str, *arguments: object) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([name, *arguments]) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def segment(self, file: Path, nbytes: int) -> None:
+        """Lend so much; what was in a segment lent before is gone."""
+        assert self.ask("segment", str(file), nbytes) == 0
+
+    def signal(self, number: int) -> None:
+        send(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()  # also a stopped one
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@contextmanager
+def running_master() -> Iterator[Master]:
+    master = Master()
+    master.start()
+    try:
+        yield master
+    finally:
+        master.kill()
+
+
+@contextmanager
+def running_owner(master: Master, file: Path, nbytes: int) -> Iterator[Owner]:
+    owner = Owner(master)
+    try:
+        owner.segment(file, nbytes)
+        yield owner
+    finally:
+        owner.end()
