@@ -105,9 +105,6 @@ class Leases:
     def holds(self, owner: str, block: int) -> bool:
         return block in self._blocks.get(owner, ())
 
-    def owners(self, block: int) -> frozenset[str]:
-        return frozenset(self._owners.get(block, ()))
-
     def snapshot(self, blocks: list[int]) -> list[frozenset[str]]:
         """The owners of each of ``blocks``, as they are now."""
         nobody: frozenset[str] = frozenset()

@@ -159,7 +159,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     def reference_counts_equal_leases(self) -> None:
         for b in range(BLOCKS):
             assert self.life.leases.count(b) == len(self.owners[b])
-            assert self.life.leases.owners(b) == self.owners[b]
+            assert self.life.leases.snapshot([b]) == [self.owners[b]]
 
     @invariant()
     def a_generation_is_a_count_of_lives(self) -> None:
