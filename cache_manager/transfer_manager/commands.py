@@ -1,0 +1,95 @@
+"""What an engine and its cache-transfer process say to each other: MessagePack, one frame a message, never pickle."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+BLOCKS_PER_COMMAND_MAX: Final = 65_536
+
+TierName = Literal["device", "host"]
+
+
+class PartSetUp(msgspec.Struct, frozen=True):
+    """One kind of record that a block has, and where it lives: region names ("" for none) and a store's URL."""
+
+    name: str
+    specs: list[dict[str, Any]]
+    device: str
+    host: str
+    store: str
+
+
+class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
+    """The first command. The words of the first part's regions say which generation a block is in."""
+
+    parts: list[PartSetUp]
+
+
+class Move(msgspec.Struct, frozen=True, tag="move"):
+    """Copy every part of blocks; ``generations`` are those that the targets must be in, before and after."""
+
+    source: TierName
+    target: TierName
+    sources: list[int]
+    targets: list[int]
+    generations: list[int]
+
+
+class Persist(msgspec.Struct, frozen=True, tag="persist"):
+    """Store every part of device blocks under their keys. ``valid[part][block]`` are validity bitmaps."""
+
+    keys: list[bytes]
+    blocks: list[int]
+    generations: list[int]
+    valid: list[list[bytes]]
+
+
+class Restore(msgspec.Struct, frozen=True, tag="restore"):
+    """Fill every part of device blocks with what is stored under their keys."""
+
+    keys: list[bytes]
+    blocks: list[int]
+    generations: list[int]
+
+
+class Flush(msgspec.Struct, frozen=True, tag="flush"):
+    """Return when all that was persisted is on stable storage, as far as the stores have any."""
+
+
+class Close(msgspec.Struct, frozen=True, tag="close"):
+    """End: what runs is finished, the stores are closed."""
+
+
+Command = SetUp | Move | Persist | Restore | Flush | Close
+
+
+class Asked(msgspec.Struct, frozen=True):
+    number: int
+    command: Command
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """How a command ended. A failed one has changed nothing that anyone may read.
+
+    ``generations`` are those that the command was done for; ``stored`` says, key by key, whether every part is stored;
+    ``restored[i]`` has the validity bitmap of each part of key i, or is empty where a part was absent. ``error`` is
+    empty or says what failed; ``of_store`` that it was a store.
+    """
+
+    number: int
+    generations: list[int] = []
+    stored: list[bool] = []
+    restored: list[list[bytes]] = []
+    error: str = ""
+    of_store: bool = False
+
+
+_encoder = msgspec.msgpack.Encoder()
+_asked = msgspec.msgpack.Decoder(Asked)
+_answer = msgspec.msgpack.Decoder(Answer)
+
+encode = _encoder.encode
+decode_asked = _asked.decode
+decode_answer = _answer.decode

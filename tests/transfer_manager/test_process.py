@@ -1,0 +1,253 @@
+"""The cache-transfer process by its commands, and what becomes of them when it is killed, stopped or starved."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from shared_parts import DEVICE_BLOCKS, HOST_BLOCKS, Memory
+
+from cache_manager.errors import ConfigError, StorageError, TransferProcessError, TransferProcessFullError
+from cache_manager.regions import list_regions
+from cache_manager.transfer_manager import CacheTransferManager, SharedPart, TransferSettings
+from cache_manager.transfer_manager.commands import Flush, Move, Persist, Restore
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def process(memory: Memory) -> Iterator[CacheTransferManager]:
+    with CacheTransferManager(memory.parts, TransferSettings(restart_pause_s=0.05)) as manager:
+        yield manager
+
+
+def out(memory: Memory, pairs: list[tuple[int, int]]) -> Move:
+    targets = [t for _, t in pairs]
+    return Move("device", "host", [s for s, _ in pairs], targets, memory.generations("host", targets))
+
+
+def until(holds: Callable[[], object]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.01)
+
+
+def persist(memory: Memory, first: int, blocks: list[int]) -> Persist:
+    generations = memory.generations("device", blocks)
+    valid = [[memory.valid] * len(blocks)] * len(memory.parts)
+    return Persist(list(memory.keys(len(blocks), first)), blocks, generations, valid)
+
+
+def restore(memory: Memory, first: int, blocks: list[int]) -> Restore:
+    return Restore(list(memory.keys(len(blocks), first)), blocks, memory.generations("device", blocks))
+
+
+def test_a_move_copies_every_part_and_nothing_else(memory: Memory, process: CacheTransferManager) -> None:
+    before = {(p, b): memory.rows(p, "host", b) for p in range(2) for b in range(HOST_BLOCKS)}
+    answer = process.call(out(memory, [(3, 0), (4, 5)]))
+    assert answer.generations == [1, 6]
+    for part in range(2):
+        assert memory.rows(part, "host", 0) == memory.rows(part, "device", 3)
+        assert memory.rows(part, "host", 5) == memory.rows(part, "device", 4)
+        assert all(memory.rows(part, "host", b) == before[part, b] for b in range(HOST_BLOCKS) if b not in (0, 5))
+
+
+def test_a_block_of_another_generation_is_refused_and_not_written(
+    memory: Memory, process: CacheTransferManager
+) -> None:
+    """The engine gave the target to somebody else after the command was made: nothing may be copied."""
+    command = out(memory, [(3, 0)])
+    memory.parts[0].host.words[0] = 99 << 16
+    before = [memory.rows(part, "host", 0) for part in range(2)]
+    with pytest.raises(TransferProcessError, match="host block 0: wanted generation 1, got 99"):
+        process.call(command)
+    assert before == [memory.rows(part, "host", 0) for part in range(2)]
+
+
+def test_what_was_persisted_comes_back_in_every_part(memory: Memory, process: CacheTransferManager) -> None:
+    assert process.call(persist(memory, 0, [1, 2])).stored == [True, True]
+    process.call(Flush())
+    answer = process.call(restore(memory, 0, [8, 9, 10]))
+    assert answer.restored == [[memory.valid] * 2, [memory.valid] * 2, []]
+    for part in range(2):
+        assert memory.rows(part, "device", 8) == memory.rows(part, "device", 1)
+        assert memory.rows(part, "device", 9) == memory.rows(part, "device", 2)
+
+
+def test_a_key_whose_kv_is_lost_is_a_miss_though_its_rows_are_there(memory: Memory, tmp_path: Path) -> None:
+    """Both parts or neither: the KV store loses everything between two lives of the process."""
+    with CacheTransferManager(memory.parts) as process:
+        process.call(persist(memory, 0, [1]))
+    shutil.rmtree(tmp_path / "kv")
+    with CacheTransferManager(memory.parts) as process:
+        assert process.call(restore(memory, 0, [8])).restored == [[]]
+
+
+def test_a_store_that_fails_is_a_storage_error_and_the_process_lives(memory: Memory) -> None:
+    rows, kv = memory.parts
+    with CacheTransferManager([rows, kv]) as process:
+        pid = process.pid
+        bad = persist(memory, 0, [1])
+        with pytest.raises(StorageError, match="bitmap size"):
+            process.call(Persist(bad.keys, bad.blocks, bad.generations, [[b"short"], [memory.valid]]))
+        assert process.call(persist(memory, 0, [1])).stored == [True]
+        assert process.pid == pid
+
+
+def test_a_killed_process_fails_what_is_in_flight_and_another_takes_over(
+    memory: Memory, process: CacheTransferManager
+) -> None:
+    """Stopped first, so that the command is in flight for certain; then SIGKILL."""
+    first = process.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    futures = [process.submit(out(memory, [(1, 1)])), process.submit(persist(memory, 0, [2]))]
+    os.kill(first, signal.SIGKILL)
+    for future in futures:
+        with pytest.raises(TransferProcessError, match="lost"):
+            future.result(WAIT_S)
+    assert process.in_flight == 0
+    until(lambda: process.pid not in (None, first))
+    assert process.call(persist(memory, 0, [2])).stored == [True], "the new process has the store's lock"
+    counters = process.counters
+    assert counters.commands_lost == 2
+    assert counters.starts == 2
+
+
+def test_a_process_that_hangs_is_ended_at_the_deadline(memory: Memory) -> None:
+    with CacheTransferManager(memory.parts, TransferSettings(command_s=0.5, restart_pause_s=0.05)) as process:
+        first = process.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        with pytest.raises(TransferProcessError, match="lost"):
+            process.submit(out(memory, [(1, 1)])).result(WAIT_S)
+        until(lambda: process.pid not in (None, first))
+        process.call(out(memory, [(1, 1)]))
+
+
+def test_full_is_refused_and_counted(memory: Memory) -> None:
+    settings = TransferSettings(commands_max=2, close_s=0.5)
+    with CacheTransferManager(memory.parts, settings) as process:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        process.submit(out(memory, [(1, 1)]))
+        process.submit(out(memory, [(2, 2)]))
+        with pytest.raises(TransferProcessFullError, match="2 commands are in flight"):
+            process.submit(out(memory, [(3, 3)]))
+        assert process.counters.commands_refused == 1
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def test_while_it_cannot_start_commands_are_refused_with_the_cause(memory: Memory, tmp_path: Path) -> None:
+    """Another writer takes the store between two lives of the process: restarts fail until it has gone."""
+    from cache_manager.storage import open_store
+
+    with CacheTransferManager(memory.parts, TransferSettings(restart_pause_s=0.05, restart_pause_max_s=0.2)) as process:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGKILL)
+        store = None
+        end_s = time.monotonic() + WAIT_S
+        while store is None and time.monotonic() < end_s:
+            try:
+                store = open_store(memory.parts[0].store)
+            except StorageError:
+                time.sleep(0.001)
+        assert store is not None
+        if process.counters.starts == 1:  # else the new process was faster than this test
+            until(lambda: process.counters.start_failures)
+            with pytest.raises(TransferProcessError, match="not running: .*open its store"):
+                process.submit(out(memory, [(1, 1)]))
+        store.close()
+        until(lambda: process.pid is not None and process.counters.starts >= 2)
+        process.call(out(memory, [(1, 1)]))
+
+
+def test_kills_at_random_moments_never_lose_an_answered_record(memory: Memory) -> None:
+    """Commands go on while the process is killed again and again: an answered persist stays, bytes stay right."""
+    rng = random.Random(7)
+    stored: dict[int, int] = {}
+    settings = TransferSettings(restart_pause_s=0.01, restart_pause_max_s=0.02)
+    with CacheTransferManager(memory.parts, settings) as process:
+        for turn in range(12):
+            futures = {}
+            for number in range(20):
+                block = rng.randrange(6)
+                try:
+                    futures[turn * 20 + number] = block, process.submit(persist(memory, turn * 20 + number, [block]))
+                except TransferProcessError:
+                    break
+            time.sleep(rng.random() * 0.01)
+            pid = process.pid
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+            for number, (block, future) in futures.items():
+                try:
+                    if future.result(WAIT_S).stored == [True]:
+                        stored[number] = block
+                except TransferProcessError:
+                    continue
+            until(lambda lost=pid: process.pid not in (None, lost))
+        for number, block in stored.items():
+            answer = process.call(restore(memory, number, [11]))
+            assert answer.restored == [[memory.valid] * 2], f"record {number}"
+            for part in range(2):
+                assert memory.rows(part, "device", 11) == memory.rows(part, "device", block)
+    counters = process.counters
+    ended = counters.commands_done + counters.commands_failed + counters.commands_lost
+    assert counters.commands == ended
+
+
+def test_a_killed_engine_leaves_no_process_behind(tmp_path: Path) -> None:
+    """The engine is a process of its own here, killed for real; its transfer process ends and no region stays."""
+    script = textwrap.dedent(
+        """
+        import sys, time
+        from shared_parts import KV, NAMESPACE, ROWS
+        from cache_manager.regions import SharedRegion
+        from cache_manager.transfer_manager import CacheTransferManager, SharedPart
+        parts = [
+            SharedPart(n, SharedRegion.create(l, 4, purpose="host", namespace=NAMESPACE.fingerprint))
+            for n, l in (("rows", ROWS), ("kv", KV))
+        ]
+        print(CacheTransferManager(parts).pid, *(p.device.name for p in parts), flush=True)
+        time.sleep(600)
+        """
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True, env=environment
+    ) as engine:
+        assert engine.stdout is not None
+        pid, *names = engine.stdout.readline().split()
+        engine.kill()
+        engine.wait()
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    assert not [region for region in list_regions() if region.name in names and region.in_use]
+
+
+def test_parts_that_do_not_fit_each_other_are_refused(memory: Memory) -> None:
+    rows, kv = memory.parts
+    with pytest.raises(ConfigError, match=f"part kv: host blocks: wanted {HOST_BLOCKS}, as rows, got none"):
+        CacheTransferManager([rows, SharedPart("kv", kv.device, None, kv.store)])
+    with pytest.raises(ConfigError, match="part kv: store: wanted one for every part, or none"):
+        CacheTransferManager([rows, SharedPart("kv", kv.device, kv.host)])
+    with pytest.raises(ConfigError, match="parts: wanted at least one"):
+        CacheTransferManager([])
+    assert DEVICE_BLOCKS == rows.device.blocks
+
+
+def test_a_store_that_cannot_be_opened_is_said_at_the_start(memory: Memory) -> None:
+    rows, kv = memory.parts
+    with pytest.raises(TransferProcessError, match="scheme: wanted one of"):
+        CacheTransferManager([SharedPart("rows", rows.device, rows.host, "nosuch:x"), kv])
