@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,19 +10,18 @@ from numpy.typing import NDArray
 from cache_manager.keys import BlockKey
 from cache_manager.ledger import Ledger
 from cache_manager.lifecycle import Event
-from cache_manager.ports import Absence
+from cache_manager.ports import Absence, RecordCarrier
 from cache_manager.record import RecordHeader
-from cache_manager.storage.records import RecordStore
 from cache_manager.tier import Tier
 
 
 class Archive:
     """Persists and restores the device blocks of one :class:`AuxBlocks`; ``required`` are spec indices."""
 
-    __slots__ = ("_device", "_ledger", "_required", "store")
+    __slots__ = ("_device", "_ledger", "_required", "carrier")
 
-    def __init__(self, store: RecordStore, device: Tier, ledger: Ledger, required: tuple[int, ...]) -> None:
-        self.store = store
+    def __init__(self, carrier: RecordCarrier, device: Tier, ledger: Ledger, required: tuple[int, ...]) -> None:
+        self.carrier = carrier
         self._device = device
         self._ledger = ledger
         self._required = required
@@ -43,16 +41,13 @@ class Archive:
             generations = device.life.generations[ids].tolist()
             device.life.begin_departure(ids)
             ledger.moves += 1
-        payloads: list[memoryview] = []
         try:
-            payloads += [device.region.rows[b].data for b in ids.tolist()]
-            done.update(zip(keys, self.store.put(keys, payloads, valid, generations), strict=True))
+            done.update(zip(keys, self.carrier.put(keys, ids.tolist(), valid, generations), strict=True))
         finally:
             with ledger.lock:
                 ledger.moves -= 1
                 device.life.end_departure(ids)
                 ledger.count("persisted_blocks", sum(done.values()))
-            _release(payloads)
         return done
 
     def restore(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, bool]:
@@ -68,11 +63,9 @@ class Archive:
             device.begin_life(device.life.begin_arrival(ids))
             generations = device.life.generations[ids]
             ledger.moves += 1
-        buffers: list[memoryview] = []
         found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
         try:
-            buffers += [device.region.rows[b].data for b in ids.tolist()]
-            found = self.store.get_into(keys, buffers)
+            found = self.carrier.get_into(keys, ids.tolist())
         finally:
             arrived = np.zeros(len(keys), dtype=np.bool_)
             with ledger.lock:
@@ -83,7 +76,6 @@ class Archive:
                     device.life.end_arrival(ids[arrived], arrived=True)
                     device.life.end_arrival(ids[~arrived], arrived=False)
             done.update(zip(keys, arrived.tolist(), strict=True))
-            _release(buffers)
         return done
 
     def _land(
@@ -112,10 +104,3 @@ class Archive:
         own = [self._ledger.keys.owns(key) for key in blocks]
         self._ledger.count("stale_keys", own.count(False))
         return [key for key, ours in zip(blocks, own, strict=True) if ours], ids[own]
-
-
-def _release(views: list[memoryview]) -> None:
-    """Let the region go, also where an exception keeps the store's frames; a view that is exported stays."""
-    for view in views:
-        with suppress(BufferError):
-            view.release()

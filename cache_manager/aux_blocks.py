@@ -7,7 +7,7 @@ scheduler, protected by the blocks' states and generations. Every method may be 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.archive import Archive
+from cache_manager.carrier import LocalCarrier, LocalCopier
 from cache_manager.checks import integers
 from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, SpecError
 from cache_manager.keys import BlockKey, KeyChain, Namespace
 from cache_manager.ledger import AuxCounters, Ledger
 from cache_manager.lifecycle import Blocks, State
 from cache_manager.move import Followers, Move, Pairs
-from cache_manager.ports import Region, StorageBackend
+from cache_manager.ports import Copier, RecordCarrier, Region, StorageBackend
 from cache_manager.regions.heap import HeapRegion
 from cache_manager.regions.shared import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
@@ -51,6 +52,10 @@ class AuxBlocks:
     not given). With ``memory="shared"`` the rows lie in SharedMemory regions that other processes can attach. At most
     ``steps_max`` steps may be in flight.
 
+    The thread that asks moves the bytes, to and from ``store``, unless somebody else does: ``carrier`` is called once,
+    with the device region, and what it answers stores and restores in place of ``store``; ``copier`` copies the rows of
+    moves. Store, carrier and copier stay the caller's to close.
+
     Methods that take blocks succeed for all of them or raise and change nothing.
     """
 
@@ -62,6 +67,8 @@ class AuxBlocks:
         namespace: Namespace,
         host_blocks: int = 0,
         store: StorageBackend | None = None,
+        carrier: Callable[[Region], RecordCarrier] | None = None,
+        copier: Copier | None = None,
         required: Sequence[str] | None = None,
         memory: Literal["heap", "shared"] = "heap",
         steps_max: int = 64,
@@ -75,6 +82,8 @@ class AuxBlocks:
         if isinstance(specs, AuxBlockDataSpec):
             raise SpecError("specs", "a sequence of AuxBlockDataSpec", "a single one")
         self.layout = RecordLayout(tuple(specs))
+        if store is not None and carrier is not None:
+            raise ConfigError("carrier", "a store or a carrier", "both")
         names = [s.name for s in self.layout.specs] if required is None else list(required)
         if not names:
             raise ConfigError("required", "at least one spec's name", "none")
@@ -90,9 +99,15 @@ class AuxBlocks:
         except BaseException:
             self._open_device.close()
             raise
+        self._copier: Copier = copier or LocalCopier()
         self._archive = None
         if store is not None:
-            self._archive = Archive(RecordStore(store, self.layout), self._device, self._ledger, self._required)
+            records = RecordStore(store, self.layout)
+            self._archive = Archive(
+                LocalCarrier(self._device.region, records), self._device, self._ledger, self._required
+            )
+        elif carrier is not None:
+            self._archive = Archive(carrier(self._device.region), self._device, self._ledger, self._required)
 
     def _region(self, memory: str, blocks: int, purpose: Literal["host", "swap"]) -> Region:
         if memory == "heap":
@@ -143,7 +158,7 @@ class AuxBlocks:
     @property
     def store_counters(self) -> RecordCounters | None:
         """What the store has answered so far, corrupt records included; ``None`` without a store."""
-        return self._archive.store.counters if self._archive else None
+        return self._archive.carrier.counters if self._archive else None
 
     @property
     def in_flight(self) -> int:
@@ -252,13 +267,17 @@ class AuxBlocks:
         """
         follow = Followers.EVERYBODY if owner is None else _owner(owner)
         host = self._tier("host")
-        return Move(self._device, host, self._ledger, pairs, leases_of=follow, counter="swapped_out_rows")
+        return Move(
+            self._device, host, self._ledger, pairs, leases_of=follow, counter="swapped_out_rows", copier=self._copier
+        )
 
     def begin_swap_in(self, pairs: Pairs, owner: str | None = None) -> Move:
         """Copy the rows of host blocks to unheld device blocks; ``pairs`` are (host, device). See above."""
         follow = Followers.EVERYBODY if owner is None else _owner(owner)
         host = self._tier("host")
-        return Move(host, self._device, self._ledger, pairs, leases_of=follow, counter="swapped_in_rows")
+        return Move(
+            host, self._device, self._ledger, pairs, leases_of=follow, counter="swapped_in_rows", copier=self._copier
+        )
 
     def begin_copy(self, pairs: Pairs, rows: Sequence[int] | None = None) -> Move:
         """Copy the rows of device blocks to device blocks without rows; ``pairs`` are (source, target).
@@ -267,7 +286,8 @@ class AuxBlocks:
         far as ``rows``, one count for each pair, says.
         """
         device, nobody = self._device, Followers.NOBODY
-        return Move(device, device, self._ledger, pairs, leases_of=nobody, counter="copied_rows", rows=rows)
+        counter, copier = "copied_rows", self._copier
+        return Move(device, device, self._ledger, pairs, leases_of=nobody, counter=counter, copier=copier, rows=rows)
 
     def swap_out(self, pairs: Pairs, owner: str | None = None) -> None:
         """:meth:`begin_swap_out` and commit."""
@@ -305,11 +325,11 @@ class AuxBlocks:
 
     def stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which keys the store seems to have; only :meth:`restore` verifies."""
-        return self._need_archive().store.contains(keys)
+        return self._need_archive().carrier.contains(keys)
 
     def flush(self) -> None:
         """Return when what was persisted is on stable storage."""
-        self._need_archive().store.flush()
+        self._need_archive().carrier.flush()
 
     def _need_archive(self) -> Archive:
         if self._archive is None:
