@@ -1,5 +1,6 @@
 """The cache-transfer process: KV and rows of blocks are swapped, persisted and restored together, beside the engine."""
 
+from cache_manager.transfer_manager.blocks import FollowingMover, ProcessBlocks
 from cache_manager.transfer_manager.manager import (
     CacheTransferManager,
     SharedPart,
@@ -7,4 +8,11 @@ from cache_manager.transfer_manager.manager import (
     TransferSettings,
 )
 
-__all__ = ["CacheTransferManager", "SharedPart", "TransferCounters", "TransferSettings"]
+__all__ = [
+    "CacheTransferManager",
+    "FollowingMover",
+    "ProcessBlocks",
+    "SharedPart",
+    "TransferCounters",
+    "TransferSettings",
+]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgspec
-
-BLOCKS_PER_COMMAND_MAX: Final = 65_536
 
 TierName = Literal["device", "host"]
 
@@ -54,6 +52,12 @@ class Restore(msgspec.Struct, frozen=True, tag="restore"):
     generations: list[int]
 
 
+class Contains(msgspec.Struct, frozen=True, tag="contains"):
+    """Which keys every part's store seems to have."""
+
+    keys: list[bytes]
+
+
 class Flush(msgspec.Struct, frozen=True, tag="flush"):
     """Return when all that was persisted is on stable storage, as far as the stores have any."""
 
@@ -62,7 +66,7 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     """End: what runs is finished, the stores are closed."""
 
 
-Command = SetUp | Move | Persist | Restore | Flush | Close
+Command = SetUp | Move | Persist | Restore | Contains | Flush | Close
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -73,15 +77,17 @@ class Asked(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """How a command ended. A failed one has changed nothing that anyone may read.
 
-    ``generations`` are those that the command was done for; ``stored`` says, key by key, whether every part is stored;
-    ``restored[i]`` has the validity bitmap of each part of key i, or is empty where a part was absent. ``error`` is
-    empty or says what failed; ``of_store`` that it was a store.
+    ``generations`` are those that the command was done for. ``stored`` says, key by key, whether every part is stored;
+    ``restored[i]`` is the packed header of the first part of key i, or the name of the ``Absence`` of a part.
+    ``counters`` are those of the first part's ``RecordStore``, in the order of its fields. ``error`` is empty or says
+    what failed; ``of_store`` that it was a store.
     """
 
     number: int
     generations: list[int] = []
     stored: list[bool] = []
-    restored: list[list[bytes]] = []
+    restored: list[bytes] = []
+    counters: list[int] = []
     error: str = ""
     of_store: bool = False
 

@@ -131,7 +131,11 @@ class CacheTransferManager:
             return 0 if self._worker is None else len(self._worker.waiting)
 
     def submit(self, command: commands.Command) -> Future[Answer]:
-        """Ask; raises :class:`TransferProcessFullError` at ``commands_max``, :class:`TransferProcessError` while down."""
+        """Ask.
+
+        Raises :class:`TransferProcessFullError` at ``commands_max``, :class:`TransferProcessError` while there is no
+        process.
+        """
         if os.getpid() != self._pid:
             raise BlockStateError("cache-transfer process", "the process that started it", f"a fork, {os.getpid()}")
         with self._lock:

@@ -12,17 +12,20 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from typing import Final, NoReturn
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from cache_manager.errors import BlockStateError, StorageError
 from cache_manager.framing import receive_frame, send_frame
 from cache_manager.keys import BlockKey
-from cache_manager.record import RecordHeader
+from cache_manager.ports import Absence
+from cache_manager.record import pack_header
 from cache_manager.regions import SharedRegion
 from cache_manager.regions.reader import SEQUENCE_BITS
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
@@ -47,6 +50,12 @@ class Part:
         }
         self.records = RecordStore(open_store(setup.store), self.layout) if setup.store else None
 
+    @property
+    def store(self) -> RecordStore:
+        if self.records is None:
+            raise StorageError("this cache-transfer process was given no store")
+        return self.records
+
     def views(self, blocks: list[int]) -> list[memoryview]:
         rows = self.regions["device"].rows
         return [rows[block].data for block in blocks]
@@ -70,46 +79,51 @@ class Transfers:
         return Answer(0, asked.generations)
 
     def persist(self, asked: commands.Persist) -> Answer:
-        """A key counts as stored when every part is: the parts of a key are put in order, and the first "no" ends it."""
+        """A key counts as stored when every part is: parts are put in order, and the first "no" ends it for a key."""
         self._check_blocks("device", asked.blocks)
         self._check_generations("device", asked.blocks, asked.generations)
         wanted = list(range(len(asked.keys)))
         for part, valid in zip(self._parts, asked.valid, strict=True):
-            records = self._records(part)
             keys = [BlockKey(asked.keys[i]) for i in wanted]
             payloads = part.views([asked.blocks[i] for i in wanted])
             generations = [asked.generations[i] for i in wanted]
-            stored = records.put(keys, payloads, [valid[i] for i in wanted], generations)
+            stored = part.store.put(keys, payloads, [valid[i] for i in wanted], generations)
             wanted = [i for i, there in zip(wanted, stored, strict=True) if there]
         self._check_generations("device", asked.blocks, asked.generations)
-        done = set(wanted)
-        return Answer(0, asked.generations, stored=[i in done for i in range(len(asked.keys))])
+        return self._done(asked.generations, stored=[i in set(wanted) for i in range(len(asked.keys))])
 
     def restore(self, asked: commands.Restore) -> Answer:
         """A key counts as restored when every part is there and sound."""
         self._check_blocks("device", asked.blocks)
         self._check_generations("device", asked.blocks, asked.generations)
-        bitmaps: list[list[bytes]] = [[] for _ in asked.keys]
+        answers = [Absence.MISS.value.encode()] * len(asked.keys)
         wanted = list(range(len(asked.keys)))
-        for part in self._parts:
-            records = self._records(part)
+        for number, part in enumerate(self._parts):
             keys = [BlockKey(asked.keys[i]) for i in wanted]
-            found = records.get_into(keys, part.views([asked.blocks[i] for i in wanted]))
+            found = part.store.get_into(keys, part.views([asked.blocks[i] for i in wanted]))
             there = []
             for i, header in zip(wanted, found, strict=True):
-                if isinstance(header, RecordHeader):
-                    bitmaps[i].append(header.valid)
+                if isinstance(header, Absence):
+                    answers[i] = header.value.encode()
+                else:
                     there.append(i)
+                    if number == 0:
+                        answers[i] = pack_header(header)
             wanted = there
         self._check_generations("device", asked.blocks, asked.generations)
-        whole = set(wanted)
-        return Answer(0, asked.generations, restored=[bits if i in whole else [] for i, bits in enumerate(bitmaps)])
+        return self._done(asked.generations, restored=answers)
+
+    def contains(self, asked: commands.Contains) -> Answer:
+        there = [True] * len(asked.keys)
+        for part in self._parts:
+            found = part.store.contains([BlockKey(key) for key in asked.keys])
+            there = [a and b for a, b in zip(there, found, strict=True)]
+        return self._done([], stored=there)
 
     def flush(self) -> Answer:
         for part in self._parts:
-            if part.records is not None:
-                part.records.flush()
-        return Answer(0)
+            part.store.flush()
+        return self._done([])
 
     def close(self) -> Answer:
         for part in self._parts:
@@ -117,10 +131,9 @@ class Transfers:
                 part.records.close()
         return Answer(0)
 
-    def _records(self, part: Part) -> RecordStore:
-        if part.records is None:
-            raise StorageError("this cache-transfer process was given no store")
-        return part.records
+    def _done(self, generations: list[int], *, stored: Sequence[bool] = (), restored: Sequence[bytes] = ()) -> Answer:
+        counters = list(astuple(self._parts[0].store.counters))
+        return Answer(0, generations, list(stored), list(restored), counters)
 
     def _check_blocks(self, tier: commands.TierName, blocks: list[int]) -> None:
         for part in self._parts:
@@ -175,6 +188,8 @@ class Process:
                 self._stores.submit(self._answer, asked.number, lambda: self._ready().persist(persist))
             case commands.Restore() as restore:
                 self._stores.submit(self._answer, asked.number, lambda: self._ready().restore(restore))
+            case commands.Contains() as contains:
+                self._stores.submit(self._answer, asked.number, lambda: self._ready().contains(contains))
             case commands.Flush():
                 self._stores.submit(self._answer, asked.number, lambda: self._ready().flush())
 
@@ -189,8 +204,7 @@ class Process:
 
     def _answer(self, number: int, work: Callable[[], Answer]) -> None:
         try:
-            done = work()
-            answer = Answer(number, done.generations, done.stored, done.restored)
+            answer = structs.replace(work(), number=number)
         except Exception as error:  # noqa: BLE001 - this process's loop edge: the asker gets the reason
             of_store = isinstance(error, StorageError)
             answer = Answer(number, error=f"{type(error).__name__}: {error}", of_store=of_store)
