@@ -338,8 +338,11 @@ class AuxBlocks:
         ids = integers(blocks, "blocks", "a flat sequence of block ids")
         chosen.life.ids(np.unique(ids))
         end = ids.size * tokens if stop is None else stop
-        if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end <= ids.size * tokens):
-            raise InvalidInputError("start, stop", f"0 <= start <= stop <= {ids.size * tokens}", f"{start}, {end}")
+        whole = isinstance(start, (int, np.integer)) and isinstance(end, (int, np.integer))
+        if not (whole and 0 <= start <= end <= ids.size * tokens):
+            wanted = f"0 <= start <= stop <= {ids.size * tokens}, integers"
+            raise InvalidInputError("start, stop", wanted, f"{start!r}, {end!r}")
+        start, end = int(start), int(end)
         first = start // tokens
         ids = ids[first : -(-end // tokens)] if end > start else ids[:0]
         rows, words, lives = chosen.gather(index, ids)
