@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from cache_manager.errors import BlockStateError
 from cache_manager.keys import KeyChain
 
 if TYPE_CHECKING:
@@ -37,6 +39,28 @@ class AuxCounters:
     resets: int = 0
 
 
+class ProcessLock:
+    """A lock for the threads of the process that made it; in a forked child it cannot be taken.
+
+    A child shares the memory of a shared region, but has states and generations of its own: what it wrote would be
+    taken for the parent's rows.
+    """
+
+    __slots__ = ("_lock", "_pid")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._pid:
+            raise BlockStateError("AuxBlocks", "use by the process that made it", "a forked child")
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class Ledger:
     """The lock that guards states, generations, leases and validity, and the books kept under it.
 
@@ -46,7 +70,7 @@ class Ledger:
     __slots__ = ("_counts", "keys", "lock", "moves", "steps", "steps_max")
 
     def __init__(self, keys: KeyChain, steps_max: int) -> None:
-        self.lock = threading.Lock()
+        self.lock = ProcessLock()
         self.keys = keys
         self.steps: list[Step] = []
         self.steps_max = steps_max
