@@ -34,18 +34,20 @@ class StoreDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._refuse_foreign()
-            self._lock_fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            self._lock_fds = [self._open(LOCK_NAME)]
         except OSError as error:
             raise StorageError(f"{path}: cannot open the store's directory: {error}") from error
         try:
             self._lock()
             self.store_id = self._marker()
+            self._lock_fds.append(self._open(MARKER_NAME))  # who removes the lock file does not let another writer in
+            self._lock()
             self._sweep()
         except OSError as error:
-            os.close(self._lock_fd)
+            self.close()
             raise StorageError(f"{path}: cannot open the store's directory: {error}") from error
         except BaseException:
-            os.close(self._lock_fd)
+            self.close()
             raise
 
     def segments(self) -> list[int]:
@@ -58,7 +60,11 @@ class StoreDirectory:
 
     def close(self) -> None:
         """Let the next writer in."""
-        os.close(self._lock_fd)
+        for fd in self._lock_fds:
+            os.close(fd)
+
+    def _open(self, name: str) -> int:
+        return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
     def _refuse_foreign(self) -> None:
         names = sorted(set(os.listdir(self.path)) - _IGNORED)
@@ -71,12 +77,12 @@ class StoreDirectory:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock_fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            pid = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            pid = os.pread(self._lock_fds[0], 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise StoreLockedError(f"{self.path}: process {pid} writes this store; one writer at a time") from error
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        os.ftruncate(self._lock_fds[0], 0)
+        os.pwrite(self._lock_fds[0], f"{os.getpid()}\n".encode(), 0)
 
     def _marker(self) -> bytes:
         path = self.path / MARKER_NAME
