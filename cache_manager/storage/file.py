@@ -13,6 +13,7 @@ bytes until the last pin is gone. A record's bytes never change once it is in th
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -86,6 +87,7 @@ class FileStore:
         self._disk: Disk = disk or SystemDisk()
         self._flush = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
         self._directory = StoreDirectory(directory)
         try:
             self._pool = SegmentPool(
@@ -224,6 +226,8 @@ class FileStore:
     def close(self) -> None:
         """Flush, then let the directory go; idempotent. :class:`StorageError`: closed, but not all was flushed."""
         pool = self._pool
+        if os.getpid() != self._pid:
+            return
         with pool.append, self._flush:
             with pool.index_lock:
                 if self._closed:
@@ -238,6 +242,8 @@ class FileStore:
                 self._directory.close()
 
     def _check_open(self) -> None:
+        if os.getpid() != self._pid:  # a forked child shares the lock, and would write where its parent writes
+            raise StoreClosedError(f"{self._directory.path}: opened before fork; open it in the process that uses it")
         if self._closed:
             raise StoreClosedError(f"{self._directory.path}: the store is closed")
 
@@ -281,7 +287,12 @@ class FileStore:
             return
         for (i, place), raw in zip(run, raws, strict=True):
             header = place.header
-            found[i] = header if whole and header_is_sound(raw, header.key) else Absence.CORRUPT
+            found[i] = header if whole and header_is_sound(raw, header.key) else self._absence(place)
+
+    def _absence(self, place: Place) -> Absence:
+        """Damage, or the mark of a deletion that came between the look-up and the read."""
+        with self._pool.index_lock:
+            return Absence.CORRUPT if self._pool.index.get(place.header.key) is place else Absence.MISS
 
     def _write(self, batch: Sequence[Place], vector: Sequence[Buffer], stored: dict[BlockKey, bool]) -> None:
         """Append ``batch``, which fits the active segment; only then does the index know of it.
