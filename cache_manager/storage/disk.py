@@ -9,11 +9,20 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from cache_manager.record import Buffer
 
 IOV_MAX: Final[int] = os.sysconf("SC_IOV_MAX")
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What a file system has: bytes in all, and those that this user may still take."""
+
+    free_nbytes: int
+    total_nbytes: int
 
 
 class Disk(Protocol):
@@ -30,6 +39,9 @@ class Disk(Protocol):
 
     def sync(self, fd: int) -> None:
         """Return when a file's bytes, or a directory's entries, are on stable storage."""
+
+    def space(self, fd: int) -> Space:
+        """The room of the file system that the file is on, now."""
 
 
 class SystemDisk:
@@ -49,6 +61,10 @@ class SystemDisk:
 
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)
+
+    def space(self, fd: int) -> Space:
+        found = os.fstatvfs(fd)
+        return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
 
 def write_all(disk: Disk, fd: int, buffers: Sequence[Buffer], offset: int, nbytes: int) -> None:
