@@ -2,7 +2,7 @@
 
 A reader takes no lock and writes no byte. It sees what was written when it last looked: at opening, at every
 :meth:`FileReader.refresh`, and when a key is missing, then at most every ``refresh_s`` seconds. What it opened stays
-readable when the writer drops it, because the descriptor keeps the bytes.
+readable when the writer drops it, because the descriptor keeps the bytes, until the reader looks again.
 
 What it must not trust is that a file grows only at its end: a writer that failed or was killed cuts its newest
 segment, and the next one writes other records there. So before it reads on in a segment it looks whether the record
@@ -38,14 +38,17 @@ from cache_manager.storage.segment import (
 from cache_manager.storage.segment_index import Segment, SegmentIndex
 
 REFRESH_S: Final = 0.05
+KEEP_S: Final = 10.0
+"""A reader in use looks at least this often, so that what the writer dropped takes no space for longer."""
 
 
 class FileReader:
     """A ``StorageBackend`` that only reads; ``put`` is :class:`StoreReadOnlyError`.
 
     ``delete``, which is what a quarantine does, hides a record from this reader; its bytes are the writer's to judge.
-    ``ttl_s`` is the reader's own: no older record is served, whatever the writer keeps. ``clock`` is a wall clock,
-    ``ticks`` a monotonic one.
+    ``ttl_s`` is the reader's own: no record of a segment that is older is served, whatever the writer keeps. ``clock``
+    is a wall clock, ``ticks`` a monotonic one. A record that the writer took back, because the rest of its batch could
+    not be written, is found corrupt by a reader that had seen it.
 
     :class:`StoreMissingError` where there is no store, :class:`StoreFormatError` for something else or another
     version of the format.
@@ -91,7 +94,8 @@ class FileReader:
         """As the writer's; a key that is missing is looked for once more after a refresh, if one is due."""
         found = self._get(keys, buffers)
         missing = [i for i, answer in enumerate(found) if answer is Absence.MISS]
-        if missing and self._refresh_if_due():
+        due_s = self._refresh_s if missing else KEEP_S
+        if self._refresh_if_due(due_s) and missing:
             again = self._get([keys[i] for i in missing], [buffers[i] for i in missing])
             for i, answer in zip(missing, again, strict=True):
                 found[i] = answer
@@ -99,7 +103,7 @@ class FileReader:
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         found = self._contains(keys)
-        return found if all(found) or not self._refresh_if_due() else self._contains(keys)
+        return found if all(found) or not self._refresh_if_due(self._refresh_s) else self._contains(keys)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Hide records from this reader, until it is opened anew or the writer stores them anew."""
@@ -180,9 +184,9 @@ class FileReader:
             self._shelf.expire(now_s)
             return [key in self._shelf.index for key in keys]
 
-    def _refresh_if_due(self) -> bool:
-        """Refresh unless that was done a moment ago or is being done; whether it was done now."""
-        if self._ticks() - self._looked_at < self._refresh_s or not self._refresh.acquire(blocking=False):
+    def _refresh_if_due(self, due_s: float) -> bool:
+        """Refresh unless that was done less than ``due_s`` ago or is being done; whether it was done now."""
+        if self._ticks() - self._looked_at < due_s or not self._refresh.acquire(blocking=False):
             return False
         try:
             self._check_open()
@@ -204,12 +208,12 @@ class FileReader:
         try:
             sequences = segment_sequences(self._path)
             for segment in list(shelf.segments.values()):
-                if segment.expired or os.fstat(segment.fd).st_nlink == 0:
+                if os.fstat(segment.fd).st_nlink == 0:
                     self._let_go(segment)
             for sequence in sequences:
                 newest = sequence == sequences[-1]
                 known = shelf.segments.get(sequence) or self._open(sequence)
-                if known is not None and (newest or known not in self._complete):
+                if known is not None and not known.expired and (newest or known not in self._complete):
                     self._read_on(known, newest=newest)
         except OSError as error:
             raise StorageError(f"{self._path}: cannot read the store: {error}") from error

@@ -142,7 +142,7 @@ def test_an_expired_file_that_cannot_be_removed_is_counted_and_not_served(tmp_pa
         assert get(store, [1]) == [MISSING]
         usage = store.usage()
         assert usage["sweep_failures"] == 1
-        assert usage["used_nbytes"] == SEGMENT_NBYTES
+        assert usage["used_nbytes"] == (tmp_path / "aside").stat().st_size > 0
         assert usage["used_nbytes"] + usage["free_nbytes"] == usage["capacity_nbytes"]
         path.rmdir()
         assert get(store, [1]) == [MISSING]
