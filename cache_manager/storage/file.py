@@ -28,7 +28,7 @@ from cache_manager.storage.directory import StoreDirectory
 from cache_manager.storage.disk import Disk, SystemDisk, write_all
 from cache_manager.storage.limits import QUOTA_NBYTES, Limits, default_segment_nbytes
 from cache_manager.storage.reader import FileReader
-from cache_manager.storage.segment import pack_dead_header
+from cache_manager.storage.segment import header_sum, pack_dead_header
 from cache_manager.storage.segment_index import Place
 from cache_manager.storage.segments import NO_ROOM, SegmentPool, Sync
 from cache_manager.storage.url import StoreUrl, parse_nbytes
@@ -147,8 +147,10 @@ class FileStore:
                         full = True
                         continue
                     offset = active.end
-                batch.append(Place(active.sequence, offset, nbytes, header_nbytes, header, active))
-                vector.append(pack_header(header))
+                packed = pack_header(header)
+                place = Place(active.sequence, offset, nbytes, header_nbytes, header, active, header_sum(packed))
+                batch.append(place)
+                vector.append(packed)
                 vector.append(payload)
                 if pad := -header.payload_nbytes % ALIGNMENT:
                     vector.append(_ZEROS[:pad])

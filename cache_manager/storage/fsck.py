@@ -198,7 +198,7 @@ def _segment(directory: Path, store_id: bytes, sequence: int, disk: Disk, *, rep
             return SegmentReport(path.name, size, refused=str(error))
         walk = _Walk(disk, fd, size, repair=repair)
         if repair and not page.sound:
-            write_all(disk, fd, [pack_segment_page(sequence, store_id, None)], 0, PAGE_NBYTES)
+            write_all(disk, fd, [pack_segment_page(sequence, store_id, page.created_s)], 0, PAGE_NBYTES)
         return SegmentReport(
             path.name,
             size,

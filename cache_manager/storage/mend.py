@@ -42,15 +42,17 @@ def flipped_bit(raw: bytes) -> int | None:
 def mend_header(raw: bytes) -> tuple[bytes, RecordHeader] | None:
     """The header that ``raw`` starts with but for one bit, packed and unpacked; ``None`` when there is none.
 
-    A deleted record's header comes back as one of a deleted record.
+    A deleted record's header comes back as one of a deleted record, and so does one that may have been.
     """
-    dead = raw[: len(MAGIC)] == DEAD_MAGIC
+    magic = int.from_bytes(raw[: len(MAGIC)], "little") ^ int.from_bytes(DEAD_MAGIC, "little")
+    dead = magic.bit_count() <= 1
     alive = MAGIC + raw[len(MAGIC) :] if dead else raw
     for nbytes in _sizes(alive):
         candidate = bytearray(alive[:nbytes])
-        if (bit := flipped_bit(bytes(candidate))) is None:
-            continue
-        candidate[bit // 8] ^= 1 << bit % 8
+        if zlib.crc32(candidate) != CRC_RESIDUE:  # else the magic was all that was wrong
+            if (bit := flipped_bit(bytes(candidate))) is None:
+                continue
+            candidate[bit // 8] ^= 1 << bit % 8
         try:
             header = unpack_header(candidate)
         except RecordError:

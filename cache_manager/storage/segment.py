@@ -140,18 +140,25 @@ def pack_dead_header(header: RecordHeader) -> bytes:
     return DEAD_MAGIC + pack_header(header)[len(MAGIC) :]
 
 
-def header_is_sound(raw: memoryview, key: BlockKey) -> bool:
-    """Whether the header bytes read back are whole and those of ``key``, without unpacking them.
+def header_sum(packed: bytes | memoryview) -> bytes:
+    """The CRC-32 that a packed header ends in."""
+    return bytes(packed[-_CRC.size :])
 
-    The CRC-32 of bytes that end in their own CRC-32 (little-endian) is one constant.
+
+def header_is_sound(raw: memoryview, key: BlockKey, sum_: bytes) -> bool:
+    """Whether the header bytes read back are whole, those of ``key``, and by their sum the very ones that were put.
+
+    Nothing is unpacked: the CRC-32 of bytes that end in their own CRC-32 (little-endian) is one constant.
     """
+    if bytes(raw[-_CRC.size :]) != sum_:
+        return False
     return zlib.crc32(raw) == CRC_RESIDUE and bytes(raw[_KEY_AT : _KEY_AT + KEY_NBYTES]) == key
 
 
-def header_is_dead(raw: memoryview, key: BlockKey) -> bool:
+def header_is_dead(raw: memoryview, key: BlockKey, sum_: bytes) -> bool:
     """Whether the header bytes read back say that the record of ``key`` was deleted."""
-    alive = MAGIC + bytes(raw[len(MAGIC) :])
-    return bytes(raw[: len(MAGIC)]) == DEAD_MAGIC and header_is_sound(memoryview(alive), key)
+    alive = memoryview(MAGIC + bytes(raw[len(MAGIC) :]))
+    return bytes(raw[: len(MAGIC)]) == DEAD_MAGIC and header_is_sound(alive, key, sum_)
 
 
 @dataclass(slots=True)

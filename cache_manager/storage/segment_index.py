@@ -18,11 +18,11 @@ from typing import Final, NamedTuple
 from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
-from cache_manager.record import RecordHeader
+from cache_manager.record import RecordHeader, pack_header
 from cache_manager.spec import ALIGNMENT
 from cache_manager.storage.disk import IOV_MAX, Disk, read_all
 from cache_manager.storage.limits import is_older
-from cache_manager.storage.segment import header_is_dead, header_is_sound, record_nbytes
+from cache_manager.storage.segment import header_is_dead, header_is_sound, header_sum, record_nbytes
 
 _RUN_MAX: Final = IOV_MAX // 3
 _NEVER: Final = (float("inf"), float("-inf"))
@@ -58,6 +58,7 @@ class Place(NamedTuple):
     header_nbytes: int
     header: RecordHeader
     segment: Segment
+    header_sum: bytes  # of the header as it lies on the disk
 
 
 class SegmentIndex:
@@ -84,7 +85,8 @@ class SegmentIndex:
     def take(self, segment: Segment, records: Iterable[tuple[int, RecordHeader]]) -> None:
         """Index records of a segment by their offsets. Held: index_lock."""
         for offset, header in records:
-            place = Place(segment.sequence, offset, record_nbytes(header), header.nbytes, header, segment)
+            sum_, nbytes = header_sum(pack_header(header)), record_nbytes(header)
+            place = Place(segment.sequence, offset, nbytes, header.nbytes, header, segment, sum_)
             self.index[header.key] = place
             segment.keys.append(header.key)
 
@@ -200,7 +202,8 @@ class SegmentIndex:
                 self._read([one], buffers, found)
             return
         for (i, place), raw in zip(run, raws, strict=True):
-            if whole and header_is_sound(raw, place.header.key):
+            key, sum_ = place.header.key, place.header_sum
+            if whole and header_is_sound(raw, key, sum_):
                 found[i] = place.header
-            elif not (whole and header_is_dead(raw, place.header.key)):  # dead: deleted since it was looked up
+            elif not (whole and header_is_dead(raw, key, sum_)):  # dead: deleted since it was looked up, a miss
                 found[i] = Absence.CORRUPT

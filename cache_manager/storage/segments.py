@@ -260,7 +260,9 @@ class SegmentPool(SegmentIndex):
             self._drop(segment)
             return
         if not page.sound:  # its content is known; damage that adds up would look like a foreign file one day
-            write_all(self._disk, fd, [pack_segment_page(sequence, self._directory.store_id, None)], 0, PAGE_NBYTES)
+            write_all(
+                self._disk, fd, [pack_segment_page(sequence, self._directory.store_id, page.created_s)], 0, PAGE_NBYTES
+            )
         for offset, header in content.torn:
             if offset < content.end:
                 write_all(self._disk, fd, [pack_dead_header(header)], offset, header.nbytes)
