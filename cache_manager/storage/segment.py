@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cache_manager.errors import RecordError, StoreFormatError
-from cache_manager.keys import KEY_NBYTES, BlockKey
+from cache_manager.keys import BlockKey
 from cache_manager.record import (
     HEADER_NBYTES_MAX,
     HEADER_NBYTES_MIN,
@@ -140,25 +140,22 @@ def pack_dead_header(header: RecordHeader) -> bytes:
     return DEAD_MAGIC + pack_header(header)[len(MAGIC) :]
 
 
-def header_sum(packed: bytes | memoryview) -> bytes:
+def header_sum(packed: bytes) -> bytes:
     """The CRC-32 that a packed header ends in."""
-    return bytes(packed[-_CRC.size :])
+    return packed[-_CRC.size :]
 
 
-def header_is_sound(raw: memoryview, key: BlockKey, sum_: bytes) -> bool:
+def header_is_sound(raw: bytes | bytearray, key: BlockKey, sum_: bytes) -> bool:
     """Whether the header bytes read back are whole, those of ``key``, and by their sum the very ones that were put.
 
     Nothing is unpacked: the CRC-32 of bytes that end in their own CRC-32 (little-endian) is one constant.
     """
-    if bytes(raw[-_CRC.size :]) != sum_:
-        return False
-    return zlib.crc32(raw) == CRC_RESIDUE and bytes(raw[_KEY_AT : _KEY_AT + KEY_NBYTES]) == key
+    return zlib.crc32(raw) == CRC_RESIDUE and raw.endswith(sum_) and raw.startswith(key, _KEY_AT)
 
 
-def header_is_dead(raw: memoryview, key: BlockKey, sum_: bytes) -> bool:
+def header_is_dead(raw: bytes | bytearray, key: BlockKey, sum_: bytes) -> bool:
     """Whether the header bytes read back say that the record of ``key`` was deleted."""
-    alive = memoryview(MAGIC + bytes(raw[len(MAGIC) :]))
-    return bytes(raw[: len(MAGIC)]) == DEAD_MAGIC and header_is_sound(alive, key, sum_)
+    return raw.startswith(DEAD_MAGIC) and header_is_sound(MAGIC + raw[len(MAGIC) :], key, sum_)
 
 
 @dataclass(slots=True)

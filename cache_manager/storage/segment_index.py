@@ -20,7 +20,7 @@ from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader, pack_header
 from cache_manager.spec import ALIGNMENT
-from cache_manager.storage.disk import IOV_MAX, Disk, read_all
+from cache_manager.storage.disk import IOV_MAX, Disk, Room, read_all
 from cache_manager.storage.limits import is_older
 from cache_manager.storage.segment import header_is_dead, header_is_sound, header_sum, record_nbytes
 
@@ -181,16 +181,14 @@ class SegmentIndex:
     def _read(self, run: Run, buffers: Sequence[memoryview], found: list[RecordHeader | Absence]) -> None:
         first, last = run[0][1], run[-1][1]
         segment, nbytes = first.segment, last.offset + last.nbytes - first.offset
-        scratch = memoryview(bytearray(sum([place.header_nbytes for _, place in run])))
-        vector, raws, at = [], [], 0
+        vector: list[Room] = []
+        raws = []
         for i, place in run:
-            raw = scratch[at : at + place.header_nbytes]
-            at += place.header_nbytes
-            raws.append(raw)
+            raws.append(raw := bytearray(place.header_nbytes))
             vector.append(raw)
             vector.append(buffers[i])
             if pad := -place.header.payload_nbytes % ALIGNMENT:
-                vector.append(memoryview(bytearray(pad)))
+                vector.append(bytearray(pad))
         try:
             whole = read_all(self._disk, segment.fd, vector, first.offset, nbytes) == nbytes
         except OSError as error:

@@ -10,7 +10,7 @@ from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import Buffer, RecordHeader
-from cache_manager.storage.disk import Disk, Space, SystemDisk
+from cache_manager.storage.disk import Disk, Room, Space, SystemDisk
 
 
 class FaultyStore:
@@ -95,7 +95,7 @@ class FaultyDisk:
             self.write_budget_nbytes -= nbytes
         return self.disk.pwritev(fd, [b"".join(buffers)[:nbytes]], offset)
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def preadv(self, fd: int, buffers: Sequence[Room], offset: int) -> int:
         _raise(self.read_errno)
         if self.call_nbytes_max is not None:
             buffers = [memoryview(buffers[0]).cast("B")[: self.call_nbytes_max]]
