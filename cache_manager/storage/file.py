@@ -102,7 +102,7 @@ class FileStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         segment_nbytes = segment_nbytes or default_segment_nbytes(quota_nbytes)
-        self._limits = Limits(quota_nbytes, segment_nbytes, ttl_s, min_free_nbytes, min_free_percent)
+        self.limits = Limits(quota_nbytes, segment_nbytes, ttl_s, min_free_nbytes, min_free_percent)
         self._sync = sync
         self._clock = clock
         self._disk: Disk = disk or SystemDisk()
@@ -110,7 +110,7 @@ class FileStore:
         self._closed = False
         self._directory = StoreDirectory(directory)
         try:
-            self._pool = SegmentPool(self._directory, self._disk, self._limits, sync, clock)
+            self._pool = SegmentPool(self._directory, self._disk, self.limits, sync, clock)
         except BaseException:
             self._directory.close()
             raise
@@ -219,7 +219,7 @@ class FileStore:
         forbade a segment. And what opening found: ``damaged_segments``, ``torn_records``, and ``lost_nbytes`` behind
         a damaged header.
         """
-        pool, quota_nbytes, now_s = self._pool, self._limits.quota_nbytes, self._clock()
+        pool, quota_nbytes, now_s = self._pool, self.limits.quota_nbytes, self._clock()
         with pool.index_lock:
             self._check_open()
             pool.expire(now_s)

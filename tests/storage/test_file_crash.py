@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cache_manager.ports import Absence
+from cache_manager.record import Buffer
 from cache_manager.storage.file import FileStore
 from cache_manager.storage.records import RecordStore
 from cache_manager.storage.segments import Sync
@@ -193,3 +195,81 @@ def test_two_hundred_writers_killed_at_any_time_lose_nothing_that_was_acknowledg
         torn += check(directory, acknowledged[which], first + LIFE_RECORDS)
     assert sum(map(len, acknowledged.values())) > LIVES
     assert dead_on_arrival < LIVES
+
+
+class VolatileDisk(FaultyDisk):
+    """Remembers what a power cut could take back: the sectors written since their file was synced, and new names."""
+
+    SECTOR_NBYTES = 512
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+        self.undo: dict[int, list[tuple[int, bytes]]] = {}  # inode: offset and what was there
+        self.named = set(os.listdir(directory)) if directory.exists() else set()
+
+    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        nbytes = sum(memoryview(buffer).nbytes for buffer in buffers)
+        before = os.pread(fd, nbytes, offset).ljust(nbytes, b"\0")
+        undo = self.undo.setdefault(os.fstat(fd).st_ino, [])
+        undo += [(offset + at, before[at : at + self.SECTOR_NBYTES]) for at in range(0, nbytes, self.SECTOR_NBYTES)]
+        return super().pwritev(fd, buffers, offset)
+
+    def sync(self, fd: int) -> None:
+        super().sync(fd)
+        found = os.fstat(fd)
+        if stat.S_ISDIR(found.st_mode):
+            self.named = set(os.listdir(self.directory))
+        else:
+            self.undo.pop(found.st_ino, None)
+
+    def cut_power(self, target: Path, rng: np.random.Generator) -> None:
+        """Leave in ``target`` what could be on the disk: of what was not synced, any part."""
+        shutil.copytree(self.directory, target)
+        for path in self.directory.glob("segment-*"):
+            if path.name not in self.named and rng.random() < 0.5:
+                (target / path.name).unlink()
+                continue
+            with (target / path.name).open("r+b") as file:
+                for offset, before in reversed(self.undo.get(path.stat().st_ino, [])):
+                    if rng.random() < 0.5:
+                        file.seek(offset)
+                        file.write(before)
+
+
+@settings(max_examples=60)
+@given(
+    batches=st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=9, unique=True), min_size=1, max_size=8),
+    sync=st.sampled_from(Sync),
+    flush_every=st.integers(1, 4),
+    seed=st.integers(0, 1 << 32),
+)
+def test_a_power_cut_takes_nothing_that_was_synced_and_makes_nothing_wrong(
+    tmp_path_factory: pytest.TempPathFactory, batches: list[list[int]], sync: Sync, flush_every: int, seed: int
+) -> None:
+    """With sync=batch every acknowledged record is there afterwards, otherwise every one that was flushed."""
+    scratch = tmp_path_factory.mktemp("power")
+    rng, directory = np.random.default_rng(seed), scratch / "before"
+    directory.mkdir()
+    disk = VolatileDisk(directory)
+    backend = FileStore(directory, quota_nbytes=1 << 20, segment_nbytes=SEGMENT_NBYTES, sync=sync, disk=disk)
+    store, certain, put_ever = RecordStore(backend, LAYOUT), set[int](), set[int]()
+    for i, batch in enumerate(batches):
+        assert all(put(store, batch))
+        put_ever.update(batch)
+        if sync is Sync.NONE and i % flush_every == 0:
+            store.flush()
+            certain |= put_ever
+        if sync is Sync.BATCH:
+            certain |= put_ever
+    disk.cut_power(scratch / "after", rng)
+    store.close()
+    for life in range(2):  # the second opening finds what the first one made of it
+        after = RecordStore(FileStore(scratch / "after", quota_nbytes=1 << 20, segment_nbytes=SEGMENT_NBYTES), LAYOUT)
+        for n, answer in enumerate(get(after, range(41))):
+            if n in certain:
+                assert answer == payload_of(n)
+            else:
+                assert answer is Absence.MISS or (n in put_ever and answer in (payload_of(n), Absence.CORRUPT))
+                assert life == 0 or answer is not Absence.CORRUPT
+        after.close()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cache_manager.errors import ConfigError, StorageError
 from cache_manager.ports import Absence
+from cache_manager.storage import open_store
 from cache_manager.storage.disk import Space
 from cache_manager.storage.file import FileStore
 from cache_manager.storage.limits import Limits, is_older
@@ -182,6 +183,18 @@ def test_a_limit_that_cannot_be_kept_is_a_config_error(tmp_path: Path, options: 
     with pytest.raises(ConfigError, match=f"^{field}: wanted"):
         FileStore(tmp_path / "new", **options)  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
+
+
+def test_a_url_sets_the_limits(tmp_path: Path) -> None:
+    for text, wanted in {
+        "ttl=6h&min_free=5%25": Limits(4 << 30, 64 << 20, 21_600, 0, 5),
+        "ttl=500ms&min_free=1GiB&quota=8MiB": Limits(8 << 20, 2 << 20, 0.5, 1 << 30, 0),
+        "mode=write": Limits(4 << 30, 64 << 20),
+    }.items():
+        store = open_store(f"file://{tmp_path}?{text}")
+        assert isinstance(store, FileStore)
+        assert store.limits == wanted
+        store.close()
 
 
 # The free space of the file system.
