@@ -17,7 +17,9 @@ from cache_manager.errors import ConfigError
 UNITS: Mapping[str, int] = MappingProxyType(
     {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 )
+SECONDS: Mapping[str, float] = MappingProxyType({"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400})
 _SIZE = re.compile(r"([0-9]{1,18})(B|KiB|MiB|GiB|TiB|)")
+_DURATION = re.compile(r"([0-9]{1,9})(ms|s|m|h|d)")
 
 
 def parse_nbytes(text: str, field: str) -> int:
@@ -31,6 +33,18 @@ def parse_nbytes(text: str, field: str) -> int:
         units = ", ".join(unit for unit in UNITS if unit)
         raise ConfigError(field, f"a positive whole number with one of the units {units} or none (bytes)", repr(text))
     return int(match[1]) * UNITS[match[2]]
+
+
+def parse_duration_s(text: str, field: str) -> float:
+    """A duration such as ``500ms``, ``30s``, ``15m``, ``6h`` or ``7d``, in seconds and above zero.
+
+    >>> parse_duration_s("6h", "ttl")
+    21600
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None or int(match[1]) == 0:
+        raise ConfigError(field, "a positive whole number with one of the units " + ", ".join(SECONDS), repr(text))
+    return int(match[1]) * SECONDS[match[2]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +95,11 @@ class StoreUrl:
         """The size called ``name``, in bytes."""
         text = self.parameters.get(name)
         return default if text is None else parse_nbytes(text, f"{self.scheme}: store parameter {name}")
+
+    def seconds(self, name: str, default: float | None) -> float | None:
+        """The duration called ``name``, in seconds."""
+        text = self.parameters.get(name)
+        return default if text is None else parse_duration_s(text, f"{self.scheme}: store parameter {name}")
 
     def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
         """The parameter called ``name``, which has to be one of ``choices``."""

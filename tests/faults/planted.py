@@ -233,7 +233,7 @@ FAULTS = (
     Fault(
         "a stored header is not looked at again",
         "storage/segment.py",
-        "return zlib.crc32(raw) == _CRC_RESIDUE and",
+        "return zlib.crc32(raw) == CRC_RESIDUE and",
         "return len(raw) > 0 and",
         FILES + "::test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
         "test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
