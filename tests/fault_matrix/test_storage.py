@@ -150,15 +150,15 @@ def test_r06_a_full_disk_leaves_nothing_stuck(full_disk: tuple[Path, FaultyDisk,
     """Fault: ENOSPC, also in the middle of a record. kvroute: a refusal, the books in order, success afterwards."""
     directory, disk, fill, empty = full_disk
     with opened(directory, disk) as store:
-        assert all(put(store, range(6)))
+        assert all(put(store, range(4)))
         fill()
         for _ in range(3):
-            assert not all(put(store, range(6, 9)))
+            assert not all(put(store, range(4, 9)))
             usage = store.usage()
             assert usage["used_nbytes"] + usage["free_nbytes"] == usage["capacity_nbytes"]
-        assert get(store, range(6)) == [payload_of(n) for n in range(6)]
+        assert get(store, range(4)) == [payload_of(n) for n in range(4)]
         empty()
-        assert all(put(store, range(6, 9)))
+        assert all(put(store, range(4, 9)))
         assert get(store, range(9)) == [payload_of(n) for n in range(9)]
         assert store.usage()["used_nbytes"] == file_nbytes(directory)
     with opened(directory) as store:
@@ -265,6 +265,7 @@ def test_r12_a_file_twice_as_long_serves_what_was_put(tail: str, restarted: bool
             assert get(store, range(5)) == [payload_of(n) for n in range(4)] + [Absence.MISS]
             assert put(store, [4]) == [True]
     with opened(tmp_path) as store:
+        assert store.usage()["used_nbytes"] == file_nbytes(tmp_path)
         assert all(put(store, range(4, 7)))
         assert get(store, range(7)) == [payload_of(n) for n in range(7)]
         assert store.counters.corrupt == 0
@@ -402,9 +403,13 @@ def test_r20_a_damaged_record_can_be_stored_anew(restarted: bool, tmp_path: Path
 )
 @pytest.mark.parametrize("at", [0, 100, 1000, 2100])
 def test_r21_a_byte_flipped_at_rest_is_a_miss(at: int, tmp_path: Path) -> None:
-    """Fault: flip a byte of a record between two runs. kvroute: no row of it reaches a block."""
+    """Fault: flip a byte of the oldest record between two runs. kvroute: no row of it reaches a block.
+
+    It is in an older segment: of those a start reads the headers only.
+    """
     with stored(tmp_path) as (aux, _):
-        assert persist(aux, [1]) == [True]
+        assert all(persist(aux, range(1, 8)) + persist(aux, range(8, 15)))
+    assert len(segments(tmp_path)) == 2
     flip(segments(tmp_path)[0], PAGE + at)
     with stored(tmp_path) as (aux, _):
         assert not restore_into_a_used_block(aux, 1)
