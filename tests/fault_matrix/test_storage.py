@@ -423,7 +423,9 @@ def test_r21_a_byte_flipped_at_rest_is_a_miss(at: int, tmp_path: Path) -> None:
     peer="SGLang 0.5.23 HiCacheFile",
     peer_does="its temporary file counts against no quota and is never removed",
     kvroute_does="every byte in the directory is in the account, and the quota holds from the start",
-    also=("tests/storage/test_file_crash.py::test_a_process_killed_at_any_time_loses_nothing_that_it_acknowledged",),
+    also=(
+        "tests/storage/test_file_crash.py::test_two_hundred_writers_killed_at_any_time_lose_nothing_that_was_acknowledged_and_synced",
+    ),
 )
 def test_r22_the_quota_counts_what_a_killed_process_left(tmp_path: Path) -> None:
     """Fault: as R14, then reopen with a limit. kvroute: used bytes are the bytes of the files, within the limit."""
