@@ -93,6 +93,7 @@ class Demo:
                 total = sum(turns(c) for c in self._clients.conversations) - before
                 self._clients.serve(engine, turns, _teller(progress, title, total))
                 self._watcher.engine = None
+                engine.drain()
                 return Traffic.of(engine)
         finally:
             self._checker.detach()

@@ -47,6 +47,7 @@ def _run(engine: Engine, requests: Sequence[Request]) -> dict[tuple[str, int], O
     while engine.busy:
         outputs |= {(o.request.id, o.sample): o for o in engine.step()}
         engine.manager.assert_consistent()
+    assert engine.drain()
     _assert_empty(engine)
     return outputs
 
