@@ -122,14 +122,16 @@ class RestoreJob(StoreJob):
     def _carry(self) -> None:
         carrier, companion = self._archive.carrier, self._companion
         if companion is None:
-            self._found = carrier.get_into(self._keys, self._ids.tolist())
+            self._bring_rows(len(self._keys))
         elif companion.policy == "gate":
-            count = _run(carrier.contains(self._keys))
-            self._found = carrier.get_into(self._keys[:count], self._ids[:count].tolist())
+            self._bring_rows(_run(carrier.contains(self._keys)))
             self._bring_beside(_run([isinstance(header, RecordHeader) for header in self._found]))
         else:
-            count = self._bring_beside(len(self._keys))
-            self._found = carrier.get_into(self._keys[:count], self._ids[:count].tolist())
+            self._bring_rows(self._bring_beside(len(self._keys)))
+
+    def _bring_rows(self, count: int) -> None:
+        if count and not self.cancelled:
+            self._found = self._archive.carrier.get_into(self._keys[:count], self._ids[:count].tolist())
 
     def _bring_beside(self, count: int) -> int:
         """Let the companion bring its part of the first ``count`` blocks; for how many, from the first on, it did."""

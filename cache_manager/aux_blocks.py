@@ -353,6 +353,11 @@ class AuxBlocks:
         """
         return self._need_archive().lookup(keys)
 
+    @property
+    def jobs(self) -> list[Job]:
+        """Those that have begun and not landed, the earliest first."""
+        return self._runner.jobs
+
     def poll(self) -> list[Job]:
         """Land the jobs that the store has done its part of; those jobs. Waits for nothing."""
         return self._runner.poll()

@@ -45,8 +45,8 @@ class Errand:
 class Errands:
     """The errands of one block manager that are not over.
 
-    Queued persists pin at most ``pinned_max`` blocks, or are alone: a slow store must leave blocks to compute with. What
-    restores pin belongs to sequences, which can be freed.
+    A persist is not begun when persists and abandoned restores would pin more than ``pinned_max`` blocks, unless it is
+    alone: a store that hangs must leave blocks to compute with. What other restores pin, sequences need anyway.
     """
 
     def __init__(self, aux: AuxBlocks, companion: Companion, pinned_max: int) -> None:
@@ -66,7 +66,7 @@ class Errands:
 
     def persist(self, owner: str, wanted: Mapping[BlockKey, int], *, queued: bool) -> Errand | None:
         """Send blocks that ``owner`` holds to the store; ``None`` when there is no room for that now."""
-        pinned = sum(len(e.wanted) for e in self._errands if isinstance(e.job, PersistJob))
+        pinned = sum(len(e.wanted) for e in self._errands if isinstance(e.job, PersistJob) or e.job.cancelled)
         if queued and pinned and pinned + len(wanted) > self._pinned_max:
             return None
         return self._begin(owner, wanted, restore=False, queued=queued)

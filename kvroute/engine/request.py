@@ -20,7 +20,7 @@ class EngineConfig:
     ``step_tokens`` is the most tokens that one forward pass computes; a longer prompt is computed in chunks.
     ``sequences_max`` bounds the sequences that run at once. With ``caching=False`` nothing is reused or stored.
     ``memory`` says where rows lie: in the heap, or in SharedMemory that other processes can attach. ``jobs`` bounds
-    what the store is asked to do at once, and ``restore_wait_s`` how long a sequence waits for it before it is computed.
+    what the store is asked to do at once, ``restore_wait_s`` how long a sequence waits for it before it is computed.
     """
 
     block_tokens: int = 16
