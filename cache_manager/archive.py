@@ -309,8 +309,8 @@ class Archive:
         self.ledger.count("jobs_cancelled", int(job.cancelled))
 
     def learn(self, keys: list[BlockKey], there: list[bool]) -> None:
-        """Keep the answers of a lookup, as far as they are still of use; the lock is held."""
-        self._answers.update((k, t) for k, t in zip(keys, there, strict=True) if self.ledger.keys.owns(k))
+        """Keep the answers of a lookup; the lock is held."""
+        self._answers.update(zip(keys, there, strict=True))
         while len(self._answers) > ANSWERS_MAX:
             del self._answers[next(iter(self._answers))]
 

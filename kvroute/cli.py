@@ -54,8 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--store",
         metavar="URL",
-        help="file:///directory that stays, mooncake://host:port/prefix of a pool, or the word mooncake for a pool that "
-        "is started and ended (a directory that is removed)",
+        help="file:///directory that stays, mooncake://host:port/prefix of a pool, or the word mooncake for a pool "
+        "that is started and ended (a directory that is removed)",
     )
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     demo.add_argument("--out", type=Path, default=Path("demo-output"), metavar="DIR", help="for the heat map")

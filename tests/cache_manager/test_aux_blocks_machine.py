@@ -244,6 +244,20 @@ class AuxBlocksMachine(RuleBasedStateMachine):
                 for name, rows in step.rows.items():
                     step.lives[n].rows[name, token[1]] = rows[n]
 
+    @rule(data=st.data(), owner=st.sampled_from(OWNERS))
+    def prefill(self, data, owner) -> None:
+        """A block of a new owner with all of its rows, in one go: what can be stored."""
+        for i in self.pick(data, "device", lambda b: not b.owners and b.still, 1):
+            self.aux.allocate([i], owner)
+            block = self.model["device"][i]
+            block.life, block.owners, block.free = Life(), {owner}, False
+            with self.aux.step(range(i * self.block_tokens, (i + 1) * self.block_tokens)) as step:
+                for spec in self.specs:
+                    self.serial += 1
+                    rows = canary_rows(spec, [(self.serial, o) for o in range(self.block_tokens)])
+                    step.write(spec.name, rows)
+                    block.life.rows |= {(spec.name, o): row.tobytes() for o, row in enumerate(rows)}
+
     # ------------------------------------------------------------ moves
 
     @rule(data=st.data(), kind=st.sampled_from(("out", "in", "copy")), owner=st.sampled_from((None, *OWNERS)))

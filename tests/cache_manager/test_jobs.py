@@ -164,6 +164,85 @@ def test_a_cancelled_restore_keeps_its_block_until_the_store_call_returns(house)
     assert (counters.jobs_cancelled, counters.cancelled_restores_dropped, counters.restored_blocks) == (1, 1, 0)
 
 
+def test_a_reset_while_a_job_is_under_way_drops_what_it_brings(house) -> None:
+    """Goal: generations are compared when a job lands. Method: reset before the store reads, then before the poll."""
+    for go_first in (False, True):
+        key, weights = house.aux.keys.key(None, [1]), house.aux.namespace.weights_version
+        house.fill(0, "a")
+        house.aux.persist({key: 0})
+        house.aux.allocate([1], "b")
+        job = house.aux.begin_restore({key: 1})
+        house.settle()
+        if go_first:
+            house.let_go()
+        house.aux.reset(weights_version=weights + 1)
+        if not go_first:
+            house.let_go()
+        assert house.aux.poll() == [job]
+        assert job.result() == {key: False}
+        assert not house.aux.read("routing", range(8)).valid.any()
+        assert house.aux.counters.late_restores_dropped == 1 + go_first
+        house.aux.free("a")
+        house.aux.free("b")
+
+
+def test_a_block_that_is_being_stored_cannot_be_written_or_given_away(house) -> None:
+    rows = house.fill(0, "a")
+    job = house.aux.begin_persist({house.key: 0})
+    house.settle()
+    house.aux.free("a")
+    for attempt in (
+        lambda: house.aux.begin_step([0]),
+        lambda: house.aux.allocate([0], "b"),
+        lambda: house.aux.evict([0]),
+    ):
+        with pytest.raises(BlockBusyError, match="device block 0"):
+            attempt()
+    house.let_go()
+    assert job.poll()
+    house.aux.allocate([0], "b")
+    assert house.aux.restore({house.key: 0}) == {house.key: True}
+    assert np.array_equal(house.aux.read("routing", [0]).ids, rows)
+
+
+@pytest.mark.parametrize("policy", ["gate", "mask"])
+def test_kv_of_older_weights_that_comes_late_counts_for_nothing(policy) -> None:
+    """Goal: a weight update between asking and landing. Method: reset while the store is at work; with each policy."""
+    house = House()
+    house.run("a", PROMPT)
+    assert house.manager.persist("a") == 2
+    house.manager.reset(weights_version=1)
+    house.manager.free("a")
+    manager = BlockManager(house.aux, house.kv, policy=policy)
+    assert manager.begin_allocate("b", PROMPT).pending
+    house.settle()
+    manager.reset(weights_version=2)
+    house.gate.open()
+    assert manager.drain(60.0)
+    assert manager.poll()["b"].cached_tokens == 0
+    assert not house.aux.read("routing", manager.table("b")).valid.any()
+    manager.free("b")
+    manager.assert_consistent()
+    house.aux.close()
+
+
+def test_a_sequence_that_ends_while_it_is_restored_cancels_that(house) -> None:
+    house.run("a", PROMPT)
+    house.manager.persist("a")
+    house.manager.free("a")
+    house.manager.reset(weights_version=1)
+    house.manager.begin_allocate("b", PROMPT)
+    house.settle()
+    house.manager.free("b")
+    (job,) = house.aux.jobs
+    assert job.cancelled
+    assert house.manager.free_device_blocks == 6, "the store may still fill two"
+    house.manager.assert_consistent()
+    house.let_go()
+    assert house.manager.poll() == {}
+    assert house.manager.free_device_blocks == 8
+
+
 def test_a_queued_job_that_is_cancelled_is_over_at_once(house) -> None:
     rows = house.fill(0, "a")
     house.fill(1, "a")
