@@ -9,6 +9,7 @@ export HYPOTHESIS_PROFILE
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
+	@echo "             STORE=mooncake restarts from a Mooncake pool in other processes; STORE=URL from any store"
 	@echo "make test    lint, types, import contracts and every test"
 	@echo "make bench   print the benchmark tables (TRACE=FILE replays a Mooncake trace)"
 	@echo "make clean   remove the environment and what the commands above wrote"
@@ -31,7 +32,7 @@ libraries:
 	fi || true
 
 demo: $(READY)
-	$(BIN)/kvroute demo --json demo-output/demo.json $(ARGS)
+	$(BIN)/kvroute demo --json demo-output/demo.json $(if $(STORE),--store '$(STORE)') $(ARGS)
 
 test: check
 

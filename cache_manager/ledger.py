@@ -33,6 +33,13 @@ class AuxCounters:
     restored_blocks: int = 0
     late_restores_dropped: int = 0
     incomplete_blocks_not_restored: int = 0
+    unaccompanied_blocks_not_restored: int = 0
+    cancelled_restores_dropped: int = 0
+    jobs_begun: int = 0
+    jobs_landed: int = 0
+    jobs_cancelled: int = 0
+    jobs_refused: int = 0
+    lookups_failed: int = 0
     stale_keys: int = 0
     rows_read: int = 0
     rows_missing: int = 0
@@ -67,14 +74,15 @@ class Ledger:
     ``keys`` changes with a reset: whoever compares a key with it and acts on the answer does both under the lock.
     """
 
-    __slots__ = ("_counts", "keys", "lock", "moves", "steps", "steps_max")
+    __slots__ = ("_counts", "jobs", "keys", "lock", "moves", "steps", "steps_max")
 
     def __init__(self, keys: KeyChain, steps_max: int) -> None:
         self.lock = ProcessLock()
         self.keys = keys
         self.steps: list[Step] = []
         self.steps_max = steps_max
-        self.moves = 0  # moves, persists and restores in flight
+        self.moves = 0
+        self.jobs = 0  # persists, restores and lookups that have not landed
         self._counts = {f.name: 0 for f in fields(AuxCounters)}
 
     def count(self, name: str, n: int = 1) -> None:

@@ -12,6 +12,7 @@ from cache_manager.checks import integers
 from cache_manager.errors import BlockStateError, InvalidInputError
 from cache_manager.ledger import InFlight, Ledger
 from cache_manager.lifecycle import Event
+from cache_manager.ports import Copier
 from cache_manager.tier import Tier, prefix_bits
 
 Pairs = Sequence[tuple[int, int]]
@@ -56,7 +57,7 @@ class Move(InFlight):
 
     ``leases_of`` says whose leases follow from source to target, one owner being given by name; a lease taken while the
     move is open stays at the source. ``rows`` limits, pair by pair, how many of a block's first rows may arrive.
-    ``counter`` is the counter of rows that arrived.
+    ``counter`` is the counter of rows that arrived. ``copier`` copies them, without the lock.
     """
 
     __slots__ = (
@@ -79,6 +80,7 @@ class Move(InFlight):
         *,
         leases_of: Follow,
         counter: str,
+        copier: Copier,
         rows: Sequence[int] | None = None,
     ) -> None:
         sources, targets = split_pairs(pairs, source, target)
@@ -106,9 +108,7 @@ class Move(InFlight):
             target.begin_life(target.life.begin_arrival(targets))
             ledger.moves += 1
         try:
-            from_rows, to_rows = source.region.rows, target.region.rows
-            for s, t in zip(sources.tolist(), targets.tolist(), strict=True):
-                to_rows[t] = from_rows[s]
+            copier.copy(source.region, target.region, sources.tolist(), targets.tolist())
         except BaseException:
             self.abort()
             raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from cache_manager.keys import BlockKey
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.spec import RecordLayout
+
+if TYPE_CHECKING:
+    from cache_manager.storage.records import RecordCounters
 
 HitPolicy = Literal["gate", "mask"]
 """Whether KV without rows counts as a hit: ``gate`` cuts the hit back, ``mask`` reports the rows as missing."""
@@ -25,6 +28,14 @@ class Absence(Enum):
 
     MISS = "miss"
     CORRUPT = "corrupt"
+
+
+class Lookup(Enum):
+    """Whether a store has a record."""
+
+    HIT = "hit"
+    MISS = "miss"
+    PENDING = "pending"  # nobody knows yet: ask again
 
 
 class Region(Protocol):
@@ -80,10 +91,51 @@ class StorageBackend(Protocol):
     def close(self) -> None: ...
 
 
+class RecordCarrier(Protocol):
+    """Carries records between the blocks of one region and a store, in this process or in another.
+
+    * Blocks are ids of the region that the carrier was made for. ``valid`` are a block's validity bits, 8 bytes a word,
+      little-endian, as a record's header has them.
+    * What it brings is verified: an :class:`Absence`, or the header of a record whose payload is in the block now.
+    * Once a call has returned or raised, nobody reads or writes the blocks for it any more, in no process.
+
+    A failure is ``StorageError``. Every call may be made from several threads and may take as long as the store does.
+    """
+
+    @property
+    def counters(self) -> RecordCounters: ...
+
+    def put(
+        self, keys: Sequence[BlockKey], blocks: Sequence[int], valid: Sequence[bytes], generations: Sequence[int]
+    ) -> list[bool]:
+        """Store the blocks' records; ``True`` where the record is stored now, ``False`` where there was no room."""
+
+    def get_into(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[RecordHeader | Absence]:
+        """Fill the blocks; after an absence a block's bytes mean nothing."""
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which keys seem to have a record; only reading verifies."""
+
+    def flush(self) -> None:
+        """Return when every record put before is on stable storage, as far as the store has any."""
+
+
+class Copier(Protocol):
+    """Copies the records of blocks from region to region, in this process or in another.
+
+    ``sources`` and ``targets`` are block ids, pairwise; a source may serve several targets. When ``copy`` returns every
+    byte is in place; when it raises nobody writes the targets any more, whose bytes then mean nothing.
+    """
+
+    def copy(self, source: Region, target: Region, sources: Sequence[int], targets: Sequence[int]) -> None: ...
+
+
 class BlockMover(Protocol):
     """Moves whatever an engine keeps for its blocks: :class:`AuxBlocks` moves rows, the engine's own mover the KV.
 
-    Both get the very same pairs. A call succeeds whole or raises and has changed nothing that anyone owns.
+    Both get the very same pairs. A call succeeds whole or raises and has changed nothing that anyone owns. ``persist``
+    and ``restore`` are called from store threads, beside everything else: nobody else writes their blocks meanwhile,
+    and once they have returned or raised the mover does not touch the blocks for them any more.
     """
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -102,4 +154,4 @@ class BlockMover(Protocol):
         """Fill device blocks with what is stored under their keys; ``False`` leaves the block without content."""
 
 
-__all__ = ["Absence", "BlockMover", "HitPolicy", "Region", "StorageBackend"]
+__all__ = ["Absence", "BlockMover", "Copier", "HitPolicy", "Lookup", "RecordCarrier", "Region", "StorageBackend"]

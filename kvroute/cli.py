@@ -51,7 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--device-blocks", type=_integer, metavar="N", help="KV blocks on the device (too few for all)")
     demo.add_argument("--host-blocks", type=_integer, metavar="N", help="KV blocks to swap to (as many)")
     demo.add_argument("--model", default="qwen3_moe", help="qwen3_moe, deepseek_v3, olmoe or mixtral (qwen3_moe)")
-    demo.add_argument("--store", metavar="URL", help="file:///directory that stays (a directory that is removed)")
+    demo.add_argument(
+        "--store",
+        metavar="URL",
+        help="file:///directory that stays, mooncake://host:port/prefix of a pool, or the word mooncake for a pool "
+        "that is started and ended (a directory that is removed)",
+    )
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     demo.add_argument("--out", type=Path, default=Path("demo-output"), metavar="DIR", help="for the heat map")
 

@@ -49,8 +49,8 @@ FAULTS = (
     Fault(
         "a restore lands without comparing generations",
         "archive.py",
-        "live = self._device.life.generations[ids] == generations",
-        "live = np.ones(len(ids), dtype=np.bool_)",
+        "live = device.life.generations[self._ids] == self._generations",
+        "live = np.ones(len(self._ids), dtype=np.bool_)",
         HAZARDS,
         "test_a_reset_while_the_store_is_read_drops_what_was_read",
     ),
