@@ -23,8 +23,8 @@ from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import HEADER_NBYTES_MAX, Buffer, RecordHeader, pack_header, unpack_header
 from cache_manager.spec import align
+from cache_manager.storage.breaker import State
 from cache_manager.storage.mooncake import wire
-from cache_manager.storage.mooncake.breaker import State
 from cache_manager.storage.mooncake.codes import EXPIRED, FULL, INVALID, LEASED, describe, is_bug, is_failure, is_miss
 from cache_manager.storage.mooncake.groups import GroupNames
 from cache_manager.storage.mooncake.link import Link
