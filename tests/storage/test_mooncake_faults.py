@@ -18,8 +18,8 @@ from cache_manager.errors import ConfigError, StorageError, StoreClosedError, St
 from cache_manager.ports import Absence
 from cache_manager.record import pack_header
 from cache_manager.storage import open_store
-from cache_manager.storage.mooncake import MooncakeStore
 from cache_manager.storage.breaker import State
+from cache_manager.storage.mooncake import MooncakeStore
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.contract import LAYOUT, get, header_of, key_of, payload_of, put
 
