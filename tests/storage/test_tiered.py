@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from mooncake_pool import Master, Owner, running_master, running_owner
 
+from cache_manager.errors import StorageError, StoreClosedError
+from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, StorageBackend
+from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage import open_store
 from cache_manager.storage.file import FileStore
 from cache_manager.storage.memory import MemoryStore
 from cache_manager.storage.records import RecordStore
 from cache_manager.storage.tiered import TieredSettings, TieredStore
 from cache_manager.testing.contract import LAYOUT, StorageContract, get, key_of, payload_of, put
+from cache_manager.testing.faults import FaultyDisk, FaultyStore
 
 
 def until(what: str, holds: Callable[[], bool]) -> None:
@@ -54,6 +59,61 @@ class TestFileBeforeFileWithSmallQueues(TieredContract):
         back = FileStore(directory / "back", quota_nbytes=capacity_nbytes, segment_nbytes=16 << 10)
         limits = TieredSettings(queue_nbytes=9_000, promote_nbytes=9_000)
         return TieredStore({"front": front, "back": back}, limits)
+
+
+class FlakyStore(FaultyStore):
+    """Every third put, read and look-up fails."""
+
+    def __init__(self, backend: StorageBackend) -> None:
+        super().__init__(backend)
+        self._turns = itertools.count(1)
+
+    def _turn(self) -> None:
+        if next(self._turns) % 3 == 0:
+            raise StorageError("it is the third call")
+
+    def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer]) -> list[bool]:
+        self._turn()
+        return super().put(headers, payloads)
+
+    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        self._turn()
+        return super().get_into(keys, buffers)
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self._turn()
+        return super().contains(keys)
+
+
+class TestFlakyFileBeforeFile(TieredContract):
+    """Goal: a front that fails all the time changes nothing for callers. Its breaker opens at every failure.
+
+    The back has room for all, because what only the front has is a miss while that fails.
+    """
+
+    machine_settings = settings(max_examples=5, stateful_step_count=15)
+    # Its threads want every flush and deletion to succeed; here these say that a breaker is open, and are right.
+    test_threads_see_whole_records_only = None  # type: ignore[assignment]
+
+    def settle(self, backend: StorageBackend) -> None:
+        def flushed() -> bool:
+            try:
+                backend.flush()
+            except StoreClosedError:
+                raise
+            except StorageError:
+                return False
+            return True
+
+        until("a flush meets closed breakers", flushed)
+
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
+        disk = FaultyDisk()
+        disk.call_nbytes_max = 1000
+        front = FileStore(directory / "front", quota_nbytes=capacity_nbytes, segment_nbytes=16 << 10, disk=disk)
+        back = FileStore(directory / "back", quota_nbytes=max(capacity_nbytes, 2 << 20), segment_nbytes=16 << 10)
+        quick = TieredSettings(pause_ms=1, pause_max_ms=1, failures_max=1, close_ms=30_000)
+        return TieredStore({"front": FlakyStore(front), "back": back}, quick)
 
 
 class TestFileBeforeMooncake(TieredContract):

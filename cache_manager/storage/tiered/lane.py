@@ -60,13 +60,14 @@ class Lane:
         self.backend = backend
         self.counts: Counter[str] = Counter()
         self.waiting: dict[BlockKey, Waiting] = {}  # in the order of their sequence
-        self.owed: dict[BlockKey, None] = {}
+        self.owed: dict[BlockKey, int] = {}  # with the number of the deletion: a later one is not paid by an earlier
         self.reads, self.writes = (
             Breaker(settings.failures_max, settings.pause_ms / 1e3, settings.pause_max_ms / 1e3) for _ in range(2)
         )
         self._limits = {False: settings.queue_nbytes, True: settings.promote_nbytes}
         self._waiting_nbytes = {False: 0, True: 0}  # by Waiting.promoted; what is in flight included
         self._changed = changed
+        self._deletions = 0
         self._retry_s = 0.0
         self._witness: tuple[BlockKey, int] | None = None  # a key and payload size that this tier was asked for
         self._stopping = False
@@ -151,19 +152,23 @@ class Lane:
         for key in keys:
             self.counts["corrupt"] += 1
             if len(self.owed) < OWED_MAX:  # else it is found corrupt again
-                self.owed[key] = None
+                self._owe(key)
         self._changed.notify_all()
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
         """These are deleted: cancel what waits, owe the rest. Held."""
         for key in keys:
-            self.owed[key] = None
+            self._owe(key)
             if (record := self.waiting.pop(key, None)) is not None:
                 self.counts["cancelled"] += 1
                 record.cancelled = True
                 if not record.in_flight:
                     self._waiting_nbytes[record.promoted] -= len(record.payload)
         self._changed.notify_all()
+
+    def _owe(self, key: BlockKey) -> None:
+        self._deletions += 1
+        self.owed[key] = self._deletions
 
     def drained(self, sequence: int) -> bool:
         """Whether all is done that was to be done up to ``sequence``. Held."""
@@ -258,15 +263,16 @@ class Lane:
     def _try_write(self) -> list[None]:
         """The next piece of work: what is owed, then what waits; with neither, deleting what nobody has stored."""
         with self._changed:
-            owed = list(islice(self.owed, BATCH_MAX))
+            owed = dict(islice(self.owed.items(), BATCH_MAX))
             batch = [] if owed else self._take()
         if batch:
             self._put(batch)
             return []
-        self.backend.delete(owed or [PROBE_KEY])
+        self.backend.delete(list(owed) or [PROBE_KEY])
         with self._changed:
-            for key in owed:
-                self.owed.pop(key, None)
+            for key, number in owed.items():
+                if self.owed[key] == number:
+                    del self.owed[key]
             self.counts["deleted"] += len(owed)
             self._changed.notify_all()
         return []

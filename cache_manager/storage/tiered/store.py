@@ -241,7 +241,7 @@ class TieredStore:
             self._closed = True
             last = next(self._sequence)
             self._changed.wait_for(
-                lambda: not self._users and all(lane.drained(last) or not lane.writes.closed for lane in self._lanes),
+                lambda: not self._users and all(lane.drained(last) for lane in self._lanes),
                 self.settings.close_ms / 1e3,
             )
             for lane in self._lanes:
