@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,9 @@ def until(what: str, holds: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+SMALL = TieredSettings(queue_nbytes=1 << 20, promote_nbytes=1 << 20)
+
+
 class TieredContract(StorageContract):
     """Of two tiers, with room for a record in each tier and its queue."""
 
@@ -46,7 +50,7 @@ class TestMemoryBeforeFile(TieredContract):
 
     def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
         file = FileStore(directory, quota_nbytes=capacity_nbytes, segment_nbytes=16 << 10)
-        return TieredStore({"memory": MemoryStore(capacity_nbytes), "file": file})
+        return TieredStore({"memory": MemoryStore(capacity_nbytes), "file": file}, SMALL)
 
 
 class TestFileBeforeFileWithSmallQueues(TieredContract):
@@ -112,7 +116,7 @@ class TestFlakyFileBeforeFile(TieredContract):
         disk.call_nbytes_max = 1000
         front = FileStore(directory / "front", quota_nbytes=capacity_nbytes, segment_nbytes=16 << 10, disk=disk)
         back = FileStore(directory / "back", quota_nbytes=max(capacity_nbytes, 2 << 20), segment_nbytes=16 << 10)
-        quick = TieredSettings(pause_ms=1, pause_max_ms=1, failures_max=1, close_ms=30_000)
+        quick = replace(SMALL, pause_ms=1, pause_max_ms=1, failures_max=1, close_ms=30_000)
         return TieredStore({"front": FlakyStore(front), "back": back}, quick)
 
 
@@ -133,7 +137,9 @@ class TestFileBeforeMooncake(TieredContract):
         self.owner.segment(directory / "segment", capacity_nbytes)
         file = f"file://{directory}/front?quota={capacity_nbytes}&segment=16KiB"
         pool = self.master.url(full_ms=3000, delete_ms=2000, timeout_ms=6000)
-        return open_store(f"tiered:?flush_ms=90000&close_ms=90000&delete_ms=30000,{file},{pool}")
+        return open_store(
+            f"tiered:?queue=1MiB&promote=1MiB&flush_ms=90000&close_ms=90000&delete_ms=30000,{file},{pool}"
+        )
 
 
 def test_a_master_is_killed_and_restarted_under_load_behind_a_file_front(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from cache_manager.errors import StorageError
 from cache_manager.ports import StorageBackend
 from cache_manager.storage import GROUP
 from cache_manager.storage.memory import MemoryStore
-from cache_manager.storage.tiered import TieredStore
+from cache_manager.storage.tiered import TieredSettings, TieredStore
 from cache_manager.testing.contract import StorageContract
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,8 @@ class TestSqliteStoreBehindMemory(StorageContract):
 
     def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
         back = sqlite_store.SqliteStore(directory / "x.db", capacity_nbytes)
-        return TieredStore({"memory": MemoryStore(capacity_nbytes), "sqlite": back})
+        limits = TieredSettings(queue_nbytes=1 << 20, promote_nbytes=1 << 20)
+        return TieredStore({"memory": MemoryStore(capacity_nbytes), "sqlite": back}, limits)
 
 
 OPEN = """
