@@ -38,19 +38,6 @@ def parse_nbytes(text: str, field: str) -> int:
     return int(match[1]) * UNITS[match[2]]
 
 
-def below(text: str, name: str) -> str:
-    """The URL of the place ``name`` inside that of ``text``, in every tier; a store without a place keeps its URL.
-
-    >>> below("tiered:?queue=1MiB,memory:,file:///a?quota=1GiB,mooncake://h:1/p", "rows")
-    'tiered:?queue=1MiB,memory:,file:///a/rows?quota=1GiB,mooncake://h:1/p/rows'
-    """
-    if (composite := _COMPOSITE.match(text)) is not None:
-        tiers = _DIVIDER.split(text[composite.end() :])
-        return composite[0] + ",".join(below(tier, name) for tier in tiers)
-    parts = urlsplit(text)
-    return parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl() if parts.path else text
-
-
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
     """The parts of a store's URL; ``path`` is percent-decoded, ``parameters`` are as written.
