@@ -1,5 +1,8 @@
 """A store's URL, taken apart: ``scheme:path?name=value&...``.
 
+A URL may hold others, ``scheme:url,url`` or ``scheme:?name=value&...,url,url``. A comma divides where a scheme follows
+it; one that does not divide there is written ``%2C``.
+
 The adapter named by the scheme reads its own parameters from here; whatever it does not know is a
 :class:`ConfigError`, so that a misspelt ``quota`` never turns into a default. Pure: text in, values out.
 """
@@ -17,6 +20,8 @@ from cache_manager.errors import ConfigError
 UNITS: Mapping[str, int] = MappingProxyType(
     {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 )
+_COMPOSITE = re.compile(r"([a-z][a-z0-9+.-]*):(\?[^,]*,)?(?=[a-z][a-z0-9+.-]*:)")
+_DIVIDER = re.compile(r",(?=[a-z][a-z0-9+.-]*:)")
 _SIZE = re.compile(r"([0-9]{1,18})(B|KiB|MiB|GiB|TiB|)")
 
 
@@ -33,13 +38,30 @@ def parse_nbytes(text: str, field: str) -> int:
     return int(match[1]) * UNITS[match[2]]
 
 
+def below(text: str, name: str) -> str:
+    """The URL of the place ``name`` inside that of ``text``, in every tier; a store without a place keeps its URL.
+
+    >>> below("tiered:?queue=1MiB,memory:,file:///a?quota=1GiB,mooncake://h:1/p", "rows")
+    'tiered:?queue=1MiB,memory:,file:///a/rows?quota=1GiB,mooncake://h:1/p/rows'
+    """
+    if (composite := _COMPOSITE.match(text)) is not None:
+        tiers = _DIVIDER.split(text[composite.end() :])
+        return composite[0] + ",".join(below(tier, name) for tier in tiers)
+    parts = urlsplit(text)
+    return parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl() if parts.path else text
+
+
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
     """The parts of a store's URL; ``path`` is percent-decoded, ``parameters`` are as written.
 
+    ``tiers`` are the texts of the URLs that it holds; they are its path then.
+
     >>> url = StoreUrl.parse("file:///var/lib/kvroute?quota=1GiB")
     >>> url.scheme, url.path, url.nbytes("quota", default=0)
     ('file', '/var/lib/kvroute', 1073741824)
+    >>> StoreUrl.parse("tiered:?queue=1GiB,file:///a,b?quota=1GiB,mooncake://h:1").tiers
+    ('file:///a,b?quota=1GiB', 'mooncake://h:1')
     """
 
     text: str
@@ -47,14 +69,20 @@ class StoreUrl:
     host: str
     path: str
     parameters: Mapping[str, str]
+    tiers: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> StoreUrl:
         """:class:`ConfigError` for text that is no URL, or that names a parameter twice or without a value."""
         if not isinstance(text, str):
             raise ConfigError("store", "a URL such as file:///var/lib/kvroute", repr(text))
+        own, held, tiers = text, "", tuple[str, ...]()
+        if (composite := _COMPOSITE.match(text)) is not None:
+            own = text[: composite.end()].rstrip(",")
+            held = text[composite.end() :]
+            tiers = tuple(_DIVIDER.split(held))
         try:
-            parts = urlsplit(text)
+            parts = urlsplit(own)
         except ValueError as error:
             raise ConfigError("store", "a URL such as file:///var/lib/kvroute", repr(text)) from error
         if not parts.scheme:
@@ -69,7 +97,7 @@ class StoreUrl:
             if name in parameters:
                 raise ConfigError(f"store parameter {name}", "one value", repr(text))
             parameters[name] = unquote(value)
-        return cls(text, parts.scheme, parts.netloc, unquote(parts.path), MappingProxyType(parameters))
+        return cls(text, parts.scheme, parts.netloc, held or unquote(parts.path), MappingProxyType(parameters), tiers)
 
     def allow(self, *names: str) -> None:
         """:class:`ConfigError` when the URL has a parameter that is not one of ``names``."""

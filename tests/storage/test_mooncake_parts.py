@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cache_manager.errors import ConfigError, StorageError
 from cache_manager.keys import BlockKey
+from cache_manager.storage.breaker import TRANSITIONS, Breaker, Event, State
 from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.arena import Arena
-from cache_manager.storage.mooncake.breaker import TRANSITIONS, Breaker, Event, State
 from cache_manager.storage.mooncake.client import NativeClient
 from cache_manager.storage.mooncake.codes import NAMES, describe, is_bug, is_failure, is_master_failure, is_miss
 from cache_manager.storage.mooncake.groups import REMEMBERED_MAX, GroupFormat, GroupNames

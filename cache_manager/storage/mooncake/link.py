@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from typing import Final
 
 from cache_manager.errors import StorageError, StoreUnavailableError
+from cache_manager.storage.breaker import Breaker
 from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.arena import Arena
-from cache_manager.storage.mooncake.breaker import Breaker
 from cache_manager.storage.mooncake.client import ClientLostError, NativeClient
 from cache_manager.storage.mooncake.codes import describe, is_failure, is_master_failure
 from cache_manager.storage.mooncake.master import check_ready, reach
