@@ -151,9 +151,9 @@ def test_a_code_is_one_thing(code: int) -> None:
 def test_names_of_groups_are_those_of_the_engines_and_bounded() -> None:
     names = GroupNames(GroupFormat("sglang"))
     names.learn({BlockKey(b"k"): "page"})
-    assert (names.of(BlockKey(b"k")), names.of(BlockKey(b"other"))) == ("sglang-hicache:page", "")
+    assert names.of([BlockKey(b"k"), BlockKey(b"other")]) == ["sglang-hicache:page", ""]
     names.learn({BlockKey(n.to_bytes(4, "big")): "x" for n in range(REMEMBERED_MAX)})
-    assert names.of(BlockKey(b"k")) == ""
+    assert names.of([BlockKey(b"k")]) == []
     assert GroupFormat("vllm", model="m").name("h") == "vllm-mooncake-store:m@h"
     assert GroupFormat("plain").name("g") == "g"
     with pytest.raises(ConfigError, match="groups"):

@@ -95,8 +95,8 @@ def _state(task: Path) -> str:
 class Master:
     """``mooncake_master`` on ports of its own, which a restart keeps."""
 
-    def __init__(self) -> None:
-        self.rpc, self.admin = free_port(), free_port()
+    def __init__(self, lease_ms: int = LEASE_MS) -> None:
+        self.rpc, self.admin, self.lease_ms = free_port(), free_port(), lease_ms
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -108,7 +108,7 @@ class Master:
             f"--metrics_port={self.admin}",
             "--rpc_thread_num=2",
             "--client_ttl=5",
-            f"--default_kv_lease_ttl={LEASE_MS}",
+            f"--default_kv_lease_ttl={self.lease_ms}",
             "--put_start_discard_timeout_sec=6",
             "--eviction_high_watermark_ratio=1.0",  # makes room when there is none, and not before
             "--logtostderr",
@@ -184,8 +184,8 @@ class Owner:
 
 
 @contextmanager
-def running_master() -> Iterator[Master]:
-    master = Master()
+def running_master(lease_ms: int = LEASE_MS) -> Iterator[Master]:
+    master = Master(lease_ms)
     master.start()
     try:
         yield master

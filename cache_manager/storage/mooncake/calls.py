@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Final, TypeVar
 
 from cache_manager.errors import RecordError, StorageError
@@ -65,14 +66,11 @@ class Calls:
 
     def ranges(self, sizes: Sequence[int], give_up_s: float) -> tuple[list[int], int]:
         """Where each of a chunk's records lies in the arena, and the range that holds them all."""
-        start = self.link.arena.take(sum(align(size) for size in sizes), give_up_s)
+        ends = list(accumulate([align(size) for size in sizes], initial=0))
+        start = self.link.arena.take(ends.pop(), give_up_s)
         if start is None:
             raise StorageError("the Mooncake arena stayed full; a larger one is the parameter arena")
-        offsets, at = [], start
-        for size in sizes:
-            offsets.append(at)
-            at += align(size)
-        return offsets, start
+        return [start + at for at in ends], start
 
     def name(self, key: BlockKey) -> str:
         return f"{self.settings.prefix}/{FORMAT}/{key.hex()}"

@@ -86,9 +86,10 @@ def _opened(raw: memoryview, key: BlockKey, view: memoryview) -> RecordHeader | 
         header = unpack_header(raw)
     except RecordError:
         return Absence.CORRUPT
-    if header.key != key or header.payload_nbytes != view.nbytes or header.nbytes + view.nbytes != raw.nbytes:
+    body = raw.nbytes - view.nbytes
+    if header.key != key or header.payload_nbytes != view.nbytes or header.nbytes != body:
         return Absence.CORRUPT
-    view[:] = raw[header.nbytes :]
+    view[:] = raw[body:]
     return header
 
 

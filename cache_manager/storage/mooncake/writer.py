@@ -22,6 +22,9 @@ LARGE_NBYTES: Final = 1 << 20
 BACK_OFF_S: Final = 0.01
 BACK_OFF_MAX_S: Final = 0.2
 
+Outgoing = tuple[BlockKey, bytes, memoryview]
+"""A record on its way: key, packed header, payload."""
+
 
 class Writer:
     """The puts of one store."""
@@ -33,17 +36,18 @@ class Writer:
         self._groups = groups
 
     def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], give_up_s: float) -> list[bool]:
-        todo: dict[BlockKey, tuple[RecordHeader, memoryview]] = {}
+        todo: dict[BlockKey, Outgoing] = {}
         stored: dict[BlockKey, bool] = {}
         for header, payload in zip(headers, payloads, strict=True):
             view = bytes_of(payload)
             if view.nbytes != header.payload_nbytes:
                 raise RecordError("payload size", header.payload_nbytes, view.nbytes)
             stored[header.key] = False
-            todo[header.key] = header, view
-            self._calls.header_room = max(self._calls.header_room, header.nbytes)
-        limit = self._record_nbytes_max(max((view.nbytes for _, view in todo.values()), default=0), give_up_s)
-        for key in [key for key, (header, view) in todo.items() if header.nbytes + align(view.nbytes) > limit]:
+            todo[header.key] = header.key, pack_header(header), view
+        largest = max([len(packed) for _, packed, _ in todo.values()], default=0)
+        self._calls.header_room = max(self._calls.header_room, largest)
+        limit = self._record_nbytes_max(max([view.nbytes for _, _, view in todo.values()], default=0), give_up_s)
+        for key in [key for key, packed, view in todo.values() if len(packed) + align(view.nbytes) > limit]:
             del todo[key]
             self._calls.count("too_large", 1)
         full_s = min(time.monotonic() + self._calls.settings.full_ms / 1e3, give_up_s)
@@ -73,43 +77,41 @@ class Writer:
 
     def _put(
         self,
-        todo: Mapping[BlockKey, tuple[RecordHeader, memoryview]],
+        todo: Mapping[BlockKey, Outgoing],
         hidden: Mapping[BlockKey, object],
         stored: dict[BlockKey, bool],
         give_up_s: float,
-    ) -> dict[BlockKey, tuple[RecordHeader, memoryview]]:
+    ) -> dict[BlockKey, Outgoing]:
         """Put what is not hidden; the records that the pool has no room for now."""
-        full: dict[BlockKey, tuple[RecordHeader, memoryview]] = {}
+        full: dict[BlockKey, Outgoing] = {}
 
-        def send(chunk: list[tuple[RecordHeader, memoryview]]) -> list[int]:
-            sizes = [header.nbytes + view.nbytes for header, view in chunk]
+        def send(chunk: list[Outgoing]) -> list[int]:
+            sizes = [len(packed) + view.nbytes for _, packed, view in chunk]
             offsets, start = self._calls.ranges(sizes, give_up_s)
             arena = self._link.arena.view
             try:
-                for (header, view), at in zip(chunk, offsets, strict=True):
-                    body = at + header.nbytes
-                    arena[at:body] = pack_header(header)
-                    arena[body : body + view.nbytes] = view
+                for (_, packed, view), at, nbytes in zip(chunk, offsets, sizes, strict=True):
+                    body = at + len(packed)
+                    arena[at:body] = packed
+                    arena[body : at + nbytes] = view
             except BaseException:
                 self._link.arena.give(start)
                 raise
             with self._link.lock:
-                groups = [self._groups.of(header.key) for header, _ in chunk]
-            request = wire.Put(
-                [self._calls.name(h.key) for h, _ in chunk], offsets, sizes, groups if any(groups) else []
-            )
+                groups = self._groups.of([key for key, _, _ in chunk])
+            request = wire.Put([self._calls.name(key) for key, _, _ in chunk], offsets, sizes, groups)
             codes = self._link.call(self._link.writes, request, start, give_up_s)
             self._link.arena.give(start)
             for record, code in zip(chunk, codes, strict=True):
                 if is_bug(code):
-                    raise AssertionError(f"put of {record[0].key.hex()}: {describe(code)}")
-                stored[record[0].key] = code == 0
+                    raise AssertionError(f"put of {record[0].hex()}: {describe(code)}")
+                stored[record[0]] = code == 0
                 if code == FULL:
-                    full[record[0].key] = record
+                    full[record[0]] = record
             return codes
 
         records = [record for key, record in todo.items() if key not in hidden]
-        chunks = self._calls.by_bytes(records, lambda record: record[0].nbytes + record[1].nbytes)
+        chunks = self._calls.by_bytes(records, lambda record: len(record[1]) + record[2].nbytes)
         self._calls.each("failed_writes", chunks, send)
         return full
 
