@@ -10,7 +10,6 @@ from cache_manager.storage.url import StoreUrl
 from kvroute.demo.workload import conversations, longest_tokens
 from kvroute.engine.models import MODELS
 from kvroute.engine.request import EngineConfig
-from kvroute.engine.stores import tiers
 
 REQUESTS_MAX = 100_000
 SEQUENCES_MAX = 8
@@ -51,7 +50,12 @@ class DemoOptions:
             raise ConfigError("--device-blocks", wanted, self.device_blocks)
         if self.host_blocks is not None and self.host_blocks < 0:
             raise ConfigError("--host-blocks", "0 or more", self.host_blocks)
-        for tier in tiers(self.store or ""):
+        if self.store is not None and self.store != MOONCAKE:
+            self._check_store(StoreUrl.parse(self.store))
+
+    @staticmethod
+    def _check_store(url: StoreUrl) -> None:
+        for tier in url.tiers or (url.text,):
             if tier.startswith("mooncake:") and "segment" in StoreUrl.parse(tier).parameters:
                 raise ConfigError("--store", "a pool without segment=: what the engine lends is lost with it", tier)
 
