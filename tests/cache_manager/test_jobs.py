@@ -15,7 +15,7 @@ from cache_manager.jobs import JobLimits, Phase
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.ports import Lookup
-from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage import open_store
 
 SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", 4)
@@ -129,16 +129,17 @@ def test_a_job_too_many_is_refused_and_changes_nothing(house) -> None:
 
 
 def test_bytes_in_flight_are_bounded_but_one_job_always_fits() -> None:
-    house = House(JobLimits(threads_max=1, jobs_max=8, nbytes_max=SPEC.block_nbytes, close_s=30.0))
-    for block in range(3):
+    house = House(JobLimits(threads_max=1, jobs_max=8, nbytes_max=2 * RecordLayout((SPEC,)).nbytes, close_s=30.0))
+    for block in range(5):
         house.fill(block, "a")
-    keys = [house.aux.keys.key(None, [n]) for n in range(3)]
-    large = house.aux.begin_persist({keys[0]: 0, keys[1]: 1})
-    assert house.aux.begin_persist({keys[2]: 2}) is None
+    keys = [house.aux.keys.key(None, [n]) for n in range(5)]
+    large = house.aux.begin_persist({keys[n]: n for n in range(3)})
+    assert house.aux.begin_persist({keys[3]: 3}) is None
     house.let_go()
     assert large.poll()
-    assert house.aux.begin_persist({keys[2]: 2}) is not None
-    house.let_go()
+    assert house.aux.begin_persist({keys[3]: 3}) is not None
+    assert house.aux.begin_persist({keys[4]: 4}) is not None
+    house.gate.open()
     house.aux.close()
 
 
