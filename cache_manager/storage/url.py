@@ -101,10 +101,12 @@ class StoreUrl:
         return cls(text, parts.scheme, parts.netloc, held or unquote(parts.path), MappingProxyType(parameters), tiers)
 
     def below(self, name: str) -> str:
-        """The URL of the store called ``name`` in each of the places that this one names; parameters stay as they are.
+        """The URL of the store called ``name`` in each place that this one names; parameters stay as they are.
 
-        >>> StoreUrl.parse("file:///var/kv?quota=1GiB").below("rows"), StoreUrl.parse("memory:?capacity=1GiB").below("x")
-        ('file:///var/kv/rows?quota=1GiB', 'memory:?capacity=1GiB')
+        >>> StoreUrl.parse("file:///var/kv?quota=1GiB").below("rows")
+        'file:///var/kv/rows?quota=1GiB'
+        >>> StoreUrl.parse("memory:?capacity=1GiB").below("rows")  # is in no place
+        'memory:?capacity=1GiB'
         >>> StoreUrl.parse("tiered:?queue=64MiB,file:///a,mooncake://h:1/x?devices=a,b").below("kv")
         'tiered:?queue=64MiB,file:///a/kv,mooncake://h:1/x/kv?devices=a,b'
         """
