@@ -5,12 +5,14 @@ READY := .venv/.ready
 HYPOTHESIS_PROFILE ?= dev
 export HYPOTHESIS_PROFILE
 
-.PHONY: demo test check lint bench clean setup libraries help
+.PHONY: demo test check lint bench bench-peers clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
+	@echo "             STORE=mooncake restarts from a Mooncake pool in other processes; STORE=URL from any store"
 	@echo "make test    lint, types, import contracts and every test"
 	@echo "make bench   print the benchmark tables (TRACE=FILE replays a Mooncake trace)"
+	@echo "make bench-peers   measure the stores beside LMCache and vLLM, in environments of their own (4 GB)"
 	@echo "make clean   remove the environment and what the commands above wrote"
 
 setup: $(READY)
@@ -31,7 +33,7 @@ libraries:
 	fi || true
 
 demo: $(READY)
-	$(BIN)/kvroute demo --json demo-output/demo.json $(ARGS)
+	$(BIN)/kvroute demo --json demo-output/demo.json $(if $(STORE),--store '$(STORE)') $(ARGS)
 
 test: check
 
@@ -50,7 +52,18 @@ bench: $(READY)
 	$(BIN)/python -m bench.blocks
 	$(BIN)/python -m bench.swap
 	$(BIN)/python -m bench.gather
+	$(BIN)/python -m bench.stores
 	$(if $(TRACE),$(BIN)/python -m bench.trace $(TRACE))
 
+# Each peer's file of pins is whole, so that nothing of CUDA comes along; one that cannot be had is named in the table.
+bench-peers: $(READY) bench/.venvs/lmcache/.ready bench/.venvs/vllm/.ready
+	$(BIN)/python -m bench.stores $(ARGS)
+
+bench/.venvs/%/.ready: bench/peers/%.txt
+	@echo "== setting up $(@D)"
+	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
+	@if $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<; then touch $@; \
+		else echo "== $(@D) cannot be installed; the table is printed without it"; rm -rf $(@D); fi
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output bench-output
+	rm -rf .venv bench/.venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output bench-output

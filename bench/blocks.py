@@ -21,17 +21,16 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import lmdb
 import numpy as np
 
 from bench.table import Table, machine
+from bench.turns import STAMP_NBYTES, Contestant, take
 from cache_manager.keys import BlockKey
 from cache_manager.record import RecordHeader, check_record, checksum, pack_header, unpack_header
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
@@ -39,7 +38,6 @@ from cache_manager.storage import open_store
 from cache_manager.storage.memory import prefaulted
 from cache_manager.storage.records import RecordStore
 
-STAMP_NBYTES = 16
 BATCHES = (1, 32)
 
 
@@ -74,19 +72,6 @@ class Load:
             [b"\xff" * 8 for _ in range(records)],
             list(range(records)),
         )
-
-
-class Contestant(Protocol):
-    """Something that keeps records; ``put`` and ``get`` work on the records ``[start, stop)`` of the load."""
-
-    def put(self, start: int, stop: int) -> None: ...
-
-    def get(self, start: int, stop: int) -> None:
-        """Fill the load's first buffers."""
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Slab:
@@ -141,10 +126,12 @@ class KVRoute:
 
 
 class Lmdb:
-    def __init__(self, load: Load, directory: Path, *, verify: bool = False, writemap: bool = False) -> None:
+    def __init__(
+        self, load: Load, directory: Path, *, verify: bool = False, writemap: bool = False, sync: bool = False
+    ) -> None:
         self.load, self.verify = load, verify
         size = 4 * len(load.keys) * (load.layout.nbytes + 8192)
-        self.environment = lmdb.open(str(directory), map_size=size, sync=False, writemap=writemap)
+        self.environment = lmdb.open(str(directory), map_size=size, sync=sync, writemap=writemap)
 
     def put(self, start: int, stop: int) -> None:
         load = self.load
@@ -231,27 +218,6 @@ class Result:
     get: float
 
 
-def run(contestant: Contestant, load: Load, batch: int) -> tuple[float, float, float]:
-    """Seconds of put, of put and flush, and of get."""
-    records = len(load.keys)
-    start = time.perf_counter()
-    for i in range(0, records, batch):
-        contestant.put(i, i + batch)
-    put = time.perf_counter() - start
-    contestant.flush()
-    put_flush = time.perf_counter() - start
-    buffers, stamps = load.buffers, load.stamps
-    start = time.perf_counter()
-    for i in range(0, records, batch):
-        contestant.get(i, i + batch)
-        for j in range(batch):
-            head, tail = stamps[i + j]
-            buffer = buffers[j]
-            if buffer[:STAMP_NBYTES] != head or buffer[-STAMP_NBYTES:] != tail:
-                raise AssertionError(f"record {i + j} is not the one that was put")
-    return put, put_flush, time.perf_counter() - start
-
-
 @contextmanager
 def scratch(parent: Path | None) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="blocks-", dir=parent))
@@ -272,7 +238,7 @@ def measure(load: Load, batch: int, rounds: int, parent: Path | None) -> list[Re
                 else:
                     contestant = FILE[name](load, stack.enter_context(scratch(parent)))
                 stack.callback(contestant.close)
-                took = run(contestant, load, batch)
+                took = astuple(take(contestant, load.stamps, load.buffers, batch))
             before = best[name]
             best[name] = (min(before[0], took[0]), min(before[1], took[1]), min(before[2], took[2]))
     nbytes = len(load.keys) * load.layout.nbytes

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.archive import Archive
+from cache_manager.archive import Archive, Companion, PersistJob, RestoreJob
 from cache_manager.carrier import LocalCarrier, LocalCopier
 from cache_manager.checks import integers
 from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, SpecError
+from cache_manager.jobs import Job, JobLimits, JobRunner
 from cache_manager.keys import BlockKey, KeyChain, Namespace
 from cache_manager.ledger import AuxCounters, Ledger
 from cache_manager.lifecycle import Blocks, State
 from cache_manager.move import Followers, Move, Pairs
-from cache_manager.ports import Copier, RecordCarrier, Region, StorageBackend
+from cache_manager.ports import Copier, Lookup, RecordCarrier, Region, StorageBackend
 from cache_manager.regions.heap import HeapRegion
 from cache_manager.regions.shared import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
@@ -54,7 +56,8 @@ class AuxBlocks:
 
     The thread that asks moves the bytes, to and from ``store``, unless somebody else does: ``carrier`` is called once,
     with the device region, and what it answers stores and restores in place of ``store``; ``copier`` copies the rows of
-    moves. Store, carrier and copier stay the caller's to close.
+    moves. Store, carrier and copier stay the caller's to close. ``jobs`` bounds what the store is
+    asked to do in the background.
 
     Methods that take blocks succeed for all of them or raise and change nothing.
     """
@@ -72,6 +75,7 @@ class AuxBlocks:
         required: Sequence[str] | None = None,
         memory: Literal["heap", "shared"] = "heap",
         steps_max: int = 64,
+        jobs: JobLimits | None = None,
     ) -> None:
         sizes = (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0), ("steps_max", steps_max, 1))
         for field, value, low in sizes:
@@ -100,14 +104,13 @@ class AuxBlocks:
             self._open_device.close()
             raise
         self._copier: Copier = copier or LocalCopier()
+        self._runner = JobRunner(jobs or JobLimits())
         self._archive = None
         if store is not None:
-            records = RecordStore(store, self.layout)
-            self._archive = Archive(
-                LocalCarrier(self._device.region, records), self._device, self._ledger, self._required
-            )
-        elif carrier is not None:
-            self._archive = Archive(carrier(self._device.region), self._device, self._ledger, self._required)
+            carrier = partial(LocalCarrier, records=RecordStore(store, self.layout))
+        if carrier is not None:
+            device = self._device
+            self._archive = Archive(carrier(device.region), device, self._ledger, self._required, self._runner)
 
     def _region(self, memory: str, blocks: int, purpose: Literal["host", "swap"]) -> Region:
         if memory == "heap":
@@ -162,9 +165,9 @@ class AuxBlocks:
 
     @property
     def in_flight(self) -> int:
-        """Steps, moves, persists and restores that have begun and not ended."""
+        """Steps, moves and jobs that have begun and not ended."""
         with self._lock:
-            return len(self._ledger.steps) + self._ledger.moves
+            return len(self._ledger.steps) + self._ledger.moves + self._ledger.jobs
 
     def region(self, tier: TierName) -> Region:
         """The memory of a tier, for readers in other processes and for capture on the device."""
@@ -307,21 +310,61 @@ class AuxBlocks:
     # ---------------------------------------------------------------- storing
 
     def persist(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, bool]:
+        """:meth:`begin_persist`, done by the calling thread. Raises ``StorageError`` when the store fails."""
+        job = self.begin_persist(blocks, queued=False)
+        assert job is not None, "nothing but the queue is ever full"
+        return job.result()
+
+    def restore(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, bool]:
+        """:meth:`begin_restore`, done by the calling thread. Raises ``StorageError`` when the store fails."""
+        job = self.begin_restore(blocks, queued=False)
+        assert job is not None, "nothing but the queue is ever full"
+        return job.result()
+
+    def begin_persist(
+        self, blocks: Mapping[BlockKey, int], companion: Companion | None = None, *, queued: bool = True
+    ) -> PersistJob | None:
         """Store the rows of device blocks under their keys; ``True`` where they are stored now or were already.
 
         ``False``: the block misses a required row, the key is of another namespace (a reset came between), or the
-        store has no room. The blocks cannot be given away or written meanwhile. Raises ``StorageError`` when the store
-        fails, :class:`ConfigError` when there is none.
+        store has no room. The blocks cannot be given away or written until the job has landed. ``None`` when there is
+        no room for a further job: nothing has changed. A job that is not ``queued`` is over when it is returned, and
+        there is always room for it. Raises :class:`ConfigError` when there is no store.
         """
-        return self._need_archive().persist(blocks)
+        return self._need_archive().begin_persist(blocks, companion, queued=queued)
 
-    def restore(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, bool]:
+    def begin_restore(
+        self, blocks: Mapping[BlockKey, int], companion: Companion | None = None, *, queued: bool = True
+    ) -> RestoreJob | None:
         """Fill device blocks without rows with what is stored under their keys; ``True`` where rows are there now.
 
         What is read is verified first: bytes that are not sound, or not of this key, layout and namespace, are a miss
-        and are counted. A reset that came between drops what was read. A ``False`` block has no rows.
+        and are counted. What was read is dropped when a reset came between or the job was cancelled. A ``False`` block
+        has no rows. The blocks can be neither read, written nor given away until the job has landed. ``None`` and
+        ``queued`` are as above.
         """
-        return self._need_archive().restore(blocks)
+        return self._need_archive().begin_restore(blocks, companion, queued=queued)
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[Lookup]:
+        """Which keys the store seems to have, without ever waiting for it.
+
+        A key that was not asked for before is ``PENDING``, as is one that a job in flight stores, restores or looks up:
+        ask again after a :meth:`poll`. An answer is given once. Asking a store that fails counts as a ``MISS``.
+        """
+        return self._need_archive().lookup(keys)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Those that have begun and not landed, the earliest first."""
+        return self._runner.jobs
+
+    def poll(self) -> list[Job]:
+        """Land the jobs that the store has done its part of; those jobs. Waits for nothing."""
+        return self._runner.poll()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until :meth:`poll` has something to land, or no job is left; ``False`` after ``timeout_s``."""
+        return self._runner.wait_any(timeout_s)
 
     def stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which keys the store seems to have; only :meth:`restore` verifies."""
@@ -358,8 +401,11 @@ class AuxBlocks:
         ids = integers(blocks, "blocks", "a flat sequence of block ids")
         chosen.life.ids(np.unique(ids))
         end = ids.size * tokens if stop is None else stop
-        if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end <= ids.size * tokens):
-            raise InvalidInputError("start, stop", f"0 <= start <= stop <= {ids.size * tokens}", f"{start}, {end}")
+        whole = isinstance(start, (int, np.integer)) and isinstance(end, (int, np.integer))
+        if not (whole and 0 <= start <= end <= ids.size * tokens):
+            wanted = f"0 <= start <= stop <= {ids.size * tokens}, integers"
+            raise InvalidInputError("start, stop", wanted, f"{start!r}, {end!r}")
+        start, end = int(start), int(end)
         first = start // tokens
         ids = ids[first : -(-end // tokens)] if end > start else ids[:0]
         rows, words, lives = chosen.gather(index, ids)
@@ -398,16 +444,22 @@ class AuxBlocks:
     def close(self) -> None:
         """Give the memory back; harmless the second time. The store stays open: it is the caller's.
 
-        Raises :class:`BlockStateError` while a step or a move is in flight, and ``BufferError`` while somebody keeps a
-        view of a region: call it again when the view is gone. Every other method raises from the first call on.
+        Waits for jobs, up to ``close_s`` of their limits. Raises :class:`BlockStateError` while a step, a move or a job
+        is in flight, naming the jobs, and ``BufferError`` while somebody keeps a view of a region: call it again when
+        the view is gone. Every other method raises from the first call that closed it on.
         """
+        self._check_still()
+        self._runner.close()
         with self._lock:
-            if in_flight := len(self._ledger.steps) + self._ledger.moves:
-                raise BlockStateError("close", "nothing in flight", f"{in_flight} steps or moves")
+            self._check_still()
             self._closed = True
             for tier in (self._open_host, self._open_device):
                 if tier:
                     tier.close()
+
+    def _check_still(self) -> None:
+        if in_flight := len(self._ledger.steps) + self._ledger.moves:
+            raise BlockStateError("close", "nothing in flight", f"{in_flight} steps or moves")
 
     def __enter__(self) -> Self:
         return self

@@ -13,9 +13,10 @@ from cache_manager.errors import InvalidInputError
 def integers(
     values: Any, field: str, wanted: str, *, ndim: int = 1, error: type[InvalidInputError] = InvalidInputError
 ) -> NDArray[np.int64]:
-    """``values`` as int64 of ``ndim`` dimensions, or ``error``: integers that fit, in a shape that is not ragged.
+    """``values`` as a new int64 array of ``ndim`` dimensions, or ``error``: integers that fit, not a ragged sequence.
 
-    An empty sequence is an empty array whatever its type.
+    New, because engines use one buffer for the slots of every step, and what was begun outlives the call. An empty
+    sequence is an empty array whatever its type.
     """
     try:
         array = np.asarray(values)
@@ -27,4 +28,4 @@ def integers(
         raise error(field, wanted, f"{array.dtype} of shape {array.shape}")
     if array.dtype.kind == "u" and int(array.max()) >= 1 << 63:
         raise error(field, wanted, int(array.max()))
-    return array.astype(np.int64, copy=False)
+    return array.astype(np.int64)

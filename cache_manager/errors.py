@@ -101,6 +101,14 @@ class StoreFormatError(StorageError):
         self.got = got
 
 
+class StoreMissingError(StorageError):
+    """There is no store at that place, and whoever asks may not make one."""
+
+
+class StoreReadOnlyError(StorageError):
+    """The store was opened for reading only."""
+
+
 class StoreLockedError(StorageError):
     """Another process writes this store."""
 

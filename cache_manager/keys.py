@@ -117,8 +117,7 @@ class KeyChain:
         ``extra`` is whatever else decides the block's content, such as the digest of an image. A partial block (fewer
         than ``block_tokens`` tokens) has a key of its own, different from that of every longer block.
         """
-        if parent is not None and not self.owns(parent):
-            raise InvalidInputError("parent", "a key of this chain, or None", repr(parent))
+        self._check_parent(parent)
         ids = _token_bytes(tokens)
         if not 1 <= len(ids) // 8 <= self.block_tokens:
             raise InvalidInputError("tokens", f"1 to {self.block_tokens} token ids", len(ids) // 8)
@@ -126,6 +125,7 @@ class KeyChain:
 
     def keys(self, tokens: Tokens, parent: BlockKey | None = None, extra: bytes = b"") -> list[BlockKey]:
         """The keys of all full blocks of ``tokens``, in order; a partial last block has none here."""
+        self._check_parent(parent)
         ids = _token_bytes(tokens)
         step, last, found = self.block_tokens * 8, parent or b"", []
         for at in range(0, len(ids) - step + 1, step):
@@ -137,6 +137,10 @@ class KeyChain:
     def owns(self, key: bytes) -> bool:
         """Whether ``key`` was made in this chain's namespace and layout."""
         return isinstance(key, bytes) and len(key) == KEY_NBYTES and key[:SCOPE_NBYTES] == self.scope
+
+    def _check_parent(self, parent: BlockKey | None) -> None:
+        if parent is not None and not self.owns(parent):
+            raise InvalidInputError("parent", "a key of this chain, or None", repr(parent))
 
     def _next(self, parent: bytes, ids: bytes, extra: bytes) -> BlockKey:
         # The three parts of _part(b"parent") + _part(b"tokens") + _part(b"extra"), written out: this runs per block.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from cache_manager.errors import BlockStateError
 from cache_manager.keys import KeyChain
 
 if TYPE_CHECKING:
@@ -31,10 +33,39 @@ class AuxCounters:
     restored_blocks: int = 0
     late_restores_dropped: int = 0
     incomplete_blocks_not_restored: int = 0
+    unaccompanied_blocks_not_restored: int = 0
+    cancelled_restores_dropped: int = 0
+    jobs_begun: int = 0
+    jobs_landed: int = 0
+    jobs_cancelled: int = 0
+    jobs_refused: int = 0
+    lookups_failed: int = 0
     stale_keys: int = 0
     rows_read: int = 0
     rows_missing: int = 0
     resets: int = 0
+
+
+class ProcessLock:
+    """A lock for the threads of the process that made it; in a forked child it cannot be taken.
+
+    A child shares the memory of a shared region, but has states and generations of its own: what it wrote would be
+    taken for the parent's rows.
+    """
+
+    __slots__ = ("_lock", "_pid")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._pid:
+            raise BlockStateError("AuxBlocks", "use by the process that made it", "a forked child")
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Ledger:
@@ -43,14 +74,15 @@ class Ledger:
     ``keys`` changes with a reset: whoever compares a key with it and acts on the answer does both under the lock.
     """
 
-    __slots__ = ("_counts", "keys", "lock", "moves", "steps", "steps_max")
+    __slots__ = ("_counts", "jobs", "keys", "lock", "moves", "steps", "steps_max")
 
     def __init__(self, keys: KeyChain, steps_max: int) -> None:
-        self.lock = threading.Lock()
+        self.lock = ProcessLock()
         self.keys = keys
         self.steps: list[Step] = []
         self.steps_max = steps_max
-        self.moves = 0  # moves, persists and restores in flight
+        self.moves = 0
+        self.jobs = 0  # persists, restores and lookups that have not landed
         self._counts = {f.name: 0 for f in fields(AuxCounters)}
 
     def count(self, name: str, n: int = 1) -> None:

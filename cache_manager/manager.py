@@ -8,15 +8,18 @@ read from another (:meth:`AuxBlocks.read`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cache_manager.archive import Companion, PersistJob
 from cache_manager.aux_blocks import AuxBlocks, Rows, TierName
 from cache_manager.checks import integers
+from cache_manager.errands import Errand, Errands, check_owner
 from cache_manager.errors import BlockBusyError, BlockStateError, ConfigError, InvalidInputError, StorageError
 from cache_manager.keys import BlockKey, KeyChain, Tokens
 from cache_manager.ports import BlockMover, HitPolicy
@@ -30,11 +33,13 @@ class Admission:
     """What a new sequence got: its blocks, and how many of its first tokens need no forward pass.
 
     ``cached_tokens`` counts those whose KV was on the device or came from the store, ``restored_tokens`` the latter.
+    While it is ``pending`` the store is being asked for more, and :meth:`BlockManager.poll` will answer a final one.
     """
 
     blocks: tuple[int, ...]
     cached_tokens: int
     restored_tokens: int
+    pending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,8 @@ class ManagerCounters:
     cow_tokens: int = 0
     hits_cut_for_missing_rows: int = 0
     store_failures: int = 0
+    errands_refused: int = 0
+    restores_abandoned: int = 0
 
 
 @dataclass(slots=True)
@@ -65,6 +72,7 @@ class _Sequence:
     chain: KeyChain  # of the namespace that its KV was computed in; after a reset its blocks are not found by key
     keys: list[BlockKey] = field(default_factory=list)
     tier: TierName = "device"
+    errand: Errand | None = None  # by which the store is asked for more
 
 
 class BlockManager:
@@ -81,6 +89,8 @@ class BlockManager:
         self._mover = mover
         self._caching = caching
         self._policy = policy
+        self._errands = Errands(aux, Companion(mover, policy), pinned_max=aux.device_blocks // 2)
+        self._settled: dict[str, Admission] = {}
         self._tokens = aux.block_tokens
         self._free = list(range(aux.device_blocks - 1, -1, -1))
         self._host_free = list(range(aux.host_blocks - 1, -1, -1))
@@ -148,11 +158,21 @@ class BlockManager:
     # ---------------------------------------------------------------- a sequence's life
 
     def allocate(self, owner: str, tokens: Tokens) -> Admission | None:
+        """:meth:`begin_allocate`, waiting for the store: the admission is final."""
+        return self._allocate(owner, tokens, queued=False)
+
+    def begin_allocate(self, owner: str, tokens: Tokens, *, restore: bool = True) -> Admission | None:
         """Blocks for a new sequence of ``tokens``; ``None`` when there is no room now, and then nothing has changed.
 
         The longest run of cached full blocks is shared, what the store has after it is restored, the rest is fresh. At
-        least one token is left to compute. A store that fails counts as one that has nothing.
+        least one token is left to compute. The store is never waited for: while the admission is pending, the sequence
+        can be freed, and nothing else be done with it. A store that fails, or that has too much to do already, counts
+        as one that has nothing, and so does any with ``restore=False``.
         """
+        return self._allocate(owner, tokens, queued=True, restore=restore)
+
+    def _allocate(self, owner: str, tokens: Tokens, *, queued: bool, restore: bool = True) -> Admission | None:
+        check_owner(owner)
         if owner in self._sequences:
             raise BlockStateError(f"owner {owner!r}", "an owner without a sequence", "one that has one")
         total = len(tokens)
@@ -173,19 +193,15 @@ class BlockManager:
         try:
             fresh = self._take(fresh_needed, owner)
             sequence.blocks += fresh
-            restored = self._restore(keys[len(shared) :], fresh)
+            wanted = keys[len(shared) :] if restore else []
+            restored = self._restore(owner, wanted, fresh, queued=queued)
         except BaseException:
             self.free(owner)
             raise
-        for key, block in zip(keys[len(shared) :][:restored], fresh, strict=False):
-            self._index.insert(key, block)
-            sequence.keys.append(key)
-        sequence.computed += restored * self._tokens
         self._counts["sequences"] += 1
         self._counts["prefix_queried_tokens"] += total
         self._counts["prefix_hit_tokens"] += len(shared) * self._tokens
-        self._counts["restored_tokens"] += restored * self._tokens
-        return Admission(tuple(sequence.blocks), sequence.computed, restored * self._tokens)
+        return Admission(tuple(sequence.blocks), sequence.computed, restored, pending=sequence.errand is not None)
 
     def append(self, owner: str, total_tokens: int) -> bool:
         """Make room so that the sequence can hold ``total_tokens``; ``False`` when there is none, nothing changed.
@@ -241,6 +257,7 @@ class BlockManager:
 
     def fork(self, parent: str, child: str) -> None:
         """The child shares every block of the parent, the partial last one too, until one of them appends."""
+        check_owner(child)
         sequence = self._on_device(parent)
         if child in self._sequences:
             raise BlockStateError(f"owner {child!r}", "an owner without a sequence", "one that has one")
@@ -251,12 +268,22 @@ class BlockManager:
         self._sequences[child] = _Sequence(blocks, sequence.computed, sequence.chain, list(sequence.keys))
 
     def free(self, owner: str) -> None:
-        """End the sequence; idempotent. Blocks that can be found by key stay cached until they are evicted."""
+        """End the sequence; idempotent. Blocks that can be found by key stay cached until they are evicted.
+
+        Blocks that the store is still reading or filling come back when it has done that, in a later :meth:`poll`.
+        """
         sequence = self._sequences.pop(owner, None)
         if sequence is None:
             return
+        self._settled.pop(owner, None)
         self.aux.free(owner)
         self._retire(sequence.blocks, sequence.tier)
+        if (errand := sequence.errand) is not None:
+            sequence.errand = None
+            self._counts["restores_abandoned"] += 1
+            errand.job.cancel()
+            if errand.over:
+                self._end(errand)
 
     # ---------------------------------------------------------------- swapping
 
@@ -299,45 +326,91 @@ class BlockManager:
     # ---------------------------------------------------------------- storing
 
     def persist(self, owner: str) -> int:
-        """Store the sequence's full blocks, rows and KV; how many are stored now. A failing store stores none."""
-        sequence = self._on_device(owner)
-        if not self._caching or not self.aux.has_store or sequence.chain is not self.aux.keys:
+        """:meth:`begin_persist`, waiting for the store; how many blocks are stored now. A failing store stores none."""
+        errand = self._persist(owner, queued=False)
+        if errand is None:
             return 0
-        wanted = dict(zip(sequence.keys, sequence.blocks, strict=False))
-        done = 0
-        with self._surviving_store():
-            rows = self.aux.persist(wanted)
-            if self._policy == "gate":
-                wanted = {key: block for key, block in wanted.items() if rows[key]}
-            done = sum(self._mover.persist(wanted).values())
-        self._counts["persisted_blocks"] += done
-        return done
+        self._end(errand)
+        return sum(errand.job.done().values())
 
-    def _restore(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> int:
-        """Fill ``blocks`` with the longest run of ``keys`` that the store has; its length."""
+    def begin_persist(self, owner: str) -> bool:
+        """Begin to store the sequence's full blocks, rows and KV; whether there was anything to do, and room for it.
+
+        The store is never waited for, and the sequence may go on or end meanwhile: the blocks are kept for the store
+        until :meth:`poll` has found that it is done.
+        """
+        return self._persist(owner, queued=True) is not None
+
+    def poll(self) -> dict[str, Admission]:
+        """Take in what the store has done; the final admissions of sequences that were pending. Waits for nothing."""
+        for errand in self._errands.over():
+            self._end(errand)
+        settled, self._settled = self._settled, {}
+        return settled
+
+    @property
+    def errands(self) -> int:
+        """How many restores and persists have begun and were not found done by :meth:`poll`."""
+        return len(self._errands)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the store has done everything; ``False`` when ``timeout_s`` was over before."""
+        give_up_s = time.monotonic() + timeout_s
+        while True:
+            for errand in self._errands.over():
+                self._end(errand)
+            left_s = give_up_s - time.monotonic()
+            if not len(self._errands) or left_s <= 0:
+                return not len(self._errands)
+            self.aux.wait(left_s)
+
+    def _persist(self, owner: str, *, queued: bool) -> Errand | None:
+        sequence = self._on_device(owner)
+        if not self._caching or not self.aux.has_store or sequence.chain is not self.aux.keys or not sequence.keys:
+            return None
+        errand = self._errands.persist(owner, dict(zip(sequence.keys, sequence.blocks, strict=False)), queued=queued)
+        self._counts["errands_refused"] += errand is None
+        return errand
+
+    def _restore(self, owner: str, keys: Sequence[BlockKey], blocks: Sequence[int], *, queued: bool) -> int:
+        """Fill ``blocks`` with the longest run of ``keys`` that the store has; how many tokens that are by now."""
         if not keys or not self.aux.has_store:
             return 0
-        done: Mapping[BlockKey, bool] = {}
-        with self._surviving_store():
-            wanted = dict(zip(keys, blocks, strict=False))
-            if self._policy == "gate":
-                stored = self.aux.stored(keys)
-                run = stored.index(False) if False in stored else len(stored)
-                rows = self.aux.restore(dict(list(wanted.items())[:run]))
-                done = self._mover.restore({key: wanted[key] for key in _run(keys, rows)})
-            else:
-                done = self._mover.restore(wanted)
-                self.aux.restore({key: wanted[key] for key in _run(keys, done)})
-        return len(_run(keys, done))
+        errand = self._errands.restore(owner, dict(zip(keys, blocks, strict=False)), queued=queued)
+        self._counts["errands_refused"] += errand is None
+        if errand is None:
+            return 0
+        self._sequences[owner].errand = errand
+        if queued:
+            return 0
+        self._end(errand)
+        return self._settled.pop(owner).restored_tokens
 
-    @contextmanager
-    def _surviving_store(self) -> Iterator[None]:
-        try:
-            yield
-        except StorageError as error:
+    def _end(self, errand: Errand) -> None:
+        """The store is done: its blocks are let go, and a sequence that waited for them can go on."""
+        self._errands.end(errand)
+        sequence = self._sequences.get(errand.owner)
+        if sequence is not None and sequence.errand is errand:
+            sequence.errand = None
+            run = errand.run()
+            for key, block in run:
+                sequence.keys.append(key)
+                if not self._index.insert(key, block):  # another sequence was faster
+                    self._replace_incomplete(key, block)
+            restored = len(run) * self._tokens
+            sequence.computed += restored
+            self._counts["restored_tokens"] += restored
+            self._settled[errand.owner] = Admission(tuple(sequence.blocks), sequence.computed, restored)
+        elif isinstance(errand.job, PersistJob):
+            self._counts["persisted_blocks"] += sum(errand.job.done().values())
+        self._retire(list(errand.wanted.values()), "device")
+        failure = errand.job.failure
+        if isinstance(failure, StorageError):
             self._counts["store_failures"] += 1
             # As text: a log record that keeps the exception keeps its frames, and with them views of the rows.
-            logger.warning("store failed, going on without it: %s", str(error))
+            logger.warning("store failed, going on without it: %s", str(failure))
+        elif failure is not None:
+            raise failure
 
     # ---------------------------------------------------------------- resetting
 
@@ -352,7 +425,7 @@ class BlockManager:
         """Raise ``AssertionError`` unless every block is free, cached or held, once, in each tier."""
         self.aux.assert_consistent()
         self._index.assert_consistent()
-        held = {b for s in self._sequences.values() if s.tier == "device" for b in s.blocks}
+        held = {b for s in self._sequences.values() if s.tier == "device" for b in s.blocks} | self._errands.blocks
         free, idle = set(self._free), self._index.idle
         assert len(free) == len(self._free), "a device block is free twice"
         assert not free & held, "a device block is free and held"
@@ -373,6 +446,8 @@ class BlockManager:
         sequence = self._sequence(owner)
         if sequence.tier != "device":
             raise BlockStateError(f"owner {owner!r}", "a sequence on the device", "one that is swapped out")
+        if sequence.errand is not None:
+            raise BlockBusyError(f"owner {owner!r}", "a sequence that waits for nothing", "one whose store is asked")
         return sequence
 
     def _match(self, keys: Sequence[BlockKey]) -> list[int]:
@@ -435,13 +510,3 @@ class BlockManager:
         self._index.remove(earlier)
         self._index.insert(key, block)
         self._retire([earlier], "device")
-
-
-def _run(keys: Sequence[BlockKey], done: Mapping[BlockKey, bool]) -> list[BlockKey]:
-    """The longest run of ``keys``, from the first on, that are ``done``."""
-    run = []
-    for key in keys:
-        if not done.get(key, False):
-            break
-        run.append(key)
-    return run

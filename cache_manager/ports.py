@@ -30,6 +30,14 @@ class Absence(Enum):
     CORRUPT = "corrupt"
 
 
+class Lookup(Enum):
+    """Whether a store has a record."""
+
+    HIT = "hit"
+    MISS = "miss"
+    PENDING = "pending"  # nobody knows yet: ask again
+
+
 class Region(Protocol):
     """Memory for the records of ``blocks`` blocks, with what a reader needs to know that it read the right thing.
 
@@ -125,7 +133,9 @@ class Copier(Protocol):
 class BlockMover(Protocol):
     """Moves whatever an engine keeps for its blocks: :class:`AuxBlocks` moves rows, the engine's own mover the KV.
 
-    Both get the very same pairs. A call succeeds whole or raises and has changed nothing that anyone owns.
+    Both get the very same pairs. A call succeeds whole or raises and has changed nothing that anyone owns. ``persist``
+    and ``restore`` are called from store threads, beside everything else: nobody else writes their blocks meanwhile,
+    and once they have returned or raised the mover does not touch the blocks for them any more.
     """
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -144,4 +154,4 @@ class BlockMover(Protocol):
         """Fill device blocks with what is stored under their keys; ``False`` leaves the block without content."""
 
 
-__all__ = ["Absence", "BlockMover", "Copier", "HitPolicy", "RecordCarrier", "Region", "StorageBackend"]
+__all__ = ["Absence", "BlockMover", "Copier", "HitPolicy", "Lookup", "RecordCarrier", "Region", "StorageBackend"]

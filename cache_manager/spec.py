@@ -128,6 +128,7 @@ class AuxBlockDataSpec:
             raise SpecError(f"{self.name}.block_tokens", f"an integer in [1, {BLOCK_TOKENS_MAX}]", self.block_tokens)
         object.__setattr__(self, "row_shape", tuple(int(n) for n in shape))
         object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "block_tokens", int(self.block_tokens))
         if not isinstance(self.attrs, Mapping):
             raise SpecError(f"{self.name}.attrs", "a mapping", repr(self.attrs))
         object.__setattr__(self, "attrs", _frozen_json(self.attrs, f"{self.name}.attrs"))

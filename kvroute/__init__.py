@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         StoreClosedError,
         StoreFormatError,
         StoreLockedError,
+        StoreMissingError,
+        StoreReadOnlyError,
         StoreUnavailableError,
     )
     from cache_manager.keys import BlockKey, KeyChain, Namespace
@@ -59,6 +61,8 @@ _HOME: Final = {
         "StoreClosedError",
         "StoreFormatError",
         "StoreLockedError",
+        "StoreMissingError",
+        "StoreReadOnlyError",
         "StoreUnavailableError",
     ),
     "cache_manager.keys": ("BlockKey", "KeyChain", "Namespace"),
@@ -112,6 +116,8 @@ __all__ = [
     "StoreClosedError",
     "StoreFormatError",
     "StoreLockedError",
+    "StoreMissingError",
+    "StoreReadOnlyError",
     "StoreUnavailableError",
     "__version__",
     "logprob_spec",

@@ -1,4 +1,4 @@
-"""The command line: ``kvroute demo``, ``shm``, ``doctor``. A heavy library is imported by the command that needs it."""
+"""The command line: ``kvroute demo``, ``shm``, ``fsck``, ``doctor``; a heavy library is imported where it is needed."""
 
 from __future__ import annotations
 
@@ -51,13 +51,24 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--device-blocks", type=_integer, metavar="N", help="KV blocks on the device (too few for all)")
     demo.add_argument("--host-blocks", type=_integer, metavar="N", help="KV blocks to swap to (as many)")
     demo.add_argument("--model", default="qwen3_moe", help="qwen3_moe, deepseek_v3, olmoe or mixtral (qwen3_moe)")
-    demo.add_argument("--store", metavar="URL", help="file:///directory that stays (a directory that is removed)")
+    demo.add_argument(
+        "--store",
+        metavar="URL",
+        help="file:///directory that stays, mooncake://host:port/prefix of a pool, or the word mooncake for a pool "
+        "that is started and ended (a directory that is removed)",
+    )
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     demo.add_argument("--out", type=Path, default=Path("demo-output"), metavar="DIR", help="for the heat map")
 
     shm = commands.add_parser("shm", help="SharedMemory regions of this machine")
     shm.set_defaults(run=_shm)
     shm.add_argument("action", choices=("ls", "reap"), help="list them, or remove those whose owner is gone")
+
+    fsck = commands.add_parser("fsck", help="check a file store: every header, every payload")
+    fsck.set_defaults(run=_fsck)
+    fsck.add_argument("directory", type=Path, metavar="DIR", help="of the store, as in file:///DIR")
+    fsck.add_argument("--repair", action="store_true", help="take away what is not sound; nobody may write meanwhile")
+    fsck.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
 
     doctor = commands.add_parser("doctor", help="what this machine lacks, and the command that helps")
     doctor.set_defaults(run=_doctor)
@@ -108,6 +119,16 @@ def _shm(chosen: Any) -> int:
         state = "in use" if region.in_use else "orphan"
         sys.stdout.write(f"{region.name}  {region.purpose}  {region.nbytes:,} bytes  {state}\n")
     return 0
+
+
+def _fsck(chosen: Any) -> int:
+    from cache_manager.storage.fsck import fsck
+
+    report = fsck(chosen.directory, repair=chosen.repair)
+    if chosen.json is not None:
+        chosen.json.write_text(report.to_json())
+    sys.stdout.write(report.to_text())
+    return 0 if report.sound else FAILED
 
 
 def _doctor(chosen: Any) -> int:

@@ -9,11 +9,23 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from cache_manager.record import Buffer
 
 IOV_MAX: Final[int] = os.sysconf("SC_IOV_MAX")
+
+Room = memoryview | bytearray
+"""Where bytes can be read to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What a file system has: bytes in all, and those that this user may still take."""
+
+    free_nbytes: int
+    total_nbytes: int
 
 
 class Disk(Protocol):
@@ -21,7 +33,7 @@ class Disk(Protocol):
 
     def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int: ...
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
+    def preadv(self, fd: int, buffers: Sequence[Room], offset: int) -> int: ...
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Make the file at least ``nbytes`` long, backed by space; what is there stays, the rest reads as zeros."""
@@ -31,6 +43,9 @@ class Disk(Protocol):
     def sync(self, fd: int) -> None:
         """Return when a file's bytes, or a directory's entries, are on stable storage."""
 
+    def space(self, fd: int) -> Space:
+        """The room of the file system that the file is on, now."""
+
 
 class SystemDisk:
     """The disk itself."""
@@ -38,7 +53,7 @@ class SystemDisk:
     def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def preadv(self, fd: int, buffers: Sequence[Room], offset: int) -> int:
         return os.preadv(fd, buffers, offset)
 
     def allocate(self, fd: int, nbytes: int) -> None:
@@ -49,6 +64,10 @@ class SystemDisk:
 
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)
+
+    def space(self, fd: int) -> Space:
+        found = os.fstatvfs(fd)
+        return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
 
 def write_all(disk: Disk, fd: int, buffers: Sequence[Buffer], offset: int, nbytes: int) -> None:
@@ -63,7 +82,7 @@ def write_all(disk: Disk, fd: int, buffers: Sequence[Buffer], offset: int, nbyte
             rest = _after(rest, moved)
 
 
-def read_all(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int, nbytes: int) -> int:
+def read_all(disk: Disk, fd: int, buffers: Sequence[Room], offset: int, nbytes: int) -> int:
     """Fill ``buffers`` (``nbytes`` in all), in as many calls as it takes; fewer bytes only where the file ends."""
     rest, left = buffers, nbytes
     while left:
@@ -76,7 +95,7 @@ def read_all(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int, nb
     return nbytes - left
 
 
-def _after(buffers: Sequence[Buffer] | Sequence[memoryview], nbytes: int) -> list[memoryview]:
+def _after(buffers: Sequence[Buffer] | Sequence[Room], nbytes: int) -> list[memoryview]:
     """What is left of ``buffers`` without their first ``nbytes``."""
     rest: list[memoryview] = []
     for buffer in buffers:

@@ -12,54 +12,77 @@ bytes until the last pin is gone. A record's bytes never change once it is in th
 
 from __future__ import annotations
 
-import errno
+import os
+import re
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from cache_manager.errors import ConfigError, RecordError, StorageError, StoreClosedError
 from cache_manager.keys import BlockKey
-from cache_manager.ports import Absence
+from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import Buffer, RecordHeader, pack_header
 from cache_manager.spec import ALIGNMENT, align
 from cache_manager.storage.directory import StoreDirectory
-from cache_manager.storage.disk import IOV_MAX, Disk, SystemDisk, read_all, write_all
-from cache_manager.storage.segment import PAGE_NBYTES, header_is_sound, pack_dead_header
-from cache_manager.storage.segments import NO_ROOM, SEGMENTS_MAX, Place, SegmentPool, Sync
-from cache_manager.storage.url import StoreUrl
-
-QUOTA_NBYTES: Final = 4 << 30
-SEGMENT_NBYTES: Final = 64 << 20
-SEGMENT_NBYTES_MIN: Final = 16 << 10
+from cache_manager.storage.disk import Disk, SystemDisk, write_all
+from cache_manager.storage.limits import QUOTA_NBYTES, Limits, default_segment_nbytes
+from cache_manager.storage.reader import FileReader
+from cache_manager.storage.segment import header_sum, pack_dead_header
+from cache_manager.storage.segment_index import Place
+from cache_manager.storage.segments import NO_ROOM, SegmentPool, Sync
+from cache_manager.storage.url import StoreUrl, parse_nbytes
 
 _ZEROS: Final = bytes(ALIGNMENT)
-_RUN_MAX: Final = IOV_MAX // 3
+_PERCENT = re.compile(r"([0-9]{1,2})%")
 
 
-def default_segment_nbytes(quota_nbytes: int) -> int:
-    """64 MiB, less where that is much of the quota, more where it would make too many files."""
-    wanted = max(min(SEGMENT_NBYTES, quota_nbytes // 4), -(-quota_nbytes // (SEGMENTS_MAX // 2)))
-    return max(wanted // PAGE_NBYTES * PAGE_NBYTES, SEGMENT_NBYTES_MIN)
+def open_file_store(url: StoreUrl) -> StorageBackend:
+    """``file:///dir?quota=4GiB&segment=64MiB&sync=none|batch&ttl=6h&min_free=1GiB``, or ``file:///dir?mode=read&ttl=6h``.
 
-
-def open_file_store(url: StoreUrl) -> FileStore:
-    """``file:///dir?quota=4GiB&segment=64MiB&sync=none|batch``; the path may be percent-encoded."""
-    url.allow("quota", "segment", "sync")
+    The path may be percent-encoded. ``min_free`` is a size or a share of the file system such as ``5%``.
+    """
+    reads = url.choice("mode", ("write", "read"), "write") == "read"
+    url.allow("mode", "ttl", *(() if reads else ("quota", "segment", "sync", "min_free")))
     if url.host not in ("", "localhost") or not url.path.startswith("/") or "\0" in url.path:
         raise ConfigError("file: store path", "file:///absolute/path", repr(url.text))
+    ttl_s = url.seconds("ttl", None)
+    if reads:
+        return FileReader(Path(url.path), ttl_s=ttl_s)
     quota = url.nbytes("quota", QUOTA_NBYTES)
     segment = url.nbytes("segment", default_segment_nbytes(quota))
-    sync = url.choice("sync", tuple(Sync), Sync.NONE)
-    return FileStore(Path(url.path), quota_nbytes=quota, segment_nbytes=segment, sync=Sync(sync))
+    sync = Sync(url.choice("sync", tuple(Sync), Sync.NONE))
+    nbytes, percent = _min_free(url.parameters.get("min_free"))
+    return FileStore(
+        Path(url.path),
+        quota_nbytes=quota,
+        segment_nbytes=segment,
+        sync=sync,
+        ttl_s=ttl_s,
+        min_free_nbytes=nbytes,
+        min_free_percent=percent,
+    )
+
+
+def _min_free(text: str | None) -> tuple[int, int]:
+    """Bytes and per cent, one of which is zero."""
+    if text is None:
+        return 0, 0
+    if match := _PERCENT.fullmatch(text):
+        return 0, int(match[1])
+    return parse_nbytes(text, "file: store parameter min_free"), 0
 
 
 class FileStore:
-    """A ``StorageBackend`` in a directory, for one process at a time.
+    """A ``StorageBackend`` in a directory, for one process at a time; others may read (:class:`FileReader`).
 
-    Records are packed into segments of ``segment_nbytes``; when a new one would pass ``quota_nbytes``, the segment
-    that was used least recently goes, whole. A deleted record keeps its bytes until its segment goes, and does not
-    come back after a restart. ``put`` answers ``False`` for a record that the quota or the disk has no room for.
+    Records are packed into segments of ``segment_nbytes``. When a new one would pass ``quota_nbytes``, or leave the
+    file system less than ``min_free_nbytes`` or ``min_free_percent`` of it, whichever is more, the segments that were
+    used least recently go, whole; ``put`` answers ``False`` for a record that still has no room. With ``ttl_s`` no
+    record is served that is older by ``clock``, a wall clock; what its jumps can do is in
+    :mod:`cache_manager.storage.limits`. A deleted record keeps its bytes until its segment goes, and does not come
+    back after a restart.
 
     Opening reads the headers of all segments and the payloads of the newest; what a crash cut off is cut away.
     Headers are checked here on every read, payloads by :class:`RecordStore`. :class:`StorageError` when the disk
@@ -73,24 +96,23 @@ class FileStore:
         quota_nbytes: int = QUOTA_NBYTES,
         segment_nbytes: int | None = None,
         sync: Sync = Sync.NONE,
+        ttl_s: float | None = None,
+        min_free_nbytes: int = 0,
+        min_free_percent: int = 0,
         disk: Disk | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         segment_nbytes = segment_nbytes or default_segment_nbytes(quota_nbytes)
-        if segment_nbytes < SEGMENT_NBYTES_MIN or segment_nbytes % PAGE_NBYTES:
-            raise ConfigError("segment", f"a multiple of {PAGE_NBYTES}, {SEGMENT_NBYTES_MIN} or more", segment_nbytes)
-        if not 2 <= quota_nbytes // segment_nbytes <= SEGMENTS_MAX:
-            wanted = f"2 to {SEGMENTS_MAX} segments of {segment_nbytes} bytes"
-            raise ConfigError("quota", wanted, f"{quota_nbytes} bytes")
-        self._quota_nbytes = quota_nbytes
+        self.limits = Limits(quota_nbytes, segment_nbytes, ttl_s, min_free_nbytes, min_free_percent)
         self._sync = sync
+        self._clock = clock
         self._disk: Disk = disk or SystemDisk()
         self._flush = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
         self._directory = StoreDirectory(directory)
         try:
-            self._pool = SegmentPool(
-                self._directory, self._disk, quota_nbytes=quota_nbytes, segment_nbytes=segment_nbytes, sync=sync
-            )
+            self._pool = SegmentPool(self._directory, self._disk, self.limits, sync, clock)
         except BaseException:
             self._directory.close()
             raise
@@ -99,12 +121,14 @@ class FileStore:
         for header, payload in zip(headers, payloads, strict=True):
             if (found := payload.nbytes if isinstance(payload, memoryview) else len(payload)) != header.payload_nbytes:
                 raise RecordError("payload size", header.payload_nbytes, found)
-        pool = self._pool
+        pool, now_s = self._pool, self._clock()
         with pool.append:
             with pool.index_lock:
                 self._check_open()
                 pool.tick += 1
+                pool.expire(now_s)
                 stored = self._known(headers)
+            pool.sweep(now_s)
             batch: list[Place] = []
             vector: list[Buffer] = []
             full = False
@@ -125,8 +149,10 @@ class FileStore:
                         full = True
                         continue
                     offset = active.end
-                batch.append(Place(active.sequence, offset, nbytes, header_nbytes, header, active))
-                vector.append(pack_header(header))
+                packed = pack_header(header)
+                place = Place(active.sequence, offset, nbytes, header_nbytes, header, active, header_sum(packed))
+                batch.append(place)
+                vector.append(packed)
                 vector.append(payload)
                 if pad := -header.payload_nbytes % ALIGNMENT:
                     vector.append(_ZEROS[:pad])
@@ -135,38 +161,24 @@ class FileStore:
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         """Keys that are asked for in the order in which they were put are read in one call."""
-        pool = self._pool
+        pool, now_s = self._pool, self._clock()
         found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
-        runs: list[list[tuple[int, Place]]] = []  # of neighbours in one segment
         with pool.index_lock:
             self._check_open()
-            pool.tick += 1
-            index = pool.index
-            sequence = after = -1
-            for i, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-                if (place := index.get(key)) is None:
-                    continue
-                if place.header.payload_nbytes != buffer.nbytes:
-                    found[i] = Absence.CORRUPT
-                elif place.offset == after and place.sequence == sequence and len(runs[-1]) < _RUN_MAX:
-                    runs[-1].append((i, place))
-                    after += place.nbytes
-                else:
-                    runs.append([(i, place)])
-                    sequence, after = place.sequence, place.offset + place.nbytes
-                    place.segment.pins += 1
-                    place.segment.used_at = pool.tick
-        try:
-            for run in runs:
-                self._read(run, buffers, found)
-        finally:
-            pool.unpin(run[0][1].segment for run in runs)
+            pool.expire(now_s)
+            runs = pool.plan(keys, buffers, found)
+        pool.read(runs, buffers, found)
+        self._sweep_unless_writing(now_s)
         return found
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        with self._pool.index_lock:
+        pool, now_s = self._pool, self._clock()
+        with pool.index_lock:
             self._check_open()
-            return [key in self._pool.index for key in keys]
+            pool.expire(now_s)
+            found = [key in pool.index for key in keys]
+        self._sweep_unless_writing(now_s)
+        return found
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Gone from this process in any case; :class:`StorageError` when a record may be back after a restart."""
@@ -202,20 +214,28 @@ class FileStore:
                 pool.unpin(dirty)
 
     def usage(self) -> Mapping[str, int]:
-        """Beside the port's four: ``segments``, and since opening ``dropped_segments`` for the quota.
+        """Beside the port's four ``segments``, and since opening what went and what was refused.
 
-        And what opening found: ``damaged_segments``, ``torn_records``, and ``lost_nbytes`` behind a damaged header.
+        ``dropped_segments`` to make room; ``expired_segments`` and ``expired_records`` for their age, of whose files
+        ``sweep_failures`` times one could not be removed; ``short_of_free``, how often the file system's reserve
+        forbade a segment. And what opening found: ``damaged_segments``, ``torn_records``, and ``lost_nbytes`` behind
+        a damaged header.
         """
-        pool = self._pool
+        pool, quota_nbytes, now_s = self._pool, self.limits.quota_nbytes, self._clock()
         with pool.index_lock:
             self._check_open()
+            pool.expire(now_s)
             return {
                 "records": len(pool.index),
                 "used_nbytes": pool.used_nbytes,
-                "free_nbytes": self._quota_nbytes - pool.used_nbytes,
-                "capacity_nbytes": self._quota_nbytes,
+                "free_nbytes": quota_nbytes - pool.used_nbytes,
+                "capacity_nbytes": quota_nbytes,
                 "segments": len(pool.segments),
                 "dropped_segments": pool.dropped_segments,
+                "expired_segments": pool.expired_segments,
+                "expired_records": pool.expired_records,
+                "sweep_failures": pool.sweep_failures,
+                "short_of_free": pool.short_of_free,
                 "damaged_segments": pool.damaged_segments,
                 "torn_records": pool.torn_records,
                 "lost_nbytes": pool.lost_nbytes,
@@ -224,6 +244,8 @@ class FileStore:
     def close(self) -> None:
         """Flush, then let the directory go; idempotent. :class:`StorageError`: closed, but not all was flushed."""
         pool = self._pool
+        if os.getpid() != self._pid:
+            return
         with pool.append, self._flush:
             with pool.index_lock:
                 if self._closed:
@@ -238,6 +260,8 @@ class FileStore:
                 self._directory.close()
 
     def _check_open(self) -> None:
+        if os.getpid() != self._pid:  # a forked child shares the lock, and would write where its parent writes
+            raise StoreClosedError(f"{self._directory.path}: opened before fork; open it in the process that uses it")
         if self._closed:
             raise StoreClosedError(f"{self._directory.path}: the store is closed")
 
@@ -250,38 +274,15 @@ class FileStore:
                 known[header.key] = True
         return known
 
-    def _read(
-        self,
-        run: Sequence[tuple[int, Place]],
-        buffers: Sequence[memoryview],
-        found: list[RecordHeader | Absence],
-    ) -> None:
-        """Read a run in one call straight into the callers' buffers, and check each header. Held: pins."""
-        first, last = run[0][1], run[-1][1]
-        segment, nbytes = first.segment, last.offset + last.nbytes - first.offset
-        scratch = memoryview(bytearray(sum([place.header_nbytes for _, place in run])))
-        vector, raws, at = [], [], 0
-        for i, place in run:
-            raw = scratch[at : at + place.header_nbytes]
-            at += place.header_nbytes
-            raws.append(raw)
-            vector.append(raw)
-            vector.append(buffers[i])
-            if pad := -place.header.payload_nbytes % ALIGNMENT:
-                vector.append(memoryview(bytearray(pad)))
-        try:
-            whole = read_all(self._disk, segment.fd, vector, first.offset, nbytes) == nbytes
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise StorageError(f"{segment.path}: cannot read: {error}") from error
-            whole = False
-        if not whole and len(run) > 1:  # the file was cut, or a sector is bad: find out whose
-            for one in run:
-                self._read([one], buffers, found)
-            return
-        for (i, place), raw in zip(run, raws, strict=True):
-            header = place.header
-            found[i] = header if whole and header_is_sound(raw, header.key) else Absence.CORRUPT
+    def _sweep_unless_writing(self, now_s: float) -> None:
+        """Remove expired files now, so that a store that is only read gives them back; a writer would do it itself."""
+        pool = self._pool
+        if pool.sweepable and pool.append.acquire(blocking=False):
+            try:
+                if not self._closed:
+                    pool.sweep(now_s)
+            finally:
+                pool.append.release()
 
     def _write(self, batch: Sequence[Place], vector: Sequence[Buffer], stored: dict[BlockKey, bool]) -> None:
         """Append ``batch``, which fits the active segment; only then does the index know of it.
@@ -305,6 +306,8 @@ class FileStore:
         with pool.index_lock:
             segment.dirty = segment.dirty or self._sync is Sync.NONE
             segment.used_at = pool.tick
+            if segment.expired:  # the clock jumped while this was written: it would never be swept with the others
+                return
             for place in batch:
                 key = place.header.key
                 pool.index[key] = place

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cache_manager.errors import RecordError, StoreFormatError
-from cache_manager.keys import KEY_NBYTES, BlockKey
+from cache_manager.keys import BlockKey
 from cache_manager.record import (
     HEADER_NBYTES_MAX,
     HEADER_NBYTES_MIN,
@@ -31,7 +31,7 @@ from cache_manager.spec import align
 from cache_manager.storage.disk import Disk, read_all
 
 PAGE_NBYTES: Final = 4096
-VERSION: Final = 1
+VERSION: Final = 2
 DEAD_MAGIC: Final = b"KVRX"
 MARKER_NAME: Final = "kvroute.store"
 LOCK_NAME: Final = "kvroute.lock"
@@ -39,14 +39,16 @@ TEMP_SUFFIX: Final = ".tmp"
 
 _MARKER_MAGIC: Final = b"KVRSTORE"
 SEGMENT_MAGIC: Final = b"KVRSEGMT"
-_FIXED = struct.Struct("<8sHHIQ16s")  # magic, version, header bytes, zero, sequence, store id
+CRC_RESIDUE: Final = 0x2144DF1C
+"""The CRC-32 of any bytes that end in their own CRC-32, little-endian."""
+_FIXED = struct.Struct("<8sHHIQ16sQ")  # magic, version, header bytes, zero, sequence, store id, created
 _CRC = struct.Struct("<I")
 _MARKER_NBYTES: Final = 64
 _NAME = re.compile(r"segment-([0-9a-f]{16})\.kvr")
 
 _KEY_AT: Final = 32
-_CRC_RESIDUE: Final = 0x2144DF1C
 _SCAN_NBYTES: Final = 1024
+_UNKNOWN_MS: Final = 0
 
 
 def segment_name(sequence: int) -> str:
@@ -63,54 +65,69 @@ def segment_sequence(name: str) -> int | None:
     return int(match[1], 16) if match else None
 
 
-def _pack(magic: bytes, nbytes: int, sequence: int, store_id: bytes) -> bytes:
-    body = _FIXED.pack(magic, VERSION, nbytes, 0, sequence, store_id).ljust(nbytes - _CRC.size, b"\0")
+def _pack(magic: bytes, nbytes: int, sequence: int, store_id: bytes, created_ms: int) -> bytes:
+    body = _FIXED.pack(magic, VERSION, nbytes, 0, sequence, store_id, created_ms).ljust(nbytes - _CRC.size, b"\0")
     return body + _CRC.pack(zlib.crc32(body))
 
 
 def pack_marker(store_id: bytes) -> bytes:
     """The 64 bytes that say: this directory is a store of this format, with this id (16 bytes)."""
-    return _pack(_MARKER_MAGIC, _MARKER_NBYTES, 0, store_id)
+    return _pack(_MARKER_MAGIC, _MARKER_NBYTES, 0, store_id, _UNKNOWN_MS)
 
 
 def unpack_marker(raw: bytes, path: str) -> bytes:
     """The store's id; :class:`StoreFormatError` names the first field that is not right."""
     if len(raw) != _MARKER_NBYTES:
         raise StoreFormatError(path, "size", f"{_MARKER_NBYTES} bytes", len(raw))
-    magic, version, _, _, _, store_id = _FIXED.unpack_from(raw)
+    magic, version, _, _, _, store_id, _ = _FIXED.unpack_from(raw)
     if magic != _MARKER_MAGIC:
         raise StoreFormatError(path, "magic", _MARKER_MAGIC, magic)
     if version != VERSION:
         raise StoreFormatError(path, "version", VERSION, version)
-    if zlib.crc32(raw) != _CRC_RESIDUE:
+    if zlib.crc32(raw) != CRC_RESIDUE:
         raise StoreFormatError(
             path, "crc", zlib.crc32(raw[: -_CRC.size]), _CRC.unpack_from(raw, len(raw) - _CRC.size)[0]
         )
     return bytes(store_id)
 
 
-def pack_segment_page(sequence: int, store_id: bytes) -> bytes:
-    """The header page of a segment."""
-    return _pack(SEGMENT_MAGIC, PAGE_NBYTES, sequence, store_id)
+def pack_segment_page(sequence: int, store_id: bytes, created_s: float | None) -> bytes:
+    """The header page of a segment; ``created_s`` is wall-clock time, ``None`` where nobody knows it any more."""
+    created_ms = _UNKNOWN_MS if created_s is None else min(max(int(created_s * 1000), 1), (1 << 64) - 1)
+    return _pack(SEGMENT_MAGIC, PAGE_NBYTES, sequence, store_id, created_ms)
 
 
-def segment_page_is_sound(raw: bytes, path: str, sequence: int, store_id: bytes) -> bool:
-    """Whether the header page is whole; ``False`` for damage, which costs no record its checks.
+@dataclass(frozen=True, slots=True)
+class SegmentPage:
+    """What a header page says: whether it is whole, and when its segment was created (wall clock) if it says so."""
+
+    sound: bool
+    created_s: float | None
+
+
+def read_segment_page(raw: bytes, path: str, sequence: int, store_id: bytes) -> SegmentPage:
+    """Damage of the page is no error and costs no record its checks, but nobody knows then how old the records are.
 
     :class:`StoreFormatError` for a file that is not a segment of this store or is in another version of the format.
     """
-    magic, version, _, _, found, owner = _FIXED.unpack_from(raw)
-    if zlib.crc32(SEGMENT_MAGIC + raw[len(SEGMENT_MAGIC) :]) != _CRC_RESIDUE:
+    magic, version, _, _, found, owner, created_ms = _FIXED.unpack_from(raw)
+    if zlib.crc32(SEGMENT_MAGIC + raw[len(SEGMENT_MAGIC) :]) != CRC_RESIDUE:
         if magic != SEGMENT_MAGIC:
             raise StoreFormatError(path, "magic", SEGMENT_MAGIC, magic)
-        return False
+        return SegmentPage(False, None)
     if version != VERSION:
         raise StoreFormatError(path, "version", VERSION, version)
     if owner != store_id:
         raise StoreFormatError(path, "store id", store_id.hex(), owner.hex())
     if found != sequence:
         raise StoreFormatError(path, "sequence", sequence, found)
-    return bool(magic == SEGMENT_MAGIC)
+    return SegmentPage(magic == SEGMENT_MAGIC, None if created_ms == _UNKNOWN_MS else created_ms / 1000)
+
+
+def page_is_missing(page: bytes | bytearray, found_nbytes: int) -> bool:
+    """Whether a segment was cut within its page, or its first bytes never reached the disk: nothing can be in it."""
+    start = bytes(page[: min(found_nbytes, len(SEGMENT_MAGIC))])
+    return not any(page) or (found_nbytes < PAGE_NBYTES and SEGMENT_MAGIC.startswith(start))
 
 
 def record_nbytes(header: RecordHeader) -> int:
@@ -123,12 +140,22 @@ def pack_dead_header(header: RecordHeader) -> bytes:
     return DEAD_MAGIC + pack_header(header)[len(MAGIC) :]
 
 
-def header_is_sound(raw: memoryview, key: BlockKey) -> bool:
-    """Whether the header bytes read back are whole and those of ``key``, without unpacking them.
+def header_sum(packed: bytes) -> bytes:
+    """The CRC-32 that a packed header ends in."""
+    return packed[-_CRC.size :]
 
-    The CRC-32 of bytes that end in their own CRC-32 (little-endian) is one constant.
+
+def header_is_sound(raw: bytes | bytearray, key: BlockKey, sum_: bytes) -> bool:
+    """Whether the header bytes read back are whole, those of ``key``, and by their sum the very ones that were put.
+
+    Nothing is unpacked: the CRC-32 of bytes that end in their own CRC-32 (little-endian) is one constant.
     """
-    return zlib.crc32(raw) == _CRC_RESIDUE and bytes(raw[_KEY_AT : _KEY_AT + KEY_NBYTES]) == key
+    return zlib.crc32(raw) == CRC_RESIDUE and raw.endswith(sum_) and raw.startswith(key, _KEY_AT)
+
+
+def header_is_dead(raw: bytes | bytearray, key: BlockKey, sum_: bytes) -> bool:
+    """Whether the header bytes read back say that the record of ``key`` was deleted."""
+    return raw.startswith(DEAD_MAGIC) and header_is_sound(MAGIC + raw[len(MAGIC) :], key, sum_)
 
 
 @dataclass(slots=True)
@@ -137,17 +164,21 @@ class Scan:
 
     records: list[tuple[int, RecordHeader]] = field(default_factory=list)
     torn: list[tuple[int, RecordHeader]] = field(default_factory=list)  # sound header, wrong payload
+    dead: int = 0  # records marked as deleted
+    last: tuple[int, RecordHeader] | None = None  # the record, sound or dead, that ends at ``end``
     end: int = PAGE_NBYTES
+    stopped: int = PAGE_NBYTES  # where reading ended
     damaged: bool = False
 
 
-def scan(disk: Disk, fd: int, size: int, *, payloads: bool) -> Scan:
+def scan(disk: Disk, fd: int, size: int, *, payloads: bool, start: int = PAGE_NBYTES) -> Scan:
     """Read the headers of a segment of ``size`` bytes; with ``payloads`` check the payloads too.
 
-    Only the newest segment can hold a record whose write was cut off, so only there payloads are read. ``end`` is
-    where the last sound record ends; ``damaged`` says that something other than zeros follows it.
+    Only the newest segment can hold a record whose write was cut off, so only there payloads are read. ``start`` is
+    where a record begins. ``end`` is where the last sound record ends; ``damaged`` says that something other than
+    zeros follows it.
     """
-    result, at = Scan(), PAGE_NBYTES
+    result, at = Scan(end=start), start
     window, payload = bytearray(_SCAN_NBYTES), bytearray()
     while at + HEADER_NBYTES_MIN <= size:
         raw = memoryview(window)[: read_all(disk, fd, [memoryview(window)], at, len(window))]
@@ -171,9 +202,13 @@ def scan(disk: Disk, fd: int, size: int, *, payloads: bool) -> Scan:
                 result.torn.append((at, found))
                 at = after
                 continue
-        if not dead:
+        if dead:
+            result.dead += 1
+        else:
             result.records.append((at, found))
+        result.last = (at, found)
         at = result.end = after
+    result.stopped = at
     return result
 
 

@@ -1,8 +1,7 @@
-"""The segments of a file store: which are open, what the index says is in them, and which goes when room is needed.
+"""The segments of a file store as its writer has them: created, grown, retired, dropped and recovered.
 
-:class:`SegmentPool` is the part of the store that creates, grows, retires, drops and recovers segment files. Whoever
-calls a method that says *held: append* holds the pool's ``append`` lock; ``index_lock`` guards ``index``, ``segments``
-and the counts, and is never held over I/O.
+Whoever calls a method of :class:`SegmentPool` that says *held: append* holds the pool's ``append`` lock; ``index_lock``
+guards ``index``, ``segments`` and the counts, and is never held over I/O.
 """
 
 from __future__ import annotations
@@ -10,32 +9,27 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from cache_manager.errors import StorageError
-from cache_manager.keys import BlockKey
-from cache_manager.record import RecordHeader
 from cache_manager.spec import align
 from cache_manager.storage.directory import StoreDirectory
 from cache_manager.storage.disk import Disk, read_all, write_all
+from cache_manager.storage.limits import SEGMENTS_MAX, Limits, victims
 from cache_manager.storage.segment import (
     PAGE_NBYTES,
-    SEGMENT_MAGIC,
     TEMP_SUFFIX,
     pack_dead_header,
     pack_segment_page,
-    record_nbytes,
+    page_is_missing,
+    read_segment_page,
     scan,
     segment_name,
-    segment_page_is_sound,
 )
-
-SEGMENTS_MAX: Final = 512
+from cache_manager.storage.segment_index import Segment, SegmentIndex
 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What the operating system says when a disk, a disk quota or a process may take no more bytes."""
@@ -50,55 +44,24 @@ class Sync(StrEnum):
     """When ``put`` returns."""
 
 
-@dataclass(slots=True, eq=False)
-class Segment:
-    """One segment file that is open, and what the store knows about it."""
-
-    sequence: int
-    path: Path
-    fd: int
-    size: int  # of the file; counts against the quota
-    end: int  # where the next record would go
-    used_at: int  # tick of the last put or get
-    keys: list[BlockKey] = field(default_factory=list)  # of records written here, deleted ones too
-    pins: int = 0  # calls that use the descriptor outside the index lock
-    dirty: bool = False  # bytes were written since the last sync
-    dropped: bool = False  # close the descriptor when the last pin is gone
-
-
-class Place(NamedTuple):
-    """Where a record is, and its header as it was when it was sound."""
-
-    sequence: int  # of the segment: places sort as they lie on the disk
-    offset: int
-    nbytes: int  # of header, payload and padding
-    header_nbytes: int
-    header: RecordHeader
-    segment: Segment
-
-
-class SegmentPool:
-    """The open segments of a store, and the index of the records in them.
+class SegmentPool(SegmentIndex):
+    """The segments of the store that this process writes.
 
     Opening rebuilds the index from the headers in every segment; ``StorageError`` when that cannot be.
     """
 
     def __init__(
-        self, directory: StoreDirectory, disk: Disk, *, quota_nbytes: int, segment_nbytes: int, sync: Sync
+        self, directory: StoreDirectory, disk: Disk, limits: Limits, sync: Sync, clock: Callable[[], float]
     ) -> None:
+        super().__init__(disk, limits.ttl_s)
         self.append = threading.Lock()
-        self.index_lock = threading.Lock()
-        self.index: dict[BlockKey, Place] = {}
-        self.segments: dict[int, Segment] = {}
         self.active: Segment | None = None  # the one that is written; changes under ``append``
-        self.tick = 0
-        self.used_nbytes = 0
         self.dropped_segments = self.damaged_segments = self.torn_records = self.lost_nbytes = 0
+        self.short_of_free = self.sweep_failures = 0
         self._directory = directory
-        self._disk = disk
-        self._quota_nbytes = quota_nbytes
-        self._segment_nbytes = segment_nbytes
+        self._limits = limits
         self._sync = sync
+        self._clock = clock
         self._next_sequence = 1
         self._entries_dirty = False
         try:
@@ -110,40 +73,25 @@ class SegmentPool:
                 raise StorageError(f"{directory.path}: cannot read the store: {error}") from error
             raise
 
-    def unpin(self, segments: Iterable[Segment]) -> None:
-        with self.index_lock:
-            for segment in segments:
-                segment.pins -= 1
-                if segment.dropped and not segment.pins:
-                    os.close(segment.fd)
-
-    def release(self) -> None:
-        """Close every segment, those in use when their last pin goes."""
-        with self.index_lock:
-            for segment in self.segments.values():
-                segment.pins += 1
-                segment.dropped = True
-        self.unpin(self.segments.values())
-
     def fits(self, nbytes: int) -> bool:
         """Whether a record of ``nbytes`` can be stored at all."""
-        return align(PAGE_NBYTES + nbytes, PAGE_NBYTES) <= self._quota_nbytes
+        return align(PAGE_NBYTES + nbytes, PAGE_NBYTES) <= self._limits.quota_nbytes
 
     def activate(self, nbytes: int) -> Segment | None:
         """The active segment, after it was made one that has room for a record of ``nbytes``. Held: append.
 
         ``None``: neither the quota nor the disk has room now.
         """
-        active = self.active
+        active, segment_nbytes = self.active, self._limits.segment_nbytes
         try:
-            if active is not None and active.end + nbytes <= self._segment_nbytes > active.size:
-                self._make_room(self._segment_nbytes - active.size, 0)
-                self._disk.allocate(active.fd, self._segment_nbytes)
-                self._resize(active, self._segment_nbytes)
+            if active is not None and active.end + nbytes <= segment_nbytes > active.size:
+                self._make_room(segment_nbytes - active.size, 0)
+                self._disk.allocate(active.fd, segment_nbytes)
+                self._resize(active, segment_nbytes)
                 return active
             if active is not None:
                 self.retire(active)
-            size = max(self._segment_nbytes, align(PAGE_NBYTES + nbytes, PAGE_NBYTES))
+            size = max(segment_nbytes, align(PAGE_NBYTES + nbytes, PAGE_NBYTES))
             self._make_room(size, 1)
             self.active = self._create(size)
         except OSError as error:
@@ -162,6 +110,26 @@ class SegmentPool:
                 self._drop(segment)
             else:
                 self._cut(segment)
+
+    def sweep(self, now_s: float) -> None:
+        """Remove the files of expired segments, and write no more to a segment that has taken records long enough.
+
+        A file that cannot be removed now is counted and tried again by the next call; nothing of it is served
+        meanwhile. Held: append.
+        """
+        if (active := self.active) is not None and self._limits.is_fully_written(active.created_s, now_s):
+            self.retire(active)
+        if not self.sweepable:
+            return
+        with self.index_lock:
+            gone = [segment for segment in self.segments.values() if segment.expired]
+            self.sweepable = False
+        for segment in gone:
+            try:
+                self._drop(segment)
+            except OSError:
+                self.sweep_failures += 1
+                self.sweepable = True
 
     def sync_all(self, segments: Iterable[Segment]) -> None:
         """Make entries and bytes durable; a segment stays dirty when that fails. Held: flush."""
@@ -191,13 +159,14 @@ class SegmentPool:
 
     def _create(self, size: int) -> Segment:
         """A new segment, which has its name only when it has its header page and all its space."""
-        sequence = self._next_sequence
+        sequence, created_s = self._next_sequence, self._clock()
         path = self._directory.path / segment_name(sequence)
         temp = path.with_name(path.name + TEMP_SUFFIX)
         fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             self._disk.allocate(fd, size)
-            write_all(self._disk, fd, [pack_segment_page(sequence, self._directory.store_id)], 0, PAGE_NBYTES)
+            page = pack_segment_page(sequence, self._directory.store_id, created_s)
+            write_all(self._disk, fd, [page], 0, PAGE_NBYTES)
             temp.rename(path)
             self._entries_dirty = True
             if self._sync is Sync.BATCH:
@@ -209,10 +178,9 @@ class SegmentPool:
                     leftover.unlink(missing_ok=True)
             raise
         self._next_sequence = sequence + 1
-        segment = Segment(sequence, path, fd, size, PAGE_NBYTES, self.tick)
+        segment = Segment(sequence, path, fd, size, PAGE_NBYTES, self.tick, created_s)
         with self.index_lock:
-            self.segments[sequence] = segment
-            self.used_nbytes += size
+            self.add(segment)
         return segment
 
     def _cut(self, segment: Segment) -> None:
@@ -226,35 +194,44 @@ class SegmentPool:
             self.used_nbytes += size - segment.size
             segment.size = size
 
-    def _make_room(self, nbytes: int, segments: int) -> None:
-        """Drop the least recently used segments until ``nbytes`` in ``segments`` new files fit."""
-        while self.used_nbytes + nbytes > self._quota_nbytes or len(self.segments) + segments > SEGMENTS_MAX:
-            others = [segment for segment in self.segments.values() if segment is not self.active]
-            if not others:
-                raise OSError(errno.ENOSPC, "the quota has no room beside the active segment")
-            self._drop(min(others, key=lambda segment: (segment.used_at, segment.sequence)))
+    def _make_room(self, nbytes: int, files: int) -> None:
+        """Drop the least recently used segments until ``nbytes`` in ``files`` new ones fit quota and reserve.
+
+        ``OSError`` (``ENOSPC``) when that cannot be; then nothing was dropped, unless the file system did not give
+        back what was dropped, because a reader of another process still has it open.
+        """
+        asks = nbytes > 0 and self._limits.asks_for_space
+        space = self._disk.space(self._directory.lock_fd) if asks else None
+        short = self._limits.short_nbytes(self.used_nbytes, nbytes, space)
+        others = [segment for segment in self.segments.values() if segment is not self.active]
+        chosen = victims(others, short, len(self.segments) + files - SEGMENTS_MAX)
+        for segment in chosen or ():
+            self._drop(segment)
             self.dropped_segments += 1
+        if chosen is None or (asks and chosen and self._is_short(nbytes)):
+            self.short_of_free += space is not None and self._limits.short_nbytes(0, nbytes, space) > 0
+            raise OSError(errno.ENOSPC, "neither the quota nor the file system's reserve has room")
+
+    def _is_short(self, nbytes: int) -> bool:
+        space = self._disk.space(self._directory.lock_fd)
+        return self._limits.short_nbytes(self.used_nbytes, nbytes, space) > 0
 
     def _drop(self, segment: Segment) -> None:
         """Remove a segment and all its records; its bytes stay readable to calls that have it pinned."""
         segment.path.unlink(missing_ok=True)
         self._entries_dirty = True
-        with self.index_lock:
-            for key in segment.keys:
-                if (place := self.index.get(key)) is not None and place.segment is segment:
-                    del self.index[key]
-            del self.segments[segment.sequence]
-            self.used_nbytes -= segment.size
-            segment.pins += 1
-            segment.dropped = True
-        self.unpin([segment])
+        if segment is self.active:
+            self.active = None
+        self.let_go(segment)
 
     def _recover(self) -> None:
         """Rebuild the index from the segments' headers."""
-        sequences = self._directory.segments()
+        sequences, now_s = self._directory.segments(), self._clock()
         for sequence in sequences:
             self._next_sequence = sequence + 1
             self._open_segment(sequence, newest=sequence == sequences[-1])
+        self.expire(now_s)
+        self.sweep(now_s)
         self._make_room(0, 0)
         if sequences:
             self.active = self.segments.get(sequences[-1])
@@ -263,33 +240,32 @@ class SegmentPool:
         path = self._directory.path / segment_name(sequence)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         self.tick += 1
-        segment = Segment(sequence, path, fd, os.fstat(fd).st_size, PAGE_NBYTES, self.tick)
-        self.segments[sequence] = segment
-        self.used_nbytes += segment.size
-        page = bytearray(PAGE_NBYTES)
-        found = read_all(self._disk, fd, [memoryview(page)], 0, PAGE_NBYTES)
-        if not any(page) or (found < PAGE_NBYTES and SEGMENT_MAGIC.startswith(page[: min(found, len(SEGMENT_MAGIC))])):
-            self.damaged_segments += 1  # cut short, or a power cut came before its first bytes reached the disk
+        segment = Segment(sequence, path, fd, os.fstat(fd).st_size, PAGE_NBYTES, self.tick, None)
+        self.add(segment)
+        raw = bytearray(PAGE_NBYTES)
+        found = read_all(self._disk, fd, [memoryview(raw)], 0, PAGE_NBYTES)
+        if page_is_missing(raw, found):
+            self.damaged_segments += 1
             self._drop(segment)
             return
-        sound = segment_page_is_sound(bytes(page), str(path), sequence, self._directory.store_id)
+        page = read_segment_page(bytes(raw), str(path), sequence, self._directory.store_id)
+        segment.created_s = page.created_s
         content = scan(self._disk, fd, segment.size, payloads=newest)
         segment.end = content.end
         lost = 0 if newest else segment.size - align(content.end, PAGE_NBYTES)
         self.lost_nbytes += lost
-        self.damaged_segments += not sound or content.damaged or lost > 0
+        self.damaged_segments += not page.sound or content.damaged or lost > 0
         self.torn_records += len(content.torn)
         if not content.records:
             self._drop(segment)
             return
-        if not sound:  # its content is known; damage that adds up would look like a foreign file one day
-            write_all(self._disk, fd, [pack_segment_page(sequence, self._directory.store_id)], 0, PAGE_NBYTES)
+        if not page.sound:  # its content is known; damage that adds up would look like a foreign file one day
+            write_all(
+                self._disk, fd, [pack_segment_page(sequence, self._directory.store_id, page.created_s)], 0, PAGE_NBYTES
+            )
         for offset, header in content.torn:
             if offset < content.end:
                 write_all(self._disk, fd, [pack_dead_header(header)], offset, header.nbytes)
         if newest:
             self._cut(segment)
-        for offset, header in content.records:
-            nbytes, header_nbytes = record_nbytes(header), header.nbytes
-            self.index[header.key] = Place(sequence, offset, nbytes, header_nbytes, header, segment)
-            segment.keys.append(header.key)
+        self.take(segment, content.records)

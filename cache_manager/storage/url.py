@@ -1,5 +1,8 @@
 """A store's URL, taken apart: ``scheme:path?name=value&...``.
 
+A URL may hold others, ``scheme:url,url`` or ``scheme:?name=value&...,url,url``. A comma divides where a scheme follows
+it; one that does not divide there is written ``%2C``.
+
 The adapter named by the scheme reads its own parameters from here; whatever it does not know is a
 :class:`ConfigError`, so that a misspelt ``quota`` never turns into a default. Pure: text in, values out.
 """
@@ -17,7 +20,11 @@ from cache_manager.errors import ConfigError
 UNITS: Mapping[str, int] = MappingProxyType(
     {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 )
+SECONDS: Mapping[str, float] = MappingProxyType({"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400})
+_COMPOSITE = re.compile(r"([a-z][a-z0-9+.-]*):(\?[^,]*,)?(?=[a-z][a-z0-9+.-]*:)")
+_DIVIDER = re.compile(r",(?=[a-z][a-z0-9+.-]*:)")
 _SIZE = re.compile(r"([0-9]{1,18})(B|KiB|MiB|GiB|TiB|)")
+_DURATION = re.compile(r"([0-9]{1,9})(ms|s|m|h|d)")
 
 
 def parse_nbytes(text: str, field: str) -> int:
@@ -33,13 +40,29 @@ def parse_nbytes(text: str, field: str) -> int:
     return int(match[1]) * UNITS[match[2]]
 
 
+def parse_duration_s(text: str, field: str) -> float:
+    """A duration such as ``500ms``, ``30s``, ``15m``, ``6h`` or ``7d``, in seconds and above zero.
+
+    >>> parse_duration_s("6h", "ttl")
+    21600
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None or int(match[1]) == 0:
+        raise ConfigError(field, "a positive whole number with one of the units " + ", ".join(SECONDS), repr(text))
+    return int(match[1]) * SECONDS[match[2]]
+
+
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
     """The parts of a store's URL; ``path`` is percent-decoded, ``parameters`` are as written.
 
+    ``tiers`` are the texts of the URLs that it holds; they are its path then.
+
     >>> url = StoreUrl.parse("file:///var/lib/kvroute?quota=1GiB")
     >>> url.scheme, url.path, url.nbytes("quota", default=0)
     ('file', '/var/lib/kvroute', 1073741824)
+    >>> StoreUrl.parse("tiered:?queue=1GiB,file:///a,b?quota=1GiB,mooncake://h:1").tiers
+    ('file:///a,b?quota=1GiB', 'mooncake://h:1')
     """
 
     text: str
@@ -47,14 +70,20 @@ class StoreUrl:
     host: str
     path: str
     parameters: Mapping[str, str]
+    tiers: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> StoreUrl:
         """:class:`ConfigError` for text that is no URL, or that names a parameter twice or without a value."""
         if not isinstance(text, str):
             raise ConfigError("store", "a URL such as file:///var/lib/kvroute", repr(text))
+        own, held, tiers = text, "", tuple[str, ...]()
+        if (composite := _COMPOSITE.match(text)) is not None:
+            own = text[: composite.end()].rstrip(",")
+            held = text[composite.end() :]
+            tiers = tuple(_DIVIDER.split(held))
         try:
-            parts = urlsplit(text)
+            parts = urlsplit(own)
         except ValueError as error:
             raise ConfigError("store", "a URL such as file:///var/lib/kvroute", repr(text)) from error
         if not parts.scheme:
@@ -69,7 +98,25 @@ class StoreUrl:
             if name in parameters:
                 raise ConfigError(f"store parameter {name}", "one value", repr(text))
             parameters[name] = unquote(value)
-        return cls(text, parts.scheme, parts.netloc, unquote(parts.path), MappingProxyType(parameters))
+        return cls(text, parts.scheme, parts.netloc, held or unquote(parts.path), MappingProxyType(parameters), tiers)
+
+    def below(self, name: str) -> str:
+        """The URL of the store called ``name`` in each place that this one names; parameters stay as they are.
+
+        >>> StoreUrl.parse("file:///var/kv?quota=1GiB").below("rows")
+        'file:///var/kv/rows?quota=1GiB'
+        >>> StoreUrl.parse("memory:?capacity=1GiB").below("rows")  # is in no place
+        'memory:?capacity=1GiB'
+        >>> StoreUrl.parse("tiered:?queue=64MiB,file:///a,mooncake://h:1/x?devices=a,b").below("kv")
+        'tiered:?queue=64MiB,file:///a/kv,mooncake://h:1/x/kv?devices=a,b'
+        """
+        if self.tiers:
+            own = self.text[: len(self.text) - len(",".join(self.tiers))]
+            return own + ",".join(StoreUrl.parse(tier).below(name) for tier in self.tiers)
+        parts = urlsplit(self.text)
+        if not parts.netloc and not parts.path:  # one that is not in a place
+            return self.text
+        return parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl()
 
     def allow(self, *names: str) -> None:
         """:class:`ConfigError` when the URL has a parameter that is not one of ``names``."""
@@ -81,6 +128,11 @@ class StoreUrl:
         """The size called ``name``, in bytes."""
         text = self.parameters.get(name)
         return default if text is None else parse_nbytes(text, f"{self.scheme}: store parameter {name}")
+
+    def seconds(self, name: str, default: float | None) -> float | None:
+        """The duration called ``name``, in seconds."""
+        text = self.parameters.get(name)
+        return default if text is None else parse_duration_s(text, f"{self.scheme}: store parameter {name}")
 
     def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
         """The parameter called ``name``, which has to be one of ``choices``."""

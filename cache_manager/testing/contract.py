@@ -89,6 +89,8 @@ class StorageMachine(RuleBasedStateMachine):
     """Any sequence of calls against a dict. ``roomy``: the store has room for all, so that nothing may be missing."""
 
     open_backend: Callable[[], StorageBackend]
+    settle: Callable[[StorageBackend], None]
+    copies_max: int
     roomy: bool
 
     def __init__(self) -> None:
@@ -157,8 +159,9 @@ class StorageMachine(RuleBasedStateMachine):
     @invariant()
     def an_index_entry_points_at_a_verified_record_of_the_same_key(self) -> None:
         everything = range(24)
+        type(self).settle(self.backend.backend)
         there = self.store.contains([key_of(n) for n in everything])
-        assert sum(there) == self.store.usage()["records"]
+        assert sum(there) <= self.store.usage()["records"] <= type(self).copies_max * sum(there)
         self.asked += len(everything)
         for n, is_there, answer in zip(everything, there, get(self.store, everything), strict=True):
             assert answer == payload_of(n) if is_there else answer is Absence.MISS
@@ -175,11 +178,16 @@ class StorageMachine(RuleBasedStateMachine):
 class StorageContract:
     """Subclass with :meth:`make_backend`; the class's name starts with ``Test``."""
 
+    copies_max = 1
+    """How often ``usage`` may count one record: a backend may keep it in several places."""
     machine_settings = settings(max_examples=25, stateful_step_count=25)
 
     def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
         """A new, empty backend of about that capacity; ``directory`` is empty and its own."""
         raise NotImplementedError
+
+    def settle(self, backend: StorageBackend) -> None:
+        """Wait for what the backend does behind its callers, if it does anything."""
 
     @contextmanager
     def _store(self, capacity_nbytes: int = CAPACITY_NBYTES) -> Iterator[tuple[StorageBackend, RecordStore]]:
@@ -200,6 +208,8 @@ class StorageContract:
                 pass
 
             Machine.open_backend = staticmethod(open_backend)
+            Machine.settle = staticmethod(self.settle)
+            Machine.copies_max = self.copies_max
             Machine.roomy = roomy
             run_state_machine_as_test(Machine, settings=self.machine_settings)
 
@@ -232,10 +242,12 @@ class StorageContract:
     def test_writing_a_key_again_changes_nothing(self) -> None:
         with self._store() as (backend, store):
             assert put(store, [1, 1]) == [True, True]
+            self.settle(backend)
             before = dict(backend.usage())
             assert put(store, [1]) == [True]
+            self.settle(backend)
             assert dict(backend.usage()) == before
-            assert before["records"] == 1
+            assert 1 <= before["records"] <= self.copies_max
 
     def test_put_has_copied_the_payload_when_it_returns(self) -> None:
         with self._store() as (_, store):
@@ -276,7 +288,8 @@ class StorageContract:
                 usage = backend.usage()
                 assert usage["used_nbytes"] + usage["free_nbytes"] == usage["capacity_nbytes"]
                 assert usage["free_nbytes"] >= 0
-            assert 0 < backend.usage()["records"] <= FEW_NBYTES // LAYOUT.nbytes
+            usage = backend.usage()
+            assert 0 < usage["records"] <= usage["capacity_nbytes"] // LAYOUT.nbytes
             answers = get(store, range(200))
             for n, answer in enumerate(answers):
                 assert answer in (payload_of(n), Absence.MISS)

@@ -10,7 +10,7 @@ from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import Buffer, RecordHeader
-from cache_manager.storage.disk import Disk, SystemDisk
+from cache_manager.storage.disk import Disk, Room, Space, SystemDisk
 
 
 class FaultyStore:
@@ -78,6 +78,8 @@ class FaultyDisk:
         self.allocate_errno: int | None = None
         self.truncate_errno: int | None = None
         self.sync_errno: int | None = None
+        self.space_now: Space | None = None  # what the file system is said to have
+        self.space_errno: int | None = None
         self.syncs = 0
 
     def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
@@ -93,7 +95,7 @@ class FaultyDisk:
             self.write_budget_nbytes -= nbytes
         return self.disk.pwritev(fd, [b"".join(buffers)[:nbytes]], offset)
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def preadv(self, fd: int, buffers: Sequence[Room], offset: int) -> int:
         _raise(self.read_errno)
         if self.call_nbytes_max is not None:
             buffers = [memoryview(buffers[0]).cast("B")[: self.call_nbytes_max]]
@@ -111,6 +113,10 @@ class FaultyDisk:
         _raise(self.sync_errno)
         self.syncs += 1
         self.disk.sync(fd)
+
+    def space(self, fd: int) -> Space:
+        _raise(self.space_errno)
+        return self.space_now or self.disk.space(fd)
 
 
 def _raise(number: int | None) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cache_manager.errors import ConfigError
+from cache_manager.storage.url import StoreUrl
 from kvroute.demo.workload import conversations, longest_tokens
 from kvroute.engine.models import MODELS
 from kvroute.engine.request import EngineConfig
@@ -13,6 +14,8 @@ from kvroute.engine.request import EngineConfig
 REQUESTS_MAX = 100_000
 SEQUENCES_MAX = 8
 BLOCK_TOKENS = 16
+MOONCAKE = "mooncake"
+"""In place of a store's URL: a Mooncake pool that the demo starts and ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,8 @@ class DemoOptions:
     """The flags of ``kvroute demo``; ``None`` means that the demo chooses.
 
     By default the device holds a quarter of the conversations at their longest, but one and a quarter at least and
-    three at most; the host holds as much. That is less than what runs at once needs.
+    three at most; the host holds as much. That is less than what runs at once needs. ``store`` is a URL or
+    ``MOONCAKE``.
 
     Raises :class:`ConfigError` naming the flag.
     """
@@ -46,6 +50,14 @@ class DemoOptions:
             raise ConfigError("--device-blocks", wanted, self.device_blocks)
         if self.host_blocks is not None and self.host_blocks < 0:
             raise ConfigError("--host-blocks", "0 or more", self.host_blocks)
+        if self.store is not None and self.store != MOONCAKE:
+            self._check_store(StoreUrl.parse(self.store))
+
+    @staticmethod
+    def _check_store(url: StoreUrl) -> None:
+        for tier in url.tiers or (url.text,):
+            if tier.startswith("mooncake:") and "segment" in StoreUrl.parse(tier).parameters:
+                raise ConfigError("--store", "a pool without segment=: what the engine lends is lost with it", tier)
 
     @property
     def longest_blocks(self) -> int:

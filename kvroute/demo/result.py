@@ -64,6 +64,7 @@ class DemoResult:
 
     model: str
     seed: int
+    store: str
     requests: int
     samples: int
     aborted: int

@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from kvroute.demo.checker import Checker, SecondRun, Verdict
-from kvroute.demo.options import DemoOptions
+from kvroute.demo.options import MOONCAKE, DemoOptions
+from kvroute.demo.pool import running_pool
 from kvroute.demo.result import DemoResult, Traffic
 from kvroute.demo.serve import Clients, Watcher, same_tokens
 from kvroute.demo.workload import Conversation, conversations
@@ -39,11 +40,17 @@ class Demo:
         self._plain = Clients(conversations(options.requests, options.seed))
 
     def run(self) -> DemoResult:
-        """Do it all; the result is the same for the same options, but for the seconds."""
+        """Do it all. The verdict is the same for the same options; the traffic depends on when the store answers."""
         options, started = self._options, time.perf_counter()
         with ExitStack() as stack:
             url = options.store
-            if url is None:
+            if url == MOONCAKE:
+                pool = stack.enter_context(running_pool())
+                url = pool.url
+                self._console.print(
+                    f"Mooncake: master is process {pool.master_pid}, process {pool.owner_pid} lends the memory"
+                )
+            elif url is None:
                 made = tempfile.TemporaryDirectory(prefix="store-", dir=writable_directory(options.out, "--out"))
                 url = Path(stack.enter_context(made)).absolute().as_uri()
             progress = stack.enter_context(self._progress())
@@ -58,6 +65,7 @@ class Demo:
         return DemoResult(
             model=options.model,
             seed=options.seed,
+            store=url,
             requests=len({request for request, _ in outputs}),
             samples=len(outputs),
             aborted=sum(output.reason is FinishReason.ABORT for output in outputs.values()),
@@ -93,6 +101,7 @@ class Demo:
                 total = sum(turns(c) for c in self._clients.conversations) - before
                 self._clients.serve(engine, turns, _teller(progress, title, total))
                 self._watcher.engine = None
+                engine.drain()
                 return Traffic.of(engine)
         finally:
             self._checker.detach()

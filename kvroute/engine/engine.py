@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ from kvroute.engine.sequence import Event, Sequence, State
 from kvroute.engine.stores import EngineStores
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec_from_hf, weights_version_spec
+
+STORE_WAIT_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class Engine:
             namespace=namespace,
             store=stores.rows if stores else None,
             memory=config.memory,
+            jobs=config.jobs,
         )
         self.manager = BlockManager(self.aux, KVMover(self._kv, stores.kv if stores else None), caching=config.caching)
         self.scheduler = Scheduler(config, self.manager)
@@ -135,24 +138,39 @@ class Engine:
         return outputs
 
     def step(self) -> list[Output]:
-        """One forward pass, and the samples that have ended since the last call."""
+        """One forward pass, and the samples that have ended since the last call.
+
+        The store is not waited for while there is anything to compute, and ``STORE_WAIT_S`` at most when there is not.
+        """
         work = self.scheduler.plan()
         if work:
             self._idle_steps = 0
             self._compute(work)
             self.steps += 1
         elif len(self.scheduler):
+            if self.manager.errands:  # nothing to compute until the store has answered
+                self.aux.wait(STORE_WAIT_S)
+                self._idle_steps = 0
             self._idle_steps += 1  # a lone sequence that swapped itself out comes back in the next step
             if self._idle_steps > 1:
                 raise AssertionError(f"nothing can run: {self.scheduler.counts()}")
         done, self._done = self._done, []
         return done
 
+    def drain(self) -> bool:
+        """Wait until the store has everything that is to be stored, ``config.jobs.close_s`` at most; whether it has."""
+        return self.manager.drain(self.config.jobs.close_s)
+
     def close(self) -> None:
-        """Give the blocks back and take the hooks off the model; unfinished requests are aborted."""
+        """Give the blocks back and take the hooks off the model; unfinished requests are aborted, others stored.
+
+        Raises :class:`BlockStateError` when the store does not end what it is doing within ``config.jobs.close_s``: the
+        blocks are still its then, and closing can be tried again.
+        """
         for sequence in list(self.scheduler.unfinished):
             self.abort(sequence.request.id)
         self._capture.close()
+        self.drain()
         self.aux.close()
 
     def __enter__(self) -> Self:
@@ -229,7 +247,7 @@ class Engine:
         """Collect the routes while the blocks are still held, store what is worth it, give the blocks back."""
         routes = self._routes(sequence)
         if sequence.state is State.RUNNING and reason is not FinishReason.ABORT:
-            self.manager.persist(sequence.owner)
+            self.manager.begin_persist(sequence.owner)
         self.scheduler.finish(sequence, reason)
         self._done.append(Output(sequence.request, sequence.sample, sequence.generated, reason, routes))
 

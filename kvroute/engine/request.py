@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
 from cache_manager.errors import ConfigError, InvalidInputError
+from cache_manager.jobs import JobLimits
 from kvroute.routes import Routes
 
 SAMPLES_MAX = 64
@@ -18,7 +19,8 @@ class EngineConfig:
 
     ``step_tokens`` is the most tokens that one forward pass computes; a longer prompt is computed in chunks.
     ``sequences_max`` bounds the sequences that run at once. With ``caching=False`` nothing is reused or stored.
-    ``memory`` says where rows lie: in the heap, or in SharedMemory that other processes can attach.
+    ``memory`` says where rows lie: in the heap, or in SharedMemory that other processes can attach. ``jobs`` bounds
+    what the store is asked to do at once, ``restore_wait_s`` how long a sequence waits for it before it is computed.
     """
 
     block_tokens: int = 16
@@ -28,12 +30,16 @@ class EngineConfig:
     sequences_max: int = 8
     caching: bool = True
     memory: Literal["heap", "shared"] = "heap"
+    jobs: JobLimits = field(default_factory=JobLimits)
+    restore_wait_s: float = 10.0
 
     def __post_init__(self) -> None:
         for name, low in (("device_blocks", 1), ("host_blocks", 0), ("step_tokens", 1), ("sequences_max", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:
                 raise ConfigError(name, f"an integer of {low} or more", repr(value))
+        if not self.restore_wait_s >= 0:
+            raise ConfigError("restore_wait_s", "seconds, 0 or more", self.restore_wait_s)
         if not isinstance(self.block_tokens, int) or self.block_tokens < 8 or self.block_tokens % 8:
             raise ConfigError("block_tokens", "a multiple of 8", repr(self.block_tokens))
 

@@ -6,11 +6,17 @@ sequence needs a block and there is none, the latest arrival among the running o
 blocks, or dropped and computed again later when the host is full too. The earliest arrival is therefore never
 preempted for another, so that something always finishes.
 
+A new sequence of which the store may have something is restored first, and the store is never waited for: the others
+are computed meanwhile, and it is found done by the plan of some later step. A store that takes longer than
+``restore_wait_s`` is given up on, and the sequence is computed instead.
+
 It asks a ``BlockManager`` and computes nothing itself.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cache_manager.manager import BlockManager
@@ -35,12 +41,17 @@ class Work:
 class Scheduler:
     """The sequences that have not ended, and the plan of each step."""
 
-    def __init__(self, config: EngineConfig, manager: BlockManager) -> None:
+    def __init__(
+        self, config: EngineConfig, manager: BlockManager, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._config = config
+        self._clock = clock
         self._manager = manager
         self._sequences: dict[str, Sequence] = {}
         self.dropped = 0
         """Preemptions that found no room on the host: all that was computed is computed again."""
+        self.given_up = 0
+        """Sequences that did not wait for the store any longer."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -69,6 +80,7 @@ class Scheduler:
 
     def plan(self) -> list[Work]:
         """The next step's work, with the blocks it needs already there; at most ``step_tokens`` tokens."""
+        self._take_in_restored()
         work: list[Work] = []
         budget, preempted = self._config.step_tokens, False
         for sequence in self._in(State.RUNNING):
@@ -84,18 +96,34 @@ class Scheduler:
         if preempted:
             return work
         for sequence in (*self._in(State.SWAPPED), *self._in(State.WAITING)):
-            if not budget or len(self._in(State.RUNNING)) >= self._config.sequences_max:
+            if not budget or len(self._in(State.RUNNING, State.RESTORING)) >= self._config.sequences_max:
                 break
             back = self._resume(sequence, budget) if sequence.state is State.SWAPPED else self._admit(sequence)
             if not back:
                 break
+            if sequence.state is State.RESTORING:
+                continue
             stop = min(len(sequence.tokens), sequence.computed + budget)
             work.append(Work(sequence, sequence.computed, stop))
             budget -= stop - sequence.computed
         return work
 
-    def _in(self, state: State) -> list[Sequence]:
-        return sorted((s for s in self._sequences.values() if s.state is state), key=_rank)
+    def _in(self, *states: State) -> list[Sequence]:
+        return sorted((s for s in self._sequences.values() if s.state in states), key=_rank)
+
+    def _take_in_restored(self) -> None:
+        for owner, admission in self._manager.poll().items():
+            sequence = self._sequences[owner]
+            sequence.on(Event.ADMIT)
+            sequence.computed = admission.cached_tokens
+        waiting = self._in(State.RESTORING)
+        now_s = self._clock() if waiting else 0.0
+        for sequence in waiting:
+            if now_s >= sequence.give_up_s:
+                sequence.store_gave_nothing = True
+                self._manager.free(sequence.owner)
+                sequence.on(Event.DROP)
+                self.given_up += 1
 
     def _resume(self, sequence: Sequence, budget: int) -> bool:
         """Swap in, if the blocks that the next chunk needs are there too."""
@@ -109,15 +137,20 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
-        admission = self._manager.allocate(sequence.owner, sequence.tokens)
+        """Give it blocks; it runs then, or waits for the store to fill some of them."""
+        ask = not sequence.store_gave_nothing
+        admission = self._manager.begin_allocate(sequence.owner, sequence.tokens, restore=ask)
         if admission is None:
             return False
-        sequence.on(Event.ADMIT)
-        sequence.computed = admission.cached_tokens
+        sequence.on(Event.RESTORE if admission.pending else Event.ADMIT)
+        if admission.pending:
+            sequence.give_up_s = self._clock() + self._config.restore_wait_s
+        else:
+            sequence.computed = admission.cached_tokens
         return True
 
     def _preempt_latest(self) -> None:
-        victim = self._in(State.RUNNING)[-1]
+        victim = self._in(State.RUNNING, State.RESTORING)[-1]
         if victim.computed and self._manager.preempt(victim.owner):
             victim.on(Event.SWAP_OUT)
         else:

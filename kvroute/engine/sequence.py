@@ -1,6 +1,7 @@
 """One sample on its way through the engine.
 
-The law: a sequence holds device blocks when RUNNING, host blocks when SWAPPED, and none when WAITING or FINISHED.
+The law: a sequence holds device blocks when RUNNING or RESTORING, host blocks when SWAPPED, and none when WAITING or
+FINISHED. It is computed only when RUNNING: a RESTORING one waits for the store, while the others go on.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ from kvroute.engine.request import FinishReason, Request
 
 class State(Enum):
     WAITING = auto()
+    RESTORING = auto()
     RUNNING = auto()
     SWAPPED = auto()
     FINISHED = auto()
 
 
 class Event(Enum):
+    RESTORE = auto()
     ADMIT = auto()
     SWAP_OUT = auto()
     SWAP_IN = auto()
-    DROP = auto()  # preempted without room on the host: its tokens are computed again later
+    DROP = auto()  # preempted without room on the host, or while it was restored: it starts again later
     FINISH = auto()
 
 
 TRANSITIONS: dict[State, dict[Event, State]] = {
-    State.WAITING: {Event.ADMIT: State.RUNNING, Event.FINISH: State.FINISHED},
+    State.WAITING: {Event.RESTORE: State.RESTORING, Event.ADMIT: State.RUNNING, Event.FINISH: State.FINISHED},
+    State.RESTORING: {Event.ADMIT: State.RUNNING, Event.DROP: State.WAITING, Event.FINISH: State.FINISHED},
     State.RUNNING: {
         Event.SWAP_OUT: State.SWAPPED,
         Event.DROP: State.WAITING,
@@ -48,6 +52,10 @@ class Sequence:
     tokens: list[int]
     state: State = State.WAITING
     computed: int = 0
+    give_up_s: float = 0.0
+    """While RESTORING: when to stop waiting for the store."""
+    store_gave_nothing: bool = False
+    """The store was given up on once, and is not asked again."""
     reason: FinishReason | None = None
     owner: str = field(init=False)
 

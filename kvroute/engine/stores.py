@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Self
-from urllib.parse import urlsplit
 
 from cache_manager.ports import StorageBackend
-from cache_manager.storage import open_store
+from cache_manager.storage import StoreUrl, open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +19,10 @@ class EngineStores:
     @classmethod
     def open(cls, url: str) -> Self:
         """Open both at ``url``, in the directories ``rows`` and ``kv`` where it names a place. See ``open_store``."""
-        rows = open_store(_below(url, "rows"))
+        place = StoreUrl.parse(url)
+        rows = open_store(place.below("rows"))
         try:
-            return cls(rows, open_store(_below(url, "kv")))
+            return cls(rows, open_store(place.below("kv")))
         except BaseException:
             rows.close()
             raise
@@ -34,10 +34,3 @@ class EngineStores:
     def close(self) -> None:
         self.kv.close()
         self.rows.close()
-
-
-def _below(url: str, name: str) -> str:
-    parts = urlsplit(url)
-    if not parts.path:
-        return url
-    return parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl()

@@ -11,19 +11,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from canary import canary_rows
+from gate import Gate, GatedStore, until
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, StorageError
+from cache_manager.jobs import JobLimits, Phase
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.lifecycle import State
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
-from cache_manager.testing.faults import FaultyStore
 
 OWNERS = ("a", "b", "c")
 DEVICE, HOST = 5, 4
+JOBS_MAX = 3
 
 
 @dataclass(eq=False)
@@ -63,6 +65,18 @@ class ModelMove:
     followers: list[set[str]]  # whose leases go along: those held when the move began
 
 
+@dataclass(eq=False)
+class ModelJob:
+    real: object
+    key: BlockKey
+    version: int
+    block: int
+    life: Life
+    rows: dict[tuple[str, int], bytes] | None  # what is stored, or what the store gave; None: nothing (yet)
+    restores: bool
+    failed: bool = False
+
+
 class AuxBlocksMachine(RuleBasedStateMachine):
     block_tokens = 3
     memory = "heap"
@@ -73,7 +87,8 @@ class AuxBlocksMachine(RuleBasedStateMachine):
             AuxBlockDataSpec("routing", (2, 3), "uint8", self.block_tokens),
             AuxBlockDataSpec("weights_version", (), "uint32", self.block_tokens),
         )
-        self.store = FaultyStore(open_store("memory:?capacity=4MiB"))
+        self.store = GatedStore(open_store("memory:?capacity=4MiB"))
+        self.store.gate = self.gate = Gate()
         self.aux = AuxBlocks(
             self.specs,
             device_blocks=DEVICE,
@@ -82,7 +97,10 @@ class AuxBlocksMachine(RuleBasedStateMachine):
             store=self.store,
             required=["routing"],
             memory=self.memory,
+            jobs=JobLimits(threads_max=1, jobs_max=JOBS_MAX),
         )
+        self.jobs: list[ModelJob] = []
+        self.jobs_cancelled = 0
         self.model = {"device": [Block() for _ in range(DEVICE)], "host": [Block() for _ in range(HOST)]}
         self.steps: list[ModelStep] = []
         self.moves: list[ModelMove] = []
@@ -96,6 +114,9 @@ class AuxBlocksMachine(RuleBasedStateMachine):
             step.real.abort()
         for move in self.moves:
             move.real.abort()
+        while self.gate.waiting:
+            self.let_the_store_go_on(fail=False)
+        self.poll()
         self.quiescent_means_nothing_in_flight()
         self.aux.close()
 
@@ -222,6 +243,20 @@ class AuxBlocksMachine(RuleBasedStateMachine):
             if self.model["device"][token[0]].life is step.lives[n]:
                 for name, rows in step.rows.items():
                     step.lives[n].rows[name, token[1]] = rows[n]
+
+    @rule(data=st.data(), owner=st.sampled_from(OWNERS))
+    def prefill(self, data, owner) -> None:
+        """A block of a new owner with all of its rows, in one go: what can be stored."""
+        for i in self.pick(data, "device", lambda b: not b.owners and b.still, 1):
+            self.aux.allocate([i], owner)
+            block = self.model["device"][i]
+            block.life, block.owners, block.free = Life(), {owner}, False
+            with self.aux.step(range(i * self.block_tokens, (i + 1) * self.block_tokens)) as step:
+                for spec in self.specs:
+                    self.serial += 1
+                    rows = canary_rows(spec, [(self.serial, o) for o in range(self.block_tokens)])
+                    step.write(spec.name, rows)
+                    block.life.rows |= {(spec.name, o): row.tobytes() for o, row in enumerate(rows)}
 
     # ------------------------------------------------------------ moves
 
@@ -356,6 +391,116 @@ class AuxBlocksMachine(RuleBasedStateMachine):
         if fault == "flip" and asked and key in self.stored:
             del self.stored[key]  # quarantined
             self.keys[self.version].remove(key)
+
+    # ------------------------------------------------------------ the store in the background
+
+    def begun(self, job: ModelJob | None) -> None:
+        if job is not None and job.real.phase is not Phase.LANDED:
+            self.jobs.append(job)
+        self.gate.settle(j.real for j in self.jobs)
+
+    @rule(data=st.data(), n=st.integers(0, 5))
+    def begin_persist(self, data, n) -> None:
+        blocks = self.pick(data, "device", lambda b: not b.arriving and not b.steps and not b.free, 1)
+        if not blocks:
+            return
+        block, key = self.model["device"][blocks[0]], self.key(n)
+        rows = dict(block.life.rows)
+        real = self.aux.begin_persist({key: blocks[0]})
+        if not all(("routing", o) in rows for o in range(self.block_tokens)):
+            assert real.result() == {key: False}
+        elif len(self.jobs) == JOBS_MAX:
+            assert real is None, "a job too many was taken"
+        else:
+            block.departures += 1
+            self.begun(ModelJob(real, key, self.version, blocks[0], block.life, rows, restores=False))
+
+    @rule(data=st.data())
+    def begin_restore(self, data) -> None:
+        known = [k for keys in self.keys.values() for k in keys]
+        key = data.draw(st.sampled_from([*known, self.key(9)]))
+        blocks = self.pick(data, "device", lambda b: b.still and not b.steps and (not b.owners or not b.life.rows), 1)
+        if not blocks:
+            return
+        block = self.model["device"][blocks[0]]
+        real = self.aux.begin_restore({key: blocks[0]})
+        if key in known and key not in self.keys[self.version]:
+            assert real.result() == {key: False}, "a key of an older namespace is refused without asking the store"
+        elif len(self.jobs) == JOBS_MAX:
+            assert real is None, "a job too many was taken"
+        else:
+            block.arriving = True
+            if not block.owners:
+                block.life, block.free = Life(), True
+            self.begun(ModelJob(real, key, self.version, blocks[0], block.life, None, restores=True))
+
+    @precondition(lambda self: self.gate.waiting)
+    @rule(fail=st.booleans())
+    def let_the_store_go_on(self, fail) -> None:
+        """The store does its part of the earliest job; nothing has landed yet."""
+        (job,) = (j for j in self.jobs if j.real.phase is Phase.CARRYING)
+        self.store.fail_put = self.store.fail_get = job.failed = fail
+        self.gate.let_go()
+        until(lambda: job.real.phase is Phase.CARRIED, "the store's answer is lost")
+        self.store.fail_put = self.store.fail_get = False
+        if job.restores:
+            job.rows = None if fail else self.stored.get(job.key)
+        elif not fail and self.stored.setdefault(job.key, job.rows) is job.rows:
+            self.keys[job.version].append(job.key)
+        self.gate.settle(j.real for j in self.jobs)
+
+    @rule()
+    def poll(self) -> None:
+        over = [job for job in self.jobs if job.real.phase is Phase.CARRIED]
+        assert self.aux.poll() == [job.real for job in over]
+        for job in over:
+            self.land(job)
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def cancel(self, data) -> None:
+        job = data.draw(st.sampled_from(self.jobs))
+        before = job.real.phase
+        self.jobs_cancelled += not job.real.cancelled
+        job.real.cancel()
+        job.real.cancel()
+        if before is Phase.CARRYING:  # the store still reads or fills the block
+            assert job.real.phase is Phase.CARRYING
+        else:
+            assert job.real.phase is Phase.LANDED
+            self.land(job)
+        self.gate.settle(j.real for j in self.jobs)
+
+    def land(self, job: ModelJob) -> None:
+        """What the landing of a job means; and what it says must be that."""
+        self.jobs.remove(job)
+        block = self.model["device"][job.block]
+        if not job.restores:
+            block.departures -= 1
+            self.end_if_unheld(block)
+        else:
+            block.arriving = False
+            arrived = job.rows is not None and not job.real.cancelled and block.life is job.life
+            if arrived:
+                block.life.rows = dict(job.rows)
+            if not block.owners:
+                block.free = not arrived
+                block.life = block.life if arrived else Life()
+        if job.failed:
+            with pytest.raises(StorageError, match="on purpose"):
+                job.real.result()
+        elif job.restores:
+            assert job.real.result() == {job.key: arrived}
+        elif not job.real.cancelled:
+            assert job.real.result() == {job.key: True}
+
+    @invariant()
+    def every_job_is_counted_once(self) -> None:
+        counters = self.aux.counters
+        in_flight = len(self.jobs)
+        assert self.aux.in_flight == in_flight + len(self.steps) + len(self.moves)
+        assert counters.jobs_begun == counters.jobs_landed + in_flight
+        assert counters.jobs_cancelled == self.jobs_cancelled - sum(job.real.cancelled for job in self.jobs)
 
     @rule()
     def reset(self) -> None:

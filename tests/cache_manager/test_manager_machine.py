@@ -12,17 +12,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from canary import canary_rows
+from gate import Gate, GatedKV, GatedStore
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kv import SlotKV, prefix_digest
 
 from cache_manager.aux_blocks import AuxBlocks
-from cache_manager.errors import BlockStateError, StorageError
+from cache_manager.errors import BlockBusyError, BlockStateError, StorageError
+from cache_manager.jobs import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
-from cache_manager.testing.faults import FaultyStore
 
 BLOCK, DEVICE, HOST = 3, 9, 6
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=16)
@@ -34,6 +35,8 @@ class Sequence:
     computed: int
     versions: list[int] = field(default_factory=list)  # weights version under which each position was computed
     swapped: bool = False
+    pending: bool = False  # the store is being asked for more of it
+    since: int = 0  # weights version under which it was admitted
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -43,20 +46,50 @@ class ManagerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.spec = AuxBlockDataSpec("routing", (2, 2), "uint16", BLOCK)
-        self.store = FaultyStore(open_store("memory:?capacity=4MiB"))
-        self.kv = SlotKV(DEVICE, HOST, BLOCK)
+        self.gate = Gate()
+        self.store = GatedStore(open_store("memory:?capacity=4MiB"))
+        self.store.gate = self.gate
+        self.kv = self.new_kv()
         self.version = 0
-        self.aux = AuxBlocks(
-            [self.spec], device_blocks=DEVICE, host_blocks=HOST, namespace=Namespace("m", 0), store=self.store
-        )
-        self.manager = BlockManager(self.aux, self.kv, policy=self.policy)
+        self.start()
         self.sequences: dict[str, Sequence] = {}
         self.next_owner = 0
         self.rowless: set[bytes] = set()
 
-    def teardown(self) -> None:
+    def start(self) -> None:
+        self.aux = AuxBlocks(
+            [self.spec],
+            device_blocks=DEVICE,
+            host_blocks=HOST,
+            namespace=Namespace("m", self.version),
+            store=self.store,
+            jobs=JobLimits(threads_max=1, jobs_max=3),
+        )
+        self.manager = BlockManager(self.aux, self.kv, policy=self.policy)
+
+    def new_kv(self) -> GatedKV:
+        kv = GatedKV(DEVICE, HOST, BLOCK)
+        kv.gate = self.gate
+        return kv
+
+    def end_all(self) -> None:
+        """End every sequence; the store then ends what it was at."""
         for owner in list(self.sequences):
             self.manager.free(owner)
+        self.sequences.clear()
+        self.settle()
+        while self.gate.waiting:
+            self.gate.let_go()
+            self.settle()
+        assert self.manager.drain(60.0)
+        assert self.manager.poll() == {}
+        assert self.manager.errands == 0
+
+    def settle(self) -> None:
+        self.gate.settle(self.aux.jobs)
+
+    def teardown(self) -> None:
+        self.end_all()
         self.manager.assert_consistent()
         assert self.manager.free_device_blocks == DEVICE
         assert self.manager.free_host_blocks == HOST
@@ -66,7 +99,7 @@ class ManagerMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------ helpers
 
     def choose(self, data: st.DataObject, swapped: bool = False) -> str | None:
-        owners = [o for o, s in self.sequences.items() if s.swapped == swapped]
+        owners = [o for o, s in self.sequences.items() if s.swapped == swapped and not s.pending]
         return data.draw(st.sampled_from(owners)) if owners else None
 
     def kv_of(self, sequence: Sequence, position: int) -> bytes:
@@ -199,6 +232,65 @@ class ManagerMachine(RuleBasedStateMachine):
         if owner is not None:
             self.manager.persist(owner)
 
+    @precondition(lambda self: len(self.sequences) < 8)
+    @rule(data=st.data(), tokens=TOKENS)
+    def begin_allocate(self, data, tokens) -> None:
+        owner = f"req-{self.next_owner}"
+        self.next_owner += 1
+        before = (self.manager.free_device_blocks, self.manager.owners)
+        admission = self.manager.begin_allocate(owner, tokens)
+        if admission is None:
+            assert (self.manager.free_device_blocks, self.manager.owners) == before
+            return
+        versions = [self.version] * admission.cached_tokens
+        self.sequences[owner] = Sequence(tokens, admission.cached_tokens, versions, since=self.version)
+        self.sequences[owner].pending = admission.pending
+        assert admission.restored_tokens == 0
+        if admission.pending:
+            with pytest.raises(BlockBusyError, match="one whose store is asked"):
+                self.manager.append(owner, len(tokens))
+        self.settle()
+
+    @rule(data=st.data())
+    def begin_persist(self, data) -> None:
+        owner = self.choose(data)
+        if owner is not None:
+            self.manager.begin_persist(owner)
+            self.settle()
+
+    @precondition(lambda self: self.gate.waiting)
+    @rule(fault=st.sampled_from((None, None, None, "store", "kv")))
+    def let_the_store_go_on(self, fault) -> None:
+        self.store.fail_get = self.store.fail_put = fault == "store"
+        self.kv.fail_next = StorageError if fault == "kv" else None
+        self.gate.let_go()
+        self.settle()
+        self.store.fail_get = self.store.fail_put = False
+        self.kv.fail_next = None
+
+    @rule()
+    def poll(self) -> None:
+        for owner, admission in self.manager.poll().items():
+            sequence = self.sequences[owner]
+            assert sequence.pending, f"{owner} was settled twice"
+            assert not admission.pending
+            sequence.pending = False
+            more = admission.cached_tokens - sequence.computed
+            assert more == admission.restored_tokens
+            assert not (more and sequence.since != self.version), f"{owner} got something from before a reset"
+            sequence.versions += [sequence.since] * more
+            sequence.computed = admission.cached_tokens
+        assert self.manager.errands == len(self.aux.jobs)
+
+    @precondition(lambda self: any(s.pending for s in self.sequences.values()))
+    @rule(data=st.data())
+    def abandon(self, data) -> None:
+        owner = data.draw(st.sampled_from([o for o, s in self.sequences.items() if s.pending]))
+        self.manager.free(owner)
+        self.manager.free(owner)
+        del self.sequences[owner]
+        self.settle()
+
     @rule(data=st.data(), swapped=st.booleans(), again=st.booleans())
     def free(self, data, swapped, again) -> None:
         owner = self.choose(data, swapped)
@@ -212,20 +304,11 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule()
     def forget_device_cache(self) -> None:
         """A restart: everything but the store is lost."""
-        for owner in list(self.sequences):
-            self.manager.free(owner)
-        self.sequences.clear()
+        self.end_all()
         self.aux.close()
-        self.aux = AuxBlocks(
-            [self.spec],
-            device_blocks=DEVICE,
-            host_blocks=HOST,
-            namespace=Namespace("m", self.version),
-            store=self.store,
-        )
-        stored, self.kv = self.kv.stored, SlotKV(DEVICE, HOST, BLOCK)
+        stored, self.kv = self.kv.stored, self.new_kv()
         self.kv.stored = stored
-        self.manager = BlockManager(self.aux, self.kv, policy=self.policy)
+        self.start()
 
     @precondition(lambda self: self.version < 3)
     @rule()

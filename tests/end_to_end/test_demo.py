@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,9 @@ from kvroute.capture.capture import RoutingCapture
 from kvroute.cli import main
 from kvroute.demo.command import demo
 from kvroute.demo.options import DemoOptions
+from kvroute.demo.pool import running_pool
+from kvroute.demo.serve import Watcher
+from kvroute.engine.engine import Span
 from kvroute.engine.kv import KVMover
 
 torch.set_num_threads(1)
@@ -51,6 +56,64 @@ def test_everything_happens_and_every_row_is_right(model: str, tmp_path: Path) -
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "every row is right" in text
     assert "after restart" in text
+
+
+def test_the_restart_goes_on_from_a_mooncake_pool_in_another_process(tmp_path: Path) -> None:
+    """Goal: nothing but the pool survives. Method: the command itself, and then no process of its pool is left."""
+    report = tmp_path / "numbers.json"
+    with _child("--store", "mooncake", "--requests", "6", "--out", str(tmp_path), "--json", str(report)) as child:
+        output, _ = child.communicate(timeout=250)
+        assert child.returncode == 0, output
+    found = json.loads(report.read_text())
+    assert (found["rows_wrong"], found["rows_missing"], found["tokens_match"], found["ok"]) == (0, 0, True, True)
+    assert found["restored_rows"] > 0
+    assert found["store_failures"] == 0
+    assert found["store"].startswith("mooncake://127.0.0.1:")
+    pids = re.search(r"master is process (\d+), process (\d+) lends the memory", output.replace("\n", " "))
+    assert pids is not None, output
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.groups())
+
+
+def test_a_pool_that_is_killed_in_mid_run_costs_time_and_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a request never dies of its cache. Method: SIGKILL the lender, and by it the master, after the restart."""
+    with running_pool() as pool:
+        passes = iter(range(10**6))
+        begin = Watcher.begin
+
+        def begin_and_kill(watcher: Watcher, spans: Sequence[Span]) -> None:
+            if after_restart() and next(passes) == 3:
+                os.kill(pool.owner_pid, signal.SIGKILL)
+            begin(watcher, spans)
+
+        monkeypatch.setattr(Watcher, "begin", begin_and_kill)
+        console = Console(file=io.StringIO(), width=120)
+        after_restart = lambda: "engine stopped" in console.file.getvalue()  # type: ignore[attr-defined]  # noqa: E731
+        report = tmp_path / "numbers.json"
+        url = f"{pool.url}&timeout_ms=1000&pause_ms=60000&pause_max_ms=60000"
+        status = demo(DemoOptions(requests=6, store=url, out=tmp_path, json=report), console)
+        assert next(passes) > 3, "it was killed"
+    found = json.loads(report.read_text())
+    assert status == 0, found
+    assert (found["rows_wrong"], found["rows_missing"], found["tokens_match"]) == (0, 0, True)
+    assert found["store_failures"] > 0
+
+
+def test_a_killed_demo_leaves_no_pool_behind(tmp_path: Path) -> None:
+    with _child("--store", "mooncake", "--requests", "400", "--out", str(tmp_path)) as child:
+        assert child.stdout is not None
+        said = ""
+        while "lends the memory" not in said:
+            line = child.stdout.readline()
+            assert line, said
+            said += line.rstrip("\n") + " "
+        pids = [int(pid) for pid in re.findall(r"process (\d+)", said)]
+        child.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.05)
 
 
 def _demo_with_a_fault(tmp_path: Path, requests: int) -> dict[str, object]:
@@ -120,6 +183,7 @@ def _stored_nbytes(store: Path) -> int:
         (["--seed", "-1"], "--seed: wanted an integer in [0, 2**63), got -1"),
         (["--store", "ftp://somewhere"], "store scheme: wanted one of file, memory"),
         (["--store", "file://{file}/below"], "cannot open the store's directory"),
+        (["--store", "mooncake://h:1/x?segment=1GiB"], "--store: wanted a pool without segment="),
         (["--out", "{file}/below"], "--out: wanted a directory that can be written"),
         (["--json", "{file}/below/numbers.json"], "--json: wanted a directory that can be written"),
         (["--json", "{directory}"], "--json: wanted a file"),

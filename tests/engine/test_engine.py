@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gate import Gate, GatedStore, until
 from torch import nn
 
-from cache_manager.errors import ConfigError, InvalidInputError
+from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError
+from cache_manager.jobs import JobLimits
 from cache_manager.keys import Namespace
 from kvroute.demo.checker import Checker, SecondRun, Verdict
 from kvroute.engine import text
@@ -47,6 +49,7 @@ def _run(engine: Engine, requests: Sequence[Request]) -> dict[tuple[str, int], O
     while engine.busy:
         outputs |= {(o.request.id, o.sample): o for o in engine.step()}
         engine.manager.assert_consistent()
+    assert engine.drain()
     _assert_empty(engine)
     return outputs
 
@@ -314,6 +317,113 @@ def _flip_bits(directory: Path, every: int) -> None:
         for at in range(4096 + draw.randrange(every), len(content), every):
             content[at] ^= 1 << draw.randrange(8)
         segment.write_bytes(content)
+
+
+def _gated(url: str) -> tuple[EngineStores, Gate]:
+    """The stores at ``url``, whose rows are read and written only when the test lets them."""
+    stores = EngineStores.open(url)
+    rows = GatedStore(stores.rows)
+    rows.gate = gate = Gate()
+    return replace(stores, rows=rows), gate
+
+
+def _until_answered(engine: Engine, outputs: list[Output], *requests: Request) -> None:
+    samples = {(request.id, sample) for request in requests for sample in range(request.n)}
+    for _ in range(2000):
+        outputs += engine.step()
+        engine.manager.assert_consistent()
+        if samples <= {(o.request.id, o.sample) for o in outputs}:
+            return
+    raise AssertionError(f"not answered: {engine.scheduler.counts()}")
+
+
+@pytest.fixture
+def stored(qwen: nn.Module, tmp_path: Path) -> tuple[str, dict[tuple[str, int], Output]]:
+    """A store that knows the first request of the usual ones, and what two of them get without any."""
+    url = tmp_path.joinpath("store").as_uri()
+    with Engine(qwen, PLAIN, NAMESPACE) as engine:
+        plain = _run(engine, _requests(2))
+    stores = EngineStores.open(url)
+    with Engine(qwen, TIGHT, NAMESPACE, stores=stores) as engine:
+        _run(engine, _requests(1))
+    stores.close()
+    return url, plain
+
+
+def test_a_store_that_hangs_holds_up_nobody_but_those_who_want_from_it(
+    qwen: nn.Module, stored: tuple[str, dict[tuple[str, int], Output]]
+) -> None:
+    """Goal: a step never waits for the store. Method: its reads hang until the test lets them go; no clock."""
+    url, plain = stored
+    stores, gate = _gated(url)
+    outputs: list[Output] = []
+    with Engine(qwen, replace(TIGHT, restore_wait_s=1e9), NAMESPACE, stores=stores) as engine:
+        wanting, other = _requests(2)
+        engine.add(wanting)
+        engine.add(other)
+        _until_answered(engine, outputs, other)
+        assert engine.scheduler.counts()[State.RESTORING] == 1
+        assert {o.request.id for o in outputs} == {other.id}
+        assert engine.manager.counters.restored_tokens == 0
+        gate.open()
+        _until_answered(engine, outputs, wanting)
+        assert engine.manager.counters.restored_tokens > 0
+        assert engine.drain()
+        _assert_empty(engine)
+    stores.close()
+    _same(plain, {(o.request.id, o.sample): o for o in outputs})
+
+
+def test_a_store_that_hangs_for_too_long_is_given_up(
+    qwen: nn.Module, stored: tuple[str, dict[tuple[str, int], Output]]
+) -> None:
+    """Goal: nobody waits for ever, and nothing is taken from the store before it is done. Method: wait for no time."""
+    url, plain = stored
+    stores, gate = _gated(url)
+    outputs: list[Output] = []
+    config = replace(TIGHT, restore_wait_s=0.0, jobs=JobLimits(close_s=0.0))
+    engine = Engine(qwen, config, NAMESPACE, stores=stores)
+    for request in _requests(2):
+        engine.add(request)
+    _until_answered(engine, outputs, *_requests(2))
+    assert engine.scheduler.given_up > 0
+    with pytest.raises(
+        BlockStateError, match=r"close: wanted nothing in flight, got restore of .* blocks \(carrying\)"
+    ):
+        engine.close()
+    gate.open()
+    until(engine.drain, "the store does not end")
+    engine.close()
+    stores.close()
+    _same(plain, {(o.request.id, o.sample): o for o in outputs})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_abort_while_the_store_is_asked_leaves_nothing_behind(
+    qwen: nn.Module, stored: tuple[str, dict[tuple[str, int], Output]], seed: int
+) -> None:
+    """Goal: abort, preemption and reset are safe beside a job. Method: let calls go, abort, reset at random."""
+    draw, (stores, gate) = random.Random(seed), _gated(stored[0])
+    requests = _requests(8)
+    outputs: list[Output] = []
+    with Engine(qwen, replace(TIGHT, device_blocks=30), NAMESPACE, stores=stores) as engine:
+        for request in requests:
+            engine.add(request)
+        for _ in range(60):
+            outputs += engine.step()
+            if draw.random() < 0.2:
+                engine.abort(draw.choice(requests).id)
+            if draw.random() < 0.2 and gate.waiting:
+                gate.let_go()
+            if draw.random() < 0.03:
+                engine.manager.reset(weights_version=engine.aux.namespace.weights_version + 1)
+            engine.manager.assert_consistent()
+        gate.open()
+        outputs += engine.run()
+        assert engine.drain()
+        _assert_empty(engine)
+    stores.close()
+    assert {o.request.id for o in outputs} == {r.id for r in requests}
 
 
 # The judge itself -------------------------------------------------------------------------------------------------

@@ -49,8 +49,8 @@ FAULTS = (
     Fault(
         "a restore lands without comparing generations",
         "archive.py",
-        "live = self._device.life.generations[ids] == generations",
-        "live = np.ones(len(ids), dtype=np.bool_)",
+        "live = device.life.generations[self._ids] == self._generations",
+        "live = np.ones(len(self._ids), dtype=np.bool_)",
         HAZARDS,
         "test_a_reset_while_the_store_is_read_drops_what_was_read",
     ),
@@ -233,7 +233,7 @@ FAULTS = (
     Fault(
         "a stored header is not looked at again",
         "storage/segment.py",
-        "return zlib.crc32(raw) == _CRC_RESIDUE and",
+        "return zlib.crc32(raw) == CRC_RESIDUE and",
         "return len(raw) > 0 and",
         FILES + "::test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
         "test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",

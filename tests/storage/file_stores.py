@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from cache_manager.record import header_nbytes
 from cache_manager.storage.file import FileStore
+from cache_manager.storage.reader import FileReader
 from cache_manager.storage.records import RecordStore
-from cache_manager.storage.segments import Sync
 from cache_manager.testing.contract import LAYOUT
 from cache_manager.testing.faults import FaultyDisk
 
@@ -19,11 +20,31 @@ RECORD_NBYTES = header_nbytes(LAYOUT) + LAYOUT.nbytes
 SEGMENT_NBYTES = 32 << 10  # six records
 
 
+class Clock:
+    """A clock that stands still until it is told otherwise."""
+
+    def __init__(self, now_s: float = 1_700_000_000.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 @contextmanager
-def opened(
-    directory: Path, disk: FaultyDisk | None = None, quota_nbytes: int = 1 << 20, sync: Sync = Sync.NONE
-) -> Iterator[RecordStore]:
-    backend = FileStore(directory, quota_nbytes=quota_nbytes, segment_nbytes=SEGMENT_NBYTES, sync=sync, disk=disk)
+def opened(directory: Path, disk: FaultyDisk | None = None, **options: Any) -> Iterator[RecordStore]:
+    """A writer with small segments; ``options`` are those of :class:`FileStore`."""
+    options = {"quota_nbytes": 1 << 20, "segment_nbytes": SEGMENT_NBYTES, **options}
+    backend = FileStore(directory, disk=disk, **options)
+    try:
+        yield RecordStore(backend, LAYOUT)
+    finally:
+        backend.close()
+
+
+@contextmanager
+def reading(directory: Path, **options: Any) -> Iterator[RecordStore]:
+    """A reader that looks again whenever a key is missing, unless ``options`` say otherwise."""
+    backend = FileReader(directory, **{"refresh_s": 0.0, **options})
     try:
         yield RecordStore(backend, LAYOUT)
     finally:

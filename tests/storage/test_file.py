@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -33,6 +34,31 @@ class TestFileStoreWithShortTransfers(StorageContract):
         disk = FaultyDisk()
         disk.call_nbytes_max = 1000
         return FileStore(directory, quota_nbytes=capacity_nbytes, sync=Sync.BATCH, disk=disk)
+
+
+class TestFileStoreWithLimits(StorageContract):
+    """A time to live and a reserve that are never reached change nothing."""
+
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
+        return FileStore(
+            directory,
+            quota_nbytes=capacity_nbytes,
+            segment_nbytes=16 << 10,
+            ttl_s=3600,
+            min_free_nbytes=1,
+            min_free_percent=1,
+            disk=FaultyDisk(),
+        )
+
+
+class TestFileStoreWhoseRecordsGrowOld(StorageContract):
+    """Time passes with every look at the clock, but no record ever gets as old as the time to live."""
+
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
+        ticks = itertools.count(1_700_000_000)
+        return FileStore(
+            directory, quota_nbytes=capacity_nbytes, segment_nbytes=16 << 10, ttl_s=1e6, clock=lambda: next(ticks)
+        )
 
 
 def test_records_survive_a_restart(tmp_path: Path) -> None:
@@ -255,7 +281,7 @@ def cut(raw: bytearray) -> None:
     ("name", "change", "message"),
     [
         ("kvroute.store", cut, "size: wanted 64 bytes, got 20"),
-        ("kvroute.store", set_version, "version: wanted 1, got 9"),
+        ("kvroute.store", set_version, "version: wanted 2, got 9"),
         ("segment-0000000000000001.kvr", junk, "magic: wanted b'KVRSEGMT', got b'junkjunk'"),
     ],
 )
@@ -275,7 +301,8 @@ def test_a_foreign_file_is_named_and_left_alone(
 def test_a_segment_of_another_store_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, [1])
-    rewrite(segments(tmp_path)[0], lambda raw: raw.__setitem__(slice(0, PAGE_NBYTES), pack_segment_page(1, b"x" * 16)))
+    foreign = pack_segment_page(1, b"x" * 16, None)
+    rewrite(segments(tmp_path)[0], lambda raw: raw.__setitem__(slice(0, PAGE_NBYTES), foreign))
     with pytest.raises(StoreFormatError, match="store id"):
         FileStore(tmp_path)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -133,22 +131,6 @@ def test_a_file_size_limit_of_the_process_is_no_room(tmp_path: Path) -> None:
     )
     done = child(code, str(tmp_path))
     assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB; skipped where mounting is not allowed."""
-    where = tmp_path / "tiny"
-    where.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(where)]
-    try:
-        allowed = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        allowed = False
-    if not allowed:
-        pytest.skip("this user may not mount a file system")
-    yield where
-    subprocess.run(["umount", str(where)], check=True)
 
 
 def test_a_full_disk_is_no_room_and_later_puts_work_again(tiny_disk: Path) -> None:

@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cache_manager.errors import ConfigError, StorageError
 from cache_manager.keys import BlockKey
+from cache_manager.storage.breaker import TRANSITIONS, Breaker, Event, State
 from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.arena import Arena
-from cache_manager.storage.mooncake.breaker import TRANSITIONS, Breaker, Event, State
 from cache_manager.storage.mooncake.client import NativeClient
 from cache_manager.storage.mooncake.codes import NAMES, describe, is_bug, is_failure, is_master_failure, is_miss
 from cache_manager.storage.mooncake.groups import REMEMBERED_MAX, GroupFormat, GroupNames
@@ -151,9 +151,9 @@ def test_a_code_is_one_thing(code: int) -> None:
 def test_names_of_groups_are_those_of_the_engines_and_bounded() -> None:
     names = GroupNames(GroupFormat("sglang"))
     names.learn({BlockKey(b"k"): "page"})
-    assert (names.of(BlockKey(b"k")), names.of(BlockKey(b"other"))) == ("sglang-hicache:page", "")
+    assert names.of([BlockKey(b"k"), BlockKey(b"other")]) == ["sglang-hicache:page", ""]
     names.learn({BlockKey(n.to_bytes(4, "big")): "x" for n in range(REMEMBERED_MAX)})
-    assert names.of(BlockKey(b"k")) == ""
+    assert names.of([BlockKey(b"k")]) == []
     assert GroupFormat("vllm", model="m").name("h") == "vllm-mooncake-store:m@h"
     assert GroupFormat("plain").name("g") == "g"
     with pytest.raises(ConfigError, match="groups"):

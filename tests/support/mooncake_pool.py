@@ -1,4 +1,7 @@
-"""A real Mooncake pool on loopback: a master, and owners of segments in processes of their own."""
+"""A real Mooncake pool on loopback: a master, and owners of segments in processes of their own.
+
+They end with the process that started them, also when that is killed.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,16 @@ from typing import Any
 
 START_S = 20.0
 LEASE_MS = 60
+
+TIED = """
+import ctypes, os, signal, sys
+
+ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG; an exec keeps it
+if os.getppid() != int(sys.argv[1]):  # ended before that
+    os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Runs a command that the kernel kills when the thread that started it ends."""
 
 OWNER = """
 import json, os, sys
@@ -60,6 +73,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def tied(*command: str) -> list[str]:
+    """The command, to be started by this process from a thread that lives as long as it should."""
+    return [sys.executable, "-S", "-E", "-c", TIED, str(os.getpid()), *command]
+
+
 def send(pid: int, number: int) -> None:
     """Send a signal; a stopped process has stopped in all its threads when this returns."""
     os.kill(pid, number)
@@ -77,8 +95,8 @@ def _state(task: Path) -> str:
 class Master:
     """``mooncake_master`` on ports of its own, which a restart keeps."""
 
-    def __init__(self) -> None:
-        self.rpc, self.admin = free_port(), free_port()
+    def __init__(self, lease_ms: int = LEASE_MS) -> None:
+        self.rpc, self.admin, self.lease_ms = free_port(), free_port(), lease_ms
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -90,12 +108,14 @@ class Master:
             f"--metrics_port={self.admin}",
             "--rpc_thread_num=2",
             "--client_ttl=5",
-            f"--default_kv_lease_ttl={LEASE_MS}",
+            f"--default_kv_lease_ttl={self.lease_ms}",
             "--put_start_discard_timeout_sec=6",
             "--eviction_high_watermark_ratio=1.0",  # makes room when there is none, and not before
             "--logtostderr",
         ]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0)
+        self.process = subprocess.Popen(
+            tied(*command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
+        )
         give_up_s = time.monotonic() + START_S
         while True:
             try:
@@ -132,7 +152,7 @@ class Owner:
     def __init__(self, master: Master) -> None:
         environment = {**os.environ, "MC_LOG_LEVEL": "ERROR", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, master.address],
+            tied(sys.executable, "-c", OWNER, master.address),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -164,8 +184,8 @@ class Owner:
 
 
 @contextmanager
-def running_master() -> Iterator[Master]:
-    master = Master()
+def running_master(lease_ms: int = LEASE_MS) -> Iterator[Master]:
+    master = Master(lease_ms)
     master.start()
     try:
         yield master

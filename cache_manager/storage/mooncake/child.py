@@ -17,7 +17,6 @@ import select
 import socket
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NoReturn
 
 from cache_manager.storage.mooncake import wire
@@ -34,43 +33,53 @@ class Child:
         self._arena_fd = arena_fd
         self._parent = os.getppid()
         self._sending = threading.Lock()
-        self._calls = ThreadPoolExecutor(wire.CALLS_MAX)
+        self._receiving = threading.Lock()
         self._in_flight = 0
-        self._counting = threading.Lock()
+        self._counting = threading.Condition()
         self._store: Any = None
         self._lends = False
         self._memory: mmap.mmap | None = None
         self._address = 0
 
     def serve(self) -> NoReturn:
+        """Threads take turns at the socket: the one that receives a call makes it, and the next one receives."""
+        for _ in range(wire.CALLS_MAX):
+            threading.Thread(target=self._take_turns, daemon=True).start()
+        self._take_turns()
+
+    def _take_turns(self) -> NoReturn:
+        while True:
+            with self._receiving:
+                asked = self._receive()
+                if isinstance(asked.request, wire.SetUp | wire.Close):
+                    self._begin_or_end(asked.number, asked.request)
+                    continue
+                with self._counting:
+                    self._in_flight += 1
+            try:
+                self._reply(asked.number, lambda request=asked.request: self._call(request))
+            finally:
+                with self._counting:
+                    self._in_flight -= 1
+                    self._counting.notify_all()
+
+    def _receive(self) -> wire.Asked:
         poll = select.poll()
         poll.register(self._end, select.POLLIN)
-        while True:
-            if not poll.poll(ORPHAN_CHECK_MS):
-                if os.getppid() != self._parent:  # a fork of the parent may hold the socket open
-                    self._leave()
-                continue
-            asked = wire.receive_asked(self._end)
-            match asked:
-                case None:
-                    self._leave()
-                case wire.Asked(number, wire.SetUp() as request):
-                    self._reply(number, lambda request=request: self._set_up(request))
-                case wire.Asked(number, wire.Close()):
-                    self._calls.shutdown(wait=True)
-                    self._reply(number, self._close)
-                    os._exit(0)
-                case wire.Asked(number, request):
-                    with self._counting:
-                        self._in_flight += 1
-                    self._calls.submit(self._run, number, request)
+        while not poll.poll(ORPHAN_CHECK_MS):
+            if os.getppid() != self._parent:  # a fork of the parent may hold the socket open
+                self._leave()
+        return wire.receive_asked(self._end) or self._leave()
 
-    def _run(self, number: int, request: wire.Request) -> None:
-        try:
-            self._reply(number, lambda: self._call(request))
-        finally:
-            with self._counting:
-                self._in_flight -= 1
+    def _begin_or_end(self, number: int, request: wire.SetUp | wire.Close) -> None:
+        """Nothing else is received meanwhile."""
+        if isinstance(request, wire.SetUp):
+            self._reply(number, lambda: self._set_up(request))
+            return
+        with self._counting:
+            self._counting.wait_for(lambda: self._in_flight == 0)
+        self._reply(number, self._close)
+        os._exit(0)
 
     def _reply(self, number: int, call: Any) -> None:
         try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
@@ -18,7 +20,9 @@ from cache_manager.storage.mooncake.arena import Arena
 from cache_manager.storage.mooncake.codes import describe
 
 SEND_S_MAX: Final = 1.0
-"""A child reads its socket at once; one that does not is stopped or wedged."""
+"""A child reads its socket at once, and writes whole frames; one that does not is stopped or wedged."""
+LOOK_S: Final = 0.25
+"""How often the listener looks whether an idle child has ended."""
 
 DOCTOR: Final = "`kvroute doctor` says what is missing and how to install it"
 
@@ -49,6 +53,10 @@ class NativeClient:
 
     A request's future ends with the native call's codes, or with :class:`ClientLostError` when the process is gone
     *and reaped*: whatever memory the call used is untouched from then on. Nothing here waits without a limit.
+
+    Answers are received by a thread that waits for one of them, which spares it the switch from another thread, and
+    for the others' by the listener: whoever holds ``_receiving``. Who lets it go while answers are outstanding calls
+    the listener.
     """
 
     def __init__(self, arena: Arena | None, timeout_ms: int, log: Path | None) -> None:
@@ -58,8 +66,14 @@ class NativeClient:
         self._waiting: dict[int, Future[list[int]]] = {}
         self._number = 0
         self._gone = False
+        self._receiving = threading.Lock()
+        self._ended = False  # the child's end of the socket; written by who holds _receiving
+        self._look = threading.Event()
         self._end, theirs = socket.socketpair()
-        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S_MAX), 0))
+        for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._end.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", int(SEND_S_MAX), 0))
+        self._readable = select.poll()
+        self._readable.register(self._end, select.POLLIN)
         fds = (theirs.fileno(), *((arena.fd,) if arena else ()))
         command = [sys.executable, "-m", "cache_manager.storage.mooncake.child", str(fds[0]), str(fds[-1])]
         output = open(log, "ab") if log else subprocess.DEVNULL  # noqa: SIM115 - closed below
@@ -130,11 +144,22 @@ class NativeClient:
             self.kill()  # half a frame may be out; the listener ends the future
         return future
 
+    def wait(self, future: Future[list[int]], wait_s: float) -> list[int]:
+        """The codes of a future of this client; ``TimeoutError`` when there are none within ``wait_s``."""
+        give_up_s = time.monotonic() + wait_s
+        if self._receiving.acquire(blocking=False):
+            try:
+                while not (future.done() or self._ended) and (left_s := give_up_s - time.monotonic()) > 0:
+                    self._receive(left_s)
+            finally:
+                self._stop_receiving()
+        return future.result(max(give_up_s - time.monotonic(), 0))
+
     def call(self, request: wire.Request, wait_s: float) -> list[int]:
         """Send a request and wait; for requests that use no range of the arena."""
         future = self.submit(request)
         try:
-            return future.result(wait_s)
+            return self.wait(future, wait_s)
         except TimeoutError:
             raise StorageError(f"no answer to {type(request).__name__} within {wait_s:.1f} s") from None
 
@@ -156,13 +181,16 @@ class NativeClient:
 
     def _listen(self) -> None:
         try:
-            while (answer := wire.receive_answer(self._end)) is not None:
-                with self._lock:
-                    future = self._waiting.pop(answer.number)
-                if answer.error:
-                    future.set_exception(StorageError(f"native client: {answer.error}"))
-                else:
-                    future.set_result(answer.codes)
+            while not self._ended:
+                self._look.wait(LOOK_S)
+                self._look.clear()
+                self._receiving.acquire()
+                try:
+                    self._receive(0)
+                    while self._waiting and not self._ended:
+                        self._receive(LOOK_S)
+                finally:
+                    self._stop_receiving()
         finally:
             self._process.kill()
             self._process.wait()  # from here on nothing of it touches the arena
@@ -173,3 +201,28 @@ class NativeClient:
                 self._end.close()
             for future in lost:
                 future.set_exception(ClientLostError("the native Mooncake client ended in the middle of a call"))
+
+    def _receive(self, wait_s: float) -> None:
+        """One answer, if one comes within ``wait_s``. Held: _receiving."""
+        if self._ended or not self._readable.poll(1e3 * wait_s):
+            return
+        answer = None
+        try:
+            answer = wire.receive_answer(self._end)
+        except OSError:  # SEND_S_MAX is over in the middle of a frame
+            self.kill()
+        finally:
+            self._ended = answer is None
+        if answer is not None:
+            with self._lock:
+                future = self._waiting.pop(answer.number)
+            if answer.error:
+                future.set_exception(StorageError(f"native client: {answer.error}"))
+            else:
+                future.set_result(answer.codes)
+
+    def _stop_receiving(self) -> None:
+        """Held: _receiving, and not from here on. Whoever found it held has its future in ``_waiting`` already."""
+        self._receiving.release()
+        if self._waiting or self._ended:
+            self._look.set()

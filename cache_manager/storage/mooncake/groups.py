@@ -7,7 +7,7 @@ the KV goes, so that a KV hit without rows becomes rare; it stays possible, beca
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -78,6 +78,9 @@ class GroupNames:
         while len(self._names) > REMEMBERED_MAX:
             self._names.popitem(last=False)
 
-    def of(self, key: BlockKey) -> str:
-        """The group's name, or ``""``."""
-        return self._names.get(key, "")
+    def of(self, keys: Sequence[BlockKey]) -> list[str]:
+        """The groups' names, ``""`` for a key without one; empty when no key has one."""
+        if not self._names:
+            return []
+        groups = [self._names.get(key, "") for key in keys]
+        return groups if any(groups) else []

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from typing import Final
 
 from cache_manager.errors import StorageError, StoreUnavailableError
+from cache_manager.storage.breaker import Breaker
 from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.arena import Arena
-from cache_manager.storage.mooncake.breaker import Breaker
 from cache_manager.storage.mooncake.client import ClientLostError, NativeClient
 from cache_manager.storage.mooncake.codes import describe, is_failure, is_master_failure
 from cache_manager.storage.mooncake.master import check_ready, reach
@@ -88,7 +88,7 @@ class Link:
         future = client.submit(request)
         future.add_done_callback(lambda _: self._calls.release())
         try:
-            codes = future.result(max(give_up_s - time.monotonic(), 0))
+            codes = client.wait(future, max(give_up_s - time.monotonic(), 0))
         except TimeoutError:
             cause = f"{type(request).__name__} was not answered within {self.settings.timeout_ms} ms"
             self._lost(client, cause)
@@ -229,7 +229,7 @@ class Link:
         self._give_after(future, offset)
         wait_s = min(give_up_s - time.monotonic(), self.settings.timeout_s + PROBE_S)
         try:
-            return future.result(max(wait_s, 0.1))[0]
+            return client.wait(future, max(wait_s, 0.1))[0]
         except TimeoutError:
             raise StorageError(f"a first write was not answered within {wait_s:.1f} s") from None
 

@@ -1,0 +1,261 @@
+"""Work that a store does while the scheduler goes on: bounded, cancellable, and landed by whoever polls.
+
+The law: a job's blocks are pinned from its beginning until it has LANDED. Store calls are made in CARRYING and at no
+other time, on a thread of the runner's; landing, which is when rows become readable and blocks are let go, happens in
+the thread that polls, once. A cancelled job lands too, without bringing anything; while the store is at work for it,
+it cannot land, because the store may still read or write its blocks.
+
+    QUEUED --- begun, waits for a thread
+    CARRYING - the store is at work
+    CARRIED -- the store has answered, failed, or was never asked; waits to be polled
+    LANDED --- over
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from cache_manager.errors import BlockStateError, ConfigError, StorageError
+
+
+class Phase(Enum):
+    QUEUED = "queued"
+    CARRYING = "carrying"
+    CARRIED = "carried"
+    LANDED = "landed"
+
+
+class Event(Enum):
+    START = "start"
+    RETURN = "return"
+    CANCEL = "cancel"
+    LAND = "land"
+
+
+TRANSITIONS: Final[dict[Phase, dict[Event, Phase]]] = {
+    Phase.QUEUED: {Event.START: Phase.CARRYING, Event.CANCEL: Phase.CARRIED},
+    Phase.CARRYING: {Event.RETURN: Phase.CARRIED, Event.CANCEL: Phase.CARRYING},
+    Phase.CARRIED: {Event.LAND: Phase.LANDED, Event.CANCEL: Phase.CARRIED},
+    Phase.LANDED: {Event.CANCEL: Phase.LANDED},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """How much may be under way at once; a job that does not fit is refused, which is a normal answer.
+
+    ``jobs_max`` counts queued and running ones, ``nbytes_max`` the bytes of the blocks that they pin; a job larger than
+    that is taken when there is no other. ``close_s`` is how long closing waits for jobs to end.
+    """
+
+    threads_max: int = 2
+    jobs_max: int = 64
+    nbytes_max: int = 1 << 30
+    close_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("threads_max", "jobs_max", "nbytes_max"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(name, "an integer of 1 or more", repr(value))
+        if not 0 <= self.close_s < float("inf"):
+            raise ConfigError("close_s", "a finite number of seconds, 0 or more", self.close_s)
+
+
+class Job(ABC):
+    """Something that the store is doing. Any thread may ask it; :meth:`poll` and :meth:`cancel` may land it."""
+
+    __slots__ = ("_failure", "_lock", "_phase", "_runner", "cancelled", "name", "nbytes")
+
+    def __init__(
+        self, runner: JobRunner, lock: AbstractContextManager[object], name: str, nbytes: int, phase: Phase
+    ) -> None:
+        self._runner = runner
+        self._lock = lock  # held while the job lands
+        self._phase = phase
+        self._failure: BaseException | None = None
+        self.name = name
+        self.nbytes = nbytes
+        self.cancelled = False
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the store raised, ``StorageError`` unless there is a bug; known once the job has been carried."""
+        return self._failure
+
+    def poll(self) -> bool:
+        """Land the job if the store has done its part; whether it is over. Never waits for the store."""
+        if self._phase is Phase.CARRIED:
+            with self._lock:
+                if self._phase is Phase.CARRIED:
+                    self._phase = TRANSITIONS[Phase.CARRIED][Event.LAND]
+                    self._land()
+            self._runner.forget(self)
+        return self._phase is Phase.LANDED
+
+    def wait(self, timeout_s: float) -> bool:
+        """:meth:`poll` as soon as that ends the job, or when ``timeout_s`` is over."""
+        self._runner.wait(lambda: self._phase in (Phase.CARRIED, Phase.LANDED), timeout_s)
+        return self.poll()
+
+    def cancel(self) -> None:
+        """Bring nothing. A queued job is over at once, others when the store call has ended and somebody polls."""
+        self._runner.cancel(self)
+        self.poll()
+
+    def _check_over(self) -> None:
+        """Raise what the store raised, or :class:`BlockStateError` when the job is not over."""
+        if self._phase is not Phase.LANDED:
+            raise BlockStateError(self.name, "a job that has landed", f"one that is {self._phase.value}")
+        if self._failure is not None:
+            raise self._failure
+
+    def _move(self, event: Event) -> None:
+        self._phase = TRANSITIONS[self._phase][event]
+
+    @abstractmethod
+    def _carry(self) -> None:
+        """Ask the store; no lock is held."""
+
+    @abstractmethod
+    def _land(self) -> None:
+        """Make of the store's answer what is still wanted, and let the blocks go; the lock is held."""
+
+
+class JobRunner:
+    """Runs jobs on up to ``threads_max`` threads, which start when they are first needed."""
+
+    def __init__(self, limits: JobLimits) -> None:
+        self.limits = limits
+        self._changed = threading.Condition()  # guards all below, and the phases of queued and running jobs
+        self._jobs: dict[Job, None] = {}  # not landed, in the order in which they began
+        self._queue: deque[Job] = deque()
+        self._nbytes = 0
+        self._idle = 0
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Those that have begun and not landed, the earliest first."""
+        with self._changed:
+            return list(self._jobs)
+
+    def reserve(self, job: Job) -> bool:
+        """Whether there is room for the job; then it counts as begun, and :meth:`start` must follow."""
+        with self._changed:
+            full = len(self._jobs) >= self.limits.jobs_max
+            if self._closing or full or (self._jobs and self._nbytes + job.nbytes > self.limits.nbytes_max):
+                return False
+            self._jobs[job] = None
+            self._nbytes += job.nbytes
+            return True
+
+    def start(self, job: Job) -> None:
+        """Queue a job that was reserved."""
+        with self._changed:
+            self._queue.append(job)
+            if self._idle < len(self._queue) and len(self._threads) < self.limits.threads_max:
+                thread = threading.Thread(target=self._work, name="kvroute-store-job", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify_all()
+
+    def cancel(self, job: Job) -> None:
+        with self._changed:
+            job.cancelled = job.cancelled or job.phase is not Phase.LANDED
+            if job.phase is Phase.QUEUED:
+                self._queue.remove(job)
+            job._move(Event.CANCEL)
+
+    def forget(self, job: Job) -> None:
+        """The job has landed, or was reserved for nothing; harmless when it is not known."""
+        with self._changed:
+            if job in self._jobs:
+                del self._jobs[job]
+                self._nbytes -= job.nbytes
+            self._changed.notify_all()
+
+    def wait(self, reached: Callable[[], bool], timeout_s: float) -> bool:
+        """Sleep until a change of some job has made ``reached`` true; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(reached, timeout_s)
+
+    def poll(self) -> list[Job]:
+        """Land what has been carried, the earliest begun first; the jobs that are over by it."""
+        return [job for job in self.jobs if job.poll()]
+
+    def wait_any(self, timeout_s: float) -> bool:
+        """Sleep until there is a job to poll, or none at all; ``False`` when ``timeout_s`` was over before."""
+        return self.wait(lambda: not self._jobs or any(job.phase is Phase.CARRIED for job in self._jobs), timeout_s)
+
+    def close(self) -> None:
+        """Land what has been carried, waiting up to ``close_s``, and end the threads; idempotent.
+
+        Raises :class:`BlockStateError` naming the jobs that the store has not answered; they can be waited for again.
+        """
+        give_up_s = time.monotonic() + self.limits.close_s
+        for job in self.jobs:
+            job.wait(max(0.0, give_up_s - time.monotonic()))
+        if left := self.jobs:
+            raise BlockStateError("close", "nothing in flight", ", ".join(f"{j.name} ({j.phase.value})" for j in left))
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def carry(self, job: Job) -> None:
+        """Do a job's store calls on the calling thread, whatever the limits; what they raise is :attr:`Job.failure`."""
+        with self._changed:
+            job._move(Event.START)
+        self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        try:
+            job._carry()
+        except BaseException as error:  # noqa: BLE001 (it is not lost: whoever polls the job gets it)
+            job._failure = _without_frames(error)
+        with self._changed:
+            job._move(Event.RETURN)
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        """A thread's loop: carry what is queued, until the runner closes."""
+        while (job := self._next()) is not None:
+            self._finish(job)
+            del job  # a thread without work keeps nothing alive
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._queue or self._closing)
+            self._idle -= 1
+            if not self._queue:
+                return None
+            job = self._queue.popleft()
+            job._move(Event.START)
+            return job
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """A store's failure without the frames it went through, which may hold views of the rows. A bug keeps its own."""
+    found: BaseException | None = error
+    while isinstance(error, StorageError) and found is not None:
+        found = found.with_traceback(None).__cause__ or found.__context__
+    return error
+
+
+__all__ = ["Job", "JobLimits", "JobRunner", "Phase"]

@@ -1,0 +1,125 @@
+"""How much a file store may keep, how long, and what goes when something must. Pure: no clock, no disk.
+
+Age is counted by segment: a record is as old as the segment it is in, and a segment that is written takes no records
+any more once it has lived an eighth of the time to live. So a record is served for at least 7/8 of it, unless room
+is needed, and never longer.
+
+Ages are differences of wall-clock times, because they must outlive the process, and wall clocks jump. Whatever a jump
+does, bytes are verified as always; what it can do is this. Forward: records go early. Back by less than the time to
+live: records stay longer by the jump. Back by more: they lie so far in the future that their age is anybody's guess,
+and they go. A segment whose creation time was lost to damage has no known age, and goes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar
+
+from cache_manager.errors import ConfigError
+from cache_manager.storage.disk import Space
+from cache_manager.storage.segment import PAGE_NBYTES
+
+QUOTA_NBYTES: Final = 4 << 30
+SEGMENT_NBYTES: Final = 64 << 20
+SEGMENT_NBYTES_MIN: Final = 16 << 10
+SEGMENTS_MAX: Final = 512
+WRITTEN_SHARE: Final = 1 / 8
+"""Of the time to live: how long a segment takes records."""
+
+
+def default_segment_nbytes(quota_nbytes: int) -> int:
+    """64 MiB, less where that is much of the quota, more where it would make too many files."""
+    wanted = max(min(SEGMENT_NBYTES, quota_nbytes // 4), -(-quota_nbytes // (SEGMENTS_MAX // 2)))
+    return max(wanted // PAGE_NBYTES * PAGE_NBYTES, SEGMENT_NBYTES_MIN)
+
+
+def is_older(created_s: float | None, now_s: float, limit_s: float | None) -> bool:
+    """Whether what was created at ``created_s`` has reached ``limit_s`` at ``now_s``, both of the wall clock.
+
+    >>> is_older(100.0, 130.0, 60.0), is_older(100.0, 160.0, 60.0), is_older(None, 130.0, 60.0)
+    (False, True, True)
+
+    As far in the future counts as too old: a clock that was set back says nothing about age.
+
+    >>> is_older(100.0, 90.0, 60.0), is_older(100.0, 40.0, 60.0), is_older(None, 0.0, None)
+    (False, True, False)
+    """
+    return limit_s is not None and (created_s is None or abs(now_s - created_s) >= limit_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bounds of one store; :class:`ConfigError` for those that cannot be kept."""
+
+    quota_nbytes: int
+    segment_nbytes: int
+    ttl_s: float | None = None
+    min_free_nbytes: int = 0
+    min_free_percent: int = 0
+
+    def __post_init__(self) -> None:
+        segment_nbytes, quota_nbytes = self.segment_nbytes, self.quota_nbytes
+        if segment_nbytes < SEGMENT_NBYTES_MIN or segment_nbytes % PAGE_NBYTES:
+            raise ConfigError("segment", f"a multiple of {PAGE_NBYTES}, {SEGMENT_NBYTES_MIN} or more", segment_nbytes)
+        if not 2 <= quota_nbytes // segment_nbytes <= SEGMENTS_MAX:
+            wanted = f"2 to {SEGMENTS_MAX} segments of {segment_nbytes} bytes"
+            raise ConfigError("quota", wanted, f"{quota_nbytes} bytes")
+        check_ttl(self.ttl_s)
+        if self.min_free_nbytes < 0:
+            raise ConfigError("min_free", "0 bytes or more", self.min_free_nbytes)
+        if not 0 <= self.min_free_percent < 100:
+            raise ConfigError("min_free", "0 to 99 per cent", f"{self.min_free_percent}%")
+
+    @property
+    def asks_for_space(self) -> bool:
+        """Whether the file system's room has to be looked at."""
+        return self.min_free_nbytes > 0 or self.min_free_percent > 0
+
+    def short_nbytes(self, used_nbytes: int, new_nbytes: int, space: Space | None) -> int:
+        """Bytes that must go before ``new_nbytes`` may come: for the quota or the disk's reserve, whichever is more.
+
+        >>> limits = Limits(1 << 20, 1 << 16, min_free_nbytes=1000)
+        >>> limits.short_nbytes(1 << 19, 1 << 16, Space(66_000, 1 << 30)), limits.short_nbytes(1 << 20, 100, None)
+        (536, 100)
+        """
+        short = used_nbytes + new_nbytes - self.quota_nbytes
+        if space is not None:
+            reserve = max(self.min_free_nbytes, -(-space.total_nbytes * self.min_free_percent // 100))
+            short = max(short, reserve + new_nbytes - space.free_nbytes)
+        return max(short, 0)
+
+    def is_fully_written(self, created_s: float | None, now_s: float) -> bool:
+        """Whether a segment has taken records for as long as it may."""
+        return self.ttl_s is not None and is_older(created_s, now_s, self.ttl_s * WRITTEN_SHARE)
+
+
+def check_ttl(ttl_s: float | None) -> None:
+    """:class:`ConfigError` unless it is a time that can be waited for."""
+    if ttl_s is not None and not 0 < ttl_s < float("inf"):
+        raise ConfigError("ttl", "a positive number of seconds", ttl_s)
+
+
+class Used(Protocol):
+    """As much of a segment as choosing needs."""
+
+    sequence: int
+    size: int
+    used_at: int
+
+
+S = TypeVar("S", bound=Used)
+
+
+def victims(segments: Iterable[S], short_nbytes: int, short_files: int) -> list[S] | None:
+    """The least recently used segments that give back so many bytes and files.
+
+    ``None`` when all of them together would not: then nothing should go, because nothing would be gained.
+    """
+    chosen: list[S] = []
+    for segment in sorted(segments, key=lambda segment: (segment.used_at, segment.sequence)):
+        if short_nbytes <= 0 and short_files <= len(chosen):
+            break
+        chosen.append(segment)
+        short_nbytes -= segment.size
+    return chosen if short_nbytes <= 0 and short_files <= len(chosen) else None

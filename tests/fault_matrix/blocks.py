@@ -1,0 +1,96 @@
+"""Blocks whose rows say whose they are, for the tests of the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.keys import BlockKey, Namespace
+from cache_manager.ports import StorageBackend
+from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.storage.file import FileStore
+from tests.storage.file_stores import SEGMENT_NBYTES
+from tests.support.canary import canary_rows
+
+TOKENS = 64
+SPEC = AuxBlockDataSpec("routing", (4, 8), "uint8", TOKENS)
+BLOCKS = 8
+
+
+def make_aux(store: StorageBackend | None = None, spec: AuxBlockDataSpec = SPEC, **options: Any) -> AuxBlocks:
+    options = {"device_blocks": BLOCKS, "host_blocks": 4, "namespace": Namespace("m", 1), **options}
+    return AuxBlocks([spec], store=store, **options)
+
+
+def rows_of(who: str, spec: AuxBlockDataSpec = SPEC) -> NDArray[Any]:
+    """The rows of one block, of which no other block has any."""
+    return canary_rows(spec, [(who, at) for at in range(spec.block_tokens)])
+
+
+def write(aux: AuxBlocks, block: int, who: str) -> None:
+    """Let ``who`` hold the block and fill it."""
+    spec = aux.layout.specs[0]
+    aux.allocate([block], who)
+    with aux.step(np.arange(block * spec.block_tokens, (block + 1) * spec.block_tokens)) as step:
+        step.write(spec.name, rows_of(who, spec))
+
+
+def holds_rows_of(aux: AuxBlocks, block: int, who: str) -> bool:
+    found = aux.read(aux.layout.specs[0].name, [block])
+    return bool(found.valid.all()) and found.ids.tobytes() == rows_of(who, aux.layout.specs[0]).tobytes()
+
+
+def says_nothing(aux: AuxBlocks, block: int) -> bool:
+    """No row is readable, and no byte of an earlier tenant shows."""
+    found = aux.read(aux.layout.specs[0].name, [block])
+    return not found.valid.any() and set(found.ids.tobytes()) == {0xFF}
+
+
+def key(aux: AuxBlocks, number: int) -> BlockKey:
+    tokens = range(number * TOKENS, number * TOKENS + aux.block_tokens)
+    return aux.keys.keys(list(tokens))[0]
+
+
+def persist(aux: AuxBlocks, numbers: Sequence[int]) -> list[bool]:
+    """Fill and store a block for each number under its key, block ``i`` for the ``i``-th."""
+    for block, number in enumerate(numbers):
+        write(aux, block, f"record-{number}")
+    done = aux.persist({key(aux, number): block for block, number in enumerate(numbers)})
+    aux.flush()
+    for number in numbers:
+        aux.free(f"record-{number}")
+    return [done[key(aux, number)] for number in numbers]
+
+
+def restore_into_a_used_block(aux: AuxBlocks, number: int, block: int = BLOCKS - 1) -> bool:
+    """Restore a record to where another tenant's rows lie; what is readable then is the record's rows or nothing."""
+    write(aux, block, "an earlier tenant")
+    aux.free("an earlier tenant")
+    hit = aux.restore({key(aux, number): block})[key(aux, number)]
+    assert holds_rows_of(aux, block, f"record-{number}") if hit else says_nothing(aux, block)
+    assert aux.in_flight == 0
+    aux.evict([block])
+    aux.assert_consistent()
+    return hit
+
+
+@contextmanager
+def stored(directory: Path, **options: Any) -> Iterator[tuple[AuxBlocks, FileStore]]:
+    """Blocks over a file store in ``directory``."""
+    store = FileStore(directory, quota_nbytes=1 << 20, segment_nbytes=SEGMENT_NBYTES)
+    try:
+        with make_aux(store, **options) as aux:
+            yield aux, store
+    finally:
+        store.close()
+
+
+def file_nbytes(directory: Path) -> int:
+    """Bytes of all segment files, and of anything that is left over from making one."""
+    return sum(path.stat().st_size for path in directory.glob("segment-*"))

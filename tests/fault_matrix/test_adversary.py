@@ -1,0 +1,216 @@
+"""What an adversary found: each a way to a wrong row, a lost record or a stuck block, and the call that ends it now."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.errors import BlockStateError, StoreLockedError
+from cache_manager.keys import KeyChain, Namespace
+from cache_manager.lifecycle import State
+from cache_manager.ports import Absence
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
+from cache_manager.storage.file import FileStore
+from cache_manager.testing.contract import get, key_of, payload_of, put
+from cache_manager.testing.faults import FaultyDisk
+from tests.storage.file_stores import SEGMENT_NBYTES, opened
+
+SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", 4)
+
+
+@pytest.fixture(params=["heap", "shared"])
+def aux(request: pytest.FixtureRequest) -> Iterator[AuxBlocks]:
+    with AuxBlocks([SPEC], device_blocks=6, host_blocks=3, namespace=Namespace("m", 1), memory=request.param) as blocks:
+        yield blocks
+
+
+def rows_of(value: int, tokens: int) -> np.ndarray[Any, Any]:
+    return np.full((tokens, *SPEC.row_shape), value, dtype=np.uint8)
+
+
+def fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside other threads, from Python 3.12 on
+        return os.fork()
+
+
+def in_a_forked_child(call: Callable[[], object]) -> bytes:
+    """What ``call`` did in a forked child: the name of the error, or ``none``."""
+    reading, writing = os.pipe()
+    pid = fork()
+    if pid == 0:
+        try:
+            call()
+            os.write(writing, b"none")
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            os.write(writing, type(error).__name__.encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    with os.fdopen(reading, "rb") as pipe:
+        return pipe.read()
+
+
+def test_a_slot_buffer_that_is_used_again_changes_no_step_in_flight(aux: AuxBlocks) -> None:
+    """Goal: engines keep one slot array for all steps. Method: refill it between begin and a commit with rejections.
+
+    Rows used to become readable at the slots of the *next* step, where nobody had written.
+    """
+    aux.allocate([0, 1, 2], "a")
+    slots = np.arange(8)
+    step = aux.begin_step(slots)
+    step.write("routing", rows_of(7, 8))
+    slots[:] = np.arange(4, 12)
+    later = aux.begin_step(slots[4:])
+    keep = np.array([False] + [True] * 7)
+    assert step.commit(keep) == 7
+    later.abort()
+    found = aux.read("routing", [0, 1, 2])
+    assert found.valid.tolist() == [False] + [True] * 7 + [False] * 4
+    assert (found.ids[found.valid] == 7).all()
+
+
+def test_a_pair_buffer_that_is_used_again_changes_no_move_in_flight(aux: AuxBlocks) -> None:
+    """Goal and method as above, for the pairs of a swap: its blocks used to be stuck in motion for ever."""
+    aux.allocate([0, 1], "a")
+    with aux.step(range(8)) as step:
+        step.write("routing", np.repeat(np.arange(8, dtype=np.uint8), 6).reshape(8, 3, 2))
+    pairs = np.array([[0, 0]])
+    move = aux.begin_swap_out(pairs)
+    pairs[:] = [[1, 1]]
+    move.commit()
+    aux.assert_consistent()
+    assert aux.blocks_in(State.LEAVING) == aux.blocks_in(State.ARRIVING, "host") == aux.in_flight == 0
+    assert aux.read("routing", [0], tier="host").ids[:, 0, 0].tolist() == [0, 1, 2, 3]
+    assert not aux.read("routing", [1], tier="host").valid.any()
+
+
+@pytest.mark.parametrize("integer", [np.int32, np.int64, np.uint16])
+def test_numpy_scalars_are_integers(integer: Any) -> None:
+    """Goal: sizes and positions often come out of arrays. Method: the same spec and the same read with them."""
+    plain, scalar = AuxBlockDataSpec("r", (3,), "uint8", 4), AuxBlockDataSpec("r", (integer(3),), "uint8", integer(4))
+    assert scalar == plain
+    assert scalar.to_json() == plain.to_json()
+    assert type(scalar.block_tokens) is int
+    with AuxBlocks([SPEC], device_blocks=2, namespace=Namespace("m", 1)) as aux:
+        aux.allocate([integer(1)], "a")
+        with aux.step([integer(5)]) as step:
+            step.write("routing", rows_of(3, 1))
+        assert aux.read("routing", [1], integer(1), integer(2)).valid.tolist() == [True]
+
+
+def test_a_chain_goes_on_from_its_own_keys_only() -> None:
+    """Goal: no key that mixes two namespaces. Method: a parent from before a reset, and one that is none."""
+    layout = RecordLayout((SPEC,))
+    before, after = KeyChain(Namespace("m", 1), layout), KeyChain(Namespace("m", 2), layout)
+    for parent in (before.keys([1, 2, 3, 4])[0], b""):
+        with pytest.raises(ValueError, match="parent: wanted a key of this chain"):
+            after.keys([5, 6, 7, 8], parent=parent)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("begun", ["in the child", "before the fork"])
+def test_a_forked_child_cannot_write_the_parents_rows(begun: str) -> None:
+    """Goal: a child shares the memory of a shared region and not the states. Method: a child that steps, or ends one.
+
+    Its rows used to be read by the parent as its own.
+    """
+    with AuxBlocks([SPEC], device_blocks=2, namespace=Namespace("m", 1), memory="shared") as aux:
+        aux.allocate([0], "a")
+        with aux.step([0]) as step:
+            step.write("routing", rows_of(1, 1))
+        step = aux.begin_step([1])
+        step.write("routing", rows_of(99, 1))
+
+        def write() -> None:
+            if begun == "before the fork":
+                step.commit()
+            with aux.step([0, 1]) as own:
+                own.write("routing", rows_of(99, 2))
+
+        assert in_a_forked_child(write) == b"BlockStateError"
+        assert in_a_forked_child(lambda: aux.read("routing", [0])) == b"BlockStateError"
+        found = aux.read("routing", [0], owner="a")
+        assert found.valid.tolist() == [True, False, False, False]
+        assert (found.ids[0] == 1).all()
+        step.abort()
+    with pytest.raises(BlockStateError, match="closed"):
+        aux.read("routing", [0])
+
+
+def test_a_forked_child_of_a_file_store_is_refused_and_harms_nobody(tmp_path: Path) -> None:
+    """Goal: two writers behind one lock. Method: a child that puts, and one whose close cuts the segment off."""
+    with opened(tmp_path) as store:
+        assert all(put(store, [1]))
+        assert in_a_forked_child(lambda: put(store, [2])) == b"StoreClosedError"
+        assert in_a_forked_child(lambda: get(store, [1])) == b"StoreClosedError"
+        held, release = os.pipe()
+        pid = fork()
+        if pid == 0:
+            os.read(held, 1)
+            store.close()
+            os._exit(0)
+        assert all(put(store, [3]))
+        os.write(release, b"!")
+        assert os.waitpid(pid, 0)[1] == 0
+        for end in (held, release):
+            os.close(end)
+        assert get(store, [1, 2, 3]) == [payload_of(1), Absence.MISS, payload_of(3)]
+    with opened(tmp_path) as store:
+        assert get(store, [1, 2, 3]) == [payload_of(1), Absence.MISS, payload_of(3)]
+
+
+def test_a_removed_lock_file_lets_no_second_writer_in(tmp_path: Path) -> None:
+    """Goal: an operator who takes the lock file for a leftover loses nothing. Method: remove it, open again.
+
+    Both stores used to write segments of the same names over each other.
+    """
+    with opened(tmp_path) as store:
+        assert all(put(store, [1]))
+        (tmp_path / "kvroute.lock").unlink()
+        for _ in range(2):
+            with pytest.raises(StoreLockedError, match="one writer"):
+                FileStore(tmp_path, quota_nbytes=1 << 20, segment_nbytes=SEGMENT_NBYTES)
+        assert all(put(store, [2]))
+    with opened(tmp_path) as store:
+        assert get(store, [1, 2]) == [payload_of(1), payload_of(2)]
+
+
+class HookedDisk(FaultyDisk):
+    """Calls ``before_read`` once, between the look-up and the read."""
+
+    before_read: Callable[[], object] | None = None
+
+    def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+        if self.before_read is not None:
+            hook, self.before_read = self.before_read, None
+            hook()
+        return super().preadv(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["deleted", "deleted and put anew"])
+def test_a_record_deleted_under_a_reader_is_a_miss_and_not_damage(again: bool, tmp_path: Path) -> None:
+    """Goal: ``corrupt`` counts damage only. Method: delete between look-up and read.
+
+    The reader used to count the mark of deletion as damage, and to delete what had been put anew meanwhile.
+    """
+    disk = HookedDisk()
+    with opened(tmp_path, disk) as store:
+        assert all(put(store, [1, 2]))
+
+        def delete() -> None:
+            store.backend.delete([key_of(1)])
+            if again:
+                put(store, [1])
+
+        disk.before_read = delete
+        assert get(store, [1, 2]) == [Absence.MISS, payload_of(2)]
+        assert store.counters.corrupt == 0
+        assert get(store, [1]) == [payload_of(1) if again else Absence.MISS]

@@ -1,0 +1,126 @@
+"""Classes of published bugs for which no other test stands; ``classes.py`` says which test stands for which."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from cache_manager.errors import BlockBusyError, BlockStateError
+from cache_manager.step import SlotTable
+from cache_manager.storage import open_store
+from cache_manager.testing.faults import FaultyStore
+from tests.fault_matrix.blocks import holds_rows_of, key, make_aux, persist, rows_of, says_nothing, write
+
+KEYS = """
+from tests.fault_matrix.blocks import key, make_aux
+with make_aux() as aux:
+    print(key(aux, 1).hex(), aux.namespace.fingerprint.hex(), aux.layout.fingerprint.hex())
+"""
+
+
+def test_processes_with_other_hash_seeds_agree_on_every_key() -> None:
+    """Goal: no key depends on ``PYTHONHASHSEED``. Method: the same key in three processes, each with its own seed."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", KEYS],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for seed in ("0", "1", "4242")
+    }
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("call", ["persist", "restore"])
+def test_a_slow_store_holds_up_nobody_else(call: str) -> None:
+    """Goal: no convoy behind one slow look-up. Method: a store that waits until another owner has done everything."""
+    store = FaultyStore(open_store("memory:"))
+    with make_aux(store) as aux:
+        assert persist(aux, [1]) == [True]
+        aux.evict([0])
+        write(aux, 1, "r")
+        finished = threading.Event()
+
+        def other_owner() -> None:
+            write(aux, 2, "b")
+            aux.swap_out([(2, 0)], "b")
+            aux.swap_in([(0, 3)], "b")
+            assert holds_rows_of(aux, 3, "b")
+            aux.free("b")
+            finished.set()
+
+        def wait() -> None:
+            thread = threading.Thread(target=other_owner, daemon=True)
+            thread.start()
+            thread.join(60)
+            assert finished.is_set(), "another owner waited for the store"
+
+        store.during_get = store.during_put = wait
+        if call == "persist":
+            assert all(aux.persist({key(aux, 7): 1}).values())
+        else:
+            assert all(aux.restore({key(aux, 1): 0}).values())
+            assert holds_rows_of(aux, 0, "record-1")
+        assert finished.is_set()
+
+
+@pytest.mark.parametrize("memory", ["heap", "shared"])
+def test_rows_handed_out_are_the_readers_own(memory: str) -> None:
+    """Goal: what was read never changes. Method: give the block away, overwrite, reset and close; look again."""
+    aux = make_aux(memory=memory)
+    write(aux, 0, "a")
+    read = aux.read("routing", [0], owner="a")
+    aux.free("a")
+    write(aux, 0, "b")
+    aux.reset(weights_version=2)
+    assert read.valid.all()
+    aux.close()
+    assert read.ids.tobytes() == rows_of("a").tobytes()
+    read.ids[:] = 0
+
+
+def test_a_swap_in_flight_holds_its_blocks_against_every_call() -> None:
+    """Goal: no free, reuse or write under a copy. Method: every call that could, on both ends; then commit.
+
+    The owner may let go meanwhile (an abort): the block stays until the copy has ended, and then belongs to nobody.
+    """
+    store = open_store("memory:")
+    with make_aux(store) as aux:
+        write(aux, 0, "a")
+        move = aux.begin_swap_out([(0, 0)])
+        for call in (
+            lambda: aux.allocate([0], "b"),
+            lambda: aux.evict([0]),
+            lambda: aux.begin_step([0]),
+            lambda: aux.restore({key(aux, 1): 0}),
+            lambda: aux.begin_swap_out([(1, 0)]),
+            lambda: aux.evict([0], "host"),
+        ):
+            with pytest.raises((BlockBusyError, BlockStateError)):
+                call()
+        aux.free("a")
+        with pytest.raises(BlockBusyError):
+            aux.allocate([0], "b")
+        move.commit()
+        assert aux.in_flight == 0
+        aux.allocate([0], "b")
+        assert says_nothing(aux, 0)
+        aux.assert_consistent()
+
+
+def test_offsets_beyond_two_gigabytes_are_right() -> None:
+    """Goal: no 32-bit offset. Method: slots and keys of the last of a hundred million blocks, without the memory."""
+    blocks, tokens = 100_000_000, 64
+    last = np.array([(blocks - 1) * tokens + 63, 2**31 // 64 * tokens + 1])
+    table = SlotTable(last, blocks, tokens)
+    assert table.blocks.tolist() == [blocks - 1, 2**31 // 64]
+    assert table.offsets.tolist() == [63, 1]

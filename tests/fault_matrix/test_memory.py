@@ -1,0 +1,215 @@
+"""Faults R1, R2, R9 to R11 and R15: double frees, full stores, bad calls. Rows in memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache_manager.errors import BlockStateError, InvalidInputError, RecordError, RowError
+from cache_manager.manager import BlockManager
+from cache_manager.ports import Absence
+from cache_manager.storage.memory import MemoryStore
+from cache_manager.storage.records import RecordStore
+from cache_manager.testing.contract import LAYOUT, get, key_of, payload_of, put, valid_of
+from tests.fault_matrix.blocks import (
+    BLOCKS,
+    TOKENS,
+    holds_rows_of,
+    key,
+    make_aux,
+    persist,
+    restore_into_a_used_block,
+    rows_of,
+    says_nothing,
+    write,
+)
+from tests.fault_matrix.matrix import fault
+from tests.support.kv import SlotKV
+
+PROMPT = TOKENS
+
+
+def make_manager(**options: int) -> BlockManager:
+    aux = make_aux(**options)
+    return BlockManager(aux, SlotKV(aux.device_blocks, aux.host_blocks, TOKENS))
+
+
+@fault(
+    "R1",
+    given="an address is freed twice",
+    peer="LMCache 0.5.6 `AddressManager`",
+    peer_does="its consistency check passes; the next two allocations get the same address",
+    kvroute_does="the second delete changes nothing: records stored after it have slots of their own",
+)
+def test_r01_an_address_freed_twice_is_given_out_once() -> None:
+    """Fault: free the same address twice, allocate twice. kvroute: each record comes back as its own bytes."""
+    backend = MemoryStore(4 * LAYOUT.nbytes)
+    store = RecordStore(backend, LAYOUT)
+    assert put(store, [1, 2]) == [True, True]
+    backend.delete([key_of(1), key_of(1)])
+    backend.delete([key_of(1)])
+    assert put(store, [3, 4]) == [True, True]
+    assert get(store, [1, 2, 3, 4]) == [Absence.MISS, *(payload_of(n) for n in (2, 3, 4))]
+    usage = backend.usage()
+    assert usage["used_nbytes"] == 3 * LAYOUT.nbytes
+    assert usage["used_nbytes"] + usage["free_nbytes"] == usage["capacity_nbytes"]
+    backend.close()
+
+
+@fault(
+    "R2",
+    given="an object's reference count goes down once too often",
+    peer="LMCache 0.5.6 paged allocator",
+    peer_does="nine live objects over eight pages; the memory check passes",
+    kvroute_does="a lease ends once, whoever ends it again: eight sequences over eight blocks, the ninth is refused",
+)
+def test_r02_nine_sequences_never_share_eight_blocks() -> None:
+    """Fault: release one of eight live objects twice, then allocate until it stops. kvroute: one block, one owner."""
+    manager = make_manager()
+    for n in range(BLOCKS):
+        assert manager.allocate(f"s{n}", [n] * PROMPT) is not None
+    manager.free("s0")
+    manager.free("s0")
+    manager.aux.free("s0")
+    admitted = [manager.allocate(f"t{n}", [100 + n] * PROMPT) is not None for n in range(3)]
+    assert admitted == [True, False, False]
+    tables = [block for owner in manager.owners for block in manager.table(owner)]
+    assert sorted(tables) == list(range(BLOCKS))
+    manager.assert_consistent()
+    manager.aux.close()
+
+
+@fault(
+    "R9",
+    given="a store of four slots, all referenced, gets more",
+    peer="vLLM 0.33.0 aux block store",
+    peer_does="doubles by copying, past its limit and for as long as it goes on",
+    kvroute_does="full is an answer: no block, no swap space and no step beyond what was asked for at the start; a "
+    "memory store makes room by dropping the least recently used record",
+)
+def test_r09_a_full_store_refuses_and_does_not_grow() -> None:
+    """Fault: more objects than slots, all of them in use. kvroute: refusals as values, the same memory as before."""
+    manager = make_manager(device_blocks=4, host_blocks=2, steps_max=2)
+    aux = manager.aux
+    nbytes = [aux.region(tier).nbytes for tier in ("device", "host")]
+    for n in range(4):
+        assert manager.allocate(f"s{n}", [n] * PROMPT) is not None
+        with aux.step(manager.slots(f"s{n}", 0, PROMPT)) as step:
+            step.write("routing", rows_of(f"s{n}"))
+        manager.publish(f"s{n}", [n] * PROMPT)
+    assert [manager.allocate(f"t{n}", [50 + n] * PROMPT) for n in range(5)] == [None] * 5
+    assert not manager.append("s0", PROMPT + 1)
+    assert [manager.preempt(f"s{n}") for n in range(4)] == [True, True, False, False]
+    with pytest.raises(InvalidInputError, match="device block ids in"):
+        aux.allocate([4], "more")
+    steps = [aux.begin_step([]), aux.begin_step([])]
+    with pytest.raises(BlockStateError, match="steps in flight"):
+        aux.begin_step([])
+    for step in steps:
+        step.abort()
+    assert [aux.region(tier).nbytes for tier in ("device", "host")] == nbytes
+    for n in range(4):
+        assert manager.read("routing", f"s{n}", 0, PROMPT).ids.tobytes() == rows_of(f"s{n}").tobytes()
+    manager.assert_consistent()
+    aux.close()
+
+    backend = MemoryStore(4 * LAYOUT.nbytes)
+    store = RecordStore(backend, LAYOUT)
+    for n in range(9):
+        assert put(store, [n]) == [True]
+        assert backend.usage()["used_nbytes"] <= backend.usage()["capacity_nbytes"] == 4 * LAYOUT.nbytes
+    assert get(store, range(9)) == [Absence.MISS] * 5 + [payload_of(n) for n in range(5, 9)]
+    backend.close()
+
+
+@fault(
+    "R10",
+    given="one release of what was never held",
+    peer="vLLM 0.33.0 background aux store",
+    peer_does="every later put and get raises, for the life of the process",
+    kvroute_does="the bad call fails or is without effect, and nothing else is touched",
+    also=("cache_manager/testing/contract.py::test_one_bad_key_fails_that_key_only",),
+)
+def test_r10_one_bad_release_harms_no_later_call() -> None:
+    """Fault: release what was never held, then three healthy rounds. kvroute: the rounds know nothing of it."""
+    store = MemoryStore(1 << 20)
+    with make_aux(store) as aux:
+        aux.free("nobody")
+        aux.free("nobody", [3])
+        store.delete([key(aux, 77)])
+        with pytest.raises(InvalidInputError, match="blocks"):
+            aux.free("nobody", [BLOCKS])
+        write(aux, 5, "a")
+        with pytest.raises(BlockStateError):
+            aux.evict([5])
+        with pytest.raises(BlockStateError):
+            aux.allocate([4, 5], "b")
+        for number in range(3):
+            assert persist(aux, [number]) == [True]
+            assert restore_into_a_used_block(aux, number)
+        assert holds_rows_of(aux, 5, "a")
+        aux.assert_consistent()
+    store.close()
+
+
+@fault(
+    "R11",
+    given="a payload that is too short",
+    peer="vLLM 0.33.0 aux block store",
+    peer_does="raises, but keeps the key, which reads as empty bytes from then on",
+    kvroute_does="an error that names the size; the key is a miss and can be stored",
+    also=("tests/cache_manager/test_aux_blocks.py::test_wrong_rows_leave_the_step_usable",),
+)
+@pytest.mark.parametrize("length", [0, 1, LAYOUT.nbytes - 1, LAYOUT.nbytes + 1])
+def test_r11_a_short_payload_registers_nothing(length: int) -> None:
+    """Fault: 10 bytes for a slot of 1024. kvroute: nothing is stored, and a step keeps none of the rows."""
+    backend = MemoryStore(1 << 20)
+    store = RecordStore(backend, LAYOUT)
+    with pytest.raises(RecordError, match="payload size"):
+        store.put([key_of(1)], [bytes(length)], [valid_of(1)], [1])
+    assert store.contains([key_of(1)]) == [False]
+    assert get(store, [1]) == [Absence.MISS]
+    assert put(store, [1]) == [True]
+    assert get(store, [1]) == [payload_of(1)]
+    backend.close()
+
+    with make_aux() as aux:
+        aux.allocate([0], "a")
+        step = aux.begin_step(range(TOKENS))
+        for rows in (rows_of("a")[:length] if length < TOKENS else rows_of("a").repeat(2, axis=0), rows_of("a")[:, 1:]):
+            with pytest.raises(RowError, match="shape"):
+                step.write("routing", rows)
+        assert step.commit() == 0
+        assert says_nothing(aux, 0)
+
+
+@fault(
+    "R15",
+    given="a block is freed twice",
+    peer="vLLM 0.33.0 `BlockPool`",
+    peer_does="the count becomes -1; a later allocation dies of an assertion",
+    kvroute_does="the second free ends no lease, least of all another owner's",
+    also=(
+        "tests/cache_manager/test_lifecycle.py::test_leases_of_one_owner_never_end_those_of_another",
+        "tests/cache_manager/test_aux_blocks_machine.py::reference_counts_equal_leases",
+    ),
+)
+def test_r15_a_block_freed_twice_stays_with_its_other_owner() -> None:
+    """Fault: four blocks, free one twice, allocate three times. kvroute: leases have owners, counts follow them."""
+    with make_aux(device_blocks=4) as aux:
+        write(aux, 0, "a")
+        aux.share([0], "b")
+        for _ in range(3):
+            aux.free("a", [0])
+        assert holds_rows_of(aux, 0, "a")
+        assert aux.holds("b", 0)
+        assert not aux.shared(0)
+        with pytest.raises(BlockStateError, match="device block 0"):
+            aux.allocate([0], "c")
+        aux.free("b")
+        aux.free("b")
+        for n in range(3):
+            aux.allocate([n], f"owner-{n}")
+            assert says_nothing(aux, n)
+            with pytest.raises(BlockStateError):
+                aux.allocate([n], "another")
+        aux.assert_consistent()

@@ -1,0 +1,438 @@
+"""Faults R3 to R8, R12 to R14 and R19 to R22: files that are cut, flipped, gone, junk, or left by a killed process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cache_manager.errors import StoreFormatError
+from cache_manager.keys import Namespace
+from cache_manager.ports import Absence
+from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.storage.file import FileStore
+from cache_manager.testing.contract import get, key_of, payload_of, put
+from cache_manager.testing.faults import FaultyDisk
+from tests.fault_matrix.blocks import (
+    TOKENS,
+    file_nbytes,
+    persist,
+    restore_into_a_used_block,
+    stored,
+)
+from tests.fault_matrix.matrix import fault
+from tests.storage.file_stores import FILL, RECORD_NBYTES, child, flip, opened, segments
+
+PAGE = 4096
+
+
+@fault(
+    "R3",
+    given="a stored file is cut short",
+    peer="LMCache 0.5.6 LocalDisk",
+    peer_does="returns an object whose tail holds another object's stale bytes",
+    kvroute_does="a counted miss; the block it was to fill says nothing, not even an earlier tenant's rows",
+    also=("tests/storage/test_file.py::test_a_segment_cut_while_it_is_open_costs_only_the_records_that_are_gone",),
+)
+def test_r03_a_file_cut_short_shows_no_stale_byte(tmp_path: Path) -> None:
+    """Fault: cut a file to half a record, with foreign bytes in the staging memory. kvroute: nothing is readable."""
+    with stored(tmp_path) as (aux, store):
+        assert persist(aux, [1, 2]) == [True, True]
+        (path,) = segments(tmp_path)
+        os.truncate(path, PAGE + aux.layout.nbytes // 2)
+        assert not restore_into_a_used_block(aux, 1)
+        assert not restore_into_a_used_block(aux, 2)
+        assert aux.store_counters is not None
+        assert aux.store_counters.corrupt == 2
+        assert aux.store_counters.hits == 0
+    with stored(tmp_path) as (aux, store):
+        assert not restore_into_a_used_block(aux, 1)
+        assert store.usage()["used_nbytes"] == file_nbytes(tmp_path)
+
+
+@fault(
+    "R4",
+    given="one byte of a stored file is flipped",
+    peer="LMCache 0.5.6 LocalDisk",
+    peer_does="serves it",
+    kvroute_does="a counted miss, whichever byte of header or payload it is; the neighbours are served",
+    also=(
+        "cache_manager/testing/contract.py::test_one_bad_key_fails_that_key_only",
+        "tests/storage/test_mooncake_faults.py::test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew",
+    ),
+)
+@pytest.mark.parametrize("at", [0, 5, 9, 20, 40, 70, 82, 89, 94, 97, 120, 188, 192, 192 + 2080, RECORD_NBYTES - 1])
+def test_r04_a_flipped_byte_is_a_counted_miss(at: int, tmp_path: Path) -> None:
+    """Fault: flip a byte, get. kvroute: every field of the header, the bitmap, the sums, first to last payload byte."""
+    with opened(tmp_path) as store:
+        assert all(put(store, range(3)))
+        (path,) = segments(tmp_path)
+        flip(path, PAGE + RECORD_NBYTES + at)
+        assert get(store, range(3)) == [payload_of(0), Absence.CORRUPT, payload_of(2)]
+        assert store.counters.corrupt == 1
+        assert get(store, [1]) == [Absence.MISS]
+        assert put(store, [1]) == [True]
+        assert get(store, range(3)) == [payload_of(n) for n in range(3)]
+
+
+@fault(
+    "R5",
+    given="a stored file vanishes",
+    peer="LMCache 0.5.6 LocalDisk",
+    peer_does="raises `KeyError` and leaks the staging object",
+    kvroute_does="an open store reads on; the next one has a miss; no block stays in motion, no byte is unaccounted",
+)
+def test_r05_a_vanished_file_is_a_miss(tmp_path: Path) -> None:
+    """Fault: remove the file, get. kvroute: rows or a miss, and the same memory and descriptors as before."""
+    with stored(tmp_path) as (aux, _):
+        assert persist(aux, [1]) == [True]
+        descriptors = len(os.listdir("/proc/self/fd"))
+        segments(tmp_path)[0].unlink()
+        for _ in range(5):
+            assert restore_into_a_used_block(aux, 1)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+    with stored(tmp_path) as (aux, store):
+        assert not restore_into_a_used_block(aux, 1)
+        assert store.usage()["used_nbytes"] == file_nbytes(tmp_path) == 0
+        assert persist(aux, [1]) == [True]
+        assert restore_into_a_used_block(aux, 1)
+
+
+@pytest.fixture(params=["wrapped", "mounted"])
+def full_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, FaultyDisk, Any, Any]]:
+    """A directory, its disk, and how to fill the disk and to empty it: by error number, or for real."""
+    disk = FaultyDisk()
+    if request.param == "wrapped":
+
+        def fill() -> None:
+            disk.write_budget_nbytes = 1000
+            disk.allocate_errno = errno.ENOSPC
+
+        def empty() -> None:
+            disk.write_budget_nbytes = disk.allocate_errno = None
+
+        yield tmp_path, disk, fill, empty
+        return
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    try:
+        allowed = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        allowed = False
+    if not allowed:
+        pytest.skip("this user may not mount a file system")
+    hog = tmp_path / "hog"
+
+    def fill_for_real() -> None:
+        with hog.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+            file.writelines(bytes(4096) for _ in range(100))
+
+    yield tmp_path / "store", disk, fill_for_real, hog.unlink
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@fault(
+    "R6",
+    given="ENOSPC on a write",
+    peer="LMCache 0.5.6 LocalDisk",
+    peer_does="the key stays marked as in flight and its bytes as used, for ever",
+    kvroute_does="answers that there was no room, keeps what it had, and stores the record when there is room again",
+    also=("tests/storage/test_file_faults.py::test_a_write_that_fails_in_the_middle_of_a_batch_loses_nothing",),
+)
+def test_r06_a_full_disk_leaves_nothing_stuck(full_disk: tuple[Path, FaultyDisk, Any, Any]) -> None:
+    """Fault: ENOSPC, also in the middle of a record. kvroute: a refusal, the books in order, success afterwards."""
+    directory, disk, fill, empty = full_disk
+    with opened(directory, disk) as store:
+        assert all(put(store, range(4)))
+        fill()
+        for _ in range(3):
+            assert not all(put(store, range(4, 9)))
+            usage = store.usage()
+            assert usage["used_nbytes"] + usage["free_nbytes"] == usage["capacity_nbytes"]
+        assert get(store, range(4)) == [payload_of(n) for n in range(4)]
+        empty()
+        assert all(put(store, range(4, 9)))
+        assert get(store, range(9)) == [payload_of(n) for n in range(9)]
+        assert store.usage()["used_nbytes"] == file_nbytes(directory)
+    with opened(directory) as store:
+        assert get(store, range(9)) == [payload_of(n) for n in range(9)]
+
+
+@fault(
+    "R7",
+    given="a restart",
+    peer="LMCache 0.5.6 LocalDisk",
+    peer_does="its files are orphans: not found, not counted, never removed",
+    kvroute_does="finds every record and counts every byte, and its quota removes them in their turn",
+    also=("tests/storage/test_file.py::test_records_survive_a_restart",),
+)
+def test_r07_a_restart_finds_and_counts_everything(tmp_path: Path) -> None:
+    """Fault: a second backend on the directory. kvroute: same rows, same bytes, and the quota holds for old files."""
+    for life in range(3):
+        with stored(tmp_path) as (aux, store):
+            for number in range(life):
+                assert restore_into_a_used_block(aux, number)
+            assert store.usage()["used_nbytes"] == file_nbytes(tmp_path)
+            assert persist(aux, [life]) == [True]
+    with opened(tmp_path, quota_nbytes=2 * (32 << 10)) as small:
+        assert all(put(small, range(40)))
+        assert file_nbytes(tmp_path) <= 2 * (32 << 10)
+
+
+class ExhaustedDisk(FaultyDisk):
+    """Memory runs out in the middle of a read."""
+
+    exhausted = False
+
+    def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+        if self.exhausted:
+            raise MemoryError("no staging")
+        return super().preadv(fd, buffers, offset)
+
+
+@fault(
+    "R8",
+    given="no staging memory in the middle of a read",
+    peer="LMCache 0.5.6 LocalDisk",
+    peer_does="keeps its lock: every later call waits for ever",
+    kvroute_does="reads into the caller's own memory; whatever ends a read, locks and pins end with it",
+    also=("tests/storage/test_mooncake_parts.py::test_a_full_arena_is_waited_for_until_the_deadline",),
+)
+def test_r08_a_read_that_dies_leaves_no_lock(tmp_path: Path) -> None:
+    """Fault: the read fails for want of memory. kvroute: every call of another thread ends."""
+    disk = ExhaustedDisk()
+    with opened(tmp_path, disk, quota_nbytes=3 * (32 << 10)) as store:
+        assert all(put(store, range(4)))
+        disk.exhausted = True
+        for _ in range(3):
+            with pytest.raises(MemoryError):
+                get(store, range(4))
+        disk.exhausted = False
+        seen: list[object] = []
+
+        def go_on() -> None:
+            seen.append(get(store, range(4)))
+            seen.append(all(put(store, range(4, 40))))  # drops the segment that was being read
+            store.backend.delete([key_of(39)])
+            store.flush()
+            seen.append(store.usage()["used_nbytes"] == file_nbytes(tmp_path))
+            store.close()
+            seen.append("closed")
+
+        other = threading.Thread(target=go_on, daemon=True)
+        other.start()
+        other.join(60)
+        assert seen == [[payload_of(n) for n in range(4)], True, True, "closed"]
+        assert not [fd for fd in os.listdir("/proc/self/fd") if _points_into(fd, tmp_path)]
+
+
+def _points_into(fd: str, directory: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith(str(directory))
+    except FileNotFoundError:
+        return False
+
+
+@fault(
+    "R12",
+    given="a file is twice as long, or has a flipped byte",
+    peer="vLLM 0.33.0 FS tier",
+    peer_does="serves the first half, or the flipped byte",
+    kvroute_does="what stands behind the last record is never taken for one; the records are as they were put",
+    also=("tests/storage/test_file.py::test_a_payload_cannot_carry_a_record_of_its_own",),
+)
+@pytest.mark.parametrize("restarted", [False, True], ids=["open", "restarted"])
+@pytest.mark.parametrize("tail", ["itself", "random", "zeros"])
+def test_r12_a_file_twice_as_long_serves_what_was_put(tail: str, restarted: bool, tmp_path: Path) -> None:
+    """Fault: append as many bytes again, its own among them. kvroute: the same records, and room for more."""
+    with opened(tmp_path) as store:
+        assert all(put(store, range(4)))
+        if restarted:
+            store.close()
+        (path,) = segments(tmp_path)
+        size = path.stat().st_size
+        more = {"itself": path.read_bytes(), "random": np.random.default_rng(1).bytes(size), "zeros": bytes(size)}[tail]
+        with path.open("ab") as file:
+            file.write(more)
+        if not restarted:
+            assert get(store, range(5)) == [payload_of(n) for n in range(4)] + [Absence.MISS]
+            assert put(store, [4]) == [True]
+    with opened(tmp_path) as store:
+        assert store.usage()["used_nbytes"] == file_nbytes(tmp_path)
+        assert all(put(store, range(4, 7)))
+        assert get(store, range(7)) == [payload_of(n) for n in range(7)]
+        assert store.counters.corrupt == 0
+
+
+@fault(
+    "R13",
+    given="a junk file stands where a record should go",
+    peer="vLLM 0.33.0 FS tier",
+    peer_does="skips the store because the file exists; the failing load has overwritten part of its destination",
+    kvroute_does="writes its own file in its place, or says at the start which file is none of its own; a load that "
+    "fails leaves a block without rows",
+    also=("tests/storage/test_file.py::test_a_foreign_file_is_named_and_left_alone",),
+)
+def test_r13_a_junk_file_neither_stops_a_store_nor_reaches_a_block(tmp_path: Path) -> None:
+    """Fault: 7 bytes of junk at the next path, then a file cut to 100 bytes. kvroute: stored; a miss; no byte shows."""
+    with stored(tmp_path) as (aux, _):
+        (tmp_path / "segment-0000000000000001.kvr").write_bytes(b"garbage")
+        assert persist(aux, [1, 2]) == [True, True]
+        assert restore_into_a_used_block(aux, 1)
+        os.truncate(segments(tmp_path)[0], 100)
+        assert not restore_into_a_used_block(aux, 1)
+        assert not restore_into_a_used_block(aux, 2)
+    junk = tmp_path / "segment-00000000000000ff.kvr"
+    junk.write_bytes(b"garbage")
+    with pytest.raises(StoreFormatError, match=junk.name):
+        FileStore(tmp_path)
+    assert junk.read_bytes() == b"garbage"
+    junk.unlink()
+    with stored(tmp_path) as (aux, _):
+        assert persist(aux, [1, 2]) == [True, True]
+        assert restore_into_a_used_block(aux, 1)
+
+
+KILLED_BEFORE_RENAME = FILL + (
+    "import os, pathlib, signal\n"
+    "put(store, range(6))\n"
+    "pathlib.Path.rename = lambda self, target: os.kill(os.getpid(), signal.SIGKILL)\n"
+    "put(store, range(6, 12))\n"
+)
+
+
+def killed_before_rename(directory: Path) -> None:
+    done = child(KILLED_BEFORE_RENAME, str(directory))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(list(directory.glob("segment-*.tmp"))) == 1
+
+
+@fault(
+    "R14",
+    given="SIGKILL before a file gets its name",
+    peer="vLLM 0.33.0 FS tier",
+    peer_does="its temporary file stays for ever",
+    kvroute_does="the next start sweeps it and has every record that was acknowledged",
+    also=("tests/storage/test_file_crash.py::test_a_process_killed_at_any_byte_loses_nothing_that_it_acknowledged",),
+)
+def test_r14_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
+    """Fault: a child killed inside rename. kvroute: no leftover after a start, three times over."""
+    for _ in range(3):
+        killed_before_rename(tmp_path)
+        with opened(tmp_path) as store:
+            assert not list(tmp_path.glob("*.tmp"))
+            assert get(store, range(12)) == [payload_of(n) for n in range(6)] + [Absence.MISS] * 6
+
+
+@fault(
+    "R19",
+    given="rows saved as one dtype, read as another of the same size",
+    peer="SGLang 0.5.23 HiCacheFile",
+    peer_does="same key: the page is reinterpreted, 1.0 becomes 1.875",
+    kvroute_does="dtype, shape and attributes are in every key: a miss; under a forced key the header's fingerprint is "
+    "checked, a counted miss",
+    also=("cache_manager/testing/contract.py::test_a_record_of_another_layout_is_corrupt_for_this_one",),
+)
+@pytest.mark.parametrize("change", ["dtype", "shape", "attributes", "weights", "tenant", "rank"])
+def test_r19_rows_are_never_reinterpreted(change: str, tmp_path: Path) -> None:
+    """Fault: a restart with another dtype, other layers or top-k, weights, tenant or rank. kvroute: a miss."""
+    spec = AuxBlockDataSpec("routing", (4, 8), "uint16", TOKENS, {"num_experts": 300})
+    other: dict[str, Any] = {
+        "dtype": {"spec": AuxBlockDataSpec("routing", (4, 8), "float16", TOKENS, {"num_experts": 300})},
+        "shape": {"spec": AuxBlockDataSpec("routing", (8, 4), "uint16", TOKENS, {"num_experts": 300})},
+        "attributes": {"spec": AuxBlockDataSpec("routing", (4, 8), "uint16", TOKENS, {"num_experts": 301})},
+        "weights": {"namespace": Namespace("m", 2)},
+        "tenant": {"namespace": Namespace("m", 1, salt="t")},
+        "rank": {"namespace": Namespace("m", 1, rank=1, world=2)},
+    }[change]
+    with stored(tmp_path, spec=spec) as (aux, _):
+        assert persist(aux, [1]) == [True]
+    with stored(tmp_path, **{"spec": spec, **other}) as (aux, store):
+        assert store.usage()["records"] == 1
+        assert not restore_into_a_used_block(aux, 1)
+        assert aux.store_counters is not None
+        assert (aux.store_counters.misses, aux.store_counters.corrupt) == (1, 0)
+        assert persist(aux, [1]) == [True]
+    for options in ({"spec": spec}, {"spec": spec, **other}):
+        with stored(tmp_path, **options) as (aux, _):
+            assert restore_into_a_used_block(aux, 1)
+
+
+@fault(
+    "R20",
+    given="a stored file is cut to 10 bytes",
+    peer="SGLang 0.5.23 HiCacheFile",
+    peer_does="a get raises, the key still exists, a set skips it: poisoned for ever",
+    kvroute_does="a counted miss, then absent, then stored anew",
+    also=("cache_manager/testing/contract.py::test_a_deleted_record_is_a_miss_and_can_be_stored_anew",),
+)
+@pytest.mark.parametrize("restarted", [False, True], ids=["open", "restarted"])
+def test_r20_a_damaged_record_can_be_stored_anew(restarted: bool, tmp_path: Path) -> None:
+    """Fault: truncate to 10 bytes, then get, exists, set, get. kvroute: miss, absent, stored, right."""
+    with opened(tmp_path) as store:
+        assert all(put(store, [1, 2]))
+        if restarted:
+            store.close()
+        os.truncate(segments(tmp_path)[0], 10)
+        if not restarted:
+            assert get(store, [1, 2]) == [Absence.CORRUPT] * 2
+            assert store.contains([key_of(1), key_of(2)]) == [False, False]
+            assert all(put(store, [1, 2]))
+            assert get(store, [1, 2]) == [payload_of(1), payload_of(2)]
+    with opened(tmp_path) as store:
+        for number in (1, 2):
+            assert get(store, [number])[0] in (payload_of(number), Absence.MISS)
+        assert all(put(store, [1, 2]))
+        assert get(store, [1, 2]) == [payload_of(1), payload_of(2)]
+
+
+@fault(
+    "R21",
+    given="one byte is flipped while nobody looks",
+    peer="SGLang 0.5.23 HiCacheFile",
+    peer_does="serves it",
+    kvroute_does="a counted miss after the restart, and the block it was to fill has no row",
+    also=("tests/engine/test_engine.py::test_a_damaged_store_costs_time_and_never_a_row",),
+)
+@pytest.mark.parametrize("at", [0, 100, 1000, 2100])
+def test_r21_a_byte_flipped_at_rest_is_a_miss(at: int, tmp_path: Path) -> None:
+    """Fault: flip a byte of the oldest record between two runs. kvroute: no row of it reaches a block.
+
+    It is in an older segment: of those a start reads the headers only.
+    """
+    with stored(tmp_path) as (aux, _):
+        assert all(persist(aux, range(1, 8)) + persist(aux, range(8, 15)))
+    assert len(segments(tmp_path)) == 2
+    flip(segments(tmp_path)[0], PAGE + at)
+    with stored(tmp_path) as (aux, _):
+        assert not restore_into_a_used_block(aux, 1)
+        assert aux.store_counters is not None
+        assert aux.store_counters.hits == 0
+
+
+@fault(
+    "R22",
+    given="SIGKILL in a set",
+    peer="SGLang 0.5.23 HiCacheFile",
+    peer_does="its temporary file counts against no quota and is never removed",
+    kvroute_does="every byte in the directory is in the account, and the quota holds from the start",
+    also=(
+        "tests/storage/test_file_crash.py::test_two_hundred_writers_killed_at_any_time_lose_nothing_that_was_acknowledged_and_synced",
+    ),
+)
+def test_r22_the_quota_counts_what_a_killed_process_left(tmp_path: Path) -> None:
+    """Fault: as R14, then reopen with a limit. kvroute: used bytes are the bytes of the files, within the limit."""
+    killed_before_rename(tmp_path)
+    quota = 2 * (32 << 10)
+    with opened(tmp_path, quota_nbytes=quota) as store:
+        assert store.usage()["used_nbytes"] == file_nbytes(tmp_path) <= quota
+        for first in range(0, 60, 6):
+            assert all(put(store, range(first, first + 6)))
+            assert store.usage()["used_nbytes"] == file_nbytes(tmp_path) <= quota

@@ -1,0 +1,347 @@
+"""``kvroute fsck``: finds whatever is wrong with a file store, repairs it once, and never costs a sound record."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_manager.errors import StorageError, StoreFormatError, StoreLockedError, StoreMissingError
+from cache_manager.ports import Absence
+from cache_manager.record import header_nbytes, pack_header
+from cache_manager.storage.fsck import FsckReport, SegmentReport, fsck
+from cache_manager.storage.mend import flipped_bit, mend_header
+from cache_manager.storage.segment import PAGE_NBYTES
+from cache_manager.testing.contract import LAYOUT, get, header_of, key_of, payload_of, put
+from cache_manager.testing.faults import FaultyDisk
+from kvroute.cli import FAILED, USAGE, main
+from tests.storage.file_stores import RECORD_NBYTES, flip, opened, reading, segments
+
+RECORDS = 14
+HEADER_NBYTES = header_nbytes(LAYOUT)
+
+
+def filled(directory: Path) -> Path:
+    """Fourteen records in three segments, of which two are deleted, closed."""
+    with opened(directory) as store:
+        assert all(put(store, range(RECORDS)))
+        store.backend.delete([key_of(3), key_of(9)])
+    return directory
+
+
+def at(n: int) -> int:
+    """Where record ``n`` lies in its segment; six to a segment."""
+    return PAGE_NBYTES + n % 6 * RECORD_NBYTES
+
+
+def served(directory: Path) -> set[int]:
+    """The numbers that a writer serves from a copy; their bytes are checked."""
+    copy = directory.with_name(directory.name + "-copy")
+    shutil.copytree(directory, copy)
+    with opened(copy) as store:
+        answers = get(store, range(RECORDS))
+    shutil.rmtree(copy)
+    found = {n for n, answer in enumerate(answers) if not isinstance(answer, Absence)}
+    assert all(answers[n] == payload_of(n) for n in found)
+    return found
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "kvroute.lock"}
+
+
+def test_a_sound_store_is_sound_and_is_not_touched(tmp_path: Path) -> None:
+    before = contents(filled(tmp_path))
+    for repair in (False, True):
+        report = fsck(tmp_path, repair=repair)
+        assert report.sound
+        assert report.total("records") == RECORDS - 2
+        assert report.total("deleted") == 2
+        assert report.total("nbytes") == sum(path.stat().st_size for path in segments(tmp_path))
+        assert contents(tmp_path) == before
+
+
+def payload_flip(directory: Path) -> None:
+    flip(segments(directory)[0], at(2) + HEADER_NBYTES + 1000)
+
+
+def header_flip(directory: Path) -> None:
+    flip(segments(directory)[0], at(2) + 40)
+
+
+def header_loss(directory: Path) -> None:
+    for offset in (40, 50):
+        flip(segments(directory)[0], at(2) + offset)
+
+
+def torn_tail(directory: Path) -> None:
+    os.truncate(segments(directory)[2], at(1) + HEADER_NBYTES + 100)
+
+
+def torn_payload(directory: Path) -> None:
+    flip(segments(directory)[2], at(1) + HEADER_NBYTES + 100)
+
+
+def page_flip(directory: Path) -> None:
+    flip(segments(directory)[1], 30)
+
+
+def page_loss(directory: Path) -> None:
+    os.truncate(segments(directory)[1], 100)
+
+
+def unfinished(directory: Path) -> None:
+    (directory / "segment-00000000000000aa.kvr.tmp").write_bytes(b"half")
+
+
+@pytest.mark.parametrize(
+    ("harm", "finding", "lost"),
+    [
+        (payload_flip, {"corrupt": 1}, {2}),
+        (header_flip, {"mendable": 1}, set()),
+        (header_loss, {"lost_nbytes": 4 * RECORD_NBYTES}, {2, 4, 5}),
+        (torn_tail, {"lost_nbytes": HEADER_NBYTES + 100}, {13}),
+        (torn_payload, {"torn": 1, "lost_nbytes": RECORD_NBYTES}, {13}),
+        (page_flip, {"page_damaged": 1}, set()),
+        (page_loss, {"page_missing": 1}, {6, 7, 8, 10, 11}),
+        (unfinished, {}, set()),
+    ],
+)
+def test_what_is_wrong_is_named_repaired_and_then_right(
+    tmp_path: Path, harm: Callable[[Path], None], finding: dict[str, int], lost: set[int]
+) -> None:
+    """A report changes nothing; a repair costs the damaged record only, and a second one finds nothing to do."""
+    harm(filled(tmp_path))
+    before = contents(tmp_path)
+    report = fsck(tmp_path)
+    assert contents(tmp_path) == before
+    assert not report.sound
+    counts = ("corrupt", "mendable", "lost_nbytes", "torn", "page_damaged", "page_missing")
+    found = {count: report.total(count) for count in counts if report.total(count)}
+    assert found.keys() == finding.keys()
+    assert all(finding[count] - 8 < found[count] <= finding[count] for count in found)  # a payload may end in zeros
+    assert report.leftovers == (("segment-00000000000000aa.kvr.tmp",) if harm is unfinished else ())
+    repaired = fsck(tmp_path, repair=True)
+    assert repaired.segments == report.segments
+    assert served(tmp_path) == set(range(RECORDS)) - {3, 9} - lost
+    after = contents(tmp_path)
+    for repair in (False, True):
+        assert fsck(tmp_path, repair=repair).sound
+        assert contents(tmp_path) == after
+    with opened(tmp_path) as store:
+        assert all(put(store, range(RECORDS)))
+        assert get(store, range(RECORDS)) == [payload_of(n) for n in range(RECORDS)]
+
+
+@settings(max_examples=150)
+@given(
+    harms=st.lists(
+        st.tuples(
+            st.integers(0, 2), st.sampled_from(["flip", "cut", "zero", "junk"]), st.floats(0, 1), st.integers(0, 7)
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_repair_never_costs_a_sound_record_and_is_done_once(
+    tmp_path_factory: pytest.TempPathFactory, harms: list[tuple[int, str, float, int]]
+) -> None:
+    """Any damage anywhere; what a store serves before the repair it serves after it, and the next report is clean."""
+    directory = filled(tmp_path_factory.mktemp("fsck") / "store")
+    paths = segments(directory)
+    for which, kind, share, bit in harms:
+        raw = bytearray(paths[which].read_bytes())
+        if not raw:
+            continue
+        offset = min(int(share * len(raw)), len(raw) - 1)
+        if kind == "flip":
+            raw[offset] ^= 1 << bit
+        elif kind == "cut":
+            del raw[offset:]
+        elif kind == "zero":
+            raw[offset : offset + 64] = bytes(len(raw[offset : offset + 64]))
+        else:
+            raw[offset : offset + 64] = np.random.default_rng(bit).bytes(len(raw[offset : offset + 64]))
+        paths[which].write_bytes(raw)
+    before, report = contents(directory), fsck(directory)
+    assert contents(directory) == before
+    refused = any(segment.refused for segment in report.segments)
+    if refused:  # the first bytes are no segment's: left alone, and no store opens
+        fsck(directory, repair=True)
+        assert [segment.refused for segment in fsck(directory).segments if segment.refused]
+        return
+    there = served(directory)
+    fsck(directory, repair=True)
+    assert there <= served(directory)
+    again = fsck(directory, repair=True)
+    assert again.sound
+    assert again.total("records") == len(served(directory))
+
+
+@settings(max_examples=80)
+@given(offset=st.integers(PAGE_NBYTES, PAGE_NBYTES + 6 * RECORD_NBYTES - 1), bit=st.integers(0, 7))
+def test_one_flipped_bit_costs_one_record_at_most(
+    tmp_path_factory: pytest.TempPathFactory, offset: int, bit: int
+) -> None:
+    """Without a repair, a flipped bit in a header costs the rest of its segment at the next opening."""
+    directory = filled(tmp_path_factory.mktemp("bit") / "store")
+    path = segments(directory)[0]
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 1 << bit
+    path.write_bytes(raw)
+    fsck(directory, repair=True)
+    victim = (offset - PAGE_NBYTES) // RECORD_NBYTES
+    assert served(directory) >= set(range(RECORDS)) - {3, 9, victim}
+    assert fsck(directory).sound
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_a_deleted_record_does_not_come_back_by_a_flipped_bit(tmp_path: Path, bit: int) -> None:
+    """Alive and deleted are two bits apart, so that one more wrong bit may look like either; deleted it stays."""
+    path = segments(filled(tmp_path))[0]
+    raw = bytearray(path.read_bytes())
+    raw[at(3) + 3] ^= 1 << bit
+    path.write_bytes(raw)
+    fsck(tmp_path, repair=True)
+    assert served(tmp_path) == set(range(RECORDS)) - {3, 9}
+    assert fsck(tmp_path).sound
+
+
+@given(n=st.integers(0, 50), bit=st.integers(0, 8 * HEADER_NBYTES - 1), other=st.integers(0, 8 * HEADER_NBYTES - 1))
+def test_a_sum_names_the_bit_that_is_wrong(n: int, bit: int, other: int) -> None:
+    whole = pack_header(header_of(n))
+    assert flipped_bit(whole) is None
+    raw = bytearray(whole)
+    raw[bit // 8] ^= 1 << bit % 8
+    assert flipped_bit(bytes(raw)) == bit
+    mended = b"KVRX" + whole[4:] if bytes(raw[:4]) in (b"KVRP", b"KVRZ") else whole
+    assert mend_header(bytes(raw) + payload_of(n)) == (mended, header_of(n))
+    raw[other // 8] ^= 1 << other % 8
+    assert flipped_bit(bytes(raw)) is None  # two are too many, and no bit again is a right sum
+
+
+def test_a_segment_of_another_store_is_named_and_left_alone(tmp_path: Path) -> None:
+    filled(tmp_path / "one")
+    filled(tmp_path / "two")
+    target = tmp_path / "two" / segments(tmp_path / "one")[1].name
+    shutil.copy(segments(tmp_path / "one")[1], target)
+    before = target.read_bytes()
+    (tmp_path / "two" / "notes.txt").write_text("mine")
+    report = fsck(tmp_path / "two", repair=True)
+    assert not report.sound
+    assert "store id" in str(report.segments[1].refused)
+    assert report.foreign == ("notes.txt",)
+    assert target.read_bytes() == before
+    assert "1 files left alone" in report.to_text()
+    assert not fsck(tmp_path / "two").sound
+
+
+def test_a_check_beside_a_writer_reads_and_a_repair_is_refused(tmp_path: Path) -> None:
+    """What is half written at the end of the newest segment is the writer's business; all else is judged."""
+    with opened(tmp_path) as store:
+        put(store, range(8))
+        raw = bytearray(segments(tmp_path)[1].read_bytes())
+        raw[at(8) : at(8) + 200] = pack_header(header_of(8)) + payload_of(8)[: 200 - HEADER_NBYTES]
+        segments(tmp_path)[1].write_bytes(raw)
+        report = fsck(tmp_path)
+        assert report.sound
+        assert str(os.getpid()) in str(report.writer)
+        flip(segments(tmp_path)[0], at(1) + HEADER_NBYTES)
+        assert not fsck(tmp_path).sound
+        with pytest.raises(StoreLockedError, match=f"process {os.getpid()} writes this store"):
+            fsck(tmp_path, repair=True)
+        assert main(["fsck", str(tmp_path), "--repair"]) == USAGE
+        assert main(["fsck", str(tmp_path)]) == FAILED
+
+
+def test_a_writer_that_opens_during_a_check_is_told_so(tmp_path: Path) -> None:
+    filled(tmp_path)
+    tried: list[str] = []
+
+    class Meddling(FaultyDisk):
+        def preadv(self, fd: int, buffers: object, offset: int) -> int:
+            if not tried:
+                with pytest.raises(StoreLockedError) as caught, opened(tmp_path):
+                    raise AssertionError("opened")
+                tried.append(str(caught.value))
+                with reading(tmp_path) as reader:
+                    assert get(reader, [0]) == [payload_of(0)]
+            return super().preadv(fd, buffers, offset)  # type: ignore[arg-type]
+
+    assert fsck(tmp_path, disk=Meddling()).sound
+    assert "kvroute fsck" in tried[0]
+    with opened(tmp_path):
+        pass
+
+
+def test_a_disk_that_fails_is_an_error(tmp_path: Path) -> None:
+    filled(tmp_path)
+    disk = FaultyDisk()
+    disk.read_errno = 5
+    with pytest.raises(StorageError, match="cannot check the store"):
+        fsck(tmp_path, disk=disk)
+
+
+def test_where_there_is_no_store_nothing_is_checked_and_nothing_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for missing in (tmp_path / "empty", tmp_path / "nowhere"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(StoreMissingError):
+            fsck(missing, repair=True)
+        assert main(["fsck", str(missing), "--repair"]) == USAGE
+        assert "there is no store" in capsys.readouterr().err
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    with pytest.raises(StoreFormatError):
+        fsck(tmp_path / "home", repair=True)
+    assert main(["fsck", str(tmp_path / "home")]) == USAGE
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty", "home", "thesis.tex"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "kvroute.cli", "fsck", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_command_as_it_is_typed(tmp_path: Path) -> None:
+    """Sound, not sound, repaired, sound again; the table for people and the file for machines agree."""
+    directory, out = filled(tmp_path / "store"), tmp_path / "report.json"
+    first = run(str(directory))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.endswith(f"{directory}: sound\n")
+    payload_flip(directory)
+    torn_tail(directory)
+    second = run(str(directory), "--json", str(out))
+    assert second.returncode == FAILED
+    assert "kvroute fsck --repair takes away what is wrong" in second.stdout
+    report = json.loads(out.read_text())
+    assert report["sound"] is False
+    assert [segment["corrupt"] for segment in report["segments"]] == [1, 0, 0]
+    third = run(str(directory), "--repair")
+    assert third.returncode == FAILED
+    assert "was not sound and is repaired" in third.stdout
+    for arguments in ((), ("--repair",)):
+        assert run(str(directory), *arguments).returncode == 0
+
+
+def test_the_table_has_a_line_a_segment() -> None:
+    segment = SegmentReport("segment-1.kvr", 1_234_567, records=12, corrupt=1, page_missing=True)
+    text = FsckReport("/store", (segment,), ("segment-2.kvr.tmp",), ("notes",), None, repaired=False).to_text()
+    assert text.splitlines() == [
+        "segment            bytes    records    deleted    corrupt       torn    one bit lost bytes",
+        "segment-1.kvr  1,234,567         12          0          1          0          0          0  no header page",
+        "all            1,234,567         12          0          1          0          0          0",
+        "left unfinished by a crash: segment-2.kvr.tmp",
+        "no part of the store: notes",
+        "/store: not sound; kvroute fsck --repair takes away what is wrong",
+    ]

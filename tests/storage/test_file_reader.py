@@ -1,0 +1,416 @@
+"""Readers of a file store beside its writer: right or missing, whatever the writer does, and never a byte written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from cache_manager.errors import (
+    StorageError,
+    StoreClosedError,
+    StoreFormatError,
+    StoreMissingError,
+    StoreReadOnlyError,
+)
+from cache_manager.ports import Absence
+from cache_manager.record import RecordHeader, checksum, header_nbytes, pack_header
+from cache_manager.storage import open_store
+from cache_manager.storage.file import FileStore
+from cache_manager.storage.reader import FileReader
+from cache_manager.storage.records import RecordStore
+from cache_manager.storage.segment import PAGE_NBYTES
+from cache_manager.testing.contract import LAYOUT, get, header_of, key_of, numbers, payload_of, put, valid_of
+from cache_manager.testing.faults import FaultyDisk
+from tests.storage.file_stores import RECORD_NBYTES, SEGMENT_NBYTES, Clock, child, flip, opened, reading, segments
+from tests.storage.kills import begin_lives
+
+MISSING = Absence.MISS
+NEVER = 1e9
+
+
+def snapshot(directory: Path) -> dict[str, tuple[bytes, int]]:
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.iterdir()}
+
+
+def test_a_reader_sees_what_was_written_when_it_opened_and_more_when_it_looks(tmp_path: Path) -> None:
+    """Ten batches over several segments; the reader's clock stands still, so that only refresh() makes it look."""
+    with opened(tmp_path) as store:
+        put(store, range(3))
+        with reading(tmp_path, refresh_s=NEVER) as reader:
+            assert get(reader, range(4)) == [*(payload_of(n) for n in range(3)), MISSING]
+            for n in range(3, 23, 2):
+                put(store, [n, n + 1])
+                assert get(reader, [n, n + 1]) == [MISSING, MISSING]
+                reader.backend.refresh()  # type: ignore[attr-defined]
+                assert get(reader, range(n + 2)) == [payload_of(m) for m in range(n + 2)]
+            assert reader.counters.corrupt == 0
+
+
+def test_a_miss_makes_a_reader_look_but_not_more_often_than_it_may(tmp_path: Path) -> None:
+    ticks = Clock(0.0)
+    with opened(tmp_path) as store, reading(tmp_path, refresh_s=2.0, ticks=ticks) as reader:
+        put(store, [1])
+        assert get(reader, [1]) == [MISSING]
+        ticks.now_s = 2.0
+        assert get(reader, [1]) == [payload_of(1)]
+        for _ in range(50):
+            assert get(reader, [2]) == [MISSING]
+            assert not any(reader.contains([key_of(2)]))
+        assert reader.usage()["refreshes"] == 2  # opening, and the one that was due
+        put(store, [2])
+        ticks.now_s = 4.0
+        assert reader.contains([key_of(2), key_of(1)]) == [True, True]
+
+
+def test_what_the_writer_drops_stays_readable_until_the_reader_looks(tmp_path: Path) -> None:
+    """The files are gone from the directory; the reader's descriptors keep the bytes, and then let them go."""
+    with opened(tmp_path, quota_nbytes=2 * SEGMENT_NBYTES) as store:
+        put(store, range(6))
+        with reading(tmp_path, refresh_s=NEVER) as reader:
+            put(store, range(6, 24))
+            assert not any(store.contains([key_of(n) for n in range(6)]))
+            assert get(reader, range(6)) == [payload_of(n) for n in range(6)]
+            before = len(os.listdir("/proc/self/fd"))
+            reader.backend.refresh()  # type: ignore[attr-defined]
+            assert get(reader, range(6)) == [MISSING] * 6
+            assert get(reader, [18, 23]) == [payload_of(18), payload_of(23)]
+            assert reader.usage()["used_nbytes"] == store.usage()["used_nbytes"]
+            assert len(os.listdir("/proc/self/fd")) <= before + 1  # one gone, two come
+            assert reader.counters.corrupt == 0
+
+
+def test_a_reader_in_use_lets_dropped_segments_go_after_a_while(tmp_path: Path) -> None:
+    """It has no miss that would make it look."""
+    ticks = Clock(0.0)
+    with opened(tmp_path, quota_nbytes=2 * SEGMENT_NBYTES) as store:
+        put(store, range(7))
+        with reading(tmp_path, ticks=ticks) as reader:
+            put(store, range(7, 18))
+            assert get(reader, [1, 6]) == [payload_of(1), payload_of(6)]
+            ticks.now_s = 60.0
+            assert get(reader, [1, 6]) == [payload_of(1), payload_of(6)]
+            assert get(reader, [1, 6]) == [MISSING, payload_of(6)]
+
+
+def test_a_record_that_the_writer_deletes_is_a_miss_for_readers_at_once(tmp_path: Path) -> None:
+    """And is there again when it was stored anew, which it is in another place."""
+    with opened(tmp_path) as store:
+        put(store, range(8))
+        with reading(tmp_path, refresh_s=NEVER) as reader:
+            store.backend.delete([key_of(1), key_of(7)])
+            assert get(reader, [0, 1, 2, 7]) == [payload_of(0), MISSING, payload_of(2), MISSING]
+            assert reader.contains([key_of(1)]) == [False]
+            assert reader.counters.corrupt == 0
+            put(store, [1])
+            reader.backend.refresh()  # type: ignore[attr-defined]
+            assert get(reader, [0, 1, 7]) == [payload_of(0), payload_of(1), MISSING]
+
+
+def test_a_reader_writes_nothing(tmp_path: Path) -> None:
+    """Put is refused by name; a quarantine hides the record here, from this reader, and changes no byte."""
+    with opened(tmp_path) as store:
+        put(store, range(8))
+    flip(segments(tmp_path)[0], PAGE_NBYTES + RECORD_NBYTES + header_nbytes(LAYOUT) + 9)
+    before = snapshot(tmp_path)
+    with reading(tmp_path) as reader, reading(tmp_path) as other:
+        with pytest.raises(StoreReadOnlyError, match=f"{tmp_path}: opened with mode=read"):
+            put(reader, [9])
+        assert put(reader, []) == []
+        assert get(reader, [0, 1, 2]) == [payload_of(0), Absence.CORRUPT, payload_of(2)]
+        for _ in range(2):
+            assert get(reader, [0, 1, 2]) == [payload_of(0), MISSING, payload_of(2)]
+        assert reader.counters.corrupt == 1
+        assert reader.counters.quarantine_failures == 0
+        assert get(other, [1]) == [Absence.CORRUPT]
+        reader.flush()
+        usage = reader.usage()
+        assert usage["used_nbytes"] + usage["free_nbytes"] == usage["capacity_nbytes"]
+    assert snapshot(tmp_path) == before
+
+
+def test_a_reader_of_a_store_that_it_may_not_write() -> None:
+    """Another user's directory, read only; root gives up its rights first."""
+    code = (
+        "import os, sys\n"
+        "from cache_manager.storage.reader import FileReader\n"
+        "from cache_manager.storage.fsck import fsck\n"
+        "from cache_manager.storage.records import RecordStore\n"
+        "from cache_manager.testing.contract import LAYOUT, get, payload_of\n"
+        "from pathlib import Path\n"
+        "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
+        "directory = Path(sys.argv[1])\n"
+        "assert not os.access(directory, os.W_OK)\n"
+        "store = RecordStore(FileReader(directory), LAYOUT)\n"
+        "assert get(store, [1]) == [payload_of(1)]\n"
+        "assert fsck(directory).sound\n"
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / "store"
+        with opened(directory) as store:
+            put(store, [1])
+        Path(scratch).chmod(0o755)
+        for path in directory.iterdir():
+            path.chmod(0o444)
+        directory.chmod(0o555)
+        done = child(code, str(directory))
+        directory.chmod(0o755)
+    assert done.returncode == 0, done.stderr
+
+
+def test_where_there_is_no_store_there_is_no_reader(tmp_path: Path) -> None:
+    for missing in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(StoreMissingError, match=f"{missing}: there is no store"):
+            FileReader(missing)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(StoreFormatError, match=r"directory: wanted a kvroute store .*thesis.tex"):
+        FileReader(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        FileReader(tmp_path / "file")
+
+
+def test_a_reader_opened_by_url_reads_a_store_that_is_being_written(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, [1])
+        reader = RecordStore(open_store(f"file://{tmp_path}?mode=read&ttl=1h"), LAYOUT)
+        assert get(reader, [1]) == [payload_of(1)]
+        assert put(store, [2]) == [True]
+        reader.close()
+    reader.close()
+    for call in (lambda: get(reader, [1]), lambda: reader.contains([key_of(1)]), reader.flush, reader.usage):
+        with pytest.raises(StoreClosedError):
+            call()
+    with pytest.raises(StoreClosedError):
+        put(reader, [])
+
+
+def test_a_look_that_fails_is_an_error_when_asked_for_and_a_counted_miss_when_not(tmp_path: Path) -> None:
+    with opened(tmp_path) as store, reading(tmp_path) as reader:
+        put(store, [1])
+        assert get(reader, [1]) == [payload_of(1)]
+        foreign = tmp_path / "segment-00000000000000ff.kvr"
+        foreign.write_bytes(b"junk" * 5000)
+        assert get(reader, [1, 2]) == [payload_of(1), MISSING]
+        assert reader.usage()["refresh_failures"] == 1
+        with pytest.raises(StoreFormatError, match=r"segment-00000000000000ff.kvr: magic"):
+            reader.backend.refresh()  # type: ignore[attr-defined]
+        foreign.unlink()
+        put(store, [2])
+        assert get(reader, [1, 2]) == [payload_of(1), payload_of(2)]
+
+
+def test_a_record_in_the_middle_of_its_write_is_missing_and_then_there(tmp_path: Path) -> None:
+    """A header and half a payload are what a reader may find while a batch is written."""
+    with opened(tmp_path) as store:
+        put(store, range(3))
+        where = segments(tmp_path)[0]
+        with where.open("r+b", buffering=0) as file, reading(tmp_path) as reader:
+            file.seek(PAGE_NBYTES + 3 * RECORD_NBYTES)
+            for part in (header_of_bytes(3)[:50], header_of_bytes(3)[50:], payload_of(3)[:2000]):
+                file.write(part)
+                assert get(reader, range(4)) == [*(payload_of(n) for n in range(3)), MISSING]
+            file.write(payload_of(3)[2000:])
+            assert get(reader, range(4)) == [payload_of(n) for n in range(4)]
+            assert reader.counters.corrupt == 0
+
+
+def header_of_bytes(n: int) -> bytes:
+    return pack_header(header_of(n))
+
+
+def test_a_segment_that_was_cut_and_written_anew_is_read_anew(tmp_path: Path) -> None:
+    """The reader stands behind a record that a failed write took back; there, a payload carries a record of its own.
+
+    What the reader takes for the start of a record is now the middle of that payload. It must find what was put, and
+    not the record within.
+    """
+    smuggled = pack_header(header_of(99)) + payload_of(99)
+    large = len(smuggled) + RECORD_NBYTES - header_nbytes(LAYOUT)
+    payload = bytes(RECORD_NBYTES - header_nbytes(LAYOUT)) + smuggled
+    carrier = RecordHeader(key_of(50), LAYOUT.fingerprint, 50, valid_of(50), large, checksum(payload))
+    with opened(tmp_path) as store:
+        put(store, [1, 2])
+    live = segments(tmp_path)[0]
+    with reading(tmp_path, refresh_s=NEVER) as reader:
+        assert get(reader, [1, 2]) == [payload_of(1), payload_of(2)]
+        with live.open("r+b") as file:  # what a writer that failed after record 2 and started again leaves
+            file.truncate(PAGE_NBYTES + RECORD_NBYTES)
+            file.seek(PAGE_NBYTES + RECORD_NBYTES)
+            file.write(pack_header(carrier) + payload)
+            file.truncate(SEGMENT_NBYTES)
+        reader.backend.refresh()  # type: ignore[attr-defined]
+        assert get(reader, [1, 2, 99]) == [payload_of(1), MISSING, MISSING]
+        assert reader.contains([key_of(50)]) == [True]
+
+
+def test_a_sequence_that_is_used_again_is_another_segment(tmp_path: Path) -> None:
+    """All segments expire, the writer starts again and counts from one; the reader has the old file of that name."""
+    clock = Clock()
+    with opened(tmp_path, ttl_s=10, clock=clock) as store:
+        put(store, range(3))
+    with reading(tmp_path) as reader:
+        assert get(reader, [1]) == [payload_of(1)]
+        clock.now_s += 10
+        opened(tmp_path, ttl_s=10, clock=clock).__enter__().close()
+        with opened(tmp_path, ttl_s=10, clock=clock) as store:
+            put(store, [7, 8])
+            assert [path.name for path in segments(tmp_path)] == ["segment-0000000000000001.kvr"]
+            assert get(reader, [1, 7, 8]) == [payload_of(1), payload_of(7), payload_of(8)]
+            assert get(reader, [1, 7, 9]) == [MISSING, payload_of(7), MISSING]
+
+
+def test_a_reader_has_a_time_to_live_of_its_own(tmp_path: Path) -> None:
+    clock = Clock()
+    with opened(tmp_path, clock=clock) as store:
+        put(store, range(8))
+        with reading(tmp_path, ttl_s=60, clock=clock) as reader:
+            assert get(reader, [1]) == [payload_of(1)]
+            clock.now_s += 60
+            assert get(reader, [1, 7]) == [MISSING, MISSING]
+            assert reader.usage()["expired_records"] == 8
+            assert get(store, [1]) == [payload_of(1)]
+
+
+def test_readers_beside_a_writer_that_is_killed_again_and_again(tmp_path: Path) -> None:
+    """Fifteen writers die in one directory, in a small quota, while two threads read: right or missing, never torn."""
+    delays_s = np.random.default_rng(11).uniform(0.03, 0.12, 15).tolist()
+    with opened(tmp_path):
+        pass
+    stop, failures, hits = threading.Event(), [], [0, 0]
+
+    def write() -> None:
+        backend = FileStore(tmp_path, quota_nbytes=4 * SEGMENT_NBYTES, segment_nbytes=SEGMENT_NBYTES)
+        store = RecordStore(backend, LAYOUT)
+        while True:
+            for first in range(0, 120, 5):
+                assert all(put(store, range(first, first + 5)))
+                backend.delete([key_of(first + 2)])
+
+    def read(which: int) -> None:
+        try:
+            with reading(tmp_path, refresh_s=0.001 * which) as reader:
+                while not stop.is_set():
+                    for n, answer in enumerate(get(reader, range(120))):
+                        assert answer in (payload_of(n), MISSING)
+                        hits[which] += answer is not MISSING
+                assert reader.counters.corrupt == 0
+        except BaseException as error:  # noqa: BLE001 - shown below, in the test's own thread
+            failures.append(error)
+
+    lives = begin_lives(write, delays_s)
+    threads = [threading.Thread(target=read, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    _, status = os.waitpid(lives, 0)
+    while not all(hits) and not failures:  # bounded by the test's own timeout
+        stop.wait(0.01)
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert status == 0
+    assert not any(thread.is_alive() for thread in threads)
+
+
+class ReaderMachine(RuleBasedStateMachine):
+    """A writer and two readers, one that looks at every miss and one that looks when told, in any order of events."""
+
+    @initialize(quota=st.integers(2, 5))
+    def start(self, quota: int) -> None:
+        self.scratch = Path(tempfile.mkdtemp())
+        self.quota_nbytes = quota * SEGMENT_NBYTES
+        self.put_ever: set[int] = set()
+        self.deleted: set[int] = set()  # and not put since
+        self.taken_back: set[int] = set()  # in a batch that failed
+        self.open_writer()
+        self.readers = [self.open_reader(0.0), self.open_reader(NEVER)]
+
+    def open_writer(self) -> None:
+        self.disk = FaultyDisk()
+        backend = FileStore(self.scratch, quota_nbytes=self.quota_nbytes, segment_nbytes=SEGMENT_NBYTES, disk=self.disk)
+        self.store = RecordStore(backend, LAYOUT)
+
+    def open_reader(self, refresh_s: float) -> RecordStore:
+        return RecordStore(FileReader(self.scratch, refresh_s=refresh_s), LAYOUT)
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            for each in (*self.readers, self.store):
+                each.close()
+            shutil.rmtree(self.scratch)
+
+    @rule(wanted=numbers)
+    def put(self, wanted: list[int]) -> None:
+        assert all(put(self.store, wanted))
+        self.put_ever.update(wanted)
+        self.deleted.difference_update(wanted)
+
+    @rule(wanted=numbers)
+    def delete(self, wanted: list[int]) -> None:
+        self.store.backend.delete([key_of(n) for n in wanted])
+        self.deleted.update(wanted)
+
+    @rule(wanted=st.lists(st.integers(0, 23), min_size=2, max_size=8, unique=True), nbytes=st.integers(0, 20_000))
+    def a_write_fails_in_the_middle(self, wanted: list[int], nbytes: int) -> None:
+        """Readers may have seen the first records of the batch, which the writer takes back."""
+        self.disk.write_budget_nbytes, self.disk.write_errno = nbytes, errno.EIO
+        self.disk.at_limit = lambda: [reader.contains([key_of(99)]) for reader in self.readers] and None
+        with suppress(StorageError):
+            put(self.store, wanted)
+        self.put_ever.update(wanted)
+        self.taken_back.update(wanted)
+        self.deleted.difference_update(wanted)
+        self.disk.write_budget_nbytes = self.disk.at_limit = None
+
+    @rule()
+    def the_writer_starts_again(self) -> None:
+        self.store.close()
+        self.open_writer()
+
+    @rule()
+    def look(self) -> None:
+        self.readers[1].backend.refresh()  # type: ignore[attr-defined]
+
+    @rule()
+    def another_reader(self) -> None:
+        self.readers[1].close()
+        self.readers[1] = self.open_reader(NEVER)
+
+    @rule(wanted=st.permutations(range(24)))
+    def a_reader_that_looks_sees_what_the_writer_sees(self, wanted: list[int]) -> None:
+        self.readers[0].backend.refresh()  # type: ignore[attr-defined]
+        theirs = get(self.readers[0], wanted)
+        for n, mine, answer in zip(wanted, get(self.store, wanted), theirs, strict=True):
+            assert answer == mine or (n in self.taken_back and answer is Absence.CORRUPT)
+
+    @invariant()
+    def a_record_read_is_the_record_put_or_missing(self) -> None:
+        for reader in self.readers:
+            for n, answer in enumerate(get(reader, range(24))):
+                if answer is MISSING:
+                    continue
+                assert n in self.put_ever
+                assert answer == payload_of(n) or (n in self.taken_back and answer is Absence.CORRUPT)
+
+    @invariant()
+    def what_the_writer_deleted_no_reader_has(self) -> None:
+        """Once it has looked: of a file that was dropped before, an old descriptor still has what was in it."""
+        wanted = sorted(self.deleted)
+        self.readers[0].backend.refresh()  # type: ignore[attr-defined]
+        assert get(self.readers[0], wanted) == [MISSING] * len(wanted)
+
+
+TestReaders = ReaderMachine.TestCase
+TestReaders.settings = settings(max_examples=30, stateful_step_count=20)

@@ -1,0 +1,201 @@
+"""The tiered store keeps the storage contract, whatever its tiers are."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from mooncake_pool import Master, Owner, running_master, running_owner
+
+from cache_manager.errors import StorageError, StoreClosedError
+from cache_manager.keys import BlockKey
+from cache_manager.ports import Absence, StorageBackend
+from cache_manager.record import Buffer, RecordHeader
+from cache_manager.storage import open_store
+from cache_manager.storage.file import FileStore
+from cache_manager.storage.memory import MemoryStore
+from cache_manager.storage.records import RecordStore
+from cache_manager.storage.tiered import TieredSettings, TieredStore
+from cache_manager.testing.contract import LAYOUT, StorageContract, get, key_of, payload_of, put
+from cache_manager.testing.faults import FaultyDisk, FaultyStore
+
+
+def until(what: str, holds: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < give_up_s, f"not within 60 s: {what}"
+        time.sleep(0.02)
+
+
+SMALL = TieredSettings(queue_nbytes=1 << 20, promote_nbytes=1 << 20)
+
+
+class TieredContract(StorageContract):
+    """Of two tiers, with room for a record in each tier and its queue."""
+
+    copies_max = 4
+
+    def settle(self, backend: StorageBackend) -> None:
+        backend.flush()
+
+
+class TestMemoryBeforeFile(TieredContract):
+    machine_settings = settings(max_examples=15, stateful_step_count=20)
+
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
+        file = FileStore(directory, quota_nbytes=capacity_nbytes, segment_nbytes=16 << 10)
+        return TieredStore({"memory": MemoryStore(capacity_nbytes), "file": file}, SMALL)
+
+
+class TestFileBeforeFileWithSmallQueues(TieredContract):
+    """The front has half of the room, queues hold two records, and what does not fit is written through."""
+
+    machine_settings = settings(max_examples=15, stateful_step_count=20)
+
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
+        front = FileStore(directory / "front", quota_nbytes=capacity_nbytes // 2, segment_nbytes=16 << 10)
+        back = FileStore(directory / "back", quota_nbytes=capacity_nbytes, segment_nbytes=16 << 10)
+        limits = TieredSettings(queue_nbytes=9_000, promote_nbytes=9_000)
+        return TieredStore({"front": front, "back": back}, limits)
+
+
+class FlakyStore(FaultyStore):
+    """Every third put, read and look-up fails."""
+
+    def __init__(self, backend: StorageBackend) -> None:
+        super().__init__(backend)
+        self._turns = itertools.count(1)
+
+    def _turn(self) -> None:
+        if next(self._turns) % 3 == 0:
+            raise StorageError("it is the third call")
+
+    def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer]) -> list[bool]:
+        self._turn()
+        return super().put(headers, payloads)
+
+    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        self._turn()
+        return super().get_into(keys, buffers)
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self._turn()
+        return super().contains(keys)
+
+
+class TestFlakyFileBeforeFile(TieredContract):
+    """Goal: a front that fails all the time changes nothing for callers. Its breaker opens at every failure.
+
+    The back has room for all, because what only the front has is a miss while that fails.
+    """
+
+    machine_settings = settings(max_examples=5, stateful_step_count=15)
+    # Its threads want every flush and deletion to succeed; here these say that a breaker is open, and are right.
+    test_threads_see_whole_records_only = None  # type: ignore[assignment]
+
+    def settle(self, backend: StorageBackend) -> None:
+        def flushed() -> bool:
+            try:
+                backend.flush()
+            except StoreClosedError:
+                raise
+            except StorageError:
+                return False
+            return True
+
+        until("a flush meets closed breakers", flushed)
+
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
+        disk = FaultyDisk()
+        disk.call_nbytes_max = 1000
+        front = FileStore(directory / "front", quota_nbytes=capacity_nbytes, segment_nbytes=16 << 10, disk=disk)
+        back = FileStore(directory / "back", quota_nbytes=max(capacity_nbytes, 2 << 20), segment_nbytes=16 << 10)
+        quick = replace(SMALL, pause_ms=1, pause_max_ms=1, failures_max=1, close_ms=30_000)
+        return TieredStore({"front": FlakyStore(front), "back": back}, quick)
+
+
+class TestFileBeforeMooncake(TieredContract):
+    machine_settings = settings(max_examples=3, stateful_step_count=10)
+    master: Master
+    owner: Owner
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _pool(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        file = tmp_path_factory.mktemp("pool") / "segment"
+        with running_master() as master, running_owner(master, file, 1 << 20) as owner:
+            cls.master, cls.owner = master, owner
+            yield
+
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
+        self.owner.segment(directory / "segment", capacity_nbytes)
+        file = f"file://{directory}/front?quota={capacity_nbytes}&segment=16KiB"
+        pool = self.master.url(full_ms=3000, delete_ms=2000, timeout_ms=6000)
+        return open_store(
+            f"tiered:?queue=1MiB&promote=1MiB&flush_ms=90000&close_ms=90000&delete_ms=30000,{file},{pool}"
+        )
+
+
+def test_a_master_is_killed_and_restarted_under_load_behind_a_file_front(tmp_path: Path) -> None:
+    """Goal: hits of the front go on, nothing read is wrong, and the back takes what waited for it, without a restart.
+
+    Method: a reader and a writer work all the time; no call of the store may fail, because the front is well.
+    """
+    with running_master() as master, running_owner(master, tmp_path / "segment", 4 << 20):
+        pool = master.url(timeout_ms=1000, full_ms=300, pause_ms=200, pause_max_ms=1000)
+        front = f"file://{tmp_path}/front?quota=4MiB&segment=64KiB"
+        backend = open_store(f"tiered:?pause_ms=100&pause_max_ms=500&flush_ms=60000,{front},{pool}")
+        assert isinstance(backend, TieredStore)
+        store = RecordStore(backend, LAYOUT)
+        assert all(put(store, range(20)))
+        backend.flush()
+        stop, failures, written = threading.Event(), [], [20]
+
+        def work(step: Callable[[], None]) -> None:
+            try:
+                while not stop.wait(0.005):
+                    step()
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        def read() -> None:
+            last = written[-1]
+            assert get(store, range(20)) == [payload_of(n) for n in range(20)]
+            assert get(store, [last - 1, 10_000]) == [payload_of(last - 1), Absence.MISS]
+
+        def write() -> None:
+            if written[-1] < 300:
+                first = written[-1]
+                assert all(put(store, range(first, first + 2)))
+                written.append(first + 2)
+
+        threads = [threading.Thread(target=work, args=(step,)) for step in (read, write)]
+        for thread in threads:
+            thread.start()
+        master.kill()
+        until("the back is bypassed", lambda: backend.counters.tiers[1].bypassed_reads > 0)
+        hits = backend.counters.tiers[0].hits
+        until("hits go on", lambda: backend.counters.tiers[0].hits > hits + 100)
+        master.start()
+        before = backend.counters.tiers[1].written
+        until("the back is written again", lambda: backend.counters.tiers[1].written > before)
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+        assert not failures
+        backend.flush()
+        counters = backend.counters
+        assert counters.asked == sum(tier.hits for tier in counters.tiers) + counters.misses
+        assert counters.incomplete_misses > 0
+        assert store.counters.corrupt == sum(tier.corrupt for tier in counters.tiers) == 0
+        mooncake = backend._lanes[1].backend
+        late = range(written[-1] - 4, written[-1])
+        assert mooncake.contains([key_of(n) for n in late]) == [True] * 4
+        backend.close()

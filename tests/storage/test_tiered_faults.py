@@ -1,0 +1,660 @@
+"""Tiers that fail, stall, lie, lose and flip bits: no wrong byte, nothing deleted comes back, everything is counted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cache_manager.errors import ConfigError, RecordError, StorageError, StoreClosedError, StoreUnavailableError
+from cache_manager.keys import BlockKey
+from cache_manager.ports import Absence
+from cache_manager.record import Buffer, RecordHeader
+from cache_manager.storage import open_store
+from cache_manager.storage.breaker import State
+from cache_manager.storage.memory import MemoryStore
+from cache_manager.storage.records import RecordStore
+from cache_manager.storage.tiered import TieredSettings, TieredStore, WhenFull
+from cache_manager.testing.contract import LAYOUT, get, header_of, key_of, numbers, payload_of, put
+
+ROOM_NBYTES = 1 << 20
+RECORDS = 24
+WAIT_S = 30.0
+
+
+def until(what: str, holds: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < give_up_s, f"not within {WAIT_S} s: {what}"
+        time.sleep(0.005)
+
+
+class FaultyTier:
+    """A memory store that does what it is told to do wrong; a fault lasts until it is taken away."""
+
+    def __init__(self, capacity_nbytes: int = ROOM_NBYTES) -> None:
+        self.real = MemoryStore(capacity_nbytes)
+        self.failing = False
+        self.slow_s = 0.0
+        self.losing = False  # says True to a put and keeps nothing
+        self.flipping: int | None = None  # this bit of every payload that is read
+        self.lying = False  # answers with the header and bytes of other keys
+        self.full = False
+        self.gate = threading.Event()  # closed: puts wait
+        self.gate.set()
+        self.at_gate = threading.Event()
+        self.puts = 0
+        self.calls = 0
+
+    def _met(self) -> None:
+        self.calls += 1
+        if self.slow_s:
+            time.sleep(self.slow_s)
+        if self.failing:
+            raise StorageError("the tier fails on purpose")
+
+    def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer]) -> list[bool]:
+        self._met()
+        if not self.gate.is_set():
+            self.at_gate.set()
+            assert self.gate.wait(WAIT_S)
+        self.puts += len(headers)
+        if self.full:
+            return [False] * len(headers)
+        if self.losing:
+            return [True] * len(headers)
+        return self.real.put(headers, payloads)
+
+    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        self._met()
+        found = self.real.get_into(keys, buffers)
+        for i, header in enumerate(found):
+            if isinstance(header, RecordHeader) and self.flipping is not None:
+                buffers[i][self.flipping // 8 % len(buffers[i])] ^= 1 << self.flipping % 8
+        if self.lying and len(found) > 1:
+            found = found[1:] + found[:1]
+        return found
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self._met()
+        return self.real.contains(keys)
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        self._met()
+        self.real.delete(keys)
+
+    def flush(self) -> None:
+        self._met()
+
+    def usage(self) -> Mapping[str, int]:
+        if self.failing:
+            raise StorageError("the tier fails on purpose")
+        return self.real.usage()
+
+    def close(self) -> None:
+        self.real.close()
+
+    def has(self, number: int) -> bool:
+        return self.real.contains([key_of(number)])[0]
+
+
+QUICK = TieredSettings(
+    queue_nbytes=8 * LAYOUT.nbytes, promote_nbytes=4 * LAYOUT.nbytes, pause_ms=1, pause_max_ms=2, close_ms=2000
+)
+
+
+class Tiers:
+    def __init__(self, settings_: TieredSettings = QUICK, count: int = 2, capacity_nbytes: int = ROOM_NBYTES) -> None:
+        self.tiers = [FaultyTier(capacity_nbytes) for _ in range(count)]
+        self.front, self.back = self.tiers[0], self.tiers[-1]
+        self.backend = TieredStore({f"tier{i}": tier for i, tier in enumerate(self.tiers)}, settings_)
+        self.store = RecordStore(self.backend, LAYOUT)
+
+    def states(self) -> list[tuple[State, State]]:
+        return [(lane.reads.state, lane.writes.state) for lane in self.backend._lanes]
+
+    def mend(self) -> None:
+        for tier in self.tiers:
+            tier.failing = tier.losing = tier.lying = tier.full = False
+            tier.slow_s, tier.flipping = 0.0, None
+            tier.gate.set()
+
+    def come_back(self) -> None:
+        """No fault any more, every breaker closed, nothing waiting."""
+        self.mend()
+        until("the breakers close", lambda: {s for pair in self.states() for s in pair} == {State.CLOSED})
+        self.backend.flush()
+
+    def close(self) -> None:
+        self.come_back()
+        self.backend.close()
+
+
+@pytest.fixture
+def tiers() -> Iterator[Tiers]:
+    opened = Tiers()
+    yield opened
+    opened.close()
+
+
+def check_counters(backend: TieredStore) -> None:
+    counters = backend.counters
+    hits = sum(tier.hits for tier in counters.tiers)
+    assert counters.asked == hits + counters.misses + counters.corrupt + counters.failed
+    assert counters.incomplete_misses <= counters.misses
+    for tier in counters.tiers:
+        done = tier.written + tier.promoted + tier.refused + tier.cancelled + tier.abandoned
+        assert tier.queued == done + tier.waiting
+        assert tier.queue_hits <= tier.hits
+        assert tier.worker_errors == 0
+
+
+class TieredMachine(RuleBasedStateMachine):
+    """Any calls and faults against a dict; the workers go on meanwhile, so that only what is certain is asserted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.it = Tiers()
+        self.store = self.it.store
+        self.safe: set[int] = set()  # in both tiers, of which one at most was harmed since
+        self.harmed: set[int] = set()
+        self.maybe: set[int] = set()  # may be stored: a put of it was tried since it was deleted
+        self.asked = 0
+
+    def teardown(self) -> None:
+        self.it.close()
+
+    @rule(wanted=numbers)
+    def put(self, wanted: list[int]) -> None:
+        self.maybe |= set(wanted)
+        with suppress(StorageError):
+            assert all(put(self.store, wanted)) or len(self.harmed) == 2
+
+    @rule(wanted=numbers)
+    def get(self, wanted: list[int]) -> None:
+        self.asked += len(wanted)
+        try:
+            answers = get(self.store, wanted)
+        except StorageError:
+            assert len(self.harmed) == 2 or not self.safe & set(wanted), "one tier is well"
+            return
+        for n, answer in zip(wanted, answers, strict=True):
+            assert n not in self.safe or answer == payload_of(n), "one tier is well"
+            if n not in self.maybe:
+                assert isinstance(answer, Absence), f"{n} was deleted"
+            assert isinstance(answer, Absence) or answer == payload_of(n)
+
+    @rule(wanted=numbers)
+    def delete(self, wanted: list[int]) -> None:
+        """Gone from here on, also where a tier cannot delete it yet."""
+        with suppress(StorageError):
+            self.it.backend.delete([key_of(n) for n in wanted])
+        self.safe -= set(wanted)
+        self.maybe -= set(wanted)
+
+    @rule(wanted=numbers)
+    def contains(self, wanted: list[int]) -> None:
+        try:
+            there = self.store.contains([key_of(n) for n in wanted])
+        except StorageError:
+            return
+        assert all(n in self.maybe for n, here in zip(wanted, there, strict=True) if here)
+
+    def _harm(self, tier: int) -> None:
+        self.harmed.add(tier)
+        if len(self.harmed) == 2:
+            self.safe.clear()
+
+    @rule(tier=st.integers(0, 1), fault=st.sampled_from(["failing", "losing", "lying", "full"]))
+    def break_a_tier(self, tier: int, fault: str) -> None:
+        self._harm(tier)
+        setattr(self.it.tiers[tier], fault, True)
+
+    @rule(tier=st.integers(0, 1))
+    def slow_a_tier(self, tier: int) -> None:
+        self.it.tiers[tier].slow_s = 0.002
+
+    @rule(tier=st.integers(0, 1), bit=st.integers(0, 8 * LAYOUT.nbytes - 1))
+    def flip_bits_of_a_tier(self, tier: int, bit: int) -> None:
+        self._harm(tier)
+        self.it.tiers[tier].flipping = bit
+
+    @rule(tier=st.integers(0, 1), n=st.integers(0, RECORDS - 1))
+    def a_tier_loses_a_record(self, tier: int, n: int) -> None:
+        self._harm(tier)
+        self.it.tiers[tier].real.delete([key_of(n)])
+
+    @rule()
+    def faults_end(self) -> None:
+        self.it.mend()
+
+    @precondition(lambda self: self.maybe)
+    @rule()
+    def after_faults_everything_put_is_in_every_tier_and_nothing_deleted_is(self) -> None:
+        """What is put when all is well; more is not promised: a tier may have lost what it said it had."""
+        self.it.come_back()
+        wanted = sorted(self.maybe)
+        for n in wanted:  # one by one: the queue has room for a few, and waiting for it is not the point here
+            assert put(self.store, [n]) == [True]
+            self.it.backend.flush()
+        self.safe, self.harmed = set(wanted), set()
+        assert sum(tier.waiting_nbytes for tier in self.it.backend.counters.tiers) == 0
+        for tier in self.it.tiers:
+            assert [n for n in range(RECORDS) if tier.has(n)] == wanted
+        self.asked += RECORDS
+        for n, answer in enumerate(get(self.store, range(RECORDS))):
+            assert answer == (payload_of(n) if n in self.maybe else Absence.MISS)
+
+    @invariant()
+    def counters_sum_to_what_was_asked(self) -> None:
+        check_counters(self.it.backend)
+        assert self.it.backend.counters.asked == self.asked
+
+    @invariant()
+    def queues_are_bounded(self) -> None:
+        for tier in self.it.backend.counters.tiers:
+            assert tier.waiting_nbytes <= QUICK.queue_nbytes + QUICK.promote_nbytes
+
+    @invariant()
+    def bytes_used_plus_free_equal_capacity(self) -> None:
+        usage = self.store.usage()
+        assert usage["used_nbytes"] + usage["free_nbytes"] == usage["capacity_nbytes"]
+        assert usage["free_nbytes"] >= 0
+
+
+TestTiered = TieredMachine.TestCase
+TestTiered.settings = settings(max_examples=40, stateful_step_count=30)
+
+
+# Reading through and promoting.
+
+
+def test_each_key_is_counted_for_the_tier_that_had_it(tiers: Tiers) -> None:
+    store, backend = tiers.store, tiers.backend
+    put(store, range(6))
+    backend.flush()
+    tiers.front.real.delete([key_of(n) for n in (1, 3)])
+    assert get(store, [0, 1, 2, 3, 9]) == [*(payload_of(n) for n in range(4)), Absence.MISS]
+    counters = backend.counters
+    assert [tier.hits for tier in counters.tiers] == [2, 2]
+    assert (counters.asked, counters.misses, counters.incomplete_misses, counters.corrupt) == (5, 1, 0, 0)
+
+
+def test_what_a_later_tier_had_is_put_into_the_earlier_ones_once() -> None:
+    """Method: the front's worker is held at its put while the record is asked for again and again."""
+    it = Tiers(count=3)
+    it.back.real.put([header_of(1)], [payload_of(1)])
+    it.front.gate.clear()
+    for _ in range(5):
+        assert get(it.store, [1]) == [payload_of(1)]
+    assert it.front.at_gate.wait(WAIT_S)
+    it.front.gate.set()
+    it.backend.flush()
+    assert [tier.has(1) for tier in it.tiers] == [True] * 3
+    assert [tier.promoted for tier in it.backend.counters.tiers] == [1, 1, 0]
+    assert it.front.puts == 1
+    get(it.store, [1])
+    it.backend.flush()
+    assert it.front.puts == 1
+    check_counters(it.backend)
+    it.close()
+
+
+def test_promotion_is_bounded_and_what_it_leaves_out_is_counted(tiers: Tiers) -> None:
+    """The front's worker stands still; four records may wait."""
+    for n in range(10):
+        tiers.back.real.put([header_of(n)], [payload_of(n)])
+    tiers.front.gate.clear()
+    assert get(tiers.store, range(10)) == [payload_of(n) for n in range(10)]
+    front = tiers.backend.counters.tiers[0]
+    assert (front.waiting, front.dropped_promotions) == (4, 6)
+    tiers.front.gate.set()
+    tiers.backend.flush()
+    assert [tiers.front.has(n) for n in range(10)] == [True] * 4 + [False] * 6
+
+
+def test_without_promotion_nothing_moves_to_the_front() -> None:
+    it = Tiers(TieredSettings(promote_nbytes=0))
+    it.back.real.put([header_of(1)], [payload_of(1)])
+    assert get(it.store, [1]) == [payload_of(1)]
+    it.backend.flush()
+    assert not it.front.has(1)
+    assert it.backend.counters.tiers[0].dropped_promotions == 0
+    it.close()
+
+
+@pytest.mark.parametrize("bit", [0, 8 * LAYOUT.nbytes - 1])
+def test_a_corrupt_front_copy_is_healed_from_the_back(tiers: Tiers, bit: int) -> None:
+    """The caller gets the record; the bad copy is deleted in its own tier only, and a good one takes its place."""
+    store, backend = tiers.store, tiers.backend
+    put(store, range(3))
+    backend.flush()
+    bad = bytearray(payload_of(1))
+    bad[bit // 8] ^= 1 << bit % 8
+    tiers.front.real.delete([key_of(1)])
+    tiers.front.real.put([header_of(1)], [bytes(bad)])
+    assert get(store, range(3)) == [payload_of(n) for n in range(3)]
+    backend.flush()
+    buffer = memoryview(bytearray(LAYOUT.nbytes))
+    assert tiers.front.real.get_into([key_of(1)], [buffer]) == [header_of(1)]
+    assert bytes(buffer) == payload_of(1)
+    assert tiers.back.has(1)
+    counters = backend.counters
+    assert [tier.corrupt for tier in counters.tiers] == [1, 0]
+    assert [tier.hits for tier in counters.tiers] == [2, 1]
+    assert store.counters.corrupt == counters.corrupt == 0
+
+
+def test_corrupt_in_every_tier_is_corrupt_and_can_be_put_anew(tiers: Tiers) -> None:
+    put(tiers.store, [1])
+    tiers.backend.flush()
+    tiers.front.flipping = tiers.back.flipping = 77
+    assert get(tiers.store, [1]) == [Absence.CORRUPT]
+    tiers.mend()
+    assert tiers.store.counters.corrupt == tiers.backend.counters.corrupt == 1
+    assert get(tiers.store, [1]) == [Absence.MISS]
+    assert put(tiers.store, [1]) == [True]
+    assert get(tiers.store, [1]) == [payload_of(1)]
+
+
+def test_a_bad_front_copy_does_not_cost_the_good_one_of_a_tier_that_is_down(tiers: Tiers) -> None:
+    put(tiers.store, [1])
+    tiers.backend.flush()
+    tiers.front.flipping, tiers.back.failing = 5, True
+    assert get(tiers.store, [1]) == [Absence.MISS]
+    assert tiers.backend.counters.incomplete_misses == 1
+    tiers.come_back()
+    assert get(tiers.store, [1]) == [payload_of(1)]
+
+
+def test_a_record_whose_front_copy_was_evicted_is_read_from_the_queue_and_reaches_the_back() -> None:
+    """The front has room for two records and the back stands still."""
+    front, back = FaultyTier(2 * LAYOUT.nbytes), FaultyTier()
+    backend = TieredStore({"front": front, "back": back}, QUICK)
+    store = RecordStore(backend, LAYOUT)
+    back.gate.clear()
+    put(store, range(6))
+    assert not front.has(0)
+    assert get(store, [0]) == [payload_of(0)]
+    assert backend.counters.tiers[1].queue_hits == 1
+    assert store.contains([key_of(n) for n in range(7)]) == [True] * 6 + [False]
+    back.gate.set()
+    backend.flush()
+    assert all(back.has(n) for n in range(6))
+    backend.close()
+
+
+# A full queue.
+
+
+@pytest.mark.parametrize("when_full", WhenFull)
+def test_a_full_queue_has_the_outcome_that_was_chosen(when_full: WhenFull) -> None:
+    """Two records may wait; the back's worker stands still with them while more are put."""
+    it = Tiers(TieredSettings(queue_nbytes=2 * LAYOUT.nbytes, when_full=when_full))
+    it.back.gate.clear()
+    put(it.store, [0])
+    assert it.back.at_gate.wait(WAIT_S)
+    it.back.at_gate.clear()
+    writer = threading.Thread(target=put, args=(it.store, [1, 2, 3]))
+    writer.start()
+    if when_full is WhenFull.DROP:
+        writer.join(WAIT_S)
+        assert not writer.is_alive()
+    else:
+        assert it.back.at_gate.wait(WAIT_S), "the caller writes to the back itself"
+        assert writer.is_alive()
+    assert it.backend.counters.tiers[1].waiting == 2
+    it.back.gate.set()
+    writer.join(WAIT_S)
+    it.backend.flush()
+    back = it.backend.counters.tiers[1]
+    assert (back.written, back.written_through, back.dropped) == ((2, 0, 2) if when_full == "drop" else (2, 2, 0))
+    assert [it.back.has(n) for n in range(4)] == [True, True, when_full == "write", when_full == "write"]
+    it.close()
+
+
+# Deleting.
+
+
+def test_a_record_that_is_deleted_while_it_is_written_back_does_not_come_back(tiers: Tiers) -> None:
+    """Method: the worker is stopped inside the back's put; the deletion waits, and is hidden at once."""
+    tiers.back.gate.clear()
+    put(tiers.store, [1, 2])
+    assert tiers.back.at_gate.wait(WAIT_S)
+    deleter = threading.Thread(target=tiers.backend.delete, args=([key_of(1)],))
+    deleter.start()
+    until("it is hidden", lambda: get(tiers.store, [1]) == [Absence.MISS])
+    tiers.back.gate.set()
+    deleter.join(WAIT_S)
+    assert not deleter.is_alive()
+    tiers.backend.flush()
+    assert (tiers.front.has(1), tiers.back.has(1), tiers.back.has(2)) == (False, False, True)
+    assert tiers.backend.counters.tiers[1].waiting_nbytes == 0
+    check_counters(tiers.backend)
+
+
+def test_a_record_that_is_deleted_while_it_is_promoted_does_not_come_back(tiers: Tiers) -> None:
+    """The one in flight into the front, and the one that a reader is just about to promote."""
+    for n in (1, 2):
+        tiers.back.real.put([header_of(n)], [payload_of(n)])
+    tiers.front.gate.clear()
+    get(tiers.store, [1])
+    assert tiers.front.at_gate.wait(WAIT_S)
+    deleter = threading.Thread(target=tiers.backend.delete, args=([key_of(1), key_of(2)],))
+    real, seen = tiers.back.get_into, []
+
+    def delete_meanwhile(keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        found = real(keys, buffers)
+        deleter.start()
+        until("it is deleted in the back", lambda: not tiers.back.has(2))
+        tiers.front.gate.set()
+        deleter.join(WAIT_S)
+        seen.extend(found)
+        return found
+
+    tiers.back.get_into = delete_meanwhile  # type: ignore[method-assign]
+    assert get(tiers.store, [2]) == [payload_of(2)], "the reader was first"
+    tiers.back.get_into = real  # type: ignore[method-assign]
+    assert seen == [header_of(2)]
+    tiers.backend.flush()
+    assert not any(tier.has(n) for tier in tiers.tiers for n in (1, 2))
+    assert get(tiers.store, [1, 2]) == [Absence.MISS] * 2
+
+
+def test_a_deletion_is_not_paid_by_an_earlier_one(tiers: Tiers) -> None:
+    """Method: the worker has deleted the key and not yet said so; a slow put of it lands, and it is deleted anew."""
+    put(tiers.store, [1])
+    tiers.backend.flush()
+    lane, real = tiers.backend._lanes[1], tiers.back.real.delete
+    again = threading.Thread(target=tiers.backend.delete, args=([key_of(1)],))
+
+    def delete(keys: Sequence[BlockKey]) -> None:
+        real(keys)
+        if not again.ident:
+            tiers.back.real.put([header_of(1)], [payload_of(1)])
+            number = lane.owed[key_of(1)]
+            again.start()
+            until("it is deleted again", lambda: lane.owed[key_of(1)] != number)
+
+    tiers.back.real.delete = delete  # type: ignore[method-assign]
+    tiers.backend.delete([key_of(1)])
+    again.join(WAIT_S)
+    assert not tiers.back.has(1)
+    assert get(tiers.store, [1]) == [Absence.MISS]
+
+
+def test_a_deletion_that_a_tier_cannot_make_is_an_error_and_is_made_when_it_can(tiers: Tiers) -> None:
+    put(tiers.store, [1, 2])
+    tiers.backend.flush()
+    tiers.back.failing = True
+    with pytest.raises(StorageError, match="tier1: the tier fails on purpose"):
+        tiers.backend.delete([key_of(1)])
+    tiers.back.failing = False
+    assert get(tiers.store, [1]) == [Absence.MISS]
+    until("it is deleted", lambda: not tiers.back.has(1))
+    assert put(tiers.store, [1]) == [True]
+    tiers.backend.flush()
+    assert tiers.back.has(1)
+    assert get(tiers.store, [1, 2]) == [payload_of(1), payload_of(2)]
+
+
+# Breakers.
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_dead_tier_is_bypassed_and_comes_back_without_a_restart(dead: int) -> None:
+    """Goal: the other tier's hits and puts go on, and the dead one is not called but by its probe."""
+    it = Tiers(TieredSettings(pause_ms=60_000, pause_max_ms=60_000))
+    tier, lane = it.tiers[dead], it.backend._lanes[dead]
+    put(it.store, range(8))
+    it.backend.flush()
+    tier.failing = True
+    for n in range(8, 14):
+        assert put(it.store, [n]) == [True]
+        assert get(it.store, [0, n, 99]) == [payload_of(0), payload_of(n), Absence.MISS]
+    until("both breakers open", lambda: not lane.reads.closed and not lane.writes.closed)
+    calls, before = tier.calls, it.backend.counters.tiers[dead]
+    assert get(it.store, [1, 99]) == [payload_of(1), Absence.MISS]
+    assert put(it.store, [14]) == [True]
+    after = it.backend.counters.tiers[dead]
+    assert tier.calls == calls
+    assert after.bypassed_reads > before.bypassed_reads
+    assert it.backend.usage()["stale_tiers"] == 1
+    tier.failing = False
+    with it.backend._changed:  # the pause is over
+        lane.reads.until = lane.writes.until = 0.0
+        it.backend._changed.notify_all()
+    it.backend.flush()
+    assert all(tier.has(n) for n in range(15)), "what waited has arrived"
+    assert get(it.store, range(15)) == [payload_of(n) for n in range(15)]
+    check_counters(it.backend)
+    it.close()
+
+
+def test_only_when_every_tier_fails_is_it_an_error_and_it_names_every_cause(tiers: Tiers) -> None:
+    put(tiers.store, [1])
+    tiers.backend.flush()
+    tiers.front.failing = tiers.back.failing = True
+    with pytest.raises(StorageError, match=r"no tier answered: the tier fails.*; the tier fails"):
+        get(tiers.store, [1, 2])
+    with pytest.raises(StorageError, match="no tier answered"):
+        put(tiers.store, [3])
+    with pytest.raises(StorageError, match="no tier answered"):
+        tiers.store.contains([key_of(1)])
+    counters = tiers.backend.counters
+    assert (counters.asked, counters.failed) == (2, 2)
+
+    def unavailable() -> bool:
+        with pytest.raises(StorageError) as caught:
+            get(tiers.store, [1])
+        return isinstance(caught.value, StoreUnavailableError)
+
+    until("the breakers answer", unavailable)
+    tiers.come_back()
+    assert get(tiers.store, [1]) == [payload_of(1)]
+    check_counters(tiers.backend)
+
+
+def test_a_tier_without_room_leaves_the_record_to_the_next(tiers: Tiers) -> None:
+    tiers.front.full = True
+    assert put(tiers.store, [1]) == [True]
+    assert tiers.back.has(1)
+    tiers.back.full = True
+    assert put(tiers.store, [2]) == [False]
+    assert get(tiers.store, [1, 2]) == [payload_of(1), Absence.MISS]
+
+
+def test_flush_says_what_still_waits() -> None:
+    it = Tiers(TieredSettings(flush_ms=50))
+    it.back.gate.clear()
+    put(it.store, [1, 2, 3])
+    assert it.back.at_gate.wait(WAIT_S)
+    with pytest.raises(StorageError, match="3 records and 0 deletions still wait for tier tier1"):
+        it.backend.flush()
+    it.back.gate.set()
+    it.come_back()
+    assert it.back.has(3)
+    it.close()
+
+
+def test_closing_waits_for_the_queue_and_says_what_it_left() -> None:
+    it = Tiers()
+    it.back.slow_s = 0.05
+    put(it.store, range(4))
+    it.backend.close()
+    assert it.backend.counters.tiers[1].written == 4
+    it = Tiers(TieredSettings(close_ms=100))
+    it.back.failing = True
+    put(it.store, range(4))
+    with pytest.raises(StorageError, match="tier1 was closed before it got 4 records and 0 deletions"):
+        it.backend.close()
+    it.backend.close()
+    assert it.backend.counters.tiers[1].abandoned == 4
+    check_counters(it.backend)
+    with pytest.raises(StoreClosedError):
+        it.backend.usage()
+
+
+def test_a_record_that_one_tier_will_never_take_does_not_hold_up_the_others() -> None:
+    """A memory store holds records of one size; the queue goes on behind one of another size."""
+    it = Tiers()
+    it.back.real.put([header_of(50, 128)], [payload_of(50, 128)])
+    it.back.real.delete([key_of(50)])
+    put(it.store, [1])
+    it.backend.flush()
+    assert it.backend.counters.tiers[1].refused == 1
+    assert get(it.store, [1]) == [payload_of(1)]
+    with pytest.raises(RecordError, match="payload size"):
+        it.backend.put([header_of(2, 256)], [payload_of(2, 256)])
+    assert all(state is State.CLOSED for pair in it.states() for state in pair)
+    it.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("tiered:", "tiered: store tiers: wanted URLs"),
+        ("tiered:memory:", "tiered: store tiers: wanted 2 or more, got 1"),
+        ("tiered:memory:,redis://h", "store scheme: wanted one of .*, got 'redis'"),
+        ("tiered:tiered:memory:,memory:", "tiered: store tiers: wanted URLs that are not tiered"),
+        ("tiered:/dir,memory:", "tiered: store tiers: wanted URLs"),
+        ("tiered:?queue=0,memory:,memory:", "tiered: store parameter queue: wanted a positive whole number"),
+        (
+            "tiered:?size=1MiB,memory:,memory:",
+            "tiered: store parameter: wanted one of queue, promote, full.* got 'size'",
+        ),
+        ("tiered:?full=wait,memory:,memory:", "tiered: store parameter full: wanted one of write, drop, got 'wait'"),
+        ("tiered:?flush_ms=0,memory:,memory:", "tiered: store parameter flush_ms: wanted 1 to 600000, got 0"),
+        (
+            "tiered:?flush_ms=1s,memory:,memory:",
+            "tiered: store parameter flush_ms: wanted whole milliseconds, got '1s'",
+        ),
+        (
+            "tiered:memory:?capacity=1MiB,memory:?quota=1",
+            "memory: store parameter: wanted one of capacity, got 'quota'",
+        ),
+        ("memory:memory:", "memory: store path: wanted none"),
+        ("file:file:///x", "file: store path"),
+    ],
+)
+def test_a_url_that_cannot_be_is_a_config_error(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_store(url)
+
+
+def test_a_url_sets_what_it_names() -> None:
+    url = "tiered:?queue=1MiB&promote=0&full=drop&delete_ms=7,memory:?capacity=1MiB,memory:?capacity=2MiB"
+    backend = open_store(url)
+    assert isinstance(backend, TieredStore)
+    wanted = TieredSettings(queue_nbytes=1 << 20, promote_nbytes=0, when_full=WhenFull.DROP, delete_ms=7)
+    assert backend.settings == wanted
+    usage = backend.usage()
+    assert (usage["tier0_capacity_nbytes"], usage["tier1_capacity_nbytes"]) == (1 << 20, 2 << 20)
+    assert usage["capacity_nbytes"] == (3 << 20) + 2 * (1 << 20)
+    backend.close()

@@ -1,0 +1,117 @@
+"""The page about a store of one's own tells the truth: its code is taken from it, proven by the contract and found."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import settings
+
+from cache_manager.errors import StorageError
+from cache_manager.ports import StorageBackend
+from cache_manager.storage import GROUP
+from cache_manager.storage.memory import MemoryStore
+from cache_manager.storage.tiered import TieredSettings, TieredStore
+from cache_manager.testing.contract import StorageContract
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "concepts" / "your-own-store.md").read_text()
+LINES_MAX = 60
+
+
+def block(language: str) -> str:
+    """The one block of that language on the page."""
+    (code,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    assert isinstance(code, str)
+    return code
+
+
+def run(name: str, code: str) -> ModuleType:
+    module = ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(code, f"your-own-store.md: {name}", "exec"), module.__dict__)  # noqa: S102 - our own page
+    return module
+
+
+sqlite_store = run("sqlite_store", block("python"))
+TestSqliteStore: type[StorageContract] = run("test_sqlite_store", block("py")).TestSqliteStore
+
+
+def test_the_backend_has_at_most_sixty_lines() -> None:
+    assert len([line for line in block("python").splitlines() if line.strip()]) <= LINES_MAX
+
+
+def test_what_sqlite_cannot_do_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="unable to open"):
+        sqlite_store.SqliteStore(tmp_path / "no such directory" / "x.db", 1 << 20)
+    (tmp_path / "x.db").write_bytes(b"not a database" * 1000)
+    with pytest.raises(StorageError, match="not a database"):
+        sqlite_store.SqliteStore(tmp_path / "x.db", 1 << 20)
+
+
+class TestSqliteStoreBehindMemory(StorageContract):
+    """A stranger's store is as good a tier as any."""
+
+    copies_max = 4
+    machine_settings = settings(max_examples=5, stateful_step_count=15)
+
+    def settle(self, backend: StorageBackend) -> None:
+        backend.flush()
+
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
+        back = sqlite_store.SqliteStore(directory / "x.db", capacity_nbytes)
+        limits = TieredSettings(queue_nbytes=1 << 20, promote_nbytes=1 << 20)
+        return TieredStore({"memory": MemoryStore(capacity_nbytes), "sqlite": back}, limits)
+
+
+OPEN = """
+import sys
+from cache_manager.errors import ConfigError
+from cache_manager.storage import open_store
+from cache_manager.storage.records import RecordStore
+from cache_manager.testing.contract import LAYOUT, get, payload_of, put
+
+for url in (f"sqlite://{sys.argv[1]}/a.db?capacity=1MiB", f"tiered:memory:?capacity=1MiB,sqlite://{sys.argv[1]}/b.db"):
+    for _ in range(2):
+        store = RecordStore(open_store(url), LAYOUT)
+        assert all(put(store, range(5)))
+        assert get(store, range(5)) == [payload_of(n) for n in range(5)]
+        store.close()
+try:
+    open_store("redis://h")
+except ConfigError as error:
+    assert "sqlite" in str(error), error
+else:
+    raise AssertionError("redis was opened")
+"""
+
+
+def test_an_installed_package_is_found_by_its_entry_point(tmp_path: Path) -> None:
+    """Method: what pip would leave in site-packages, written from the page, on another process's path."""
+    site, places = tmp_path / "site", tmp_path / "places"
+    information = site / "kvroute_sqlite-1.0.dist-info"
+    information.mkdir(parents=True)
+    places.mkdir()
+    (site / "sqlite_store.py").write_text(block("python"))
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: kvroute-sqlite\nVersion: 1.0\n")
+    groups = tomllib.loads(block("toml"))["project"]["entry-points"]
+    assert list(groups) == [GROUP]
+    lines = [f"{name} = {value}" for name, value in groups[GROUP].items()]
+    (information / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines]) + "\n")
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "error", "-c", OPEN, str(places)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {file.name for file in places.glob("*.db")} == {"a.db", "b.db"}
