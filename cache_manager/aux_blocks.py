@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.archive import Archive, Companion, PersistJob, RestoreJob
-from cache_manager.carrier import LocalCarrier, LocalCopier
+from cache_manager.carrier import LocalCarrier, LocalCopier, Transport
 from cache_manager.checks import integers
 from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, SpecError
 from cache_manager.jobs import Job, JobLimits, JobRunner
@@ -24,7 +23,7 @@ from cache_manager.keys import BlockKey, KeyChain, Namespace
 from cache_manager.ledger import AuxCounters, Ledger
 from cache_manager.lifecycle import Blocks, State
 from cache_manager.move import Followers, Move, Pairs
-from cache_manager.ports import Copier, Lookup, RecordCarrier, Region, StorageBackend
+from cache_manager.ports import Lookup, Region, StorageBackend
 from cache_manager.regions.heap import HeapRegion
 from cache_manager.regions.shared import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
@@ -54,9 +53,9 @@ class AuxBlocks:
     not given). With ``memory="shared"`` the rows lie in SharedMemory regions that other processes can attach. At most
     ``steps_max`` steps may be in flight.
 
-    The thread that asks moves the bytes, to and from ``store``, unless somebody else does: ``carrier`` is called once,
-    with the device region, and what it answers stores and restores in place of ``store``; ``copier`` copies the rows of
-    moves. Store, carrier and copier stay the caller's to close. ``jobs`` bounds what the store is
+    The thread that asks moves the bytes, to and from ``store``, unless somebody else does: ``transport``, called once
+    with the device and the host region, answers what copies the rows of moves, and stores and restores in
+    place of ``store``. Store and transport stay the caller's to close. ``jobs`` bounds what the store is
     asked to do in the background.
 
     Methods that take blocks succeed for all of them or raise and change nothing.
@@ -70,8 +69,7 @@ class AuxBlocks:
         namespace: Namespace,
         host_blocks: int = 0,
         store: StorageBackend | None = None,
-        carrier: Callable[[Region], RecordCarrier] | None = None,
-        copier: Copier | None = None,
+        transport: Callable[[Region, Region | None], Transport] | None = None,
         required: Sequence[str] | None = None,
         memory: Literal["heap", "shared"] = "heap",
         steps_max: int = 64,
@@ -86,8 +84,8 @@ class AuxBlocks:
         if isinstance(specs, AuxBlockDataSpec):
             raise SpecError("specs", "a sequence of AuxBlockDataSpec", "a single one")
         self.layout = RecordLayout(tuple(specs))
-        if store is not None and carrier is not None:
-            raise ConfigError("carrier", "a store or a carrier", "both")
+        if store is not None and transport is not None:
+            raise ConfigError("transport", "a store or a transport", "both")
         names = [s.name for s in self.layout.specs] if required is None else list(required)
         if not names:
             raise ConfigError("required", "at least one spec's name", "none")
@@ -100,17 +98,26 @@ class AuxBlocks:
         try:
             if host_blocks:
                 self._open_host = Tier("host", self._region(memory, host_blocks, "swap"))
+            moved_by = self._transport(store, transport)
         except BaseException:
-            self._open_device.close()
+            for tier in (self._open_host, self._open_device):
+                if tier:
+                    tier.close()
             raise
-        self._copier: Copier = copier or LocalCopier()
+        self._copier = moved_by.copier
         self._runner = JobRunner(jobs or JobLimits())
         self._archive = None
-        if store is not None:
-            carrier = partial(LocalCarrier, records=RecordStore(store, self.layout))
-        if carrier is not None:
-            device = self._device
-            self._archive = Archive(carrier(device.region), device, self._ledger, self._required, self._runner)
+        if moved_by.carrier is not None:
+            self._archive = Archive(moved_by.carrier, self._device, self._ledger, self._required, self._runner)
+
+    def _transport(
+        self, store: StorageBackend | None, transport: Callable[[Region, Region | None], Transport] | None
+    ) -> Transport:
+        device, host = self._open_device.region, self._open_host.region if self._open_host else None
+        if transport is not None:
+            return transport(device, host)
+        records = None if store is None else RecordStore(store, self.layout)
+        return Transport(LocalCopier(), LocalCarrier(device, records) if records else None)
 
     def _region(self, memory: str, blocks: int, purpose: Literal["host", "swap"]) -> Region:
         if memory == "heap":

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from cache_manager.keys import BlockKey
-from cache_manager.ports import Absence, Region
+from cache_manager.ports import Absence, Copier, RecordCarrier, Region
 from cache_manager.record import RecordHeader
 from cache_manager.storage.records import RecordCounters, RecordStore
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """What moves the bytes of blocks, from region to region and, unless ``carrier`` is ``None``, to a store."""
+
+    copier: Copier
+    carrier: RecordCarrier | None
 
 
 class LocalCarrier:
@@ -67,4 +76,4 @@ def _release(views: list[memoryview]) -> None:
             view.release()
 
 
-__all__ = ["LocalCarrier", "LocalCopier"]
+__all__ = ["LocalCarrier", "LocalCopier", "Transport"]

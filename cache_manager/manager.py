@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,14 @@ from cache_manager.archive import Companion, PersistJob
 from cache_manager.aux_blocks import AuxBlocks, Rows, TierName
 from cache_manager.checks import integers
 from cache_manager.errands import Errand, Errands, check_owner
-from cache_manager.errors import BlockBusyError, BlockStateError, ConfigError, InvalidInputError, StorageError
+from cache_manager.errors import (
+    BlockBusyError,
+    BlockStateError,
+    ConfigError,
+    InvalidInputError,
+    StorageError,
+    TransferProcessError,
+)
 from cache_manager.keys import BlockKey, KeyChain, Tokens
 from cache_manager.ports import BlockMover, HitPolicy
 from cache_manager.prefix_index import PrefixIndex
@@ -61,6 +69,7 @@ class ManagerCounters:
     store_failures: int = 0
     errands_refused: int = 0
     restores_abandoned: int = 0
+    moves_failed: int = 0
 
 
 @dataclass(slots=True)
@@ -80,6 +89,7 @@ class BlockManager:
 
     With ``policy="gate"`` a cached block counts as a hit only if its rows are complete too; with ``"mask"`` the KV
     decides and missing rows are reported when they are read. ``caching=False`` turns off prefix reuse and the store.
+    A move that fails with :class:`TransferProcessError` counts as one for which there is no room now.
     """
 
     def __init__(self, aux: AuxBlocks, mover: BlockMover, *, caching: bool = True, policy: HitPolicy = "gate") -> None:
@@ -223,8 +233,11 @@ class BlockManager:
         if shared:
             pairs = [(blocks[i], copy) for i, copy in zip(shared, copies, strict=True)]
             rows = [min(self._tokens, max(0, sequence.computed - i * self._tokens)) for i in shared]
-            with self._giving_back(owner, fresh), self.aux.begin_copy(pairs, rows):
-                self._mover.copy(pairs)
+            try:
+                with self._giving_back(owner, fresh), self.aux.begin_copy(pairs, rows):
+                    self._mover.copy(pairs)
+            except TransferProcessError as error:
+                return self._not_moved(error)
             self._counts["cow_blocks"] += len(shared)
             for i, copy in zip(shared, copies, strict=True):
                 self._counts["cow_tokens"] += min(self._tokens, sequence.computed - i * self._tokens)
@@ -294,8 +307,11 @@ class BlockManager:
         if full > len(self._host_free):
             return False
         pairs = list(zip(sequence.blocks[:full], reversed(self._host_free), strict=False))
-        with self.aux.begin_swap_out(pairs, owner):
-            self._mover.swap_out(pairs)
+        try:
+            with self.aux.begin_swap_out(pairs, owner):
+                self._mover.swap_out(pairs)
+        except TransferProcessError as error:
+            return self._not_moved(error)
         del self._host_free[len(self._host_free) - full :]
         left, sequence.blocks = sequence.blocks, [target for _, target in pairs]
         sequence.tier = "host"
@@ -314,14 +330,23 @@ class BlockManager:
             return False
         targets = self._take(len(sequence.blocks), None)
         pairs = list(zip(sequence.blocks, targets, strict=True))
-        with self._giving_back(None, targets), self.aux.begin_swap_in(pairs, owner):
-            self._mover.swap_in(pairs)
+        try:
+            with self._giving_back(None, targets), self.aux.begin_swap_in(pairs, owner):
+                self._mover.swap_in(pairs)
+        except TransferProcessError as error:
+            return self._not_moved(error)
         left, sequence.blocks, sequence.tier = sequence.blocks, targets, "device"
         self._retire(left, "host")
         for key, block in zip(sequence.keys, targets, strict=False):
             self._index.insert(key, block)
         self._counts["swapped_in_tokens"] += sequence.computed
         return True
+
+    def _not_moved(self, error: TransferProcessError) -> Literal[False]:
+        """A process that moves blocks for this one is lost: there is no room for now, and nothing has changed."""
+        self._counts["moves_failed"] += 1
+        logger.warning("blocks were not moved, going on without that: %s", str(error))
+        return False
 
     # ---------------------------------------------------------------- storing
 

@@ -13,11 +13,14 @@ from typing import Final, Literal
 
 import numpy as np
 
-from cache_manager.errors import StoreUnavailableError, TransferProcessError
+from cache_manager.carrier import Transport
+from cache_manager.errors import ConfigError, StoreUnavailableError, TransferProcessError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, Region
 from cache_manager.record import RecordHeader, unpack_header
+from cache_manager.regions import SharedRegion
 from cache_manager.regions.reader import SEQUENCE_BITS
+from cache_manager.spec import RecordLayout
 from cache_manager.storage.records import RecordCounters
 from cache_manager.transfer_manager.commands import (
     Answer,
@@ -29,30 +32,53 @@ from cache_manager.transfer_manager.commands import (
     Restore,
     TierName,
 )
-from cache_manager.transfer_manager.manager import CacheTransferManager
+from cache_manager.transfer_manager.manager import CacheTransferManager, SharedPart, TransferSettings
 
 
 class ProcessBlocks:
-    """The ``Copier`` and the ``RecordCarrier`` of one :class:`AuxBlocks`, over a cache-transfer ``process``.
+    """The transport of one :class:`AuxBlocks`: a cache-transfer process that moves ``further`` parts along.
 
-    ``device`` and ``host`` are the regions of the first part, the rows; ``full_valid`` has, for each further part, the
-    validity bitmap of a whole block. A process that is lost fails moves with :class:`TransferProcessError`, and
-    persists and restores with :class:`StorageError`, as any store that fails. Safe from several threads.
+    ``AuxBlocks(..., memory="shared", transport=blocks.start)`` starts the process, with the rows as the first part and
+    ``store`` as their store's URL, if there is one; :meth:`close` ends it, after the ``AuxBlocks``. A process that is
+    lost fails moves with :class:`TransferProcessError`, and persists and restores with :class:`StoreUnavailableError`.
+    Safe from several threads.
     """
 
     def __init__(
-        self, process: CacheTransferManager, device: Region, host: Region | None, full_valid: Sequence[bytes]
+        self, further: Sequence[SharedPart], *, store: str = "", settings: TransferSettings | None = None
     ) -> None:
-        self._process = process
-        self._tiers: dict[int, TierName] = {id(device): "device"}
-        if host is not None:
-            self._tiers[id(host)] = "host"
-        self._device = device
-        self._full_valid = list(full_valid)
-        self._counters = RecordCounters()
+        self._further = list(further)
+        self._store = store
+        self._settings = settings
         self._lock = threading.Lock()  # guards what follows
+        self._counters = RecordCounters()
         self._stored: dict[int, BlockKey] = {}  # device block -> the key under which all of it was stored last
         self._restored: dict[int, BlockKey] = {}  # device block -> the key with whose records all of it was filled last
+        self._process: CacheTransferManager | None = None
+
+    def start(self, device: Region, host: Region | None) -> Transport:
+        """Start the process for these regions of the rows; they have to be shared ones."""
+        for region in (device, host):
+            if region is not None and not isinstance(region, SharedRegion):
+                raise ConfigError("memory", "'shared', to be seen by the cache-transfer process", "'heap'")
+        assert isinstance(device, SharedRegion)
+        assert host is None or isinstance(host, SharedRegion)
+        rows = SharedPart("rows", device, host, self._store)
+        self._tiers: dict[int, TierName] = {id(device): "device", id(host): "host"}
+        self._device = device
+        self._full_valid = [_whole(part.device.layout) for part in self._further]
+        self._process = CacheTransferManager([rows, *self._further], self._settings)
+        return Transport(self, self if self._store else None)
+
+    @property
+    def process(self) -> CacheTransferManager:
+        assert self._process is not None, "it was not started"
+        return self._process
+
+    def close(self) -> None:
+        """End the process; harmless when it was not started, and the second time."""
+        if self._process is not None:
+            self._process.close()
 
     def copy(self, source: Region, target: Region, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy every part of blocks, in the generations that the targets are in now."""
@@ -60,7 +86,7 @@ class ProcessBlocks:
             return
         wanted = _generations(target, targets)
         tiers = self._tiers[id(source)], self._tiers[id(target)]
-        answer = self._process.call(Move(*tiers, list(sources), list(targets), wanted))
+        answer = self.process.call(Move(*tiers, list(sources), list(targets), wanted))
         assert answer.generations == wanted
 
     @property
@@ -111,7 +137,7 @@ class ProcessBlocks:
 
     def _ask(self, command: Command) -> Answer:
         try:
-            answer = self._process.call(command)
+            answer = self.process.call(command)
         except TransferProcessError as error:
             raise StoreUnavailableError(str(error)) from error
         with self._lock:
@@ -120,7 +146,10 @@ class ProcessBlocks:
 
 
 class FollowingMover:
-    """The engine's ``BlockMover`` where KV is a part of ``blocks``: what the rows' command moved, it need not move."""
+    """The engine's ``BlockMover`` where KV is a part of ``blocks``: what the rows' command moved, it need not move.
+
+    For the policy ``gate``: it asks for rows first. With ``mask``, where KV comes first, nothing would come back.
+    """
 
     def __init__(self, blocks: ProcessBlocks) -> None:
         self._blocks = blocks
@@ -142,6 +171,12 @@ class FollowingMover:
 
 
 _ABSENCES: Final = {absence.value.encode(): absence for absence in Absence}
+
+
+def _whole(layout: RecordLayout) -> bytes:
+    """The validity bitmap of a block that has every row."""
+    bits = (1 << layout.block_tokens) - 1
+    return bits.to_bytes(8 * layout.valid_words, "little") * len(layout.specs)
 
 
 def _generations(region: Region, blocks: Sequence[int]) -> list[int]:

@@ -25,7 +25,7 @@ from cache_manager.errors import (
 )
 from cache_manager.framing import receive_frame, send_frame
 from cache_manager.regions import SharedRegion
-from cache_manager.storage.mooncake.breaker import Breaker
+from cache_manager.storage.breaker import Breaker
 from cache_manager.transfer_manager import commands
 from cache_manager.transfer_manager.commands import Answer, Asked
 
@@ -103,7 +103,7 @@ class CacheTransferManager:
         self._counts = dict.fromkeys(TransferCounters.__dataclass_fields__, 0)
         s = self.settings
         self._breaker = Breaker(1, s.restart_pause_s, s.restart_pause_max_s)
-        self._stopping = threading.Event()
+        self._stopping, self._up = threading.Event(), threading.Event()
         self._pid = os.getpid()
         self._worker: _Worker | None = _Worker()
         try:
@@ -111,6 +111,7 @@ class CacheTransferManager:
         except BaseException:
             self._worker.end()
             raise
+        self._up.set()
         self._watcher = threading.Thread(target=self._watch, name="kvroute-cache-transfer", daemon=True)
         self._watcher.start()
 
@@ -124,6 +125,15 @@ class CacheTransferManager:
         """The process of the moment; ``None`` while there is none."""
         with self._lock:
             return None if self._worker is None else self._worker.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether commands are taken now."""
+        return self._up.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until commands are taken; ``False`` when ``timeout_s`` was over before."""
+        return self._up.wait(timeout_s)
 
     @property
     def in_flight(self) -> int:
@@ -236,6 +246,7 @@ class CacheTransferManager:
         status = worker.end()
         with self._lock:
             self._worker = None
+            self._up.clear()
             lost = worker.take_all()
             self._counts["commands_lost"] += len(lost)
             if not self._stopping.is_set() and self._breaker.closed:
@@ -262,6 +273,7 @@ class CacheTransferManager:
         with self._lock:
             self._worker = worker
             self._breaker.end_probe(time.monotonic(), good=True)
+            self._up.set()
 
 
 class _Worker:

@@ -25,14 +25,15 @@ from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.step import PADDING
 from kvroute.capture.capture import RoutingCapture
-from kvroute.engine.kv import KVMover, KVShape, PagedKV
+from kvroute.engine.kv import KVShape
+from kvroute.engine.memory import EngineMemory
 from kvroute.engine.models import BATCH_MULTIPLE
 from kvroute.engine.paged_attention import PagedBatch
 from kvroute.engine.request import EngineConfig, FinishReason, Output, Request
 from kvroute.engine.sampling import sample
 from kvroute.engine.scheduler import Scheduler, Work
 from kvroute.engine.sequence import Event, Sequence, State
-from kvroute.engine.stores import EngineStores
+from kvroute.engine.stores import EngineStores, RemoteStores
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec_from_hf, weights_version_spec
 
@@ -62,7 +63,9 @@ class Engine:
     """Generates for requests over ``config.device_blocks`` KV blocks, and hands out routes with every sample.
 
     ``namespace`` must name the weights: with ``stores``, KV and rows that an earlier engine of the same namespace
-    stored are reused. They stay the caller's. Raises :class:`InvalidInputError` for a model without routers.
+    stored are reused. They stay the caller's; with :class:`RemoteStores` a cache-transfer process opens them, and moves
+    KV and rows. When it is lost the engine goes on: what could not be moved is computed again. Raises
+    :class:`InvalidInputError` for a model without routers.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Engine:
         config: EngineConfig,
         namespace: Namespace,
         *,
-        stores: EngineStores | None = None,
+        stores: EngineStores | RemoteStores | None = None,
         observer: Observer | None = None,
     ) -> None:
         self.config = config
@@ -79,27 +82,29 @@ class Engine:
         self._model = model
         self._positions_max: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
         self._capture = RoutingCapture(model, self.spec)
-        self._kv = PagedKV(
-            KVShape.of(model),
-            block_tokens=config.block_tokens,
-            device_blocks=config.device_blocks,
-            host_blocks=config.host_blocks,
-        )
-        self.aux = AuxBlocks(
-            [self.spec, weights_version_spec(config.block_tokens)],
-            device_blocks=config.device_blocks,
-            host_blocks=config.host_blocks,
-            namespace=namespace,
-            store=stores.rows if stores else None,
-            memory=config.memory,
-            jobs=config.jobs,
-        )
-        self.manager = BlockManager(self.aux, KVMover(self._kv, stores.kv if stores else None), caching=config.caching)
+        self.memory = EngineMemory(KVShape.of(model), config, namespace, stores)
+        try:
+            self.aux = AuxBlocks(
+                [self.spec, weights_version_spec(config.block_tokens)],
+                device_blocks=config.device_blocks,
+                host_blocks=config.host_blocks,
+                namespace=namespace,
+                store=self.memory.store,
+                transport=self.memory.transport,
+                memory=config.memory,
+                jobs=config.jobs,
+            )
+        except BaseException:
+            self._capture.close()
+            self.memory.close()
+            raise
+        self._kv = self.memory.kv
+        self.manager = BlockManager(self.aux, self.memory.mover, caching=config.caching)
         self.scheduler = Scheduler(config, self.manager)
         self._observer = observer
         self._arrivals = 0
         self._done: list[Output] = []
-        self._idle_steps = 0
+        self._idle_steps = self._wait_steps = 0
         self.steps = 0
         self.computed_tokens = 0
 
@@ -144,13 +149,18 @@ class Engine:
         """
         work = self.scheduler.plan()
         if work:
-            self._idle_steps = 0
+            self._idle_steps = self._wait_steps = 0
             self._compute(work)
             self.steps += 1
         elif len(self.scheduler):
             if self.manager.errands:  # nothing to compute until the store has answered
                 self.aux.wait(STORE_WAIT_S)
                 self._idle_steps = 0
+            elif not self.memory.wait(STORE_WAIT_S):  # what was swapped out cannot come back yet
+                self._wait_steps += 1
+                self._idle_steps = 0
+                if self._wait_steps * STORE_WAIT_S > self.config.restore_wait_s:
+                    self.scheduler.drop_swapped()
             self._idle_steps += 1  # a lone sequence that swapped itself out comes back in the next step
             if self._idle_steps > 1:
                 raise AssertionError(f"nothing can run: {self.scheduler.counts()}")
@@ -172,6 +182,8 @@ class Engine:
         self._capture.close()
         self.drain()
         self.aux.close()
+        del self._kv
+        self.memory.close()
 
     def __enter__(self) -> Self:
         return self

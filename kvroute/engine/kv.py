@@ -6,6 +6,7 @@ and storing a block is one copy whatever the number of layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from cache_manager.keys import BlockKey
 from cache_manager.ports import StorageBackend
 from cache_manager.record import RecordHeader
+from cache_manager.regions import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage.records import RecordStore
 
@@ -76,14 +78,27 @@ class KVLayer:
 
 
 class PagedKV:
-    """Device and host KV blocks of one model. Content of a block nobody wrote is undefined."""
+    """Device and host KV blocks of one model. Content of a block nobody wrote is undefined.
 
-    def __init__(self, shape: KVShape, *, block_tokens: int, device_blocks: int, host_blocks: int) -> None:
+    With ``regions``, those of records of ``shape.spec(block_tokens)``, they lie there; the caller closes them when the
+    tensors are gone.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        *,
+        block_tokens: int,
+        device_blocks: int,
+        host_blocks: int,
+        regions: tuple[SharedRegion, SharedRegion | None] | None = None,
+    ) -> None:
         row = (block_tokens, shape.layers, shape.width)
         self.shape = shape
         self.block_tokens = block_tokens
-        self.device = torch.zeros((device_blocks, *row), dtype=shape.dtype)
-        self.host = torch.zeros((host_blocks, *row), dtype=shape.dtype)
+        device, host = regions or (None, None)
+        self.device = _tensor(device, (device_blocks, *row), shape.dtype)
+        self.host = _tensor(host, (host_blocks, *row), shape.dtype)
         slots = self.device.view(device_blocks * block_tokens, shape.layers, shape.width)
         split = shape.heads * shape.k_dim
         self._layers = tuple(
@@ -145,6 +160,15 @@ class KVMover:
     def _block(self, block: int) -> memoryview:
         raw: np.ndarray[Any, np.dtype[np.uint8]] = self._kv.device[block].view(torch.uint8).numpy().reshape(-1)
         return raw.data
+
+
+def _tensor(region: SharedRegion | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Blocks ``shape``, in a region's rows or in memory of their own."""
+    if region is None:
+        return torch.zeros(shape, dtype=dtype)
+    blocks = torch.from_numpy(region.rows).view(dtype)
+    assert blocks.shape == (shape[0], math.prod(shape[1:])), "a record without padding: it is contiguous"
+    return blocks.view(shape)
 
 
 def _copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:

@@ -37,7 +37,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.DROP: State.WAITING,
         Event.FINISH: State.FINISHED,
     },
-    State.SWAPPED: {Event.SWAP_IN: State.RUNNING, Event.FINISH: State.FINISHED},
+    State.SWAPPED: {Event.SWAP_IN: State.RUNNING, Event.DROP: State.WAITING, Event.FINISH: State.FINISHED},
     State.FINISHED: {},
 }
 

@@ -7,6 +7,7 @@ from typing import Self
 
 from cache_manager.ports import StorageBackend
 from cache_manager.storage import StoreUrl, open_store
+from cache_manager.transfer_manager import TransferSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +35,18 @@ class EngineStores:
     def close(self) -> None:
         self.kv.close()
         self.rows.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStores:
+    """The same stores, for a cache-transfer process to open: URLs, and the limits of the process."""
+
+    rows: str
+    kv: str
+    settings: TransferSettings | None = None
+
+    @classmethod
+    def at(cls, url: str, settings: TransferSettings | None = None) -> Self:
+        """Both at ``url``, where :meth:`EngineStores.open` finds them."""
+        place = StoreUrl.parse(url)
+        return cls(place.below("rows"), place.below("kv"), settings)

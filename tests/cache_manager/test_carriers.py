@@ -7,9 +7,10 @@ import pytest
 from canary import canary_rows
 
 from cache_manager.aux_blocks import AuxBlocks
-from cache_manager.carrier import LocalCarrier, LocalCopier
+from cache_manager.carrier import LocalCarrier, LocalCopier, Transport
 from cache_manager.errors import ConfigError, StorageError
 from cache_manager.keys import Namespace
+from cache_manager.regions import list_regions
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 from cache_manager.storage.records import RecordStore
@@ -42,7 +43,7 @@ def _filled(**arguments: object) -> AuxBlocks:
 
 def test_every_move_s_bytes_go_through_the_copier_and_its_failure_changes_nothing() -> None:
     mover = Mover()
-    with _filled(copier=mover) as aux:
+    with _filled(transport=lambda *_: Transport(mover, None)) as aux:
         mover.fail = True
         for attempt in (lambda: aux.swap_out([(0, 1)]), lambda: aux.copy([(0, 2)])):
             with pytest.raises(StorageError, match="has died"):
@@ -62,11 +63,12 @@ def test_a_carrier_stands_in_for_the_store() -> None:
     """Method: a carrier made over the region that it is handed, with a store of its own."""
     made = []
 
-    def carrier(region):
-        made.append(LocalCarrier(region, RecordStore(open_store("memory:"), region.layout)))
-        return made[-1]
+    def transport(device, host):
+        assert (device.blocks, host.blocks) == (4, 2)
+        made.append(LocalCarrier(device, RecordStore(open_store("memory:"), device.layout)))
+        return Transport(LocalCopier(), made[-1])
 
-    with _filled(carrier=carrier) as aux:
+    with _filled(transport=transport) as aux:
         key = aux.keys.key(None, [1])
         assert aux.persist({key: 0}) == {key: True}
         assert aux.stored([key]) == [True]
@@ -75,5 +77,15 @@ def test_a_carrier_stands_in_for_the_store() -> None:
         assert np.array_equal(aux.read("routing", [1], owner="b").ids, ROWS)
         assert aux.store_counters == made[0].counters
         aux.flush()
-    with pytest.raises(ConfigError, match="carrier: wanted a store or a carrier, got both"):
-        AuxBlocks([SPEC], device_blocks=1, namespace=Namespace("m", 1), store=open_store("memory:"), carrier=carrier)
+    with pytest.raises(ConfigError, match="transport: wanted a store or a transport, got both"):
+        _filled(store=open_store("memory:"), transport=transport)
+
+
+def test_a_transport_that_cannot_start_leaves_no_region_behind() -> None:
+    def transport(*_):
+        raise StorageError("no process")
+
+    before = {region.name for region in list_regions()}
+    with pytest.raises(StorageError, match="no process"):
+        _filled(memory="shared", transport=transport)
+    assert {region.name for region in list_regions()} <= before

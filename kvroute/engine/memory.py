@@ -1,0 +1,95 @@
+"""Where an engine's KV blocks lie, and what moves and stores them: the engine itself, or a process beside it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+from cache_manager.carrier import Transport
+from cache_manager.errors import ConfigError
+from cache_manager.keys import Namespace
+from cache_manager.ports import BlockMover, Region, StorageBackend
+from cache_manager.regions import Purpose, SharedRegion
+from cache_manager.spec import RecordLayout
+from cache_manager.transfer_manager import CacheTransferManager, FollowingMover, ProcessBlocks, SharedPart
+from kvroute.engine.kv import KVMover, KVShape, PagedKV
+from kvroute.engine.request import EngineConfig
+from kvroute.engine.stores import EngineStores, RemoteStores
+
+
+class EngineMemory:
+    """The KV of one engine, with the ``BlockMover`` for it and what its ``AuxBlocks`` is to be made with.
+
+    With :class:`RemoteStores` the KV lies in shared regions beside the rows', and a cache-transfer process moves and
+    stores both. :meth:`close` it after the ``AuxBlocks`` and after the last user of ``kv``.
+    """
+
+    kv: PagedKV
+    mover: BlockMover
+    store: StorageBackend | None = None
+    transport: Callable[[Region, Region | None], Transport] | None = None
+
+    def __init__(
+        self, shape: KVShape, config: EngineConfig, namespace: Namespace, stores: EngineStores | RemoteStores | None
+    ) -> None:
+        self._regions: list[SharedRegion] = []
+        self._process: ProcessBlocks | None = None
+        if not isinstance(stores, RemoteStores):
+            self.kv = self._paged(shape, config)
+            self.store = stores.rows if stores else None
+            self.mover = KVMover(self.kv, stores.kv if stores else None)
+            return
+        if config.memory != "shared":
+            raise ConfigError("memory", "'shared', to be seen by the cache-transfer process", repr(config.memory))
+        layout = RecordLayout((shape.spec(config.block_tokens),))
+        device = self._region(layout, config.device_blocks, namespace)
+        host = self._region(layout, config.host_blocks, namespace) if config.host_blocks else None
+        self.kv = self._paged(shape, config, (device, host))
+        part = SharedPart("kv", device, host, stores.kv)
+        self._process = ProcessBlocks([part], store=stores.rows, settings=stores.settings)
+        self.mover = FollowingMover(self._process)
+        self.transport = self._process.start
+
+    @property
+    def process(self) -> CacheTransferManager:
+        """The cache-transfer process; there is one with :class:`RemoteStores` only."""
+        assert self._process is not None
+        return self._process.process
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether there was nothing to wait for; else wait for the process to be there again, ``timeout_s`` at most."""
+        if self._process is None or self.process.running:
+            return True
+        self.process.wait(timeout_s)
+        return False
+
+    def close(self) -> None:
+        """End the process, which closes its stores, and give the shared memory back."""
+        if self._process is not None:
+            self._process.close()
+        if self._regions:
+            del self.kv
+            gc.collect()  # the tensors' views of the regions
+        for region in self._regions:
+            region.close()
+
+    def _region(self, layout: RecordLayout, blocks: int, namespace: Namespace) -> SharedRegion:
+        purpose: Purpose = "swap" if self._regions else "host"
+        region = SharedRegion.create(layout, blocks, purpose=purpose, namespace=namespace.fingerprint)
+        self._regions.append(region)
+        return region
+
+    @staticmethod
+    def _paged(
+        shape: KVShape, config: EngineConfig, regions: tuple[SharedRegion, SharedRegion | None] | None = None
+    ) -> PagedKV:
+        return PagedKV(
+            shape,
+            block_tokens=config.block_tokens,
+            device_blocks=config.device_blocks,
+            host_blocks=config.host_blocks,
+            regions=regions,
+        )
+
+
+__all__ = ["EngineMemory"]
