@@ -16,8 +16,8 @@ from transfer_world import World
 import transfer.offer
 import transfer.pull
 
-STEPS = int(os.environ.get("KVROUTE_SIMULATION_STEPS", "60000"))
-STEPS_A_RUN = 60
+STEPS = int(os.environ.get("KVROUTE_SIMULATION_STEPS", "72000"))
+STEPS_A_RUN = 40
 SEED = os.environ.get("KVROUTE_SIMULATION_SEED")
 
 

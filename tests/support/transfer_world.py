@@ -253,14 +253,21 @@ class World:
     def crash_prefill(self) -> None:
         self.happened["crash prefill"] += 1
         self.network.crash("P")
+        self.stay_down()
         self.offers.clear()
         self.start_prefill()
 
     def crash_decode(self) -> None:
         self.happened["crash decode"] += 1
         self.network.crash("D")
+        self.stay_down()
         self.steps.clear()
         self.start_decode()
+
+    def stay_down(self) -> None:
+        if self.dice.random() < 0.5:
+            self.now_s += 1.0
+            self.eve.poll(0.0)  # what was on its way there is lost
 
     # ---------------------------------------------------------------- prefill
 
@@ -404,7 +411,11 @@ class World:
         if not self.known:
             return
         new = [o for o in self.known if o.id not in self.pull_of]
-        offered = dice.choice(new if new and dice.random() < 0.9 else self.known)
+        if dice.random() < 0.1:
+            new = self.known  # again, or of a prefill that is gone
+        if not new:
+            return
+        offered = dice.choice(new)
         tokens, wrong = offered.tokens, dice.random() < 0.05
         if wrong:  # another prompt under this transfer: its keys differ
             tokens = (5, *tokens[1:])
@@ -680,8 +691,8 @@ class World:
     ACTIONS = (
         ("pump_prefill", 32),
         ("pump_decode", 32),
-        ("offer", 10),
-        ("admit", 14),
+        ("offer", 9),
+        ("admit", 16),
         ("decode_step", 12),
         ("finish_request", 9),
         ("mallory", 6),
