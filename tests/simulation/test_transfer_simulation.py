@@ -16,7 +16,10 @@ from transfer_world import World
 import transfer.offer
 import transfer.pull
 
-STEPS = int(os.environ.get("KVROUTE_SIMULATION_STEPS", "72000"))
+ENOUGH_STEPS = 72_000
+"""For everything to have happened."""
+
+STEPS = int(os.environ.get("KVROUTE_SIMULATION_STEPS", ENOUGH_STEPS))
 STEPS_A_RUN = 40
 SEED = os.environ.get("KVROUTE_SIMULATION_SEED")
 
@@ -63,7 +66,7 @@ def test_every_claim_holds_under_every_fault(taken: Counter[tuple[str, str]]) ->
         happened += Counter({f"P {k}": v for k, v in _counts(world.prefill.counters).items()})
         happened += Counter({f"D {k}": v for k, v in _counts(world.decode.counters).items()})
     print(dict(sorted(happened.items())))
-    if SEED:
+    if SEED or STEPS < ENOUGH_STEPS:
         return
     missed = [name for name in EXPECTED if not happened[name]]
     assert not missed, f"never happened: {missed}"

@@ -209,7 +209,7 @@ class World:
             delay=dice.choice((0.0, 0.3)),
             delay_s=dice.choice((0.5, 8.0)),
             truncate=0.0 if clean else often / 2,
-            flip=0.0 if clean else often / 2,
+            flip=0.0 if clean else often,
             full=dice.choice((0.0, 0.1)),
         )
         self.captured: list[bytes] = []
@@ -288,6 +288,9 @@ class World:
         prompt = request.blocks[: len(request.keys)]
         self.p.aux.share(prompt, owner)
         counts = [min(TOKENS, len(tokens) - i * TOKENS) for i in range(len(prompt))]
+        further = dice.choice((None, "before", "after")) if len(request.blocks) * TOKENS > len(tokens) else None
+        if further == "before":  # prefill has gone on in the partial block: those rows belong to another key
+            self.p_goes_on(request)
         rows = self.p.aux.export(dict(zip(request.keys, prompt, strict=True)), counts)
         blocks = []
         for i, (key, block) in enumerate(zip(request.keys, prompt, strict=True)):
@@ -295,6 +298,8 @@ class World:
             kv = OfferedRecord(key, KV_PART.fingerprint, 0, b"\x0f" + bytes(7), memory)
             blocks.append(OfferedBlock(i, key, (rows[i], kv if i != hole else None)))
         lease_s = dice.choice((None, 3.0))
+        if further == "after":
+            self.p_goes_on(request)
         if not self.prefill.offer(transfer, blocks, self.now_s, lease_s):
             self.happened["prefill table full"] += 1
             self.p.aux.free(owner)
@@ -304,11 +309,13 @@ class World:
                 offered.heard_s -= LIMITS.lease_s - lease_s
             self.offers[transfer] = offered
             self.known = [*self.known[-7:], offered]
-        if dice.random() < 0.3 and len(request.blocks) * TOKENS > len(tokens):  # prefill goes on in the partial block
-            request.tokens += (7,)
-            self.p.compute(request, len(tokens), len(tokens) + 1).commit()
         if dice.random() < 0.8:
             self.p.end(request)
+
+    def p_goes_on(self, request: Request) -> None:
+        at = len(request.tokens)
+        request.tokens += (7,)
+        self.p.compute(request, at, at + 1).commit()
 
     def abort_prefill(self) -> None:
         live = [o for o in self.offers.values() if o.released is None]
@@ -496,6 +503,9 @@ class World:
             self.d.aux.free(f"pull:{request.pull.hex()}")
             self.happened["landing blocks given away"] += 1
             request.given_away = True
+            self.d.end(request)
+            self.admit()  # somebody else has them at once
+            return
         elif request.pull:
             self.act_decode(self.decode.abort(request.pull))
         self.d.end(request)
