@@ -100,6 +100,9 @@ class PrefillSession:
         end_s = now_s + self.limits.lease_max_s
         offered = Offer(transfer, {b.index: b for b in blocks}, min(now_s + lease_s, end_s), end_s)
         self._transfers[transfer] = offered
+        if len(self._expiries) > 2 * self.limits.transfers_max:  # most are of transfers that ended early
+            self._expiries = [entry for entry in self._expiries if entry[1] in self._transfers]
+            heapq.heapify(self._expiries)
         heapq.heappush(self._expiries, (offered.expires_s, transfer))
         self._count("offered")
         return True
@@ -295,7 +298,7 @@ class PrefillSession:
         found.granted_nbytes = pull.credit_nbytes
         found.wanted.clear()
         absent: list[Place] = []
-        for want in pull.wanted:
+        for want in {w.index: w for w in pull.wanted}.values():  # who asks for a block twice gets it once
             block = found.blocks.get(want.index)
             if block is not None and block.key != want.key:
                 self._count("key_mismatches")

@@ -97,7 +97,7 @@ EXPECTED = (
     *("prefill pool full", "prefill table full", "decode pool full", "decode table full"),
     *("released acked", "released aborted", "released expired", "released reset"),
     *("pull done", "pull gone", "pull timeout", "pull refused", "pull aborted", "pull reset"),
-    *("installed", "stale", "complete pull", "step during pull"),
+    *("installed", "stale", "complete pull", "step during pull", "computed though asked for"),
     *("P late_messages", "P foreign_messages", "P stale_messages", "P stranger_messages", "P unknown_transfers"),
     *("P bad_messages", "P refused_peers", "P key_mismatches", "P records_absent", "P sends_refused"),
     *("D corrupt_records", "D duplicate_records", "D foreign_messages", "D stale_messages", "D bad_messages"),

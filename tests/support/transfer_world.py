@@ -89,6 +89,8 @@ class Request:
     prompt: int  # tokens
     own: set[int] = field(default_factory=set)  # positions that this engine has computed and committed
     computed: int = 0
+    stepping: set[int] = field(default_factory=set)  # positions that a step in flight will write
+    again: set[int] = field(default_factory=set)  # prompt positions that this engine computed though it had asked
     pull: TransferId | None = None
     wanted: dict[int, tuple[int, ...]] = field(default_factory=dict)  # index -> parts
     kv_from_prefill: set[int] = field(default_factory=set)
@@ -165,13 +167,13 @@ class Engine:
     def slots(self, request: Request, positions: Iterable[int]) -> list[int]:
         return [request.blocks[p // TOKENS] * TOKENS + p % TOKENS for p in positions]
 
-    def compute(self, request: Request, start: int, stop: int) -> object:
+    def compute(self, request: Request, start: int, stop: int, *, kv: bool = True) -> object:
         """Begin the step that computes [start, stop) of the request; the KV is there at once."""
         step = self.aux.begin_step(self.slots(request, range(start, stop)))
         identities = [(self.name, request.tokens[: p + 1], request.version) for p in range(start, stop)]
         for spec in SPECS:
             step.write(spec.name, canary_rows(spec, identities))
-        for p in range(start, stop):
+        for p in range(start, stop) if kv else ():
             row = row_of(KV, self.name, request.tokens[: p + 1], request.version)
             self.kv[request.blocks[p // TOKENS]].reshape(TOKENS, -1)[p % TOKENS] = np.frombuffer(row, np.uint8)
         return step
@@ -479,11 +481,22 @@ class World:
         dice = self.dice
         if self.steps and dice.random() < 0.6:
             step, request, start, stop = self.steps.pop(0)
+            request.stepping.difference_update(range(start, stop))
             if dice.random() < 0.8:
                 step.commit()
                 request.own.update(range(start, stop))
             else:
                 step.abort()
+            return
+        asked = [r for r in self.d.requests if r.pull and r.wanted and not r.stepping]
+        if asked and dice.random() < 0.3:  # decode computes a row that it has asked for: its own wins
+            request = dice.choice(asked)
+            p = dice.randrange(request.prompt)
+            self.steps.append((self.d.compute(request, p, p + 1, kv=False), request, p, p + 1))
+            request.stepping.add(p)
+            request.again.add(p)
+            request.own.discard(p)
+            self.happened["computed though asked for"] += 1
             return
         able = [r for r in self.d.requests if r.computed < len(r.blocks) * TOKENS]
         if able and len(self.steps) < 4:
@@ -491,6 +504,7 @@ class World:
             start = request.computed
             request.tokens = (*request.tokens[:start], dice.randrange(3))
             self.steps.append((self.d.compute(request, start, start + 1), request, start, start + 1))
+            request.stepping.add(start)
             request.computed += 1
             self.happened["step during pull" if request.pull else "step"] += 1
 
@@ -577,6 +591,7 @@ class World:
             kv = {i for part, i in wanted - missing if part == KV_INDEX}
             claim("what is not reported missing is in place", kv == request.kv_from_prefill, result)
             readable = self.d.aux.read(ROUTING.name, request.blocks).valid[: request.prompt]
+            readable[list(request.again)] = True
             there = all(readable[i * TOKENS : (i + 1) * TOKENS].all() for i in in_place)
             claim("what is not reported missing is in place", there, result)
         self.happened[f"pull {result.reason.value if result.reason else 'done'}"] += 1
@@ -628,7 +643,7 @@ class World:
             and len(prefill._peers) <= LIMITS.peers_max
             and len(prefill._owned) <= LIMITS.transfers_max
             and len(prefill._ready) <= LIMITS.transfers_max
-            and len(prefill._expiries) <= 40
+            and len(prefill._expiries) <= 2 * LIMITS.transfers_max + 1
             and len(decode._pulls) <= LIMITS.transfers_max
             and len(decode._ended) <= LIMITS.remembered_max
             and len(decode._peers) <= LIMITS.peers_max
@@ -663,7 +678,7 @@ class World:
                 for spec, valid, raw, n in found:
                     if not valid[slot]:
                         continue
-                    claim(name, p < request.computed, f"row {p} of {request}")
+                    claim(name, p < request.computed and p not in request.stepping, f"row {p} of {request}")
                     expected = row_of(spec, author, tokens[: p + 1], version)
                     claim(name, raw[slot * n : slot * n + n] == expected, f"row {p} of {request}")
                 if p < request.prompt and p // TOKENS in request.kv_from_prefill:

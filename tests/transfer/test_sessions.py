@@ -465,6 +465,28 @@ def test_full_tables_are_an_answer() -> None:
     assert len(pair.prefill._ended) <= limits.remembered_max
 
 
+def test_who_asks_for_a_block_a_thousand_times_gets_it_once() -> None:
+    """Goal: what a peer says cannot make this side hold more than it offered."""
+    pair = Pair()
+    pair.prefill.offer(T, blocks(1), 0.0)
+    pair.hear(P, D, Hello(D_RUN, NAMESPACE, list(PARTS), 0, 1 << 20))
+    pair.hear(P, D, Pull(D_RUN, T, 1, 1000 * [Want(0, blocks(1)[0].key, 255)], 1 << 40))
+    pair.talk()
+    sent = [(e.part, e.index) for m in pair.said if isinstance(m, Records) for e in m.entries]
+    assert sent == [(0, 0), (1, 0)]
+    assert pair.prefill.counters.records_absent == 6
+
+
+def test_offers_that_end_early_leave_nothing_behind() -> None:
+    pair = Pair(TransferLimits(transfers_max=4, remembered_max=4, credit_nbytes=200))
+    for i in range(200):
+        name = TransferId(i.to_bytes(16, "little"))
+        assert pair.prefill.offer(name, blocks(1), 0.0)
+        pair.do(P, pair.prefill.abort(name))
+    assert len(pair.prefill._expiries) <= 9
+    assert pair.prefill.in_flight == 0
+
+
 def test_peers_that_own_transfers_are_not_forgotten() -> None:
     pair = Pair(TransferLimits(peers_max=1, credit_nbytes=200), lose=lambda m: isinstance(m, Records))
     pair.prefill.offer(T, blocks(1), 0.0)
