@@ -39,6 +39,7 @@ from transfer.messages import (
     Part,
     Pull,
     Refuse,
+    Renew,
     Run,
     TransferId,
     decode,
@@ -606,6 +607,15 @@ class World:
         dice = self.dice
         to = dice.choice((self.p_link.name, self.d_link.name))
         kind = dice.random()
+        if kind < 0.4 and self.known:  # she says that she is decode's run
+            run, name, own = self.decode.party.run, dice.choice(self.known).id, self.prefill.party
+            hello = Hello(run, own.namespace, list(own.parts), 0, 1 << 20)
+            forged = dice.choice((Ack(run, name, 1 << 20, 3, 0), Abort(run, name, ""), Bye(run), Renew(run, name)))
+            for message in (hello, forged):
+                self.eve.send(self.p_link.name, encode(message), ())
+            self.happened["forged"] += 1
+            return
+        kind = dice.random()
         if kind < 0.2 or not self.captured:
             frame = self.random_bytes(dice.randint(1, 60))
         elif kind < 0.3:
@@ -615,9 +625,6 @@ class World:
             message = decode(frame)
             if isinstance(message, (Ack, Abort, Bye)) and kind < 0.5 and hasattr(message, "transfer") and self.known:
                 frame = encode(msgspec.structs.replace(message, transfer=dice.choice(self.known).id))
-            elif kind < 0.5 and self.known:
-                run = self.decode.party.run
-                frame = encode(Ack(run, dice.choice(self.known).id, 1 << 20, 3, 0))
         if isinstance(self.quiet(frame), Hello):
             to = self.p_link.name
         self.eve.send(to, frame, ())
