@@ -331,7 +331,8 @@ class PrefillSession:
             self._count("stale_messages")
             return []
         heard: list[PrefillAction] = [Send(peer, Released(found.id, Outcome.ACKED))]
-        found.peer, found.run = peer, ack.run  # also of a transfer of which nothing was wanted
+        if found.peer is None:  # nothing was wanted; an ack again is then heard from this peer only
+            found.peer, found.run = peer, ack.run
         return heard + self._end(found, Outcome.ACKED, tell=False)
 
     def _on_late(self, peer: Peer, message: Pull | Credit | Renew | Ack | Abort) -> list[PrefillAction]:
