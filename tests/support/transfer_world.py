@@ -664,7 +664,8 @@ class World:
         for transfer, pull in decode._pulls.items():
             sending = prefill._transfers.get(transfer)
             if sending and (sending.run, sending.epoch) == (decode.party.run, pull.epoch):
-                claim("no more is sent than was granted", sending.used_nbytes <= pull.granted_nbytes, transfer)
+                honest = sending.used_nbytes <= pull.granted_nbytes
+                claim("no more is sent than was granted", honest or self.damaging, transfer)  # a flipped bit may grant
         if not self.damaging:
             claim("nothing is damaged by us", decode.counters.corrupt_records == 0, decode.counters)
 
