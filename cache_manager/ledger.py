@@ -40,6 +40,9 @@ class AuxCounters:
     jobs_cancelled: int = 0
     jobs_refused: int = 0
     lookups_failed: int = 0
+    rows_exported: int = 0
+    rows_installed: int = 0
+    late_installs_dropped: int = 0
     stale_keys: int = 0
     rows_read: int = 0
     rows_missing: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -51,6 +52,31 @@ class RecordHeader(msgspec.Struct, frozen=True, gc=False):
 
 checksum = xxhash.xxh3_64_intdigest
 """XXH3-64 of a payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedRecord:
+    """A record that may be read where it lies for as long as its owner holds the block; not summed yet.
+
+    ``payload`` must not change before the block is let go. It is a view of the block or a snapshot; the taker drops it
+    together with the block. ``valid`` is as in :class:`RecordHeader`.
+    """
+
+    key: BlockKey
+    fingerprint: bytes
+    generation: int
+    valid: bytes
+    payload: Buffer
+
+    @property
+    def nbytes(self) -> int:
+        return self.payload.nbytes if isinstance(self.payload, memoryview) else len(self.payload)
+
+    def seal(self) -> RecordHeader:
+        """The header that proves the payload; reads all of it."""
+        return RecordHeader(
+            self.key, self.fingerprint, self.generation, self.valid, self.nbytes, checksum(self.payload)
+        )
 
 
 def header_nbytes(layout: RecordLayout) -> int:

@@ -1,0 +1,117 @@
+"""What sessions tell their node to do, and what they tell the engine in the end. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from cache_manager.keys import BlockKey
+from cache_manager.record import Buffer, OfferedRecord, RecordHeader
+from transfer.link import Peer
+from transfer.messages import Message, Outcome, TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedBlock:
+    """A block that prefill holds for decode: one record a part, ``None`` where it has none."""
+
+    index: int
+    key: BlockKey
+    records: tuple[OfferedRecord | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBlock:
+    """A block that decode wants: its place in the request, the key that decode derived for it, and the parts."""
+
+    index: int
+    key: BlockKey
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Hand ``message`` to the link, ``bulk`` in frames of its own.
+
+    If the link refuses it, tell the session's ``unsent``. If the link took it and ``bulk`` is not empty, tell
+    :meth:`PrefillSession.let_go` once the link has let go of the buffers.
+    """
+
+    peer: Peer
+    message: Message
+    bulk: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """Put a verified record in its place, then tell :meth:`DecodeSession.installed` how that went.
+
+    ``payload`` is a view of what arrived: it is valid until the arrival is released.
+    """
+
+    transfer: TransferId
+    part: int
+    index: int
+    header: RecordHeader
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Prefill's blocks of this transfer are free: nobody reads them any more. Said once for each transfer."""
+
+    transfer: TransferId
+    outcome: Outcome
+
+
+class Reason(Enum):
+    """Why a record is missing, or a pull failed."""
+
+    ABSENT = "absent"  # prefill does not have it, or has other tokens there
+    STALE = "stale"  # the block that it was for has another owner now
+    GONE = "gone"  # prefill has ended the transfer, or never had it
+    TIMEOUT = "timeout"  # nothing came any more
+    REFUSED = "refused"  # the two sides do not mean the same by their rows
+    ABORTED = "aborted"  # this side gave up
+    RESET = "reset"  # this side's rows belong to another namespace now
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A wanted record that is not in place."""
+
+    part: int
+    index: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """What became of a pull: every wanted record is either among ``installed`` or in ``missing``.
+
+    ``reason`` is ``None`` for a pull that came to its end; ``detail`` says more where the peer did. ``attempts`` counts
+    epochs. ``acknowledged``: prefill has said that it heard the ack.
+    """
+
+    installed: int
+    missing: tuple[Missing, ...]
+    reason: Reason | None
+    detail: str
+    attempts: int
+    acknowledged: bool
+
+    @property
+    def complete(self) -> bool:
+        return not self.missing
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A pull is over: nothing of it will be installed from here on. Said once for each pull."""
+
+    transfer: TransferId
+    result: PullResult
+
+
+PrefillAction = Send | Release
+DecodeAction = Send | Install | Finished

@@ -1,0 +1,30 @@
+"""What can go wrong between two processes, as types; see :mod:`cache_manager.errors` for the three kinds of "no"."""
+
+from __future__ import annotations
+
+from cache_manager.errors import KVRouteError
+
+
+class TransferError(KVRouteError):
+    """Every failure of a transfer that is raised on purpose."""
+
+
+class LocalProtocolError(TransferError):
+    """This side asked its own session for something that its state does not allow; nothing was changed or sent."""
+
+
+class RemoteProtocolError(TransferError):
+    """The other side sent something that is no message, or none that may come now; nothing was changed.
+
+    Sessions count it and go on: only :func:`transfer.messages.decode` lets it out.
+    """
+
+
+class IncompatiblePeerError(TransferError):
+    """The two sides do not mean the same by their rows: no transfer between them can be right."""
+
+    def __init__(self, field: str, wanted: object, got: object) -> None:
+        super().__init__(f"peer's {field}: wanted {wanted}, got {got}")
+        self.field = field
+        self.wanted = wanted
+        self.got = got

@@ -1,0 +1,61 @@
+"""What a session's messages travel by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+from cache_manager.record import Buffer
+
+Peer = NewType("Peer", bytes)
+"""Who is at the other end, as the link names it: never taken from a message, and kept over that peer's restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message that came. The views in ``bulk`` are valid until ``release`` was called, which is called once."""
+
+    peer: Peer
+    control: Buffer
+    bulk: Sequence[memoryview] = ()
+    release: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The link can no longer reach ``peer``; it may come back under the same name."""
+
+    peer: Peer
+
+
+class Link(Protocol):
+    """One endpoint that carries messages; owned by one thread, but for :meth:`wake`.
+
+    * :meth:`send` takes the whole message or answers ``False`` (full, or no such peer: nothing was sent, and
+      ``on_sent`` is never called). The buffers of ``bulk`` must not change until ``on_sent`` was called: exactly once,
+      from :meth:`poll` or :meth:`close` in the owning thread, also when the peer is lost.
+    * :meth:`poll` waits at most ``timeout_s`` for something to happen and answers what came, at most ``limit`` items.
+    * Messages may be lost, doubled or come late as far as sessions care; they are never mixed or cut.
+
+    Whatever a peer sends, no method raises because of it.
+    """
+
+    def connect(self, address: str) -> Peer:
+        """The peer at ``address``, which need not be there yet; the same peer for the same address."""
+
+    def send(
+        self,
+        peer: Peer,
+        control: bytes,
+        bulk: Sequence[Buffer] = (),
+        on_sent: Callable[[], None] | None = None,
+    ) -> bool: ...
+
+    def poll(self, timeout_s: float, limit: int = 64) -> list[Arrival | PeerLost]: ...
+
+    def wake(self) -> None:
+        """Make :meth:`poll` return soon; the one method that any thread may call."""
+
+    def close(self, linger_s: float = 0.5) -> None:
+        """Send what can be sent in ``linger_s``, then let go of every buffer. Harmless the second time."""

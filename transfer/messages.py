@@ -1,0 +1,259 @@
+"""What prefill (P) and decode (D) say to each other: a fixed prefix, then one MessagePack array.
+
+The prefix is looked at before anything is decoded, every length has a bound, and bytes that are no message raise
+:class:`RemoteProtocolError` and nothing else. ``docs/protocol.md`` has the byte table. Pure: bytes in, values out.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import Enum
+from typing import Annotated, Final, Literal, NewType
+
+import msgspec
+from msgspec import Meta
+
+from cache_manager.keys import KEY_NBYTES
+from cache_manager.record import HEADER_NBYTES_MAX, HEADER_NBYTES_MIN, Buffer
+from transfer.errors import RemoteProtocolError
+
+MAGIC: Final = b"KVRT"
+MAJOR: Final = 1
+"""Peers of different majors do not understand each other."""
+
+MINOR: Final = 0
+"""A later minor appends fields to a message's array; an earlier one ignores them."""
+
+PREFIX: Final = struct.Struct("<4sBBH")  # magic, major, kind, reserved
+CONTROL_NBYTES_MAX: Final = 1 << 20
+RUN_NBYTES: Final = 16
+PARTS_MAX: Final = 8
+BLOCKS_MAX: Final = 16_384
+"""Blocks of one transfer: a million tokens in blocks of 64."""
+
+ENTRIES_MAX: Final = 1024
+"""Records of one message."""
+
+TransferId = NewType("TransferId", bytes)
+"""16 random bytes, made by the prefill side for one request."""
+
+Run = NewType("Run", bytes)
+"""16 random bytes, made when a process starts: a restarted peer is another run."""
+
+_Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Key = Annotated[bytes, Meta(min_length=KEY_NBYTES, max_length=KEY_NBYTES)]
+_Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Nbytes = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Index = Annotated[int, Meta(ge=0, lt=BLOCKS_MAX)]
+_PartIndex = Annotated[int, Meta(ge=0, lt=PARTS_MAX)]
+_Epoch = Annotated[int, Meta(ge=1, lt=1 << 31)]
+_Text = Annotated[str, Meta(max_length=256)]
+_Header = Annotated[bytes, Meta(min_length=HEADER_NBYTES_MIN, max_length=HEADER_NBYTES_MAX)]
+
+
+class Outcome(Enum):
+    """How a transfer ended at the prefill side."""
+
+    ACKED = "acked"
+    ABORTED = "aborted"
+    EXPIRED = "expired"
+    RESET = "reset"
+
+
+class GoneReason(Enum):
+    """Why the prefill side has nothing for this peer under an id: it ended, or was never this peer's."""
+
+    ACKED = "acked"
+    ABORTED = "aborted"
+    EXPIRED = "expired"
+    RESET = "reset"
+    UNKNOWN = "unknown"
+    FOREIGN = "foreign"
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """One kind of record that every block has: peers exchange blocks only when their parts are equal.
+
+    ``nbytes`` is the size of one record's payload, ``fingerprint`` that of its layout.
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    fingerprint: _Id
+    nbytes: Annotated[int, Meta(ge=1, le=1 << 30)]
+    block_tokens: Annotated[int, Meta(ge=1, le=65_536)]
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A block of the request that D wants; bit ``i`` of ``parts`` asks for its record of part ``i``."""
+
+    index: _Index
+    key: _Key
+    parts: Annotated[int, Meta(ge=1, lt=1 << PARTS_MAX)]
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One record of a :class:`Records`: its packed header; the payload is the bulk frame at the same place."""
+
+    part: _PartIndex
+    index: _Index
+    header: _Header
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A record by its place: which part of which block."""
+
+    part: _PartIndex
+    index: _Index
+
+
+_Parts = Annotated[list[Part], Meta(min_length=1, max_length=PARTS_MAX)]
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """D's first message: who it is and what it takes. ``namespace`` is a fingerprint; a frame is a bulk frame."""
+
+    run: _Id
+    namespace: _Id
+    parts: _Parts
+    minor: _Count
+    frame_nbytes_max: _Nbytes
+    role: Literal["decode"] = "decode"
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """P's answer: who it is, and after how long a silence it gives a transfer up. ``to`` is the run that said hello."""
+
+    run: _Id
+    namespace: _Id
+    parts: _Parts
+    minor: _Count
+    lease_ms: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    to: _Id
+    role: Literal["prefill"] = "prefill"
+
+
+class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """P's other answer: in what they differ. The field ``hello`` asks for a hello first, as after P's restart."""
+
+    field: _Text
+    wanted: _Text
+    got: _Text
+    to: _Id
+
+
+class Pull(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """D's attempt number ``epoch`` for what it still wants. P may send ``credit_nbytes`` of payload before more."""
+
+    run: _Id
+    transfer: _Id
+    epoch: _Epoch
+    wanted: Annotated[list[Want], Meta(max_length=BLOCKS_MAX)]
+    credit_nbytes: _Nbytes
+
+
+class Credit(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
+    """All that P may send in this epoch, counted from its beginning: a lost one is made up for by the next."""
+
+    run: _Id
+    transfer: _Id
+    epoch: _Epoch
+    nbytes: _Nbytes
+
+
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
+    """D is still there and still wants the transfer."""
+
+    run: _Id
+    transfer: _Id
+
+
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
+    """D will ask for nothing more: so many records are in place, so many it does without."""
+
+    run: _Id
+    transfer: _Id
+    epoch: _Epoch
+    installed: _Count
+    missing: _Count
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
+    """D gives the transfer up."""
+
+    run: _Id
+    transfer: _Id
+    reason: _Text
+
+
+class Records(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Records of a transfer; one bulk frame each."""
+
+    transfer: _Id
+    epoch: _Epoch
+    entries: Annotated[list[Entry], Meta(min_length=1, max_length=ENTRIES_MAX)]
+
+
+class Absent(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """Wanted records that P does not have, or has under another key."""
+
+    transfer: _Id
+    epoch: _Epoch
+    entries: Annotated[list[Place], Meta(min_length=1, max_length=PARTS_MAX * BLOCKS_MAX)]
+
+
+class Gone(msgspec.Struct, frozen=True, array_like=True, tag=11, gc=False):
+    """P has nothing for this peer under that id."""
+
+    transfer: _Id
+    reason: GoneReason
+
+
+class Released(msgspec.Struct, frozen=True, array_like=True, tag=12, gc=False):
+    """P heard the ack."""
+
+    transfer: _Id
+    outcome: Outcome
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag=13, gc=False):
+    """The run ends; what it owned or offered is over."""
+
+    run: _Id
+
+
+Message = Hello | Welcome | Refuse | Pull | Credit | Renew | Ack | Abort | Records | Absent | Gone | Released | Bye
+
+KINDS: Final[tuple[type[Message], ...]] = (
+    Hello, Welcome, Refuse, Pull, Credit, Renew, Ack, Abort, Records, Absent, Gone, Released, Bye,
+)  # fmt: skip
+_DECODERS: Final = {kind.__struct_config__.tag: msgspec.msgpack.Decoder(kind) for kind in KINDS}
+_PREFIXES: Final = {kind: PREFIX.pack(MAGIC, MAJOR, kind.__struct_config__.tag, 0) for kind in KINDS}
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """The control frame of ``message``; an ``AssertionError`` if it is larger than a peer takes."""
+    frame = _PREFIXES[type(message)] + _encoder.encode(message)
+    assert len(frame) <= CONTROL_NBYTES_MAX, f"a {type(message).__name__} of {len(frame)} bytes"
+    return frame
+
+
+def decode(frame: Buffer) -> Message:
+    """The message in a control frame, or :class:`RemoteProtocolError`, whatever the bytes are."""
+    nbytes = frame.nbytes if isinstance(frame, memoryview) else len(frame)
+    if not PREFIX.size < nbytes <= CONTROL_NBYTES_MAX:
+        raise RemoteProtocolError(f"frame: wanted {PREFIX.size + 1} to {CONTROL_NBYTES_MAX} bytes, got {nbytes}")
+    raw = memoryview(frame)
+    magic, major, kind, reserved = PREFIX.unpack_from(raw)
+    if magic != MAGIC:
+        raise RemoteProtocolError(f"magic: wanted {MAGIC!r}, got {magic!r}")
+    if major != MAJOR:
+        raise RemoteProtocolError(f"protocol: wanted {MAJOR}, got {major}")
+    decoder = _DECODERS.get(kind)
+    if decoder is None or reserved:
+        raise RemoteProtocolError(f"kind, reserved: wanted a known kind and 0, got {kind}, {reserved}")
+    try:
+        message: Message = decoder.decode(raw[PREFIX.size :])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"body of kind {kind}: {error}") from error
+    return message
