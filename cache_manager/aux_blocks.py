@@ -18,8 +18,8 @@ from cache_manager.archive import Archive, Companion, PersistJob, RestoreJob
 from cache_manager.carrier import LocalCarrier, LocalCopier, Transport
 from cache_manager.checks import integers
 from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, SpecError
-from cache_manager.jobs import Job, JobLimits, JobRunner
 from cache_manager.install import export_records, install_record
+from cache_manager.jobs import Job, JobLimits, JobRunner
 from cache_manager.keys import BlockKey, KeyChain, Namespace
 from cache_manager.ledger import AuxCounters, Ledger
 from cache_manager.lifecycle import Blocks, State
