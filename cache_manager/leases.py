@@ -75,7 +75,7 @@ class Leases:
             current = mine.get(source)
             if not current:
                 continue
-            if current == names:
+            if current <= names:
                 going = mine.pop(source)
             elif going := current & names:
                 mine[source] = current - going

@@ -21,6 +21,7 @@ from cache_manager.errors import (
     StorageError,
 )
 from cache_manager.keys import Namespace
+from cache_manager.lifecycle import State
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
@@ -316,6 +317,19 @@ def test_a_lease_taken_during_a_move_stays_where_it_was_taken(aux) -> None:
     assert not aux.holds("b", 1, "host")
     assert aux.holds("a", 1, "host")
     assert not aux.holds("a", 0)
+
+
+def test_a_lease_given_up_during_a_move_leaves_no_ghost_at_the_source(aux) -> None:
+    """Of two holders one lets go while the move is open: the other goes along, and the source is free again."""
+    fill(aux, [0], "mine", "a")
+    aux.share([0], "b")
+    with aux.begin_swap_out([(0, 1)]):
+        aux.free("a")
+    assert aux.holds("b", 1, "host")
+    aux.assert_consistent()
+    aux.allocate([0], "c")
+    aux.free("c")
+    assert aux.blocks_in(State.HELD) == 0
 
 
 def test_a_step_or_move_is_ended_once_whichever_thread_ends_it(aux) -> None:
