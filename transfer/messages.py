@@ -221,9 +221,7 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag=13, gc=False):
     run: _Id
 
 
-Message = (
-    Hello | Welcome | Refuse | Pull | Credit | Renew | Ack | Abort | Records | Absent | Gone | Released | Bye
-)
+Message = Hello | Welcome | Refuse | Pull | Credit | Renew | Ack | Abort | Records | Absent | Gone | Released | Bye
 
 KINDS: Final[tuple[type[Message], ...]] = (
     Hello, Welcome, Refuse, Pull, Credit, Renew, Ack, Abort, Records, Absent, Gone, Released, Bye,
