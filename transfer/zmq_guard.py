@@ -12,7 +12,7 @@ import socket
 import struct
 from typing import Final
 
-UNFINISHED_NBYTES_MAX: Final = 8 << 20
+UNFINISHED_NBYTES_MAX: Final = 2 << 20
 """Of one connection; more than a few frames and what the kernel holds."""
 
 _TCP_INFO_NBYTES: Final = 136
@@ -55,6 +55,11 @@ class Connections:
         """A whole message of this connection was taken."""
         self._spoke.add(fd)
 
+    def cut_off(self, fd: int) -> None:
+        """Shut a connection down for what came by it."""
+        self.cut += 1
+        self._shut_down(fd)
+
     def sweep(self) -> None:
         """Shut down what sends messages without an end. Call it when every whole message was taken."""
         if self._port is None:
@@ -74,8 +79,7 @@ class Connections:
             if nbytes <= self._each_nbytes_max and total <= self._total_nbytes_max:
                 break
             total -= nbytes
-            self.cut += 1
-            self._shut_down(fd)
+            self.cut_off(fd)
 
     def _received_nbytes(self, fd: int) -> int | None:
         ours = self._ours(fd)

@@ -56,7 +56,7 @@ class ZmqSettings:
     servers_max: int = 256
     served_frame_nbytes_max: int = 1 << 20
     frame_nbytes_max: int = 256 << 20
-    unfinished_nbytes_max: int = 128 << 20
+    unfinished_nbytes_max: int = 32 << 20
     zero_copy_nbytes: int = 256 << 10
     heartbeat_ms: int = 2_000
     heartbeat_timeout_ms: int = 10_000
