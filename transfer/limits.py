@@ -15,6 +15,7 @@ class TransferLimits:
 
     ``lease_s``: a transfer whose peer is silent for so long is over, and none lasts longer than ``lease_max_s``.
     ``retry_s``: decode asks again when nothing has come for so long, at most ``retries_max`` times in a row.
+    ``resend_s``: what a full link refused is handed to it again after so long.
     ``credit_nbytes``: payload of one transfer on its way at a time. ``records_max`` and ``records_nbytes_max``: the
     size of one message (a record that is larger goes alone). ``remembered_max``: ids of ended transfers.
     """
@@ -22,6 +23,7 @@ class TransferLimits:
     lease_s: float = 30.0
     lease_max_s: float = 600.0
     retry_s: float = 2.0
+    resend_s: float = 0.01
     retries_max: int = 5
     transfers_max: int = 1024
     peers_max: int = 1024

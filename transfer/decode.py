@@ -1,0 +1,447 @@
+"""The decode side of transfers: asks for records, checks them, has them installed once, says so.
+
+A record is handed out for installation at most once, after its header, key, size and sum were found right. The life of
+a pull is in ``pull.py``.
+
+An *epoch* is one attempt: when nothing has come for ``retry_s``, or the other side has lost sight of this one, decode
+asks anew for what is still missing. A record of an older epoch is as good as any, but moves no credit.
+
+Sans-IO: no clock, thread, socket or randomness. Times are monotonic seconds of the caller's clock, ids come in.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Final
+
+from cache_manager.errors import ConfigError, RecordError
+from cache_manager.keys import BlockKey
+from cache_manager.record import Buffer, check_record, unpack_header
+from transfer.actions import DecodeAction, Finished, Install, Missing, PullResult, Reason, Send, WantedBlock
+from transfer.errors import IncompatiblePeerError, LocalProtocolError, RemoteProtocolError
+from transfer.limits import TransferLimits
+from transfer.link import Peer
+from transfer.messages import (
+    BLOCKS_MAX,
+    MINOR,
+    Abort,
+    Absent,
+    Ack,
+    Bye,
+    Credit,
+    Gone,
+    Hello,
+    Outcome,
+    Pull,
+    Records,
+    Refuse,
+    Released,
+    Renew,
+    TransferId,
+    Welcome,
+    decode,
+)
+from transfer.party import Party, check_peer
+from transfer.pull import DecodeCounters, Event, Greeting, Place, Pulling, State
+
+RENEWALS_A_LEASE: Final = 3
+
+
+class DecodeSession:
+    """All pulls of one decode process.
+
+    A node calls :meth:`receive` for what arrives and :meth:`tick` when :meth:`next_due_s` has come (often is fine), and
+    acts on what they answer, in order. Whatever a peer sends, no method raises because of it.
+    :class:`LocalProtocolError` is for mistakes of this side.
+    """
+
+    def __init__(self, party: Party, limits: TransferLimits) -> None:
+        if limits.credit_nbytes < 2 * party.nbytes_max:  # so that what is left of it when none is due holds a record
+            raise ConfigError("credit_nbytes", f"at least 2 records of {party.nbytes_max}", limits.credit_nbytes)
+        if limits.frame_nbytes_max < party.nbytes_max:
+            raise ConfigError("frame_nbytes_max", f"at least one record of {party.nbytes_max}", limits.frame_nbytes_max)
+        self.party = party
+        self.limits = limits
+        self._pulls: dict[TransferId, Pulling] = {}
+        self._peers: dict[Peer, Greeting] = {}  # of pulls in flight, and a few more
+        self._ended: OrderedDict[TransferId, None] = OrderedDict()
+        self._due: list[tuple[float, TransferId]] = []  # a heap with one entry for each pull
+        self._unsaid: dict[TransferId, None] = {}  # pulls for which the link refused a message
+        self._resend_s = 0.0
+        self._counts = {f.name: 0 for f in fields(DecodeCounters)}
+
+    # ---------------------------------------------------------------- the engine's side
+
+    @property
+    def counters(self) -> DecodeCounters:
+        return DecodeCounters(**self._counts)
+
+    @property
+    def in_flight(self) -> int:
+        """Pulls that have not finished."""
+        return len(self._pulls)
+
+    def pull(
+        self, peer: Peer, transfer: TransferId, wanted: Sequence[WantedBlock], now_s: float
+    ) -> list[DecodeAction] | None:
+        """Begin to pull what is ``wanted`` from ``peer``; ``None``: no room, nothing changed. Nothing wanted is fine:
+        prefill then learns that it may let go.
+
+        Raises :class:`LocalProtocolError` for an id that was pulled before, an index given twice or a part that is not.
+        """
+        if len(transfer) != 16 or transfer in self._pulls or transfer in self._ended:
+            raise LocalProtocolError(f"transfer: wanted 16 bytes not pulled before, got {transfer.hex()}")
+        keys: dict[Place, BlockKey] = {}
+        if len({b.index for b in wanted}) != len(wanted):
+            raise LocalProtocolError("wanted: wanted each index once, got one twice")
+        for block in wanted:
+            if not 0 <= block.index < BLOCKS_MAX or not block.parts:
+                raise LocalProtocolError(f"wanted: wanted parts of an index in [0, {BLOCKS_MAX}), got {block}")
+            for part in block.parts:
+                if not 0 <= part < len(self.party.parts):
+                    raise LocalProtocolError(f"wanted: wanted a part in [0, {len(self.party.parts)}), got {part}")
+                keys[part, block.index] = block.key
+        if len(self._pulls) >= self.limits.transfers_max or not self._make_room(peer):
+            return None
+        pull = Pulling(transfer, peer, keys, now_s + self.limits.retry_s, now_s)
+        self._pulls[transfer] = pull
+        self._peers[peer].pulls[transfer] = None
+        self._count("pulls")
+        heapq.heappush(self._due, (pull.due_s, transfer))
+        if not keys:
+            pull.apply(Event.ALL_SETTLED)
+        return self._speak(pull, now_s)
+
+    def abort(self, transfer: TransferId) -> list[DecodeAction]:
+        """Give a pull up; harmless when it has finished."""
+        pull = self._pulls.get(transfer)
+        return self._fail(pull, Reason.ABORTED, "") if pull else []
+
+    def reset(self, namespace: bytes) -> list[DecodeAction]:
+        """This side's rows belong to another namespace from here on: every pull ends, every peer is greeted anew."""
+        self.party = Party(self.party.run, namespace, self.party.parts)
+        actions = [a for p in list(self._pulls.values()) for a in self._fail(p, Reason.RESET, "")]
+        self._peers.clear()
+        return actions
+
+    def close(self) -> list[DecodeAction]:
+        """End every pull and say goodbye."""
+        actions = [a for p in list(self._pulls.values()) for a in self._fail(p, Reason.ABORTED, "closed")]
+        return actions + [Send(peer, Bye(self.party.run)) for peer, known in self._peers.items() if known.run]
+
+    def installed(self, install: Install, ok: bool, now_s: float) -> list[DecodeAction]:
+        """The record is in place, or (``ok`` false) its block has another owner now and it was dropped."""
+        pull = self._installing(install)
+        if pull is None:
+            return []
+        del pull.installing[install.part, install.index]
+        if ok:
+            pull.installed += 1
+            self._count("records_installed")
+        else:
+            pull.missing.append(Missing(install.part, install.index, Reason.STALE))
+            self._count("records_stale")
+        return self._settled(pull, now_s)
+
+    def postponed(self, install: Install) -> None:
+        """The record could not be placed now (its block is in motion): it is asked for again with the next epoch."""
+        if pull := self._installing(install):
+            place = install.part, install.index
+            pull.keys[place] = pull.installing.pop(place)
+            self._count("postponed_records")
+
+    def _installing(self, install: Install) -> Pulling | None:
+        pull = self._pulls.get(install.transfer)
+        return pull if pull and (install.part, install.index) in pull.installing else None
+
+    # ---------------------------------------------------------------- the link's side
+
+    def receive(self, peer: Peer, control: Buffer, bulk: Sequence[memoryview], now_s: float) -> list[DecodeAction]:
+        """What to do about a message. ``bulk`` is kept by nothing but the :class:`Install` actions answered."""
+        try:
+            message = decode(control)
+            if len(bulk) != (len(message.entries) if isinstance(message, Records) else 0):
+                raise RemoteProtocolError(f"{type(message).__name__}: got {len(bulk)} bulk frames")
+        except RemoteProtocolError:
+            self._count("bad_messages")
+            return []
+        match message:
+            case Records() | Absent() | Gone() | Released():
+                pull = self._pulls.get(TransferId(message.transfer))
+                if pull is None:
+                    self._count("stale_messages")
+                    return []
+                if pull.peer != peer:
+                    self._count("foreign_messages")
+                    return []
+                return self._on_pull_message(pull, message, bulk, now_s)
+            case Welcome() | Refuse():
+                known = self._peers.get(peer)
+                if known is None or message.to != self.party.run:
+                    self._count("stale_messages")
+                    return []
+                if isinstance(message, Welcome):
+                    return self._on_welcome(known, message, now_s)
+                return self._on_refuse(peer, known, message, now_s)
+            case Bye():
+                return self._on_bye(peer, message)
+            case _:
+                self._count("bad_messages")
+                return []
+
+    def tick(self, now_s: float) -> list[DecodeAction]:
+        """Ask again, renew leases, give up: whatever is due."""
+        actions: list[DecodeAction] = []
+        if self._unsaid and now_s >= self._resend_s:
+            again = [pull for transfer in self._unsaid if (pull := self._pulls.get(transfer))]
+            self._unsaid.clear()
+            for pull in again:
+                actions += self._speak(pull, now_s)
+        due = []
+        while self._due and self._due[0][0] <= now_s:
+            due.append(heapq.heappop(self._due)[1])
+        for transfer in due:
+            late = self._pulls.get(transfer)
+            if late is None:
+                continue
+            if late.due_s <= now_s:
+                actions += self._retry(late, now_s)
+            elif self._silent(late, now_s):
+                actions += self._speak(late, now_s)
+            if transfer in self._pulls:
+                heapq.heappush(self._due, (self._next_due(late, now_s), transfer))
+        return actions
+
+    def next_due_s(self) -> float | None:
+        """When :meth:`tick` has something to do, at the earliest."""
+        due_s = self._due[0][0] if self._due else None
+        if not self._unsaid:
+            return due_s
+        return self._resend_s if due_s is None else min(due_s, self._resend_s)
+
+    def unsent(self, send: Send, now_s: float) -> None:
+        """The link refused ``send``, which is said before anything else; it is tried again soon."""
+        self._count("sends_refused")
+        message = send.message
+        if isinstance(message, Hello):
+            if known := self._peers.get(send.peer):
+                known.hello_s = None
+                self._unsaid.update(known.pulls)
+        elif isinstance(message, (Pull, Ack, Renew)) and (pull := self._pulls.get(TransferId(message.transfer))):
+            pull.asked = pull.asked and isinstance(message, Renew)
+            self._unsaid[pull.id] = None
+        self._resend_s = now_s + self.limits.resend_s
+
+    def peer_lost(self, peer: Peer) -> None:
+        """The link lost ``peer``: it is greeted again, and what is missing asked for again, when that is due."""
+        if known := self._peers.get(peer):
+            known.run = None
+
+    # ---------------------------------------------------------------- messages
+
+    def _on_welcome(self, known: Greeting, welcome: Welcome, now_s: float) -> list[DecodeAction]:
+        if known.run == welcome.run:
+            return []
+        try:
+            check_peer(self.party, welcome.namespace, welcome.parts)
+        except IncompatiblePeerError as error:
+            return self._refused(known, str(error))
+        known.run = welcome.run
+        known.renew_s = welcome.lease_ms / 1000 / RENEWALS_A_LEASE
+        actions: list[DecodeAction] = []
+        for transfer in list(known.pulls):
+            self._pulls[transfer].asked = False
+            actions += self._speak(self._pulls[transfer], now_s)
+        return actions
+
+    def _on_refuse(self, peer: Peer, known: Greeting, refuse: Refuse, now_s: float) -> list[DecodeAction]:
+        if refuse.field != "hello":
+            return self._refused(known, f"{refuse.field}: wanted {refuse.wanted}, got {refuse.got}")
+        if known.run is None:
+            return []  # a hello is on its way
+        known.run = known.hello_s = None
+        return self._greet(peer, known, now_s) if known.pulls else []
+
+    def _refused(self, known: Greeting, detail: str) -> list[DecodeAction]:
+        self._count("refusals")
+        known.run = None
+        pulls = [self._pulls[transfer] for transfer in known.pulls]
+        return [a for p in pulls for a in self._fail(p, Reason.REFUSED, detail)]
+
+    def _on_bye(self, peer: Peer, bye: Bye) -> list[DecodeAction]:
+        known = self._peers.get(peer)
+        if known is None or known.run != bye.run:
+            self._count("stale_messages")
+            return []
+        known.run = None
+        pulls = [self._pulls[transfer] for transfer in known.pulls]
+        return [a for p in pulls for a in self._fail(p, Reason.GONE, "bye")]
+
+    def _on_pull_message(
+        self, pull: Pulling, message: Records | Absent | Gone | Released, bulk: Sequence[memoryview], now_s: float
+    ) -> list[DecodeAction]:
+        match message:
+            case Gone():
+                return self._fail(pull, Reason.GONE, message.reason.value)
+            case Released():
+                if pull.state is State.ACKING and message.outcome is Outcome.ACKED:
+                    return self._finish(pull, Event.HEARD)
+                self._count("stale_messages")
+                return []
+            case Absent():
+                if message.epoch != pull.epoch:
+                    self._count("stale_messages")
+                    return []
+                return self._on_absent(pull, message, now_s)
+            case Records():
+                return self._on_records(pull, message, bulk, now_s)
+
+    def _on_absent(self, pull: Pulling, absent: Absent, now_s: float) -> list[DecodeAction]:
+        came = False
+        for entry in absent.entries:
+            place = entry.part, entry.index
+            if pull.keys.pop(place, None) is not None:
+                came = True
+                pull.owed.discard(place)
+                pull.missing.append(Missing(*place, Reason.ABSENT))
+                self._count("records_absent")
+        return self._settled(pull, now_s) if came else []
+
+    def _on_records(
+        self, pull: Pulling, records: Records, bulk: Sequence[memoryview], now_s: float
+    ) -> list[DecodeAction]:
+        actions: list[DecodeAction] = []
+        current, parts = records.epoch == pull.epoch, self.party.parts
+        for entry, payload in zip(records.entries, bulk, strict=True):
+            place = entry.part, entry.index
+            if current and place in pull.owed:
+                pull.owed.discard(place)
+                pull.consumed_nbytes += parts[entry.part].nbytes
+            key = pull.keys.get(place)
+            if key is None:
+                self._count("duplicate_records")
+                continue
+            part = parts[entry.part]
+            try:
+                header = unpack_header(entry.header)
+                if payload.nbytes != part.nbytes:
+                    raise RecordError("payload size", part.nbytes, payload.nbytes)
+                check_record(header, key, part.fingerprint, payload)
+            except RecordError:
+                self._count("corrupt_records")
+                continue
+            pull.installing[place] = pull.keys.pop(place)
+            actions.append(Install(pull.id, entry.part, entry.index, header, payload))
+        if not current:
+            self._count("stale_messages")
+        elif pull.keys and 2 * pull.consumed_nbytes >= self.limits.credit_nbytes:
+            pull.granted_nbytes += pull.consumed_nbytes
+            pull.consumed_nbytes, pull.spoken_s = 0, now_s
+            credit = Credit(self.party.run, pull.id, pull.epoch, pull.granted_nbytes)
+            actions.append(Send(pull.peer, credit))
+        return actions
+
+    # ---------------------------------------------------------------- what is due
+
+    def _settled(self, pull: Pulling, now_s: float) -> list[DecodeAction]:
+        """Something was settled: the last of it makes the ack."""
+        pull.apply(Event.ARRIVED)
+        pull.retries = 0
+        pull.due_s = now_s + self.limits.retry_s
+        if pull.keys or pull.installing:
+            return []
+        pull.apply(Event.ALL_SETTLED)
+        pull.asked = False
+        return self._speak(pull, now_s)
+
+    def _retry(self, pull: Pulling, now_s: float) -> list[DecodeAction]:
+        if pull.retries >= self.limits.retries_max:
+            if pull.state is State.ACKING:
+                return self._finish(pull, Event.GIVE_UP)
+            return self._fail(pull, Reason.TIMEOUT, f"{pull.retries} retries")
+        pull.apply(Event.RETRY)
+        self._count("retries")
+        pull.retries += 1
+        pull.due_s = now_s + self.limits.retry_s
+        pull.asked = False
+        return self._speak(pull, now_s)
+
+    def _speak(self, pull: Pulling, now_s: float) -> list[DecodeAction]:
+        """The message that the pull's state asks for: a hello before all, a renewal where all was said."""
+        known = self._peers[pull.peer]
+        if known.run is None:
+            return self._greet(pull.peer, known, now_s)
+        run = self.party.run
+        pull.spoken_s = now_s
+        if pull.asked:
+            return [Send(pull.peer, Renew(run, pull.id))]
+        pull.asked = True
+        if pull.state is State.ACKING:
+            ack = Ack(run, pull.id, max(1, pull.epoch), pull.installed, len(pull.missing))
+            return [Send(pull.peer, ack)]
+        pull.epoch += 1
+        self._count("attempts")
+        pull.owed = set(pull.keys)
+        pull.granted_nbytes, pull.consumed_nbytes = self.limits.credit_nbytes, 0
+        return [Send(pull.peer, Pull(run, pull.id, pull.epoch, pull.wants(), pull.granted_nbytes))]
+
+    def _greet(self, peer: Peer, known: Greeting, now_s: float) -> list[DecodeAction]:
+        if known.hello_s is not None and now_s < known.hello_s + self.limits.retry_s:
+            return []  # on its way
+        known.hello_s = now_s
+        own = self.party
+        hello = Hello(own.run, own.namespace, list(own.parts), MINOR, self.limits.frame_nbytes_max)
+        return [Send(peer, hello)]
+
+    def _silent(self, pull: Pulling, now_s: float) -> bool:
+        known = self._peers[pull.peer]
+        return known.run is not None and now_s >= pull.spoken_s + known.renew_s
+
+    def _next_due(self, pull: Pulling, now_s: float) -> float:
+        """When the pull wants to be looked at; a peer not greeted yet may turn out to have a short lease."""
+        known = self._peers[pull.peer]
+        return min(pull.due_s, now_s + self.limits.retry_s / 4 if known.run is None else pull.spoken_s + known.renew_s)
+
+    def _make_room(self, peer: Peer) -> bool:
+        """Whether ``peer`` can be remembered; forgets one that nothing is pulled from."""
+        if peer in self._peers:
+            return True
+        if len(self._peers) >= self.limits.peers_max:
+            idle = next((p for p, known in self._peers.items() if not known.pulls), None)
+            if idle is None:
+                return False
+            del self._peers[idle]
+        self._peers[peer] = Greeting()
+        return True
+
+    def _fail(self, pull: Pulling, reason: Reason, detail: str) -> list[DecodeAction]:
+        """The pull is over before its end; prefill is told unless it knows. Where all was in place, it is done."""
+        if pull.state is State.ACKING:
+            return self._finish(pull, Event.HEARD if reason is Reason.GONE and detail == "acked" else Event.GIVE_UP)
+        places = [*pull.keys, *pull.installing]
+        pull.missing += [Missing(part, index, reason) for part, index in places]
+        known = self._peers[pull.peer]
+        told: list[DecodeAction] = []
+        if known.run is not None and reason is not Reason.GONE:
+            told.append(Send(pull.peer, Abort(self.party.run, pull.id, reason.value)))
+        return told + self._finish(pull, Event.FAIL, reason, detail)
+
+    def _finish(
+        self, pull: Pulling, event: Event, reason: Reason | None = None, detail: str = ""
+    ) -> list[DecodeAction]:
+        pull.apply(event)
+        self._count("failed" if event is Event.FAIL else "done")
+        del self._pulls[pull.id]
+        self._peers[pull.peer].pulls.pop(pull.id)
+        self._ended[pull.id] = None
+        while len(self._ended) > self.limits.remembered_max:
+            self._ended.popitem(last=False)
+        acknowledged = event is Event.HEARD
+        missing = tuple(pull.missing)
+        return [Finished(pull.id, PullResult(pull.installed, missing, reason, detail, pull.epoch, acknowledged))]
+
+    def _count(self, name: str, n: int = 1) -> None:
+        self._counts[name] += n
