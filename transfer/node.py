@@ -31,14 +31,16 @@ from transfer.actions import (
     Send,
     WantedBlock,
 )
-from transfer.decode import DecodeCounters, DecodeSession
+from transfer.decode import DecodeSession
 from transfer.errors import LocalProtocolError
 from transfer.limits import TransferLimits
 from transfer.link import Arrival, Link, Peer
 from transfer.messages import Outcome, TransferId, encode
 from transfer.node_thread import NodeClosedError, NodeCounters, NodeFullError, NodeThread
+from transfer.offer import PrefillCounters
 from transfer.party import Party
-from transfer.prefill import PrefillCounters, PrefillSession
+from transfer.prefill import PrefillSession
+from transfer.pull import DecodeCounters
 
 SENDS_A_TURN: Final = 16
 FULL_S: Final = 0.001
@@ -208,11 +210,11 @@ class DecodeNode:
     def abort(self, transfer: TransferId, reason: str) -> None:
         """Give a pull up; harmless when it has ended. Its :class:`PullDone` comes as ever."""
         log.debug("pull %s aborted: %s", transfer.hex(), reason)
-        self._thread.submit(lambda now_s: self._worker.act(self._worker.session.abort(transfer, now_s), now_s))
+        self._thread.submit(lambda now_s: self._worker.act(self._worker.session.abort(transfer), now_s))
 
     def reset(self, namespace: bytes) -> None:
         """Rows belong to the namespace with this fingerprint from here on; every pull ends."""
-        self._thread.submit(lambda now_s: self._worker.act(self._worker.session.reset(namespace, now_s), now_s))
+        self._thread.submit(lambda now_s: self._worker.act(self._worker.session.reset(namespace), now_s))
 
     def poll(self) -> list[PullProgress | PullDone]:
         """What happened since the last call; a pull's progress comes before its end."""
@@ -385,7 +387,7 @@ class _DecodeWorker:
         return max(due_s or 0.0, now_s + self._full_s)
 
     def begin_close(self, now_s: float, /) -> None:
-        self.act(self.session.close(now_s), now_s)
+        self.act(self.session.close(), now_s)
 
     def end_close(self) -> None:
         assert not self.session.in_flight, "a closed session pulls nothing"

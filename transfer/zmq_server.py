@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 from transfer.link import Peer
 from transfer.zmq_guard import Connections
 from transfer.zmq_settings import ZmqSettings
-from transfer.zmq_sockets import ZAP_DOMAIN, bind, router
+from transfer.zmq_sockets import ZAP_DOMAIN, BoundPath, bind, router
 
 EVENTS_MAX: Final = 1024
 MONITORED: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
@@ -42,8 +42,10 @@ class ZmqServer:
             self.zap.bind("inproc://zeromq.zap.01")
         self.socket = router(context, settings)
         self.monitor = monitored(self.socket)
+        self._path = BoundPath("")
         try:
             self.address = bind(self.socket, address)
+            self._path = BoundPath(self.address)
         except BaseException:
             self.close(0)
             raise
@@ -100,9 +102,7 @@ class ZmqServer:
         assert self.settings.curve_server is not None
         for _ in range(EVENTS_MAX):
             try:
-                route, empty, version, request, domain, *_, mechanism, credentials = self.zap.recv_multipart(
-                    zmq.NOBLOCK
-                )
+                frames = self.zap.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             route, empty, version, request, domain, *_, mechanism, credentials = frames
@@ -116,6 +116,7 @@ class ZmqServer:
         self.socket.disable_monitor()
         for socket in self.sockets:
             socket.close(linger=linger_ms)
+        self._path.remove()
         self._clients.clear()
 
     def _note(self, peer: Peer, client: _Client) -> None:

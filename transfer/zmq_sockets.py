@@ -64,6 +64,19 @@ def bind(socket: zmq.Socket[bytes], address: str) -> str:
     return bound
 
 
+class BoundPath:
+    """The file of a bound ipc address (of another kind of address: nothing), which ZeroMQ leaves behind."""
+
+    def __init__(self, address: str) -> None:
+        self._path = address.removeprefix("ipc://") if address.startswith("ipc://") else ""
+        self._file = _identity(self._path)
+
+    def remove(self) -> None:
+        """Remove it, if it is still the same one."""
+        if self._file is not None and _identity(self._path) == self._file:
+            os.unlink(self._path)
+
+
 def _free_path(path: str) -> None:
     """Raise unless nothing, or what a dead server left, is at ``path``: ZeroMQ would remove whatever is there."""
     try:
@@ -83,6 +96,14 @@ def _free_path(path: str) -> None:
         except OSError as error:
             raise ConfigError("bind", "a path that is free", f"{path}: {error.strerror}") from error
     raise ConfigError("bind", "a path that no server uses", path)
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _limited(socket: zmq.Socket[bytes], settings: ZmqSettings, address: str) -> zmq.Socket[bytes]:
