@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -100,8 +101,9 @@ class ZmqLink:
         self._sweep_s = 0.0
         self._server: ZmqServer | None = None
         self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 2 * settings.servers_max + 16)
+        self._context.set(zmq.MAX_SOCKETS, 4 * settings.servers_max + 64)  # three each, and those on their way out
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waking = threading.Lock()
         self._poller = zmq.Poller()
         self._poller.register(self._wakes, zmq.POLLIN)
         if settings.bind is not None:
@@ -222,10 +224,10 @@ class ZmqLink:
         return came
 
     def wake(self) -> None:
-        try:
-            os.eventfd_write(self._wakes, 1)
-        except (BlockingIOError, OSError):  # full: it wakes anyway; closed: nobody polls
-            return
+        with self._waking:  # against close: the number may be another file's a moment later
+            if self._wakes >= 0:
+                with contextlib.suppress(BlockingIOError):  # so often that it wakes anyway
+                    os.eventfd_write(self._wakes, 1)
 
     def close(self, linger_s: float = 0.5) -> None:
         if self._closed:
@@ -239,8 +241,9 @@ class ZmqLink:
         for server in self._servers.values():
             server.close(linger_ms)
         self._context.term()
-        os.close(self._wakes)
-        self._wakes = -1
+        with self._waking:
+            os.close(self._wakes)
+            self._wakes = -1
         give_up_s = time.monotonic() + FREED_S
         for sent in self._sent:  # libzmq has let go; pyzmq's own thread says so in a moment
             for tracker in sent.trackers:
