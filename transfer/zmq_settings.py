@@ -24,7 +24,7 @@ _COUNTS: Final = (
     "servers_max",
 )
 _SIZES: Final = ("served_frame_nbytes_max", "frame_nbytes_max", "zero_copy_nbytes", "unfinished_nbytes_max")
-_DURATIONS: Final = ("heartbeat_ms", "heartbeat_timeout_ms", "reconnect_ms", "reconnect_max_ms", "handshake_ms")
+_DURATIONS: Final = ("silence_ms", "reconnect_ms", "reconnect_max_ms", "handshake_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class ZmqSettings:
     ``bind`` makes it a server as well: ``ipc:///path`` or ``tcp://127.0.0.1:PORT`` (port ``*``: any that is free). An
     address that other machines reach needs ``bind_any``. ``identity`` names a client to its servers; the default is 16
     random bytes, which nobody else can claim. ``curve_server`` is for ``bind``, ``curve_client`` for ``connect``.
+
+    A TCP peer whose machine says nothing for about ``silence_ms`` is lost.
 
     Larger frames than ``served_frame_nbytes_max`` (to the server) or ``frame_nbytes_max`` (to the client) end the
     connection that they come by. Bulk frames from ``zero_copy_nbytes`` on are sent from where they lie, smaller ones
@@ -58,10 +60,9 @@ class ZmqSettings:
     frame_nbytes_max: int = 256 << 20
     unfinished_nbytes_max: int = 32 << 20
     zero_copy_nbytes: int = 256 << 10
-    heartbeat_ms: int = 2_000
-    heartbeat_timeout_ms: int = 10_000
+    silence_ms: int = 10_000
     reconnect_ms: int = 50
-    reconnect_max_ms: int = 2_000
+    reconnect_max_ms: int = 500
     handshake_ms: int = 5_000
 
     def __post_init__(self) -> None:

@@ -110,9 +110,14 @@ def _limited(socket: zmq.Socket[bytes], settings: ZmqSettings, address: str) -> 
     socket.setsockopt(zmq.LINGER, 0)  # of a lost peer nothing is kept; close() sets its own
     socket.setsockopt(zmq.SNDHWM, settings.sent_messages_max)
     socket.setsockopt(zmq.IMMEDIATE, 1)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, settings.heartbeat_ms)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, settings.heartbeat_timeout_ms)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, min(settings.heartbeat_timeout_ms, 6_553_500))
+    # Not ZMTP heartbeats: libzmq 4.3.5 aborts the process when one is due on a connection whose peer has died while its
+    # messages waited at the high-water mark. A peer that is alive but stopped is the lease's business.
+    probe_s = max(settings.silence_ms // 3000, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, probe_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, probe_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.TCP_MAXRT, settings.silence_ms)
     socket.setsockopt(zmq.HANDSHAKE_IVL, settings.handshake_ms)
     socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.SNDBUF, BUFFER_NBYTES)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -108,7 +110,7 @@ def test_an_address_that_is_none_names_its_field(address: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("identity", b""), ("identity", b"\0x"), ("peers_max", 0), ("heartbeat_ms", True), ("frames_max", 1)],
+    [("identity", b""), ("identity", b"\0x"), ("peers_max", 0), ("silence_ms", True), ("frames_max", 1)],
 )
 def test_settings_that_cannot_be_are_named(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
@@ -321,3 +323,41 @@ def test_peers_are_bounded_and_the_idlest_is_forgotten(tmp_path: Path) -> None:
     assert server.counters.forgotten_peers == 1
     for link in (*clients, server):
         link.close()
+
+
+def test_a_peer_that_dies_while_its_messages_wait_is_no_end_of_ours(tmp_path: Path) -> None:
+    """Goal: libzmq aborts here when ZMTP heartbeats are on (4.3.5, stream_engine_base.cpp: !_io_error).
+
+    zeromq/libzmq issues 3937, 4364, 4767 are the same. Method: fill a client's queue, close the server, wait as long as three heartbeats of 0.1 s would take, then read on.
+    """
+    script = f"""
+import time
+from transfer.zmq_link import ZmqLink
+from transfer.zmq_settings import ZmqSettings
+settings = ZmqSettings(bind="ipc://{tmp_path}/p", received_messages_max=2)
+server, client = ZmqLink(settings), ZmqLink(settings.__class__(received_messages_max=2))
+there = client.connect(server.address)
+while not client.send(there, b"hello"):
+    client.poll(0.01)
+give_up_s = time.monotonic() + 20
+while not (came := server.poll(0.1)):
+    assert time.monotonic() < give_up_s
+hello = came[0]
+while server.send(hello.peer, b"x", [bytes(60_000)]):
+    assert time.monotonic() < give_up_s
+server.close(0)
+time.sleep(0.3)
+came = []
+while not any(type(item).__name__ == "PeerLost" for item in came):
+    assert time.monotonic() < give_up_s, came
+    came += client.poll(0.1)
+client.close()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", script], timeout=PATIENCE_S * 4, check=False, env=_environment()
+    )
+    assert ended.returncode == 0
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
