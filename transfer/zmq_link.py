@@ -304,15 +304,17 @@ class ZmqLink:
     def _take_client(self, frames: list[zmq.Frame], came: list[Arrival | PeerLost]) -> None:
         """A client's message: its routing id, control, bulk."""
         assert self._server is not None
-        if not 2 <= len(frames) <= self.settings.frames_max:
-            self._counts["dropped_messages"] += 1
-            if len(frames) > 1:
-                self._server.connections.cut_off(int(frames[1].get(zmq.SRCFD)))
-            return
-        routing_id = frames.pop(0).bytes
         lost: list[Peer] = []
-        came.append(_arrival(self._server.sender(routing_id, frames[0], lost), frames))
+        sender = None
+        if len(frames) > 1:
+            sender = self._server.sender(frames[0].bytes, frames[1], lost)
         self._lose(lost)
+        if sender is not None and len(frames) <= self.settings.frames_max:
+            came.append(_arrival(sender, frames[1:]))
+            return
+        self._counts["dropped_messages"] += 1
+        if sender is not None:
+            self._server.cut_off(sender)
 
     def _watch(self, peer: Peer, server: _Server) -> None:
         for event, _ in events(server.monitor):

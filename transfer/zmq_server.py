@@ -67,10 +67,13 @@ class ZmqServer:
         client = self._clients.get(peer)
         return None if client is None else client.routing_id
 
-    def sender(self, routing_id: bytes, frame: zmq.Frame, lost: list[Peer]) -> Peer:
-        """Who sent ``frame``, noted as somebody who can be answered."""
-        fd = int(frame.get(zmq.SRCFD))
-        user = b"" if self.settings.curve_server is None else str(frame.get("User-Id")).encode()
+    def sender(self, routing_id: bytes, frame: zmq.Frame, lost: list[Peer]) -> Peer | None:
+        """Who sent ``frame``, noted as somebody who can be answered; ``None`` for one that speaks an ancient ZMTP."""
+        try:
+            fd = int(frame.get(zmq.SRCFD))
+            user = b"" if self.settings.curve_server is None else str(frame.get("User-Id")).encode()
+        except zmq.ZMQError:  # ZMTP 1 and 2 have no handshake that says anything
+            return None
         peer = Peer(b"client " + user + b" " + routing_id)
         known = self._clients.get(peer)
         if known is None or known.fd != fd:
@@ -95,6 +98,11 @@ class ZmqServer:
                     self._clients.pop(peer, None)
                     lost.append(peer)
         return lost
+
+    def cut_off(self, peer: Peer) -> None:
+        """Shut the connection of ``peer`` down for what came by it."""
+        if (client := self._clients.get(peer)) is not None:
+            self.connections.cut_off(client.fd)
 
     def admit(self) -> None:
         """Answer ZAP requests (RFC 27): a client whose public key is on the list has it as its user id."""

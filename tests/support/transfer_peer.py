@@ -97,6 +97,13 @@ class _Prefill:
 
         return self.node.offer(offered(request, blocks), lease_s=lease_s).hex()
 
+    def descriptors(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def table_sizes(self) -> dict[str, int]:
+        session = self.node._worker.session
+        return {"peers": len(session._peers), "ended": len(session._ended)}
+
     def poll(self) -> list[Any]:
         self.released += [[r.transfer.hex(), r.outcome.value, r.detail] for r in self.node.poll()]
         return self.released

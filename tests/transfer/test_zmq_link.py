@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from zmtp import greeted
 
 from cache_manager.errors import ConfigError
 from transfer.curve import CurveClient, CurveServer, make_keys, read_clients, read_keys, read_public
@@ -196,25 +197,12 @@ def test_too_many_frames_end_the_connection_and_cost_nobody_else() -> None:
     server.close()
 
 
-def greeting(peer: socket.socket) -> None:
-    """Speak ZMTP 3.0, NULL, as a DEALER, up to where messages may be sent."""
-    peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL".ljust(23, b"\0")[:23] + bytes(32))
-    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-    peer.sendall(bytes((4, len(ready))) + ready)
-    peer.settimeout(PATIENCE_S)
-    seen = b""
-    while b"READY" not in seen:
-        seen += peer.recv(4096)
-
-
 def test_a_message_without_an_end_is_cut_off() -> None:
     """Goal: memory is bounded also where ZeroMQ has no limit. Method: raw ZMTP frames that always announce more."""
     server = ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*"))
-    host, port = server.address.removeprefix("tcp://").split(":")
     contract, client = TestZmqTcp(), ZmqLink()
     there, _ = contract.meet(server, client)
-    with socket.create_connection((host, int(port))) as hostile:
-        greeting(hostile)
+    with greeted(server.address) as hostile:
         frame = b"\x03" + struct.pack(">Q", 60_000) + bytes(60_000)  # long, more
         hostile.setblocking(False)
         pending, sent, gone = b"", 0, False
@@ -326,9 +314,9 @@ def test_peers_are_bounded_and_the_idlest_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_dies_while_its_messages_wait_is_no_end_of_ours(tmp_path: Path) -> None:
-    """Goal: libzmq aborts here when ZMTP heartbeats are on (4.3.5, stream_engine_base.cpp: !_io_error).
+    """Goal: libzmq aborts here when ZMTP heartbeats are on (4.3.5: !_io_error; zeromq/libzmq 3937, 4364, 4767).
 
-    zeromq/libzmq issues 3937, 4364, 4767 are the same. Method: fill a client's queue, close the server, wait as long as three heartbeats of 0.1 s would take, then read on.
+    Method: fill a client's queue, close the server, wait as long as three heartbeats of 0.1 s would take, then read on.
     """
     script = f"""
 import time
