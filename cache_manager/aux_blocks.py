@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from cache_manager.archive import Archive
 from cache_manager.checks import integers
 from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, SpecError
+from cache_manager.install import export_records, install_record
 from cache_manager.keys import BlockKey, KeyChain, Namespace
 from cache_manager.ledger import AuxCounters, Ledger
 from cache_manager.lifecycle import Blocks, State
 from cache_manager.move import Followers, Move, Pairs
 from cache_manager.ports import Region, StorageBackend
+from cache_manager.record import Buffer, OfferedRecord, RecordHeader
 from cache_manager.regions.heap import HeapRegion
 from cache_manager.regions.shared import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
@@ -315,6 +317,33 @@ class AuxBlocks:
         if self._archive is None:
             raise ConfigError("store", "a storage backend", "none was given to AuxBlocks")
         return self._archive
+
+    # ---------------------------------------------------------------- crossing
+
+    def export(self, blocks: Mapping[BlockKey, int], rows: Sequence[int] | None = None) -> list[OfferedRecord | None]:
+        """The records of device blocks, for another process; at most the first ``rows`` of each, where given.
+
+        Give ``rows`` for a partial block: its key names so many tokens, and rows beyond them belong to other keys.
+        ``None``: the block has no readable row there, or the key is of another namespace. A block with every row is
+        given as a view of its memory, which a caller holds and nobody writes until the view is dropped; any other as
+        a snapshot, so that later rows may be written meanwhile.
+        """
+        return export_records(self._device, self._ledger, blocks, rows)
+
+    def generations(self, blocks: Blocks) -> list[int]:
+        """Which life each device block is in; :meth:`install` wants to be told."""
+        with self._lock:
+            return [int(g) for g in self._device.life.generations[self._device.life.ids(blocks)]]
+
+    def install(self, block: int, generation: int, header: RecordHeader, payload: Buffer) -> bool:
+        """Put the rows of a record into a held device block, where no row is readable and no step will write one.
+
+        The record's sum and key were verified by the caller. ``False``: the block is in another life than
+        ``generation``, nobody holds it, or the record is of another namespace; it was dropped and counted. Steps may
+        write other rows of the block meanwhile. Raises ``BlockBusyError`` while the block is in motion and
+        ``RecordError`` for a record that does not fit the layout.
+        """
+        return install_record(self._device, self._ledger, block, generation, header, payload)
 
     # ---------------------------------------------------------------- reading
 

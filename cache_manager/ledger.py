@@ -31,6 +31,9 @@ class AuxCounters:
     restored_blocks: int = 0
     late_restores_dropped: int = 0
     incomplete_blocks_not_restored: int = 0
+    rows_exported: int = 0
+    rows_installed: int = 0
+    late_installs_dropped: int = 0
     stale_keys: int = 0
     rows_read: int = 0
     rows_missing: int = 0

@@ -97,6 +97,13 @@ class Step(InFlight):
         still: NDArray[np.bool_] = self._tier.life.generations[blocks] == self._begun
         return blocks[still]
 
+    def add_pending(self, block: int, bits: NDArray[np.uint64]) -> None:
+        """Set the bits ``[words]`` of the rows of ``block`` that this step may still write; the lock is held."""
+        blocks, words, runs = self._table.runs
+        if block in self.blocks_still_owed():
+            mine = blocks == block
+            bits[words[mine]] |= runs[mine]
+
     def write(self, name: str, rows: NDArray[Any]) -> None:
         """Keep a copy of ``rows`` ``[T, *row_shape]``, one for each slot the step began with, padding included.
 

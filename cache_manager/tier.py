@@ -67,6 +67,11 @@ class Tier:
         blocks, words, bits = runs
         self.region.valid[blocks, spec, words] |= bits
 
+    def rows_of(self, spec: int, block: int) -> NDArray[np.uint8]:
+        """The memory of one block's rows ``[block_tokens, row_nbytes]``."""
+        rows: NDArray[np.uint8] = self._tokens_of[spec][block]
+        return rows
+
     def gather(
         self, spec: int, ids: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint64]]:

@@ -12,6 +12,7 @@ Sans-IO: no clock, thread, socket or randomness. Times are monotonic seconds of 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import fields
@@ -68,7 +69,7 @@ class DecodeSession:
         self._pulls: dict[TransferId, Pulling] = {}
         self._peers: dict[Peer, Greeting] = {}  # of pulls in flight, and a few more
         self._ended: OrderedDict[TransferId, None] = OrderedDict()
-        self._due: list[tuple[float, TransferId]] = []  # a heap with one entry for each pull
+        self._due: list[tuple[float, TransferId]] = []  # a heap; of a pull's entries only that at wake_s counts
         self._unsaid: dict[TransferId, None] = {}  # pulls for which the link refused a message
         self._resend_s = 0.0
         self._counts = {f.name: 0 for f in fields(DecodeCounters)}
@@ -110,7 +111,7 @@ class DecodeSession:
         self._pulls[transfer] = pull
         self._peers[peer].pulls[transfer] = None
         self._count("pulls")
-        heapq.heappush(self._due, (pull.due_s, transfer))
+        self._schedule(pull)
         if not keys:
             pull.apply(Event.ALL_SETTLED)
         return self._speak(pull, now_s)
@@ -200,19 +201,18 @@ class DecodeSession:
             self._unsaid.clear()
             for pull in again:
                 actions += self._speak(pull, now_s)
-        due = []
+        due: list[Pulling] = []
         while self._due and self._due[0][0] <= now_s:
-            due.append(heapq.heappop(self._due)[1])
-        for transfer in due:
-            late = self._pulls.get(transfer)
-            if late is None:
-                continue
+            wake_s, transfer = heapq.heappop(self._due)
+            if (late := self._pulls.get(transfer)) and late.wake_s == wake_s:
+                due.append(late)
+        for late in due:
+            late.wake_s = math.inf
             if late.due_s <= now_s:
                 actions += self._retry(late, now_s)
             elif self._silent(late, now_s):
                 actions += self._speak(late, now_s)
-            if transfer in self._pulls:
-                heapq.heappush(self._due, (self._next_due(late, now_s), transfer))
+            self._schedule(late)
         return actions
 
     def next_due_s(self) -> float | None:
@@ -255,6 +255,7 @@ class DecodeSession:
         for transfer in list(known.pulls):
             self._pulls[transfer].asked = False
             actions += self._speak(self._pulls[transfer], now_s)
+            self._schedule(self._pulls[transfer])
         return actions
 
     def _on_refuse(self, peer: Peer, known: Greeting, refuse: Refuse, now_s: float) -> list[DecodeAction]:
@@ -400,10 +401,13 @@ class DecodeSession:
         known = self._peers[pull.peer]
         return known.run is not None and now_s >= pull.spoken_s + known.renew_s
 
-    def _next_due(self, pull: Pulling, now_s: float) -> float:
-        """When the pull wants to be looked at; a peer not greeted yet may turn out to have a short lease."""
+    def _schedule(self, pull: Pulling) -> None:
+        """See to it that the pull is looked at when it has something to do, be that earlier than thought before."""
         known = self._peers[pull.peer]
-        return min(pull.due_s, now_s + self.limits.retry_s / 4 if known.run is None else pull.spoken_s + known.renew_s)
+        wake_s = pull.due_s if known.run is None else min(pull.due_s, pull.spoken_s + known.renew_s)
+        if pull.id in self._pulls and wake_s < pull.wake_s:
+            pull.wake_s = wake_s
+            heapq.heappush(self._due, (wake_s, pull.id))
 
     def _make_room(self, peer: Peer) -> bool:
         """Whether ``peer`` can be remembered; forgets one that nothing is pulled from."""

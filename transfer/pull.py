@@ -10,6 +10,7 @@ The law: the ack follows the last installation, and every wanted record ends as 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -101,6 +102,7 @@ class Pulling:
     keys: dict[Place, BlockKey]  # of what is neither settled nor being installed
     due_s: float
     spoken_s: float
+    wake_s: float = math.inf  # when the session looks at it next
     state: State = State.PULLING
     epoch: int = 0
     retries: int = 0  # in a row

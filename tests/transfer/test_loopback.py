@@ -1,0 +1,130 @@
+"""The link in memory: what it promises, and that its faults are those that it was asked for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from transfer.errors import LocalProtocolError
+from transfer.link import Arrival, PeerLost
+from transfer.loopback import Faults, LoopbackLink, Network
+
+
+def pair(faults: Faults = Faults(), seed: int = 1, **options) -> tuple[Network, LoopbackLink, LoopbackLink]:  # noqa: B008
+    network = Network(seed, faults, **options)
+    return network, network.endpoint("a"), network.endpoint("b")
+
+
+def test_messages_arrive_whole_and_buffers_come_back_once() -> None:
+    _, a, b = pair()
+    gone: list[str] = []
+    assert a.send(a.connect("loopback://b"), b"hello", [b"x" * 9, memoryview(b"yy")], lambda: gone.append("sent"))
+    assert not gone
+    (arrival,) = b.poll(0.0)
+    assert isinstance(arrival, Arrival)
+    assert (arrival.peer, arrival.control, [bytes(v) for v in arrival.bulk]) == (b"a", b"hello", [b"x" * 9, b"yy"])
+    arrival.release()
+    assert not gone
+    assert a.poll(0.0) == []
+    a.poll(0.0)
+    a.close()
+    assert gone == ["sent"]
+
+
+def test_a_buffer_is_read_when_it_is_delivered() -> None:
+    """Goal: who changes a buffer too early is found out."""
+    _, a, b = pair()
+    buffer = bytearray(b"before")
+    a.send(b.name, b"c", [buffer])
+    buffer[:] = b"after!"
+    assert bytes(b.poll(0.0)[0].bulk[0]) == b"after!"
+
+
+def test_closing_lets_go_of_everything_once() -> None:
+    now = [0.0]
+    _, a, b = pair(Faults(delay=1.0, delay_s=5.0, duplicate=1.0), clock=lambda: now[0])
+    gone: list[int] = []
+    for i in range(5):
+        assert a.send(b.name, b"c", [b"x"], lambda i=i: gone.append(i))
+    a.close()
+    a.close()
+    assert sorted(gone) == [0, 1, 2, 3, 4]
+    assert not a.send(b.name, b"c")
+
+
+def test_a_crash_tells_the_others_and_forgets_its_own() -> None:
+    now = [0.0]
+    network, a, b = pair(Faults(delay=1.0, delay_s=5.0), clock=lambda: now[0])
+    b.connect("loopback://a")
+    memory = bytearray(b"as it was")
+    gone: list[int] = []
+    assert a.send(b.name, b"c", [memory], lambda: gone.append(1))
+    network.crash("a")
+    memory[:] = b"scribbled"
+    now[0] = 9.0
+    lost, arrival = b.poll(0.0)
+    assert lost == PeerLost(a.name)
+    assert bytes(arrival.bulk[0]) == b"as it was"
+    assert not gone
+    assert not b.send(a.name, b"nobody there")
+    again = network.endpoint("a")
+    assert b.send(again.name, b"welcome back")
+
+
+def test_full_is_an_answer() -> None:
+    _, a, b = pair(queue_max=3)
+    assert [a.send(b.name, b"c") for _ in range(4)] == [True, True, True, False]
+    assert len(b.poll(0.0, limit=2)) == 2
+    assert len(b.poll(0.0)) == 1
+
+
+@pytest.mark.parametrize("fault", ["drop", "duplicate", "delay", "truncate", "flip", "full"])
+def test_each_fault_happens_as_often_as_asked_and_alone(fault: str) -> None:
+    now = [0.0]
+    network, a, b = pair(Faults(**{fault: 0.5}), clock=lambda: now[0], queue_max=10_000)
+    sent = [bytes([i]) * 20 for i in range(200)]
+    taken = [control for control in sent if a.send(b.name, control)]
+    now[0] = 99.0
+    came = [arrival.control for arrival in b.poll(0.0, 1000)]
+    assert 60 < network.happened[fault] < 140
+    assert set(network.happened) - {"reorder"} == {fault}
+    if fault == "drop":
+        assert len(came) == 200 - network.happened["drop"]
+    elif fault == "duplicate":
+        assert len(came) == 200 + network.happened["duplicate"]
+    elif fault == "delay":
+        assert sorted(came) == sorted(sent)
+        assert came != sent
+        assert network.happened["reorder"]
+    elif fault == "full":
+        assert came == taken
+        assert len(taken) < 200
+    else:
+        assert sum(c not in sent for c in came) == network.happened[fault]
+
+
+def test_a_seed_is_a_history() -> None:
+    def history(seed: int) -> list[bytes]:
+        now = [0.0]
+        _, a, b = pair(Faults(0.3, 0.3, 0.3, 1.0, 0.3, 0.3, 0.3), seed, clock=lambda: now[0])
+        for i in range(50):
+            a.send(b.name, bytes([i]) * 8)
+        now[0] = 9.0
+        return [arrival.control for arrival in b.poll(0.0, 1000)]
+
+    assert history(3) == history(3) != history(4)
+
+
+def test_wake_ends_a_wait_and_so_does_a_message() -> None:
+    _, a, b = pair()
+    for what in (a.wake, lambda: b.send(a.name, b"c")):
+        thread = threading.Thread(target=what)
+        thread.start()
+        a.poll(60.0)
+        thread.join()
+
+
+def test_faults_that_cannot_be_are_refused() -> None:
+    with pytest.raises(LocalProtocolError, match="drop"):
+        Faults(drop=-1)
