@@ -59,6 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     shm.set_defaults(run=_shm)
     shm.add_argument("action", choices=("ls", "reap"), help="list them, or remove those whose owner is gone")
 
+    keys = commands.add_parser("keys", help="make a CURVE key pair for prefill or decode")
+    keys.set_defaults(run=_keys)
+    keys.add_argument("directory", type=Path, metavar="DIR", help="where DIR/NAME.key and .key_secret are written")
+    keys.add_argument("name", metavar="NAME", help="of the pair")
+
     doctor = commands.add_parser("doctor", help="what this machine lacks, and the command that helps")
     doctor.set_defaults(run=_doctor)
     doctor.add_argument("--require", choices=("mooncake",), help="count what this optional part lacks as a problem")
@@ -107,6 +112,14 @@ def _shm(chosen: Any) -> int:
     for region in regions:
         state = "in use" if region.in_use else "orphan"
         sys.stdout.write(f"{region.name}  {region.purpose}  {region.nbytes:,} bytes  {state}\n")
+    return 0
+
+
+def _keys(chosen: Any) -> int:
+    from transfer.curve import make_keys, read_public
+
+    public, secret = make_keys(chosen.directory, chosen.name)
+    sys.stdout.write(f"{public}  {read_public(public).decode()}\n{secret}  keep it where it is: for its owner alone\n")
     return 0
 
 
