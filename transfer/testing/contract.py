@@ -63,6 +63,10 @@ class LinkContract:
     def make_client(self, directory: Path) -> Link:
         raise NotImplementedError
 
+    def lose(self, client: Link) -> None:
+        """The client's process is gone."""
+        client.close()
+
     @pytest.fixture
     def server(self, tmp_path: Path) -> Iterator[ServingLink]:
         link = self.make_server(tmp_path)
@@ -207,7 +211,7 @@ class LinkContract:
     def test_a_peer_that_goes_is_reported(self, server: ServingLink, client: Link) -> None:
         """Goal: whoever sends to a peer that went is told so. Method: the client closes."""
         _, here = self.meet(server, client)
-        client.close()
+        self.lose(client)
         came = poll_until(server, lambda came: PeerLost(here) in came)
         assert not arrivals(came)
         assert not server.send(here, b"anybody?")
