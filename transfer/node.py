@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
@@ -116,13 +116,22 @@ class DecodeNodeCounters:
 
 
 class PrefillNode:
-    """Offers blocks to decode nodes. It owns ``link`` from here on, and closes it."""
+    """Offers blocks to decode nodes. It owns ``link`` from here on, and closes it.
+
+    ``notify`` is called in the node's thread when :meth:`poll` has something new; it must not block.
+    """
 
     def __init__(
-        self, link: ServingLink, party: Party, limits: TransferLimits | None = None, *, commands_max: int = 4096
+        self,
+        link: ServingLink,
+        party: Party,
+        limits: TransferLimits | None = None,
+        *,
+        commands_max: int = 4096,
+        notify: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = link.address
-        self._worker = _PrefillWorker(link, PrefillSession(party, limits or TransferLimits()))
+        self._worker = _PrefillWorker(link, PrefillSession(party, limits or TransferLimits()), notify)
         self._thread = NodeThread(link, self._worker, "kvroute-prefill-node", commands_max)
 
     @property
@@ -170,12 +179,21 @@ class PrefillNode:
 
 
 class DecodeNode:
-    """Pulls blocks from prefill nodes. It owns ``link`` from here on, and closes it."""
+    """Pulls blocks from prefill nodes. It owns ``link`` from here on, and closes it.
+
+    ``notify`` is called in the node's thread when a pull is over; it must not block.
+    """
 
     def __init__(
-        self, link: Link, party: Party, limits: TransferLimits | None = None, *, commands_max: int = 4096
+        self,
+        link: Link,
+        party: Party,
+        limits: TransferLimits | None = None,
+        *,
+        commands_max: int = 4096,
+        notify: Callable[[], None] = lambda: None,
     ) -> None:
-        self._worker = _DecodeWorker(link, DecodeSession(party, limits or TransferLimits()))
+        self._worker = _DecodeWorker(link, DecodeSession(party, limits or TransferLimits()), notify)
         self._thread = NodeThread(link, self._worker, "kvroute-decode-node", commands_max)
 
     @property
@@ -229,7 +247,8 @@ class DecodeNode:
 
 
 class _PrefillWorker:
-    def __init__(self, link: Link, session: PrefillSession) -> None:
+    def __init__(self, link: Link, session: PrefillSession, notify: Callable[[], None]) -> None:
+        self.notify = notify
         self.link = link
         self.session = session
         self.released: deque[Released] = deque()  # bounded by the offers in flight, while the engine polls
@@ -242,7 +261,7 @@ class _PrefillWorker:
         except LocalProtocolError as error:
             refused = str(error)
         if refused:
-            self.released.append(Released(transfer, Outcome.ABORTED, refused))
+            self._release(Released(transfer, Outcome.ABORTED, refused))
 
     def act(self, actions: Iterable[PrefillAction]) -> None:
         for action in actions:
@@ -250,7 +269,11 @@ class _PrefillWorker:
                 case Send():
                     self._send(action)
                 case Release(transfer, outcome):
-                    self.released.append(Released(transfer, outcome))
+                    self._release(Released(transfer, outcome))
+
+    def _release(self, released: Released) -> None:
+        self.released.append(released)
+        self.notify()
 
     def _send(self, send: Send) -> bool:
         on_sent = partial(self._let_go, send) if send.bulk else None
@@ -294,7 +317,8 @@ class _PrefillWorker:
 
 
 class _DecodeWorker:
-    def __init__(self, link: Link, session: DecodeSession) -> None:
+    def __init__(self, link: Link, session: DecodeSession, notify: Callable[[], None]) -> None:
+        self.notify = notify
         self.link = link
         self.session = session
         self.sink_errors = 0
@@ -367,6 +391,7 @@ class _DecodeWorker:
         with self._lock:
             del self._sinks[transfer]
             self._done.append(PullDone(transfer, result))
+        self.notify()
 
     def arrived(self, arrival: Arrival, now_s: float) -> bool:
         self.act(self.session.receive(arrival.peer, arrival.control, arrival.bulk, now_s), now_s)
