@@ -269,7 +269,7 @@ def main() -> None:
     chosen = parser.parse_args()
     rounds = 5 if chosen.quick else 25
     sizes = Table(
-        "rows of one request: MB/s until the last is in place (x raw, acked: until the ack was answered), ms to the first",
+        "rows of one request: MB/s until the last is in place (acked: until the ack was answered), ms to the first",
         [
             "transport",
             "tokens",

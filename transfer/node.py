@@ -20,7 +20,6 @@ from cache_manager.errors import BlockBusyError, KVRouteError
 from cache_manager.record import RecordHeader
 from transfer.actions import (
     DecodeAction,
-    Finished,
     Install,
     Missing,
     OfferedBlock,
@@ -360,15 +359,14 @@ class _DecodeWorker:
 
     def act(self, actions: Iterable[DecodeAction], now_s: float) -> None:
         for action in actions:
-            match action:
-                case Install():
-                    self._install(action, now_s)
-                case Send(peer, message):
-                    if not self.link.send(peer, encode(message)):
-                        self._refused = True
-                        self.session.unsent(action, now_s)
-                case Finished(transfer, result):
-                    self._finish(transfer, result)
+            if isinstance(action, Install):
+                self._install(action, now_s)
+            elif isinstance(action, Send):
+                if not self.link.send(action.peer, encode(action.message)):
+                    self._refused = True
+                    self.session.unsent(action, now_s)
+            else:
+                self._finish(action.transfer, action.result)
 
     def _install(self, install: Install, now_s: float) -> None:
         sink = self._sinks.get(install.transfer)
@@ -385,7 +383,8 @@ class _DecodeWorker:
         if placed:
             with self._lock:
                 self._progress.setdefault(install.transfer, []).append((install.part, install.index))
-        self.act(self.session.installed(install, placed, now_s), now_s)
+        if actions := self.session.installed(install, placed, now_s):
+            self.act(actions, now_s)
 
     def _finish(self, transfer: TransferId, result: PullResult) -> None:
         with self._lock:

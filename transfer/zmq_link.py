@@ -28,6 +28,8 @@ BUFFERS_POLL_MS: Final = 2
 """How soon a buffer that was sent from where it lies is noticed to be free."""
 
 SWEEP_S: Final = 0.1
+_LAST: Final = int(zmq.NOBLOCK)  # as numbers: the library's flags cost more than a small copy
+_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 FREED_S: Final = 5.0
 
 
@@ -185,7 +187,7 @@ class ZmqLink:
         trackers: list[Any] = []
         last, first_bulk = len(parts) - 1, len(parts) - bulk
         for i, part in enumerate(parts):
-            flags = zmq.NOBLOCK if i == last else zmq.NOBLOCK | zmq.SNDMORE
+            flags = _LAST if i == last else _MORE
             try:
                 if i >= first_bulk and _nbytes(part) >= zero_copy_nbytes:
                     trackers.append(socket.send(part, flags, copy=False, track=True))
