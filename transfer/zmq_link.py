@@ -154,6 +154,10 @@ class ZmqLink:
         server.used = next(self._uses)
         return peer
 
+    def host_of(self, peer: Peer) -> str | None:
+        """The host that a client's connection comes from: not what it says, but where it is."""
+        return None if self._server is None else self._server.host_of(peer)
+
     def send(
         self,
         peer: Peer,

@@ -25,6 +25,7 @@ Socket = zmq.Socket[bytes]
 class _Client:
     routing_id: bytes
     fd: int
+    host: str
 
 
 class ZmqServer:
@@ -67,6 +68,11 @@ class ZmqServer:
         client = self._clients.get(peer)
         return None if client is None else client.routing_id
 
+    def host_of(self, peer: Peer) -> str | None:
+        """The host that the connection of ``peer`` comes from, if that is connected."""
+        client = self._clients.get(peer)
+        return None if client is None else client.host
+
     def sender(self, routing_id: bytes, frame: zmq.Frame, lost: list[Peer]) -> Peer | None:
         """Who sent ``frame``, noted as somebody who can be answered; ``None`` for one that speaks an ancient ZMTP."""
         try:
@@ -81,7 +87,7 @@ class ZmqServer:
                 lost += self.watch()  # its arrival was reported before its message, but not seen yet
             if fd not in self.connections:
                 return peer  # it has gone already: heard, but not noted
-            self._note(peer, _Client(routing_id, fd))
+            self._note(peer, _Client(routing_id, fd, _host(frame)))
         self._clients.move_to_end(peer)
         self.connections.spoke(fd)
         return peer
@@ -138,6 +144,14 @@ class ZmqServer:
             self._clients.pop(before, None)
         self._clients[peer] = client
         self._by_fd[client.fd] = peer
+
+
+def _host(frame: zmq.Frame) -> str:
+    try:
+        host = str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return "127.0.0.1"
+    return host if host and host[0].isdigit() else "127.0.0.1"  # over ipc it is a process, of this machine
 
 
 def monitored(socket: Socket) -> Socket:
