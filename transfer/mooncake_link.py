@@ -88,7 +88,6 @@ class _Granted:
 class _Write:
     """A message whose bulk is on its way into a window."""
 
-    batch: int
     peer: Peer
     granted: _Granted
     number: int
@@ -96,7 +95,9 @@ class _Write:
     bulk: Sequence[Buffer]
     landed: wire.Landed
     on_sent: Callable[[], None] | None
+    batches: list[int] = field(default_factory=list)  # submitted, not known to be over
     sources: list[Any] = field(default_factory=list)
+    refused: bool = False  # the engine did not take all of it, or some of it failed
     landed_now: bool = False
     held_s: float = 0.0  # not 0: failed; range and sources rest until then
     by_zmq: int = 0  # messages with these buffers that ZeroMQ still has
@@ -176,17 +177,26 @@ class MooncakeLink:
         for buffer in bulk:
             ranges.append((start, _nbytes(buffer)))
             start += align(_nbytes(buffer))
-        sources = [np.frombuffer(buffer, np.uint8) for buffer in bulk]  # they keep the buffers where they are
-        addresses = [source.ctypes.data for source in sources]
-        targets = [granted.grant.base + offset for offset, _ in ranges]
-        lengths = [n for _, n in ranges]
-        batch = int(self._engine.batch_transfer_async_write(granted.target, addresses, targets, lengths))
-        if batch == 0:  # not submitted: nothing will be written
+        landed = wire.Landed(granted.grant.life, number, ranges)
+        write = _Write(peer, granted, number, control, bulk, landed, on_sent)
+        # They keep the buffers where they are.
+        write.sources = [np.frombuffer(buffer, np.uint8) for buffer in bulk if _nbytes(buffer)]
+        base = granted.grant.base
+        pieces = _merged(
+            [(s.ctypes.data, base + at, n) for s, (at, n) in zip(write.sources, _filled(ranges), strict=True)]
+        )
+        for source, target, nbytes in pieces:
+            # One by one: of a batch, transfer_check_status tells how its first piece fares, and nothing of the rest.
+            batch = int(self._engine.transfer_submit_write(granted.target, source, target, nbytes))
+            if batch == 0:
+                write.refused = True
+                break
+            write.batches.append(batch)
+        if write.refused and not write.batches:  # nothing was submitted: nothing will be written
             granted.window.give(number)
             self._pause(granted)
             return self._zmq.send(peer, _PLAIN + control, bulk, on_sent)
-        landed = wire.Landed(granted.grant.life, number, ranges)
-        self._writes.append(_Write(batch, peer, granted, number, control, bulk, landed, on_sent, sources))
+        self._writes.append(write)
         return True
 
     def poll(self, timeout_s: float, limit: int = 64) -> list[Arrival | PeerLost]:
@@ -306,11 +316,15 @@ class MooncakeLink:
             write.granted.window.give(write.number)
             return True
         if not write.landed_now:
-            status = int(self._engine.transfer_check_status(write.batch))  # asked for until it is not 0, never again
-            if status == 0:
-                return False
-            if status < 0:
+            for batch in list(write.batches):
+                status = int(self._engine.transfer_check_status(batch))
+                if status:  # asked for until it is not 0, and never again
+                    write.batches.remove(batch)
+                    write.refused |= status < 0
+            if write.refused:
                 self._failed(write, current, now_s)
+                return False
+            if write.batches:
                 return False
             write.landed_now = True
             self.counts["messages_written"] += 1
@@ -342,6 +356,27 @@ def _start_engine(settings: MooncakeLinkSettings) -> Any:
     if code := engine.initialize(settings.host, "P2PHANDSHAKE", settings.protocol, settings.device):
         raise TransferError(f"Mooncake's TransferEngine on {settings.host} did not start: {code}")
     return engine
+
+
+def _filled(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(at, nbytes) for at, nbytes in ranges if nbytes]
+
+
+def _merged(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """(source, target, bytes) with those joined that follow each other at both ends.
+
+    >>> _merged([(0, 64, 10), (10, 74, 5), (15, 128, 1)])
+    [(0, 64, 15), (15, 128, 1)]
+    """
+    merged: list[tuple[int, int, int]] = []
+    for source, target, nbytes in pieces:
+        if merged:
+            s, t, n = merged[-1]
+            if (s + n, t + n) == (source, target):
+                merged[-1] = s, t, n + nbytes
+                continue
+        merged.append((source, target, nbytes))
+    return merged
 
 
 def _nbytes(buffer: Buffer) -> int:
