@@ -135,10 +135,9 @@ class DecodeSession:
 
     def installed(self, install: Install, ok: bool, now_s: float) -> list[DecodeAction]:
         """The record is in place, or (``ok`` false) its block has another owner now and it was dropped."""
-        pull = self._installing(install)
-        if pull is None:
+        pull = self._pulls.get(install.transfer)
+        if pull is None or pull.installing.pop((install.part, install.index), None) is None:
             return []
-        del pull.installing[install.part, install.index]
         if ok:
             pull.installed += 1
             self._count("records_installed")
@@ -149,14 +148,10 @@ class DecodeSession:
 
     def postponed(self, install: Install) -> None:
         """The record could not be placed now (its block is in motion): it is asked for again with the next epoch."""
-        if pull := self._installing(install):
-            place = install.part, install.index
-            pull.keys[place] = pull.installing.pop(place)
+        pull, place = self._pulls.get(install.transfer), (install.part, install.index)
+        if pull is not None and (key := pull.installing.pop(place, None)) is not None:
+            pull.keys[place] = key
             self._count("postponed_records")
-
-    def _installing(self, install: Install) -> Pulling | None:
-        pull = self._pulls.get(install.transfer)
-        return pull if pull and (install.part, install.index) in pull.installing else None
 
     # ---------------------------------------------------------------- the link's side
 

@@ -177,7 +177,7 @@ class Network:
                 cut = self._random.choice(frames)
                 del cut[self._random.randrange(len(cut)) :]
         if self._happens("flip", self.faults.flip):
-            hit = self._random.choice(frames)
+            hit = self._random.choice(frames[1:] or frames)
             if hit:
                 bit = self._random.randrange(8 * len(hit))
                 hit[bit >> 3] ^= 1 << (bit & 7)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Final
 
 from transfer.actions import OfferedBlock
@@ -22,7 +22,7 @@ from transfer.link import Peer
 from transfer.messages import Outcome, TransferId
 
 
-class State(Enum):
+class State(StrEnum):
     OFFERED = "offered"
     SENDING = "sending"
     SENT = "sent"
@@ -30,7 +30,7 @@ class State(Enum):
     RELEASED = "released"
 
 
-class Event(Enum):
+class Event(StrEnum):
     PULL = "pull"
     ALL_SENT = "everything wanted is with the link"
     TAKEN_BACK = "the link refused records"

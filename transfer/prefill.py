@@ -100,6 +100,9 @@ class PrefillSession:
         end_s = now_s + self.limits.lease_max_s
         offered = Offer(transfer, {b.index: b for b in blocks}, min(now_s + lease_s, end_s), end_s)
         self._transfers[transfer] = offered
+        if len(self._expiries) > 2 * self.limits.transfers_max:  # most are of transfers that ended early
+            self._expiries = [entry for entry in self._expiries if entry[1] in self._transfers]
+            heapq.heapify(self._expiries)
         heapq.heappush(self._expiries, (offered.expires_s, transfer))
         self._count("offered")
         return True
@@ -295,7 +298,7 @@ class PrefillSession:
         found.granted_nbytes = pull.credit_nbytes
         found.wanted.clear()
         absent: list[Place] = []
-        for want in pull.wanted:
+        for want in {w.index: w for w in pull.wanted}.values():  # who asks for a block twice gets it once
             block = found.blocks.get(want.index)
             if block is not None and block.key != want.key:
                 self._count("key_mismatches")
@@ -328,7 +331,8 @@ class PrefillSession:
             self._count("stale_messages")
             return []
         heard: list[PrefillAction] = [Send(peer, Released(found.id, Outcome.ACKED))]
-        found.peer, found.run = peer, ack.run  # also of a transfer of which nothing was wanted
+        if found.peer is None:  # nothing was wanted; an ack again is then heard from this peer only
+            found.peer, found.run = peer, ack.run
         return heard + self._end(found, Outcome.ACKED, tell=False)
 
     def _on_late(self, peer: Peer, message: Pull | Credit | Renew | Ack | Abort) -> list[PrefillAction]:

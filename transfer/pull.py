@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Final
 
 from cache_manager.keys import BlockKey
@@ -21,14 +21,14 @@ from transfer.link import Peer
 from transfer.messages import TransferId, Want
 
 
-class State(Enum):
+class State(StrEnum):
     PULLING = "pulling"
     ACKING = "acking"
     DONE = "done"
     FAILED = "failed"
 
 
-class Event(Enum):
+class Event(StrEnum):
     ARRIVED = "a record was settled"
     RETRY = "nothing came"
     ALL_SETTLED = "every wanted record was settled"

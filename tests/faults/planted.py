@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Replace ``before``, which occurs once in ``file``, by ``after``; ``test`` must then fail, saying ``claim``."""
+    """Replace ``before``, which occurs once in ``file`` of ``package``, by ``after``; ``test`` must then fail, saying
+    ``claim``.
+    """
 
     name: str
     file: str
@@ -18,6 +20,7 @@ class Fault:
     after: str
     test: str
     claim: str
+    package: str = "cache_manager"
 
 
 AUX = "tests/cache_manager/test_aux_blocks_machine.py::TestAuxBlocksHeap"
@@ -28,6 +31,8 @@ KEYS = "tests/cache_manager/test_vocabulary.py"
 HAZARDS = "tests/cache_manager/test_aux_blocks.py"
 FILES = "tests/storage/test_file.py"
 REQUESTS = "tests/cache_manager/test_manager.py"
+SESSIONS = "tests/transfer/test_sessions.py"
+WORLD = "tests/simulation/test_transfer_simulation.py::test_every_claim_holds_under_every_fault"
 
 FAULTS = (
     Fault(
@@ -237,5 +242,137 @@ FAULTS = (
         "return len(raw) > 0 and",
         FILES + "::test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
         "test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
+    ),
+    Fault(
+        "a record lands in a block of another life",
+        "install.py",
+        "if life.generations[index] != generation or not",
+        "if not",
+        WORLD,
+        "a_row_read_is_the_row_written_or_missing",
+    ),
+    Fault(
+        "a record lands on a row that a step will write",
+        "install.py",
+        "landed = bits & ~taken & ~_pending_bits(device, ledger, index)",
+        "landed = bits & ~taken",
+        WORLD,
+        "a_row_read_is_the_row_written_or_missing",
+    ),
+    Fault(
+        "a record lands on the rows that are there",
+        "install.py",
+        "landed = bits & ~taken & ~_pending",
+        "landed = bits & ~_pending",
+        WORLD,
+        "a_row_read_is_the_row_written_or_missing",
+    ),
+    Fault(
+        "a block is released while the link reads it",
+        "prefill.py",
+        "        if found.in_link:\n            found.apply(Event.END_HELD)",
+        "        if False:\n            found.apply(Event.END_HELD)",
+        WORLD,
+        "prefill_releases_only_after_ack_or_lease_end",
+        "transfer",
+    ),
+    Fault(
+        "an ack of another peer counts",
+        "prefill.py",
+        "        elif (found.peer, found.run) != (peer, message.run):",
+        "        elif not isinstance(message, Ack) and (found.peer, found.run) != (peer, message.run):",
+        WORLD,
+        "prefill_releases_only_after_ack_or_lease_end",
+        "transfer",
+    ),
+    Fault(
+        "a renewal is not heard",
+        "prefill.py",
+        "        found.expires_s = max(",
+        "        _ = max(",
+        WORLD,
+        "prefill_releases_only_after_ack_or_lease_end",
+        "transfer",
+    ),
+    Fault(
+        "a lease never ends",
+        "prefill.py",
+        "        while self._expiries and self._expiries[0][0] <= now_s:",
+        "        while False:",
+        WORLD,
+        "quiescent_means_nothing_in_flight",
+        "transfer",
+    ),
+    Fault(
+        "a reset forgets the transfers",
+        "prefill.py",
+        "        actions = self._end_all(Outcome.RESET)\n",
+        "        actions = list[PrefillAction]()\n",
+        SESSIONS,
+        "test_every_end_waits_for_the_link",
+        "transfer",
+    ),
+    Fault(
+        "an ended transfer is forgotten at once",
+        "prefill.py",
+        "        self._ended[found.id] = Ended(outcome, found.peer, found.run)\n",
+        "",
+        SESSIONS,
+        "test_a_message_after_the_end_is_counted_and_refused",
+        "transfer",
+    ),
+    Fault(
+        "an older pull counts",
+        "prefill.py",
+        "        if pull.epoch <= found.epoch:",
+        "        if False:",
+        SESSIONS,
+        "test_an_older_pull_or_credit_changes_nothing",
+        "transfer",
+    ),
+    Fault(
+        "credit of an epoch is spent in the next",
+        "prefill.py",
+        "        found.epoch, found.used_nbytes = pull.epoch, 0",
+        "        found.epoch = pull.epoch",
+        SESSIONS,
+        "test_a_lost_record_starts_a_new_epoch_with_new_credit",
+        "transfer",
+    ),
+    Fault(
+        "the ack comes before the last installation",
+        "decode.py",
+        "        if pull.keys or pull.installing:",
+        "        if pull.keys:",
+        WORLD,
+        "the ack follows the last installation",
+        "transfer",
+    ),
+    Fault(
+        "a record is handed out twice",
+        "decode.py",
+        "pull.installing[place] = pull.keys.pop(place)",
+        "pull.installing[place] = pull.keys[place]",
+        WORLD,
+        "installed_once_per_transfer",
+        "transfer",
+    ),
+    Fault(
+        "a record from somebody else is taken",
+        "decode.py",
+        "                if pull.peer != peer:",
+        "                if False:",
+        SESSIONS,
+        "test_records_from_somebody_else_are_dropped",
+        "transfer",
+    ),
+    Fault(
+        "a record that is not there is not reported",
+        "decode.py",
+        "                pull.missing.append(Missing(*place, Reason.ABSENT))\n",
+        "",
+        WORLD,
+        "the ack follows the last installation",
+        "transfer",
     ),
 )

@@ -18,15 +18,20 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_a_planted_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
-    copy = tmp_path / "cache_manager"
-    shutil.copytree(Path(cache_manager.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    copy = tmp_path / fault.package
+    original = Path(cache_manager.__file__).parents[1] / fault.package
+    shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
     source = (copy / fault.file).read_text()
     assert source.count(fault.before) == 1, "the code has changed: bring the fault up to date"
     (copy / fault.file).write_text(source.replace(fault.before, fault.after))
     ran = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", fault.test],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "HYPOTHESIS_PROFILE": "hunt"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(tmp_path), str(original.parent))),
+            "HYPOTHESIS_PROFILE": "hunt",
+        },
         capture_output=True,
         text=True,
         timeout=240,

@@ -16,8 +16,11 @@ from transfer_world import World
 import transfer.offer
 import transfer.pull
 
-STEPS = int(os.environ.get("KVROUTE_SIMULATION_STEPS", "60000"))
-STEPS_A_RUN = 60
+ENOUGH_STEPS = 72_000
+"""For everything to have happened."""
+
+STEPS = int(os.environ.get("KVROUTE_SIMULATION_STEPS", ENOUGH_STEPS))
+STEPS_A_RUN = 40
 SEED = os.environ.get("KVROUTE_SIMULATION_SEED")
 
 
@@ -63,7 +66,7 @@ def test_every_claim_holds_under_every_fault(taken: Counter[tuple[str, str]]) ->
         happened += Counter({f"P {k}": v for k, v in _counts(world.prefill.counters).items()})
         happened += Counter({f"D {k}": v for k, v in _counts(world.decode.counters).items()})
     print(dict(sorted(happened.items())))
-    if SEED:
+    if SEED or STEPS < ENOUGH_STEPS:
         return
     missed = [name for name in EXPECTED if not happened[name]]
     assert not missed, f"never happened: {missed}"
@@ -94,7 +97,7 @@ EXPECTED = (
     *("prefill pool full", "prefill table full", "decode pool full", "decode table full"),
     *("released acked", "released aborted", "released expired", "released reset"),
     *("pull done", "pull gone", "pull timeout", "pull refused", "pull aborted", "pull reset"),
-    *("installed", "stale", "complete pull", "step during pull"),
+    *("installed", "stale", "complete pull", "step during pull", "computed though asked for"),
     *("P late_messages", "P foreign_messages", "P stale_messages", "P stranger_messages", "P unknown_transfers"),
     *("P bad_messages", "P refused_peers", "P key_mismatches", "P records_absent", "P sends_refused"),
     *("D corrupt_records", "D duplicate_records", "D foreign_messages", "D stale_messages", "D bad_messages"),

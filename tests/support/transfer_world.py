@@ -39,6 +39,7 @@ from transfer.messages import (
     Part,
     Pull,
     Refuse,
+    Renew,
     Run,
     TransferId,
     decode,
@@ -89,6 +90,8 @@ class Request:
     prompt: int  # tokens
     own: set[int] = field(default_factory=set)  # positions that this engine has computed and committed
     computed: int = 0
+    stepping: set[int] = field(default_factory=set)  # positions that a step in flight will write
+    again: set[int] = field(default_factory=set)  # prompt positions that this engine computed though it had asked
     pull: TransferId | None = None
     wanted: dict[int, tuple[int, ...]] = field(default_factory=dict)  # index -> parts
     kv_from_prefill: set[int] = field(default_factory=set)
@@ -165,13 +168,13 @@ class Engine:
     def slots(self, request: Request, positions: Iterable[int]) -> list[int]:
         return [request.blocks[p // TOKENS] * TOKENS + p % TOKENS for p in positions]
 
-    def compute(self, request: Request, start: int, stop: int) -> object:
+    def compute(self, request: Request, start: int, stop: int, *, kv: bool = True) -> object:
         """Begin the step that computes [start, stop) of the request; the KV is there at once."""
         step = self.aux.begin_step(self.slots(request, range(start, stop)))
         identities = [(self.name, request.tokens[: p + 1], request.version) for p in range(start, stop)]
         for spec in SPECS:
             step.write(spec.name, canary_rows(spec, identities))
-        for p in range(start, stop):
+        for p in range(start, stop) if kv else ():
             row = row_of(KV, self.name, request.tokens[: p + 1], request.version)
             self.kv[request.blocks[p // TOKENS]].reshape(TOKENS, -1)[p % TOKENS] = np.frombuffer(row, np.uint8)
         return step
@@ -209,7 +212,7 @@ class World:
             delay=dice.choice((0.0, 0.3)),
             delay_s=dice.choice((0.5, 8.0)),
             truncate=0.0 if clean else often / 2,
-            flip=0.0 if clean else often / 2,
+            flip=0.0 if clean else often,
             full=dice.choice((0.0, 0.1)),
         )
         self.captured: list[bytes] = []
@@ -253,14 +256,21 @@ class World:
     def crash_prefill(self) -> None:
         self.happened["crash prefill"] += 1
         self.network.crash("P")
+        self.stay_down()
         self.offers.clear()
         self.start_prefill()
 
     def crash_decode(self) -> None:
         self.happened["crash decode"] += 1
         self.network.crash("D")
+        self.stay_down()
         self.steps.clear()
         self.start_decode()
+
+    def stay_down(self) -> None:
+        if self.dice.random() < 0.5:
+            self.now_s += 1.0
+            self.eve.poll(0.0)  # what was on its way there is lost
 
     # ---------------------------------------------------------------- prefill
 
@@ -281,6 +291,9 @@ class World:
         prompt = request.blocks[: len(request.keys)]
         self.p.aux.share(prompt, owner)
         counts = [min(TOKENS, len(tokens) - i * TOKENS) for i in range(len(prompt))]
+        further = dice.choice((None, "before", "after")) if len(request.blocks) * TOKENS > len(tokens) else None
+        if further == "before":  # prefill has gone on in the partial block: those rows belong to another key
+            self.p_goes_on(request)
         rows = self.p.aux.export(dict(zip(request.keys, prompt, strict=True)), counts)
         blocks = []
         for i, (key, block) in enumerate(zip(request.keys, prompt, strict=True)):
@@ -288,6 +301,8 @@ class World:
             kv = OfferedRecord(key, KV_PART.fingerprint, 0, b"\x0f" + bytes(7), memory)
             blocks.append(OfferedBlock(i, key, (rows[i], kv if i != hole else None)))
         lease_s = dice.choice((None, 3.0))
+        if further == "after":
+            self.p_goes_on(request)
         if not self.prefill.offer(transfer, blocks, self.now_s, lease_s):
             self.happened["prefill table full"] += 1
             self.p.aux.free(owner)
@@ -297,11 +312,13 @@ class World:
                 offered.heard_s -= LIMITS.lease_s - lease_s
             self.offers[transfer] = offered
             self.known = [*self.known[-7:], offered]
-        if dice.random() < 0.3 and len(request.blocks) * TOKENS > len(tokens):  # prefill goes on in the partial block
-            request.tokens += (7,)
-            self.p.compute(request, len(tokens), len(tokens) + 1).commit()
         if dice.random() < 0.8:
             self.p.end(request)
+
+    def p_goes_on(self, request: Request) -> None:
+        at = len(request.tokens)
+        request.tokens += (7,)
+        self.p.compute(request, at, at + 1).commit()
 
     def abort_prefill(self) -> None:
         live = [o for o in self.offers.values() if o.released is None]
@@ -404,7 +421,11 @@ class World:
         if not self.known:
             return
         new = [o for o in self.known if o.id not in self.pull_of]
-        offered = dice.choice(new if new and dice.random() < 0.9 else self.known)
+        if dice.random() < 0.1:
+            new = self.known  # again, or of a prefill that is gone
+        if not new:
+            return
+        offered = dice.choice(new)
         tokens, wrong = offered.tokens, dice.random() < 0.05
         if wrong:  # another prompt under this transfer: its keys differ
             tokens = (5, *tokens[1:])
@@ -461,11 +482,22 @@ class World:
         dice = self.dice
         if self.steps and dice.random() < 0.6:
             step, request, start, stop = self.steps.pop(0)
+            request.stepping.difference_update(range(start, stop))
             if dice.random() < 0.8:
                 step.commit()
                 request.own.update(range(start, stop))
             else:
                 step.abort()
+            return
+        asked = [r for r in self.d.requests if r.pull and r.wanted and not r.stepping]
+        if asked and dice.random() < 0.3:  # decode computes a row that it has asked for: its own wins
+            request = dice.choice(asked)
+            p = dice.randrange(request.prompt)
+            self.steps.append((self.d.compute(request, p, p + 1, kv=False), request, p, p + 1))
+            request.stepping.add(p)
+            request.again.add(p)
+            request.own.discard(p)
+            self.happened["computed though asked for"] += 1
             return
         able = [r for r in self.d.requests if r.computed < len(r.blocks) * TOKENS]
         if able and len(self.steps) < 4:
@@ -473,6 +505,7 @@ class World:
             start = request.computed
             request.tokens = (*request.tokens[:start], dice.randrange(3))
             self.steps.append((self.d.compute(request, start, start + 1), request, start, start + 1))
+            request.stepping.add(start)
             request.computed += 1
             self.happened["step during pull" if request.pull else "step"] += 1
 
@@ -485,6 +518,9 @@ class World:
             self.d.aux.free(f"pull:{request.pull.hex()}")
             self.happened["landing blocks given away"] += 1
             request.given_away = True
+            self.d.end(request)
+            self.admit()  # somebody else has them at once
+            return
         elif request.pull:
             self.act_decode(self.decode.abort(request.pull))
         self.d.end(request)
@@ -556,6 +592,7 @@ class World:
             kv = {i for part, i in wanted - missing if part == KV_INDEX}
             claim("what is not reported missing is in place", kv == request.kv_from_prefill, result)
             readable = self.d.aux.read(ROUTING.name, request.blocks).valid[: request.prompt]
+            readable[list(request.again)] = True
             there = all(readable[i * TOKENS : (i + 1) * TOKENS].all() for i in in_place)
             claim("what is not reported missing is in place", there, result)
         self.happened[f"pull {result.reason.value if result.reason else 'done'}"] += 1
@@ -570,6 +607,15 @@ class World:
         dice = self.dice
         to = dice.choice((self.p_link.name, self.d_link.name))
         kind = dice.random()
+        if kind < 0.4 and self.known:  # she says that she is decode's run
+            run, name, own = self.decode.party.run, dice.choice(self.known).id, self.prefill.party
+            hello = Hello(run, own.namespace, list(own.parts), 0, 1 << 20)
+            forged = dice.choice((Ack(run, name, 1 << 20, 3, 0), Abort(run, name, ""), Bye(run), Renew(run, name)))
+            for message in (hello, forged):
+                self.eve.send(self.p_link.name, encode(message), ())
+            self.happened["forged"] += 1
+            return
+        kind = dice.random()
         if kind < 0.2 or not self.captured:
             frame = self.random_bytes(dice.randint(1, 60))
         elif kind < 0.3:
@@ -579,9 +625,6 @@ class World:
             message = decode(frame)
             if isinstance(message, (Ack, Abort, Bye)) and kind < 0.5 and hasattr(message, "transfer") and self.known:
                 frame = encode(msgspec.structs.replace(message, transfer=dice.choice(self.known).id))
-            elif kind < 0.5 and self.known:
-                run = self.decode.party.run
-                frame = encode(Ack(run, dice.choice(self.known).id, 1 << 20, 3, 0))
         if isinstance(self.quiet(frame), Hello):
             to = self.p_link.name
         self.eve.send(to, frame, ())
@@ -607,7 +650,7 @@ class World:
             and len(prefill._peers) <= LIMITS.peers_max
             and len(prefill._owned) <= LIMITS.transfers_max
             and len(prefill._ready) <= LIMITS.transfers_max
-            and len(prefill._expiries) <= 40
+            and len(prefill._expiries) <= 2 * LIMITS.transfers_max + 1
             and len(decode._pulls) <= LIMITS.transfers_max
             and len(decode._ended) <= LIMITS.remembered_max
             and len(decode._peers) <= LIMITS.peers_max
@@ -621,7 +664,8 @@ class World:
         for transfer, pull in decode._pulls.items():
             sending = prefill._transfers.get(transfer)
             if sending and (sending.run, sending.epoch) == (decode.party.run, pull.epoch):
-                claim("no more is sent than was granted", sending.used_nbytes <= pull.granted_nbytes, transfer)
+                honest = sending.used_nbytes <= pull.granted_nbytes
+                claim("no more is sent than was granted", honest or self.damaging, transfer)  # a flipped bit may grant
         if not self.damaging:
             claim("nothing is damaged by us", decode.counters.corrupt_records == 0, decode.counters)
 
@@ -642,7 +686,7 @@ class World:
                 for spec, valid, raw, n in found:
                     if not valid[slot]:
                         continue
-                    claim(name, p < request.computed, f"row {p} of {request}")
+                    claim(name, p < request.computed and p not in request.stepping, f"row {p} of {request}")
                     expected = row_of(spec, author, tokens[: p + 1], version)
                     claim(name, raw[slot * n : slot * n + n] == expected, f"row {p} of {request}")
                 if p < request.prompt and p // TOKENS in request.kv_from_prefill:
@@ -680,8 +724,8 @@ class World:
     ACTIONS = (
         ("pump_prefill", 32),
         ("pump_decode", 32),
-        ("offer", 10),
-        ("admit", 14),
+        ("offer", 9),
+        ("admit", 16),
         ("decode_step", 12),
         ("finish_request", 9),
         ("mallory", 6),

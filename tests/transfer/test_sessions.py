@@ -24,6 +24,7 @@ from transfer.messages import (
     Gone,
     GoneReason,
     Hello,
+    Message,
     Outcome,
     Part,
     Pull,
@@ -206,6 +207,42 @@ def test_doubled_credit_is_no_more_credit() -> None:
         pair.hear(P, D, Credit(D_RUN, T, 1, 192))
     pair.talk()
     assert sum(len(m.entries) for m in pair.said if isinstance(m, Records)) == 3
+
+
+def test_doubled_records_and_welcomes_cost_nothing() -> None:
+    """Goal: what the link doubles moves no credit and starts no epoch. Method: everything is said twice to decode."""
+    pair = Pair()
+    doubled: list[Message] = []
+
+    def lose(message: Message) -> bool:
+        if isinstance(message, (Records, Welcome)) and message not in doubled:
+            doubled.append(message)
+            bulk = [payload(e.part, e.index) for e in message.entries] if isinstance(message, Records) else []
+            for _ in range(2):
+                pair.hear(D, P, message, [memoryview(b) for b in bulk])
+            return True
+        return False
+
+    pair.lose = lose
+    pair.prefill.offer(T, blocks(8), 0.0)
+    pair.pull(8)
+    assert pair.finished[0].result.attempts == 1
+    assert len(pair.installed) == 16
+    granted = [m.nbytes for m in pair.said if isinstance(m, Credit)]
+    assert granted
+    assert max(granted) <= LIMITS.credit_nbytes + sum(PARTS[p].nbytes for p, _, _ in pair.installed)
+    assert pair.decode.counters.duplicate_records == 16
+
+
+def test_a_block_of_another_prompt_is_absent() -> None:
+    """Goal: rows of other tokens do not even travel. Method: ask under a key that prefill's block does not have."""
+    pair = Pair()
+    pair.prefill.offer(T, blocks(2), 0.0)
+    pair.do(D, pair.decode.pull(P, T, [WantedBlock(0, blocks(2)[1].key, (0,)), wanted(2)[1]], 0.0))
+    pair.talk()
+    assert pair.finished[0].result.missing == (Missing(0, 0, Reason.ABSENT),)
+    assert pair.prefill.counters.key_mismatches == 1
+    assert pair.decode.counters.corrupt_records == 0
 
 
 def test_an_older_pull_or_credit_changes_nothing() -> None:
@@ -465,6 +502,28 @@ def test_full_tables_are_an_answer() -> None:
     assert len(pair.prefill._ended) <= limits.remembered_max
 
 
+def test_who_asks_for_a_block_a_thousand_times_gets_it_once() -> None:
+    """Goal: what a peer says cannot make this side hold more than it offered."""
+    pair = Pair()
+    pair.prefill.offer(T, blocks(1), 0.0)
+    pair.hear(P, D, Hello(D_RUN, NAMESPACE, list(PARTS), 0, 1 << 20))
+    pair.hear(P, D, Pull(D_RUN, T, 1, 1000 * [Want(0, blocks(1)[0].key, 255)], 1 << 40))
+    pair.talk()
+    sent = [(e.part, e.index) for m in pair.said if isinstance(m, Records) for e in m.entries]
+    assert sent == [(0, 0), (1, 0)]
+    assert pair.prefill.counters.records_absent == 6
+
+
+def test_offers_that_end_early_leave_nothing_behind() -> None:
+    pair = Pair(TransferLimits(transfers_max=4, remembered_max=4, credit_nbytes=200))
+    for i in range(200):
+        name = TransferId(i.to_bytes(16, "little"))
+        assert pair.prefill.offer(name, blocks(1), 0.0)
+        pair.do(P, pair.prefill.abort(name))
+    assert len(pair.prefill._expiries) <= 9
+    assert pair.prefill.in_flight == 0
+
+
 def test_peers_that_own_transfers_are_not_forgotten() -> None:
     pair = Pair(TransferLimits(peers_max=1, credit_nbytes=200), lose=lambda m: isinstance(m, Records))
     pair.prefill.offer(T, blocks(1), 0.0)
@@ -484,6 +543,8 @@ def test_a_reset_ends_everything_on_both_sides() -> None:
         assert outcomes(pair) == [Outcome.RESET if side == "P" else Outcome.ABORTED]
         (finished,) = pair.finished
         assert finished.result.reason is (Reason.GONE if side == "P" else Reason.RESET)
+        pair.pull(1, transfer=TransferId(bytes(16)))  # greeted anew, and refused: the other side is as it was
+        assert pair.finished[-1].result.reason is Reason.REFUSED
 
 
 def test_goodbyes() -> None:
