@@ -70,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("--repair", action="store_true", help="take away what is not sound; nobody may write meanwhile")
     fsck.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
 
+    keys = commands.add_parser("keys", help="make a CURVE key pair for prefill or decode")
+    keys.set_defaults(run=_keys)
+    keys.add_argument("directory", type=Path, metavar="DIR", help="where DIR/NAME.key and .key_secret are written")
+    keys.add_argument("name", metavar="NAME", help="of the pair")
+
     doctor = commands.add_parser("doctor", help="what this machine lacks, and the command that helps")
     doctor.set_defaults(run=_doctor)
     doctor.add_argument("--require", choices=("mooncake",), help="count what this optional part lacks as a problem")
@@ -129,6 +134,14 @@ def _fsck(chosen: Any) -> int:
         chosen.json.write_text(report.to_json())
     sys.stdout.write(report.to_text())
     return 0 if report.sound else FAILED
+
+
+def _keys(chosen: Any) -> int:
+    from transfer.curve import make_keys, read_public
+
+    public, secret = make_keys(chosen.directory, chosen.name)
+    sys.stdout.write(f"{public}  {read_public(public).decode()}\n{secret}  keep it where it is: for its owner alone\n")
+    return 0
 
 
 def _doctor(chosen: Any) -> int:

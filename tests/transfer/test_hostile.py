@@ -1,0 +1,314 @@
+"""Peers that send whatever they like: the server goes on serving, its tables and its memory stay bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from transfer_peer import PATIENCE_S, PeerProcess
+from transfer_rows import NAMESPACE, PART, key_of
+from zmtp import greeted
+
+from transfer.messages import (
+    MAGIC,
+    MAJOR,
+    MINOR,
+    PREFIX,
+    Abort,
+    Ack,
+    Bye,
+    Credit,
+    Gone,
+    GoneReason,
+    Hello,
+    Message,
+    Pull,
+    Refuse,
+    Renew,
+    Want,
+    Welcome,
+    decode,
+    encode,
+)
+
+GROWTH_NBYTES_MAX = 96 << 20
+"""What a server's memory may grow under attack: allocators keep some of what they had."""
+
+LIMITS = {"lease_s": 60.0, "peers_max": 32, "remembered_max": 64, "retry_s": 0.5}
+TRANSFER = secrets.token_bytes(16)
+
+
+@pytest.fixture
+def prefill() -> Iterator[PeerProcess]:
+    process = PeerProcess("prefill", "tcp://127.0.0.1:*", **LIMITS)
+    try:
+        yield process
+        process.close()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+
+class Client:
+    """A DEALER that says what it is told, and hears what comes."""
+
+    def __init__(self, address: str, run: bytes | None = None) -> None:
+        self.run = run or secrets.token_bytes(16)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(address)
+
+    def hello(self) -> Message:
+        self.say(encode(Hello(self.run, NAMESPACE, [PART], MINOR, 1 << 30)))
+        return self.hear()
+
+    def say(self, *frames: bytes) -> None:
+        assert self._socket.poll(int(PATIENCE_S * 1000), zmq.POLLOUT), "the server takes nothing any more"
+        self._socket.send_multipart(frames)
+
+    def hear(self, timeout_s: float = PATIENCE_S) -> Message:
+        assert self._socket.poll(int(timeout_s * 1000)), "no answer"
+        return decode(self._socket.recv_multipart()[0])
+
+    def hears_nothing(self) -> bool:
+        return not self._socket.poll(200)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+@contextlib.contextmanager
+def clients(address: str, count: int = 1) -> Iterator[list[Client]]:
+    them = [Client(address) for _ in range(count)]
+    try:
+        yield them
+    finally:
+        for client in them:
+            client.close()
+
+
+def resident_nbytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no VmRSS")
+
+
+def serves(prefill: PeerProcess, request: int = 7) -> None:
+    """A good client gets every row of an offer, and the offer ends."""
+    decode = PeerProcess("decode", "-", **LIMITS)
+    try:
+        transfer = prefill.ask("offer", request=request, blocks=20)
+        decode.ask("pull", address=prefill.address, transfer=transfer, request=request, blocks=20)
+        done = decode.ask_until("poll", lambda got: transfer in got)[transfer]
+        assert (done["missing"], done["wrong"], done["twice"], done["acknowledged"]) == (0, 0, 0, True)
+        prefill.ask_until("poll", lambda got: [transfer, "acked", ""] in got)
+        decode.close()
+    finally:
+        decode.kill()
+
+
+def settled(prefill: PeerProcess, enough: Any) -> dict[str, Any]:
+    counters: dict[str, Any] = prefill.ask_until("counters", enough)
+    assert counters["alive"]
+    assert counters["node"]["errors"] == 0
+    return counters
+
+
+def garbage(rng: random.Random) -> list[bytes]:
+    """One message of nonsense: random, a true prefix before nonsense, a wrong version, a huge length, many frames."""
+    kind = rng.randrange(16)
+    body = rng.randbytes(rng.choice((0, 1, 7, 100, 5_000)))
+    match rng.randrange(8):
+        case 0:
+            return [body]
+        case 1:
+            return [PREFIX.pack(MAGIC, MAJOR, kind, 0) + body]
+        case 2:
+            return [PREFIX.pack(MAGIC, rng.randrange(256), kind, rng.randrange(1 << 16)) + body]
+        case 3:  # an array, a string, a map of four billion
+            return [
+                PREFIX.pack(MAGIC, MAJOR, kind, 0)
+                + rng.choice((b"\xdd", b"\xdb", b"\xdf", b"\xc6"))
+                + b"\xff" * 4
+                + body
+            ]
+        case 4:  # nested without end
+            return [PREFIX.pack(MAGIC, MAJOR, kind, 0) + b"\x91" * 100_000]
+        case 5:
+            return [rng.randbytes(10) for _ in range(rng.randrange(1, 200))]
+        case 6:
+            flipped = bytearray(
+                encode(Pull(bytes(16), TRANSFER, 1, [Want(i, key_of(1, i), 1) for i in range(50)], 1 << 20))
+            )
+            flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+            return [bytes(flipped)]
+        case _:
+            return [
+                encode(
+                    Hello(rng.randbytes(16), rng.randbytes(16), [PART] * rng.randrange(1, 8), 0, rng.randrange(1 << 62))
+                )
+            ]
+
+
+def test_garbage_in_messages(prefill: PeerProcess) -> None:
+    """Goal: 20,000 messages of nonsense from many identities: served all the same, tables exactly bounded."""
+    serves(prefill)
+    before = resident_nbytes(prefill.pid)
+    rng = random.Random(4)
+    for _ in range(100):
+        with clients(prefill.address, 2) as them:
+            for _ in range(100):
+                for client in them:
+                    client.say(*garbage(rng))
+            them[-1].hello()  # everything of that one was heard
+    counters = settled(prefill, lambda got: got["node"]["arrivals"] >= 10_000)
+    assert counters["session"]["bad_messages"] > 5_000
+    assert counters["in_flight"] == 0
+    serves(prefill)
+    assert resident_nbytes(prefill.pid) - before < GROWTH_NBYTES_MAX
+
+
+def test_ten_thousand_connections_of_garbage(prefill: PeerProcess) -> None:
+    """Goal: connections that come, speak nonsense and go leave nothing. Method: 10,000 raw ones, 50 at a time."""
+    serves(prefill)
+    host, port = prefill.address.removeprefix("tcp://").split(":")
+    before = resident_nbytes(prefill.pid)
+    rng = random.Random(5)
+    beginnings = (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" + bytes(8) + b"\x7f",
+        b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE",
+        b"\x01\x00",
+    )
+    for _ in range(200):
+        batch = [socket.create_connection((host, int(port)), timeout=PATIENCE_S) for _ in range(50)]
+        for one in batch:
+            with contextlib.suppress(OSError):  # cut off already: also fine
+                one.sendall(rng.choice(beginnings) + rng.randbytes(rng.randrange(300)))
+        for one in batch:
+            one.close()
+    serves(prefill)
+    assert resident_nbytes(prefill.pid) - before < GROWTH_NBYTES_MAX
+    descriptors = prefill.ask_until("descriptors", lambda got: got < 100)
+    assert descriptors < 100
+
+
+def test_frames_of_impossible_length(prefill: PeerProcess) -> None:
+    """Goal: a frame that says it has 2**62 bytes is not waited for and not allocated; its sender is cut off."""
+    for header in (
+        b"\x02" + struct.pack(">Q", 1 << 62),
+        b"\x02" + struct.pack(">Q", (1 << 20) + 1),
+        b"\x02" + b"\xff" * 8,
+    ):
+        with greeted(prefill.address) as peer:
+            peer.sendall(b"\x01\x01x")
+            with contextlib.suppress(ConnectionError):
+                peer.sendall(header + bytes(1000))
+                while peer.recv(4096):
+                    pass
+    assert resident_nbytes(prefill.pid) < 1 << 30
+    serves(prefill)
+
+
+def test_heartbeats_that_ask_for_our_death(prefill: PeerProcess) -> None:
+    """Goal: a peer's ZMTP heartbeat with the shortest time-to-live, a flood and silence do not end the process."""
+    for _ in range(5):
+        with greeted(prefill.address) as peer:
+            ping = b"\x04PING" + struct.pack(">H", 1)
+            prefill.stop()
+            peer.sendall(bytes((4, len(ping))) + ping + (b"\x00\xc8" + bytes(200)) * 64)
+            prefill.go_on()
+            time.sleep(0.15)  # the time-to-live ends
+    serves(prefill)
+
+
+def test_forged_and_replayed_messages_end_nothing(prefill: PeerProcess) -> None:
+    """Goal: only the run that pulled a transfer ends it, once. Method: strangers who know its id, and its own echo."""
+    transfer = bytes.fromhex(prefill.ask("offer", request=1, blocks=2))
+    want = [Want(i, key_of(1, i), 1) for i in range(2)]
+    with clients(prefill.address, 3) as (owner, thief, mimic):
+        assert isinstance(owner.hello(), Welcome)
+        owner.say(encode(Pull(owner.run, transfer, 5, want, 1 << 30)))
+        records = owner.hear()
+        assert records.__class__.__name__ == "Records"
+
+        assert isinstance(thief.hello(), Welcome)
+        for message in (
+            Pull(thief.run, transfer, 9, want, 1 << 30),
+            Ack(thief.run, transfer, 9, 2, 0),
+            Renew(thief.run, transfer),
+            Abort(thief.run, transfer, "forged"),
+        ):
+            thief.say(encode(message))
+            assert thief.hear() == Gone(transfer, GoneReason.FOREIGN) if not isinstance(message, Abort) else True
+        thief.say(encode(Bye(thief.run)))
+        mimic.run = owner.run  # knows even the owner's run, but is not at the owner's connection
+        for message in (Ack(mimic.run, transfer, 9, 2, 0), Abort(mimic.run, transfer, "forged"), Bye(mimic.run)):
+            mimic.say(encode(message))
+        for _ in range(2):
+            assert isinstance(mimic.hear(), (Refuse, Gone))
+        counters = settled(prefill, lambda got: got["session"]["stranger_messages"] >= 3)
+        assert counters["in_flight"] == 1
+        assert counters["session"]["acked"] == counters["session"]["aborted"] == 0
+
+        ack = encode(Ack(owner.run, transfer, 5, 2, 0))
+        for epoch in (5, 4):  # its own words again, and older ones
+            owner.say(encode(Pull(owner.run, transfer, epoch, want, 1 << 30)))
+        for _ in range(5):
+            owner.say(ack)
+        assert sum(owner.hear().__class__.__name__ == "Released" for _ in range(5)) == 5
+        owner.say(encode(Pull(owner.run, transfer, 6, want, 1 << 30)))
+        assert owner.hear() == Gone(transfer, GoneReason.ACKED)
+        counters = settled(prefill, lambda got: got["session"]["late_messages"] >= 5)
+        assert counters["session"]["acked"] == 1
+        assert counters["session"]["stale_messages"] >= 2
+    assert prefill.ask("poll") == [[transfer.hex(), "acked", ""]]
+
+
+def test_transfers_that_are_not_there_and_credit_without_end(prefill: PeerProcess) -> None:
+    """Goal: made-up ids, ids pulled twice, absurd credit and epochs: an answer or a counter, and no memory kept."""
+    transfer = bytes.fromhex(prefill.ask("offer", request=1, blocks=50))
+    with clients(prefill.address, 2) as (owner, other):
+        for client in (owner, other):
+            client.hello()
+        before = resident_nbytes(prefill.pid)
+        for _ in range(3_000):
+            other.say(encode(Pull(other.run, secrets.token_bytes(16), 1, [], 0)))
+            assert other.hear().__class__ is Gone
+        owner.say(encode(Pull(owner.run, transfer, 1, [Want(0, key_of(1, 0), 255)], (1 << 62) - 1)))
+        owner.say(encode(Credit(owner.run, transfer, 1, (1 << 62) - 1)))
+        owner.say(encode(Pull(owner.run, transfer, (1 << 31) - 1, [Want(0, key_of(1, 0), 1)] * 16_000, (1 << 62) - 1)))
+        other.say(encode(Pull(other.run, transfer, 1, [], 0)))
+        assert other.hear() == Gone(transfer, GoneReason.FOREIGN)
+        assert resident_nbytes(prefill.pid) - before < GROWTH_NBYTES_MAX + (64 << 20)  # one credit's worth in sockets
+    serves(prefill)
+
+
+def test_more_names_than_seats(prefill: PeerProcess) -> None:
+    """Goal: a hello from each of 300 identities keeps the table at its bound; one that owns a transfer stays."""
+    transfer = bytes.fromhex(prefill.ask("offer", request=1, blocks=1))
+    with clients(prefill.address, 1) as (owner,):
+        owner.hello()
+        owner.say(encode(Pull(owner.run, transfer, 1, [Want(0, key_of(1, 0), 1)], 1 << 30)))
+        assert owner.hear().__class__.__name__ == "Records"
+        for _ in range(30):
+            with clients(prefill.address, 10) as crowd:
+                for client in crowd:
+                    assert isinstance(client.hello(), Welcome)
+        assert prefill.ask("table_sizes")["peers"] <= LIMITS["peers_max"]
+        owner.say(encode(Ack(owner.run, transfer, 1, 1, 0)))
+        assert owner.hear().__class__.__name__ == "Released"
+    serves(prefill)

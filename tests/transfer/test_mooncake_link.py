@@ -1,0 +1,162 @@
+"""The Mooncake link: the contract with real engines, both ways of bulk, failed writes, and forged words."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transfer_rows import CanarySink, offered, party, wanted
+
+from transfer import mooncake_wire as wire
+from transfer.errors import RemoteProtocolError
+from transfer.limits import TransferLimits
+from transfer.mooncake_link import MooncakeLink, MooncakeLinkSettings, MooncakeUnavailableError
+from transfer.node import DecodeNode, PrefillNode, PullDone
+from transfer.testing.contract import PATIENCE_S, LinkContract, arrivals, payload, poll_until
+from transfer.zmq_link import ZmqLink
+from transfer.zmq_settings import ZmqSettings
+
+needs_mooncake = pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="needs the mooncake wheel")
+SMALL = MooncakeLinkSettings(window_nbytes=4 << 20, quarantine_s=0.5, pause_s=0.2, bulk_nbytes_min=1)
+
+
+def server_at(directory: Path, settings: MooncakeLinkSettings = SMALL) -> MooncakeLink:
+    return MooncakeLink(ZmqLink(ZmqSettings(bind=f"ipc://{directory}/p")), settings)
+
+
+@needs_mooncake
+class TestMooncake(LinkContract):
+    def make_server(self, directory: Path) -> MooncakeLink:
+        return server_at(directory)
+
+    def make_client(self, directory: Path) -> MooncakeLink:
+        return MooncakeLink(ZmqLink(), SMALL)
+
+
+@needs_mooncake
+def test_rows_cross_by_the_engine(tmp_path: Path) -> None:
+    """Goal: nodes need not know; bulk really went by the engine. Method: canary rows, and both links' counts."""
+    served, pulling = server_at(tmp_path), MooncakeLink(ZmqLink(), SMALL)
+    prefill = PrefillNode(served, party(1), TransferLimits(retry_s=1.0))
+    decode = DecodeNode(pulling, party(2), TransferLimits(retry_s=1.0))
+    done: list[PullDone] = []
+    sinks = {}
+    for request in range(10):
+        transfer = prefill.offer(offered(request, 100))
+        sinks[transfer] = CanarySink(request)
+        decode.pull(prefill.address, transfer, wanted(request, 100), sinks[transfer])
+    give_up_s = time.monotonic() + PATIENCE_S * 2
+    while len(done) < 10:
+        assert time.monotonic() < give_up_s
+        done += [event for event in decode.poll() if isinstance(event, PullDone)]
+        time.sleep(0.01)
+    assert all(d.result.complete for d in done)
+    assert all((s.wrong, s.twice, len(s.there)) == (0, 0, 100) for s in sinks.values())
+    assert served.counts["messages_written"] == pulling.counts["messages_landed"] >= 10
+    assert decode.close()
+    assert prefill.close()
+    assert len(prefill.poll()) == 10
+
+
+@needs_mooncake
+def test_a_write_that_fails_goes_by_zeromq_and_its_range_rests(tmp_path: Path) -> None:
+    """Goal: a failed write is delivered the other way, ``on_sent`` waits out the quarantine, nothing is overwritten.
+
+    Method: the receiver takes its memory back from the engine behind the link's back.
+    """
+    served, pulling = server_at(tmp_path), MooncakeLink(ZmqLink(), SMALL)
+    there, here = TestMooncake().meet(served, pulling)
+    lent = pulling._lent[there]
+    assert pulling._engine.unregister_memory(lent.base) == 0
+    told: list[float] = []
+    body = payload(1, 100_000)
+    start_s = time.monotonic()
+    assert served.send(here, b"x", [memoryview(body)], lambda: told.append(time.monotonic() - start_s))
+    came = poll_until(served, lambda _: bool(served.counts["writes_failed"]))
+    assert came == []
+    (arrival,) = arrivals(poll_until(pulling, lambda got: bool(arrivals(got)), served))
+    assert bytes(arrival.bulk[0]) == body
+    assert served._granted[here].window.taken == 1
+    poll_until(served, lambda _: bool(told))
+    assert told[0] >= SMALL.quarantine_s
+    assert served._granted[here].window.taken == 0
+    assert pulling._engine.register_memory(lent.base, len(lent.memory)) == 0
+    pulling.close()
+    served.close()
+
+
+@needs_mooncake
+def test_what_landed_is_a_copy(tmp_path: Path) -> None:
+    """Goal: a late write into the window changes nothing that was handed out. Method: write there afterwards."""
+    served, pulling = server_at(tmp_path), MooncakeLink(ZmqLink(), SMALL)
+    there, here = TestMooncake().meet(served, pulling)
+    body = payload(1, 100_000)
+    assert served.send(here, b"x", [memoryview(body)])
+    poll_until(served, lambda _: bool(served.counts["messages_written"]))
+    (arrival,) = arrivals(poll_until(pulling, lambda got: bool(arrivals(got)), served))
+    memory = pulling._lent[there].memory
+    memory[:] = b"\xee" * len(memory)
+    assert bytes(arrival.bulk[0]) == body
+    pulling.close()
+    served.close()
+
+
+@needs_mooncake
+def test_forged_words_change_nothing(tmp_path: Path) -> None:
+    """Goal: wrong lives, ranges outside, grants from nowhere, FREE of what is being written: counted, not obeyed."""
+    served, pulling = server_at(tmp_path), MooncakeLink(ZmqLink(), SMALL)
+    there, here = TestMooncake().meet(served, pulling)
+    life = pulling._lent[there].life
+    forged = [
+        wire.Landed(secrets.token_bytes(16), 0, [(0, 100)]),
+        wire.Landed(life, 0, [(SMALL.window_nbytes - 1, 2)]),
+        wire.Landed(life, 0, [(0, SMALL.window_nbytes), (0, 1)]),
+        wire.Grant(life, 9, 4096, 4096),
+    ]
+    for message in forged:
+        assert served._zmq.send(here, wire.encode(message), [b"control"])
+    assert served._zmq.send(here, b"\x09nonsense")
+    came = poll_until(pulling, lambda _: pulling.counts["bad_messages"] == 5)
+    assert arrivals(came) == []
+    pulling.close()
+    served.close()
+
+
+@given(st.binary(max_size=200))
+def test_decoding_raises_nothing_but_the_protocol_error(noise: bytes) -> None:
+    for tag in (b"", b"\x01", b"\x02", b"\x03", b"\xff"):
+        try:
+            wire.decode(tag + noise)
+        except RemoteProtocolError:
+            continue
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5000)), max_size=60))
+def test_a_window_never_gives_a_byte_twice(steps: list[tuple[bool, int]]) -> None:
+    """Goal: ranges that are taken do not overlap and lie inside. Method: against a byte map."""
+    window, owners, taken = wire.Window(16_384), [0] * 16_384, {}
+    for number, (take, nbytes) in enumerate(steps, 1):
+        if take:
+            at = window.take(number, nbytes)
+            if at is not None:
+                assert not any(owners[at : at + nbytes])
+                owners[at : at + nbytes] = [number] * nbytes
+                taken[number] = at, nbytes
+        elif taken:
+            gone = sorted(taken)[nbytes % len(taken)]
+            at, n = taken.pop(gone)
+            owners[at : at + n] = [0] * n
+            window.give(gone)
+    assert window.taken == len(taken)
+
+
+def test_without_the_wheel_the_error_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "mooncake.engine", None)
+    with pytest.raises(MooncakeUnavailableError, match=r"pip install 'kvroute\[mooncake-cpu\]'"):
+        server_at(tmp_path)
+    assert not (tmp_path / "p").exists()

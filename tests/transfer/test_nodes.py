@@ -1,0 +1,414 @@
+"""Nodes over real sockets, in one process and in several: stopped, killed, restarted, full."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from transfer_peer import PeerProcess
+from transfer_rows import CanarySink, key_of, offered, party, wanted
+
+from cache_manager.errors import BlockBusyError
+from cache_manager.record import RecordHeader
+from transfer.actions import Reason, WantedBlock
+from transfer.errors import LocalProtocolError
+from transfer.limits import TransferLimits
+from transfer.messages import Outcome, TransferId
+from transfer.node import DecodeNode, NodeClosedError, NodeFullError, PrefillNode, PullDone, PullProgress, Released
+from transfer.zmq_link import ZmqLink
+from transfer.zmq_settings import ZmqSettings
+
+PATIENCE_S = 60.0
+_T = TypeVar("_T")
+QUICK = TransferLimits(lease_s=5.0, retry_s=0.2, retries_max=3)
+
+
+@contextlib.contextmanager
+def nodes(
+    directory: Path, limits: TransferLimits = QUICK, p_limits: TransferLimits | None = None, **settings: int
+) -> Iterator[tuple[PrefillNode, DecodeNode]]:
+    link = ZmqLink(ZmqSettings(bind=f"ipc://{directory}/p", **settings))  # type: ignore[arg-type]
+    prefill = PrefillNode(link, party(1), p_limits or limits)
+    decode = DecodeNode(ZmqLink(), party(2), limits)
+    try:
+        yield prefill, decode
+    finally:
+        assert decode.close()
+        assert prefill.close()
+
+
+def until(ask: Callable[[], _T], enough: Callable[[_T], bool]) -> _T:
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not enough(answer := ask()):
+        assert time.monotonic() < give_up_s, f"only {answer}"
+        time.sleep(0.002)
+    return answer
+
+
+def ended(decode: DecodeNode, transfers: set[TransferId]) -> dict[TransferId, PullDone]:
+    done: dict[TransferId, PullDone] = {}
+    progress: list[PullProgress] = []
+
+    def more() -> set[TransferId]:
+        for event in decode.poll():
+            if isinstance(event, PullDone):
+                assert event.transfer not in done, "told twice"
+                done[event.transfer] = event
+            else:
+                assert event.transfer not in done, "progress after the end"
+                progress.append(event)
+        return set(done)
+
+    until(more, lambda got: got == transfers)
+    for transfer, event in done.items():
+        told = [place for p in progress if p.transfer == transfer for place in p.installed]
+        assert len(set(told)) == len(told) == event.result.installed
+    return done
+
+
+def released(prefill: PrefillNode, transfers: set[TransferId]) -> dict[TransferId, Released]:
+    found: list[Released] = []
+
+    def more() -> list[Released]:
+        found.extend(prefill.poll())
+        return found
+
+    until(more, lambda got: len(got) >= len(transfers))
+    assert sorted(r.transfer for r in found) == sorted(transfers), "each is released once"
+    return {r.transfer: r for r in found}
+
+
+def test_many_requests_cross_and_every_block_comes_back(tmp_path: Path) -> None:
+    """Goal: sixty-four pulls at once end complete, right, once, acknowledged; each offer is released once."""
+    with nodes(tmp_path) as (prefill, decode):
+        sinks = {}
+        for request in range(64):
+            transfer = prefill.offer(offered(request, 1 + request % 5))
+            sinks[transfer] = CanarySink(request)
+            decode.pull(prefill.address, transfer, wanted(request, 1 + request % 5), sinks[transfer])
+        done = ended(decode, set(sinks))
+        for transfer, sink in sinks.items():
+            result = done[transfer].result
+            assert result.complete
+            assert result.acknowledged
+            assert (sink.wrong, sink.twice, len(sink.there)) == (0, 0, result.installed)
+        assert {r.outcome for r in released(prefill, set(sinks)).values()} == {Outcome.ACKED}
+        assert prefill.counters.in_flight == decode.counters.in_flight == 0
+        assert prefill.counters.node.errors == decode.counters.node.errors == 0
+
+
+def test_decode_pulls_only_what_it_lacks(tmp_path: Path) -> None:
+    """Goal: blocks of decode's own prefix cache are not asked for; nothing wanted still releases the offer."""
+    with nodes(tmp_path) as (prefill, decode):
+        some, none = prefill.offer(offered(1, 6)), prefill.offer(offered(2, 2))
+        sink = CanarySink(1)
+        decode.pull(prefill.address, some, wanted(1, 6, start=4), sink)
+        decode.pull(prefill.address, none, [], CanarySink(2))
+        done = ended(decode, {some, none})
+        assert sink.there == {4, 5}
+        assert done[none].result.complete
+        assert {r.outcome for r in released(prefill, {some, none}).values()} == {Outcome.ACKED}
+
+
+def test_what_prefill_lacks_is_missing_with_a_reason(tmp_path: Path) -> None:
+    """Goal: an index beyond the offer and another key's block are absent, the rest arrives."""
+    with nodes(tmp_path) as (prefill, decode):
+        transfer = prefill.offer(offered(1, 2))
+        sink = CanarySink(1)
+        decode.pull(
+            prefill.address, transfer, [*wanted(1, 1), WantedBlock(1, key_of(9, 1), (0,)), *wanted(1, 3, 2)], sink
+        )
+        result = ended(decode, {transfer})[transfer].result
+        assert {(m.index, m.reason) for m in result.missing} == {(1, Reason.ABSENT), (2, Reason.ABSENT)}
+        assert sink.there == {0}
+        assert prefill.counters.session.key_mismatches == 1
+
+
+def test_a_sink_that_fails_costs_that_record_only(tmp_path: Path) -> None:
+    """Goal: another generation, a busy block and a bug in the sink: stale, sent again, stale; the rest is there."""
+
+    class Difficult(CanarySink):
+        busy = 2
+
+        def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
+            if index == 0:
+                return False
+            if index == 1:
+                raise RuntimeError("a bug of the engine")
+            if index == 2 and self.busy:
+                self.busy -= 1
+                raise BlockBusyError("block 2", "a block at rest", "one in motion")
+            return super().install(part, index, header, payload)
+
+    with nodes(tmp_path) as (prefill, decode):
+        transfer = prefill.offer(offered(1, 5))
+        sink = Difficult(1)
+        decode.pull(prefill.address, transfer, wanted(1, 5), sink)
+        result = ended(decode, {transfer})[transfer].result
+        assert {(m.index, m.reason) for m in result.missing} == {(0, Reason.STALE), (1, Reason.STALE)}
+        assert sink.there == {2, 3, 4}
+        assert sink.wrong == sink.busy == 0
+        assert decode.counters.sink_errors == 1
+        assert decode.alive
+
+
+def test_an_abort_of_either_side_ends_both(tmp_path: Path) -> None:
+    with nodes(tmp_path) as (prefill, decode):
+        by_prefill, by_decode = prefill.offer(offered(1, 2)), prefill.offer(offered(2, 2))
+        prefill.abort(by_prefill, "the request was cancelled")
+        decode.pull(prefill.address, by_prefill, wanted(1, 2), CanarySink(1))
+        assert ended(decode, {by_prefill})[by_prefill].result.reason is Reason.GONE
+        decode.pull("ipc:///nowhere/at/all", by_decode, wanted(2, 2), CanarySink(2))
+        decode.abort(by_decode, "the request was cancelled")
+        assert ended(decode, {by_decode})[by_decode].result.reason is Reason.ABORTED
+        outcomes = released(prefill, {by_prefill, by_decode})  # the second by the end of its lease
+        assert [outcomes[t].outcome for t in (by_prefill, by_decode)] == [Outcome.ABORTED, Outcome.EXPIRED]
+
+
+def test_an_unpulled_offer_ends_with_its_lease(tmp_path: Path) -> None:
+    with nodes(tmp_path) as (prefill, decode):
+        transfer = prefill.offer(offered(1, 1), lease_s=0.05)
+        assert released(prefill, {transfer})[transfer].outcome is Outcome.EXPIRED
+        decode.pull(prefill.address, transfer, wanted(1, 1), CanarySink(1))
+        result = ended(decode, {transfer})[transfer].result
+        assert (result.reason, result.detail, len(result.missing)) == (Reason.GONE, "expired", 1)
+        assert prefill.counters.session.late_messages == 1
+
+
+def test_what_cannot_begin_is_told_and_releases(tmp_path: Path) -> None:
+    """Goal: no room, a wrong address, a pull begun twice: each is said where the caller looks, nothing hangs."""
+    tight = TransferLimits(transfers_max=1, lease_s=5.0, retry_s=0.2, retries_max=2)
+    with nodes(tmp_path, tight) as (prefill, decode):
+        first, second = prefill.offer(offered(1, 1)), prefill.offer(offered(2, 1))
+        assert "transfers_max" in released(prefill, {second})[second].detail
+        decode.pull("tcp://not an address", second, wanted(2, 1), CanarySink(2))
+        result = ended(decode, {second})[second].result
+        assert "address: wanted" in result.detail
+        assert [m.reason for m in result.missing] == [Reason.ABORTED]
+        decode.pull("ipc:///nowhere/at/all", first, wanted(1, 1), CanarySink(1))
+        with pytest.raises(LocalProtocolError, match="not being pulled"):
+            decode.pull(prefill.address, first, wanted(1, 1), CanarySink(1))
+        assert ended(decode, {first})[first].result.reason is Reason.TIMEOUT
+
+
+def test_peers_that_mean_other_rows_are_refused(tmp_path: Path) -> None:
+    """Goal: another namespace gets no row and learns which field differs; after reset to the same, rows cross."""
+    with nodes(tmp_path) as (prefill, decode):
+        transfer = prefill.offer(offered(1, 1))
+        decode.reset(b"o" * 16)
+        sink = CanarySink(1)
+        decode.pull(prefill.address, transfer, wanted(1, 1), sink)
+        result = ended(decode, {transfer})[transfer].result
+        assert result.reason is Reason.REFUSED
+        assert "namespace" in result.detail
+        assert not sink.there
+        prefill.reset(b"o" * 16)
+        assert released(prefill, {transfer})[transfer].outcome is Outcome.RESET
+        again = prefill.offer(offered(2, 1))
+        decode.pull(prefill.address, again, wanted(2, 1), CanarySink(2))
+        assert ended(decode, {again})[again].result.complete
+        released(prefill, {again})
+
+
+def test_a_full_queue_is_said_at_once(tmp_path: Path) -> None:
+    """Goal: commands are bounded and nothing is held of the one too many. Method: keep the thread busy in a sink."""
+    blocked, go_on = threading.Event(), threading.Event()
+
+    class Slow(CanarySink):
+        def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
+            blocked.set()
+            assert go_on.wait(PATIENCE_S)
+            return super().install(part, index, header, payload)
+
+    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), party(1), QUICK)
+    decode = DecodeNode(ZmqLink(), party(2), QUICK, commands_max=3)
+    first = prefill.offer(offered(1, 1))
+    decode.pull(prefill.address, first, wanted(1, 1), Slow(1))
+    assert blocked.wait(PATIENCE_S)
+    others = [prefill.offer(offered(n, 1)) for n in range(2, 6)]
+    for n, transfer in enumerate(others[:3], 2):
+        decode.pull(prefill.address, transfer, wanted(n, 1), CanarySink(n))
+    with pytest.raises(NodeFullError, match="commands_max: wanted at most 3"):
+        decode.pull(prefill.address, others[3], wanted(5, 1), CanarySink(5))
+    assert decode.counters.node.commands_refused == 1
+    go_on.set()
+    assert all(d.result.complete for d in ended(decode, {first, *others[:3]}).values())
+    decode.pull(prefill.address, others[3], wanted(5, 1), CanarySink(5))
+    assert ended(decode, {others[3]})[others[3]].result.complete
+    assert decode.close()
+    assert prefill.close()
+
+
+def test_close_ends_what_is_in_flight_and_tells(tmp_path: Path) -> None:
+    """Goal: after close every offer is released and every pull done, and calls are refused."""
+    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), party(1), QUICK)
+    decode = DecodeNode(ZmqLink(), party(2), QUICK)
+    transfers = [prefill.offer(offered(n, 1)) for n in range(3)]
+    decode.pull("ipc:///nowhere/at/all", transfers[0], wanted(0, 1), CanarySink(0))
+    assert decode.close()
+    assert prefill.close()
+    assert ended(decode, {transfers[0]})[transfers[0]].result.reason is Reason.ABORTED
+    assert {r.outcome for r in released(prefill, set(transfers)).values()} == {Outcome.ABORTED}
+    assert not prefill.alive
+    with pytest.raises(NodeClosedError):
+        prefill.offer(offered(9, 1))
+    with pytest.raises(NodeClosedError):
+        decode.pull("ipc:///x", transfers[1], [], CanarySink(1))
+    assert decode.close()
+    assert prefill.close()
+
+
+def test_a_forked_child_is_told(tmp_path: Path) -> None:
+    """Goal: a fork has neither thread nor socket; its calls say so and its close does not touch the parent's."""
+    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), party(1), QUICK)
+
+    def child() -> None:
+        try:
+            prefill.offer(offered(1, 1))
+        except NodeClosedError:
+            os._exit(0 if prefill.close() and not prefill.alive else 1)
+        os._exit(2)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(PATIENCE_S)
+    assert process.exitcode == 0
+    transfer = prefill.offer(offered(1, 1))
+    assert prefill.close()
+    assert [r.transfer for r in prefill.poll()] == [transfer]
+
+
+def test_nodes_leave_nothing_behind(tmp_path: Path) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def round_trip() -> None:
+        with nodes(tmp_path) as (prefill, decode):
+            transfer = prefill.offer(offered(1, 3))
+            decode.pull(prefill.address, transfer, wanted(1, 3), CanarySink(1))
+            ended(decode, {transfer})
+            released(prefill, {transfer})
+
+    round_trip()
+    before = held()
+    for _ in range(10):
+        round_trip()
+    assert held() <= before
+    assert os.listdir(tmp_path) == []
+
+
+# ---------------------------------------------------------------- processes
+
+
+@contextlib.contextmanager
+def processes(directory: Path, **limits: float) -> Iterator[tuple[PeerProcess, PeerProcess]]:
+    prefill = PeerProcess("prefill", f"ipc://{directory}/p", **limits)
+    decode = PeerProcess("decode", **limits)
+    try:
+        yield prefill, decode
+        decode.close()
+        prefill.close()  # harmless when it was killed
+    finally:
+        for process in (decode, prefill):
+            with contextlib.suppress(Exception):
+                process.kill()
+
+
+def right(done: dict[str, object]) -> bool:
+    return done["wrong"] == done["twice"] == 0 and done["there"] == done["installed"]
+
+
+def test_decode_stopped_for_longer_than_the_lease(tmp_path: Path) -> None:
+    """Goal: a stopped decode costs prefill one lease; what it says afterwards is late, counted, refused.
+
+    Method: SIGSTOP right after the pull was asked for, SIGCONT when prefill has released.
+    """
+    with processes(tmp_path, lease_s=0.7, retry_s=0.3) as (prefill, decode):
+        transfers = [prefill.ask("offer", request=n, blocks=200) for n in range(4)]
+        for n, transfer in enumerate(transfers):
+            decode.ask("pull", address=prefill.address, transfer=transfer, request=n, blocks=200)
+        decode.stop()
+        prefill.ask_until("poll", lambda got: len(got) == 4)
+        decode.go_on()
+        done = decode.ask_until("poll", lambda got: len(got) == 4)
+        assert all(right(d) for d in done.values())
+        assert all(d["installed"] + d["missing"] == 200 for d in done.values())
+        assert all(d["reason"] for d in done.values() if d["missing"])
+        fresh = prefill.ask("offer", request=9, blocks=3)
+        decode.ask("pull", address=prefill.address, transfer=fresh, request=9, blocks=3)
+        assert decode.ask_until("poll", lambda got: fresh in got)[fresh]["missing"] == 0
+        assert len({t for t, _, _ in prefill.ask_until("poll", lambda got: len(got) == 5)}) == 5
+        assert prefill.ask("counters")["in_flight"] == 0
+
+
+def test_prefill_stopped_for_longer_than_the_lease(tmp_path: Path) -> None:
+    """Goal: pulls from a stopped prefill end with a reason in bounded time, or complete when it goes on."""
+    with processes(tmp_path, lease_s=0.7, retry_s=0.2, retries_max=3) as (prefill, decode):
+        transfers = [prefill.ask("offer", request=n, blocks=200) for n in range(4)]
+        prefill.stop()
+        for n, transfer in enumerate(transfers):
+            decode.ask("pull", address=prefill.address, transfer=transfer, request=n, blocks=200)
+        done = decode.ask_until("poll", lambda got: len(got) == 4)
+        assert {d["reason"] for d in done.values()} == {"timeout"}
+        prefill.go_on()
+        prefill.ask_until("poll", lambda got: len(got) == 4)
+        fresh = prefill.ask("offer", request=9, blocks=3)
+        decode.ask("pull", address=prefill.address, transfer=fresh, request=9, blocks=3)
+        assert decode.ask_until("poll", lambda got: fresh in got)[fresh]["missing"] == 0
+        assert all(right(d) for d in decode.ask("poll").values())
+
+
+def test_prefill_killed_during_transfers_and_restarted_at_its_address(tmp_path: Path) -> None:
+    """Goal: kill -9 of prefill: every pull ends, what arrived is right, the next run serves at the same address."""
+    limits = {"lease_s": 5.0, "retry_s": 0.2, "retries_max": 20}
+    with processes(tmp_path, **limits) as (prefill, decode):
+        transfers = [prefill.ask("offer", request=n, blocks=400) for n in range(6)]
+        for n, transfer in enumerate(transfers):
+            decode.ask("pull", address=prefill.address, transfer=transfer, request=n, blocks=400)
+        prefill.kill()
+        done = decode.ask_until("poll", lambda got: len(got) == 6)
+        assert all(right(d) for d in done.values())
+        assert all(d["reason"] or not d["missing"] for d in done.values())
+        again = PeerProcess("prefill", f"ipc://{tmp_path}/p", **limits)
+        try:
+            fresh = again.ask("offer", request=9, blocks=3)
+            decode.ask("pull", address=again.address, transfer=fresh, request=9, blocks=3)
+            assert decode.ask_until("poll", lambda got: fresh in got)[fresh]["missing"] == 0
+        finally:
+            again.close()
+
+
+def test_decode_killed_during_transfers_and_restarted_with_its_identity(tmp_path: Path) -> None:
+    """Goal: kill -9 of decode: its leases end, a new run under its name gets nothing of the old, and what is its own.
+
+    Method: the second process has the same identity, asks for a transfer of the first, then for one of its own.
+    """
+    limits = {"lease_s": 1.5, "retry_s": 0.2, "retries_max": 3}
+    prefill = PeerProcess("prefill", f"ipc://{tmp_path}/p", **limits)
+    first = PeerProcess("decode", "-", "decode-0", **limits)
+    transfers = [prefill.ask("offer", request=n, blocks=400) for n in range(3)]
+    for n, transfer in enumerate(transfers):
+        first.ask("pull", address=prefill.address, transfer=transfer, request=n, blocks=400)
+    prefill.ask_until("counters", lambda got: got["session"]["pulled"] == 3)
+    first.kill()
+    second = PeerProcess("decode", "-", "decode-0", **limits)
+    second.ask("pull", address=prefill.address, transfer=transfers[0], request=0, blocks=400)
+    fresh = prefill.ask("offer", request=9, blocks=3)
+    second.ask("pull", address=prefill.address, transfer=fresh, request=9, blocks=3)
+    done = second.ask_until("poll", lambda got: len(got) == 2)
+    assert done[fresh]["missing"] == 0
+    assert all(right(d) for d in done.values())
+    assert done[transfers[0]]["installed"] == 0
+    assert done[transfers[0]]["reason"] == "gone"
+    prefill.ask_until("poll", lambda got: len(got) == 4)
+    assert prefill.ask("counters")["in_flight"] == 0
+    second.close()
+    prefill.close()
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,421 @@
+"""The two ends of a transfer as an engine uses them: it asks without waiting, and polls what became of it.
+
+Each node has one thread, which owns its link and its session. Every public method but ``close`` returns at once and may
+be called from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol
+
+from cache_manager.errors import BlockBusyError, KVRouteError
+from cache_manager.record import RecordHeader
+from transfer.actions import (
+    DecodeAction,
+    Install,
+    Missing,
+    OfferedBlock,
+    PrefillAction,
+    PullResult,
+    Reason,
+    Release,
+    Send,
+    WantedBlock,
+)
+from transfer.decode import DecodeSession
+from transfer.errors import LocalProtocolError
+from transfer.limits import TransferLimits
+from transfer.link import Arrival, Link, Peer
+from transfer.messages import Outcome, TransferId, encode
+from transfer.node_thread import NodeClosedError, NodeCounters, NodeFullError, NodeThread
+from transfer.offer import PrefillCounters
+from transfer.party import Party
+from transfer.prefill import PrefillSession
+from transfer.pull import DecodeCounters
+
+SENDS_A_TURN: Final = 16
+FULL_S: Final = 0.001
+FULL_MAX_S: Final = 0.05
+"""How long to wait before a full link is tried again: at first, and at most."""
+
+CLOSE_S: Final = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class ServingLink(Link, Protocol):
+    """A link that others connect to."""
+
+    @property
+    def address(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The leases of an offered transfer end now: nobody reads its blocks any more. Told once for each offer.
+
+    ``detail`` is not empty when the offer was not taken, and says why.
+    """
+
+    transfer: TransferId
+    outcome: Outcome
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PullProgress:
+    """Records, as (part, index), that were put in place since this was last told."""
+
+    transfer: TransferId
+    installed: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PullDone:
+    """A pull is over and the sink is not called for it any more: only now may its landing blocks be given away."""
+
+    transfer: TransferId
+    result: PullResult
+
+
+class BlockSink(Protocol):
+    """Where pulled records go: the engine's side, called in the node's thread."""
+
+    def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
+        """Put a record, which was verified, in its place. ``payload`` is valid during the call.
+
+        ``False``: the block has another generation now; the record is dropped and reported missing. A
+        :class:`~cache_manager.errors.BlockBusyError` has it sent again later.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillNodeCounters:
+    node: NodeCounters
+    session: PrefillCounters
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeNodeCounters:
+    """``sink_errors`` are exceptions of sinks, whose records count as missing."""
+
+    node: NodeCounters
+    session: DecodeCounters
+    in_flight: int
+    sink_errors: int
+
+
+class PrefillNode:
+    """Offers blocks to decode nodes. It owns ``link`` from here on, and closes it.
+
+    ``notify`` is called in the node's thread when :meth:`poll` has something new; it must not block.
+    """
+
+    def __init__(
+        self,
+        link: ServingLink,
+        party: Party,
+        limits: TransferLimits | None = None,
+        *,
+        commands_max: int = 4096,
+        notify: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address = link.address
+        self._worker = _PrefillWorker(link, PrefillSession(party, limits or TransferLimits()), notify)
+        self._thread = NodeThread(link, self._worker, "kvroute-prefill-node", commands_max)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.alive
+
+    @property
+    def last_error(self) -> str:
+        return self._thread.last_error
+
+    @property
+    def counters(self) -> PrefillNodeCounters:
+        session = self._worker.session
+        return PrefillNodeCounters(self._thread.counters, session.counters, session.in_flight)
+
+    def offer(self, blocks: Sequence[OfferedBlock], *, lease_s: float | None = None) -> TransferId:
+        """Hold ``blocks`` for whoever pulls the id that is answered.
+
+        The blocks must be leased until :meth:`poll` tells :class:`Released`; that also comes, with a detail, when there
+        was no room. Raises :class:`NodeFullError` or :class:`NodeClosedError`, and nothing is held.
+        """
+        transfer = TransferId(secrets.token_bytes(16))
+        self._thread.submit(lambda now_s: self._worker.offer(transfer, blocks, now_s, lease_s))
+        return transfer
+
+    def abort(self, transfer: TransferId, reason: str) -> None:
+        """Give an offer up; harmless when it has ended."""
+        log.debug("transfer %s aborted: %s", transfer.hex(), reason)
+        self._thread.submit(lambda _: self._worker.act(self._worker.session.abort(transfer)))
+
+    def reset(self, namespace: bytes) -> None:
+        """Rows belong to the namespace with this fingerprint from here on; every offer ends."""
+        self._thread.submit(lambda _: self._worker.act(self._worker.session.reset(namespace)))
+
+    def poll(self) -> list[Released]:
+        """What ended since the last call."""
+        return _drain(self._worker.released)
+
+    def close(self, linger_s: float = 0.5) -> bool:
+        """End every offer, at the latest after ``linger_s`` and a margin; :meth:`poll` then has the rest.
+
+        ``False``: the thread did not end, and blocks which :meth:`poll` does not report must not be touched.
+        """
+        return self._thread.close(linger_s, linger_s + CLOSE_S)
+
+
+class DecodeNode:
+    """Pulls blocks from prefill nodes. It owns ``link`` from here on, and closes it.
+
+    ``notify`` is called in the node's thread when a pull is over; it must not block.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        party: Party,
+        limits: TransferLimits | None = None,
+        *,
+        commands_max: int = 4096,
+        notify: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._worker = _DecodeWorker(link, DecodeSession(party, limits or TransferLimits()), notify)
+        self._thread = NodeThread(link, self._worker, "kvroute-decode-node", commands_max)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.alive
+
+    @property
+    def last_error(self) -> str:
+        return self._thread.last_error
+
+    @property
+    def counters(self) -> DecodeNodeCounters:
+        worker = self._worker
+        return DecodeNodeCounters(
+            self._thread.counters, worker.session.counters, worker.session.in_flight, worker.sink_errors
+        )
+
+    def pull(self, address: str, transfer: TransferId, wanted: Sequence[WantedBlock], sink: BlockSink) -> None:
+        """Pull what is ``wanted`` into ``sink``; the engine holds the landing blocks until :class:`PullDone`.
+
+        ``address`` comes from the operator or the front, never from a peer's message. Whatever cannot be begun is told
+        as a :class:`PullDone` with a reason. Raises :class:`LocalProtocolError` for a transfer that is being pulled,
+        :class:`NodeFullError` or :class:`NodeClosedError`, and then there will be none.
+        """
+        self._worker.enter(transfer, sink)
+        try:
+            self._thread.submit(lambda now_s: self._worker.pull(address, transfer, wanted, now_s))
+        except (NodeClosedError, NodeFullError):
+            self._worker.leave(transfer)
+            raise
+
+    def abort(self, transfer: TransferId, reason: str) -> None:
+        """Give a pull up; harmless when it has ended. Its :class:`PullDone` comes as ever."""
+        log.debug("pull %s aborted: %s", transfer.hex(), reason)
+        self._thread.submit(lambda now_s: self._worker.act(self._worker.session.abort(transfer), now_s))
+
+    def reset(self, namespace: bytes) -> None:
+        """Rows belong to the namespace with this fingerprint from here on; every pull ends."""
+        self._thread.submit(lambda now_s: self._worker.act(self._worker.session.reset(namespace), now_s))
+
+    def poll(self) -> list[PullProgress | PullDone]:
+        """What happened since the last call; a pull's progress comes before its end."""
+        return self._worker.events()
+
+    def close(self, linger_s: float = 0.5) -> bool:
+        """End every pull, at the latest after ``linger_s`` and a margin; :meth:`poll` then has the rest.
+
+        ``False``: the thread did not end, and a sink may still be called.
+        """
+        return self._thread.close(linger_s, linger_s + CLOSE_S)
+
+
+class _PrefillWorker:
+    def __init__(self, link: Link, session: PrefillSession, notify: Callable[[], None]) -> None:
+        self.notify = notify
+        self.link = link
+        self.session = session
+        self.released: deque[Released] = deque()  # bounded by the offers in flight, while the engine polls
+        self._bad = 0
+        self._full_s = 0.0
+
+    def offer(self, transfer: TransferId, blocks: Sequence[OfferedBlock], now_s: float, lease_s: float | None) -> None:
+        try:
+            refused = "" if self.session.offer(transfer, blocks, now_s, lease_s) else "transfers_max are in flight"
+        except LocalProtocolError as error:
+            refused = str(error)
+        if refused:
+            self._release(Released(transfer, Outcome.ABORTED, refused))
+
+    def act(self, actions: Iterable[PrefillAction]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._send(action)
+                case Release(transfer, outcome):
+                    self._release(Released(transfer, outcome))
+
+    def _release(self, released: Released) -> None:
+        self.released.append(released)
+        self.notify()
+
+    def _send(self, send: Send) -> bool:
+        on_sent = partial(self._let_go, send) if send.bulk else None
+        if self.link.send(send.peer, encode(send.message), send.bulk, on_sent):
+            return True
+        self.session.unsent(send, time.monotonic())
+        return False
+
+    def _let_go(self, send: Send) -> None:
+        self.act(self.session.let_go(send))
+
+    def arrived(self, arrival: Arrival, now_s: float) -> bool:
+        self.act(self.session.receive(arrival.peer, arrival.control, arrival.bulk, now_s))
+        before, self._bad = self._bad, self.session.counters.bad_messages
+        return self._bad == before
+
+    def lost(self, peer: Peer) -> None:
+        self.session.peer_lost(peer)
+
+    def turn(self, now_s: float) -> float | None:
+        self.act(self.session.tick(now_s))
+        full = False
+        for _ in range(SENDS_A_TURN):
+            send = self.session.next_records()
+            if send is None:
+                break
+            full |= not self._send(send)
+        else:
+            return now_s
+        if full:
+            self._full_s = min(max(2 * self._full_s, FULL_S), FULL_MAX_S)
+            return now_s + self._full_s
+        self._full_s = 0.0
+        return self.session.next_due_s()
+
+    def begin_close(self, _now_s: float, /) -> None:
+        self.act(self.session.close())
+
+    def end_close(self) -> None:
+        assert not self.session.in_flight, "a closed link holds no buffer"
+
+
+class _DecodeWorker:
+    def __init__(self, link: Link, session: DecodeSession, notify: Callable[[], None]) -> None:
+        self.notify = notify
+        self.link = link
+        self.session = session
+        self.sink_errors = 0
+        self._lock = threading.Lock()  # for what the engine's threads touch, below
+        self._sinks: dict[TransferId, BlockSink] = {}
+        self._progress: dict[TransferId, list[tuple[int, int]]] = {}
+        self._done: list[PullDone] = []
+        self._bad = 0
+        self._refused = False
+        self._full_s = 0.0
+
+    def enter(self, transfer: TransferId, sink: BlockSink) -> None:
+        with self._lock:
+            if transfer in self._sinks:
+                raise LocalProtocolError(f"transfer: wanted one that is not being pulled, got {transfer.hex()}")
+            self._sinks[transfer] = sink
+
+    def leave(self, transfer: TransferId) -> None:
+        with self._lock:
+            del self._sinks[transfer]
+
+    def events(self) -> list[PullProgress | PullDone]:
+        with self._lock:
+            progress, self._progress = self._progress, {}
+            done, self._done = self._done, []
+        return [*(PullProgress(transfer, tuple(placed)) for transfer, placed in progress.items()), *done]
+
+    def pull(self, address: str, transfer: TransferId, wanted: Sequence[WantedBlock], now_s: float) -> None:
+        try:
+            actions = self.session.pull(self.link.connect(address), transfer, wanted, now_s)
+            refused = "transfers_max or peers_max are in flight" if actions is None else ""
+        except KVRouteError as error:
+            actions, refused = None, str(error)
+        if actions is None:
+            missing = tuple(Missing(part, b.index, Reason.ABORTED) for b in wanted for part in b.parts)
+            self._finish(transfer, PullResult(0, missing, Reason.ABORTED, refused, 0, acknowledged=False))
+        else:
+            self.act(actions, now_s)
+
+    def act(self, actions: Iterable[DecodeAction], now_s: float) -> None:
+        for action in actions:
+            if isinstance(action, Install):
+                self._install(action, now_s)
+            elif isinstance(action, Send):
+                if not self.link.send(action.peer, encode(action.message)):
+                    self._refused = True
+                    self.session.unsent(action, now_s)
+            else:
+                self._finish(action.transfer, action.result)
+
+    def _install(self, install: Install, now_s: float) -> None:
+        sink = self._sinks.get(install.transfer)
+        assert sink is not None, "a record for a pull that is over"
+        try:
+            placed = sink.install(install.part, install.index, install.header, install.payload)
+        except BlockBusyError:
+            self.session.postponed(install)
+            return
+        except Exception:  # the engine's code: its error costs this record only
+            self.sink_errors += 1
+            log.exception("the sink of pull %s failed", install.transfer.hex())
+            placed = False
+        if placed:
+            with self._lock:
+                self._progress.setdefault(install.transfer, []).append((install.part, install.index))
+        if actions := self.session.installed(install, placed, now_s):
+            self.act(actions, now_s)
+
+    def _finish(self, transfer: TransferId, result: PullResult) -> None:
+        with self._lock:
+            del self._sinks[transfer]
+            self._done.append(PullDone(transfer, result))
+        self.notify()
+
+    def arrived(self, arrival: Arrival, now_s: float) -> bool:
+        self.act(self.session.receive(arrival.peer, arrival.control, arrival.bulk, now_s), now_s)
+        before, self._bad = self._bad, self.session.counters.bad_messages
+        return self._bad == before
+
+    def lost(self, peer: Peer) -> None:
+        self.session.peer_lost(peer)
+
+    def turn(self, now_s: float) -> float | None:
+        self._refused = False
+        self.act(self.session.tick(now_s), now_s)
+        due_s = self.session.next_due_s()
+        if not self._refused:
+            self._full_s = 0.0
+            return due_s
+        self._full_s = min(max(2 * self._full_s, FULL_S), FULL_MAX_S)
+        return max(due_s or 0.0, now_s + self._full_s)
+
+    def begin_close(self, now_s: float, /) -> None:
+        self.act(self.session.close(), now_s)
+
+    def end_close(self) -> None:
+        assert not self.session.in_flight, "a closed session pulls nothing"
+
+
+def _drain(queue: deque[Released]) -> list[Released]:
+    return [queue.popleft() for _ in range(len(queue))]

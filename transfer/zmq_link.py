@@ -1,0 +1,370 @@
+"""Messages over ZeroMQ: a ROUTER that serves, and a DEALER for every server that is connected to.
+
+Bulk travels in frames of its own. One thread owns the endpoint: all but :meth:`ZmqLink.wake` is called by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import zmq
+
+from cache_manager.record import Buffer
+from transfer.errors import TransferError
+from transfer.link import Arrival, Peer, PeerLost
+from transfer.zmq_server import EVENTS_MAX, ZmqServer, events, monitored
+from transfer.zmq_settings import ZmqSettings, check_address
+from transfer.zmq_sockets import dealer
+
+BUFFERS_POLL_MS: Final = 2
+"""How soon a buffer that was sent from where it lies is noticed to be free."""
+
+SWEEP_S: Final = 0.1
+_LAST: Final = int(zmq.NOBLOCK)  # as numbers: the library's flags cost more than a small copy
+_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+FREED_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ZmqCounters:
+    """What a link has met since it was made.
+
+    ``dropped_messages`` had too many frames or none; ``forgotten_peers`` were the idlest of too many;
+    ``refused_connections`` were too many, ``cut_connections`` sent a message without an end; ``refused_keys`` are not
+    on the list. ``peers``, ``connections`` and ``buffers_in_flight`` are those of this moment.
+    """
+
+    received_messages: int = 0
+    dropped_messages: int = 0
+    lost_peers: int = 0
+    forgotten_peers: int = 0
+    refused_connections: int = 0
+    cut_connections: int = 0
+    refused_keys: int = 0
+    peers: int = 0
+    connections: int = 0
+    buffers_in_flight: int = 0
+
+
+@dataclass(slots=True)
+class _Server:
+    address: str
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    connected: bool = False
+    used: int = 0
+
+    def close(self, linger_ms: int) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=linger_ms)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A message whose sender waits to hear that its buffers are free."""
+
+    trackers: list[Any]
+    on_sent: Callable[[], None] | None
+    peer: Peer
+    parts: list[Buffer] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return all(tracker.done for tracker in self.trackers)
+
+
+class ZmqLink:
+    """A :class:`~transfer.link.Link`; it binds when it is made, or raises :class:`~cache_manager.errors.ConfigError`.
+
+    A peer that we connected to is named by its address, one that connected to us by the routing id it chose and, with
+    CURVE, by its public key. A message that is sent to a peer which is not connected is not taken.
+    """
+
+    def __init__(self, settings: ZmqSettings | None = None) -> None:
+        self.settings = settings = settings or ZmqSettings()
+        self.address = ""
+        self._pid = os.getpid()
+        self._closed = False
+        self._identity = settings.identity or b"K" + secrets.token_bytes(15)
+        self._servers: dict[Peer, _Server] = {}
+        self._sent: list[_Sent] = []
+        self._lost: list[PeerLost] = []
+        self._uses = itertools.count(1)
+        self._counts = dict.fromkeys(("received_messages", "dropped_messages", "lost_peers"), 0)
+        self._sweep_s = 0.0
+        self._server: ZmqServer | None = None
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 4 * settings.servers_max + 64)  # three each, and those on their way out
+        self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waking = threading.Lock()
+        self._poller = zmq.Poller()
+        self._poller.register(self._wakes, zmq.POLLIN)
+        if settings.bind is not None:
+            try:
+                self._server = ZmqServer(self._context, settings, settings.bind)
+                self.address = self._server.address
+                for socket in self._server.sockets:
+                    self._poller.register(socket, zmq.POLLIN)
+            except BaseException:
+                self.close(0)
+                raise
+
+    @property
+    def counters(self) -> ZmqCounters:
+        counters = ZmqCounters(**self._counts, buffers_in_flight=len(self._sent))
+        if (server := self._server) is None:
+            return counters
+        return replace(
+            counters,
+            forgotten_peers=server.forgotten_peers,
+            refused_connections=server.connections.refused,
+            cut_connections=server.connections.cut,
+            refused_keys=server.refused_keys,
+            peers=server.peers,
+            connections=len(server.connections),
+        )
+
+    def connect(self, address: str) -> Peer:
+        """The peer at ``address``, which need not be there yet.
+
+        :class:`TransferError` when ``servers_max`` others are connected; one that is not makes room.
+        """
+        check_address(address, "address")
+        peer = Peer(b"server " + address.encode())
+        server = self._servers.get(peer)
+        if server is None:
+            self._open()
+            if len(self._servers) >= self.settings.servers_max:
+                self._forget_server()
+            socket = dealer(self._context, self.settings, self._identity, address)
+            monitor = monitored(socket)
+            socket.connect(address)
+            server = self._servers[peer] = _Server(address, socket, monitor)
+            self._poller.register(socket, zmq.POLLIN)
+            self._poller.register(monitor, zmq.POLLIN)
+        server.used = next(self._uses)
+        return peer
+
+    def host_of(self, peer: Peer) -> str | None:
+        """The host that a client's connection comes from: not what it says, but where it is."""
+        return None if self._server is None else self._server.host_of(peer)
+
+    def send(
+        self,
+        peer: Peer,
+        control: bytes,
+        bulk: Sequence[Buffer] = (),
+        on_sent: Callable[[], None] | None = None,
+    ) -> bool:
+        self._open()
+        if len(bulk) + 2 > self.settings.frames_max:
+            raise AssertionError(f"{len(bulk)} bulk frames where a message has at most {self.settings.frames_max - 2}")
+        server = self._servers.get(peer)
+        if server is not None:
+            socket, head = server.socket, []
+            server.used = next(self._uses)
+        else:
+            routing_id = None if self._server is None else self._server.routing_id(peer)
+            if self._server is None or routing_id is None:
+                return False
+            socket, head = self._server.socket, [routing_id]
+        return self._send(socket, peer, [*head, control, *bulk], len(bulk), on_sent)
+
+    def _send(
+        self,
+        socket: zmq.Socket[bytes],
+        peer: Peer,
+        parts: list[Buffer],
+        bulk: int,
+        on_sent: Callable[[], None] | None,
+    ) -> bool:
+        zero_copy_nbytes = self.settings.zero_copy_nbytes
+        trackers: list[Any] = []
+        last, first_bulk = len(parts) - 1, len(parts) - bulk
+        for i, part in enumerate(parts):
+            flags = _LAST if i == last else _MORE
+            try:
+                if i >= first_bulk and _nbytes(part) >= zero_copy_nbytes:
+                    trackers.append(socket.send(part, flags, copy=False, track=True))
+                else:
+                    socket.send(part, flags)
+            except zmq.ZMQError as error:
+                if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                    raise TransferError(f"send: {error}") from error
+                if i == 0:
+                    return False
+                # The peer went away within the message: the rest is taken and dropped, as the whole will be.
+        if on_sent is not None or trackers:
+            self._sent.append(_Sent(trackers, on_sent, peer, parts if trackers else []))
+        return True
+
+    def poll(self, timeout_s: float, limit: int = 64) -> list[Arrival | PeerLost]:
+        self._open()
+        freed = self._free()
+        ready = dict(self._poller.poll(self._wait_ms(0.0 if freed or self._lost else timeout_s)))
+        if self._wakes in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wakes)
+        came: list[Arrival | PeerLost] = []
+        if self._server is not None:
+            self._poll_server(self._server, ready, came, limit)
+        for peer, server in list(self._servers.items()):
+            if server.monitor in ready:
+                self._watch(peer, server)
+            if server.socket in ready:
+                self._take(server.socket, peer, came, limit)
+        self._free()
+        # What a peer said before it was lost comes first.
+        room = max(limit - len(came), 0)
+        came += self._lost[:room]
+        del self._lost[:room]
+        return came
+
+    def wake(self) -> None:
+        with self._waking:  # against close: the number may be another file's a moment later
+            if self._wakes >= 0:
+                with contextlib.suppress(BlockingIOError):  # so often that it wakes anyway
+                    os.eventfd_write(self._wakes, 1)
+
+    def close(self, linger_s: float = 0.5) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._pid:
+            return  # a fork's copy: the threads behind these sockets are the parent's
+        linger_ms = max(int(linger_s * 1000), 0)
+        if self._server is not None:
+            self._server.close(linger_ms)
+        for server in self._servers.values():
+            server.close(linger_ms)
+        self._context.term()
+        with self._waking:
+            os.close(self._wakes)
+            self._wakes = -1
+        give_up_s = time.monotonic() + FREED_S
+        for sent in self._sent:  # libzmq has let go; pyzmq's own thread says so in a moment
+            for tracker in sent.trackers:
+                with contextlib.suppress(zmq.NotDone):
+                    tracker.wait(max(give_up_s - time.monotonic(), 0))
+            assert sent.done, "a closed ZeroMQ context holds no buffer"
+            if sent.on_sent is not None:
+                sent.on_sent()
+        self._sent.clear()
+        self._servers.clear()
+
+    def _open(self) -> None:
+        if self._closed or os.getpid() != self._pid:
+            raise TransferError("the ZeroMQ link is closed, or was made before a fork")
+
+    def _wait_ms(self, timeout_s: float) -> int:
+        wait_ms = max(int(timeout_s * 1000 + 0.999), 0)
+        if self._sent:
+            wait_ms = min(wait_ms, BUFFERS_POLL_MS)
+        if self._server is not None and len(self._server.connections):
+            wait_ms = min(wait_ms, int(SWEEP_S * 1000))
+        return wait_ms
+
+    def _poll_server(
+        self, server: ZmqServer, ready: Mapping[Any, int], came: list[Arrival | PeerLost], limit: int
+    ) -> None:
+        if server.zap in ready:
+            server.admit()
+        if server.monitor in ready:
+            self._lose(server.watch())
+        drained = server.socket not in ready or self._take(server.socket, None, came, limit)
+        now_s = time.monotonic()
+        if drained and now_s >= self._sweep_s and len(server.connections):
+            self._sweep_s = now_s + SWEEP_S
+            server.connections.sweep()
+
+    def _take(self, socket: zmq.Socket[bytes], peer: Peer | None, came: list[Arrival | PeerLost], limit: int) -> bool:
+        """Add the messages that are there to ``came``, up to ``limit``; whether none is left."""
+        while len(came) < limit:
+            try:
+                frame = socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return True
+            frames = [frame]
+            while frame.more:
+                frame = socket.recv(copy=False)
+                if len(frames) <= self.settings.frames_max:  # the rest is only taken out of the queue
+                    frames.append(frame)
+            self._counts["received_messages"] += 1
+            if peer is None:
+                self._take_client(frames, came)
+            elif len(frames) >= self.settings.frames_max:
+                self._counts["dropped_messages"] += 1
+            else:
+                came.append(_arrival(peer, frames))
+        return False
+
+    def _take_client(self, frames: list[zmq.Frame], came: list[Arrival | PeerLost]) -> None:
+        """A client's message: its routing id, control, bulk."""
+        assert self._server is not None
+        lost: list[Peer] = []
+        sender = None
+        if len(frames) > 1:
+            sender = self._server.sender(frames[0].bytes, frames[1], lost)
+        self._lose(lost)
+        if sender is not None and len(frames) <= self.settings.frames_max:
+            came.append(_arrival(sender, frames[1:]))
+            return
+        self._counts["dropped_messages"] += 1
+        if sender is not None:
+            self._server.cut_off(sender)
+
+    def _watch(self, peer: Peer, server: _Server) -> None:
+        for event, _ in events(server.monitor):
+            was, server.connected = server.connected, event == zmq.EVENT_CONNECTED
+            if was and not server.connected:
+                self._lose([peer])
+
+    def _lose(self, peers: list[Peer]) -> None:
+        self._counts["lost_peers"] += len(peers)
+        self._lost += map(PeerLost, peers[: EVENTS_MAX - len(self._lost)])
+
+    def _forget_server(self) -> None:
+        busy = {sent.peer for sent in self._sent}
+        idle = [(s.used, peer) for peer, s in self._servers.items() if not s.connected and peer not in busy]
+        if not idle:
+            raise TransferError(f"servers_max: wanted at most {self.settings.servers_max} servers, got another")
+        server = self._servers.pop(min(idle)[1])
+        for socket in (server.monitor, server.socket):
+            self._poller.unregister(socket)
+        server.close(0)
+
+    def _free(self) -> bool:
+        """Report the messages whose buffers nobody reads any more; whether there were any."""
+        if not self._sent:
+            return False
+        done: list[_Sent] = []
+        waiting: list[_Sent] = []
+        for sent in self._sent:
+            (done if sent.done else waiting).append(sent)
+        self._sent = waiting
+        for sent in done:
+            if sent.on_sent is not None:
+                sent.on_sent()
+        return bool(done)
+
+
+def _arrival(peer: Peer, frames: list[zmq.Frame]) -> Arrival:
+    """The message in ``frames``, which are kept until its receiver lets go."""
+    control, *bulk = frames
+    return Arrival(peer, control.bytes, [frame.buffer for frame in bulk], frames.clear)
+
+
+def _nbytes(buffer: Buffer) -> int:
+    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
+
+
+__all__ = ["ZmqCounters", "ZmqLink"]
