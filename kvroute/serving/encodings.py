@@ -159,8 +159,8 @@ def _bytes(field: str, text: str, nbytes: int) -> bytes:
         found = b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RowError(f"routed_experts.{field}", "base64", error) from error
-    if len(found) != nbytes:
-        raise RowError(f"routed_experts.{field}", f"{nbytes} bytes", len(found))
+    if len(found) != nbytes or b64encode(found).decode() != text:  # the last character may have bits that say nothing
+        raise RowError(f"routed_experts.{field}", f"{nbytes} bytes, encoded as base64 has it", f"{len(found)} bytes")
     return found
 
 

@@ -54,6 +54,14 @@ def test_one_changed_character_is_noticed(given_routes: Routes, data: st.DataObj
         decode(changed)
 
 
+def test_bits_of_base64_that_say_nothing_are_not_ignored() -> None:
+    """Goal: one object, one spelling. Method: found by the test above: the last character before the padding."""
+    encoded = encode(Routes(np.array([[[1]]]), np.array([True]), (0,), num_experts=4, num_layers=1))
+    assert encoded["data"] == "AQ=="
+    with pytest.raises(RowError, match="as base64 has it"):
+        decode(encoded | {"data": "AR=="})
+
+
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda s: st.dictionaries(st.text(), s)))
 def test_anything_else_is_a_row_error(junk: Any) -> None:
     with pytest.raises(RowError):
