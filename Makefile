@@ -5,11 +5,12 @@ READY := .venv/.ready
 HYPOTHESIS_PROFILE ?= dev
 export HYPOTHESIS_PROFILE
 
-.PHONY: demo test check lint bench bench-peers clean setup libraries help
+.PHONY: demo demo-pd test check lint bench bench-peers clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
 	@echo "             STORE=mooncake restarts from a Mooncake pool in other processes; STORE=URL from any store"
+	@echo "make demo-pd the same through prefill, decode and route as processes of their own"
 	@echo "make test    lint, types, import contracts and every test"
 	@echo "make bench   print the benchmark tables (TRACE=FILE replays a Mooncake trace)"
 	@echo "make bench-peers   measure the stores beside LMCache and vLLM, in environments of their own (4 GB)"
@@ -20,7 +21,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@echo "== setting up .venv (once; about two minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,plot,mooncake-cpu,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,plot,serve,mooncake-cpu,dev]'
 	@$(BIN)/kvroute doctor --require mooncake >/dev/null || $(MAKE) --no-print-directory libraries
 	@touch $@
 
@@ -34,6 +35,10 @@ libraries:
 
 demo: $(READY)
 	$(BIN)/kvroute demo --json demo-output/demo.json $(if $(STORE),--store '$(STORE)') $(ARGS)
+
+demo-pd: $(READY)
+	@mkdir -p demo-output
+	$(BIN)/kvroute demo-pd --json demo-output/demo-pd.json $(ARGS)
 
 test: check
 

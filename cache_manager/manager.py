@@ -106,6 +106,7 @@ class BlockManager:
         self._host_free = list(range(aux.host_blocks - 1, -1, -1))
         self._index = PrefixIndex()
         self._sequences: dict[str, _Sequence] = {}
+        self._holders: set[str] = set()
         self._counts = {f.name: 0 for f in fields(ManagerCounters)}
 
     # ---------------------------------------------------------------- looking
@@ -138,6 +139,17 @@ class BlockManager:
     def is_swapped(self, owner: str) -> bool:
         return self._sequence(owner).tier == "host"
 
+    def keys(self, owner: str, tokens: Tokens) -> list[BlockKey]:
+        """The keys of the sequence's blocks with ``tokens`` in them, the partial last one too.
+
+        They are of the namespace that the sequence began in: after a reset nothing is found under them.
+        """
+        chain = self._sequence(owner).chain
+        keys = chain.keys(tokens)
+        if tail := len(tokens) % self._tokens:
+            keys.append(chain.key(keys[-1] if keys else None, tokens[-tail:]))
+        return keys
+
     def slots(self, owner: str, start: int, stop: int) -> NDArray[np.int64]:
         """Device slots of the tokens ``[start, stop)``."""
         sequence = self._on_device(owner)
@@ -147,7 +159,7 @@ class BlockManager:
             )
         first, positions = start // self._tokens, np.arange(start, stop)
         for block in sequence.blocks[max(first, sequence.computed // self._tokens) : -(-stop // self._tokens)]:
-            if stop > sequence.computed and (self.aux.shared(block) or self._index.key(block) is not None):
+            if stop > sequence.computed and self._others_use(block):
                 raise BlockStateError(
                     f"device block {block}", "append() before it is written", "one that others use too"
                 )
@@ -222,7 +234,7 @@ class BlockManager:
         blocks, first = sequence.blocks, sequence.computed // self._tokens
         wanted = -(-total_tokens // self._tokens)
         written = range(first, min(wanted, len(blocks)))
-        shared = [i for i in written if self._index.key(blocks[i]) is not None or self.aux.shared(blocks[i])]
+        shared = [i for i in written if self._others_use(blocks[i])]
         more = max(0, wanted - len(blocks))
         if not shared and not more:
             return True
@@ -280,12 +292,26 @@ class BlockManager:
         self.aux.share(blocks, child)
         self._sequences[child] = _Sequence(blocks, sequence.computed, sequence.chain, list(sequence.keys))
 
+    def hold(self, owner: str, holder: str, first: int = 0) -> None:
+        """Keep the sequence's blocks from index ``first`` on from being given away until ``free(holder)``.
+
+        The holder reads nothing: unlike a fork it does not keep the sequence from writing its blocks in place. For
+        blocks that something outside writes to and that must not get another owner before it has stopped.
+        """
+        blocks = self._on_device(owner).blocks[first:]
+        if holder in self._sequences:
+            raise BlockStateError(f"owner {holder!r}", "an owner without a sequence", "one that has one")
+        self.aux.share(blocks, holder)
+        self._sequences[holder] = _Sequence(blocks, 0, self.aux.keys)
+        self._holders.add(holder)
+
     def free(self, owner: str) -> None:
         """End the sequence; idempotent. Blocks that can be found by key stay cached until they are evicted.
 
         Blocks that the store is still reading or filling come back when it has done that, in a later :meth:`poll`.
         """
         sequence = self._sequences.pop(owner, None)
+        self._holders.discard(owner)
         if sequence is None:
             return
         self._settled.pop(owner, None)
@@ -474,6 +500,15 @@ class BlockManager:
         if sequence.errand is not None:
             raise BlockBusyError(f"owner {owner!r}", "a sequence that waits for nothing", "one whose store is asked")
         return sequence
+
+    def _others_use(self, block: int) -> bool:
+        """Whether another sequence may read the block, now or when it finds it by key: then it is not written."""
+        if self._index.key(block) is not None:
+            return True
+        if not self._holders or not self.aux.shared(block):
+            return self.aux.shared(block)
+        readers = (s for name, s in self._sequences.items() if name not in self._holders and s.tier == "device")
+        return sum(block in s.blocks for s in readers) > 1
 
     def _match(self, keys: Sequence[BlockKey]) -> list[int]:
         found = self._index.match(keys)

@@ -1,4 +1,4 @@
-"""The command line: ``kvroute demo``, ``shm``, ``fsck``, ``doctor``; a heavy library is imported where it is needed."""
+"""The command line: ``kvroute demo``, ``prefill``, ``shm`` and more; what is heavy is imported where it is needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 0, ``FAILED`` or ``USAGE``."""
-    chosen = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    chosen = _parser(given).parse_args(given)
     try:
         return int(chosen.run(chosen))
     except KVRouteError as error:
@@ -32,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("kvroute", "cache_manager", "transfer"):
             raise
-        sys.stderr.write(f"kvroute {chosen.command}: needs {error.name}; pip install 'kvroute[engine,plot]'\n")
+        sys.stderr.write(f"kvroute {chosen.command}: needs {error.name}; pip install 'kvroute[engine,plot,serve]'\n")
     except KeyboardInterrupt:
         sys.stderr.write(f"kvroute {chosen.command}: interrupted\n")
         return 130
     return USAGE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="kvroute", description="Routing rows that follow KV blocks: never wrong, never silent.")
     parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -60,9 +61,31 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     demo.add_argument("--out", type=Path, default=Path("demo-output"), metavar="DIR", help="for the heat map")
 
+    demo_pd = commands.add_parser("demo-pd", help="the demo through prefill, decode and route, a process each")
+    demo_pd.set_defaults(run=_demo_pd)
+    demo_pd.add_argument("--seed", type=_integer, default=0, metavar="N", help="of weights and workload (0)")
+    demo_pd.add_argument("--requests", type=_integer, default=16, metavar="N", help="turns of all conversations (16)")
+    demo_pd.add_argument("--model", default="qwen3_moe", help="qwen3_moe, deepseek_v3, olmoe or mixtral (qwen3_moe)")
+    demo_pd.add_argument(
+        "--network",
+        choices=("auto", "loopback", "namespaces", "inside"),
+        default="auto",
+        help="namespaces: one for each process; auto: where the machine allows it (auto)",
+    )
+    demo_pd.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+
+    _server(commands, "prefill", "compute prompts and hold their blocks for decode", given)
+    _server(commands, "decode", "go on from prompts that prefill has computed", given)
+    _server(commands, "route", "HTTP front: completions through prefill and decode, with their routes", given)
+
     shm = commands.add_parser("shm", help="SharedMemory regions of this machine")
     shm.set_defaults(run=_shm)
     shm.add_argument("action", choices=("ls", "reap"), help="list them, or remove those whose owner is gone")
+
+    keys = commands.add_parser("keys", help="make a CURVE key pair for prefill or decode")
+    keys.set_defaults(run=_keys)
+    keys.add_argument("directory", type=Path, metavar="DIR", help="where DIR/NAME.key and .key_secret are written")
+    keys.add_argument("name", metavar="NAME", help="of the pair")
 
     fsck = commands.add_parser("fsck", help="check a file store: every header, every payload")
     fsck.set_defaults(run=_fsck)
@@ -70,15 +93,20 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("--repair", action="store_true", help="take away what is not sound; nobody may write meanwhile")
     fsck.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
 
-    keys = commands.add_parser("keys", help="make a CURVE key pair for prefill or decode")
-    keys.set_defaults(run=_keys)
-    keys.add_argument("directory", type=Path, metavar="DIR", help="where DIR/NAME.key and .key_secret are written")
-    keys.add_argument("name", metavar="NAME", help="of the pair")
-
     doctor = commands.add_parser("doctor", help="what this machine lacks, and the command that helps")
     doctor.set_defaults(run=_doctor)
     doctor.add_argument("--require", choices=("mooncake",), help="count what this optional part lacks as a problem")
     return parser
+
+
+def _server(commands: Any, name: str, what: str, given: Sequence[str]) -> None:
+    """A server's flags are its configuration's keys, which are looked up only for the one that is wanted."""
+    parser = commands.add_parser(name, help=what)
+    parser.set_defaults(run=_serve)
+    if name in given:
+        from kvroute.serving.config import KINDS, add_flags
+
+        add_flags(parser, KINDS[name])
 
 
 def _integer(text: str) -> int:
@@ -107,6 +135,29 @@ def _demo(chosen: Any) -> int:
     return demo(options, Console(width=None if sys.stdout.isatty() else 120))
 
 
+def _serve(chosen: Any) -> int:
+    from kvroute.serving.command import serve
+    from kvroute.serving.config import KINDS, load
+
+    return serve(load(KINDS[chosen.command], vars(chosen)))
+
+
+def _demo_pd(chosen: Any) -> int:
+    from rich.console import Console
+
+    from kvroute.demo_pd.command import demo_pd
+    from kvroute.demo_pd.options import DemoPDOptions
+
+    options = DemoPDOptions(
+        seed=chosen.seed,
+        requests=chosen.requests,
+        model=chosen.model,
+        network=chosen.network,
+        json=chosen.json,
+    )
+    return demo_pd(options, Console(width=None if sys.stdout.isatty() else 120))
+
+
 def _shm(chosen: Any) -> int:
     from cache_manager.regions import list_regions, reap_orphans
 
@@ -126,6 +177,14 @@ def _shm(chosen: Any) -> int:
     return 0
 
 
+def _keys(chosen: Any) -> int:
+    from transfer.curve import make_keys, read_public
+
+    public, secret = make_keys(chosen.directory, chosen.name)
+    sys.stdout.write(f"{public}  {read_public(public).decode()}\n{secret}  keep it where it is: for its owner alone\n")
+    return 0
+
+
 def _fsck(chosen: Any) -> int:
     from cache_manager.storage.fsck import fsck
 
@@ -134,14 +193,6 @@ def _fsck(chosen: Any) -> int:
         chosen.json.write_text(report.to_json())
     sys.stdout.write(report.to_text())
     return 0 if report.sound else FAILED
-
-
-def _keys(chosen: Any) -> int:
-    from transfer.curve import make_keys, read_public
-
-    public, secret = make_keys(chosen.directory, chosen.name)
-    sys.stdout.write(f"{public}  {read_public(public).decode()}\n{secret}  keep it where it is: for its owner alone\n")
-    return 0
 
 
 def _doctor(chosen: Any) -> int:

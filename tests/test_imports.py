@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "triton", "zmq", "mooncake", "transformers", "tokenizers", "matplotlib", "prometheus_client")
+HEAVY = ("torch", "triton", "zmq", "mooncake", "transformers", "tokenizers", "matplotlib")
+HEAVY += ("aiohttp", "prometheus_client")
 
 
 def loaded_by(code: str) -> set[str]:
@@ -30,6 +31,7 @@ def test_importing_kvroute_loads_nothing_heavy() -> None:
         "import kvroute; [getattr(kvroute, name) for name in kvroute.__all__]",
         "import kvroute.routing, kvroute.routes, kvroute.config, kvroute.capture",
         "import kvroute.capture.canary, kvroute.capture.errors",
+        "import kvroute.cli, kvroute.serving.config, kvroute.serving.encodings",
     ],
 )
 def test_nothing_optional_is_loaded_before_it_is_used(code: str) -> None:

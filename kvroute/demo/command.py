@@ -33,7 +33,7 @@ def demo(options: DemoOptions, console: Console) -> int:
     )
     run = Demo(options, console)
     result = run.run()
-    console.print(_table(result))
+    console.print(judgement(result))
     if (picture := _draw(run, options, out)) is not None:
         console.print(f"expert load: {picture}")
     else:
@@ -57,8 +57,9 @@ def _draw(run: Demo, options: DemoOptions, out: Path) -> Path | None:
     return picture
 
 
-def _table(result: DemoResult) -> Table:
-    table = Table(title=f"kvroute demo: {result.model}", show_header=False)
+def judgement(result: DemoResult, title: str = "kvroute demo") -> Table:
+    """The findings as a table for people."""
+    table = Table(title=f"{title}: {result.model}", show_header=False)
     table.add_column("what")
     table.add_column("how much", justify="right")
     traffic = result.traffic

@@ -98,7 +98,7 @@ class Engine:
             self._capture.close()
             self.memory.close()
             raise
-        self._kv = self.memory.kv
+        self.kv = self.memory.kv
         self.manager = BlockManager(self.aux, self.memory.mover, caching=config.caching)
         self.scheduler = Scheduler(config, self.manager)
         self._observer = observer
@@ -112,15 +112,19 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. :class:`InvalidInputError` when it can never run, or its id is in use."""
+        self.check_room(request)
+        if self.scheduler.of(request.id):
+            raise InvalidInputError("request id", "one that is not in use", request.id)
+        self.scheduler.add(Sequence(request, 0, self._arrivals, list(request.prompt)))
+        self._arrivals += 1
+
+    def check_room(self, request: Request) -> None:
+        """Raise :class:`InvalidInputError` when the request is too long to run ever, even alone."""
         longest = len(request.prompt) + request.max_tokens
         room = min(self.config.capacity_tokens, self._positions_max)
         if longest > room:
             wanted = f"prompt and max_tokens of at most {room} tokens together ({self.config.device_blocks} blocks)"
             raise InvalidInputError(f"request {request.id}", wanted, longest)
-        if self.scheduler.of(request.id):
-            raise InvalidInputError("request id", "one that is not in use", request.id)
-        self.scheduler.add(Sequence(request, 0, self._arrivals, list(request.prompt)))
-        self._arrivals += 1
 
     def abort(self, request_id: str) -> None:
         """End every sample of a request now, whatever it is doing, also during a forward pass; idempotent.
@@ -135,6 +139,11 @@ class Engine:
         """Whether :meth:`step` has anything left to do or to answer."""
         return bool(len(self.scheduler) or self._done)
 
+    @property
+    def waits(self) -> bool:
+        """Whether something outside the engine has to happen before everything can go on."""
+        return False
+
     def run(self) -> list[Output]:
         """:meth:`step` until nothing is left."""
         outputs = []
@@ -147,12 +156,12 @@ class Engine:
 
         The store is not waited for while there is anything to compute, and ``STORE_WAIT_S`` at most when there is not.
         """
-        work = self.scheduler.plan()
+        work = self._plan()
         if work:
             self._idle_steps = self._wait_steps = 0
             self._compute(work)
             self.steps += 1
-        elif len(self.scheduler):
+        elif len(self.scheduler) and not self.waits:
             if self.manager.errands:  # nothing to compute until the store has answered
                 self.aux.wait(STORE_WAIT_S)
                 self._idle_steps = 0
@@ -182,7 +191,7 @@ class Engine:
         self._capture.close()
         self.drain()
         self.aux.close()
-        del self._kv
+        del self.kv
         self.memory.close()
 
     def __enter__(self) -> Self:
@@ -193,10 +202,13 @@ class Engine:
 
     # ---------------------------------------------------------------- inside a step
 
+    def _plan(self) -> list[Work]:
+        return self.scheduler.plan()
+
     def _compute(self, work: list[Work]) -> None:
         contexts = [torch.from_numpy(self.manager.slots(w.sequence.owner, 0, w.stop)) for w in work]
         spans = [(w.start, context) for w, context in zip(work, contexts, strict=True)]
-        batch = PagedBatch.of(self._kv, spans, multiple_of=BATCH_MULTIPLE)
+        batch = PagedBatch.of(self.kv, spans, multiple_of=BATCH_MULTIPLE)
         tokens = torch.tensor([t for w in work for t in w.sequence.tokens[w.start : w.stop]])
         slots = functional.pad(batch.slots, (0, batch.padding), value=PADDING)
         lasts = [chunk.first + chunk.stop - chunk.start - 1 for chunk in batch.chunks]
@@ -258,7 +270,7 @@ class Engine:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Collect the routes while the blocks are still held, store what is worth it, give the blocks back."""
         routes = self._routes(sequence)
-        if sequence.state is State.RUNNING and reason is not FinishReason.ABORT:
+        if sequence.state in (State.RUNNING, State.SETTLING) and reason is not FinishReason.ABORT:
             self.manager.begin_persist(sequence.owner)
         self.scheduler.finish(sequence, reason)
         self._done.append(Output(sequence.request, sequence.sample, sequence.generated, reason, routes))

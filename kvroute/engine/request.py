@@ -53,9 +53,10 @@ class EngineConfig:
 class Request:
     """A prompt and how to continue it, in ``n`` samples that share the prompt's blocks.
 
-    ``temperature`` 0 takes the likeliest token. Otherwise the noise depends on ``seed``, ``id``, the sample's number
-    and the position, and on nothing else: the same request draws the same tokens in every batch. A sample stops after
-    ``max_tokens`` tokens, at a token of ``stop_tokens``, or when it ends with one of ``stop_sequences``.
+    ``temperature`` 0 takes the likeliest token. Otherwise the noise depends on ``seed``, ``draw`` (``id``, if that is
+    empty), the sample's number and the position, and on nothing else: the same request draws the same tokens in every
+    batch and every engine. A sample stops after ``max_tokens`` tokens, at a token of ``stop_tokens``, or when it ends
+    with one of ``stop_sequences``.
     """
 
     id: str
@@ -66,6 +67,7 @@ class Request:
     seed: int = 0
     stop_tokens: frozenset[int] = frozenset()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
+    draw: str = ""
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -91,12 +93,22 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Gap:
+    """The rows of the positions ``[start, stop)`` are missing, and why."""
+
+    start: int
+    stop: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """One finished sample.
 
     ``tokens`` are those that were generated; ``routes`` cover the positions ``[0, computed)`` of prompt and tokens
     together. Of a sample that ended by itself that is all but the last token: it was sampled, but no forward pass read
-    it. An aborted sample has the routes of what had been computed, which may be nothing.
+    it. An aborted sample has the routes of what had been computed, which may be nothing. ``gaps`` say why rows are
+    missing, where the engine knows.
     """
 
     request: Request
@@ -104,6 +116,7 @@ class Output:
     tokens: tuple[int, ...]
     reason: FinishReason
     routes: Routes
+    gaps: tuple[Gap, ...] = ()
 
     @property
     def sequence(self) -> tuple[int, ...]:
@@ -111,4 +124,4 @@ class Output:
         return self.request.prompt + self.tokens
 
 
-__all__ = ["EngineConfig", "FinishReason", "Output", "Request"]
+__all__ = ["EngineConfig", "FinishReason", "Gap", "Output", "Request"]

@@ -23,6 +23,6 @@ def sample(logits: NDArray[Any], request: Request, sample: int, position: int) -
 
 
 def _noise(request: Request, sample: int, position: int, size: int) -> NDArray[Any]:
-    name = f"{request.seed} {sample} {position} {request.id}".encode()
+    name = f"{request.seed} {sample} {position} {request.draw or request.id}".encode()
     key = hashlib.blake2b(name, digest_size=16, person=b"kvroute.noise").digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little"))).gumbel(size=size)

@@ -4,7 +4,8 @@ Sequences are served in order of arrival: those that run get a token each or the
 that were swapped out come back, then new ones are admitted, until the step's budget of tokens is spent. When a running
 sequence needs a block and there is none, the latest arrival among the running ones is preempted: swapped out to host
 blocks, or dropped and computed again later when the host is full too. The earliest arrival is therefore never
-preempted for another, so that something always finishes.
+preempted for another, so that something always finishes. A sequence whose prompt another engine has computed is given
+its blocks in its turn and then waits beside the others; while something arrives for its blocks it is not moved.
 
 A new sequence of which the store may have something is restored first, and the store is never waited for: the others
 are computed meanwhile, and it is found done by the plan of some later step. A store that takes longer than
@@ -48,6 +49,7 @@ class Scheduler:
         self._clock = clock
         self._manager = manager
         self._sequences: dict[str, Sequence] = {}
+        self._preempted = 0
         self.dropped = 0
         """Preemptions that found no room on the host: all that was computed is computed again."""
         self.given_up = 0
@@ -82,31 +84,33 @@ class Scheduler:
         """The next step's work, with the blocks it needs already there; at most ``step_tokens`` tokens."""
         self._take_in_restored()
         work: list[Work] = []
-        budget, preempted = self._config.step_tokens, False
+        budget, before = self._config.step_tokens, self._preempted
         for sequence in self._in(State.RUNNING):
             if sequence.state is not State.RUNNING or not budget:
                 continue
             stop = min(len(sequence.tokens), sequence.computed + budget)
-            while sequence.state is State.RUNNING and not self._manager.append(sequence.owner, stop):
-                self._preempt_latest()
-                preempted = True
-            if sequence.state is State.RUNNING:
+            if self._make_room(sequence, stop):
                 work.append(Work(sequence, sequence.computed, stop))
                 budget -= stop - sequence.computed
-        if preempted:
+        if self._preempted > before:
             return work
         for sequence in (*self._in(State.SWAPPED), *self._in(State.WAITING)):
-            if not budget or len(self._in(State.RUNNING, State.RESTORING)) >= self._config.sequences_max:
+            if not budget or self._active >= self._config.sequences_max:
                 break
             back = self._resume(sequence, budget) if sequence.state is State.SWAPPED else self._admit(sequence)
             if not back:
                 break
-            if sequence.state is State.RESTORING:
+            if sequence.state is not State.RUNNING:
                 continue
             stop = min(len(sequence.tokens), sequence.computed + budget)
             work.append(Work(sequence, sequence.computed, stop))
             budget -= stop - sequence.computed
         return work
+
+    @property
+    def _active(self) -> int:
+        """Sequences that run, or hold the blocks to do so and wait for something."""
+        return len(self._in(State.RUNNING, State.RESTORING, State.LANDING, State.SETTLING))
 
     def drop_swapped(self) -> None:
         """Give up what was swapped out; it is computed again."""
@@ -142,20 +146,33 @@ class Scheduler:
         return self._manager.append(sequence.owner, stop)  # the copy of a shared block may fail: it runs later then
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give it blocks; it runs then, or waits for the store to fill some of them."""
-        ask = not sequence.store_gave_nothing
+        """Give it blocks; it runs then, or waits for the store or another engine to fill some of them."""
+        ask = not sequence.store_gave_nothing and sequence.handover is None
         admission = self._manager.begin_allocate(sequence.owner, sequence.tokens, restore=ask)
         if admission is None:
             return False
-        sequence.on(Event.RESTORE if admission.pending else Event.ADMIT)
         if admission.pending:
+            sequence.on(Event.RESTORE)
             sequence.give_up_s = self._clock() + self._config.restore_wait_s
         else:
+            sequence.on(Event.ADMIT if sequence.handover is None else Event.AWAIT)
             sequence.computed = admission.cached_tokens
         return True
 
-    def _preempt_latest(self) -> None:
-        victim = self._in(State.RUNNING, State.RESTORING)[-1]
+    def _make_room(self, sequence: Sequence, stop: int) -> bool:
+        """Blocks for ``stop`` tokens, whoever has to go; ``False`` when it goes itself or has to wait for a while."""
+        while not self._manager.append(sequence.owner, stop):
+            going = self._in(State.RUNNING, State.RESTORING)
+            victims = [s for s in going if s.rank >= sequence.rank and not s.arriving]
+            if not victims:
+                return False
+            self._preempt(victims[-1])
+            if victims[-1] is sequence:
+                return False
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._preempted += 1
         if victim.computed and self._manager.preempt(victim.owner):
             victim.on(Event.SWAP_OUT)
         else:

@@ -1,7 +1,9 @@
 """One sample on its way through the engine.
 
-The law: a sequence holds device blocks when RUNNING or RESTORING, host blocks when SWAPPED, and none when WAITING or
-FINISHED. It is computed only when RUNNING: a RESTORING one waits for the store, while the others go on.
+The law: a sequence holds device blocks when RUNNING, RESTORING, LANDING or SETTLING, host blocks when SWAPPED, and none
+when WAITING or FINISHED. It is computed only when RUNNING. Others go on while a RESTORING one waits for the store, a
+LANDING one for KV that another engine has computed, and a SETTLING one, which has all its tokens, for rows that are
+still on the way.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ class State(Enum):
     RESTORING = auto()
     RUNNING = auto()
     SWAPPED = auto()
+    LANDING = auto()
+    SETTLING = auto()
     FINISHED = auto()
 
 
@@ -26,25 +30,48 @@ class Event(Enum):
     SWAP_OUT = auto()
     SWAP_IN = auto()
     DROP = auto()  # preempted without room on the host, or while it was restored: it starts again later
+    AWAIT = auto()  # blocks are there, KV is on its way to them
+    LAND = auto()  # what came is in place
+    SETTLE = auto()
     FINISH = auto()
 
 
 TRANSITIONS: dict[State, dict[Event, State]] = {
-    State.WAITING: {Event.RESTORE: State.RESTORING, Event.ADMIT: State.RUNNING, Event.FINISH: State.FINISHED},
+    State.WAITING: {
+        Event.RESTORE: State.RESTORING,
+        Event.ADMIT: State.RUNNING,
+        Event.AWAIT: State.LANDING,
+        Event.FINISH: State.FINISHED,
+    },
     State.RESTORING: {Event.ADMIT: State.RUNNING, Event.DROP: State.WAITING, Event.FINISH: State.FINISHED},
+    State.LANDING: {Event.LAND: State.RUNNING, Event.FINISH: State.FINISHED},
     State.RUNNING: {
         Event.SWAP_OUT: State.SWAPPED,
         Event.DROP: State.WAITING,
+        Event.SETTLE: State.SETTLING,
         Event.FINISH: State.FINISHED,
     },
     State.SWAPPED: {Event.SWAP_IN: State.RUNNING, Event.DROP: State.WAITING, Event.FINISH: State.FINISHED},
+    State.SETTLING: {Event.FINISH: State.FINISHED},
     State.FINISHED: {},
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Another engine has computed the prompt: where its blocks are, and the token that each sample begins with."""
+
+    transfer: bytes
+    address: str
+    first_tokens: tuple[int, ...]
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sample's tokens, prompt first, of which the first ``computed`` have KV and rows."""
+    """A sample's tokens, prompt first, of which the first ``computed`` have KV and rows.
+
+    While ``arriving``, something is still written to its blocks from elsewhere: they must stay where they are.
+    """
 
     request: Request
     sample: int
@@ -57,6 +84,8 @@ class Sequence:
     store_gave_nothing: bool = False
     """The store was given up on once, and is not asked again."""
     reason: FinishReason | None = None
+    handover: Handover | None = None
+    arriving: bool = False
     owner: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,6 +107,8 @@ class Sequence:
         self.state = TRANSITIONS[self.state][event]
         if event in (Event.ADMIT, Event.DROP):
             self.computed = 0
+        if event is Event.DROP:
+            self.handover = None  # what came is gone
 
     def finish(self, reason: FinishReason) -> None:
         self.on(Event.FINISH)

@@ -1,0 +1,1 @@
+"""Prefill, decode and the HTTP front as commands. Needs aiohttp and prometheus-client: import its modules."""

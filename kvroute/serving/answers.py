@@ -1,0 +1,114 @@
+"""The front's answers: OpenAI's bodies, with routes in the encoding that was asked for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvroute.engine import text
+from kvroute.serving.bodies import DecodeAnswer, SampleAnswer
+from kvroute.serving.encodings import Encoding, decode, refusal, sglang, vllm
+
+
+def completion(
+    request_id: str,
+    created_s: int,
+    model: str,
+    prompt_tokens: int,
+    answer: DecodeAnswer,
+    encoding: Encoding | None,
+) -> dict[str, Any]:
+    """The body of a completion; ``encoding`` is ``None`` when no routes were asked for.
+
+    The routes of a choice are ``choices[i].routed_experts`` (kvroute, vLLM), SGLang's of the first choice
+    ``sglext.routed_experts``. Where an encoding has no way to say that rows are missing, and some are, its field is
+    ``None`` and ``routed_experts_error`` beside it says why. ``missing_rows`` gives the reasons in every encoding.
+    """
+    body: dict[str, Any] = {
+        "id": request_id,
+        "object": "text_completion",
+        "created": created_s,
+        "model": model,
+        "choices": [_choice(i, sample, encoding) for i, sample in enumerate(answer.samples)],
+        "usage": usage(prompt_tokens, [sample.tokens for sample in answer.samples]),
+    }
+    if encoding == "sglang":
+        routes = decode(answer.samples[0].routed_experts)
+        body["sglext"] = {"routed_experts": sglang(routes)} | _error("sglang", answer.samples[0])
+    return body
+
+
+def _choice(index: int, sample: SampleAnswer, encoding: Encoding | None) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": text.decode(sample.tokens),
+        "token_ids": sample.tokens,
+        "logprobs": None,
+        "finish_reason": sample.finish_reason,
+    }
+    if encoding is None:
+        return choice
+    choice["missing_rows"] = msgspec.to_builtins(sample.gaps)
+    if encoding == "kvroute":
+        choice["routed_experts"] = sample.routed_experts
+    if encoding == "vllm":
+        choice["routed_experts"] = vllm(decode(sample.routed_experts))
+        choice |= _error("vllm", sample)
+    return choice
+
+
+def _error(encoding: Encoding, sample: SampleAnswer) -> dict[str, str]:
+    why = refusal(encoding, decode(sample.routed_experts))
+    return {} if why is None else {"routed_experts_error": why}
+
+
+def chunk(request_id: str, created_s: int, model: str, sample: int, tokens: list[int], piece: str) -> dict[str, Any]:
+    """One event of a streamed completion: new tokens of one sample."""
+    choice = {"index": sample, "text": piece, "token_ids": tokens, "logprobs": None, "finish_reason": None}
+    return {
+        "id": request_id,
+        "object": "text_completion",
+        "created": created_s,
+        "model": model,
+        "choices": [choice],
+    }
+
+
+def last_chunk(body: dict[str, Any], rests: Sequence[str]) -> dict[str, Any]:
+    """The last event: what :func:`completion` has beside the text, of which only ``rests`` were not sent before."""
+    choices = [choice | {"text": rest, "token_ids": []} for choice, rest in zip(body["choices"], rests, strict=True)]
+    return body | {"choices": choices}
+
+
+def usage(prompt_tokens: int, generated: Sequence[Sequence[int]]) -> dict[str, int]:
+    """OpenAI's count of tokens."""
+    tokens = sum(map(len, generated))
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": tokens,
+        "total_tokens": prompt_tokens + tokens,
+    }
+
+
+class TextStream:
+    """Text of one sample, piece by piece: a character whose bytes are in several tokens is not cut."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._sent = 0
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        self._tokens += tokens
+        whole = text.decode(self._tokens)
+        stop = len(whole.rstrip("\N{REPLACEMENT CHARACTER}"))
+        piece, self._sent = whole[self._sent : stop], max(self._sent, stop)
+        return piece
+
+    def rest(self) -> str:
+        """What was held back: bytes that are no character."""
+        return text.decode(self._tokens)[self._sent :]
+
+
+__all__ = ["TextStream", "chunk", "completion", "last_chunk", "usage"]

@@ -1,0 +1,44 @@
+"""``kvroute prefill``, ``decode`` and ``route``: one server in this process until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from kvroute.serving.config import DecodeConfig, PrefillConfig, RouteConfig, ServerConfig
+from kvroute.serving.server import Server
+
+
+def serve(config: ServerConfig) -> int:
+    """Serve until SIGTERM or SIGINT, and end cleanly; the exit status."""
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    return asyncio.run(_serve(config))
+
+
+async def _serve(config: ServerConfig) -> int:
+    await _made(config).run()
+    return 0
+
+
+def _made(config: ServerConfig) -> Server:
+    match config:
+        case PrefillConfig():
+            from kvroute.serving.prefill import PrefillServer
+
+            return PrefillServer(config)
+        case DecodeConfig():
+            from kvroute.serving.decode import DecodeServer
+
+            return DecodeServer(config)
+        case RouteConfig():
+            from kvroute.serving.route import RouteServer
+
+            return RouteServer(config)
+        case _:
+            raise AssertionError(config)
+
+
+__all__ = ["serve"]

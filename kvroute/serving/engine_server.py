@@ -1,0 +1,155 @@
+"""What prefill and decode share: an engine in a thread of its own behind HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from cache_manager.keys import Namespace
+from kvroute.engine.engine import Engine
+from kvroute.engine.models import build_model, weights_digest
+from kvroute.engine.request import Output, Request
+from kvroute.engine.sequence import State
+from kvroute.engine.stores import EngineStores
+from kvroute.engine.text import VOCAB_SIZE
+from kvroute.serving.config import EngineServerConfig
+from kvroute.serving.loop import EngineLoop, Tell
+from kvroute.serving.server import Server
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+STALLED_S = 60.0
+"""An engine whose step takes longer is not ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounters:
+    """What an engine has computed."""
+
+    steps: int
+    computed_tokens: int
+    dropped_sequences: int
+
+
+class EngineServer(Server):
+    """A server with an engine: built before HTTP is served, closed after it has ended.
+
+    Subclasses make the engine (:meth:`make_engine`) and connect it (:meth:`connect`); both happen once.
+    """
+
+    config: EngineServerConfig
+
+    def __init__(self, config: EngineServerConfig) -> None:
+        super().__init__(config)
+        self._stores = EngineStores.open(config.store) if config.store else None
+        try:
+            self.engine = self._build()
+        except BaseException:
+            if self._stores is not None:
+                self._stores.close()
+            raise
+        self.loop = EngineLoop(self.engine, requests_max=config.requests_max)
+        self._tell_numbers()
+
+    def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: EngineStores | None) -> Engine:
+        raise NotImplementedError
+
+    def _build(self) -> Engine:
+        torch.set_num_threads(self.config.threads)
+        model = build_model(self.config.model, seed=self.config.seed, vocab_size=VOCAB_SIZE)
+        name = f"{self.config.model}/{weights_digest(model)}"
+        namespace = Namespace(name, weights_version=self.config.weights_version, salt=self.config.salt)
+        return self.make_engine(model, namespace, self._stores)
+
+    def _tell_numbers(self) -> None:
+        engine, sources = self.engine, self.sources
+        sources.count("requests", lambda: self.loop.counters)
+        sources.count("blocks", lambda: engine.manager.counters)
+        sources.count("rows", lambda: engine.aux.counters)
+        sources.count("store", lambda: engine.aux.store_counters)
+        sources.count(
+            "engine",
+            lambda: EngineCounters(engine.steps, engine.computed_tokens, engine.scheduler.dropped),
+        )
+        sources.gauge("sequences", "Sequences by state.", "state", self._sequences)
+        sources.gauge("blocks", "KV blocks; free ones may be cached.", "state", self._blocks)
+
+    def _sequences(self) -> dict[str, float]:
+        counts = self.engine.scheduler.counts()
+        return {state.name.lower(): counts[state] for state in State if state is not State.FINISHED}
+
+    def _blocks(self) -> dict[str, float]:
+        manager, config = self.engine.manager, self.config
+        return {
+            "device_total": config.device_blocks,
+            "device_free": manager.free_device_blocks,
+            "host_total": config.host_blocks,
+            "host_free": manager.free_host_blocks,
+        }
+
+    # ---------------------------------------------------------------- for subclasses
+
+    @property
+    def namespace(self) -> str:
+        """The fingerprint of the namespace that this server's rows and KV are of."""
+        return self.engine.aux.namespace.fingerprint.hex()
+
+    async def generate(
+        self,
+        request: Request,
+        add: Callable[[], None],
+        answer: Callable[[tuple[Output, ...]], T],
+        tell: Tell | None = None,
+    ) -> T:
+        """:meth:`EngineLoop.submit`, and abort the request when nobody waits for it any more."""
+        future: Future[T] = self.loop.submit(request, add, answer, tell)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self.loop.abort(request.id)
+            raise
+
+    # ---------------------------------------------------------------- life
+
+    def not_ready(self) -> str | None:
+        if self.loop.failure is not None:
+            return f"the engine has failed: {self.loop.failure}"
+        if (ago := self.loop.turned_ago_s) > STALLED_S:
+            return f"the engine has been in one step for {ago:.0f} s"
+        return None
+
+    async def start(self) -> None:
+        self.loop.start()
+
+    async def abort_requests(self) -> None:
+        self.loop.abort_all()
+
+    async def stop(self) -> None:
+        """The nodes first: nobody may read or write a block of an engine that is being closed."""
+        ended = await asyncio.to_thread(self.loop.close, 30.0)
+        disconnected = await asyncio.to_thread(self.disconnect)
+        if not (ended and disconnected):
+            logger.error("a thread did not end; memory is left to the operating system")
+            return
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Close the engine, which nothing else uses any more, and what it stores to."""
+        self.engine.close()
+        if self._stores is not None:
+            self._stores.flush()
+            self._stores.close()
+
+    def disconnect(self) -> bool:
+        """Close what carries blocks; whether nothing touches them any more."""
+        return True
+
+
+__all__ = ["EngineServer"]

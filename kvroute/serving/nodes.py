@@ -1,0 +1,43 @@
+"""How a server's engine is connected to others: links, limits and the parts that both sides must have."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from kvroute.engine.decode import DecodeEngine
+from kvroute.engine.prefill import PrefillEngine
+from kvroute.serving.config import DecodeConfig, PrefillConfig
+from transfer.curve import CurveClient, CurveServer, read_clients, read_keys, read_public
+from transfer.limits import TransferLimits
+from transfer.messages import Run
+from transfer.node import DecodeNode, PrefillNode
+from transfer.party import Party
+from transfer.zmq_link import ZmqLink
+from transfer.zmq_settings import ZmqSettings
+
+
+def prefill_node(config: PrefillConfig, engine: PrefillEngine) -> PrefillNode:
+    """The node that offers ``engine``'s blocks at ``config.transfer_address``."""
+    limits = TransferLimits(lease_s=config.lease_s, lease_max_s=config.lease_max_s, transfers_max=config.transfers_max)
+    curve = None
+    if config.curve_secret:
+        curve = CurveServer(read_keys(Path(config.curve_secret)), read_clients(Path(config.curve_clients)))
+    settings = ZmqSettings(bind=config.transfer_address, bind_any=config.transfer_bind_any, curve_server=curve)
+    return PrefillNode(ZmqLink(settings), _party(engine), limits)
+
+
+def decode_node(config: DecodeConfig, engine: DecodeEngine) -> DecodeNode:
+    """The node that pulls blocks for ``engine``."""
+    limits = TransferLimits(retry_s=config.retry_s, retries_max=config.retries_max, transfers_max=config.transfers_max)
+    curve = None
+    if config.curve_secret:
+        curve = CurveClient(read_keys(Path(config.curve_secret)), read_public(Path(config.curve_server)))
+    return DecodeNode(ZmqLink(ZmqSettings(curve_client=curve)), _party(engine), limits)
+
+
+def _party(engine: PrefillEngine | DecodeEngine) -> Party:
+    return Party(Run(secrets.token_bytes(16)), engine.aux.namespace.fingerprint, engine.crossing.parts)
+
+
+__all__ = ["decode_node", "prefill_node"]

@@ -1,0 +1,136 @@
+"""``kvroute prefill``: computes prompts, samples their first tokens and holds the blocks until decode has them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+
+import torch
+from aiohttp import web
+
+from cache_manager.errors import KVRouteError
+from cache_manager.keys import Namespace
+from kvroute.engine.prefill import PrefillEngine
+from kvroute.engine.request import FinishReason, Output
+from kvroute.engine.stores import EngineStores
+from kvroute.engine.text import VOCAB_SIZE
+from kvroute.serving.bodies import (
+    KVTransfer,
+    PrefillAnswer,
+    PrefillBody,
+    ReleaseBody,
+    check_sampling,
+    check_tokens,
+    engine_request,
+    parse,
+    transfer_id,
+)
+from kvroute.serving.config import PrefillConfig
+from kvroute.serving.engine_server import EngineServer
+from kvroute.serving.errors import DrainingError
+from kvroute.serving.nodes import prefill_node
+from kvroute.serving.server import DRAIN_POLL_S, json_response
+from transfer.messages import TransferId
+
+
+class PrefillServer(EngineServer):
+    """Answers ``POST /v1/prefill``."""
+
+    config: PrefillConfig
+    engine: PrefillEngine
+
+    def __init__(self, config: PrefillConfig) -> None:
+        super().__init__(config)
+        try:
+            self.node = prefill_node(config, self.engine)
+        except BaseException:
+            self.give_back()
+            raise
+        self.engine.attach(self.node)
+        self.sources.count("prefill", lambda: self.engine.prefill_counters)
+        self.sources.count("transfer", lambda: self.node.counters.session)
+        self.sources.count("transfer_node", lambda: self.node.counters.node)
+        self.sources.gauge(
+            "transfers", "Transfers whose blocks are held.", "state", lambda: {"leased": self.engine.leased_transfers}
+        )
+        self.job("/v1/prefill", self._prefill)
+        self.app.router.add_post("/v1/release", self._release)
+
+    def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: EngineStores | None) -> PrefillEngine:
+        return PrefillEngine(model, self.config.engine, namespace, stores=stores)
+
+    def banner(self) -> str:
+        return f" transfer {self.node.address}"
+
+    def not_ready(self) -> str | None:
+        if not self.node.alive:
+            return f"the transfer node has ended: {self.node.last_error}"
+        return super().not_ready()
+
+    async def _prefill(self, request: web.Request) -> web.StreamResponse:
+        body = parse(PrefillBody, await request.read())
+        check_tokens("prompt", body.prompt, VOCAB_SIZE)
+        check_sampling(body.sampling, VOCAB_SIZE)
+        asked = engine_request(body.id, body.prompt, body.sampling)
+        offered: list[TransferId] = []
+        gone = threading.Event()  # set when nobody will hear the answer
+
+        def answer(outputs: tuple[Output, ...]) -> PrefillAnswer:
+            transfer = self.engine.transfer_of(asked.id)
+            if transfer is not None:
+                offered.append(transfer)
+                if gone.is_set():
+                    self._abort(offered)
+            if any(output.reason is FinishReason.ABORT for output in outputs):
+                raise DrainingError("the request was aborted")
+            if transfer is None:
+                return PrefillAnswer(kv_transfer=None)
+            first = [output.tokens[0] for output in outputs]
+            return PrefillAnswer(
+                kv_transfer=KVTransfer(
+                    transfer=transfer.hex(),
+                    prefill=self.config.name,
+                    namespace=self.namespace,
+                    prompt_tokens=len(asked.prompt),
+                    first_tokens=first,
+                )
+            )
+
+        try:
+            found = await self.generate(asked, lambda: self.engine.add(asked), answer)
+            response = json_response(found)
+            await response.prepare(request)
+            await response.write_eof()
+        except (asyncio.CancelledError, ConnectionError):
+            gone.set()
+            self._abort(offered)
+            raise
+        return response
+
+    def _abort(self, offered: list[TransferId]) -> None:
+        """Nobody will ask for these; what does not hear of it ends with its lease."""
+        with suppress(KVRouteError):
+            for transfer in offered:
+                self.node.abort(transfer, "the answer could not be given")
+
+    async def _release(self, request: web.Request) -> web.Response:
+        """Give up a transfer that no decode will ask for; who knows its id, 16 random bytes, was given it."""
+        body = parse(ReleaseBody, await request.read())
+        self.node.abort(transfer_id("transfer", body.transfer), "released")
+        return json_response({})
+
+    async def finish_others(self, within_s: float) -> None:
+        """Blocks on offer stay while decode may be pulling them."""
+        try:
+            async with asyncio.timeout(within_s):
+                while self.engine.leased_transfers and self.loop.failure is None:
+                    await asyncio.sleep(DRAIN_POLL_S)
+        except TimeoutError:
+            pass
+
+    def disconnect(self) -> bool:
+        return self.node.close()
+
+
+__all__ = ["PrefillServer"]
