@@ -295,6 +295,15 @@ def test_an_abort_while_blocks_are_landing_gives_everything_back(plain: Plain) -
         assert missing_rows(plain, body, engines.finish()) == 0
 
 
+def test_a_partial_block_is_named_by_its_own_tokens() -> None:
+    tokens = prompt(1, 40)
+    with DecodeEngine(MODEL, SMALL, NAMESPACE) as engine:
+        engine.manager.allocate("a", tokens)
+        *full, partial = engine.manager.keys("a", tokens)
+        assert full == engine.aux.keys.keys(tokens)
+        assert partial == engine.aux.keys.key(full[-1], tokens[32:])
+
+
 def test_blocks_on_offer_are_not_given_away(plain: Plain) -> None:
     """Goal: decode gets what was offered, however late it comes. Method: prefill's pool is used up three times over."""
     body = completion(20)

@@ -73,6 +73,15 @@ def test_answers_are_those_of_the_engine_alone() -> None:
     assert found == [[outputs[each.id, sample] for sample in range(each.n)] for each in asked]
 
 
+def test_samples_that_end_apart_are_answered_together() -> None:
+    with looping() as (loop, engine, _):
+        first, second = submit(loop, engine, request(1, n=2, temperature=0.8)).result(DEADLINE_S)
+        stop = next(token for token in first.tokens[:-1] if token not in second.tokens)
+        asked = request(1, n=2, temperature=0.8, stop_tokens=frozenset({stop}))
+        outputs = submit(loop, engine, asked).result(DEADLINE_S)
+        assert [len(output.tokens) for output in outputs] == [first.tokens.index(stop) + 1, 6]
+
+
 def test_tokens_are_told_as_they_come_each_once() -> None:
     told: dict[int, list[tuple[int, ...]]] = {0: [], 1: []}
     with looping() as (loop, engine, _):

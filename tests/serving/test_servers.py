@@ -208,8 +208,23 @@ def test_decode_connects_to_configured_prefills_only(front: Front) -> None:
     wait_until(front.quiet, "the transfer was released")
 
 
+def test_prefill_is_told_when_no_decode_will_come(front: Front) -> None:
+    """Goal: blocks are not held for a request that has failed. Method: no decode is there; no lease has to end."""
+    wait_until(front.quiet, "all blocks are back")
+    before = metrics(front.prefill)
+    config = RouteConfig(port=0, prefills={"p": front.prefill}, decodes={"dead": f"http://127.0.0.1:{free_port()}"})
+    with served(RouteServer(config)) as route:
+        status, answer = ask(route, "/v1/completions", completion(40))
+        assert (status, "no decode server could do it" in answer["error"]["message"]) == (503, True)
+        wait_until(front.quiet, "all blocks are back")
+    after = metrics(front.prefill)
+    assert after["transfer_aborted_total"] == before["transfer_aborted_total"] + 1
+    assert after["transfer_expired_total"] == before["transfer_expired_total"]
+
+
 def test_counters_add_up(front: Front) -> None:
     """Goal: every counter has its denominator. Method: sums over all that this module has asked."""
+    front.complete(completion(41))
     wait_until(front.quiet, "all blocks are back")
     for url in (front.prefill, front.decode, front.route):
         found = metrics(url)
