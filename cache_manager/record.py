@@ -51,6 +51,8 @@ class RecordHeader(msgspec.Struct, frozen=True, gc=False):
 
 checksum = xxhash.xxh3_64_intdigest
 """XXH3-64 of a payload."""
+RunningChecksum = xxhash.xxh3_64
+"""The same of a payload that comes in pieces: ``update`` and ``intdigest``."""
 
 
 def header_nbytes(layout: RecordLayout) -> int:

@@ -25,7 +25,7 @@ from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import MAGIC, Buffer, RecordHeader, pack_header
 from cache_manager.storage.directory import existing_store, segment_sequences
-from cache_manager.storage.disk import Disk, SystemDisk, read_all
+from cache_manager.storage.disk import Disk, SystemDisk, open_regular, read_all
 from cache_manager.storage.limits import check_ttl
 from cache_manager.storage.segment import (
     DEAD_MAGIC,
@@ -228,7 +228,7 @@ class FileReader:
         """A segment that was not open yet; ``None`` when it is gone already or nothing can be in it."""
         path = self._path / segment_name(sequence)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = open_regular(path, os.O_RDONLY)
         except FileNotFoundError:
             return None
         try:
