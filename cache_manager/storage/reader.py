@@ -207,9 +207,11 @@ class FileReader:
         shelf = self._shelf
         try:
             sequences = segment_sequences(self._path)
-            for segment in list(shelf.segments.values()):
-                if os.fstat(segment.fd).st_nlink == 0:
-                    self._let_go(segment)
+            gone = [segment for segment in shelf.segments.values() if os.fstat(segment.fd).st_nlink == 0]
+            for segment in gone:
+                self._let_go(segment)
+            if gone and shelf.segments:  # a writer that finds no later one when it opens goes on in this
+                self._complete.discard(shelf.segments[max(shelf.segments)])
             for sequence in sequences:
                 newest = sequence == sequences[-1]
                 known = shelf.segments.get(sequence) or self._open(sequence)
