@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from cache_manager.errors import StorageError
 from cache_manager.jobs import Job, JobRunner, Phase
 from cache_manager.keys import BlockKey
 from cache_manager.ledger import Ledger
@@ -79,13 +80,13 @@ class PersistJob(StoreJob):
     __slots__ = ("_complete", "_stored", "_valid")
 
     def takes_off(self, keys: list[BlockKey], ids: NDArray[np.int64], complete: NDArray[np.bool_]) -> None:
-        """Of all the blocks ``complete`` ones have their rows; the lock is held."""
+        """Of all the blocks ``complete`` ones have their rows; the companion reads the others too. The lock is held."""
         device = self._archive.device
         self._takes_off(keys, ids)
         self._complete: NDArray[np.bool_] = complete
         self._valid = [v.astype("<u8").tobytes() for v in device.region.valid[ids[complete]]]
         self._stored: list[bool] = []
-        device.life.begin_departure(ids[complete])
+        device.life.begin_departure(ids)
 
     def _carry(self) -> None:
         keys = [key for key, complete in zip(self._keys, self._complete.tolist(), strict=True) if complete]
@@ -101,7 +102,7 @@ class PersistJob(StoreJob):
         self._done.update(self._companion.mover.persist(blocks))
 
     def _land(self) -> None:
-        self._archive.device.life.end_departure(self._ids[self._complete])
+        self._archive.device.life.end_departure(self._ids)
         self._archive.ledger.count("persisted_blocks", sum(self._stored))
         self._archive.landed(self, self._keys)
 
@@ -198,10 +199,14 @@ class LookupJob(Job):
         self._there = [False] * len(keys)
 
     def _carry(self) -> None:
-        self._there = self._archive.carrier.contains(self._keys)
+        there = self._archive.carrier.contains(self._keys)
+        if len(there) != len(self._keys):
+            raise StorageError(f"the carrier answered {len(there)} of {len(self._keys)} keys")
+        self._there = there
 
     def _land(self) -> None:
-        self._archive.learn(self._keys, self._there)
+        if not self.cancelled:
+            self._archive.learn(self._keys, self._there)
         if self._failure is not None:
             self._archive.ledger.count("lookups_failed")
         self._archive.landed(self, self._keys)

@@ -484,18 +484,21 @@ class AuxBlocks:
         is in flight, naming the jobs, and ``BufferError`` while somebody keeps a view of a region: call it again when
         the view is gone. Every other method raises from the first call that closed it on.
         """
-        self._check_still()
+        with self._lock:  # in a forked child it raises, before anything is waited for
+            self._check_still()
         self._runner.close()
         with self._lock:
-            self._check_still()
+            self._check_still(self._ledger.jobs)  # those that other threads carry themselves
             self._closed = True
             for tier in (self._open_host, self._open_device):
                 if tier:
                     tier.close()
 
-    def _check_still(self) -> None:
+    def _check_still(self, jobs: int = 0) -> None:
         if in_flight := len(self._ledger.steps) + self._ledger.moves:
             raise BlockStateError("close", "nothing in flight", f"{in_flight} steps or moves")
+        if jobs:
+            raise BlockStateError("close", "nothing in flight", f"{jobs} jobs of other threads")
 
     def __enter__(self) -> Self:
         return self

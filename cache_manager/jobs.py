@@ -100,9 +100,10 @@ class Job(ABC):
         if self._phase is Phase.CARRIED:
             with self._lock:
                 if self._phase is Phase.CARRIED:
-                    self._phase = TRANSITIONS[Phase.CARRIED][Event.LAND]
-                    self._land()
-            self._runner.forget(self)
+                    try:
+                        self._land()
+                    finally:
+                        self._runner.end(self)  # last: whoever sees it LANDED may ask for its result
         return self._phase is Phase.LANDED
 
     def wait(self, timeout_s: float) -> bool:
@@ -166,23 +167,38 @@ class JobRunner:
     def start(self, job: Job) -> None:
         """Queue a job that was reserved."""
         with self._changed:
+            if job.phase is not Phase.QUEUED:  # cancelled since it was reserved
+                return
             self._queue.append(job)
             if self._idle < len(self._queue) and len(self._threads) < self.limits.threads_max:
-                thread = threading.Thread(target=self._work, name="kvroute-store-job", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                self._add_thread()
             self._changed.notify_all()
+
+    def _add_thread(self) -> None:
+        """A process may have no more threads: then those that run do the work, and without any the jobs fail. Held."""
+        thread = threading.Thread(target=self._work, name="kvroute-store-job", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            while self._queue and not self._threads:
+                job = self._queue.popleft()
+                job._move(Event.START)
+                job._failure = StorageError(f"{job.name}: no thread to ask the store: {error}")
+                job._move(Event.RETURN)
+        else:
+            self._threads.append(thread)
 
     def cancel(self, job: Job) -> None:
         with self._changed:
             job.cancelled = job.cancelled or job.phase is not Phase.LANDED
-            if job.phase is Phase.QUEUED:
+            if job in self._queue:  # else it has only been reserved, and start() will find it cancelled
                 self._queue.remove(job)
             job._move(Event.CANCEL)
 
-    def forget(self, job: Job) -> None:
-        """The job has landed, or was reserved for nothing; harmless when it is not known."""
+    def end(self, job: Job) -> None:
+        """The job lands; one that was not reserved, too."""
         with self._changed:
+            job._move(Event.LAND)
             if job in self._jobs:
                 del self._jobs[job]
                 self._nbytes -= job.nbytes
@@ -209,9 +225,10 @@ class JobRunner:
         give_up_s = time.monotonic() + self.limits.close_s
         for job in self.jobs:
             job.wait(max(0.0, give_up_s - time.monotonic()))
-        if left := self.jobs:
-            raise BlockStateError("close", "nothing in flight", ", ".join(f"{j.name} ({j.phase.value})" for j in left))
         with self._changed:
+            if self._jobs:
+                left = ", ".join(f"{job.name} ({job.phase.value})" for job in self._jobs)
+                raise BlockStateError("close", "nothing in flight", left)
             self._closing = True
             self._changed.notify_all()
         for thread in self._threads:

@@ -443,7 +443,8 @@ class BlockManager:
         sequence = self._sequences.get(errand.owner)
         if sequence is not None and sequence.errand is errand:
             sequence.errand = None
-            run = errand.run()
+            # After a reset what landed before it is gone, and what its sequence has is found by no key any more.
+            run = errand.run() if sequence.chain is self.aux.keys else []
             for key, block in run:
                 sequence.keys.append(key)
                 if not self._index.insert(key, block):  # another sequence was faster

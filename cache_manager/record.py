@@ -52,6 +52,8 @@ class RecordHeader(msgspec.Struct, frozen=True, gc=False):
 
 checksum = xxhash.xxh3_64_intdigest
 """XXH3-64 of a payload."""
+RunningChecksum = xxhash.xxh3_64
+"""The same of a payload that comes in pieces: ``update`` and ``intdigest``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from cache_manager.errors import StorageError, StoreFormatError, StoreLockedError, StoreMissingError
+from cache_manager.storage.disk import open_regular
 from cache_manager.storage.segment import (
     LOCK_NAME,
     MARKER_NAME,
+    PAGE_NBYTES,
     TEMP_SUFFIX,
     pack_marker,
     segment_sequence,
@@ -33,7 +35,7 @@ class StoreLock:
         self._path = path
         self._shared = shared
         flags = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
-        self._fds = [os.open(path / LOCK_NAME, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)]
+        self._fds = [open_regular(path / LOCK_NAME, flags)]
         try:
             self._lock(self._fds[0])
             if (path / MARKER_NAME).exists():
@@ -53,7 +55,7 @@ class StoreLock:
     def take_marker(self) -> None:
         """Lock the marker too, unless that is so; a new store has it only when its directory is locked."""
         if len(self._fds) == 1:
-            self._fds.append(os.open(self._path / MARKER_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+            self._fds.append(open_regular(self._path / MARKER_NAME, os.O_RDONLY))
             self._lock(self._fds[1])
 
     def close(self) -> None:
@@ -86,7 +88,7 @@ def existing_store(path: Path) -> bytes:
     """
     marker = path / MARKER_NAME
     try:
-        return unpack_marker(marker.read_bytes(), str(marker))
+        return _read_marker(marker)
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -94,6 +96,12 @@ def existing_store(path: Path) -> bytes:
     if path.is_dir():
         refuse_foreign(path)
     raise StoreMissingError(f"{path}: there is no store; a writer makes one when it opens file://{path}")
+
+
+def _read_marker(path: Path) -> bytes:
+    """The store's id; of a larger file no more is read than shows that it is one."""
+    with open(open_regular(path, os.O_RDONLY), "rb") as file:
+        return unpack_marker(file.read(PAGE_NBYTES), str(path))
 
 
 def refuse_foreign(path: Path) -> None:
@@ -169,11 +177,12 @@ class StoreDirectory:
     def _marker(self) -> bytes:
         path = self.path / MARKER_NAME
         try:
-            return unpack_marker(path.read_bytes(), str(path))
+            return _read_marker(path)
         except FileNotFoundError:
             store_id = secrets.token_bytes(16)
         temp = self.path / (MARKER_NAME + TEMP_SUFFIX)
-        with temp.open("wb") as file:
+        temp.unlink(missing_ok=True)
+        with open(open_regular(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(pack_marker(store_id))
             file.flush()
             os.fsync(file.fileno())

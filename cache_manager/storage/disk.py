@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 from cache_manager.record import Buffer
@@ -68,6 +70,18 @@ class SystemDisk:
     def space(self, fd: int) -> Space:
         found = os.fstatvfs(fd)
         return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """A descriptor of a regular file, created with mode 0644 if ``flags`` say so; ``OSError`` for anything else.
+
+    A store's directory may be a stranger's: a link is not followed, and a pipe, which could be waited for, is not.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
 
 
 def write_all(disk: Disk, fd: int, buffers: Sequence[Buffer], offset: int, nbytes: int) -> None:

@@ -16,6 +16,7 @@ segments of another one, are named and left alone.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from contextlib import suppress
@@ -24,10 +25,10 @@ from pathlib import Path
 from typing import Final
 
 from cache_manager.errors import StorageError, StoreFormatError, StoreLockedError
-from cache_manager.record import HEADER_NBYTES_MAX, RecordHeader, checksum
+from cache_manager.record import HEADER_NBYTES_MAX, RecordHeader
 from cache_manager.spec import align
 from cache_manager.storage.directory import StoreLock, existing_store, leftovers, segment_sequences
-from cache_manager.storage.disk import Disk, SystemDisk, read_all, write_all
+from cache_manager.storage.disk import Disk, SystemDisk, open_regular, read_all, write_all
 from cache_manager.storage.mend import mend_header
 from cache_manager.storage.segment import (
     LOCK_NAME,
@@ -36,6 +37,7 @@ from cache_manager.storage.segment import (
     pack_dead_header,
     pack_segment_page,
     page_is_missing,
+    payload_is_sound,
     read_segment_page,
     record_nbytes,
     scan,
@@ -183,7 +185,7 @@ def _is_ours(name: str, unfinished: tuple[str, ...]) -> bool:
 
 def _segment(directory: Path, store_id: bytes, sequence: int, disk: Disk, *, repair: bool, live: bool) -> SegmentReport:
     path = directory / segment_name(sequence)
-    fd = os.open(path, (os.O_RDWR if repair else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = open_regular(path, os.O_RDWR if repair else os.O_RDONLY)
     try:
         size = os.fstat(fd).st_size
         raw = bytearray(PAGE_NBYTES)
@@ -256,7 +258,7 @@ class _Walk:
         """Bytes from ``end`` to the last that is not zero."""
         last, at = end, end
         window = bytearray(_READ_NBYTES)
-        while at < self._size:
+        while (at := _data_from(self._fd, at, self._size)) < self._size:
             wanted = min(len(window), self._size - at)
             found = read_all(self._disk, self._fd, [memoryview(window)[:wanted]], at, wanted)
             if used := len(window[:found].rstrip(b"\0")):
@@ -276,6 +278,12 @@ class _Walk:
     def _payload_is(self, header: RecordHeader, at: int) -> bool:
         if at + record_nbytes(header) > self._size:
             return False
-        payload = memoryview(bytearray(header.payload_nbytes))
-        found = read_all(self._disk, self._fd, [payload], at + header.nbytes, len(payload))
-        return found == len(payload) and checksum(payload) == header.payload_xxh3
+        return payload_is_sound(self._disk, self._fd, header, at, bytearray(_READ_NBYTES))
+
+
+def _data_from(fd: int, at: int, size: int) -> int:
+    """Where after ``at`` there may be something; a hole of a sparse file is not read."""
+    try:
+        return os.lseek(fd, at, os.SEEK_DATA)
+    except OSError as error:
+        return size if error.errno == errno.ENXIO else at

@@ -25,7 +25,7 @@ from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import MAGIC, Buffer, RecordHeader, pack_header
 from cache_manager.storage.directory import existing_store, segment_sequences
-from cache_manager.storage.disk import Disk, SystemDisk, read_all
+from cache_manager.storage.disk import Disk, SystemDisk, open_regular, read_all
 from cache_manager.storage.limits import check_ttl
 from cache_manager.storage.segment import (
     DEAD_MAGIC,
@@ -207,9 +207,11 @@ class FileReader:
         shelf = self._shelf
         try:
             sequences = segment_sequences(self._path)
-            for segment in list(shelf.segments.values()):
-                if os.fstat(segment.fd).st_nlink == 0:
-                    self._let_go(segment)
+            gone = [segment for segment in shelf.segments.values() if os.fstat(segment.fd).st_nlink == 0]
+            for segment in gone:
+                self._let_go(segment)
+            if gone and shelf.segments:  # a writer that finds no later one when it opens goes on in this
+                self._complete.discard(shelf.segments[max(shelf.segments)])
             for sequence in sequences:
                 newest = sequence == sequences[-1]
                 known = shelf.segments.get(sequence) or self._open(sequence)
@@ -228,7 +230,7 @@ class FileReader:
         """A segment that was not open yet; ``None`` when it is gone already or nothing can be in it."""
         path = self._path / segment_name(sequence)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = open_regular(path, os.O_RDONLY)
         except FileNotFoundError:
             return None
         try:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cache_manager.errors import RecordError, StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import Buffer, RecordHeader, check_record, checksum
 from cache_manager.spec import RecordLayout
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ class RecordStore:
             if len(bits) != valid_nbytes:
                 raise RecordError("bitmap size", valid_nbytes, len(bits))
             headers.append(RecordHeader(key, fingerprint, generation, bits, nbytes, checksum(payload)))
-        stored = self.backend.put(headers, payloads)
+        stored = _one_each(self.backend.put(headers, payloads), keys)
         count = sum(stored)
         with self._lock:
             self._stored += count
@@ -118,9 +121,7 @@ class RecordStore:
         for buffer in buffers:
             if buffer.nbytes != nbytes:
                 raise RecordError("buffer size", nbytes, buffer.nbytes)
-        found = self.backend.get_into(keys, buffers)
-        if len(found) != len(keys):
-            raise StorageError(f"the backend answered {len(found)} of {len(keys)} keys")
+        found = _one_each(self.backend.get_into(keys, buffers), keys)
         misses = 0
         bad: list[BlockKey] = []
         for i, header in enumerate(found):
@@ -158,7 +159,7 @@ class RecordStore:
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether a record is there for each key; it is verified when it is read, not here."""
-        return self.backend.contains(keys)
+        return _one_each(self.backend.contains(keys), keys)
 
     def usage(self) -> Mapping[str, int]:
         """The backend's own account; see :class:`StorageBackend`."""
@@ -171,3 +172,10 @@ class RecordStore:
     def close(self) -> None:
         """Close the backend; idempotent."""
         self.backend.close()
+
+
+def _one_each(answers: list[_T], keys: Sequence[BlockKey]) -> list[_T]:
+    """``answers``, which have to be one for each key: by position they would be taken for those of other keys."""
+    if len(answers) != len(keys):
+        raise StorageError(f"the backend answered {len(answers)} of {len(keys)} keys")
+    return answers

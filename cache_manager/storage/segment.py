@@ -23,7 +23,7 @@ from cache_manager.record import (
     HEADER_NBYTES_MIN,
     MAGIC,
     RecordHeader,
-    checksum,
+    RunningChecksum,
     pack_header,
     unpack_header,
 )
@@ -48,6 +48,7 @@ _NAME = re.compile(r"segment-([0-9a-f]{16})\.kvr")
 
 _KEY_AT: Final = 32
 _SCAN_NBYTES: Final = 1024
+_PIECE_NBYTES: Final = 1 << 20
 _UNKNOWN_MS: Final = 0
 
 
@@ -191,14 +192,9 @@ def scan(disk: Disk, fd: int, size: int, *, payloads: bool, start: int = PAGE_NB
         found, dead = header
         after = at + record_nbytes(found)
         if not dead and payloads:
-            if len(payload) < found.payload_nbytes:
-                payload = bytearray(found.payload_nbytes)
-            view = memoryview(payload)[: found.payload_nbytes]
-            sound = (
-                read_all(disk, fd, [view], at + found.nbytes, len(view)) == len(view)
-                and checksum(view) == found.payload_xxh3
-            )
-            if not sound:
+            if len(payload) < (piece_nbytes := min(found.payload_nbytes, _PIECE_NBYTES)):
+                payload = bytearray(piece_nbytes)
+            if not payload_is_sound(disk, fd, found, at, payload):
                 result.torn.append((at, found))
                 at = after
                 continue
@@ -210,6 +206,22 @@ def scan(disk: Disk, fd: int, size: int, *, payloads: bool, start: int = PAGE_NB
         at = result.end = after
     result.stopped = at
     return result
+
+
+def payload_is_sound(disk: Disk, fd: int, header: RecordHeader, at: int, room: bytearray) -> bool:
+    """Whether the payload behind the header at ``at`` is the one of its sum; read through ``room``, of any size.
+
+    A header can claim more than memory holds, and a sparse file can have it.
+    """
+    found, window = RunningChecksum(), memoryview(room)
+    at, left = at + header.nbytes, header.payload_nbytes
+    while left:
+        piece = window[: min(left, len(window))]
+        if read_all(disk, fd, [piece], at, len(piece)) < len(piece):
+            return False
+        found.update(piece)
+        at, left = at + len(piece), left - len(piece)
+    return bool(found.intdigest() == header.payload_xxh3)
 
 
 def _header(disk: Disk, fd: int, raw: memoryview, at: int) -> tuple[RecordHeader, bool] | None:

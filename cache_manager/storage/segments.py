@@ -17,7 +17,7 @@ from typing import Final
 from cache_manager.errors import StorageError
 from cache_manager.spec import align
 from cache_manager.storage.directory import StoreDirectory
-from cache_manager.storage.disk import Disk, read_all, write_all
+from cache_manager.storage.disk import Disk, open_regular, read_all, write_all
 from cache_manager.storage.limits import SEGMENTS_MAX, Limits, victims
 from cache_manager.storage.segment import (
     PAGE_NBYTES,
@@ -162,7 +162,7 @@ class SegmentPool(SegmentIndex):
         sequence, created_s = self._next_sequence, self._clock()
         path = self._directory.path / segment_name(sequence)
         temp = path.with_name(path.name + TEMP_SUFFIX)
-        fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        fd = open_regular(temp, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
             self._disk.allocate(fd, size)
             page = pack_segment_page(sequence, self._directory.store_id, created_s)
@@ -238,7 +238,7 @@ class SegmentPool(SegmentIndex):
 
     def _open_segment(self, sequence: int, *, newest: bool) -> None:
         path = self._directory.path / segment_name(sequence)
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_regular(path, os.O_RDWR)
         self.tick += 1
         segment = Segment(sequence, path, fd, os.fstat(fd).st_size, PAGE_NBYTES, self.tick, None)
         self.add(segment)

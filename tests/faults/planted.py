@@ -230,7 +230,7 @@ FAULTS = (
     Fault(
         "a cut record is taken into the index",
         "storage/segment.py",
-        "            if not sound:\n",
+        "            if not payload_is_sound(disk, fd, found, at, payload):\n",
         "            if False:\n",
         FILES + "::test_what_a_crash_left_in_the_newest_segment_is_cut_away",
         "test_what_a_crash_left_in_the_newest_segment_is_cut_away",

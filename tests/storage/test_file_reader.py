@@ -414,3 +414,26 @@ class ReaderMachine(RuleBasedStateMachine):
 
 TestReaders = ReaderMachine.TestCase
 TestReaders.settings = settings(max_examples=30, stateful_step_count=20)
+
+
+def test_a_reader_sees_what_a_writer_appends_to_a_segment_that_was_full_once(tmp_path: Path) -> None:
+    """Goal: no record is overlooked for good.
+
+    Method: between two looks of a reader the second of two segments goes, and a writer that opens then goes on in the
+    first, before it makes a second one again.
+    """
+    clock = Clock()
+    with opened(tmp_path, ttl_s=800, clock=clock) as store:
+        put(store, [0])
+        clock.now_s += 101  # an eighth of the time to live: the first segment takes no more
+        put(store, [1])
+    with reading(tmp_path, refresh_s=NEVER) as reader:
+        with opened(tmp_path) as store:
+            store.backend.delete([key_of(1)])
+        with opened(tmp_path):  # nothing is in the second segment any more
+            pass
+        with opened(tmp_path) as store:
+            put(store, range(2, 10))
+        assert len(segments(tmp_path)) == 2
+        reader.backend.refresh()  # type: ignore[attr-defined]
+        assert get(reader, range(2, 10)) == [payload_of(n) for n in range(2, 10)]

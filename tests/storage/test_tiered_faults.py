@@ -658,3 +658,19 @@ def test_a_url_sets_what_it_names() -> None:
     assert (usage["tier0_capacity_nbytes"], usage["tier1_capacity_nbytes"]) == (1 << 20, 2 << 20)
     assert usage["capacity_nbytes"] == (3 << 20) + 2 * (1 << 20)
     backend.close()
+
+
+def test_a_tier_that_cannot_be_closed_leaves_no_other_one_open() -> None:
+    """Goal: no leak behind a tier without a contract. Method: closing the first raises what no store should."""
+
+    class Odd(MemoryStore):
+        def close(self) -> None:
+            super().close()
+            raise OSError("not a StorageError")
+
+    back = MemoryStore(1 << 20)
+    store = TieredStore({"front": Odd(1 << 20), "back": back})
+    with pytest.raises(OSError, match="not a StorageError"):
+        store.close()
+    with pytest.raises(StoreClosedError):
+        back.usage()

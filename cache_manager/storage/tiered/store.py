@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 
 from cache_manager.errors import ConfigError, RecordError, StorageError, StoreClosedError, StoreUnavailableError
@@ -246,9 +246,15 @@ class TieredStore:
             )
             for lane in self._lanes:
                 lane.stop()
-        errors = [
-            error for lane in self._lanes if (error := lane.close(max(give_up_s - time.monotonic(), 1.0))) is not None
-        ]
+        errors: list[StorageError] = []
+
+        def close(lane: Lane) -> None:
+            if (error := lane.close(max(give_up_s - time.monotonic(), 1.0))) is not None:
+                errors.append(error)
+
+        with ExitStack() as rest:  # a tier that ends with what is no StorageError leaves no other one open
+            for lane in reversed(self._lanes):
+                rest.callback(close, lane)
         if errors:
             raise StorageError("; ".join(map(str, errors))) from errors[0]
 

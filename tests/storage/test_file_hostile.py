@@ -1,0 +1,104 @@
+"""Directories that somebody else has prepared: no call waits for them, reads without end, or writes elsewhere."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cache_manager.errors import StorageError, StoreFormatError
+from cache_manager.record import pack_header
+from cache_manager.storage.disk import SystemDisk
+from cache_manager.storage.file import FileStore
+from cache_manager.storage.fsck import fsck
+from cache_manager.storage.reader import FileReader
+from cache_manager.storage.segment import PAGE_NBYTES, scan
+from cache_manager.testing.contract import get, header_of, payload_of, put
+from tests.storage.file_stores import opened, segments
+
+OPENERS: list[Callable[[Path], object]] = [
+    FileStore,
+    FileReader,
+    fsck,
+    lambda path: fsck(path, repair=True),
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("opener", OPENERS, ids=["writer", "reader", "fsck", "repair"])
+@pytest.mark.parametrize("name", ["kvroute.store", "kvroute.lock", "segment-00000000000000ff.kvr"])
+def test_a_pipe_in_a_files_place_is_an_error_and_not_waited_for(
+    tmp_path: Path, name: str, opener: Callable[[Path], object]
+) -> None:
+    """Goal: no open() that blocks. Method: a pipe that nobody writes, where a store has a file."""
+    with opened(tmp_path) as store:
+        put(store, range(3))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    if opener is FileReader and name == "kvroute.lock":
+        FileReader(tmp_path).close()  # it takes no lock
+        return
+    with pytest.raises(StorageError, match="not a regular file"):
+        opener(tmp_path)
+
+
+@pytest.mark.parametrize("opener", OPENERS, ids=["writer", "reader", "fsck", "repair"])
+def test_a_marker_larger_than_memory_is_no_marker(tmp_path: Path, opener: Callable[[Path], object]) -> None:
+    with opened(tmp_path):
+        pass
+    os.truncate(tmp_path / "kvroute.store", 1 << 42)
+    with pytest.raises(StoreFormatError, match="size: wanted 64 bytes"):
+        opener(tmp_path)
+
+
+def test_a_store_is_made_where_it_is_and_not_behind_a_link(tmp_path: Path) -> None:
+    """Goal: opening a directory writes nothing outside of it. Method: a link where the marker is written first."""
+    victim, directory = tmp_path / "victim", tmp_path / "store"
+    victim.write_text("precious")
+    directory.mkdir()
+    (directory / "kvroute.store.tmp").symlink_to(victim)
+    with opened(directory) as store:
+        put(store, range(2))
+    assert victim.read_text() == "precious"
+    with opened(directory) as store:
+        assert get(store, range(2)) == [payload_of(0), payload_of(1)]
+
+
+def test_a_payload_is_checked_in_pieces(tmp_path: Path) -> None:
+    """Goal: memory is bounded, whatever a header says. Method: scan 64 MiB of holes behind a header."""
+    header = msgspec.structs.replace(header_of(0), payload_nbytes=64 << 20)
+    path = tmp_path / "segment"
+    path.write_bytes(bytes(PAGE_NBYTES) + pack_header(header))
+    os.truncate(path, 65 << 20)
+    fd = os.open(path, os.O_RDONLY)
+    tracemalloc.start()
+    try:
+        found = scan(SystemDisk(), fd, 65 << 20, payloads=True)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        os.close(fd)
+    assert [offset for offset, _ in found.torn] == [PAGE_NBYTES]
+    assert peak < 4 << 20
+
+
+@pytest.mark.timeout(60)
+def test_a_check_does_not_read_holes(tmp_path: Path) -> None:
+    """Goal: what is not there costs nothing. Method: 4 TiB with a few pages, and one far away."""
+    with opened(tmp_path) as store:
+        put(store, range(3))
+    path = segments(tmp_path)[0]
+    used, far = path.stat().st_size, 1 << 41
+    os.truncate(path, 1 << 42)
+    assert fsck(tmp_path).sound
+    with path.open("r+b") as file:
+        file.seek(far)
+        file.write(b"x")
+    (report,) = fsck(tmp_path, repair=True).segments
+    assert far - used < report.lost_nbytes <= far
+    assert path.stat().st_size == used
+    assert fsck(tmp_path).sound
