@@ -58,6 +58,9 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         help="file:///directory that stays, mooncake://host:port/prefix of a pool, or the word mooncake for a pool "
         "that is started and ended (a directory that is removed)",
     )
+    demo.add_argument(
+        "--transfer-process", action="store_true", help="a process beside the engine moves and stores KV and rows"
+    )
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     demo.add_argument("--out", type=Path, default=Path("demo-output"), metavar="DIR", help="for the heat map")
 
@@ -129,6 +132,7 @@ def _demo(chosen: Any) -> int:
         host_blocks=chosen.host_blocks,
         model=chosen.model,
         store=chosen.store,
+        transfer_process=chosen.transfer_process,
         json=chosen.json,
         out=chosen.out,
     )

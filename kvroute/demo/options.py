@@ -24,7 +24,7 @@ class DemoOptions:
 
     By default the device holds a quarter of the conversations at their longest, but one and a quarter at least and
     three at most; the host holds as much. That is less than what runs at once needs. ``store`` is a URL or
-    ``MOONCAKE``.
+    ``MOONCAKE``. With ``transfer_process`` a process beside the engine moves and stores KV and rows.
 
     Raises :class:`ConfigError` naming the flag.
     """
@@ -35,6 +35,7 @@ class DemoOptions:
     host_blocks: int | None = None
     model: str = "qwen3_moe"
     store: str | None = None
+    transfer_process: bool = False
     json: Path | None = None
     out: Path = Path("demo-output")
 

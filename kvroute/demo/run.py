@@ -24,7 +24,7 @@ from kvroute.demo.workload import Conversation, conversations
 from kvroute.engine.engine import Engine
 from kvroute.engine.models import build_model, weights_digest
 from kvroute.engine.request import FinishReason
-from kvroute.engine.stores import EngineStores
+from kvroute.engine.stores import EngineStores, RemoteStores
 from kvroute.engine.text import VOCAB_SIZE
 
 
@@ -92,7 +92,7 @@ class Demo:
         """One life of the engine: everything but the store and the checker is new, and is dropped at the end."""
         model = self._build()
         namespace = Namespace(f"{self._options.model}/{weights_digest(model)}", weights_version=0)
-        stores = EngineStores.open(url)
+        stores = RemoteStores.at(url) if self._options.transfer_process else EngineStores.open(url)
         try:
             self._checker.attach(model)
             with Engine(model, self._options.engine, namespace, stores=stores, observer=self._watcher) as engine:
@@ -105,8 +105,9 @@ class Demo:
                 return Traffic.of(engine)
         finally:
             self._checker.detach()
-            stores.flush()
-            stores.close()
+            if isinstance(stores, EngineStores):
+                stores.flush()
+                stores.close()
 
     def _serve_plainly(self, progress: Progress) -> None:
         model = self._build()

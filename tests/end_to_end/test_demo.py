@@ -58,6 +58,16 @@ def test_everything_happens_and_every_row_is_right(model: str, tmp_path: Path) -
     assert "after restart" in text
 
 
+def test_a_process_beside_the_engine_can_move_and_store_everything(tmp_path: Path) -> None:
+    report = tmp_path / "numbers.json"
+    options = DemoOptions(requests=8, transfer_process=True, out=tmp_path, json=report)
+    status = demo(options, Console(file=io.StringIO(), width=120))
+    found = json.loads(report.read_text())
+    assert status == 0, found
+    for happened in ("swapped_out_rows", "swapped_in_rows", "restored_rows", "cow_rows"):
+        assert found[happened] > 0, happened
+
+
 def test_the_restart_goes_on_from_a_mooncake_pool_in_another_process(tmp_path: Path) -> None:
     """Goal: nothing but the pool survives. Method: the command itself, and then no process of its pool is left."""
     report = tmp_path / "numbers.json"
