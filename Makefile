@@ -5,13 +5,14 @@ READY := .venv/.ready
 HYPOTHESIS_PROFILE ?= dev
 export HYPOTHESIS_PROFILE
 
-.PHONY: demo demo-pd test check lint bench bench-peers clean setup libraries help
+.PHONY: demo demo-pd test nightly check lint bench bench-peers clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
 	@echo "             STORE=mooncake restarts from a Mooncake pool in other processes; STORE=URL from any store"
 	@echo "make demo-pd the same through prefill, decode and route as processes of their own"
 	@echo "make test    lint, types, import contracts and every test"
+	@echo "make nightly the state machines and the transfer simulation for hours"
 	@echo "make bench   print the benchmark tables (TRACE=FILE replays a Mooncake trace)"
 	@echo "make bench-peers   measure the stores beside LMCache and vLLM, in environments of their own (4 GB)"
 	@echo "make clean   remove the environment and what the commands above wrote"
@@ -41,6 +42,11 @@ demo-pd: $(READY)
 	$(BIN)/kvroute demo-pd --json demo-output/demo-pd.json $(ARGS)
 
 test: check
+
+# Hours: every state machine with many examples, and a million steps of the transfer simulation.
+nightly: $(READY)
+	KVROUTE_SIMULATION_STEPS=1000000 $(BIN)/pytest tests/simulation
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest tests/cache_manager tests/storage tests/transfer
 
 check: lint
 	@echo "== this machine";      $(BIN)/kvroute doctor --require mooncake || true
