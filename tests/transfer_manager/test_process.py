@@ -19,7 +19,13 @@ from shared_parts import DEVICE_BLOCKS, HOST_BLOCKS, Memory
 from cache_manager.errors import ConfigError, StorageError, TransferProcessError, TransferProcessFullError
 from cache_manager.record import unpack_header
 from cache_manager.regions import list_regions
-from cache_manager.transfer_manager import CacheTransferManager, SharedPart, TransferSettings
+from cache_manager.transfer_manager import (
+    CacheTransferManager,
+    FollowingMover,
+    ProcessBlocks,
+    SharedPart,
+    TransferSettings,
+)
 from cache_manager.transfer_manager.commands import Contains, Flush, Move, Persist, Restore
 
 WAIT_S = 60.0
@@ -246,3 +252,11 @@ def test_a_store_that_cannot_be_opened_is_said_at_the_start(memory: Memory) -> N
     rows, kv = memory.parts
     with pytest.raises(TransferProcessError, match="scheme: wanted one of"):
         CacheTransferManager([SharedPart("rows", rows.device, rows.host, "nosuch:x"), kv])
+
+
+def test_kv_that_did_not_come_along_is_not_said_to_have_come(memory: Memory) -> None:
+    """As with the policy ``mask``, where KV is asked for before rows: nothing has come, so nothing is said to be there."""
+    mover = FollowingMover(ProcessBlocks(memory.parts[1:]))
+    (key,) = memory.keys(1)
+    assert mover.restore({key: 1}) == {key: False}
+    assert mover.persist({key: 1}) == {key: False}
