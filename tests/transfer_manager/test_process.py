@@ -255,7 +255,7 @@ def test_a_store_that_cannot_be_opened_is_said_at_the_start(memory: Memory) -> N
 
 
 def test_kv_that_did_not_come_along_is_not_said_to_have_come(memory: Memory) -> None:
-    """As with the policy ``mask``, where KV is asked for before rows: nothing has come, so nothing is said to be there."""
+    """As with the policy ``mask``, which asks for KV before rows: nothing has come, so nothing is said to be there."""
     mover = FollowingMover(ProcessBlocks(memory.parts[1:]))
     (key,) = memory.keys(1)
     assert mover.restore({key: 1}) == {key: False}
