@@ -200,9 +200,9 @@ class DecodeSession:
         while self._due and self._due[0][0] <= now_s:
             wake_s, transfer = heapq.heappop(self._due)
             if (late := self._pulls.get(transfer)) and late.wake_s == wake_s:
+                late.wake_s = math.inf  # there may be another entry of this time
                 due.append(late)
         for late in due:
-            late.wake_s = math.inf
             if late.due_s <= now_s:
                 actions += self._retry(late, now_s)
             elif self._silent(late, now_s):

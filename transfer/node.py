@@ -99,19 +99,23 @@ class BlockSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PrefillNodeCounters:
+    """``notify_errors`` are exceptions of ``notify``."""
+
     node: NodeCounters
     session: PrefillCounters
     in_flight: int
+    notify_errors: int
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeNodeCounters:
-    """``sink_errors`` are exceptions of sinks, whose records count as missing."""
+    """``sink_errors`` are exceptions of sinks, whose records count as missing, ``notify_errors`` those of ``notify``."""
 
     node: NodeCounters
     session: DecodeCounters
     in_flight: int
     sink_errors: int
+    notify_errors: int
 
 
 class PrefillNode:
@@ -143,8 +147,8 @@ class PrefillNode:
 
     @property
     def counters(self) -> PrefillNodeCounters:
-        session = self._worker.session
-        return PrefillNodeCounters(self._thread.counters, session.counters, session.in_flight)
+        session, errors = self._worker.session, self._worker.notify.errors
+        return PrefillNodeCounters(self._thread.counters, session.counters, session.in_flight, errors)
 
     def offer(self, blocks: Sequence[OfferedBlock], *, lease_s: float | None = None) -> TransferId:
         """Hold ``blocks`` for whoever pulls the id that is answered.
@@ -205,10 +209,9 @@ class DecodeNode:
 
     @property
     def counters(self) -> DecodeNodeCounters:
-        worker = self._worker
-        return DecodeNodeCounters(
-            self._thread.counters, worker.session.counters, worker.session.in_flight, worker.sink_errors
-        )
+        worker, session = self._worker, self._worker.session
+        errors = worker.sink_errors, worker.notify.errors
+        return DecodeNodeCounters(self._thread.counters, session.counters, session.in_flight, *errors)
 
     def pull(self, address: str, transfer: TransferId, wanted: Sequence[WantedBlock], sink: BlockSink) -> None:
         """Pull what is ``wanted`` into ``sink``; the engine holds the landing blocks until :class:`PullDone`.
@@ -245,9 +248,24 @@ class DecodeNode:
         return self._thread.close(linger_s, linger_s + CLOSE_S)
 
 
+class _Notify:
+    """The engine's callback, of which no error stops what the thread is in the middle of."""
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self.errors = 0
+        self._notify = notify
+
+    def __call__(self) -> None:
+        try:
+            self._notify()
+        except Exception:
+            self.errors += 1
+            log.exception("the notify callback of a node failed")
+
+
 class _PrefillWorker:
     def __init__(self, link: Link, session: PrefillSession, notify: Callable[[], None]) -> None:
-        self.notify = notify
+        self.notify = _Notify(notify)
         self.link = link
         self.session = session
         self.released: deque[Released] = deque()  # bounded by the offers in flight, while the engine polls
@@ -317,7 +335,7 @@ class _PrefillWorker:
 
 class _DecodeWorker:
     def __init__(self, link: Link, session: DecodeSession, notify: Callable[[], None]) -> None:
-        self.notify = notify
+        self.notify = _Notify(notify)
         self.link = link
         self.session = session
         self.sink_errors = 0

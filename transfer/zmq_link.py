@@ -136,7 +136,8 @@ class ZmqLink:
     def connect(self, address: str) -> Peer:
         """The peer at ``address``, which need not be there yet.
 
-        :class:`TransferError` when ``servers_max`` others are connected; one that is not makes room.
+        :class:`TransferError` when ``servers_max`` others are connected (one that is not makes room), or when ZeroMQ
+        cannot: it has an address for nobody, or no descriptor left.
         """
         check_address(address, "address")
         peer = Peer(b"server " + address.encode())
@@ -145,12 +146,9 @@ class ZmqLink:
             self._open()
             if len(self._servers) >= self.settings.servers_max:
                 self._forget_server()
-            socket = dealer(self._context, self.settings, self._identity, address)
-            monitor = monitored(socket)
-            socket.connect(address)
-            server = self._servers[peer] = _Server(address, socket, monitor)
-            self._poller.register(socket, zmq.POLLIN)
-            self._poller.register(monitor, zmq.POLLIN)
+            server = self._servers[peer] = self._connected(address)
+            self._poller.register(server.socket, zmq.POLLIN)
+            self._poller.register(server.monitor, zmq.POLLIN)
         server.used = next(self._uses)
         return peer
 
@@ -260,6 +258,19 @@ class ZmqLink:
                 sent.on_sent()
         self._sent.clear()
         self._servers.clear()
+
+    def _connected(self, address: str) -> _Server:
+        with contextlib.ExitStack() as undo:
+            try:
+                socket = dealer(self._context, self.settings, self._identity, address)
+                undo.callback(socket.close, linger=0)
+                monitor = monitored(socket)
+                undo.callback(monitor.close, linger=0)
+                socket.connect(address)
+            except zmq.ZMQError as error:
+                raise TransferError(f"connect: {error}") from error
+            undo.pop_all()
+        return _Server(address, socket, monitor)
 
     def _open(self) -> None:
         if self._closed or os.getpid() != self._pid:

@@ -192,10 +192,26 @@ def test_what_cannot_begin_is_told_and_releases(tmp_path: Path) -> None:
         result = ended(decode, {second})[second].result
         assert "address: wanted" in result.detail
         assert [m.reason for m in result.missing] == [Reason.ABORTED]
+        decode.pull("tcp://127.0.0.1:*", second, wanted(2, 1), CanarySink(2))
+        assert "connect" in ended(decode, {second})[second].result.detail
         decode.pull("ipc:///nowhere/at/all", first, wanted(1, 1), CanarySink(1))
         with pytest.raises(LocalProtocolError, match="not being pulled"):
             decode.pull(prefill.address, first, wanted(1, 1), CanarySink(1))
         assert ended(decode, {first})[first].result.reason is Reason.TIMEOUT
+
+
+def test_a_callback_that_fails_costs_no_block(tmp_path: Path) -> None:
+    """Goal: what ends several offers at once tells of each, though ``notify`` raises at the first."""
+
+    def fails() -> None:
+        raise RuntimeError("a bug of the engine")
+
+    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), party(1), QUICK, notify=fails)
+    transfers = {prefill.offer(offered(request, 1)) for request in range(4)}
+    prefill.reset(b"m" * 16)
+    assert {r.outcome for r in released(prefill, transfers).values()} == {Outcome.RESET}
+    assert prefill.counters.notify_errors == 4
+    assert prefill.close()
 
 
 def test_peers_that_mean_other_rows_are_refused(tmp_path: Path) -> None:

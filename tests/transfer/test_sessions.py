@@ -11,7 +11,7 @@ from session_pair import D_RUN, E_RUN, LIMITS, NAMESPACE, P_RUN, PARTS, D, E, P,
 import transfer.offer
 import transfer.pull
 from cache_manager.errors import ConfigError
-from transfer.actions import Missing, OfferedBlock, Reason, Send, WantedBlock
+from transfer.actions import Finished, Missing, OfferedBlock, Reason, Send, WantedBlock
 from transfer.decode import DecodeSession
 from transfer.errors import IncompatiblePeerError, LocalProtocolError
 from transfer.limits import TransferLimits
@@ -414,6 +414,22 @@ def test_a_pull_nobody_answers_ends() -> None:
     assert finished.result.reason is Reason.TIMEOUT
     assert {m.reason for m in finished.result.missing} == {Reason.TIMEOUT}
     assert len(finished.result.missing) == 4
+
+
+@pytest.mark.parametrize(("welcomed_s", "lease_ms"), [(6.25, 1_200), (6.5, 3_000), (2.25, 1_200), (7.75, 600)])
+def test_a_pull_that_was_looked_at_early_ends_once(welcomed_s: float, lease_ms: int) -> None:
+    """Prefill says a lease shorter than the pause before a retry, whenever it says so, and is then silent."""
+    decode = DecodeSession(Party(D_RUN, NAMESPACE, PARTS), LIMITS)
+    actions = decode.pull(P, T, wanted(2), 0.0) or []
+    for quarter in range(1, 200):
+        now_s = quarter / 4
+        if now_s == welcomed_s:
+            welcome = Welcome(P_RUN, NAMESPACE, list(PARTS), 0, lease_ms, D_RUN)
+            actions += decode.receive(P, encode(welcome), [], now_s)
+        actions += decode.tick(now_s)
+    (finished,) = [a for a in actions if isinstance(a, Finished)]
+    assert finished.result.reason is Reason.TIMEOUT
+    assert not decode.in_flight
 
 
 def test_a_damaged_record_is_asked_for_again() -> None:
