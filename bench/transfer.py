@@ -181,7 +181,10 @@ class Decode:
         chosen = settings(transport, directory, "", server=False)
         self.over = threading.Event()
         self.node = DecodeNode(
-            link(transport, chosen), Party(Run(secrets.token_bytes(16)), NAMESPACE, (PART,)), LIMITS, notify=self.over.set
+            link(transport, chosen),
+            Party(Run(secrets.token_bytes(16)), NAMESPACE, (PART,)),
+            LIMITS,
+            notify=self.over.set,
         )
         self.context = zmq.Context()
         self.raw = dealer(self.context, chosen, b"raw", raw)

@@ -78,8 +78,8 @@ class Child:
 
     def _queue(self, write: calls.Write) -> None:
         assert self._memory is not None
-        assert 0 <= write.offset
-        assert 0 < write.nbytes
+        assert write.offset >= 0
+        assert write.nbytes > 0
         assert write.offset + write.nbytes <= len(self._memory)
         with self._entering:
             waiting = self._queues.get(write.target)

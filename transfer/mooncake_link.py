@@ -25,7 +25,7 @@ from cache_manager.record import Buffer
 from cache_manager.spec import align
 from transfer import mooncake_calls as calls
 from transfer import mooncake_wire as wire
-from transfer.errors import RemoteProtocolError, TransferError
+from transfer.errors import RemoteProtocolError
 from transfer.link import Arrival, Peer, PeerLost
 from transfer.mooncake_engine import PAGE_NBYTES, Arena, EngineProcess, MooncakeUnavailableError
 from transfer.mooncake_writes import PLAIN, BulkSender

@@ -22,7 +22,9 @@ PATIENCE_S = 60.0
 class PeerProcess:
     """Starts the process and asks it; every wait is bounded."""
 
-    def __init__(self, role: str, address: str = "-", identity: str = "", transport: str = "zmq", **limits: float) -> None:
+    def __init__(
+        self, role: str, address: str = "-", identity: str = "", transport: str = "zmq", **limits: float
+    ) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, role, address, identity, transport, json.dumps(limits)],
