@@ -141,6 +141,7 @@ class MooncakeLink:
         return self._zmq.send(peer, PLAIN + control, bulk, on_sent) if taken is None else taken
 
     def poll(self, timeout_s: float, limit: int = 64) -> list[Arrival | PeerLost]:
+        self._keep_engine()
         self._advance()
         if self._sender.report():
             timeout_s = 0.0
@@ -174,6 +175,7 @@ class MooncakeLink:
             return  # a fork's copy: socket, engine and memory are the parent's
         give_up_s = time.monotonic() + linger_s
         while self._sender.waits and time.monotonic() < give_up_s:
+            self._keep_engine()
             self._advance()
             time.sleep(UNSAID_POLL_S)
         self._engine.end()
@@ -212,8 +214,12 @@ class MooncakeLink:
             for lent in self._lent.values():  # nobody can write to them any more
                 lent.life, lent.ready_s = b"", 0.0
         elif now_s >= self._restart_s:
-            self._restart_s = 0.0
-            self._engine = self._start()
+            try:
+                self._engine = self._start()
+                self._restart_s = 0.0
+            except OSError:  # no process, no memory: as long as that lasts
+                self.counts["restarts_failed"] += 1
+                self._restart_s = now_s + self.settings.pause_s
 
     # ---------------------------------------------------------------- windows
 
@@ -263,7 +269,6 @@ class MooncakeLink:
         return Arrival(item.peer, bytes(item.bulk[0]), bulk)
 
     def _advance(self) -> None:
-        self._keep_engine()
         self._frees = [(peer, free) for peer, free in self._frees if not self._zmq.send(peer, wire.encode(free))]
         self._sender.advance()
 

@@ -140,7 +140,7 @@ class BulkSender:
         if granted is None or not self._settings.bulk_nbytes_min <= sum(sizes) <= granted.window.nbytes // 2:
             return None
         now_s = time.monotonic()
-        if len(bulk) > wire.RANGES_MAX or now_s < granted.down_s:
+        if len(bulk) > wire.RANGES_MAX or now_s < granted.down_s or self._hangs(granted):
             return None
         active = sum(w.peer == peer and w.phase is Phase.WRITING for w in self._writes.values())
         if active >= self._settings.writes_max:
@@ -210,6 +210,10 @@ class BulkSender:
         self.report()
         self._writes.clear()
         del self._bytes
+
+    def _hangs(self, granted: Granted) -> bool:
+        """Whether the engine still has a write to this window that was given up."""
+        return any(w.granted is granted and w.phase is Phase.RESTING and not w.answered for w in self._writes.values())
 
     def _stage(
         self, offset: int, there: int, bulk: Sequence[Buffer], sizes: list[int]

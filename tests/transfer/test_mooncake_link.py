@@ -214,6 +214,27 @@ def test_a_grant_of_nonsense_costs_a_failed_write(tmp_path: Path) -> None:
 
 
 @needs_mooncake
+def test_a_range_that_is_being_written_is_not_freed_by_a_word(tmp_path: Path) -> None:
+    """Goal: FREE of a message in flight is not believed, that of a landed one is. Method: stop the sender's engine."""
+    served, pulling = server_at(tmp_path), MooncakeLink(ZmqLink(), SMALL)
+    there, here = TestMooncake().meet(served, pulling)
+    granted = served._sender.granted[here]
+    os.kill(served.engine_pid, signal.SIGSTOP)
+    body = payload(1, 100_000)
+    assert served.send(here, b"x", [memoryview(body)])
+    assert pulling._zmq.send(there, wire.encode(wire.Free(granted.grant.life, 0)))
+    assert pulling.send(there, b"said")
+    assert arrivals(poll_until(served, lambda got: bool(arrivals(got)), pulling))
+    assert granted.window.taken == 1
+    os.kill(served.engine_pid, signal.SIGCONT)
+    (arrival,) = arrivals(poll_until(pulling, lambda got: bool(arrivals(got)), served))
+    assert bytes(arrival.bulk[0]) == body
+    poll_until(served, lambda _: granted.window.taken == 0, pulling)
+    pulling.close()
+    served.close()
+
+
+@needs_mooncake
 def test_an_engine_is_asked_for_nothing_once_it_ended() -> None:
     """Goal: calls after the end are refused or do nothing, in any order; its memory may go before or after."""
     arena = Arena(1 << 20)
