@@ -37,9 +37,9 @@ from transfer.actions import OfferedBlock, WantedBlock
 from transfer.curve import CurveClient, CurveServer, make_keys, read_keys, read_public
 from transfer.limits import TransferLimits
 from transfer.messages import Part, Run, TransferId
-from transfer.node import DecodeNode, PrefillNode, PullDone
+from transfer.node import DecodeNode, PrefillNode, PullDone, ServingLink
 from transfer.party import Party
-from transfer.zmq_link import ZmqLink
+from transfer.transport import open_link
 from transfer.zmq_settings import ZmqSettings
 from transfer.zmq_sockets import dealer, router
 
@@ -50,6 +50,8 @@ VALID = b"\xff" * 8
 BLOCKS = 512
 LIMITS = TransferLimits()
 PATIENCE_S = 60.0
+ENGINE = "TransferEngine"
+"""Bulk by it, control over ipc; "raw" beside it is ipc, as there is no bare engine that says when bytes are there."""
 
 
 def key_of(index: int) -> BlockKey:
@@ -62,7 +64,7 @@ KEYS = [key_of(i) for i in range(BLOCKS)]
 def settings(transport: str, directory: Path, name: str, *, server: bool) -> ZmqSettings:
     curve = transport.endswith("CURVE")
     keys = directory / "keys"
-    bind = f"ipc://{directory}/{name}" if transport == "ipc" else "tcp://127.0.0.1:*"
+    bind = f"ipc://{directory}/{name}" if transport in ("ipc", ENGINE) else "tcp://127.0.0.1:*"
     if server:
         allowed = (
             CurveServer(read_keys(keys / "p.key_secret"), frozenset([read_public(keys / "d.key")])) if curve else None
@@ -71,6 +73,10 @@ def settings(transport: str, directory: Path, name: str, *, server: bool) -> Zmq
     return ZmqSettings(
         curve_client=CurveClient(read_keys(keys / "d.key_secret"), read_public(keys / "p.key")) if curve else None
     )
+
+
+def link(transport: str, chosen: ZmqSettings) -> ServingLink:
+    return open_link("mooncake" if transport == ENGINE else "zmq", chosen)
 
 
 def pool() -> np.ndarray[Any, Any]:
@@ -84,7 +90,7 @@ def serve_node(pipe: Connection, transport: str, directory: Path) -> None:
     """Offers as many requests as it is told to, before their time is taken: prefill has finished then."""
     rows = pool()
     node = PrefillNode(
-        ZmqLink(settings(transport, directory, "node", server=True)),
+        link(transport, settings(transport, directory, "node", server=True)),
         Party(Run(secrets.token_bytes(16)), NAMESPACE, (PART,)),
         LIMITS,
     )
@@ -175,7 +181,10 @@ class Decode:
         chosen = settings(transport, directory, "", server=False)
         self.over = threading.Event()
         self.node = DecodeNode(
-            ZmqLink(chosen), Party(Run(secrets.token_bytes(16)), NAMESPACE, (PART,)), LIMITS, notify=self.over.set
+            link(transport, chosen),
+            Party(Run(secrets.token_bytes(16)), NAMESPACE, (PART,)),
+            LIMITS,
+            notify=self.over.set,
         )
         self.context = zmq.Context()
         self.raw = dealer(self.context, chosen, b"raw", raw)
@@ -265,7 +274,7 @@ class Decode:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--transports", default="ipc,tcp,tcp+CURVE")
+    parser.add_argument("--transports", default=f"ipc,tcp,tcp+CURVE,{ENGINE}")
     chosen = parser.parse_args()
     rounds = 5 if chosen.quick else 25
     sizes = Table(

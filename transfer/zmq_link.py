@@ -133,6 +133,11 @@ class ZmqLink:
             connections=len(server.connections),
         )
 
+    @property
+    def wake_fd(self) -> int:
+        """The eventfd that :meth:`wake` writes to, for a child process that has to wake this end."""
+        return self._wakes
+
     def connect(self, address: str) -> Peer:
         """The peer at ``address``, which need not be there yet.
 

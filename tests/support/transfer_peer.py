@@ -1,6 +1,6 @@
 """A prefill or decode node in a process of its own, driven by lines of JSON; and the test's end of that.
 
-``python transfer_peer.py prefill ADDRESS LIMITS`` or ``python transfer_peer.py decode - LIMITS``.
+``python transfer_peer.py prefill ADDRESS IDENTITY TRANSPORT LIMITS``, or ``decode -`` and the same.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ PATIENCE_S = 60.0
 class PeerProcess:
     """Starts the process and asks it; every wait is bounded."""
 
-    def __init__(self, role: str, address: str = "-", identity: str = "", **limits: float) -> None:
+    def __init__(
+        self, role: str, address: str = "-", identity: str = "", transport: str = "zmq", **limits: float
+    ) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, role, address, identity, json.dumps(limits)],
+            [sys.executable, "-P", __file__, role, address, identity, transport, json.dumps(limits)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -79,16 +81,24 @@ class PeerProcess:
         return json.loads(line)
 
 
+def _link(transport: str, settings: Any) -> Any:
+    """A Mooncake link is made with short waits, and takes the engine for whatever is a page."""
+    from transfer.mooncake_link import MooncakeLinkSettings
+    from transfer.transport import open_link
+
+    quick = MooncakeLinkSettings(bulk_nbytes_min=4096, write_s=1.0, quarantine_s=1.0, pause_s=0.2, pause_max_s=0.5)
+    return open_link(transport, settings, quick)
+
+
 class _Prefill:
-    def __init__(self, address: str, limits: Any) -> None:
+    def __init__(self, address: str, transport: str, limits: Any) -> None:
         from transfer_rows import party
 
         from transfer.node import PrefillNode
-        from transfer.zmq_link import ZmqLink
         from transfer.zmq_settings import ZmqSettings
 
-        link = ZmqLink(ZmqSettings(bind=address))
-        self.node = PrefillNode(link, party(secrets.randbits(64)), limits)
+        self.link = _link(transport, ZmqSettings(bind=address))
+        self.node = PrefillNode(self.link, party(secrets.randbits(64)), limits)
         self.address = self.node.address
         self.released: list[Any] = []
 
@@ -112,15 +122,14 @@ class _Prefill:
 class _Decode:
     address = "-"
 
-    def __init__(self, identity: str, limits: Any) -> None:
+    def __init__(self, identity: str, transport: str, limits: Any) -> None:
         from transfer_rows import party
 
         from transfer.node import DecodeNode
-        from transfer.zmq_link import ZmqLink
         from transfer.zmq_settings import ZmqSettings
 
-        settings = ZmqSettings(identity=identity.encode() or None)
-        self.node = DecodeNode(ZmqLink(settings), party(secrets.randbits(64)), limits)
+        self.link = _link(transport, ZmqSettings(identity=identity.encode() or None))
+        self.node = DecodeNode(self.link, party(secrets.randbits(64)), limits)
         self.sinks: dict[str, Any] = {}
         self.done: dict[str, Any] = {}
 
@@ -157,9 +166,9 @@ def main() -> None:
 
     from transfer.limits import TransferLimits
 
-    role, address, identity, text = sys.argv[1:]
+    role, address, identity, transport, text = sys.argv[1:]
     limits = TransferLimits(**json.loads(text))
-    peer: Any = _Prefill(address, limits) if role == "prefill" else _Decode(identity, limits)
+    peer: Any = _Prefill(address, transport, limits) if role == "prefill" else _Decode(identity, transport, limits)
 
     def say(**what: Any) -> None:
         sys.stdout.write(json.dumps(what) + "\n")
@@ -172,6 +181,8 @@ def main() -> None:
             case "close":
                 say(answer=peer.node.close())
                 return
+            case "link":
+                say(answer={**peer.link.counts, "engine_pid": peer.link.engine_pid})
             case "counters":
                 say(answer={**dataclasses.asdict(peer.node.counters), "alive": peer.node.alive})
             case do:
