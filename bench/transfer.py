@@ -52,6 +52,8 @@ LIMITS = TransferLimits()
 PATIENCE_S = 60.0
 ENGINE = "TransferEngine"
 """Bulk by it, control over ipc; "raw" beside it is ipc, as there is no bare engine that says when bytes are there."""
+MESSAGE_RECORDS = min(LIMITS.records_max, LIMITS.records_nbytes_max // PART.nbytes)
+"""In one message of kvroute's, and of those that it is compared with."""
 
 
 def key_of(index: int) -> BlockKey:
@@ -131,17 +133,16 @@ def serve_raw(pipe: Connection, transport: str, directory: Path) -> None:
         mode, blocks = asked.decode().split()
         if mode == "end":
             break
-        for at in range(0, int(blocks), LIMITS.records_max):
-            chunk = range(at, min(at + LIMITS.records_max, int(blocks)))
+        for at in range(0, int(blocks), MESSAGE_RECORDS):
+            chunk = range(at, min(at + MESSAGE_RECORDS, int(blocks)))
             if mode == "pickle":
                 socket.send_multipart(
                     [peer, pickle.dumps({"task_id": "0", "index": list(chunk), "rows": rows[at : chunk[-1] + 1]})]
                 )
                 continue
             sums = [checksum(rows[i].data) for i in chunk] if mode == "sum" else [0] * len(chunk)
-            socket.send_multipart(
-                [peer, encoder.encode([(0, i, bytes(128)) for i in chunk] + sums), *(rows[i].data for i in chunk)]
-            )
+            frames = [rows[i].data for i in chunk] if mode != "joined" else [rows[at : chunk[-1] + 1].data.cast("B")]
+            socket.send_multipart([peer, encoder.encode([(0, i, bytes(128)) for i in chunk] + sums), *frames])
     socket.close(0)
     context.term()
 
@@ -233,12 +234,15 @@ class Decode:
                 else:
                     control, *bulk = self.raw.recv_multipart(copy=False)
                     entries = msgspec.msgpack.decode(control.buffer)
-                    for i, frame in enumerate(bulk):
-                        view = frame.buffer
+                    count = len(entries) // 2
+                    views = [frame.buffer for frame in bulk]
+                    if mode == "joined":
+                        views = [views[0][i * PART.nbytes : (i + 1) * PART.nbytes] for i in range(count)]
+                    for i, view in enumerate(views):
                         if mode == "sum":
-                            assert checksum(view) == entries[len(bulk) + i]
+                            assert checksum(view) == entries[count + i]
                         self.rows[entries[i][1]] = np.frombuffer(view, np.uint8)
-                    got += len(bulk)
+                    got += count
                 first = first or time.perf_counter()
         self._first(mode, first - start_s)
 

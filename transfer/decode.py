@@ -23,6 +23,7 @@ from cache_manager.keys import BlockKey
 from cache_manager.record import Buffer, check_record, unpack_header
 from transfer.actions import DecodeAction, Finished, Install, Missing, PullResult, Reason, Send, WantedBlock
 from transfer.errors import IncompatiblePeerError, LocalProtocolError, RemoteProtocolError
+from transfer.frames import split
 from transfer.limits import TransferLimits
 from transfer.link import Peer
 from transfer.messages import (
@@ -159,7 +160,9 @@ class DecodeSession:
         """What to do about a message. ``bulk`` is kept by nothing but the :class:`Install` actions answered."""
         try:
             message = decode(control)
-            if len(bulk) != (len(message.entries) if isinstance(message, Records) else 0):
+            if isinstance(message, Records):
+                bulk = self._payloads(message, bulk)
+            elif bulk:
                 raise RemoteProtocolError(f"{type(message).__name__}: got {len(bulk)} bulk frames")
         except RemoteProtocolError:
             self._count("bad_messages")
@@ -305,6 +308,12 @@ class DecodeSession:
                 pull.missing.append(Missing(*place, Reason.ABSENT))
                 self._count("records_absent")
         return self._settled(pull, now_s) if came else []
+
+    def _payloads(self, records: Records, bulk: Sequence[memoryview]) -> Sequence[memoryview]:
+        parts = self.party.parts
+        if any(entry.part >= len(parts) for entry in records.entries):
+            raise RemoteProtocolError(f"part: wanted one of {len(parts)}, got a later one")
+        return split(bulk, [parts[entry.part].nbytes for entry in records.entries])
 
     def _on_records(
         self, pull: Pulling, records: Records, bulk: Sequence[memoryview], now_s: float

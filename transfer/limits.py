@@ -17,7 +17,9 @@ class TransferLimits:
     ``retry_s``: decode asks again when nothing has come for so long, at most ``retries_max`` times in a row.
     ``resend_s``: what a full link refused is handed to it again after so long.
     ``credit_nbytes``: payload of one transfer on its way at a time. ``records_max`` and ``records_nbytes_max``: the
-    size of one message (a record that is larger goes alone). ``remembered_max``: ids of ended transfers.
+    size of one message (a record that is larger goes alone); smaller messages arrive while the next are made. Payloads
+    up to ``joined_nbytes_max`` are copied into one frame a message; larger ones are sent from where they lie.
+    ``remembered_max``: ids of ended transfers.
     """
 
     lease_s: float = 30.0
@@ -31,7 +33,8 @@ class TransferLimits:
     credit_nbytes: int = 64 << 20
     frame_nbytes_max: int = 256 << 20
     records_max: int = 64
-    records_nbytes_max: int = 4 << 20
+    records_nbytes_max: int = 512 << 10
+    joined_nbytes_max: int = 128 << 10
 
     def __post_init__(self) -> None:
         for f in fields(self):

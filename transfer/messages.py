@@ -92,7 +92,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One record of a :class:`Records`: its packed header; the payload is the bulk frame at the same place."""
+    """One record of a :class:`Records`: its packed header; the payload is in the bulk, at the same place."""
 
     part: _PartIndex
     index: _Index
@@ -186,7 +186,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
 
 
 class Records(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Records of a transfer; one bulk frame each."""
+    """Records of a transfer; their payloads, in order, are in the bulk frames: one each, or several whole ones."""
 
     transfer: _Id
     epoch: _Epoch

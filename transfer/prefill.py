@@ -17,6 +17,7 @@ from typing import Final
 from cache_manager.record import Buffer, pack_header
 from transfer.actions import OfferedBlock, PrefillAction, Release, Send
 from transfer.errors import IncompatiblePeerError, LocalProtocolError, RemoteProtocolError
+from transfer.frames import join
 from transfer.limits import TransferLimits
 from transfer.link import Peer
 from transfer.messages import (
@@ -39,7 +40,6 @@ from transfer.messages import (
     Refuse,
     Released,
     Renew,
-    Run,
     TransferId,
     Welcome,
     decode,
@@ -64,7 +64,7 @@ class PrefillSession:
         self.limits = limits
         self._transfers: dict[TransferId, Offer] = {}  # every state but RELEASED
         self._ended: OrderedDict[TransferId, Ended] = OrderedDict()  # those in ENDING among them
-        self._peers: OrderedDict[Peer, Run] = OrderedDict()  # who said hello, the one heard last at the end
+        self._peers: OrderedDict[Peer, Hello] = OrderedDict()  # what they said first; the one heard last at the end
         self._owned: dict[Peer, int] = {}  # transfers by owner
         self._ready: OrderedDict[TransferId, None] = OrderedDict()  # with something to send and credit for it
         self._stalled: list[TransferId] = []  # those whose records the link refused, to be tried again
@@ -182,7 +182,7 @@ class PrefillSession:
         """The next records to send, transfers taking turns; ``None``: nothing, or no credit, or the link was full."""
         while self._ready:
             found = self._transfers[next(iter(self._ready))]
-            if found.peer is None or self._peers.get(found.peer) != found.run:
+            if found.peer is None or self._run_of(found.peer) != found.run:
                 del self._ready[found.id]  # lost: it will say hello and pull again
             elif send := self._batch(found, found.peer):
                 return send
@@ -214,7 +214,7 @@ class PrefillSession:
         found = self._transfers.get(TransferId(send.message.transfer))
         assert found is not None, "blocks were released under the link"
         assert found.in_link > 0, "let go of more than was sent"
-        self._count("records_sent", len(send.bulk))
+        self._count("records_sent", len(send.message.entries))
         found.in_link -= 1
         if found.state is State.ENDING and not found.in_link:
             return self._release(found, Event.LET_GO)
@@ -238,10 +238,15 @@ class PrefillSession:
             self._peers.pop(peer, None)
             self._count("refused_peers")
             return [Send(peer, Refuse(error.field[:256], str(error.wanted)[:256], str(error.got)[:256], hello.run))]
-        self._peers[peer] = Run(hello.run)
+        self._peers[peer] = hello
         self._peers.move_to_end(peer)
         welcome = Welcome(own.run, own.namespace, list(own.parts), MINOR, self.limits.lease_ms, hello.run)
         return [Send(peer, welcome)]
+
+    def _run_of(self, peer: Peer) -> bytes | None:
+        """The run that ``peer`` said hello with, if it is remembered."""
+        hello = self._peers.get(peer)
+        return None if hello is None else hello.run
 
     def _make_room(self, peer: Peer) -> bool:
         """Whether ``peer`` can be remembered; forgets the one that was silent longest and owns nothing."""
@@ -256,7 +261,7 @@ class PrefillSession:
     def _on_transfer_message(
         self, peer: Peer, message: Pull | Credit | Renew | Ack | Abort, now_s: float
     ) -> list[PrefillAction]:
-        if self._peers.get(peer) != message.run:
+        if self._run_of(peer) != message.run:
             self._count("stranger_messages")
             return [Send(peer, Refuse("hello", "a hello of this run first", type(message).__name__, message.run))]
         self._peers.move_to_end(peer)
@@ -351,7 +356,7 @@ class PrefillSession:
         return [] if isinstance(message, (Abort, Credit)) else [Send(peer, Gone(message.transfer, reason))]
 
     def _on_bye(self, peer: Peer, bye: Bye) -> list[PrefillAction]:
-        if self._peers.get(peer) != bye.run:
+        if self._run_of(peer) != bye.run:
             self._count("stranger_messages")
             return []
         del self._peers[peer]
@@ -366,6 +371,7 @@ class PrefillSession:
         free_nbytes = found.granted_nbytes - found.used_nbytes
         entries: list[Entry] = []
         bulk: list[Buffer] = []
+        sizes: list[int] = []
         nbytes = control_nbytes = 0
         while found.wanted and len(entries) < limits.records_max:
             part, index = place = found.wanted[0]
@@ -383,6 +389,7 @@ class PrefillSession:
             found.wanted.popleft()
             entries.append(Entry(part, index, header))
             bulk.append(record.payload)
+            sizes.append(size)
             nbytes += size
         if found.wanted and entries:
             self._ready.move_to_end(found.id)
@@ -394,7 +401,8 @@ class PrefillSession:
             found.apply(Event.ALL_SENT)
         found.used_nbytes += nbytes
         found.in_link += 1
-        return Send(peer, Records(found.id, found.epoch, entries), tuple(bulk))
+        frames = join(bulk, sizes, limits.joined_nbytes_max, self._peers[peer].frame_nbytes_max)
+        return Send(peer, Records(found.id, found.epoch, entries), frames)
 
     def _live(self, transfer: TransferId) -> Offer | None:
         found = self._transfers.get(transfer)
@@ -432,7 +440,7 @@ class PrefillSession:
             if not self._owned[found.peer]:
                 del self._owned[found.peer]
         told: list[PrefillAction] = []
-        if tell and found.peer is not None and self._peers.get(found.peer) == found.run:
+        if tell and found.peer is not None and self._run_of(found.peer) == found.run:
             told.append(Send(found.peer, Gone(found.id, GoneReason(outcome.value))))
         if found.in_link:
             found.apply(Event.END_HELD)
