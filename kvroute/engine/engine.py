@@ -33,7 +33,7 @@ from kvroute.engine.request import EngineConfig, FinishReason, Output, Request
 from kvroute.engine.sampling import sample
 from kvroute.engine.scheduler import Scheduler, Work
 from kvroute.engine.sequence import Event, Sequence, State
-from kvroute.engine.stores import EngineStores, RemoteStores
+from kvroute.engine.stores import AnyStores
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec_from_hf, weights_version_spec
 
@@ -74,7 +74,7 @@ class Engine:
         config: EngineConfig,
         namespace: Namespace,
         *,
-        stores: EngineStores | RemoteStores | None = None,
+        stores: AnyStores | None = None,
         observer: Observer | None = None,
     ) -> None:
         self.config = config

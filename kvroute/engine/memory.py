@@ -14,7 +14,7 @@ from cache_manager.spec import RecordLayout
 from cache_manager.transfer_manager import CacheTransferManager, FollowingMover, ProcessBlocks, SharedPart
 from kvroute.engine.kv import KVMover, KVShape, PagedKV
 from kvroute.engine.request import EngineConfig
-from kvroute.engine.stores import EngineStores, RemoteStores
+from kvroute.engine.stores import AnyStores, RemoteStores
 
 
 class EngineMemory:
@@ -29,9 +29,7 @@ class EngineMemory:
     store: StorageBackend | None = None
     transport: Callable[[Region, Region | None], Transport] | None = None
 
-    def __init__(
-        self, shape: KVShape, config: EngineConfig, namespace: Namespace, stores: EngineStores | RemoteStores | None
-    ) -> None:
+    def __init__(self, shape: KVShape, config: EngineConfig, namespace: Namespace, stores: AnyStores | None) -> None:
         self._regions: list[SharedRegion] = []
         self._process: ProcessBlocks | None = None
         if not isinstance(stores, RemoteStores):

@@ -50,3 +50,6 @@ class RemoteStores:
         """Both at ``url``, where :meth:`EngineStores.open` finds them."""
         place = StoreUrl.parse(url)
         return cls(place.below("rows"), place.below("kv"), settings)
+
+
+AnyStores = EngineStores | RemoteStores

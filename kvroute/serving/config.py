@@ -35,6 +35,7 @@ _TEXT, _NAMES = "a string", "a table of names and addresses"
 _FLAG = "true or false"
 _PORT, _MODEL = "a port, 0 to 65535 (0: any)", "one of " + ", ".join(MODEL_NAMES)
 _MEMORY = "'heap' or 'shared'"
+_TRANSPORT = "'zmq' or 'mooncake'"
 
 
 def _is_names(value: Any) -> bool:
@@ -51,6 +52,7 @@ _WANTED: Final[Mapping[str, Callable[[Any], bool]]] = {
     _PORT: lambda v: type(v) is int and 0 <= v <= PORT_MAX,
     _MODEL: lambda v: v in MODEL_NAMES,
     _MEMORY: lambda v: v in ("heap", "shared"),
+    _TRANSPORT: lambda v: v in ("zmq", "mooncake"),
 }
 
 
@@ -94,12 +96,15 @@ class EngineServerConfig(ServerConfig):
     sequences_max: int = _key(8, _COUNT, "sequences that run at once")
     memory: str = _key("shared", _MEMORY, "where rows lie")
     store: str = _key("", _TEXT, "URL of a store for rows and KV (empty: none)")
+    transfer_process: bool = _key(False, _FLAG, "a process beside the engine moves blocks and opens the store")
     threads: int = _key(1, _COUNT, "threads of a forward pass")
 
     def __post_init__(self) -> None:
         super(EngineServerConfig, self).__post_init__()
         if not self.name:
             raise ConfigError("name", "a non-empty string", "''")
+        if self.transfer_process and not (self.store and self.memory == "shared"):
+            raise ConfigError("transfer_process", "a store, and memory = 'shared'", f"{self.store!r}, {self.memory!r}")
         _ = self.engine
 
     @property
@@ -122,6 +127,7 @@ class PrefillConfig(EngineServerConfig):
 
     transfer_address: str = _key(MISSING, _TEXT, "address that decode pulls blocks from, such as tcp://127.0.0.1:7001")
     transfer_bind_any: bool = _key(False, _FLAG, "transfer_address may be one that other machines reach")
+    transport: str = _key("zmq", _TRANSPORT, "what carries the blocks; prefill and decode need the same")
     curve_secret: str = _key("", _TEXT, "file of the own key pair (`kvroute keys`): transfers are encrypted")
     curve_clients: str = _key("", _TEXT, "directory with the public keys of the decodes that may pull")
     lease_s: float = _key(30.0, _SECONDS, "how long blocks wait for a decode that says nothing")
@@ -132,6 +138,7 @@ class PrefillConfig(EngineServerConfig):
         super(PrefillConfig, self).__post_init__()
         check_address(self.transfer_address, "transfer_address")
         _both("curve_secret", self.curve_secret, "curve_clients", self.curve_clients)
+        _encryptable(self.transport, self.curve_secret)
         if self.lease_max_s < self.lease_s:
             raise ConfigError("lease_max_s", f"at least lease_s ({self.lease_s})", self.lease_max_s)
 
@@ -146,6 +153,7 @@ class DecodeConfig(EngineServerConfig):
         default_factory=dict,
         metadata=_doc(_NAMES, "transfer addresses of the prefills to pull from, and no other"),
     )
+    transport: str = _key("zmq", _TRANSPORT, "what carries the blocks; prefill and decode need the same")
     curve_secret: str = _key("", _TEXT, "file of the own key pair (`kvroute keys`): transfers are encrypted")
     curve_server: str = _key("", _TEXT, "file with the public key that the prefills must have")
     retry_s: float = _key(2.0, _SECONDS, "a pull without progress for so long is asked for again")
@@ -155,6 +163,7 @@ class DecodeConfig(EngineServerConfig):
     def __post_init__(self) -> None:
         super(DecodeConfig, self).__post_init__()
         _both("curve_secret", self.curve_secret, "curve_server", self.curve_server)
+        _encryptable(self.transport, self.curve_secret)
         for name, address in self.prefills.items():
             check_address(address, f"prefills.{name}")
 
@@ -258,6 +267,11 @@ def _flag(key: Field[Any], text: str | Sequence[str]) -> Any:
         except ValueError:
             continue
     return text
+
+
+def _encryptable(transport: str, curve_secret: str) -> None:
+    if curve_secret and transport != "zmq":
+        raise ConfigError("transport", "'zmq' where transfers are encrypted", f"{transport!r} and curve_secret")
 
 
 def _both(first: str, given: str, second: str, with_it: str) -> None:

@@ -14,7 +14,7 @@ from cache_manager.keys import Namespace
 from kvroute.engine.decode import DecodeEngine
 from kvroute.engine.request import FinishReason, Output, Request
 from kvroute.engine.sequence import Handover
-from kvroute.engine.stores import EngineStores
+from kvroute.engine.stores import AnyStores
 from kvroute.engine.text import VOCAB_SIZE
 from kvroute.serving.bodies import (
     AnswerLine,
@@ -61,7 +61,7 @@ class DecodeServer(EngineServer):
         )
         self.job("/v1/decode", self._decode)
 
-    def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: EngineStores | None) -> DecodeEngine:
+    def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: AnyStores | None) -> DecodeEngine:
         return DecodeEngine(model, self.config.engine, namespace, stores=stores)
 
     def not_ready(self) -> str | None:

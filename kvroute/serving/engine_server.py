@@ -16,7 +16,7 @@ from kvroute.engine.engine import Engine
 from kvroute.engine.models import build_model, weights_digest
 from kvroute.engine.request import Output, Request
 from kvroute.engine.sequence import State
-from kvroute.engine.stores import EngineStores
+from kvroute.engine.stores import AnyStores, EngineStores, RemoteStores
 from kvroute.engine.text import VOCAB_SIZE
 from kvroute.serving.config import EngineServerConfig
 from kvroute.serving.loop import EngineLoop, Tell
@@ -48,17 +48,16 @@ class EngineServer(Server):
 
     def __init__(self, config: EngineServerConfig) -> None:
         super().__init__(config)
-        self._stores = EngineStores.open(config.store) if config.store else None
+        self._stores = _stores(config)
         try:
             self.engine = self._build()
         except BaseException:
-            if self._stores is not None:
-                self._stores.close()
+            self._close_stores()
             raise
         self.loop = EngineLoop(self.engine, requests_max=config.requests_max)
         self._tell_numbers()
 
-    def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: EngineStores | None) -> Engine:
+    def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: AnyStores | None) -> Engine:
         raise NotImplementedError
 
     def _build(self) -> Engine:
@@ -78,6 +77,8 @@ class EngineServer(Server):
             "engine",
             lambda: EngineCounters(engine.steps, engine.computed_tokens, engine.scheduler.dropped),
         )
+        if self.config.transfer_process:
+            sources.count("moves", lambda: engine.memory.process.counters)
         sources.gauge("sequences", "Sequences by state.", "state", self._sequences)
         sources.gauge("blocks", "KV blocks; free ones may be cached.", "state", self._blocks)
 
@@ -93,6 +94,11 @@ class EngineServer(Server):
             "host_total": config.host_blocks,
             "host_free": manager.free_host_blocks,
         }
+
+    def _close_stores(self) -> None:
+        if isinstance(self._stores, EngineStores):  # others are the cache-transfer process's
+            self._stores.flush()
+            self._stores.close()
 
     # ---------------------------------------------------------------- for subclasses
 
@@ -143,13 +149,17 @@ class EngineServer(Server):
     def give_back(self) -> None:
         """Close the engine, which nothing else uses any more, and what it stores to."""
         self.engine.close()
-        if self._stores is not None:
-            self._stores.flush()
-            self._stores.close()
+        self._close_stores()
 
     def disconnect(self) -> bool:
         """Close what carries blocks; whether nothing touches them any more."""
         return True
+
+
+def _stores(config: EngineServerConfig) -> AnyStores | None:
+    if not config.store:
+        return None
+    return RemoteStores.at(config.store) if config.transfer_process else EngineStores.open(config.store)
 
 
 __all__ = ["EngineServer"]

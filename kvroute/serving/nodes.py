@@ -13,7 +13,7 @@ from transfer.limits import TransferLimits
 from transfer.messages import Run
 from transfer.node import DecodeNode, PrefillNode
 from transfer.party import Party
-from transfer.zmq_link import ZmqLink
+from transfer.transport import open_link
 from transfer.zmq_settings import ZmqSettings
 
 
@@ -24,7 +24,7 @@ def prefill_node(config: PrefillConfig, engine: PrefillEngine) -> PrefillNode:
     if config.curve_secret:
         curve = CurveServer(read_keys(Path(config.curve_secret)), read_clients(Path(config.curve_clients)))
     settings = ZmqSettings(bind=config.transfer_address, bind_any=config.transfer_bind_any, curve_server=curve)
-    return PrefillNode(ZmqLink(settings), _party(engine), limits)
+    return PrefillNode(open_link(config.transport, settings), _party(engine), limits)
 
 
 def decode_node(config: DecodeConfig, engine: DecodeEngine) -> DecodeNode:
@@ -33,7 +33,8 @@ def decode_node(config: DecodeConfig, engine: DecodeEngine) -> DecodeNode:
     curve = None
     if config.curve_secret:
         curve = CurveClient(read_keys(Path(config.curve_secret)), read_public(Path(config.curve_server)))
-    return DecodeNode(ZmqLink(ZmqSettings(curve_client=curve)), _party(engine), limits)
+    link = open_link(config.transport, ZmqSettings(curve_client=curve))
+    return DecodeNode(link, _party(engine), limits)
 
 
 def _party(engine: PrefillEngine | DecodeEngine) -> Party:

@@ -13,7 +13,7 @@ from cache_manager.errors import KVRouteError
 from cache_manager.keys import Namespace
 from kvroute.engine.prefill import PrefillEngine
 from kvroute.engine.request import FinishReason, Output
-from kvroute.engine.stores import EngineStores
+from kvroute.engine.stores import AnyStores
 from kvroute.engine.text import VOCAB_SIZE
 from kvroute.serving.bodies import (
     KVTransfer,
@@ -57,7 +57,7 @@ class PrefillServer(EngineServer):
         self.job("/v1/prefill", self._prefill)
         self.app.router.add_post("/v1/release", self._release)
 
-    def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: EngineStores | None) -> PrefillEngine:
+    def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: AnyStores | None) -> PrefillEngine:
         return PrefillEngine(model, self.config.engine, namespace, stores=stores)
 
     def banner(self) -> str:

@@ -43,7 +43,7 @@ def test_every_key_has_a_flag_that_reaches_it(command: str) -> None:
     kind = KINDS[command]
     values = {int: "5", float: "31.5", bool: "true", str: "x"}
     special = {"model": "olmoe", "memory": "heap", "block_tokens": "24", "lease_max_s": "600", "lease_s": "31.5"}
-    special |= {"transfer_address": "ipc:///tmp/x", "store": "memory:"}
+    special |= {"transfer_address": "ipc:///tmp/x", "store": "memory:", "transport": "mooncake"}
     for f in fields(kind):
         flag = "--" + f.name.replace("_", "-")
         default = getattr(loaded(kind, *LEAST[command]), f.name)
@@ -54,7 +54,8 @@ def test_every_key_has_a_flag_that_reaches_it(command: str) -> None:
             continue
         text = special.get(f.name, values[type(default)])
         both = [part for name in CURVE for part in ("--" + name.replace("_", "-"), "x") if hasattr(kind, name)]
-        config = loaded(kind, *LEAST[command], *(both if f.name in CURVE else ()), flag, text)
+        needed = both if f.name in CURVE else ["--store", "memory:"] if f.name == "transfer_process" else []
+        config = loaded(kind, *LEAST[command], *needed, flag, text)
         assert getattr(config, f.name) != default
         assert str(getattr(config, f.name)).lower() == text
 
@@ -78,6 +79,8 @@ def test_every_key_has_a_flag_that_reaches_it(command: str) -> None:
         ("prefill", ["--curve-secret", "k"], "curve_clients: wanted a file, as curve_secret is given, got ''"),
         ("decode", ["--curve-server", "k"], "curve_secret: wanted a file, as curve_server is given, got ''"),
         ("decode", ["--name", ""], "name: wanted a non-empty string, got ''"),
+        ("decode", ["--transport", "rdma"], "transport: wanted 'zmq' or 'mooncake', got 'rdma'"),
+        ("decode", ["--transfer-process", "true"], "transfer_process: wanted a store, and memory = 'shared'"),
     ],
 )
 def test_bad_values_are_one_line_that_names_the_key(
