@@ -75,6 +75,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         default="auto",
         help="namespaces: one for each process; auto: where the machine allows it (auto)",
     )
+    demo_pd.add_argument("--transport", choices=("zmq", "mooncake"), default="zmq", help="what carries blocks (zmq)")
     demo_pd.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
 
     _server(commands, "prefill", "compute prompts and hold their blocks for decode", given)
@@ -157,6 +158,7 @@ def _demo_pd(chosen: Any) -> int:
         requests=chosen.requests,
         model=chosen.model,
         network=chosen.network,
+        transport=chosen.transport,
         json=chosen.json,
     )
     return demo_pd(options, Console(width=None if sys.stdout.isatty() else 120))

@@ -110,7 +110,7 @@ class DemoPD:
 
     def _serve(self, directory: Path, progress: Progress) -> tuple[HttpClients, Traffic, Crossing]:
         options = self._options
-        with Servers(self._network, directory, options.model, options.seed, options.engine) as servers:
+        with Servers(self._network, directory, options) as servers:
             task = progress.add_task("starting three processes", total=1)
             servers.wait_ready()
             progress.advance(task)

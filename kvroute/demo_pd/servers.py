@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cache_manager.errors import KVRouteError
 from kvroute.demo_pd.network import Network
-from kvroute.engine.request import EngineConfig
+from kvroute.demo_pd.options import DemoPDOptions
 
 READY_S: Final = 180.0
 QUIET_S: Final = 60.0
@@ -72,7 +72,7 @@ class Server:
 class Servers:
     """Prefill, decode and route, started together and ended together."""
 
-    def __init__(self, network: Network, directory: Path, model: str, seed: int, engine: EngineConfig) -> None:
+    def __init__(self, network: Network, directory: Path, options: DemoPDOptions) -> None:
         self._network = network
         self._directory = directory
         self._all: list[Server] = []
@@ -80,8 +80,10 @@ class Servers:
         ports = [network.port(wanted) for wanted in (7001, 7002, 7003)]
         urls = [f"http://{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
         transfer = f"tcp://{hosts[0]}:{network.port(7010)}"
-        weights = {"model": model, "seed": seed}
+        engine, model = options.engine, options.model
+        weights = {"model": model, "seed": options.seed}
         sizes = {
+            "transport": options.transport,
             "block_tokens": engine.block_tokens,
             "device_blocks": engine.device_blocks,
             "host_blocks": engine.host_blocks,
