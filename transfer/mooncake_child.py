@@ -51,7 +51,10 @@ class Child:
             while not poll.poll(ORPHAN_CHECK_MS):
                 if os.getppid() != self._parent:  # a fork of the parent may hold the socket open
                     os._exit(1)
-            packet = self._end.recv(calls.PACKET_NBYTES_MAX)
+            try:
+                packet = self._end.recv(calls.PACKET_NBYTES_MAX)
+            except OSError:  # it went with answers unread
+                packet = b""
             if not packet:
                 os._exit(0)  # without the engine's own end, which takes a second and hands nothing back
             match calls.decode_asked(packet):

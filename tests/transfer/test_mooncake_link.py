@@ -73,6 +73,8 @@ def test_rows_cross_by_the_engine(tmp_path: Path) -> None:
     assert served.counts["messages_written"] == pulling.counts["messages_landed"] >= 10
     assert decode.close()
     assert prefill.close()
+    assert served._engine.gone
+    assert pulling._engine.gone
     assert len(prefill.poll()) == 10
 
 
@@ -230,6 +232,31 @@ def test_a_range_that_is_being_written_is_not_freed_by_a_word(tmp_path: Path) ->
     (arrival,) = arrivals(poll_until(pulling, lambda got: bool(arrivals(got)), served))
     assert bytes(arrival.bulk[0]) == body
     poll_until(served, lambda _: granted.window.taken == 0, pulling)
+    pulling.close()
+    served.close()
+
+
+@needs_mooncake
+def test_an_engine_that_dies_while_writing_gives_its_memory_back(tmp_path: Path) -> None:
+    """Goal: the message goes by ZeroMQ at once, memory and window are free after the rest, another engine writes.
+
+    Method: stop the sender's engine, send, kill it.
+    """
+    served, pulling = server_at(tmp_path), MooncakeLink(ZmqLink(), SMALL)
+    _, here = TestMooncake().meet(served, pulling)
+    os.kill(served.engine_pid, signal.SIGSTOP)
+    body = payload(1, 100_000)
+    assert served.send(here, b"x", [memoryview(body)])
+    os.kill(served.engine_pid, signal.SIGKILL)
+    (arrival,) = arrivals(poll_until(pulling, lambda got: bool(arrivals(got)), served))
+    assert bytes(arrival.bulk[0]) == body
+    sender = served._sender
+    poll_until(served, lambda _: sender._staging.taken == sender.granted[here].window.taken == 0, pulling)
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not served.counts["messages_written"]:
+        assert time.monotonic() < give_up_s
+        crosses(served, pulling, here, 2)
+    assert served.counts["engines_lost"] == served.counts["writes_failed"] == 1
     pulling.close()
     served.close()
 
