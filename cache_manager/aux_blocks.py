@@ -363,6 +363,10 @@ class AuxBlocks:
         return self._need_archive().lookup(keys)
 
     @property
+    def job_limits(self) -> JobLimits:
+        return self._runner.limits
+
+    @property
     def jobs(self) -> list[Job]:
         """Those that have begun and not landed, the earliest first."""
         return self._runner.jobs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -68,6 +68,7 @@ class ManagerCounters:
     hits_cut_for_missing_rows: int = 0
     store_failures: int = 0
     errands_refused: int = 0
+    errands_cut: int = 0
     restores_abandoned: int = 0
     moves_failed: int = 0
 
@@ -419,16 +420,15 @@ class BlockManager:
         sequence = self._on_device(owner)
         if not self._caching or not self.aux.has_store or sequence.chain is not self.aux.keys or not sequence.keys:
             return None
-        errand = self._errands.persist(owner, dict(zip(sequence.keys, sequence.blocks, strict=False)), queued=queued)
-        self._counts["errands_refused"] += errand is None
-        return errand
+        wanted = dict(zip(sequence.keys, sequence.blocks, strict=False))
+        return self._counted(self._errands.persist(owner, wanted, queued=queued), wanted)
 
     def _restore(self, owner: str, keys: Sequence[BlockKey], blocks: Sequence[int], *, queued: bool) -> int:
         """Fill ``blocks`` with the longest run of ``keys`` that the store has; how many tokens that are by now."""
         if not keys or not self.aux.has_store:
             return 0
-        errand = self._errands.restore(owner, dict(zip(keys, blocks, strict=False)), queued=queued)
-        self._counts["errands_refused"] += errand is None
+        wanted = dict(zip(keys, blocks, strict=False))
+        errand = self._counted(self._errands.restore(owner, wanted, queued=queued), wanted)
         if errand is None:
             return 0
         self._sequences[owner].errand = errand
@@ -436,6 +436,11 @@ class BlockManager:
             return 0
         self._end(errand)
         return self._settled.pop(owner).restored_tokens
+
+    def _counted(self, errand: Errand | None, wanted: Mapping[BlockKey, int]) -> Errand | None:
+        self._counts["errands_refused"] += errand is None
+        self._counts["errands_cut"] += errand is not None and len(errand.wanted) < len(wanted)
+        return errand
 
     def _end(self, errand: Errand) -> None:
         """The store is done: its blocks are let go, and a sequence that waited for them can go on."""
