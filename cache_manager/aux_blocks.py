@@ -8,7 +8,7 @@ scheduler, protected by the blocks' states and generations. Every method may be 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from cache_manager.archive import Archive, Companion, PersistJob, RestoreJob
 from cache_manager.carrier import LocalCarrier, LocalCopier, Transport
-from cache_manager.checks import integers
 from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, SpecError
 from cache_manager.install import export_records, install_record
 from cache_manager.jobs import Job, JobLimits, JobRunner
@@ -28,24 +27,14 @@ from cache_manager.ports import Lookup, Region, StorageBackend
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
 from cache_manager.regions.heap import HeapRegion
 from cache_manager.regions.shared import SharedRegion
+from cache_manager.rows import Rows, read_rows
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import SlotTable, Step
 from cache_manager.storage.records import RecordCounters, RecordStore
-from cache_manager.tier import Tier, unpack_bits
+from cache_manager.tier import Tier
 
 TierName = Literal["device", "host"]
 BLOCKS_MAX = 1 << 31
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows that were read: ``ids`` ``[n, *row_shape]`` and ``valid`` ``[n]``; both are the caller's own.
-
-    The bytes of a row that is not valid are all 0xFF.
-    """
-
-    ids: NDArray[Any]
-    valid: NDArray[np.bool_]
 
 
 class AuxBlocks:
@@ -436,31 +425,7 @@ class AuxBlocks:
         With ``owner``, blocks that the owner does not hold count as missing; without, the caller must know that they
         are its own. Takes no lock while it copies: a block that is given away meanwhile comes out missing.
         """
-        index, chosen = self.layout.index(name), self._tier(tier)
-        spec, tokens = self.layout.specs[index], self.block_tokens
-        ids = integers(blocks, "blocks", "a flat sequence of block ids")
-        chosen.life.ids(np.unique(ids))
-        end = ids.size * tokens if stop is None else stop
-        whole = isinstance(start, (int, np.integer)) and isinstance(end, (int, np.integer))
-        if not (whole and 0 <= start <= end <= ids.size * tokens):
-            wanted = f"0 <= start <= stop <= {ids.size * tokens}, integers"
-            raise InvalidInputError("start, stop", wanted, f"{start!r}, {end!r}")
-        start, end = int(start), int(end)
-        first = start // tokens
-        ids = ids[first : -(-end // tokens)] if end > start else ids[:0]
-        rows, words, lives = chosen.gather(index, ids)
-        with self._lock:
-            if owner is not None:
-                words[[not chosen.life.leases.holds(owner, b) for b in ids.tolist()]] = 0
-                words[chosen.region.words[ids] != lives] = 0  # given to this owner after the bytes were copied
-            at, n = start - first * tokens, end - start
-            valid = unpack_bits(words, tokens).reshape(-1)[at : at + n]
-            self._ledger.count("rows_read", n)
-            self._ledger.count("rows_missing", n - int(np.count_nonzero(valid)))
-        found = rows.reshape(-1, spec.row_nbytes)[at : at + n]
-        if not valid.all():
-            found[~valid] = 0xFF
-        return Rows(found.reshape(-1).view(spec.numpy_dtype).reshape(n, *spec.row_shape), valid)
+        return read_rows(self._tier(tier), self._ledger, name, blocks, start, stop, owner)
 
     # ---------------------------------------------------------------- ending
 
@@ -539,3 +504,6 @@ def _owner(owner: str) -> str:
     if not isinstance(owner, str) or not owner:
         raise InvalidInputError("owner", "a non-empty string", repr(owner))
     return owner
+
+
+__all__ = ["AuxBlocks", "Rows", "TierName"]
