@@ -16,6 +16,7 @@ from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import InvalidInputError
 from cache_manager.jobs import Phase
 from cache_manager.keys import BlockKey
+from cache_manager.manager_counters import ManagerCounts
 
 LEASE_PREFIX: Final = "store-job "
 
@@ -52,9 +53,10 @@ class Errands:
     blocks, or refused when not even one fits; one that its caller waits for is neither.
     """
 
-    def __init__(self, aux: AuxBlocks, companion: Companion, pinned_max: int) -> None:
+    def __init__(self, aux: AuxBlocks, companion: Companion, counts: ManagerCounts, *, pinned_max: int) -> None:
         self._aux = aux
         self._companion = companion
+        self._counts = counts
         self._pinned_max = pinned_max
         self._errands: dict[Errand, None] = {}
         self._begun = 0
@@ -69,15 +71,19 @@ class Errands:
 
     def persist(self, owner: str, wanted: Mapping[BlockKey, int], *, queued: bool) -> Errand | None:
         """Send blocks that ``owner`` holds to the store; ``None`` when there is no room for that now."""
-        if queued:
-            wanted = self._first(wanted, restores=self._aux.job_limits.threads_max)
-        return self._begin(owner, wanted, restore=False, queued=queued) if wanted else None
+        first = self._first(wanted, restores=self._aux.job_limits.threads_max) if queued else wanted
+        return self._counted(self._begin(owner, first, restore=False, queued=queued), wanted)
 
     def restore(self, owner: str, wanted: Mapping[BlockKey, int], *, queued: bool) -> Errand | None:
         """Fill blocks that ``owner`` holds from the store; ``None`` when there is no room for that now."""
-        if queued:  # it is one of the restores that threads may hang in
-            wanted = self._first(wanted, restores=self._aux.job_limits.threads_max - 1)
-        return self._begin(owner, wanted, restore=True, queued=queued) if wanted else None
+        # It is itself one of the restores that threads may hang in.
+        first = self._first(wanted, restores=self._aux.job_limits.threads_max - 1) if queued else wanted
+        return self._counted(self._begin(owner, first, restore=True, queued=queued), wanted)
+
+    def _counted(self, errand: Errand | None, wanted: Mapping[BlockKey, int]) -> Errand | None:
+        self._counts.count("errands_refused", int(errand is None))
+        self._counts.count("errands_cut", int(errand is not None and len(errand.wanted) < len(wanted)))
+        return errand
 
     def _first(self, wanted: Mapping[BlockKey, int], restores: int) -> dict[BlockKey, int]:
         """The first of ``wanted``, so many that all persists and the ``restores`` largest restores may hang too."""
@@ -93,6 +99,8 @@ class Errands:
         return first
 
     def _begin(self, owner: str, wanted: Mapping[BlockKey, int], *, restore: bool, queued: bool) -> Errand | None:
+        if not wanted:
+            return None
         begin = self._aux.begin_restore if restore else self._aux.begin_persist
         lease, job = f"{LEASE_PREFIX}{self._begun}", None
         self._begun += 1

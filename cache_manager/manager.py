@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from cache_manager.archive import Companion, PersistJob
 from cache_manager.aux_blocks import AuxBlocks, Rows, TierName
+from cache_manager.block_pool import BlockPool
 from cache_manager.checks import integers
 from cache_manager.errands import Errand, Errands, check_owner
 from cache_manager.errors import (
@@ -30,8 +30,8 @@ from cache_manager.errors import (
     TransferProcessError,
 )
 from cache_manager.keys import BlockKey, KeyChain, Tokens
+from cache_manager.manager_counters import ManagerCounters, ManagerCounts
 from cache_manager.ports import BlockMover, HitPolicy
-from cache_manager.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
@@ -48,29 +48,6 @@ class Admission:
     cached_tokens: int
     restored_tokens: int
     pending: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ManagerCounters:
-    """What happened since the start; every number only grows."""
-
-    sequences: int = 0
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    restored_tokens: int = 0
-    persisted_blocks: int = 0
-    evicted_blocks: int = 0
-    preemptions: int = 0
-    swapped_out_tokens: int = 0
-    swapped_in_tokens: int = 0
-    cow_blocks: int = 0
-    cow_tokens: int = 0
-    hits_cut_for_missing_rows: int = 0
-    store_failures: int = 0
-    errands_refused: int = 0
-    errands_cut: int = 0
-    restores_abandoned: int = 0
-    moves_failed: int = 0
 
 
 @dataclass(slots=True)
@@ -99,31 +76,28 @@ class BlockManager:
         self.aux = aux
         self._mover = mover
         self._caching = caching
-        self._policy = policy
-        self._errands = Errands(aux, Companion(mover, policy), pinned_max=aux.device_blocks // 2)
+        self._counts = ManagerCounts()
+        self._pool = BlockPool(aux, policy, self._counts)
+        self._errands = Errands(aux, Companion(mover, policy), self._counts, pinned_max=aux.device_blocks // 2)
         self._settled: dict[str, Admission] = {}
         self._tokens = aux.block_tokens
-        self._free = list(range(aux.device_blocks - 1, -1, -1))
-        self._host_free = list(range(aux.host_blocks - 1, -1, -1))
-        self._index = PrefixIndex()
         self._sequences: dict[str, _Sequence] = {}
         self._holders: set[str] = set()
-        self._counts = {f.name: 0 for f in fields(ManagerCounters)}
 
     # ---------------------------------------------------------------- looking
 
     @property
     def counters(self) -> ManagerCounters:
-        return ManagerCounters(**self._counts)
+        return self._counts.snapshot()
 
     @property
     def free_device_blocks(self) -> int:
         """Blocks that a sequence could get now: free ones and cached ones that nobody holds."""
-        return len(self._free) + self._index.idle
+        return self._pool.device_room
 
     @property
     def free_host_blocks(self) -> int:
-        return len(self._host_free)
+        return self._pool.host_room
 
     @property
     def owners(self) -> frozenset[str]:
@@ -205,25 +179,24 @@ class BlockManager:
         chain = self.aux.keys
         tokens = integers(tokens, "tokens", "a flat sequence of integers")
         keys = chain.keys(tokens[: (total - 1) // self._tokens * self._tokens]) if self._caching else []
-        shared = self._match(keys)
+        shared = self._pool.match(keys)
         fresh_needed = -(-total // self._tokens) - len(shared)
         if fresh_needed > self.free_device_blocks - len(self.aux.unheld(shared)):
             return None
-        self.aux.share(shared, owner)
-        self._index.hold(shared)
+        self._pool.share(shared, owner)
         sequence = _Sequence(list(shared), len(shared) * self._tokens, chain, keys[: len(shared)])
         self._sequences[owner] = sequence
         try:
-            fresh = self._take(fresh_needed, owner)
+            fresh = self._pool.take(fresh_needed, owner)
             sequence.blocks += fresh
             wanted = keys[len(shared) :] if restore else []
             restored = self._restore(owner, wanted, fresh, queued=queued)
         except BaseException:
             self.free(owner)
             raise
-        self._counts["sequences"] += 1
-        self._counts["prefix_queried_tokens"] += total
-        self._counts["prefix_hit_tokens"] += len(shared) * self._tokens
+        self._counts.count("sequences")
+        self._counts.count("prefix_queried_tokens", total)
+        self._counts.count("prefix_hit_tokens", len(shared) * self._tokens)
         return Admission(tuple(sequence.blocks), sequence.computed, restored, pending=sequence.errand is not None)
 
     def append(self, owner: str, total_tokens: int) -> bool:
@@ -241,22 +214,22 @@ class BlockManager:
             return True
         if len(shared) + more > self.free_device_blocks:
             return False
-        fresh = self._take(len(shared) + more, owner)
+        fresh = self._pool.take(len(shared) + more, owner)
         copies = fresh[: len(shared)]
         if shared:
             pairs = [(blocks[i], copy) for i, copy in zip(shared, copies, strict=True)]
             rows = [min(self._tokens, max(0, sequence.computed - i * self._tokens)) for i in shared]
             try:
-                with self._giving_back(owner, fresh), self.aux.begin_copy(pairs, rows):
+                with self._pool.giving_back(owner, fresh), self.aux.begin_copy(pairs, rows):
                     self._mover.copy(pairs)
             except TransferProcessError as error:
                 return self._not_moved(error)
-            self._counts["cow_blocks"] += len(shared)
+            self._counts.count("cow_blocks", len(shared))
             for i, copy in zip(shared, copies, strict=True):
-                self._counts["cow_tokens"] += min(self._tokens, sequence.computed - i * self._tokens)
+                self._counts.count("cow_tokens", min(self._tokens, sequence.computed - i * self._tokens))
                 left, blocks[i] = blocks[i], copy
                 self.aux.free(owner, [left])
-                self._retire([left], "device")
+                self._pool.retire([left], "device")
         blocks.extend(fresh[len(shared) :])
         return True
 
@@ -278,8 +251,7 @@ class BlockManager:
         sequence.computed = len(tokens)
         for key, block in found:
             sequence.keys.append(key)
-            if not self._index.insert(key, block):
-                self._replace_incomplete(key, block)
+            self._pool.publish(key, block)
 
     def fork(self, parent: str, child: str) -> None:
         """The child shares every block of the parent, the partial last one too, until one of them appends."""
@@ -317,10 +289,10 @@ class BlockManager:
             return
         self._settled.pop(owner, None)
         self.aux.free(owner)
-        self._retire(sequence.blocks, sequence.tier)
+        self._pool.retire(sequence.blocks, sequence.tier)
         if (errand := sequence.errand) is not None:
             sequence.errand = None
-            self._counts["restores_abandoned"] += 1
+            self._counts.count("restores_abandoned")
             errand.job.cancel()
             if errand.over:
                 self._end(errand)
@@ -331,21 +303,21 @@ class BlockManager:
         """Swap the sequence out to host blocks; ``False`` when they do not suffice, and then nothing has changed."""
         sequence = self._on_device(owner)
         full = -(-sequence.computed // self._tokens)
-        if full > len(self._host_free):
+        if full > self._pool.host_room:
             return False
-        pairs = list(zip(sequence.blocks[:full], reversed(self._host_free), strict=False))
+        pairs = list(zip(sequence.blocks[:full], self._pool.next_host(full), strict=True))
         try:
             with self.aux.begin_swap_out(pairs, owner):
                 self._mover.swap_out(pairs)
         except TransferProcessError as error:
             return self._not_moved(error)
-        del self._host_free[len(self._host_free) - full :]
+        self._pool.take_host(full)
         left, sequence.blocks = sequence.blocks, [target for _, target in pairs]
         sequence.tier = "host"
         self.aux.free(owner, left[full:])
-        self._retire(left, "device")
-        self._counts["preemptions"] += 1
-        self._counts["swapped_out_tokens"] += sequence.computed
+        self._pool.retire(left, "device")
+        self._counts.count("preemptions")
+        self._counts.count("swapped_out_tokens", sequence.computed)
         return True
 
     def resume(self, owner: str) -> bool:
@@ -355,23 +327,23 @@ class BlockManager:
             return True
         if len(sequence.blocks) > self.free_device_blocks:
             return False
-        targets = self._take(len(sequence.blocks), None)
+        targets = self._pool.take(len(sequence.blocks), None)
         pairs = list(zip(sequence.blocks, targets, strict=True))
         try:
-            with self._giving_back(None, targets), self.aux.begin_swap_in(pairs, owner):
+            with self._pool.giving_back(None, targets), self.aux.begin_swap_in(pairs, owner):
                 self._mover.swap_in(pairs)
         except TransferProcessError as error:
             return self._not_moved(error)
         left, sequence.blocks, sequence.tier = sequence.blocks, targets, "device"
-        self._retire(left, "host")
+        self._pool.retire(left, "host")
         for key, block in zip(sequence.keys, targets, strict=False):
-            self._index.insert(key, block)
-        self._counts["swapped_in_tokens"] += sequence.computed
+            self._pool.index.insert(key, block)
+        self._counts.count("swapped_in_tokens", sequence.computed)
         return True
 
     def _not_moved(self, error: TransferProcessError) -> Literal[False]:
         """A process that moves blocks for this one is lost: there is no room for now, and nothing has changed."""
-        self._counts["moves_failed"] += 1
+        self._counts.count("moves_failed")
         logger.warning("blocks were not moved, going on without that: %s", str(error))
         return False
 
@@ -421,14 +393,13 @@ class BlockManager:
         if not self._caching or not self.aux.has_store or sequence.chain is not self.aux.keys or not sequence.keys:
             return None
         wanted = dict(zip(sequence.keys, sequence.blocks, strict=False))
-        return self._counted(self._errands.persist(owner, wanted, queued=queued), wanted)
+        return self._errands.persist(owner, wanted, queued=queued)
 
     def _restore(self, owner: str, keys: Sequence[BlockKey], blocks: Sequence[int], *, queued: bool) -> int:
         """Fill ``blocks`` with the longest run of ``keys`` that the store has; how many tokens that are by now."""
         if not keys or not self.aux.has_store:
             return 0
-        wanted = dict(zip(keys, blocks, strict=False))
-        errand = self._counted(self._errands.restore(owner, wanted, queued=queued), wanted)
+        errand = self._errands.restore(owner, dict(zip(keys, blocks, strict=False)), queued=queued)
         if errand is None:
             return 0
         self._sequences[owner].errand = errand
@@ -436,11 +407,6 @@ class BlockManager:
             return 0
         self._end(errand)
         return self._settled.pop(owner).restored_tokens
-
-    def _counted(self, errand: Errand | None, wanted: Mapping[BlockKey, int]) -> Errand | None:
-        self._counts["errands_refused"] += errand is None
-        self._counts["errands_cut"] += errand is not None and len(errand.wanted) < len(wanted)
-        return errand
 
     def _end(self, errand: Errand) -> None:
         """The store is done: its blocks are let go, and a sequence that waited for them can go on."""
@@ -452,18 +418,17 @@ class BlockManager:
             run = errand.run() if sequence.chain is self.aux.keys else []
             for key, block in run:
                 sequence.keys.append(key)
-                if not self._index.insert(key, block):  # another sequence was faster
-                    self._replace_incomplete(key, block)
+                self._pool.publish(key, block)
             restored = len(run) * self._tokens
             sequence.computed += restored
-            self._counts["restored_tokens"] += restored
+            self._counts.count("restored_tokens", restored)
             self._settled[errand.owner] = Admission(tuple(sequence.blocks), sequence.computed, restored)
         elif isinstance(errand.job, PersistJob):
-            self._counts["persisted_blocks"] += sum(errand.job.done().values())
-        self._retire(list(errand.wanted.values()), "device")
+            self._counts.count("persisted_blocks", sum(errand.job.done().values()))
+        self._pool.retire(list(errand.wanted.values()), "device")
         failure = errand.job.failure
         if isinstance(failure, StorageError):
-            self._counts["store_failures"] += 1
+            self._counts.count("store_failures")
             # As text: a log record that keeps the exception keeps its frames, and with them views of the rows.
             logger.warning("store failed, going on without it: %s", str(failure))
         elif failure is not None:
@@ -474,22 +439,15 @@ class BlockManager:
     def reset(self, *, weights_version: int) -> None:
         """A weight update: nothing from before is found or read again. Sequences keep their blocks, without rows."""
         self.aux.reset(weights_version=weights_version)
-        self._free.extend(self._index.clear())
+        self._pool.forget()
         for sequence in self._sequences.values():
             sequence.keys.clear()
 
     def assert_consistent(self) -> None:
         """Raise ``AssertionError`` unless every block is free, cached or held, once, in each tier."""
         self.aux.assert_consistent()
-        self._index.assert_consistent()
         held = {b for s in self._sequences.values() if s.tier == "device" for b in s.blocks} | self._errands.blocks
-        free, idle = set(self._free), self._index.idle
-        assert len(free) == len(self._free), "a device block is free twice"
-        assert not free & held, "a device block is free and held"
-        assert len(free) + idle + len(held) == self.aux.device_blocks, "a device block is lost"
-        assert all(self._index.key(b) is None for b in free), "a free block is indexed"
-        host = [b for s in self._sequences.values() if s.tier == "host" for b in s.blocks]
-        assert sorted(host + self._host_free) == list(range(self.aux.host_blocks)), "a host block is lost or shared"
+        self._pool.assert_consistent(held, [b for s in self._sequences.values() if s.tier == "host" for b in s.blocks])
 
     # ---------------------------------------------------------------- inside
 
@@ -509,70 +467,12 @@ class BlockManager:
 
     def _others_use(self, block: int) -> bool:
         """Whether another sequence may read the block, now or when it finds it by key: then it is not written."""
-        if self._index.key(block) is not None:
+        if self._pool.index.key(block) is not None:
             return True
         if not self._holders or not self.aux.shared(block):
             return self.aux.shared(block)
         readers = (s for name, s in self._sequences.items() if name not in self._holders and s.tier == "device")
         return sum(block in s.blocks for s in readers) > 1
 
-    def _match(self, keys: Sequence[BlockKey]) -> list[int]:
-        found = self._index.match(keys)
-        if found and self._policy == "gate":
-            complete = self.aux.complete(found)
-            if not complete.all():
-                self._counts["hits_cut_for_missing_rows"] += 1
-                found = found[: int(np.argmin(complete))]
-        return found
 
-    def _take(self, count: int, owner: str | None) -> list[int]:
-        """``count`` blocks that nobody holds, cached ones last; allocated to ``owner`` if there is one."""
-        taken = []
-        for _ in range(count):
-            if self._free:
-                taken.append(self._free.pop())
-                continue
-            block = self._index.evict()
-            assert block is not None, "room was checked before"
-            taken.append(block)
-            self._counts["evicted_blocks"] += 1
-        if owner is not None and taken:
-            try:
-                self.aux.allocate(taken, owner)
-            except BaseException:
-                self._free.extend(reversed(taken))
-                raise
-        return taken
-
-    @contextmanager
-    def _giving_back(self, owner: str | None, taken: Sequence[int]) -> Iterator[None]:
-        """Return ``taken`` to the free list if the body raises."""
-        try:
-            yield
-        except BaseException:
-            if owner is not None:
-                self.aux.free(owner, taken)
-            self._retire(taken, "device")
-            raise
-
-    def _retire(self, blocks: Sequence[int], tier: TierName) -> None:
-        """Blocks that a sequence has let go: cached if they can be found by key, free otherwise."""
-        unheld = self.aux.unheld(blocks, tier)
-        if tier == "host":
-            self.aux.evict(unheld, "host")
-            self._host_free.extend(unheld)
-            return
-        loose = self._index.release(reversed(unheld))
-        self._free.extend(loose)
-        with suppress(BlockBusyError):  # being stored by another thread; nobody can find its rows by key
-            self.aux.evict(loose)
-
-    def _replace_incomplete(self, key: BlockKey, block: int) -> None:
-        """Let ``block`` be found under ``key`` in place of one that misses rows, if it has them all."""
-        (earlier,) = self._index.match([key])
-        first, second = self.aux.complete([earlier, block]).tolist() if earlier != block else (True, True)
-        if first or not second:
-            return
-        self._index.remove(earlier)
-        self._index.insert(key, block)
-        self._retire([earlier], "device")
+__all__ = ["Admission", "BlockManager", "ManagerCounters"]
