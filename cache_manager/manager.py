@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.archive import Companion, PersistJob
-from cache_manager.aux_blocks import AuxBlocks, Rows, TierName
+from cache_manager.aux_blocks import AuxBlocks, Rows
 from cache_manager.block_pool import BlockPool
 from cache_manager.checks import integers
 from cache_manager.errands import Errand, Errands, check_owner
@@ -29,9 +28,10 @@ from cache_manager.errors import (
     StorageError,
     TransferProcessError,
 )
-from cache_manager.keys import BlockKey, KeyChain, Tokens
+from cache_manager.keys import BlockKey, Tokens
 from cache_manager.manager_counters import ManagerCounters, ManagerCounts
 from cache_manager.ports import BlockMover, HitPolicy
+from cache_manager.sequences import Sequence, Sequences
 
 logger = logging.getLogger(__name__)
 
@@ -48,18 +48,6 @@ class Admission:
     cached_tokens: int
     restored_tokens: int
     pending: bool = False
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """One owner's blocks, in token order; ``computed`` tokens of them have KV and rows."""
-
-    blocks: list[int]
-    computed: int
-    chain: KeyChain  # of the namespace that its KV was computed in; after a reset its blocks are not found by key
-    keys: list[BlockKey] = field(default_factory=list)
-    tier: TierName = "device"
-    errand: Errand | None = None  # by which the store is asked for more
 
 
 class BlockManager:
@@ -81,8 +69,7 @@ class BlockManager:
         self._errands = Errands(aux, Companion(mover, policy), self._counts, pinned_max=aux.device_blocks // 2)
         self._settled: dict[str, Admission] = {}
         self._tokens = aux.block_tokens
-        self._sequences: dict[str, _Sequence] = {}
-        self._holders: set[str] = set()
+        self._sequences = Sequences()
 
     # ---------------------------------------------------------------- looking
 
@@ -101,25 +88,25 @@ class BlockManager:
 
     @property
     def owners(self) -> frozenset[str]:
-        return frozenset(self._sequences)
+        return self._sequences.owners
 
     def table(self, owner: str) -> list[int]:
         """The sequence's blocks, in token order, in the tier it is in."""
-        return list(self._sequence(owner).blocks)
+        return list(self._sequences[owner].blocks)
 
     def computed(self, owner: str) -> int:
         """How many of the sequence's tokens have KV."""
-        return self._sequence(owner).computed
+        return self._sequences[owner].computed
 
     def is_swapped(self, owner: str) -> bool:
-        return self._sequence(owner).tier == "host"
+        return self._sequences[owner].tier == "host"
 
     def keys(self, owner: str, tokens: Tokens) -> list[BlockKey]:
         """The keys of the sequence's blocks with ``tokens`` in them, the partial last one too.
 
         They are of the namespace that the sequence began in: after a reset nothing is found under them.
         """
-        chain = self._sequence(owner).chain
+        chain = self._sequences[owner].chain
         keys = chain.keys(tokens)
         if tail := len(tokens) % self._tokens:
             keys.append(chain.key(keys[-1] if keys else None, tokens[-tail:]))
@@ -127,7 +114,7 @@ class BlockManager:
 
     def slots(self, owner: str, start: int, stop: int) -> NDArray[np.int64]:
         """Device slots of the tokens ``[start, stop)``."""
-        sequence = self._on_device(owner)
+        sequence = self._sequences.on_device(owner)
         if not 0 <= start <= stop <= len(sequence.blocks) * self._tokens:
             raise InvalidInputError(
                 "start, stop", f"0 <= start <= stop <= {len(sequence.blocks) * self._tokens}", f"{start}, {stop}"
@@ -144,7 +131,7 @@ class BlockManager:
 
     def read(self, name: str, owner: str, start: int, stop: int) -> Rows:
         """Rows of the tokens ``[start, stop)`` from whichever tier it is in; those not computed yet are missing."""
-        sequence = self._sequence(owner)
+        sequence = self._sequences[owner]
         rows = self.aux.read(name, sequence.blocks, start, stop, owner=owner, tier=sequence.tier)
         if stop > sequence.computed:  # bytes of another owner's, or of tokens that were taken back
             beyond = max(0, sequence.computed - start)
@@ -170,8 +157,7 @@ class BlockManager:
 
     def _allocate(self, owner: str, tokens: Tokens, *, queued: bool, restore: bool = True) -> Admission | None:
         check_owner(owner)
-        if owner in self._sequences:
-            raise BlockStateError(f"owner {owner!r}", "an owner without a sequence", "one that has one")
+        self._sequences.check_new(owner)
         total = len(tokens)
         if not 1 <= total <= self.aux.device_blocks * self._tokens:
             room = self.aux.device_blocks * self._tokens
@@ -184,8 +170,8 @@ class BlockManager:
         if fresh_needed > self.free_device_blocks - len(self.aux.unheld(shared)):
             return None
         self._pool.share(shared, owner)
-        sequence = _Sequence(list(shared), len(shared) * self._tokens, chain, keys[: len(shared)])
-        self._sequences[owner] = sequence
+        sequence = Sequence(list(shared), len(shared) * self._tokens, chain, keys[: len(shared)])
+        self._sequences.add(owner, sequence)
         try:
             fresh = self._pool.take(fresh_needed, owner)
             sequence.blocks += fresh
@@ -204,7 +190,7 @@ class BlockManager:
 
         A block that would be written and that another owner holds too is copied first (copy-on-write).
         """
-        sequence = self._on_device(owner)
+        sequence = self._sequences.on_device(owner)
         blocks, first = sequence.blocks, sequence.computed // self._tokens
         wanted = -(-total_tokens // self._tokens)
         written = range(first, min(wanted, len(blocks)))
@@ -238,7 +224,7 @@ class BlockManager:
 
         Full blocks among them can be found by later sequences from here on.
         """
-        sequence = self._on_device(owner)
+        sequence = self._sequences.on_device(owner)
         if not sequence.computed <= len(tokens) <= len(sequence.blocks) * self._tokens:
             room = len(sequence.blocks) * self._tokens
             raise InvalidInputError("tokens", f"{sequence.computed} to {room} tokens", len(tokens))
@@ -256,14 +242,13 @@ class BlockManager:
     def fork(self, parent: str, child: str) -> None:
         """The child shares every block of the parent, the partial last one too, until one of them appends."""
         check_owner(child)
-        sequence = self._on_device(parent)
-        if child in self._sequences:
-            raise BlockStateError(f"owner {child!r}", "an owner without a sequence", "one that has one")
+        sequence = self._sequences.on_device(parent)
+        self._sequences.check_new(child)
         blocks = sequence.blocks[: -(-sequence.computed // self._tokens)]
         if self.aux.has_step(blocks):
             raise BlockBusyError(f"owner {parent!r}", "no step in flight to fork it", "a step")
         self.aux.share(blocks, child)
-        self._sequences[child] = _Sequence(blocks, sequence.computed, sequence.chain, list(sequence.keys))
+        self._sequences.add(child, Sequence(blocks, sequence.computed, sequence.chain, list(sequence.keys)))
 
     def hold(self, owner: str, holder: str, first: int = 0) -> None:
         """Keep the sequence's blocks from index ``first`` on from being given away until ``free(holder)``.
@@ -271,20 +256,17 @@ class BlockManager:
         The holder reads nothing: unlike a fork it does not keep the sequence from writing its blocks in place. For
         blocks that something outside writes to and that must not get another owner before it has stopped.
         """
-        blocks = self._on_device(owner).blocks[first:]
-        if holder in self._sequences:
-            raise BlockStateError(f"owner {holder!r}", "an owner without a sequence", "one that has one")
+        blocks = self._sequences.on_device(owner).blocks[first:]
+        self._sequences.check_new(holder)
         self.aux.share(blocks, holder)
-        self._sequences[holder] = _Sequence(blocks, 0, self.aux.keys)
-        self._holders.add(holder)
+        self._sequences.add(holder, Sequence(blocks, 0, self.aux.keys, reads=False))
 
     def free(self, owner: str) -> None:
         """End the sequence; idempotent. Blocks that can be found by key stay cached until they are evicted.
 
         Blocks that the store is still reading or filling come back when it has done that, in a later :meth:`poll`.
         """
-        sequence = self._sequences.pop(owner, None)
-        self._holders.discard(owner)
+        sequence = self._sequences.remove(owner)
         if sequence is None:
             return
         self._settled.pop(owner, None)
@@ -301,7 +283,7 @@ class BlockManager:
 
     def preempt(self, owner: str) -> bool:
         """Swap the sequence out to host blocks; ``False`` when they do not suffice, and then nothing has changed."""
-        sequence = self._on_device(owner)
+        sequence = self._sequences.on_device(owner)
         full = -(-sequence.computed // self._tokens)
         if full > self._pool.host_room:
             return False
@@ -322,7 +304,7 @@ class BlockManager:
 
     def resume(self, owner: str) -> bool:
         """Swap the sequence back in; ``False`` when device blocks do not suffice, and then nothing has changed."""
-        sequence = self._sequence(owner)
+        sequence = self._sequences[owner]
         if sequence.tier == "device":
             return True
         if len(sequence.blocks) > self.free_device_blocks:
@@ -389,13 +371,13 @@ class BlockManager:
             self.aux.wait(left_s)
 
     def _persist(self, owner: str, *, queued: bool) -> Errand | None:
-        sequence = self._on_device(owner)
+        sequence = self._sequences.on_device(owner)
         if not self._caching or not self.aux.has_store or sequence.chain is not self.aux.keys or not sequence.keys:
             return None
         wanted = dict(zip(sequence.keys, sequence.blocks, strict=False))
         return self._errands.persist(owner, wanted, queued=queued)
 
-    def _restore(self, owner: str, keys: Sequence[BlockKey], blocks: Sequence[int], *, queued: bool) -> int:
+    def _restore(self, owner: str, keys: list[BlockKey], blocks: list[int], *, queued: bool) -> int:
         """Fill ``blocks`` with the longest run of ``keys`` that the store has; how many tokens that are by now."""
         if not keys or not self.aux.has_store:
             return 0
@@ -440,39 +422,24 @@ class BlockManager:
         """A weight update: nothing from before is found or read again. Sequences keep their blocks, without rows."""
         self.aux.reset(weights_version=weights_version)
         self._pool.forget()
-        for sequence in self._sequences.values():
+        for sequence in self._sequences:
             sequence.keys.clear()
 
     def assert_consistent(self) -> None:
         """Raise ``AssertionError`` unless every block is free, cached or held, once, in each tier."""
         self.aux.assert_consistent()
-        held = {b for s in self._sequences.values() if s.tier == "device" for b in s.blocks} | self._errands.blocks
-        self._pool.assert_consistent(held, [b for s in self._sequences.values() if s.tier == "host" for b in s.blocks])
+        held = set(self._sequences.blocks("device")) | self._errands.blocks
+        self._pool.assert_consistent(held, self._sequences.blocks("host"))
 
     # ---------------------------------------------------------------- inside
-
-    def _sequence(self, owner: str) -> _Sequence:
-        try:
-            return self._sequences[owner]
-        except KeyError:
-            raise BlockStateError(f"owner {owner!r}", "an owner with a sequence", "one without") from None
-
-    def _on_device(self, owner: str) -> _Sequence:
-        sequence = self._sequence(owner)
-        if sequence.tier != "device":
-            raise BlockStateError(f"owner {owner!r}", "a sequence on the device", "one that is swapped out")
-        if sequence.errand is not None:
-            raise BlockBusyError(f"owner {owner!r}", "a sequence that waits for nothing", "one whose store is asked")
-        return sequence
 
     def _others_use(self, block: int) -> bool:
         """Whether another sequence may read the block, now or when it finds it by key: then it is not written."""
         if self._pool.index.key(block) is not None:
             return True
-        if not self._holders or not self.aux.shared(block):
+        if not self._sequences.has_holders or not self.aux.shared(block):
             return self.aux.shared(block)
-        readers = (s for name, s in self._sequences.items() if name not in self._holders and s.tier == "device")
-        return sum(block in s.blocks for s in readers) > 1
+        return self._sequences.readers(block) > 1
 
 
 __all__ = ["Admission", "BlockManager", "ManagerCounters"]
