@@ -8,16 +8,16 @@ scheduler, protected by the blocks' states and generations. Every method may be 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from dataclasses import replace
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.archive import Archive, Companion, PersistJob, RestoreJob
-from cache_manager.carrier import LocalCarrier, LocalCopier, Transport
-from cache_manager.checks import integers
-from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, SpecError
+from cache_manager.carrier import Transport, local_transport
+from cache_manager.checks import owner_name
+from cache_manager.errors import BlockStateError, ConfigError, SpecError
 from cache_manager.install import export_records, install_record
 from cache_manager.jobs import Job, JobLimits, JobRunner
 from cache_manager.keys import BlockKey, KeyChain, Namespace
@@ -26,26 +26,11 @@ from cache_manager.lifecycle import Blocks, State
 from cache_manager.move import Followers, Move, Pairs
 from cache_manager.ports import Lookup, Region, StorageBackend
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
-from cache_manager.regions.heap import HeapRegion
-from cache_manager.regions.shared import SharedRegion
+from cache_manager.rows import Rows, read_rows
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import SlotTable, Step
-from cache_manager.storage.records import RecordCounters, RecordStore
-from cache_manager.tier import Tier, unpack_bits
-
-TierName = Literal["device", "host"]
-BLOCKS_MAX = 1 << 31
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows that were read: ``ids`` ``[n, *row_shape]`` and ``valid`` ``[n]``; both are the caller's own.
-
-    The bytes of a row that is not valid are all 0xFF.
-    """
-
-    ids: NDArray[Any]
-    valid: NDArray[np.bool_]
+from cache_manager.storage.records import RecordCounters
+from cache_manager.tiers import Memory, TierName, Tiers
 
 
 class AuxBlocks:
@@ -73,16 +58,10 @@ class AuxBlocks:
         store: StorageBackend | None = None,
         transport: Callable[[Region, Region | None], Transport] | None = None,
         required: Sequence[str] | None = None,
-        memory: Literal["heap", "shared"] = "heap",
+        memory: Memory = "heap",
         steps_max: int = 64,
         jobs: JobLimits | None = None,
     ) -> None:
-        sizes = (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0), ("steps_max", steps_max, 1))
-        for field, value, low in sizes:
-            if not isinstance(value, int) or not low <= value < BLOCKS_MAX:
-                raise ConfigError(field, f"an integer in [{low}, {BLOCKS_MAX})", repr(value))
-        if memory not in ("heap", "shared"):
-            raise ConfigError("memory", "'heap' or 'shared'", repr(memory))
         if isinstance(specs, AuxBlockDataSpec):
             raise SpecError("specs", "a sequence of AuxBlockDataSpec", "a single one")
         self.layout = RecordLayout(tuple(specs))
@@ -94,47 +73,21 @@ class AuxBlocks:
         self._required = tuple(self.layout.index(name) for name in names)
         self._ledger = Ledger(KeyChain(namespace, self.layout), steps_max)
         self._lock = self._ledger.lock
-        self._closed = False
-        self._open_device = Tier("device", self._region(memory, device_blocks, "host"))
-        self._open_host: Tier | None = None
+        self._runner = JobRunner(jobs or JobLimits())
+        self._tiers = Tiers(self.layout, namespace, device_blocks=device_blocks, host_blocks=host_blocks, memory=memory)
+        device, host = self._tiers.device, self._tiers.host
         try:
-            if host_blocks:
-                self._open_host = Tier("host", self._region(memory, host_blocks, "swap"))
-            moved_by = self._transport(store, transport)
+            if transport is None:
+                moved_by = local_transport(device.region, self.layout, store)
+            else:
+                moved_by = transport(device.region, host.region if host else None)
         except BaseException:
-            for tier in (self._open_host, self._open_device):
-                if tier:
-                    tier.close()
+            self._tiers.close()
             raise
         self._copier = moved_by.copier
-        self._runner = JobRunner(jobs or JobLimits())
         self._archive = None
         if moved_by.carrier is not None:
-            self._archive = Archive(moved_by.carrier, self._device, self._ledger, self._required, self._runner)
-
-    def _transport(
-        self, store: StorageBackend | None, transport: Callable[[Region, Region | None], Transport] | None
-    ) -> Transport:
-        device, host = self._open_device.region, self._open_host.region if self._open_host else None
-        if transport is not None:
-            return transport(device, host)
-        records = None if store is None else RecordStore(store, self.layout)
-        return Transport(LocalCopier(), LocalCarrier(device, records) if records else None)
-
-    def _region(self, memory: str, blocks: int, purpose: Literal["host", "swap"]) -> Region:
-        if memory == "heap":
-            return HeapRegion(self.layout, blocks)
-        return SharedRegion.create(self.layout, blocks, purpose=purpose, namespace=self.namespace.fingerprint)
-
-    @property
-    def _device(self) -> Tier:
-        if self._closed:
-            raise BlockStateError("AuxBlocks", "one that is open", "one that was closed")
-        return self._open_device
-
-    @property
-    def _host(self) -> Tier | None:
-        return self._open_host if self._device else None
+            self._archive = Archive(moved_by.carrier, device, self._ledger, self._required, self._runner)
 
     # ---------------------------------------------------------------- what it is
 
@@ -153,11 +106,11 @@ class AuxBlocks:
 
     @property
     def device_blocks(self) -> int:
-        return self._device.life.blocks
+        return self._tiers.device.life.blocks
 
     @property
     def host_blocks(self) -> int:
-        return self._host.life.blocks if self._host else 0
+        return host.life.blocks if (host := self._tiers.host) else 0
 
     @property
     def has_store(self) -> bool:
@@ -180,37 +133,37 @@ class AuxBlocks:
 
     def region(self, tier: TierName) -> Region:
         """The memory of a tier, for readers in other processes and for capture on the device."""
-        return self._tier(tier).region
+        return self._tiers.named(tier).region
 
     def blocks_in(self, state: State, tier: TierName = "device") -> int:
         """How many blocks of a tier are in ``state``."""
         with self._lock:
-            return self._tier(tier).life.count(state)
+            return self._tiers.named(tier).life.count(state)
 
     def holds(self, owner: str, block: int, tier: TierName = "device") -> bool:
         with self._lock:
-            return self._tier(tier).life.leases.holds(owner, block)
+            return self._tiers.named(tier).life.leases.holds(owner, block)
 
     def shared(self, block: int, tier: TierName = "device") -> bool:
         """Whether more than one owner holds the block."""
         with self._lock:
-            return self._tier(tier).life.leases.count(block) > 1
+            return self._tiers.named(tier).life.leases.count(block) > 1
 
     def has_step(self, blocks: Blocks) -> bool:
         """Whether a step in flight writes one of the device blocks."""
         with self._lock:
-            return bool((self._device.pending[self._device.life.ids(blocks)] > 0).any())
+            return bool((self._tiers.device.pending[self._tiers.device.life.ids(blocks)] > 0).any())
 
     def unheld(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
         """Those of ``blocks`` that nobody holds, in the order given."""
         with self._lock:
-            chosen = self._tier(tier)
+            chosen = self._tiers.named(tier)
             return [b for b in chosen.life.ids(blocks).tolist() if not chosen.life.leases.count(b)]
 
     def complete(self, blocks: Blocks, tier: TierName = "device") -> NDArray[np.bool_]:
         """Which blocks have every required row."""
         with self._lock:
-            chosen = self._tier(tier)
+            chosen = self._tiers.named(tier)
             return chosen.complete(chosen.life.ids(blocks), self._required)
 
     # ---------------------------------------------------------------- owning
@@ -221,14 +174,14 @@ class AuxBlocks:
         Raises :class:`BlockStateError` when somebody holds one of them, ``BlockBusyError`` when one is in motion.
         """
         with self._lock:
-            ids = self._device.life.ids(blocks)
-            self._device.life.allocate(ids, _owner(owner))
-            self._device.begin_life(ids)
+            ids = self._tiers.device.life.ids(blocks)
+            self._tiers.device.life.allocate(ids, owner_name(owner))
+            self._tiers.device.begin_life(ids)
 
     def share(self, blocks: Blocks, owner: str) -> None:
         """Let a further owner hold device blocks whose rows it will use: a prefix hit or a fork."""
         with self._lock:
-            self._device.life.share(self._device.life.ids(blocks), _owner(owner))
+            self._tiers.device.life.share(self._tiers.device.life.ids(blocks), owner_name(owner))
 
     def free(self, owner: str, blocks: Blocks | None = None, tier: TierName | None = None) -> None:
         """End the owner's leases, all or those on ``blocks`` of ``tier``; idempotent.
@@ -237,18 +190,16 @@ class AuxBlocks:
         """
         with self._lock:
             if blocks is not None:
-                chosen = self._tier(tier or "device")
-                chosen.life.release(_owner(owner), chosen.life.ids(blocks))
+                chosen = self._tiers.named(tier or "device")
+                chosen.life.release(owner_name(owner), chosen.life.ids(blocks))
                 return
-            tiers = (self._device, self._host) if tier is None else (self._tier(tier),)
-            for each in tiers:
-                if each:
-                    each.life.release(_owner(owner))
+            for each in self._tiers if tier is None else (self._tiers.named(tier),):
+                each.life.release(owner_name(owner))
 
     def evict(self, blocks: Blocks, tier: TierName = "device") -> None:
         """Forget the rows of blocks that nobody holds."""
         with self._lock:
-            chosen = self._tier(tier)
+            chosen = self._tiers.named(tier)
             ids = chosen.life.ids(blocks)
             chosen.life.evict(ids)
             chosen.begin_life(ids)
@@ -263,7 +214,7 @@ class AuxBlocks:
         :class:`BlockStateError` for a block that nobody holds.
         """
         table = SlotTable(slots, self.device_blocks, self.block_tokens)
-        return Step(self._device, self._ledger, table)
+        return Step(self._tiers.device, self._ledger, table)
 
     def step(self, slots: NDArray[Any] | Sequence[int]) -> Step:
         """:meth:`begin_step` for a ``with`` statement: leaving commits, an exception commits nothing."""
@@ -277,19 +228,17 @@ class AuxBlocks:
         The leases of all owners, or only of ``owner``, follow when the move commits. A failed move changes nothing;
         its targets are then without rows.
         """
-        follow = Followers.EVERYBODY if owner is None else _owner(owner)
-        host = self._tier("host")
-        return Move(
-            self._device, host, self._ledger, pairs, leases_of=follow, counter="swapped_out_rows", copier=self._copier
-        )
+        follow = Followers.EVERYBODY if owner is None else owner_name(owner)
+        device, host = self._tiers.device, self._tiers.named("host")
+        counter, copier = "swapped_out_rows", self._copier
+        return Move(device, host, self._ledger, pairs, leases_of=follow, counter=counter, copier=copier)
 
     def begin_swap_in(self, pairs: Pairs, owner: str | None = None) -> Move:
         """Copy the rows of host blocks to unheld device blocks; ``pairs`` are (host, device). See above."""
-        follow = Followers.EVERYBODY if owner is None else _owner(owner)
-        host = self._tier("host")
-        return Move(
-            host, self._device, self._ledger, pairs, leases_of=follow, counter="swapped_in_rows", copier=self._copier
-        )
+        follow = Followers.EVERYBODY if owner is None else owner_name(owner)
+        host, device = self._tiers.named("host"), self._tiers.device
+        counter, copier = "swapped_in_rows", self._copier
+        return Move(host, device, self._ledger, pairs, leases_of=follow, counter=counter, copier=copier)
 
     def begin_copy(self, pairs: Pairs, rows: Sequence[int] | None = None) -> Move:
         """Copy the rows of device blocks to device blocks without rows; ``pairs`` are (source, target).
@@ -297,7 +246,7 @@ class AuxBlocks:
         Leases stay as they are: allocate the targets first. A partial block's rows are copied as far as they go, or as
         far as ``rows``, one count for each pair, says.
         """
-        device, nobody = self._device, Followers.NOBODY
+        device, nobody = self._tiers.device, Followers.NOBODY
         counter, copier = "copied_rows", self._copier
         return Move(device, device, self._ledger, pairs, leases_of=nobody, counter=counter, copier=copier, rows=rows)
 
@@ -363,6 +312,10 @@ class AuxBlocks:
         return self._need_archive().lookup(keys)
 
     @property
+    def job_limits(self) -> JobLimits:
+        return self._runner.limits
+
+    @property
     def jobs(self) -> list[Job]:
         """Those that have begun and not landed, the earliest first."""
         return self._runner.jobs
@@ -398,12 +351,12 @@ class AuxBlocks:
         given as a view of its memory, which a caller holds and nobody writes until the view is dropped; any other as
         a snapshot, so that later rows may be written meanwhile.
         """
-        return export_records(self._device, self._ledger, blocks, rows)
+        return export_records(self._tiers.device, self._ledger, blocks, rows)
 
     def generations(self, blocks: Blocks) -> list[int]:
         """Which life each device block is in; :meth:`install` wants to be told."""
         with self._lock:
-            return [int(g) for g in self._device.life.generations[self._device.life.ids(blocks)]]
+            return [int(g) for g in self._tiers.device.life.generations[self._tiers.device.life.ids(blocks)]]
 
     def install(self, block: int, generation: int, header: RecordHeader, payload: Buffer) -> bool:
         """Put the rows of a record into a held device block, where no row is readable and no step will write one.
@@ -413,7 +366,7 @@ class AuxBlocks:
         write other rows of the block meanwhile. Raises ``BlockBusyError`` while the block is in motion and
         ``RecordError`` for a record that does not fit the layout.
         """
-        return install_record(self._device, self._ledger, block, generation, header, payload)
+        return install_record(self._tiers.device, self._ledger, block, generation, header, payload)
 
     # ---------------------------------------------------------------- reading
 
@@ -432,31 +385,7 @@ class AuxBlocks:
         With ``owner``, blocks that the owner does not hold count as missing; without, the caller must know that they
         are its own. Takes no lock while it copies: a block that is given away meanwhile comes out missing.
         """
-        index, chosen = self.layout.index(name), self._tier(tier)
-        spec, tokens = self.layout.specs[index], self.block_tokens
-        ids = integers(blocks, "blocks", "a flat sequence of block ids")
-        chosen.life.ids(np.unique(ids))
-        end = ids.size * tokens if stop is None else stop
-        whole = isinstance(start, (int, np.integer)) and isinstance(end, (int, np.integer))
-        if not (whole and 0 <= start <= end <= ids.size * tokens):
-            wanted = f"0 <= start <= stop <= {ids.size * tokens}, integers"
-            raise InvalidInputError("start, stop", wanted, f"{start!r}, {end!r}")
-        start, end = int(start), int(end)
-        first = start // tokens
-        ids = ids[first : -(-end // tokens)] if end > start else ids[:0]
-        rows, words, lives = chosen.gather(index, ids)
-        with self._lock:
-            if owner is not None:
-                words[[not chosen.life.leases.holds(owner, b) for b in ids.tolist()]] = 0
-                words[chosen.region.words[ids] != lives] = 0  # given to this owner after the bytes were copied
-            at, n = start - first * tokens, end - start
-            valid = unpack_bits(words, tokens).reshape(-1)[at : at + n]
-            self._ledger.count("rows_read", n)
-            self._ledger.count("rows_missing", n - int(np.count_nonzero(valid)))
-        found = rows.reshape(-1, spec.row_nbytes)[at : at + n]
-        if not valid.all():
-            found[~valid] = 0xFF
-        return Rows(found.reshape(-1).view(spec.numpy_dtype).reshape(n, *spec.row_shape), valid)
+        return read_rows(self._tiers.named(tier), self._ledger, name, blocks, start, stop, owner)
 
     # ---------------------------------------------------------------- ending
 
@@ -466,8 +395,7 @@ class AuxBlocks:
         Leases stay. Keys are derived in the new namespace from here on; keys from before are refused. With the version
         unchanged, memory is forgotten and the store is not: what it holds was made by these very weights.
         """
-        device, host = self._device, self._host
-        tiers = [tier for tier in (device, host) if tier]
+        tiers = list(self._tiers)
         with self._lock:
             keys = KeyChain(replace(self.namespace, weights_version=weights_version), self.layout)
             for tier in tiers:
@@ -489,10 +417,7 @@ class AuxBlocks:
         self._runner.close()
         with self._lock:
             self._check_still(self._ledger.jobs)  # those that other threads carry themselves
-            self._closed = True
-            for tier in (self._open_host, self._open_device):
-                if tier:
-                    tier.close()
+            self._tiers.close()
 
     def _check_still(self, jobs: int = 0) -> None:
         if in_flight := len(self._ledger.steps) + self._ledger.moves:
@@ -512,26 +437,9 @@ class AuxBlocks:
             pending = np.zeros(self.device_blocks, dtype=np.int32)
             for step in self._ledger.steps:
                 pending[step.blocks_still_owed()] += 1
-            assert (pending == self._device.pending).all(), "steps in flight and pending blocks disagree"
-            for tier in (self._device, self._host):
-                if tier:
-                    tier.life.assert_consistent()
-                    free = np.flatnonzero(tier.life.states == State.FREE)
-                    assert tier.empty(free).all(), f"a free {tier.life.tier} block has readable rows"
-                    published = tier.region.words >> np.uint64(16)
-                    assert (published == tier.life.generations.astype(np.uint64)).all(), "published generations differ"
-
-    def _tier(self, name: TierName) -> Tier:
-        if name == "device":
-            return self._device
-        if name != "host":
-            raise InvalidInputError("tier", "'device' or 'host'", repr(name))
-        if self._host is None:
-            raise InvalidInputError("tier", "host_blocks > 0 for the host tier", 0)
-        return self._host
+            assert (pending == self._tiers.device.pending).all(), "steps in flight and pending blocks disagree"
+            for tier in self._tiers:
+                tier.assert_consistent()
 
 
-def _owner(owner: str) -> str:
-    if not isinstance(owner, str) or not owner:
-        raise InvalidInputError("owner", "a non-empty string", repr(owner))
-    return owner
+__all__ = ["AuxBlocks", "Rows", "TierName"]

@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from cache_manager.keys import BlockKey
-from cache_manager.ports import Absence, Copier, RecordCarrier, Region
+from cache_manager.ports import Absence, Copier, RecordCarrier, Region, StorageBackend
 from cache_manager.record import RecordHeader
+from cache_manager.spec import RecordLayout
 from cache_manager.storage.records import RecordCounters, RecordStore
 
 
@@ -69,6 +70,11 @@ class LocalCopier:
             to_rows[t] = from_rows[s]
 
 
+def local_transport(device: Region, layout: RecordLayout, store: StorageBackend | None) -> Transport:
+    """The thread that asks moves the bytes, and those to and from ``store`` if there is one."""
+    return Transport(LocalCopier(), None if store is None else LocalCarrier(device, RecordStore(store, layout)))
+
+
 def _release(views: list[memoryview]) -> None:
     """Let the region go, also where an exception keeps the store's frames; a view that is exported stays."""
     for view in views:
@@ -76,4 +82,4 @@ def _release(views: list[memoryview]) -> None:
             view.release()
 
 
-__all__ = ["LocalCarrier", "LocalCopier", "Transport"]
+__all__ = ["LocalCarrier", "LocalCopier", "Transport", "local_transport"]

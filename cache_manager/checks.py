@@ -1,13 +1,15 @@
-"""Turning what callers pass into arrays, or into an error that names the field."""
+"""What callers pass: as it is wanted, or an error that names the field."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.errors import InvalidInputError
+from cache_manager.errors import ConfigError, InvalidInputError
+
+COUNT_END: Final = 1 << 31
 
 
 def integers(
@@ -29,3 +31,16 @@ def integers(
     if array.dtype.kind == "u" and int(array.max()) >= 1 << 63:
         raise error(field, wanted, int(array.max()))
     return array.astype(np.int64)
+
+
+def count_in_range(value: int, field: str, low: int) -> None:
+    """:class:`ConfigError` unless ``value`` is an integer in ``[low, COUNT_END)``."""
+    if not isinstance(value, int) or not low <= value < COUNT_END:
+        raise ConfigError(field, f"an integer in [{low}, {COUNT_END})", repr(value))
+
+
+def owner_name(owner: str) -> str:
+    """``owner``, or :class:`InvalidInputError`: a string that is not empty."""
+    if not isinstance(owner, str) or not owner:
+        raise InvalidInputError("owner", "a non-empty string", repr(owner))
+    return owner

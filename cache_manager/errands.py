@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import Final
 
 from cache_manager.archive import Companion, PersistJob, RestoreJob
@@ -15,6 +16,7 @@ from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import InvalidInputError
 from cache_manager.jobs import Phase
 from cache_manager.keys import BlockKey
+from cache_manager.manager_counters import ManagerCounts
 
 LEASE_PREFIX: Final = "store-job "
 
@@ -45,13 +47,16 @@ class Errand:
 class Errands:
     """The errands of one block manager that are not over.
 
-    A persist is not begun when persists and abandoned restores would pin more than ``pinned_max`` blocks, unless it is
-    alone: a store that hangs must leave blocks to compute with. What other restores pin, sequences need anyway.
+    A store that hangs must leave blocks to compute with: it keeps at most ``pinned_max``. What it can keep are the
+    blocks of every persist, and those of as many restores as it has threads, should their sequences end: a restore
+    that no thread has begun ends with its sequence. A queued errand for which that is too much is cut to its first
+    blocks, or refused when not even one fits; one that its caller waits for is neither.
     """
 
-    def __init__(self, aux: AuxBlocks, companion: Companion, pinned_max: int) -> None:
+    def __init__(self, aux: AuxBlocks, companion: Companion, counts: ManagerCounts, *, pinned_max: int) -> None:
         self._aux = aux
         self._companion = companion
+        self._counts = counts
         self._pinned_max = pinned_max
         self._errands: dict[Errand, None] = {}
         self._begun = 0
@@ -66,16 +71,36 @@ class Errands:
 
     def persist(self, owner: str, wanted: Mapping[BlockKey, int], *, queued: bool) -> Errand | None:
         """Send blocks that ``owner`` holds to the store; ``None`` when there is no room for that now."""
-        pinned = sum(len(e.wanted) for e in self._errands if isinstance(e.job, PersistJob) or e.job.cancelled)
-        if queued and pinned and pinned + len(wanted) > self._pinned_max:
-            return None
-        return self._begin(owner, wanted, restore=False, queued=queued)
+        first = self._first(wanted, restores=self._aux.job_limits.threads_max) if queued else wanted
+        return self._counted(self._begin(owner, first, restore=False, queued=queued), wanted)
 
     def restore(self, owner: str, wanted: Mapping[BlockKey, int], *, queued: bool) -> Errand | None:
         """Fill blocks that ``owner`` holds from the store; ``None`` when there is no room for that now."""
-        return self._begin(owner, wanted, restore=True, queued=queued)
+        # It is itself one of the restores that threads may hang in.
+        first = self._first(wanted, restores=self._aux.job_limits.threads_max - 1) if queued else wanted
+        return self._counted(self._begin(owner, first, restore=True, queued=queued), wanted)
+
+    def _counted(self, errand: Errand | None, wanted: Mapping[BlockKey, int]) -> Errand | None:
+        self._counts.count("errands_refused", int(errand is None))
+        self._counts.count("errands_cut", int(errand is not None and len(errand.wanted) < len(wanted)))
+        return errand
+
+    def _first(self, wanted: Mapping[BlockKey, int], restores: int) -> dict[BlockKey, int]:
+        """The first of ``wanted``, so many that all persists and the ``restores`` largest restores may hang too."""
+        pinned = {b for e in self._errands if isinstance(e.job, PersistJob) for b in e.wanted.values()}
+        restored = (len(e.wanted) for e in self._errands if isinstance(e.job, RestoreJob))
+        room = self._pinned_max - len(pinned) - sum(nlargest(restores, restored))
+        first: dict[BlockKey, int] = {}
+        for key, block in wanted.items():
+            room -= block not in pinned
+            if room < 0:
+                break
+            first[key] = block
+        return first
 
     def _begin(self, owner: str, wanted: Mapping[BlockKey, int], *, restore: bool, queued: bool) -> Errand | None:
+        if not wanted:
+            return None
         begin = self._aux.begin_restore if restore else self._aux.begin_persist
         lease, job = f"{LEASE_PREFIX}{self._begun}", None
         self._begun += 1

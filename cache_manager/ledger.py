@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from cache_manager.checks import count_in_range
 from cache_manager.errors import BlockStateError
 from cache_manager.keys import KeyChain
 
@@ -80,6 +81,7 @@ class Ledger:
     __slots__ = ("_counts", "jobs", "keys", "lock", "moves", "steps", "steps_max")
 
     def __init__(self, keys: KeyChain, steps_max: int) -> None:
+        count_in_range(steps_max, "steps_max", 1)
         self.lock = ProcessLock()
         self.keys = keys
         self.steps: list[Step] = []

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.archive import Companion, PersistJob
-from cache_manager.aux_blocks import AuxBlocks, Rows, TierName
+from cache_manager.aux_blocks import AuxBlocks, Rows
+from cache_manager.block_pool import BlockPool
 from cache_manager.checks import integers
 from cache_manager.errands import Errand, Errands, check_owner
 from cache_manager.errors import (
@@ -29,9 +28,10 @@ from cache_manager.errors import (
     StorageError,
     TransferProcessError,
 )
-from cache_manager.keys import BlockKey, KeyChain, Tokens
+from cache_manager.keys import BlockKey, Tokens
+from cache_manager.manager_counters import ManagerCounters, ManagerCounts
 from cache_manager.ports import BlockMover, HitPolicy
-from cache_manager.prefix_index import PrefixIndex
+from cache_manager.sequences import Sequence, Sequences
 
 logger = logging.getLogger(__name__)
 
@@ -50,40 +50,6 @@ class Admission:
     pending: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ManagerCounters:
-    """What happened since the start; every number only grows."""
-
-    sequences: int = 0
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    restored_tokens: int = 0
-    persisted_blocks: int = 0
-    evicted_blocks: int = 0
-    preemptions: int = 0
-    swapped_out_tokens: int = 0
-    swapped_in_tokens: int = 0
-    cow_blocks: int = 0
-    cow_tokens: int = 0
-    hits_cut_for_missing_rows: int = 0
-    store_failures: int = 0
-    errands_refused: int = 0
-    restores_abandoned: int = 0
-    moves_failed: int = 0
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """One owner's blocks, in token order; ``computed`` tokens of them have KV and rows."""
-
-    blocks: list[int]
-    computed: int
-    chain: KeyChain  # of the namespace that its KV was computed in; after a reset its blocks are not found by key
-    keys: list[BlockKey] = field(default_factory=list)
-    tier: TierName = "device"
-    errand: Errand | None = None  # by which the store is asked for more
-
-
 class BlockManager:
     """Blocks for sequences, over ``aux.device_blocks`` on the device and ``aux.host_blocks`` to swap to.
 
@@ -98,53 +64,49 @@ class BlockManager:
         self.aux = aux
         self._mover = mover
         self._caching = caching
-        self._policy = policy
-        self._errands = Errands(aux, Companion(mover, policy), pinned_max=aux.device_blocks // 2)
+        self._counts = ManagerCounts()
+        self._pool = BlockPool(aux, policy, self._counts)
+        self._errands = Errands(aux, Companion(mover, policy), self._counts, pinned_max=aux.device_blocks // 2)
         self._settled: dict[str, Admission] = {}
         self._tokens = aux.block_tokens
-        self._free = list(range(aux.device_blocks - 1, -1, -1))
-        self._host_free = list(range(aux.host_blocks - 1, -1, -1))
-        self._index = PrefixIndex()
-        self._sequences: dict[str, _Sequence] = {}
-        self._holders: set[str] = set()
-        self._counts = {f.name: 0 for f in fields(ManagerCounters)}
+        self._sequences = Sequences()
 
     # ---------------------------------------------------------------- looking
 
     @property
     def counters(self) -> ManagerCounters:
-        return ManagerCounters(**self._counts)
+        return self._counts.snapshot()
 
     @property
     def free_device_blocks(self) -> int:
         """Blocks that a sequence could get now: free ones and cached ones that nobody holds."""
-        return len(self._free) + self._index.idle
+        return self._pool.device_room
 
     @property
     def free_host_blocks(self) -> int:
-        return len(self._host_free)
+        return self._pool.host_room
 
     @property
     def owners(self) -> frozenset[str]:
-        return frozenset(self._sequences)
+        return self._sequences.owners
 
     def table(self, owner: str) -> list[int]:
         """The sequence's blocks, in token order, in the tier it is in."""
-        return list(self._sequence(owner).blocks)
+        return list(self._sequences[owner].blocks)
 
     def computed(self, owner: str) -> int:
         """How many of the sequence's tokens have KV."""
-        return self._sequence(owner).computed
+        return self._sequences[owner].computed
 
     def is_swapped(self, owner: str) -> bool:
-        return self._sequence(owner).tier == "host"
+        return self._sequences[owner].tier == "host"
 
     def keys(self, owner: str, tokens: Tokens) -> list[BlockKey]:
         """The keys of the sequence's blocks with ``tokens`` in them, the partial last one too.
 
         They are of the namespace that the sequence began in: after a reset nothing is found under them.
         """
-        chain = self._sequence(owner).chain
+        chain = self._sequences[owner].chain
         keys = chain.keys(tokens)
         if tail := len(tokens) % self._tokens:
             keys.append(chain.key(keys[-1] if keys else None, tokens[-tail:]))
@@ -152,7 +114,7 @@ class BlockManager:
 
     def slots(self, owner: str, start: int, stop: int) -> NDArray[np.int64]:
         """Device slots of the tokens ``[start, stop)``."""
-        sequence = self._on_device(owner)
+        sequence = self._sequences.on_device(owner)
         if not 0 <= start <= stop <= len(sequence.blocks) * self._tokens:
             raise InvalidInputError(
                 "start, stop", f"0 <= start <= stop <= {len(sequence.blocks) * self._tokens}", f"{start}, {stop}"
@@ -169,7 +131,7 @@ class BlockManager:
 
     def read(self, name: str, owner: str, start: int, stop: int) -> Rows:
         """Rows of the tokens ``[start, stop)`` from whichever tier it is in; those not computed yet are missing."""
-        sequence = self._sequence(owner)
+        sequence = self._sequences[owner]
         rows = self.aux.read(name, sequence.blocks, start, stop, owner=owner, tier=sequence.tier)
         if stop > sequence.computed:  # bytes of another owner's, or of tokens that were taken back
             beyond = max(0, sequence.computed - start)
@@ -195,8 +157,7 @@ class BlockManager:
 
     def _allocate(self, owner: str, tokens: Tokens, *, queued: bool, restore: bool = True) -> Admission | None:
         check_owner(owner)
-        if owner in self._sequences:
-            raise BlockStateError(f"owner {owner!r}", "an owner without a sequence", "one that has one")
+        self._sequences.check_new(owner)
         total = len(tokens)
         if not 1 <= total <= self.aux.device_blocks * self._tokens:
             room = self.aux.device_blocks * self._tokens
@@ -204,25 +165,24 @@ class BlockManager:
         chain = self.aux.keys
         tokens = integers(tokens, "tokens", "a flat sequence of integers")
         keys = chain.keys(tokens[: (total - 1) // self._tokens * self._tokens]) if self._caching else []
-        shared = self._match(keys)
+        shared = self._pool.match(keys)
         fresh_needed = -(-total // self._tokens) - len(shared)
         if fresh_needed > self.free_device_blocks - len(self.aux.unheld(shared)):
             return None
-        self.aux.share(shared, owner)
-        self._index.hold(shared)
-        sequence = _Sequence(list(shared), len(shared) * self._tokens, chain, keys[: len(shared)])
-        self._sequences[owner] = sequence
+        self._pool.share(shared, owner)
+        sequence = Sequence(list(shared), len(shared) * self._tokens, chain, keys[: len(shared)])
+        self._sequences.add(owner, sequence)
         try:
-            fresh = self._take(fresh_needed, owner)
+            fresh = self._pool.take(fresh_needed, owner)
             sequence.blocks += fresh
             wanted = keys[len(shared) :] if restore else []
             restored = self._restore(owner, wanted, fresh, queued=queued)
         except BaseException:
             self.free(owner)
             raise
-        self._counts["sequences"] += 1
-        self._counts["prefix_queried_tokens"] += total
-        self._counts["prefix_hit_tokens"] += len(shared) * self._tokens
+        self._counts.count("sequences")
+        self._counts.count("prefix_queried_tokens", total)
+        self._counts.count("prefix_hit_tokens", len(shared) * self._tokens)
         return Admission(tuple(sequence.blocks), sequence.computed, restored, pending=sequence.errand is not None)
 
     def append(self, owner: str, total_tokens: int) -> bool:
@@ -230,7 +190,7 @@ class BlockManager:
 
         A block that would be written and that another owner holds too is copied first (copy-on-write).
         """
-        sequence = self._on_device(owner)
+        sequence = self._sequences.on_device(owner)
         blocks, first = sequence.blocks, sequence.computed // self._tokens
         wanted = -(-total_tokens // self._tokens)
         written = range(first, min(wanted, len(blocks)))
@@ -240,22 +200,22 @@ class BlockManager:
             return True
         if len(shared) + more > self.free_device_blocks:
             return False
-        fresh = self._take(len(shared) + more, owner)
+        fresh = self._pool.take(len(shared) + more, owner)
         copies = fresh[: len(shared)]
         if shared:
             pairs = [(blocks[i], copy) for i, copy in zip(shared, copies, strict=True)]
             rows = [min(self._tokens, max(0, sequence.computed - i * self._tokens)) for i in shared]
             try:
-                with self._giving_back(owner, fresh), self.aux.begin_copy(pairs, rows):
+                with self._pool.giving_back(owner, fresh), self.aux.begin_copy(pairs, rows):
                     self._mover.copy(pairs)
             except TransferProcessError as error:
                 return self._not_moved(error)
-            self._counts["cow_blocks"] += len(shared)
+            self._counts.count("cow_blocks", len(shared))
             for i, copy in zip(shared, copies, strict=True):
-                self._counts["cow_tokens"] += min(self._tokens, sequence.computed - i * self._tokens)
+                self._counts.count("cow_tokens", min(self._tokens, sequence.computed - i * self._tokens))
                 left, blocks[i] = blocks[i], copy
                 self.aux.free(owner, [left])
-                self._retire([left], "device")
+                self._pool.retire([left], "device")
         blocks.extend(fresh[len(shared) :])
         return True
 
@@ -264,7 +224,7 @@ class BlockManager:
 
         Full blocks among them can be found by later sequences from here on.
         """
-        sequence = self._on_device(owner)
+        sequence = self._sequences.on_device(owner)
         if not sequence.computed <= len(tokens) <= len(sequence.blocks) * self._tokens:
             room = len(sequence.blocks) * self._tokens
             raise InvalidInputError("tokens", f"{sequence.computed} to {room} tokens", len(tokens))
@@ -277,20 +237,18 @@ class BlockManager:
         sequence.computed = len(tokens)
         for key, block in found:
             sequence.keys.append(key)
-            if not self._index.insert(key, block):
-                self._replace_incomplete(key, block)
+            self._pool.publish(key, block)
 
     def fork(self, parent: str, child: str) -> None:
         """The child shares every block of the parent, the partial last one too, until one of them appends."""
         check_owner(child)
-        sequence = self._on_device(parent)
-        if child in self._sequences:
-            raise BlockStateError(f"owner {child!r}", "an owner without a sequence", "one that has one")
+        sequence = self._sequences.on_device(parent)
+        self._sequences.check_new(child)
         blocks = sequence.blocks[: -(-sequence.computed // self._tokens)]
         if self.aux.has_step(blocks):
             raise BlockBusyError(f"owner {parent!r}", "no step in flight to fork it", "a step")
         self.aux.share(blocks, child)
-        self._sequences[child] = _Sequence(blocks, sequence.computed, sequence.chain, list(sequence.keys))
+        self._sequences.add(child, Sequence(blocks, sequence.computed, sequence.chain, list(sequence.keys)))
 
     def hold(self, owner: str, holder: str, first: int = 0) -> None:
         """Keep the sequence's blocks from index ``first`` on from being given away until ``free(holder)``.
@@ -298,28 +256,25 @@ class BlockManager:
         The holder reads nothing: unlike a fork it does not keep the sequence from writing its blocks in place. For
         blocks that something outside writes to and that must not get another owner before it has stopped.
         """
-        blocks = self._on_device(owner).blocks[first:]
-        if holder in self._sequences:
-            raise BlockStateError(f"owner {holder!r}", "an owner without a sequence", "one that has one")
+        blocks = self._sequences.on_device(owner).blocks[first:]
+        self._sequences.check_new(holder)
         self.aux.share(blocks, holder)
-        self._sequences[holder] = _Sequence(blocks, 0, self.aux.keys)
-        self._holders.add(holder)
+        self._sequences.add(holder, Sequence(blocks, 0, self.aux.keys, reads=False))
 
     def free(self, owner: str) -> None:
         """End the sequence; idempotent. Blocks that can be found by key stay cached until they are evicted.
 
         Blocks that the store is still reading or filling come back when it has done that, in a later :meth:`poll`.
         """
-        sequence = self._sequences.pop(owner, None)
-        self._holders.discard(owner)
+        sequence = self._sequences.remove(owner)
         if sequence is None:
             return
         self._settled.pop(owner, None)
         self.aux.free(owner)
-        self._retire(sequence.blocks, sequence.tier)
+        self._pool.retire(sequence.blocks, sequence.tier)
         if (errand := sequence.errand) is not None:
             sequence.errand = None
-            self._counts["restores_abandoned"] += 1
+            self._counts.count("restores_abandoned")
             errand.job.cancel()
             if errand.over:
                 self._end(errand)
@@ -328,49 +283,49 @@ class BlockManager:
 
     def preempt(self, owner: str) -> bool:
         """Swap the sequence out to host blocks; ``False`` when they do not suffice, and then nothing has changed."""
-        sequence = self._on_device(owner)
+        sequence = self._sequences.on_device(owner)
         full = -(-sequence.computed // self._tokens)
-        if full > len(self._host_free):
+        if full > self._pool.host_room:
             return False
-        pairs = list(zip(sequence.blocks[:full], reversed(self._host_free), strict=False))
+        pairs = list(zip(sequence.blocks[:full], self._pool.next_host(full), strict=True))
         try:
             with self.aux.begin_swap_out(pairs, owner):
                 self._mover.swap_out(pairs)
         except TransferProcessError as error:
             return self._not_moved(error)
-        del self._host_free[len(self._host_free) - full :]
+        self._pool.take_host(full)
         left, sequence.blocks = sequence.blocks, [target for _, target in pairs]
         sequence.tier = "host"
         self.aux.free(owner, left[full:])
-        self._retire(left, "device")
-        self._counts["preemptions"] += 1
-        self._counts["swapped_out_tokens"] += sequence.computed
+        self._pool.retire(left, "device")
+        self._counts.count("preemptions")
+        self._counts.count("swapped_out_tokens", sequence.computed)
         return True
 
     def resume(self, owner: str) -> bool:
         """Swap the sequence back in; ``False`` when device blocks do not suffice, and then nothing has changed."""
-        sequence = self._sequence(owner)
+        sequence = self._sequences[owner]
         if sequence.tier == "device":
             return True
         if len(sequence.blocks) > self.free_device_blocks:
             return False
-        targets = self._take(len(sequence.blocks), None)
+        targets = self._pool.take(len(sequence.blocks), None)
         pairs = list(zip(sequence.blocks, targets, strict=True))
         try:
-            with self._giving_back(None, targets), self.aux.begin_swap_in(pairs, owner):
+            with self._pool.giving_back(None, targets), self.aux.begin_swap_in(pairs, owner):
                 self._mover.swap_in(pairs)
         except TransferProcessError as error:
             return self._not_moved(error)
         left, sequence.blocks, sequence.tier = sequence.blocks, targets, "device"
-        self._retire(left, "host")
+        self._pool.retire(left, "host")
         for key, block in zip(sequence.keys, targets, strict=False):
-            self._index.insert(key, block)
-        self._counts["swapped_in_tokens"] += sequence.computed
+            self._pool.index.insert(key, block)
+        self._counts.count("swapped_in_tokens", sequence.computed)
         return True
 
     def _not_moved(self, error: TransferProcessError) -> Literal[False]:
         """A process that moves blocks for this one is lost: there is no room for now, and nothing has changed."""
-        self._counts["moves_failed"] += 1
+        self._counts.count("moves_failed")
         logger.warning("blocks were not moved, going on without that: %s", str(error))
         return False
 
@@ -416,19 +371,17 @@ class BlockManager:
             self.aux.wait(left_s)
 
     def _persist(self, owner: str, *, queued: bool) -> Errand | None:
-        sequence = self._on_device(owner)
+        sequence = self._sequences.on_device(owner)
         if not self._caching or not self.aux.has_store or sequence.chain is not self.aux.keys or not sequence.keys:
             return None
-        errand = self._errands.persist(owner, dict(zip(sequence.keys, sequence.blocks, strict=False)), queued=queued)
-        self._counts["errands_refused"] += errand is None
-        return errand
+        wanted = dict(zip(sequence.keys, sequence.blocks, strict=False))
+        return self._errands.persist(owner, wanted, queued=queued)
 
-    def _restore(self, owner: str, keys: Sequence[BlockKey], blocks: Sequence[int], *, queued: bool) -> int:
+    def _restore(self, owner: str, keys: list[BlockKey], blocks: list[int], *, queued: bool) -> int:
         """Fill ``blocks`` with the longest run of ``keys`` that the store has; how many tokens that are by now."""
         if not keys or not self.aux.has_store:
             return 0
         errand = self._errands.restore(owner, dict(zip(keys, blocks, strict=False)), queued=queued)
-        self._counts["errands_refused"] += errand is None
         if errand is None:
             return 0
         self._sequences[owner].errand = errand
@@ -447,18 +400,17 @@ class BlockManager:
             run = errand.run() if sequence.chain is self.aux.keys else []
             for key, block in run:
                 sequence.keys.append(key)
-                if not self._index.insert(key, block):  # another sequence was faster
-                    self._replace_incomplete(key, block)
+                self._pool.publish(key, block)
             restored = len(run) * self._tokens
             sequence.computed += restored
-            self._counts["restored_tokens"] += restored
+            self._counts.count("restored_tokens", restored)
             self._settled[errand.owner] = Admission(tuple(sequence.blocks), sequence.computed, restored)
         elif isinstance(errand.job, PersistJob):
-            self._counts["persisted_blocks"] += sum(errand.job.done().values())
-        self._retire(list(errand.wanted.values()), "device")
+            self._counts.count("persisted_blocks", sum(errand.job.done().values()))
+        self._pool.retire(list(errand.wanted.values()), "device")
         failure = errand.job.failure
         if isinstance(failure, StorageError):
-            self._counts["store_failures"] += 1
+            self._counts.count("store_failures")
             # As text: a log record that keeps the exception keeps its frames, and with them views of the rows.
             logger.warning("store failed, going on without it: %s", str(failure))
         elif failure is not None:
@@ -469,105 +421,25 @@ class BlockManager:
     def reset(self, *, weights_version: int) -> None:
         """A weight update: nothing from before is found or read again. Sequences keep their blocks, without rows."""
         self.aux.reset(weights_version=weights_version)
-        self._free.extend(self._index.clear())
-        for sequence in self._sequences.values():
+        self._pool.forget()
+        for sequence in self._sequences:
             sequence.keys.clear()
 
     def assert_consistent(self) -> None:
         """Raise ``AssertionError`` unless every block is free, cached or held, once, in each tier."""
         self.aux.assert_consistent()
-        self._index.assert_consistent()
-        held = {b for s in self._sequences.values() if s.tier == "device" for b in s.blocks} | self._errands.blocks
-        free, idle = set(self._free), self._index.idle
-        assert len(free) == len(self._free), "a device block is free twice"
-        assert not free & held, "a device block is free and held"
-        assert len(free) + idle + len(held) == self.aux.device_blocks, "a device block is lost"
-        assert all(self._index.key(b) is None for b in free), "a free block is indexed"
-        host = [b for s in self._sequences.values() if s.tier == "host" for b in s.blocks]
-        assert sorted(host + self._host_free) == list(range(self.aux.host_blocks)), "a host block is lost or shared"
+        held = set(self._sequences.blocks("device")) | self._errands.blocks
+        self._pool.assert_consistent(held, self._sequences.blocks("host"))
 
     # ---------------------------------------------------------------- inside
 
-    def _sequence(self, owner: str) -> _Sequence:
-        try:
-            return self._sequences[owner]
-        except KeyError:
-            raise BlockStateError(f"owner {owner!r}", "an owner with a sequence", "one without") from None
-
-    def _on_device(self, owner: str) -> _Sequence:
-        sequence = self._sequence(owner)
-        if sequence.tier != "device":
-            raise BlockStateError(f"owner {owner!r}", "a sequence on the device", "one that is swapped out")
-        if sequence.errand is not None:
-            raise BlockBusyError(f"owner {owner!r}", "a sequence that waits for nothing", "one whose store is asked")
-        return sequence
-
     def _others_use(self, block: int) -> bool:
         """Whether another sequence may read the block, now or when it finds it by key: then it is not written."""
-        if self._index.key(block) is not None:
+        if self._pool.index.key(block) is not None:
             return True
-        if not self._holders or not self.aux.shared(block):
+        if not self._sequences.has_holders or not self.aux.shared(block):
             return self.aux.shared(block)
-        readers = (s for name, s in self._sequences.items() if name not in self._holders and s.tier == "device")
-        return sum(block in s.blocks for s in readers) > 1
+        return self._sequences.readers(block) > 1
 
-    def _match(self, keys: Sequence[BlockKey]) -> list[int]:
-        found = self._index.match(keys)
-        if found and self._policy == "gate":
-            complete = self.aux.complete(found)
-            if not complete.all():
-                self._counts["hits_cut_for_missing_rows"] += 1
-                found = found[: int(np.argmin(complete))]
-        return found
 
-    def _take(self, count: int, owner: str | None) -> list[int]:
-        """``count`` blocks that nobody holds, cached ones last; allocated to ``owner`` if there is one."""
-        taken = []
-        for _ in range(count):
-            if self._free:
-                taken.append(self._free.pop())
-                continue
-            block = self._index.evict()
-            assert block is not None, "room was checked before"
-            taken.append(block)
-            self._counts["evicted_blocks"] += 1
-        if owner is not None and taken:
-            try:
-                self.aux.allocate(taken, owner)
-            except BaseException:
-                self._free.extend(reversed(taken))
-                raise
-        return taken
-
-    @contextmanager
-    def _giving_back(self, owner: str | None, taken: Sequence[int]) -> Iterator[None]:
-        """Return ``taken`` to the free list if the body raises."""
-        try:
-            yield
-        except BaseException:
-            if owner is not None:
-                self.aux.free(owner, taken)
-            self._retire(taken, "device")
-            raise
-
-    def _retire(self, blocks: Sequence[int], tier: TierName) -> None:
-        """Blocks that a sequence has let go: cached if they can be found by key, free otherwise."""
-        unheld = self.aux.unheld(blocks, tier)
-        if tier == "host":
-            self.aux.evict(unheld, "host")
-            self._host_free.extend(unheld)
-            return
-        loose = self._index.release(reversed(unheld))
-        self._free.extend(loose)
-        with suppress(BlockBusyError):  # being stored by another thread; nobody can find its rows by key
-            self.aux.evict(loose)
-
-    def _replace_incomplete(self, key: BlockKey, block: int) -> None:
-        """Let ``block`` be found under ``key`` in place of one that misses rows, if it has them all."""
-        (earlier,) = self._index.match([key])
-        first, second = self.aux.complete([earlier, block]).tolist() if earlier != block else (True, True)
-        if first or not second:
-            return
-        self._index.remove(earlier)
-        self._index.insert(key, block)
-        self._retire([earlier], "device")
+__all__ = ["Admission", "BlockManager", "ManagerCounters"]

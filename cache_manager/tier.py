@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import BlockBusyError, BlockStateError
-from cache_manager.lifecycle import BlockLifecycle
+from cache_manager.lifecycle import BlockLifecycle, State
 from cache_manager.ports import Region
 
 GENERATION_SHIFT: Final = 16
@@ -129,6 +129,14 @@ class Tier:
         """Make every row unreadable."""
         self.life.reset()
         self.begin_life(np.arange(self.region.blocks))
+
+    def assert_consistent(self) -> None:
+        """Raise ``AssertionError`` unless the life cycle and what the region shows of it agree."""
+        self.life.assert_consistent()
+        free = np.flatnonzero(self.life.states == State.FREE)
+        assert self.empty(free).all(), f"a free {self.life.tier} block has readable rows"
+        published = self.region.words >> np.uint64(GENERATION_SHIFT)
+        assert (published == self.life.generations.astype(np.uint64)).all(), "published generations differ"
 
     def close(self) -> None:
         """Give the region back. ``BufferError`` while somebody else sees its memory; the tier then works as before."""

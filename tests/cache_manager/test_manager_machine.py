@@ -78,6 +78,8 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.free(owner)
         self.sequences.clear()
         self.settle()
+        assert self.manager.poll() == {}
+        assert self.manager.free_device_blocks >= DEVICE - DEVICE // 2, "a store that hangs keeps more than half"
         while self.gate.waiting:
             self.gate.let_go()
             self.settle()

@@ -142,7 +142,7 @@ FAULTS = (
     Fault(
         "no copy on write",
         "manager.py",
-        "if self._index.key(blocks[i]) is not None or self.aux.shared(blocks[i])]",
+        "if self._others_use(blocks[i])]",
         "if False]",
         REQUESTS,
         "test_forks_share_until_one_of_them_writes",
@@ -174,8 +174,8 @@ FAULTS = (
     Fault(
         "a block that others use may be written",
         "manager.py",
-        "            if stop > sequence.computed and (",
-        "            if False and (",
+        "            if stop > sequence.computed and self._others_use(block):",
+        "            if False:",
         REQUESTS,
         "test_a_block_that_others_use_cannot_be_written",
     ),

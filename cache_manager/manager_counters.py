@@ -1,0 +1,46 @@
+"""The counters of a block manager, which its parts share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerCounters:
+    """What happened since the start; every number only grows."""
+
+    sequences: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    restored_tokens: int = 0
+    persisted_blocks: int = 0
+    evicted_blocks: int = 0
+    preemptions: int = 0
+    swapped_out_tokens: int = 0
+    swapped_in_tokens: int = 0
+    cow_blocks: int = 0
+    cow_tokens: int = 0
+    hits_cut_for_missing_rows: int = 0
+    store_failures: int = 0
+    errands_refused: int = 0
+    errands_cut: int = 0
+    restores_abandoned: int = 0
+    moves_failed: int = 0
+
+
+class ManagerCounts:
+    """The books behind :class:`ManagerCounters`; they belong to the scheduler's thread."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts = {f.name: 0 for f in fields(ManagerCounters)}
+
+    def count(self, name: str, n: int = 1) -> None:
+        self._counts[name] += n
+
+    def snapshot(self) -> ManagerCounters:
+        return ManagerCounters(**self._counts)
+
+
+__all__ = ["ManagerCounters", "ManagerCounts"]
