@@ -1,4 +1,4 @@
-"""Classes of published bugs and hazards: what keeps kvroute from each, and the tests that show it."""
+"""Classes of published bugs and hazards within one process; ``crossing.py`` has those between processes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from typing import Final
 
 BUGS: Final = tuple(str(n) for n in range(1, 51))
 HAZARDS: Final = tuple(f"H{n}" for n in range(1, 22))
-
-BUGS_PENDING: Final = ("4", "6", "7", "10", "20", "21", "22", "24", "29", "30", "34", "36", "42", "43", "45")
-"""Between prefill and decode, or between ranks: for ``transfer``, told with it."""
-HAZARDS_PENDING: Final = ("H8", "H10", "H14", "H16", "H18")
-"""The same, and what the journal, the rollout stores and replay are to keep."""
 
 _AUX = "tests/cache_manager/test_aux_blocks.py::"
 _AUX_MACHINE = "tests/cache_manager/test_aux_blocks_machine.py::"

@@ -11,9 +11,6 @@ ROWS: Final = tuple(f"R{n}" for n in range(1, 24))
 NOT_APPLICABLE: Final[dict[str, str]] = {}
 """Rows that no part of kvroute can meet, and why."""
 
-PENDING: Final = ("R16", "R17", "R23")
-"""Rows about sockets between prefill and decode: they are for ``transfer``, and are told with it."""
-
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 

@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
 
+from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError
+from cache_manager.keys import Namespace
+from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import SlotTable
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
@@ -124,3 +128,25 @@ def test_offsets_beyond_two_gigabytes_are_right() -> None:
     table = SlotTable(last, blocks, tokens)
     assert table.blocks.tolist() == [blocks - 1, 2**31 // 64]
     assert table.offsets.tolist() == [63, 1]
+
+
+def test_reading_the_rows_of_a_turn_costs_that_turn() -> None:
+    """Goal: a conversation's next turn does not copy all turns before. Method: the memory that a read allocates, for a
+    few rows at the end of a long sequence.
+    """
+    spec = AuxBlockDataSpec("routing", (8, 8), "uint8", 16)
+    blocks = list(range(1024))
+    with AuxBlocks([spec], device_blocks=1024, namespace=Namespace("m", 1)) as aux:
+        aux.allocate(blocks, "a")
+        tokens = len(blocks) * spec.block_tokens
+        with aux.step(range(tokens)) as step:
+            step.write("routing", (np.arange(tokens)[:, None, None] % 251).astype("uint8").repeat(8, 1).repeat(8, 2))
+        aux.read("routing", blocks, 0, 1, owner="a")  # whatever is made once, at the first call
+        tracemalloc.start()
+        try:
+            read = aux.read("routing", blocks, tokens - 20, tokens, owner="a")
+            assert tracemalloc.get_traced_memory()[1] < spec.row_nbytes * tokens // 8
+        finally:
+            tracemalloc.stop()
+    assert read.valid.all()
+    assert read.ids[:, 0, 0].tolist() == [n % 251 for n in range(tokens - 20, tokens)]

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import DEADLINE_S, Plain, completion, plain_model, prompt, wait_until
 
-from cache_manager.errors import BlockBusyError
+from cache_manager.errors import BlockBusyError, InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.record import RecordHeader
 from kvroute.engine.crossing import KV, ROWS
@@ -341,3 +341,56 @@ def test_an_unknown_transfer_is_computed_here(plain: Plain) -> None:
         assert missing_rows(plain, body, outputs) == 0
         engines.offers.abort(*[TransferId(t) for t in engines.prefill._leased], "the test is over")
         engines.finish()
+
+
+def test_a_prefill_that_gives_up_in_the_middle_is_not_believed(plain: Plain) -> None:
+    """Goal: decode goes on from what it has verified only. Method: the offer is aborted while its first record lands;
+    the others are lost.
+    """
+    body = completion(21, prompt=prompt(21, 70), max_tokens=6)
+    gate = threading.Event()
+    with pair(gate=gate, lost=lambda place: place[1] > 1) as engines:
+        engines.begin(body)
+        engines.decode.step()
+        assert engines.pulls.entered.wait(DEADLINE_S)
+        (sequence,) = engines.decode.scheduler.unfinished
+        assert engines.decode.step() == [], "nothing is generated from blocks that are not there"
+        assert sequence.state is State.LANDING
+        engines.offers.abort(TransferId(sequence.handover.transfer), "the request was cancelled")
+        gate.set()
+        assert missing_rows(plain, body, engines.finish()) == 0
+        assert engines.decode.decode_counters.prefill_recomputed_tokens >= 70 - 32
+
+
+def test_blocks_that_are_landing_are_found_by_nobody(plain: Plain) -> None:
+    """Goal: no prefix hit on a block that has not come. Method: the same prompt again while the first one's blocks are
+    on their way; and they never come.
+    """
+    body = completion(22, prompt=prompt(22, 40), max_tokens=6)
+    gate = threading.Event()
+    with pair(gate=gate, lost=lambda place: place[0] == KV) as engines:
+        engines.begin(body)
+        engines.decode.step()
+        assert engines.pulls.entered.wait(DEADLINE_S)
+        engines.begin(body)
+        engines.decode.step()
+        assert engines.decode.manager.counters.prefix_hit_tokens == 0
+        gate.set()
+        for output in engines.finish():
+            assert missing_rows(plain, body, [output]) == 0
+
+
+def test_one_transfer_is_taken_over_once(plain: Plain) -> None:
+    """Goal: a transfer named twice overwrites nothing. Method: a second request with the first one's handover."""
+    body = completion(23)
+    gate = threading.Event()
+    with pair(gate=gate) as engines:
+        engines.begin(body)
+        (sequence,) = engines.decode.scheduler.unfinished
+        for _ in range(2):  # while it waits, and while it is pulled
+            with pytest.raises(InvalidInputError, match="transfer"):
+                engines.decode.take_over(replace(sequence.request, id="again"), sequence.handover)
+            engines.decode.step()
+        assert engines.pulls.entered.wait(DEADLINE_S)
+        gate.set()
+        assert missing_rows(plain, body, engines.finish()) == 0

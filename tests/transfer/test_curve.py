@@ -10,54 +10,23 @@ from pathlib import Path
 
 import pytest
 import zmq
-from transfer_rows import CanarySink, offered, party, wanted
+from curve_links import client, key_directory, result_of, serving
+from transfer_rows import party
 from zmtp import greeted
 
 from cache_manager.errors import ConfigError
 from kvroute.cli import main
-from transfer.curve import CurveClient, CurveKeys, CurveServer, make_keys, read_clients, read_keys, read_public
+from transfer.curve import CurveKeys, CurveServer, make_keys, read_clients, read_keys, read_public
 from transfer.limits import TransferLimits
-from transfer.node import DecodeNode, PrefillNode, PullDone
+from transfer.node import PrefillNode
 from transfer.zmq_link import ZmqLink
-from transfer.zmq_settings import ZmqSettings
 
 PATIENCE_S = 30.0
 
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    for name in ("server", "alice", "bob", "stranger"):
-        make_keys(tmp_path / "keys", name)
-    return tmp_path / "keys"
-
-
-def serving(keys: Path, *clients: str) -> ZmqLink:
-    allowed = frozenset(read_public(keys / f"{name}.key") for name in clients)
-    curve = CurveServer(read_keys(keys / "server.key_secret"), allowed)
-    return ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*", curve_server=curve))
-
-
-def client(keys: Path, name: str, server: str = "server", identity: bytes | None = None) -> ZmqLink:
-    curve = CurveClient(read_keys(keys / f"{name}.key_secret"), read_public(keys / f"{server}.key"))
-    return ZmqLink(ZmqSettings(curve_client=curve, identity=identity))
-
-
-def result_of(prefill: PrefillNode, link: ZmqLink, request: int) -> tuple[PullDone, CanarySink]:
-    """What a decode node over ``link`` gets of an offer of three blocks."""
-    decode = DecodeNode(link, party(2), TransferLimits(lease_s=5.0, retry_s=0.3, retries_max=3))
-    transfer, sink = prefill.offer(offered(request, 3)), CanarySink(request)
-    try:
-        decode.pull(prefill.address, transfer, wanted(request, 3), sink)
-        give_up_s = time.monotonic() + PATIENCE_S
-        while True:
-            assert time.monotonic() < give_up_s
-            for event in decode.poll():
-                if isinstance(event, PullDone):
-                    return event, sink
-            time.sleep(0.01)
-    finally:
-        assert decode.close()
-        prefill.abort(transfer, "the test is over")
+    return key_directory(tmp_path)
 
 
 def test_listed_keys_get_rows_and_unknown_ones_nothing(keys: Path) -> None:

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from transfer_peer import PATIENCE_S, PeerProcess
-from transfer_rows import NAMESPACE, PART, key_of
+from transfer_rows import PART, key_of
+from zmq_peers import clients
 from zmtp import greeted
 
 from transfer.messages import (
     MAGIC,
     MAJOR,
-    MINOR,
     PREFIX,
     Abort,
     Ack,
@@ -30,13 +29,11 @@ from transfer.messages import (
     Gone,
     GoneReason,
     Hello,
-    Message,
     Pull,
     Refuse,
     Renew,
     Want,
     Welcome,
-    decode,
     encode,
 )
 
@@ -56,46 +53,6 @@ def prefill() -> Iterator[PeerProcess]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-
-
-class Client:
-    """A DEALER that says what it is told, and hears what comes."""
-
-    def __init__(self, address: str, run: bytes | None = None) -> None:
-        self.run = run or secrets.token_bytes(16)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.connect(address)
-
-    def hello(self) -> Message:
-        self.say(encode(Hello(self.run, NAMESPACE, [PART], MINOR, 1 << 30)))
-        return self.hear()
-
-    def say(self, *frames: bytes) -> None:
-        assert self._socket.poll(int(PATIENCE_S * 1000), zmq.POLLOUT), "the server takes nothing any more"
-        self._socket.send_multipart(frames)
-
-    def hear(self, timeout_s: float = PATIENCE_S) -> Message:
-        assert self._socket.poll(int(timeout_s * 1000)), "no answer"
-        return decode(self._socket.recv_multipart()[0])
-
-    def hears_nothing(self) -> bool:
-        return not self._socket.poll(200)
-
-    def close(self) -> None:
-        self._socket.close()
-        self._context.term()
-
-
-@contextlib.contextmanager
-def clients(address: str, count: int = 1) -> Iterator[list[Client]]:
-    them = [Client(address) for _ in range(count)]
-    try:
-        yield them
-    finally:
-        for client in them:
-            client.close()
 
 
 def resident_nbytes(pid: int) -> int:

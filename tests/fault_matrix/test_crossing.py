@@ -1,0 +1,205 @@
+"""Classes of published bugs between prefill and decode for which no other test stands; see ``crossing.py``."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+import pytest
+from session_pair import D_RUN, E_RUN, LIMITS, NAMESPACE, PARTS, D, E, P, Pair, T, blocks, key, payload, wanted
+
+from cache_manager.record import OfferedRecord
+from transfer.actions import Finished, Missing, OfferedBlock, Reason, WantedBlock
+from transfer.errors import LocalProtocolError
+from transfer.messages import (
+    Absent,
+    Ack,
+    Credit,
+    Gone,
+    GoneReason,
+    Hello,
+    Message,
+    Outcome,
+    Part,
+    Pull,
+    Records,
+    Released,
+    Renew,
+    TransferId,
+    Want,
+    Welcome,
+)
+from transfer.node import PrefillNode
+
+LATER = TransferId(b"the transfer id2")
+
+
+def in_memory(memory: bytearray, name: int) -> list[OfferedBlock]:
+    """A block of ``rows`` only, as it lies in a pool, offered under the key ``name``."""
+    record = OfferedRecord(key(name), PARTS[0].fingerprint, 1, b"\x0f" + bytes(7), memoryview(memory))
+    return [OfferedBlock(0, key(name), (record, None))]
+
+
+@pytest.mark.parametrize("end", ["acked", "expired", "aborted"])
+def test_a_reference_used_again_gives_no_row_of_the_next_tenant(end: str) -> None:
+    """Goal: a stale reference is no way to another prompt's rows. Method: end a transfer, give its block's memory to
+    another request and offer that; then ask under the old id, for the old key and the new one, as owner and stranger.
+    """
+    memory = bytearray(payload(0, 0))
+    pair = Pair(lose=lambda message: end != "acked" and isinstance(message, Records))
+    pair.prefill.offer(T, in_memory(memory, 0), 0.0)
+    pair.pull(1, parts=(0,))
+    if end == "aborted":
+        pair.do(P, pair.prefill.abort(T))
+    elif end == "expired":
+        pair.do(P, pair.prefill.tick(LIMITS.lease_s))
+    pair.talk()
+    assert [release.outcome.value for release in pair.released] == [end]
+    assert pair.prefill.counters.records_sent == 1
+    memory[:] = payload(0, 9)
+    assert pair.prefill.offer(LATER, in_memory(memory, 9), pair.now_s)
+
+    pair.lose = lambda _: False
+    pair.hear(P, E, Hello(E_RUN, NAMESPACE, list(PARTS), 0, 1 << 20))
+    pair.said.clear()
+    for who, run, reason in ((D, D_RUN, GoneReason(end)), (E, E_RUN, GoneReason.FOREIGN)):
+        for name in (0, 9):
+            pair.hear(P, who, Pull(run, T, 7 + name, [Want(0, key(name), 3)], 1 << 20))
+            pair.talk()
+            assert pair.said.pop() == Gone(T, reason)
+    pair.hear(P, E, Pull(E_RUN, LATER, 1, [Want(0, key(0), 1)], 1 << 20))  # the new id for the old tokens
+    pair.talk()
+    assert isinstance(pair.said.pop(), Absent)
+    assert pair.prefill.counters.records_sent == 1
+    assert pair.prefill.counters.key_mismatches == 1
+
+
+@pytest.mark.parametrize(
+    ("transfer", "want", "reason"),
+    [
+        (LATER, wanted(1), Reason.GONE),
+        (T, [WantedBlock(7, key(7), (0, 1))], Reason.ABSENT),
+        (T, [WantedBlock(0, key(1), (0, 1))], Reason.ABSENT),
+    ],
+    ids=["an unknown id", "an index out of range", "another block's index"],
+)
+def test_a_reference_that_names_nothing_is_missing(
+    transfer: TransferId, want: list[WantedBlock], reason: Reason
+) -> None:
+    """Goal: a failed receive is told, block by block. Method: references to what was never offered like that."""
+    pair = Pair()
+    pair.prefill.offer(T, blocks(2), 0.0)
+    pair.do(D, pair.decode.pull(P, transfer, want, 0.0))
+    pair.talk()
+    (finished,) = pair.finished
+    assert set(finished.result.missing) == {Missing(part, want[0].index, reason) for part in (0, 1)}
+    assert not finished.result.complete
+    assert not pair.installed
+
+
+def test_nobody_chooses_the_id_of_a_transfer(prefill: PrefillNode) -> None:
+    """Goal: no entry is overwritten, no block leaks. Method: a node makes its own ids; a session refuses one that it
+    knows, in flight or ended, and what it holds under it is what it held.
+    """
+    ids = {prefill.offer([]) for _ in range(200)}
+    assert len(ids) == 200
+    assert {len(name) for name in ids} == {16}
+
+    pair = Pair(lose=lambda message: isinstance(message, Records))
+    pair.prefill.offer(T, blocks(1), 0.0)
+    for _ in range(2):
+        with pytest.raises(LocalProtocolError, match="16 bytes that are new"):
+            pair.prefill.offer(T, blocks(3), 0.0)
+        assert pair.prefill.in_flight == 1 - len(pair.released)
+        pair.do(P, pair.prefill.abort(T))
+    assert [release.transfer for release in pair.released] == [T]
+    pair.hear(P, D, Hello(D_RUN, NAMESPACE, list(PARTS), 0, 1 << 20))
+    pair.hear(P, D, Pull(D_RUN, secrets.token_bytes(16), 1, [Want(0, key(0), 1)], 1 << 20))
+    assert pair.prefill.in_flight == 0, "a pull makes no transfer"
+    assert pair.prefill.counters.unknown_transfers == 1
+
+
+@pytest.mark.parametrize("end", ["aborted", "timed out", "reset", "gone"])
+def test_records_that_come_after_the_end_are_placed_nowhere(end: str) -> None:
+    """Goal: the landing blocks may be given away when the pull is over. Method: keep its records back until then; they
+    come in the middle of the next pull from the same peer, into whose blocks they would fit.
+    """
+    pair = Pair(lose=lambda message: isinstance(message, Records))
+    pair.prefill.offer(T, blocks(1), 0.0)
+    pair.pull(1)
+    (late, *_) = [message for message in pair.said if isinstance(message, Records)]
+    bulk = [memoryview(payload(entry.part, entry.index)) for entry in late.entries]
+    if end == "aborted":
+        pair.do(D, pair.decode.abort(T))
+    elif end == "timed out":
+        pair.lose = lambda _: True
+        pair.pass_time(LIMITS.retry_s * (LIMITS.retries_max + 2))
+    elif end == "reset":
+        pair.do(D, pair.decode.reset(NAMESPACE))
+    else:
+        pair.do(P, pair.prefill.abort(T))
+    pair.talk()
+    assert len(pair.finished) == 1
+    assert pair.finished[0].result.installed == 0
+    pair.lose = lambda _: True
+    pair.pull(1, transfer=LATER)
+    before = pair.decode.counters.stale_messages
+    pair.hear(D, P, late, bulk)
+    assert not pair.installed
+    assert pair.decode.counters.stale_messages == before + 1
+
+
+@pytest.mark.parametrize(
+    "kind", [Hello, Welcome, Pull, Records, Credit, Renew, Ack, Released, Absent, Gone], ids=lambda kind: kind.__name__
+)
+@pytest.mark.parametrize("after", [0, 1], ids=["from the first", "but the first"])
+def test_whatever_is_never_heard_both_sides_end(kind: type[Message], after: int) -> None:
+    """Goal: no lost notice hangs anybody. Method: lose every message of one kind, or every further one; half an hour
+    later nobody holds anything, each side has been told once, and what is not reported missing is there.
+    """
+    heard = 0
+
+    def lose(message: Message) -> bool:
+        nonlocal heard
+        heard += isinstance(message, kind)
+        return isinstance(message, kind) and heard > after
+
+    pair = Pair(lose=lose)
+    pair.prefill.offer(T, blocks(5, without=((1, 2),)), 0.0)
+    pair.pull(5)
+    pair.pass_time(LIMITS.lease_max_s + LIMITS.lease_s, step_s=1.0)
+    (finished,) = pair.finished
+    assert isinstance(finished, Finished)
+    (release,) = pair.released
+    assert release.outcome in (Outcome.ACKED, Outcome.EXPIRED, Outcome.ABORTED)
+    assert pair.prefill.in_flight == pair.decode.in_flight == 0
+    missing = {(m.part, m.index) for m in finished.result.missing}
+    assert sorted(pair.installed) == [
+        (part, i, payload(part, i)) for part in range(2) for i in range(5) if (part, i) not in missing
+    ]
+    assert (1, 2) in missing
+
+
+@pytest.mark.parametrize(
+    ("field", "other", "named"),
+    [
+        ("fingerprint", bytes(16), "{} layout"),
+        ("nbytes", 48, "{} record"),
+        ("block_tokens", 8, "{} record"),
+        ("name", "another", "parts"),
+    ],
+)
+@pytest.mark.parametrize("part", [0, 1], ids=["rows", "kv"])
+def test_a_layout_that_differs_in_anything_is_refused_by_field(
+    part: int, field: str, other: object, named: str
+) -> None:
+    """Goal: nothing is read in another layout, and the operator learns what to change. Method: change one field."""
+    parts: list[Part] = list(PARTS)
+    parts[part] = msgspec.structs.replace(parts[part], **{field: other})
+    pair = Pair(d_parts=tuple(parts))
+    pair.prefill.offer(T, blocks(1), 0.0)
+    pair.pull(1, parts=(part,))
+    (finished,) = pair.finished
+    assert finished.result.reason is Reason.REFUSED
+    assert finished.result.detail.startswith(f"{named.format(PARTS[part].name)}: wanted ")
+    assert not any(isinstance(message, (Pull, Records)) for message in pair.said)

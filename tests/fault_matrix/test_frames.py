@@ -1,0 +1,183 @@
+"""Fault R23: any frames at all, to the sessions, to their sockets, and to sockets that speak CURVE."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from curve_links import client as curve_client
+from curve_links import key_directory, pair_of, result_of, serving
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from session_pair import D, E, P, Pair, T, blocks
+from transfer_nodes import ended, until
+from transfer_rows import NAMESPACE, PART, CanarySink, key_of, offered, party, wanted
+from zmq_peers import Client, Server
+
+from tests.fault_matrix.matrix import fault
+from tests.fault_matrix.wire import (
+    CALM,
+    HELLO,
+    WELCOME,
+    bad,
+    counts,
+    crosses,
+    decode_node,
+    first_pull,
+)
+from transfer.actions import Reason
+from transfer.errors import RemoteProtocolError
+from transfer.messages import (
+    MAGIC,
+    MAJOR,
+    MINOR,
+    PREFIX,
+    Gone,
+    GoneReason,
+    Hello,
+    Message,
+    Pull,
+    TransferId,
+    Want,
+    Welcome,
+    decode,
+    encode,
+)
+from transfer.node import PrefillNode
+
+
+def no_message(frame: bytes) -> bool:
+    with contextlib.suppress(RemoteProtocolError):
+        decode(frame)
+        return False
+    return True
+
+
+def flipped(message: bytes, at: int, bit: int) -> bytes:
+    """``message`` with a wrong bit in its prefix."""
+    return bytes(b ^ (1 << bit if i == at else 0) for i, b in enumerate(message))
+
+
+CONTROL = st.one_of(
+    st.binary(max_size=200),
+    st.builds(
+        lambda kind, body: PREFIX.pack(MAGIC, MAJOR, kind, 0) + body, st.integers(0, 255), st.binary(max_size=80)
+    ),
+    st.builds(lambda good, cut: good[:cut], st.sampled_from([HELLO, WELCOME]), st.integers(0, len(HELLO) - 1)),
+    st.builds(flipped, st.sampled_from([HELLO, WELCOME]), st.integers(0, PREFIX.size - 1), st.integers(0, 7)),
+).filter(no_message)
+MESSAGES = st.lists(
+    st.builds(lambda first, rest: [first, *rest], CONTROL, st.lists(st.binary(max_size=80), max_size=5)),
+    min_size=1,
+    max_size=6,
+)
+"""Lists of frames, none of which begins with a control frame of the protocol."""
+
+
+@fault(
+    "R23",
+    given="any lists of binary frames, to the sessions and over sockets",
+    peer="SGLang 0.5.23 Mooncake `conn.py` (read in its source)",
+    peer_does="parses by position, with nothing around it: the bootstrap or decode thread dies",
+    kvroute_does="each is counted, once, in the middle of transfers too, and changes nothing else; with CURVE, who has "
+    "no key on the list is not even heard",
+    also=(
+        "tests/fault_matrix/test_frames.py::test_any_frames_to_decode_are_counted",
+        "tests/fault_matrix/test_frames.py::test_any_frames_in_the_middle_of_a_transfer_change_nothing",
+        "tests/fault_matrix/test_frames.py::test_with_curve_a_stranger_is_not_even_heard",
+        "tests/transfer/test_messages.py::test_damaged_messages",
+        "tests/transfer/test_sessions.py::test_hostile_bytes_change_nothing_but_a_counter",
+        "tests/transfer/test_mooncake_link.py::test_decoding_raises_nothing_but_the_protocol_error",
+    ),
+)
+def test_r23_any_frames_to_prefill_are_counted(prefill: PrefillNode) -> None:
+    """Fault: frames by Hypothesis on a real socket. kvroute: the same connection is answered, rows cross afterwards."""
+    with contextlib.closing(Client(prefill.address)) as peer:
+
+        @settings(max_examples=60)
+        @given(MESSAGES)
+        def say(messages: list[list[bytes]]) -> None:
+            before = bad(prefill)
+            for frames in messages:
+                peer.say(*frames)
+            assert isinstance(peer.hello(), Welcome)
+            counts(prefill, before + len(messages))
+
+        say()
+    crosses(prefill, 1)
+
+
+def test_any_frames_to_decode_are_counted(prefill: PrefillNode) -> None:
+    """Goal: the same for what a server says. Method: in the middle of a pull, whose end it then tells."""
+    with contextlib.closing(Server()) as server, decode_node() as pulling:
+
+        @settings(max_examples=60)
+        @given(MESSAGES)
+        def say(messages: list[list[bytes]]) -> None:
+            before, transfer = bad(pulling), TransferId(secrets.token_bytes(16))
+            pulling.pull(server.address, transfer, wanted(1, 1), CanarySink(1))
+            first_pull(server)
+            for frames in messages:
+                server.say(*frames)
+            server.say(encode(Gone(transfer, GoneReason.UNKNOWN)))
+            assert ended(pulling, {transfer})[transfer].result.reason is Reason.GONE
+            counts(pulling, before + len(messages))
+
+        say()
+        transfer, sink = prefill.offer(offered(1, 3)), CanarySink(1)
+        pulling.pull(prefill.address, transfer, wanted(1, 3), sink)
+        assert ended(pulling, {transfer})[transfer].result.complete
+
+
+@given(MESSAGES)
+def test_any_frames_in_the_middle_of_a_transfer_change_nothing(messages: list[list[bytes]]) -> None:
+    """Goal: neither session is moved by what it cannot read. Method: say it to both, as the peer and as a stranger,
+    after each message of a transfer; the transfer goes as it would have gone without.
+    """
+
+    def history(between: Callable[[Pair], None]) -> tuple[list[Message], list[object]]:
+        pair = Pair()
+        pair.lose = lambda _: bool(between(pair))
+        pair.prefill.offer(T, blocks(5), 0.0)
+        pair.pull(5)
+        assert pair.finished[0].result.complete
+        return pair.said, [*pair.installed, *pair.finished, *pair.released]
+
+    def hostile(pair: Pair) -> None:
+        for session, peers in ((pair.prefill, (D, E)), (pair.decode, (P, E))):
+            before = session.counters.bad_messages
+            for peer in peers:
+                for control, *bulk in messages:
+                    assert session.receive(peer, control, [memoryview(b) for b in bulk], pair.now_s) == []
+            assert session.counters.bad_messages == before + len(peers) * len(messages)
+
+    assert history(hostile) == history(lambda _: None)
+
+
+def test_with_curve_a_stranger_is_not_even_heard(tmp_path: Path) -> None:
+    """Goal: with CURVE on, who has no key on the list gets nothing and does no harm. Method: no key, an unlisted one,
+    and a listed one for another server; each says garbage, hello, and a pull of what is really on offer.
+    """
+    keys = key_directory(tmp_path)
+    prefill = PrefillNode(serving(keys, "alice"), party(1), CALM)
+    transfer = prefill.offer(offered(1, 3))
+    rng = random.Random(23)
+    for curve in (None, pair_of(keys, "stranger"), pair_of(keys, "alice", server="bob")):
+        with contextlib.closing(Client(prefill.address, curve=curve)) as peer:
+            for _ in range(20):
+                peer.say(*(rng.randbytes(rng.randrange(100)) for _ in range(rng.randrange(1, 5))))
+            peer.say(encode(Hello(peer.run, NAMESPACE, [PART], MINOR, 1 << 30)))
+            peer.say(encode(Pull(peer.run, transfer, 1, [Want(0, key_of(1, 0), 1)], 1 << 30)))
+            peer.is_turned_away()
+            assert peer.hears_nothing()
+    assert prefill.counters.node.arrivals == bad(prefill) == 0
+    done, sink = result_of(prefill, curve_client(keys, "alice"), 2)
+    assert done.result.complete
+    assert (sink.wrong, len(sink.there)) == (0, 3)
+    until(lambda: prefill.counters.in_flight, lambda got: got == 1)  # what was offered to nobody else is still there
+    assert prefill.counters.session.pulled == 1
+    assert prefill.counters.node.errors == 0
+    assert prefill.close()

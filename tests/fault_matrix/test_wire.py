@@ -1,0 +1,254 @@
+"""Faults R16 and R17: stray clients and malformed messages at the sockets between prefill and decode."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import select
+import socket
+import struct
+import threading
+
+import msgspec
+import pytest
+from transfer_nodes import ended, until
+from transfer_rows import BLOCK_TOKENS, NAMESPACE, PART, CanarySink, key_of, offered, payload_of, wanted
+from zmq_peers import Client, Server
+from zmtp import greeted
+
+from cache_manager.errors import RecordError
+from cache_manager.record import OfferedRecord, RecordHeader, check_record, pack_header
+from tests.fault_matrix.matrix import fault
+from tests.fault_matrix.wire import (
+    HELLO,
+    PATIENCE_S,
+    WELCOME,
+    counts,
+    crosses,
+    decode_node,
+    first_pull,
+    welcome_for,
+)
+from transfer.actions import Reason
+from transfer.messages import (
+    CONTROL_NBYTES_MAX,
+    MAGIC,
+    MAJOR,
+    MINOR,
+    PREFIX,
+    Entry,
+    Gone,
+    GoneReason,
+    Hello,
+    Part,
+    Pull,
+    Records,
+    Refuse,
+    TransferId,
+    Want,
+    Welcome,
+    encode,
+)
+from transfer.node import PrefillNode
+
+OTHER_LAYOUT = msgspec.structs.replace(PART, fingerprint=b"o" * 16)
+
+
+class HeldSink(CanarySink):
+    """Holds its node up at the first record, until it is let go."""
+
+    def __init__(self, request: int) -> None:
+        super().__init__(request)
+        self.entered, self.let_go = threading.Event(), threading.Event()
+
+    def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
+        self.entered.set()
+        assert self.let_go.wait(PATIENCE_S)
+        return super().install(part, index, header, payload)
+
+
+def is_cut_off(peer: socket.socket) -> bool:
+    """Whether the server ends the connection; one that does not is a ``TimeoutError``."""
+    with contextlib.suppress(ConnectionError):
+        while peer.recv(4096):
+            pass
+    return True
+
+
+@fault(
+    "R16",
+    given="a client without an identity, with one that is no address, and with the address of somebody else",
+    peer="vLLM 0.33.0 p2p tier, ZeroMQ transport",
+    peer_does="raises out of `poll()`, on every later call: one stray client wedges the tier for good; and it connects "
+    "to the address that the client named",
+    kvroute_does="each stray message is counted, once; what was in flight and what comes later completes; identities "
+    "are names and nothing else; a frame above the limit ends its sender's connection",
+    also=(
+        "tests/transfer/test_hostile.py::test_frames_of_impossible_length",
+        "tests/transfer/test_zmq_link.py::test_a_message_without_an_end_is_cut_off",
+        "tests/transfer/test_zmq_link.py::test_too_many_frames_end_the_connection_and_cost_nobody_else",
+        "tests/serving/test_servers.py::test_decode_connects_to_configured_prefills_only",
+    ),
+)
+def test_r16_a_stray_client_costs_one_count(prefill: PrefillNode) -> None:
+    """Fault: strays beside a transfer in flight, then a healthy peer. kvroute: counts them, and connects nowhere."""
+    letters = bytes(range(1, 256))
+    with socket.create_server(("127.0.0.1", 0)) as named, decode_node() as pulling:
+        there = b"127.0.0.1:%d" % named.getsockname()[1]
+        in_flight, sink = prefill.offer(offered(1, 40)), HeldSink(1)
+        pulling.pull(prefill.address, in_flight, wanted(1, 40), sink)
+        assert sink.entered.wait(PATIENCE_S)
+
+        identities = (None, b"no colon", b"\xff\xfe\xfd", there, b"tcp://" + there, b"a:b:c", letters)
+        for number, identity in enumerate(identities, 1):
+            with contextlib.closing(Client(prefill.address, identity=identity)) as stray:
+                stray.say(b"stray")
+                counts(prefill, number)
+                assert isinstance(stray.hello(), Welcome), "what it says decides, not its name"
+        with greeted(prefill.address) as largest:
+            largest.sendall(b"\x02" + struct.pack(">Q", CONTROL_NBYTES_MAX) + bytes(CONTROL_NBYTES_MAX))
+            counts(prefill, len(identities) + 1)
+        with greeted(prefill.address) as larger:
+            with contextlib.suppress(ConnectionError):
+                larger.sendall(b"\x02" + struct.pack(">Q", CONTROL_NBYTES_MAX + 1) + bytes(1000))
+            assert is_cut_off(larger)
+        crosses(prefill, 2)
+
+        assert prefill.counters.session.records_sent < 40, "the transfer was in flight all the time"
+        sink.let_go.set()
+        assert ended(pulling, {in_flight})[in_flight].result.complete
+        assert (sink.wrong, sink.twice, len(sink.there)) == (0, 0, 40)
+        assert select.select([named], [], [], 0.2)[0] == [], "it connected to an address that a client named"
+        counts(prefill, len(identities) + 1)
+
+
+def malformed(good: bytes) -> dict[str, list[bytes]]:
+    """Messages that are none, by what is wrong with them; ``good`` would be one."""
+    _, _, kind, _ = PREFIX.unpack_from(good)
+    body = good[PREFIX.size :]
+    return {
+        "empty": [b""],
+        "garbage": [random.Random(17).randbytes(300)],
+        "text": [b"GET / HTTP/1.1\r\n\r\n"],
+        "a pickle": [b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x8c\x06system\x93."],
+        "a prefix alone": [good[: PREFIX.size]],
+        "cut in the prefix": [good[:5]],
+        **{f"cut at {at}": [good[:at]] for at in (PREFIX.size + 1, len(good) // 2, len(good) - 1)},
+        "one byte more": [good + b"\0"],
+        "a frame more": [good, b"bulk"],
+        "many frames more": [good] * 100,
+        "an empty frame first": [b"", good],
+        "another protocol": [PREFIX.pack(b"KVRX", MAJOR, kind, 0) + body],
+        "an older version": [PREFIX.pack(MAGIC, MAJOR - 1, kind, 0) + body],
+        "a later version": [PREFIX.pack(MAGIC, MAJOR + 1, kind, 0) + body],
+        "an unknown kind": [PREFIX.pack(MAGIC, MAJOR, 200, 0) + body],
+        "an unknown tag": [PREFIX.pack(MAGIC, MAJOR, kind, 0) + body.replace(bytes([kind]), b"\x7f", 1)],
+        "reserved bits": [PREFIX.pack(MAGIC, MAJOR, kind, 1) + body],
+        "records without a frame": [encode(Records(bytes(16), 1, [Entry(0, 0, header_of(1, 0))]))],
+    }
+
+
+def header_of(request: int, index: int, part: Part = PART, payload: bytes | None = None) -> bytes:
+    """A sealed header; of a true record unless ``part`` or ``payload`` say otherwise."""
+    payload = payload_of(request, index) if payload is None else payload
+    valid = b"\xff" * (BLOCK_TOKENS // 8)
+    return pack_header(OfferedRecord(key_of(request, index), part.fingerprint, 1, valid, payload).seal())
+
+
+@fault(
+    "R17",
+    given="garbage, cut MessagePack, too many frames, unknown tags and other versions, to either side",
+    peer="vLLM 0.33.0 NIXL and Mooncake connectors (read in their source)",
+    peer_does="nothing stands around the decoding: the listener's thread dies and handshakes hang",
+    kvroute_does="each is counted, once, by a thread that lives on; the next handshake on the same connection "
+    "succeeds; layouts are compared before a payload is asked for, and once more before it is looked at",
+    also=(
+        "tests/fault_matrix/test_wire.py::test_malformed_messages_to_decode_are_counted",
+        "tests/fault_matrix/test_wire.py::test_layouts_are_compared_before_any_payload",
+        "tests/transfer/test_messages.py::test_the_prefix_is_looked_at_first",
+        "tests/transfer/test_messages.py::test_huge_lengths_and_deep_nesting_cost_no_memory",
+        "tests/transfer/test_hostile.py::test_garbage_in_messages",
+    ),
+)
+def test_r17_malformed_messages_to_prefill_are_counted(prefill: PrefillNode) -> None:
+    """Fault: one of each, before and after a handshake. kvroute: the next handshake is answered, rows cross."""
+    sent = 0
+    for frames in malformed(HELLO).values():
+        with contextlib.closing(Client(prefill.address)) as peer:
+            for _ in range(2):
+                peer.say(*frames)
+                sent += 1
+                assert isinstance(peer.hello(), Welcome)
+                counts(prefill, sent)
+    crosses(prefill, 1)
+    counts(prefill, sent)
+
+
+def test_malformed_messages_to_decode_are_counted(prefill: PrefillNode) -> None:
+    """Goal: a server is no more trusted than a client. Method: one of each before the welcome, and in the pull."""
+    with contextlib.closing(Server()) as server, decode_node() as pulling:
+        transfer, sink = TransferId(secrets.token_bytes(16)), CanarySink(1)
+        pulling.pull(server.address, transfer, wanted(1, 3), sink)
+        hello = server.hear()
+        assert isinstance(hello, Hello)
+        for frames in malformed(WELCOME).values():
+            server.say(*frames)
+        server.say(welcome_for(hello, server))
+        pull = server.hear()
+        assert isinstance(pull, Pull), "the handshake succeeds"
+        records = Records(transfer, pull.epoch, [Entry(0, i, header_of(1, i)) for i in range(3)])
+        bulk = [payload_of(1, i) for i in range(3)]
+        for frames in malformed(encode(records)).values():
+            server.say(*frames)
+        server.say(encode(records), *bulk)
+        until(lambda: pulling.counters.session.records_installed, lambda got: got == 3)
+        assert (sink.wrong, sink.twice, sink.there) == (0, 0, {0, 1, 2})
+        counts(pulling, len(malformed(WELCOME)) + len(malformed(encode(records))))
+        server.say(encode(Gone(transfer, GoneReason.ACKED)))
+        assert ended(pulling, {transfer})[transfer].result.complete
+
+        again, sink = prefill.offer(offered(2, 3)), CanarySink(2)
+        pulling.pull(prefill.address, again, wanted(2, 3), sink)
+        assert ended(pulling, {again})[again].result.complete
+
+
+def test_layouts_are_compared_before_any_payload(prefill: PrefillNode) -> None:
+    """Goal: no byte of another layout is taken for a row. Method: either side has one, and a record has one.
+
+    A stranger's hello is refused by field, so that its pull is not served; a welcome of another layout ends the pull;
+    a record's header is compared before its payload is summed: the payload here is none.
+    """
+    transfer = prefill.offer(offered(1, 2))
+    with contextlib.closing(Client(prefill.address)) as other:
+        other.say(encode(Hello(other.run, NAMESPACE, [OTHER_LAYOUT], MINOR, 1 << 30)))
+        refuse = other.hear()
+        assert isinstance(refuse, Refuse)
+        assert (refuse.field, refuse.wanted, refuse.got) == ("rows layout", PART.fingerprint.hex(), "6f" * 16)
+        other.say(encode(Pull(other.run, transfer, 1, [Want(0, key_of(1, 0), 1)], 1 << 30)))
+        refuse = other.hear()
+        assert isinstance(refuse, Refuse)
+        assert refuse.field == "hello"
+        assert prefill.counters.session.pulled == prefill.counters.session.records_sent == 0
+
+    one, two, sink = TransferId(secrets.token_bytes(16)), TransferId(secrets.token_bytes(16)), CanarySink(1)
+    with contextlib.closing(Server()) as server, decode_node() as pulling:
+        pulling.pull(server.address, one, wanted(1, 1), sink)
+        hello = server.hear()
+        assert isinstance(hello, Hello)
+        server.say(welcome_for(hello, server, OTHER_LAYOUT))
+        result = ended(pulling, {one})[one].result
+        assert (result.reason, "rows layout: wanted" in result.detail) == (Reason.REFUSED, True)
+
+    with contextlib.closing(Server()) as server, decode_node() as pulling:
+        pulling.pull(server.address, two, wanted(1, 1), sink)
+        pull = first_pull(server)
+        header = header_of(1, 0, OTHER_LAYOUT, b"x" * PART.nbytes)
+        server.say(encode(Records(two, pull.epoch, [Entry(0, 0, header)])), b"x" * PART.nbytes)
+        until(lambda: pulling.counters.session.corrupt_records, lambda got: got == 1)
+        server.say(encode(Gone(two, GoneReason.EXPIRED)))
+        assert ended(pulling, {two})[two].result.installed == 0
+        assert not sink.there
+    sealed = OfferedRecord(key_of(1, 0), OTHER_LAYOUT.fingerprint, 1, b"\xff" * 8, payload_of(1, 0)).seal()
+    with pytest.raises(RecordError, match="fingerprint"):
+        check_record(sealed, key_of(1, 0), PART.fingerprint, b"no payload of any record")

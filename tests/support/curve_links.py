@@ -1,0 +1,47 @@
+"""Links with CURVE, between a server and clients whose keys lie in one directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transfer_nodes import ended
+from transfer_rows import CanarySink, offered, party, wanted
+
+from transfer.curve import CurveClient, CurveServer, make_keys, read_keys, read_public
+from transfer.limits import TransferLimits
+from transfer.node import DecodeNode, PrefillNode, PullDone
+from transfer.zmq_link import ZmqLink
+from transfer.zmq_settings import ZmqSettings
+
+
+def key_directory(directory: Path) -> Path:
+    """Where the keys of ``server``, ``alice``, ``bob`` and ``stranger`` lie."""
+    for name in ("server", "alice", "bob", "stranger"):
+        make_keys(directory / "keys", name)
+    return directory / "keys"
+
+
+def serving(keys: Path, *clients: str) -> ZmqLink:
+    allowed = frozenset(read_public(keys / f"{name}.key") for name in clients)
+    curve = CurveServer(read_keys(keys / "server.key_secret"), allowed)
+    return ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*", curve_server=curve))
+
+
+def pair_of(keys: Path, name: str, server: str = "server") -> CurveClient:
+    return CurveClient(read_keys(keys / f"{name}.key_secret"), read_public(keys / f"{server}.key"))
+
+
+def client(keys: Path, name: str, server: str = "server", identity: bytes | None = None) -> ZmqLink:
+    return ZmqLink(ZmqSettings(curve_client=pair_of(keys, name, server), identity=identity))
+
+
+def result_of(prefill: PrefillNode, link: ZmqLink, request: int) -> tuple[PullDone, CanarySink]:
+    """What a decode node over ``link`` gets of an offer of three blocks."""
+    decode = DecodeNode(link, party(2), TransferLimits(lease_s=5.0, retry_s=0.3, retries_max=3))
+    transfer, sink = prefill.offer(offered(request, 3)), CanarySink(request)
+    try:
+        decode.pull(prefill.address, transfer, wanted(request, 3), sink)
+        return ended(decode, {transfer})[transfer], sink
+    finally:
+        assert decode.close()
+        prefill.abort(transfer, "the test is over")

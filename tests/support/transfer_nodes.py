@@ -1,0 +1,76 @@
+"""A prefill and a decode node over real sockets in one process, and waiting for what they tell."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from transfer_rows import party
+
+from transfer.limits import TransferLimits
+from transfer.messages import TransferId
+from transfer.node import DecodeNode, PrefillNode, PullDone, PullProgress, Released
+from transfer.zmq_link import ZmqLink
+from transfer.zmq_settings import ZmqSettings
+
+PATIENCE_S = 60.0
+_T = TypeVar("_T")
+QUICK = TransferLimits(lease_s=5.0, retry_s=0.2, retries_max=3)
+
+
+@contextlib.contextmanager
+def nodes(
+    directory: Path, limits: TransferLimits = QUICK, p_limits: TransferLimits | None = None, **settings: int
+) -> Iterator[tuple[PrefillNode, DecodeNode]]:
+    link = ZmqLink(ZmqSettings(bind=f"ipc://{directory}/p", **settings))  # type: ignore[arg-type]
+    prefill = PrefillNode(link, party(1), p_limits or limits)
+    decode = DecodeNode(ZmqLink(), party(2), limits)
+    try:
+        yield prefill, decode
+    finally:
+        assert decode.close()
+        assert prefill.close()
+
+
+def until(ask: Callable[[], _T], enough: Callable[[_T], bool]) -> _T:
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not enough(answer := ask()):
+        assert time.monotonic() < give_up_s, f"only {answer}"
+        time.sleep(0.002)
+    return answer
+
+
+def ended(decode: DecodeNode, transfers: set[TransferId]) -> dict[TransferId, PullDone]:
+    done: dict[TransferId, PullDone] = {}
+    progress: list[PullProgress] = []
+
+    def more() -> set[TransferId]:
+        for event in decode.poll():
+            if isinstance(event, PullDone):
+                assert event.transfer not in done, "told twice"
+                done[event.transfer] = event
+            else:
+                assert event.transfer not in done, "progress after the end"
+                progress.append(event)
+        return set(done)
+
+    until(more, lambda got: got == transfers)
+    for transfer, event in done.items():
+        told = [place for p in progress if p.transfer == transfer for place in p.installed]
+        assert len(set(told)) == len(told) == event.result.installed
+    return done
+
+
+def released(prefill: PrefillNode, transfers: set[TransferId]) -> dict[TransferId, Released]:
+    found: list[Released] = []
+
+    def more() -> list[Released]:
+        found.extend(prefill.poll())
+        return found
+
+    until(more, lambda got: len(got) >= len(transfers))
+    assert sorted(r.transfer for r in found) == sorted(transfers), "each is released once"
+    return {r.transfer: r for r in found}
