@@ -4,7 +4,7 @@
 one copy into the landing blocks, ack and its answer. Against, in messages of the same size and with the same copy into
 the landing blocks: ``raw``: a bare ZeroMQ socket with the same options that sends a frame a record on one request;
 ``raw + XXH3``: the same, summed before it is sent and after it came, as every system must that notices a flipped bit;
-``joined``: the records of a message in one frame, as kvroute sends them, which here lie side by side already and are not
+``joined``: a message's records in one frame, as kvroute sends them, here side by side from the start and not
 summed; ``pickle``: the rows as one pickled object a message, as FastDeploy sends its multipart messages.
 
 ``python -m bench.transfer [--quick]``. Rounds are interleaved, the best counts.
