@@ -605,6 +605,8 @@ def test_joined_frames_stay_within_what_the_peer_takes(frame_nbytes_max: int) ->
     assert all(len(frame) <= frame_nbytes_max for frame in send.bulk)
     assert len(send.bulk) == {64: 12, 100: 6, 1 << 20: 1}[frame_nbytes_max]
     assert b"".join(send.bulk) == b"".join(payload(e.part, e.index) for e in send.message.entries)
+    pair.prefill.let_go(send)
+    assert pair.prefill.counters.records_sent == len(send.message.entries) == 12
 
 
 def test_bulk_that_is_cut_elsewhere_costs_the_message_and_nothing_else() -> None:
@@ -641,3 +643,11 @@ def test_sealing_ahead_changes_nothing_but_when() -> None:
     sent = {(e.part, e.index): e.header for m in pair.said if isinstance(m, Records) for e in m.entries}
     assert sent == sealed
     assert pair.finished[0].result.installed == 5
+
+
+def test_what_was_pulled_is_sealed_as_it_is_sent() -> None:
+    pair = Pair(lose=lambda m: isinstance(m, Records))
+    pair.prefill.offer(T, blocks(3), 0.0)
+    pair.pull(1)
+    assert not pair.prefill.seal_ahead(9)
+    assert set(pair.prefill._transfers[T].sealed) == {(0, 0), (1, 0)}
