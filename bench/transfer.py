@@ -1,10 +1,11 @@
 """What do rows cost that cross from a prefill to a decode process?
 
 ``kvroute``: the whole protocol between two nodes in two processes: pull, sealed records, credit, checksum, install by
-one copy into the landing blocks, ack and its answer. Against, in the same layout and with the same copy into the
-landing blocks: ``raw``: a bare ZeroMQ socket with the same options that sends the same frames on one request; ``raw +
-XXH3``: the same, summed before it is sent and after it came, as every system must that notices a flipped bit;
-``pickle``: the rows as one pickled object a message, as FastDeploy sends its multipart messages.
+one copy into the landing blocks, ack and its answer. Against, in messages of the same size and with the same copy into
+the landing blocks: ``raw``: a bare ZeroMQ socket with the same options that sends a frame a record on one request;
+``raw + XXH3``: the same, summed before it is sent and after it came, as every system must that notices a flipped bit;
+``joined``: a message's records in one frame, as kvroute sends them, here side by side from the start and not
+summed; ``pickle``: the rows as one pickled object a message, as FastDeploy sends its multipart messages.
 
 ``python -m bench.transfer [--quick]``. Rounds are interleaved, the best counts.
 """
@@ -252,13 +253,14 @@ class Decode:
     def race(self, rounds: int, requests: int, blocks: int) -> dict[str, float]:
         """Milliseconds of the best round of each, and of the first row in ``first_ms``."""
         self.first_ms, self.rows_ms = {}, float("inf")
-        best = {name: float("inf") for name in ("kvroute", "raw", "sum", "pickle")}
+        best = {name: float("inf") for name in ("kvroute", "raw", "sum", "joined", "pickle")}
         for _ in range(rounds):
             self.offer(requests, blocks)
             timed: dict[str, Callable[[], object]] = {
                 "kvroute": lambda: self.pull(blocks),
                 "raw": lambda: self.ask_raw("raw", requests, blocks),
                 "sum": lambda: self.ask_raw("sum", requests, blocks),
+                "joined": lambda: self.ask_raw("joined", requests, blocks),
                 "pickle": lambda: self.ask_raw("pickle", requests, blocks),
             }
             for name, ms in best_ms(1, timed).items():
@@ -289,9 +291,11 @@ def main() -> None:
             "kvroute",
             "raw",
             "raw + XXH3",
+            "joined",
             "pickle",
             "x raw",
             "x raw + XXH3",
+            "x joined",
             "x pickle",
             "x raw, acked",
             "first row",
@@ -314,13 +318,13 @@ def main() -> None:
                 best = decode.race(rounds, 1, blocks)
                 speed = {n: blocks * PART.nbytes / ms / 1e3 for n, ms in best.items()}
                 speed["kvroute"] = blocks * PART.nbytes / decode.rows_ms / 1e3
-                ratios = [f"{best[other] / decode.rows_ms:.2f}" for other in ("raw", "sum", "pickle")]
+                ratios = [f"{best[other] / decode.rows_ms:.2f}" for other in ("raw", "sum", "joined", "pickle")]
                 ratios.append(f"{best['raw'] / best['kvroute']:.2f}")
                 first = decode.first_ms
                 sizes.row(
                     transport,
                     f"{tokens:,}",
-                    *(f"{speed[n]:.0f}" for n in ("kvroute", "raw", "sum", "pickle")),
+                    *(f"{speed[n]:.0f}" for n in ("kvroute", "raw", "sum", "joined", "pickle")),
                     *ratios,
                     f"{first['kvroute']:.2f}",
                     f"{first['raw']:.2f}",

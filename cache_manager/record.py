@@ -80,6 +80,10 @@ class OfferedRecord:
             self.key, self.fingerprint, self.generation, self.valid, self.nbytes, checksum(self.payload)
         )
 
+    def pack(self) -> bytes:
+        """The packed header that proves the payload; reads all of it."""
+        return _pack(self.key, self.fingerprint, self.generation, self.valid, self.nbytes, checksum(self.payload))
+
 
 def header_nbytes(layout: RecordLayout) -> int:
     """Bytes of a packed header for records of ``layout``."""
@@ -88,28 +92,35 @@ def header_nbytes(layout: RecordLayout) -> int:
 
 def pack_header(header: RecordHeader) -> bytes:
     """The header's bytes: fixed fields, validity bitmap, zeros up to a multiple of 64, CRC-32 in the last four."""
-    if len(header.key) != KEY_NBYTES or len(header.fingerprint) != 16 or len(header.valid) % 8:
-        raise AssertionError(f"malformed header {header}")
-    nbytes = header.nbytes
-    body = _FIXED.pack(
-        MAGIC,
-        VERSION,
-        nbytes,
-        header.payload_nbytes,
-        header.fingerprint,
+    return _pack(
         header.key,
+        header.fingerprint,
         header.generation,
+        header.valid,
+        header.payload_nbytes,
         header.payload_xxh3,
-        int.from_bytes(header.valid, "little").bit_count(),
-        len(header.valid),
     )
-    body = (body + header.valid).ljust(nbytes - _CRC.size, b"\0")
+
+
+def _pack(
+    key: bytes, fingerprint: bytes, generation: int, valid: bytes, payload_nbytes: int, payload_xxh3: int
+) -> bytes:
+    if len(key) != KEY_NBYTES or len(fingerprint) != 16 or len(valid) % 8:
+        raise AssertionError(
+            f"malformed header of key {key.hex()}, fingerprint {fingerprint.hex()}, {len(valid)} bytes"
+        )
+    nbytes = align(_FIXED.size + len(valid) + _CRC.size)
+    rows = int.from_bytes(valid, "little").bit_count()
+    fixed = _FIXED.pack(
+        MAGIC, VERSION, nbytes, payload_nbytes, fingerprint, key, generation, payload_xxh3, rows, len(valid)
+    )
+    body = (fixed + valid).ljust(nbytes - _CRC.size, b"\0")
     return body + _CRC.pack(zlib.crc32(body))
 
 
 def unpack_header(buffer: Buffer) -> RecordHeader:
     """The header at the start of ``buffer``; :class:`RecordError` names the first field that is not right."""
-    raw = memoryview(buffer)
+    raw = buffer if isinstance(buffer, bytes) else memoryview(buffer)  # slices of few bytes are cheaper than views
     if len(raw) < HEADER_NBYTES_MIN:
         raise RecordError("size", f"at least {HEADER_NBYTES_MIN} bytes", len(raw))
     magic, version, nbytes, payload_nbytes, fingerprint, key, generation, xxh3, rows, valid_nbytes = _FIXED.unpack_from(
@@ -119,17 +130,19 @@ def unpack_header(buffer: Buffer) -> RecordHeader:
         raise RecordError("magic", MAGIC, bytes(magic))
     if version != VERSION:
         raise RecordError("version", VERSION, version)
-    if valid_nbytes % 8 or nbytes != align(_FIXED.size + valid_nbytes + _CRC.size) or nbytes > HEADER_NBYTES_MAX:
+    end = _FIXED.size + valid_nbytes
+    if valid_nbytes % 8 or nbytes != align(end + _CRC.size) or nbytes > HEADER_NBYTES_MAX:
         raise RecordError("header size", "a size that fits its bitmap", f"{nbytes} with a bitmap of {valid_nbytes}")
     if len(raw) < nbytes:
         raise RecordError("size", f"{nbytes} bytes of header", len(raw))
-    body = raw[: nbytes - _CRC.size]
+    found = zlib.crc32(raw[: nbytes - _CRC.size])
     (crc,) = _CRC.unpack_from(raw, nbytes - _CRC.size)
-    if zlib.crc32(body) != crc:
-        raise RecordError("header crc", zlib.crc32(body), crc)
-    valid = bytes(raw[_FIXED.size : _FIXED.size + valid_nbytes])
-    if int.from_bytes(valid, "little").bit_count() != rows:
-        raise RecordError("valid rows", rows, int.from_bytes(valid, "little").bit_count())
+    if found != crc:
+        raise RecordError("header crc", found, crc)
+    valid = bytes(raw[_FIXED.size : end])
+    count = int.from_bytes(valid, "little").bit_count()
+    if count != rows:
+        raise RecordError("valid rows", rows, count)
     return RecordHeader(BlockKey(key), fingerprint, generation, valid, payload_nbytes, xxh3)
 
 

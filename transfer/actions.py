@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
+
 from cache_manager.keys import BlockKey
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
 from transfer.link import Peer
@@ -42,8 +44,7 @@ class Send:
     bulk: tuple[Buffer, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Install:
+class Install(msgspec.Struct, frozen=True, gc=False):
     """Put a verified record in its place, then tell :meth:`DecodeSession.installed` how that went.
 
     ``payload`` is a view of what arrived: it is valid until the arrival is released.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Final
 
@@ -82,6 +82,11 @@ class DecodeSession:
         return DecodeCounters(**self._counts)
 
     @property
+    def bad_messages(self) -> int:
+        """As in :attr:`counters`."""
+        return self._counts["bad_messages"]
+
+    @property
     def in_flight(self) -> int:
         """Pulls that have not finished."""
         return len(self._pulls)
@@ -136,16 +141,26 @@ class DecodeSession:
 
     def installed(self, install: Install, ok: bool, now_s: float) -> list[DecodeAction]:
         """The record is in place, or (``ok`` false) its block has another owner now and it was dropped."""
-        pull = self._pulls.get(install.transfer)
-        if pull is None or pull.installing.pop((install.part, install.index), None) is None:
-            return []
-        if ok:
-            pull.installed += 1
-            self._count("records_installed")
-        else:
-            pull.missing.append(Missing(install.part, install.index, Reason.STALE))
-            self._count("records_stale")
-        return self._settled(pull, now_s)
+        return self.installed_all([(install, ok)], now_s)
+
+    def installed_all(self, outcomes: Iterable[tuple[Install, bool]], now_s: float) -> list[DecodeAction]:
+        """The same for several records, which settles their pulls once."""
+        settled: dict[TransferId, Pulling] = {}
+        placed = dropped = 0
+        for install, ok in outcomes:
+            pull = self._pulls.get(install.transfer)
+            if pull is None or pull.installing.pop((install.part, install.index), None) is None:
+                continue
+            settled[pull.id] = pull
+            if ok:
+                placed += 1
+                pull.installed += 1
+            else:
+                dropped += 1
+                pull.missing.append(Missing(install.part, install.index, Reason.STALE))
+        self._count("records_installed", placed)
+        self._count("records_stale", dropped)
+        return [action for pull in settled.values() for action in self._settled(pull, now_s)]
 
     def postponed(self, install: Install) -> None:
         """The record could not be placed now (its block is in motion): it is asked for again with the next epoch."""
@@ -311,25 +326,28 @@ class DecodeSession:
 
     def _payloads(self, records: Records, bulk: Sequence[memoryview]) -> Sequence[memoryview]:
         parts = self.party.parts
-        if any(entry.part >= len(parts) for entry in records.entries):
-            raise RemoteProtocolError(f"part: wanted one of {len(parts)}, got a later one")
-        return split(bulk, [parts[entry.part].nbytes for entry in records.entries])
+        try:
+            sizes = [parts[entry.part].nbytes for entry in records.entries]
+        except IndexError as error:
+            raise RemoteProtocolError(f"part: wanted one of {len(parts)}, got a later one") from error
+        return split(bulk, sizes)
 
     def _on_records(
         self, pull: Pulling, records: Records, bulk: Sequence[memoryview], now_s: float
     ) -> list[DecodeAction]:
         actions: list[DecodeAction] = []
         current, parts = records.epoch == pull.epoch, self.party.parts
+        owed, keys, installing = pull.owed, pull.keys, pull.installing
         for entry, payload in zip(records.entries, bulk, strict=True):
             place = entry.part, entry.index
-            if current and place in pull.owed:
-                pull.owed.discard(place)
-                pull.consumed_nbytes += parts[entry.part].nbytes
-            key = pull.keys.get(place)
+            part = parts[entry.part]
+            if current and place in owed:
+                owed.discard(place)
+                pull.consumed_nbytes += part.nbytes
+            key = keys.get(place)
             if key is None:
                 self._count("duplicate_records")
                 continue
-            part = parts[entry.part]
             try:
                 header = unpack_header(entry.header)
                 if payload.nbytes != part.nbytes:
@@ -338,8 +356,8 @@ class DecodeSession:
             except RecordError:
                 self._count("corrupt_records")
                 continue
-            pull.installing[place] = pull.keys.pop(place)
-            actions.append(Install(pull.id, entry.part, entry.index, header, payload))
+            installing[place] = keys.pop(place)
+            actions.append(Install(pull.id, *place, header, payload))
         if not current:
             self._count("stale_messages")
         elif pull.keys and 2 * pull.consumed_nbytes >= self.limits.credit_nbytes:

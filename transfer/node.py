@@ -20,6 +20,7 @@ from cache_manager.errors import BlockBusyError, KVRouteError
 from cache_manager.record import RecordHeader
 from transfer.actions import (
     DecodeAction,
+    Finished,
     Install,
     Missing,
     OfferedBlock,
@@ -42,6 +43,9 @@ from transfer.prefill import PrefillSession
 from transfer.pull import DecodeCounters
 
 SENDS_A_TURN: Final = 16
+SEALS_A_TURN: Final = 16
+"""Records summed before they are asked for, while there is nothing else to do."""
+
 FULL_S: Final = 0.001
 FULL_MAX_S: Final = 0.05
 """How long to wait before a full link is tried again: at first, and at most."""
@@ -304,7 +308,7 @@ class _PrefillWorker:
 
     def arrived(self, arrival: Arrival, now_s: float) -> bool:
         self.act(self.session.receive(arrival.peer, arrival.control, arrival.bulk, now_s))
-        before, self._bad = self._bad, self.session.counters.bad_messages
+        before, self._bad = self._bad, self.session.bad_messages
         return self._bad == before
 
     def lost(self, peer: Peer) -> None:
@@ -324,6 +328,8 @@ class _PrefillWorker:
             self._full_s = min(max(2 * self._full_s, FULL_S), FULL_MAX_S)
             return now_s + self._full_s
         self._full_s = 0.0
+        if self.session.seal_ahead(SEALS_A_TURN):
+            return now_s
         return self.session.next_due_s()
 
     def begin_close(self, _now_s: float, /) -> None:
@@ -376,33 +382,43 @@ class _DecodeWorker:
             self.act(actions, now_s)
 
     def act(self, actions: Iterable[DecodeAction], now_s: float) -> None:
+        installs: list[Install] = []
+        others: list[Send | Finished] = []
         for action in actions:
             if isinstance(action, Install):
-                self._install(action, now_s)
-            elif isinstance(action, Send):
-                if not self.link.send(action.peer, encode(action.message)):
-                    self._refused = True
-                    self.session.unsent(action, now_s)
+                installs.append(action)
             else:
+                others.append(action)
+        if installs:  # first: what a session says about records comes after them
+            self._install(installs, now_s)
+        for action in others:
+            if isinstance(action, Finished):
                 self._finish(action.transfer, action.result)
+            elif not self.link.send(action.peer, encode(action.message)):
+                self._refused = True
+                self.session.unsent(action, now_s)
 
-    def _install(self, install: Install, now_s: float) -> None:
-        sink = self._sinks.get(install.transfer)
-        assert sink is not None, "a record for a pull that is over"
-        try:
-            placed = sink.install(install.part, install.index, install.header, install.payload)
-        except BlockBusyError:
-            self.session.postponed(install)
-            return
-        except Exception:  # the engine's code: its error costs this record only
-            self.sink_errors += 1
-            log.exception("the sink of pull %s failed", install.transfer.hex())
-            placed = False
-        if placed:
-            with self._lock:
-                self._progress.setdefault(install.transfer, []).append((install.part, install.index))
-        if actions := self.session.installed(install, placed, now_s):
-            self.act(actions, now_s)
+    def _install(self, installs: Sequence[Install], now_s: float) -> None:
+        """Have the records of a message put in place, then settle them at once."""
+        outcomes: list[tuple[Install, bool]] = []
+        for install in installs:
+            sink = self._sinks.get(install.transfer)
+            assert sink is not None, "a record for a pull that is over"
+            try:
+                placed = sink.install(install.part, install.index, install.header, install.payload)
+            except BlockBusyError:
+                self.session.postponed(install)
+                continue
+            except Exception:  # the engine's code: its error costs this record only
+                self.sink_errors += 1
+                log.exception("the sink of pull %s failed", install.transfer.hex())
+                placed = False
+            outcomes.append((install, placed))
+        with self._lock:
+            for install, placed in outcomes:
+                if placed:
+                    self._progress.setdefault(install.transfer, []).append((install.part, install.index))
+        self.act(self.session.installed_all(outcomes, now_s), now_s)
 
     def _finish(self, transfer: TransferId, result: PullResult) -> None:
         with self._lock:
@@ -412,7 +428,7 @@ class _DecodeWorker:
 
     def arrived(self, arrival: Arrival, now_s: float) -> bool:
         self.act(self.session.receive(arrival.peer, arrival.control, arrival.bulk, now_s), now_s)
-        before, self._bad = self._bad, self.session.counters.bad_messages
+        before, self._bad = self._bad, self.session.bad_messages
         return self._bad == before
 
     def lost(self, peer: Peer) -> None:

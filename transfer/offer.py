@@ -111,7 +111,25 @@ class Offer:
     in_link: int = 0  # messages whose buffers the link holds
     outcome: Outcome | None = None
     wanted: deque[tuple[int, int]] = field(default_factory=deque)  # (part, index) not yet sent in this epoch
-    sealed: dict[tuple[int, int], bytes] = field(default_factory=dict)  # packed headers of what was sent
+    unsealed: list[tuple[int, int]] = field(default_factory=list)  # what may be sealed before it is asked for
+    sealed: dict[tuple[int, int], bytes] = field(default_factory=dict)  # packed headers, of what was sent at least
+
+    def seal_next(self) -> bool:
+        """Have one more header packed before it is needed; whether more may be left."""
+        if not self.unsealed:
+            return False
+        self.header(*self.unsealed.pop())
+        return bool(self.unsealed)
+
+    def header(self, part: int, index: int) -> bytes:
+        """The packed header of a record that is there; the first call reads its payload."""
+        place = part, index
+        header = self.sealed.get(place)
+        if header is None:
+            record = self.blocks[index].records[part]
+            assert record is not None, "a record that is not there was queued"
+            header = self.sealed[place] = record.pack()
+        return header
 
     def apply(self, event: Event) -> None:
         """The one place where a transfer changes its state."""

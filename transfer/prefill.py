@@ -9,12 +9,12 @@ Sans-IO: no clock, thread, socket or randomness. Times are monotonic seconds of 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Final
 
-from cache_manager.record import Buffer, pack_header
+from cache_manager.record import Buffer
 from transfer.actions import OfferedBlock, PrefillAction, Release, Send
 from transfer.errors import IncompatiblePeerError, LocalProtocolError, RemoteProtocolError
 from transfer.frames import join
@@ -69,6 +69,7 @@ class PrefillSession:
         self._ready: OrderedDict[TransferId, None] = OrderedDict()  # with something to send and credit for it
         self._stalled: list[TransferId] = []  # those whose records the link refused, to be tried again
         self._resend_s = 0.0
+        self._unsealed: deque[TransferId] = deque(maxlen=limits.transfers_max)
         self._expiries: list[tuple[float, TransferId]] = []  # a heap; a renewed transfer is pushed again when popped
         self._counts = {f.name: 0 for f in fields(PrefillCounters)}
 
@@ -77,6 +78,11 @@ class PrefillSession:
     @property
     def counters(self) -> PrefillCounters:
         return PrefillCounters(**self._counts)
+
+    @property
+    def bad_messages(self) -> int:
+        """As in :attr:`counters`."""
+        return self._counts["bad_messages"]
 
     @property
     def in_flight(self) -> int:
@@ -99,11 +105,15 @@ class PrefillSession:
         lease_s = self.limits.lease_s if lease_s is None else lease_s
         end_s = now_s + self.limits.lease_max_s
         offered = Offer(transfer, {b.index: b for b in blocks}, min(now_s + lease_s, end_s), end_s)
+        offered.unsealed = [
+            (part, b.index) for b in reversed(blocks) for part, record in enumerate(b.records) if record is not None
+        ]
         self._transfers[transfer] = offered
         if len(self._expiries) > 2 * self.limits.transfers_max:  # most are of transfers that ended early
             self._expiries = [entry for entry in self._expiries if entry[1] in self._transfers]
             heapq.heapify(self._expiries)
         heapq.heappush(self._expiries, (offered.expires_s, transfer))
+        self._unsealed.append(transfer)  # of too many the oldest are sealed when they are sent
         self._count("offered")
         return True
 
@@ -187,6 +197,16 @@ class PrefillSession:
             elif send := self._batch(found, found.peer):
                 return send
         return None
+
+    def seal_ahead(self, records_max: int) -> bool:
+        """Seal records that nobody has asked for yet, so that they go out at once; whether there may be more."""
+        for _ in range(records_max):
+            if not self._unsealed:
+                return False
+            found = self._transfers.get(self._unsealed[0])
+            if found is None or found.state is not State.OFFERED or not found.seal_next():
+                self._unsealed.popleft()
+        return bool(self._unsealed)
 
     def unsent(self, send: Send, now_s: float) -> None:
         """The link refused ``send``, which is said before anything else. Records are tried again after a
@@ -374,15 +394,13 @@ class PrefillSession:
         sizes: list[int] = []
         nbytes = control_nbytes = 0
         while found.wanted and len(entries) < limits.records_max:
-            part, index = place = found.wanted[0]
+            part, index = found.wanted[0]
             size = parts[part].nbytes
             if nbytes + size > free_nbytes or (entries and nbytes + size > limits.records_nbytes_max):
                 break
             record = found.blocks[index].records[part]
             assert record is not None, "a record that is not there was queued"
-            header = found.sealed.get(place)
-            if header is None:
-                header = found.sealed[place] = pack_header(record.seal())
+            header = found.header(part, index)
             control_nbytes += len(header) + ENTRY_NBYTES_MAX
             if control_nbytes > CONTROL_NBYTES_MAX:
                 break

@@ -196,10 +196,12 @@ class ZmqLink:
         for i, part in enumerate(parts):
             flags = _LAST if i == last else _MORE
             try:
-                if i >= first_bulk and _nbytes(part) >= zero_copy_nbytes:
-                    trackers.append(socket.send(part, flags, copy=False, track=True))
-                else:
+                if i < first_bulk or _nbytes(part) < zero_copy_nbytes:
                     socket.send(part, flags)
+                elif isinstance(part, bytes):  # cannot change, and libzmq keeps it: its sender need not wait
+                    socket.send(part, flags, copy=False)
+                else:
+                    trackers.append(socket.send(part, flags, copy=False, track=True))
             except zmq.ZMQError as error:
                 if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                     raise TransferError(f"send: {error}") from error

@@ -11,6 +11,7 @@ from session_pair import D_RUN, E_RUN, LIMITS, NAMESPACE, P_RUN, PARTS, D, E, P,
 import transfer.offer
 import transfer.pull
 from cache_manager.errors import ConfigError
+from cache_manager.record import pack_header
 from transfer.actions import Finished, Missing, OfferedBlock, Reason, Send, WantedBlock
 from transfer.decode import DecodeSession
 from transfer.errors import IncompatiblePeerError, LocalProtocolError
@@ -603,3 +604,66 @@ def test_hostile_bytes_change_nothing_but_a_counter(frame: bytes, bulk: list[byt
     assert session.receive(E, frame, [memoryview(b) for b in bulk], 0.0) == []
     assert session.counters.bad_messages == 1
     assert session.in_flight == 0
+
+
+@pytest.mark.parametrize("frame_nbytes_max", [64, 100, 1 << 20])
+def test_joined_frames_stay_within_what_the_peer_takes(frame_nbytes_max: int) -> None:
+    """Goal: payloads share frames as far as the hello allows, and a message is the same however they do."""
+    pair = Pair(TransferLimits(credit_nbytes=1 << 20))
+    pair.prefill.offer(T, blocks(6), 0.0)
+    pair.prefill.receive(D, encode(Hello(D_RUN, NAMESPACE, list(PARTS), 0, frame_nbytes_max)), [], 0.0)
+    pair.prefill.receive(
+        D, encode(Pull(D_RUN, T, 1, [Want(i, b.key, 3) for i, b in enumerate(blocks(6))], 999)), [], 0.0
+    )
+    send = pair.prefill.next_records()
+    assert send is not None
+    assert isinstance(send.message, Records)
+    assert all(len(frame) <= frame_nbytes_max for frame in send.bulk)
+    assert len(send.bulk) == {64: 12, 100: 6, 1 << 20: 1}[frame_nbytes_max]
+    assert b"".join(send.bulk) == b"".join(payload(e.part, e.index) for e in send.message.entries)
+    pair.prefill.let_go(send)
+    assert pair.prefill.counters.records_sent == len(send.message.entries) == 12
+
+
+def test_bulk_that_is_cut_elsewhere_costs_the_message_and_nothing_else() -> None:
+    pair = Pair(TransferLimits(credit_nbytes=1 << 20), lose=lambda m: isinstance(m, Records))
+    pair.prefill.offer(T, blocks(2), 0.0)
+    pair.pull(2)
+    (message,) = [m for m in pair.said if isinstance(m, Records)]
+    whole = b"".join(payload(e.part, e.index) for e in message.entries)
+    unknown = msgspec.structs.replace(message, entries=[msgspec.structs.replace(e, part=7) for e in message.entries])
+    for wrong, bulk in [(message, [whole[:-1]]), (message, [whole, b"x"]), (message, [whole[:70], whole[70:]]),
+                        (message, []), (message, [whole + b"x"]), (unknown, [whole])]:  # fmt: skip
+        before = pair.decode.counters.bad_messages
+        assert pair.decode.receive(P, encode(wrong), [memoryview(b) for b in bulk], 0.0) == []
+        assert pair.decode.counters.bad_messages == before + 1
+    pair.hear(D, P, message, [memoryview(whole[:64]), memoryview(whole[64:])])
+    assert len(pair.installed) == 4
+
+
+def test_sealing_ahead_changes_nothing_but_when() -> None:
+    """Goal: a header sealed before it is asked for is the one that is sent; what ended or was pulled is not sealed."""
+    pair, other, ended = Pair(), TransferId(b"b" * 16), TransferId(b"c" * 16)
+    pair.prefill.offer(ended, blocks(3), 0.0)
+    pair.prefill.abort(ended)
+    pair.prefill.offer(T, blocks(3, without=((1, 1),)), 0.0)
+    turns = 1
+    while pair.prefill.seal_ahead(2):
+        turns += 1
+        assert turns < 20
+    sealed = dict(pair.prefill._transfers[T].sealed)
+    offered = [(p, b.index, r) for b in blocks(3) for p, r in enumerate(b.records) if r and (p, b.index) != (1, 1)]
+    assert sealed == {(p, i): pack_header(r.seal()) for p, i, r in offered}
+    pair.prefill.offer(other, blocks(3), 0.0)
+    pair.pull(3)
+    sent = {(e.part, e.index): e.header for m in pair.said if isinstance(m, Records) for e in m.entries}
+    assert sent == sealed
+    assert pair.finished[0].result.installed == 5
+
+
+def test_what_was_pulled_is_sealed_as_it_is_sent() -> None:
+    pair = Pair(lose=lambda m: isinstance(m, Records))
+    pair.prefill.offer(T, blocks(3), 0.0)
+    pair.pull(1)
+    assert not pair.prefill.seal_ahead(9)
+    assert set(pair.prefill._transfers[T].sealed) == {(0, 0), (1, 0)}
