@@ -109,7 +109,7 @@ class PrefillNodeCounters:
 
 @dataclass(frozen=True, slots=True)
 class DecodeNodeCounters:
-    """``sink_errors`` are exceptions of sinks, whose records count as missing, ``notify_errors`` those of ``notify``."""
+    """``sink_errors`` are exceptions of sinks, whose records are missing then, ``notify_errors`` those of ``notify``."""
 
     node: NodeCounters
     session: DecodeCounters
