@@ -50,6 +50,8 @@ from transfer.party import Party, check_peer
 from transfer.pull import DecodeCounters, Event, Greeting, Place, Pulling, State
 
 RENEWALS_A_LEASE: Final = 3
+RENEW_S_MIN: Final = 0.02
+"""However short a lease the other side claims to have."""
 
 
 class DecodeSession:
@@ -263,7 +265,7 @@ class DecodeSession:
         except IncompatiblePeerError as error:
             return self._refused(known, str(error))
         known.run = welcome.run
-        known.renew_s = welcome.lease_ms / 1000 / RENEWALS_A_LEASE
+        known.renew_s = max(welcome.lease_ms / 1000 / RENEWALS_A_LEASE, RENEW_S_MIN)
         actions: list[DecodeAction] = []
         for transfer in list(known.pulls):
             self._pulls[transfer].asked = False

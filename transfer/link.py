@@ -54,6 +54,9 @@ class Link(Protocol):
 
     def poll(self, timeout_s: float, limit: int = 64) -> list[Arrival | PeerLost]: ...
 
+    def cut(self, peer: Peer) -> None:
+        """Break the connection by which ``peer`` came, so that its buffers are let go; harmless when there is none."""
+
     def wake(self) -> None:
         """Make :meth:`poll` return soon; the one method that any thread may call."""
 

@@ -239,6 +239,9 @@ class LoopbackLink:
             on_sent()
         return came
 
+    def cut(self, peer: Peer) -> None:
+        """Nothing to do: a delivered payload is a copy, whether it is read or not."""
+
     def wake(self) -> None:
         with self._network.changed:
             self._woken = True

@@ -164,6 +164,9 @@ class MooncakeLink:
         self._advance()
         return items
 
+    def cut(self, peer: Peer) -> None:
+        self._zmq.cut(peer)
+
     def wake(self) -> None:
         self._zmq.wake()
 

@@ -113,7 +113,7 @@ class PrefillNodeCounters:
 
 @dataclass(frozen=True, slots=True)
 class DecodeNodeCounters:
-    """``sink_errors`` are exceptions of sinks, whose records count as missing; ``notify_errors`` of ``notify``."""
+    """``sink_errors`` are exceptions of sinks, whose records are missing, ``notify_errors`` those of ``notify``."""
 
     node: NodeCounters
     session: DecodeCounters
@@ -316,6 +316,8 @@ class _PrefillWorker:
 
     def turn(self, now_s: float) -> float | None:
         self.act(self.session.tick(now_s))
+        for peer in self.session.slow_peers(now_s):
+            self.link.cut(peer)
         full = False
         for _ in range(SENDS_A_TURN):
             send = self.session.next_records()

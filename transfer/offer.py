@@ -71,7 +71,8 @@ class PrefillCounters:
     """What a :class:`PrefillSession` has seen so far; every number only grows.
 
     ``late_messages`` came for a transfer that had ended, ``foreign_messages`` from somebody who does not own it,
-    ``stale_messages`` belong to an epoch that is over, ``stranger_messages`` came without a hello.
+    ``stale_messages`` belong to an epoch that is over, ``stranger_messages`` came without a hello. ``slow_peers`` were
+    cut off, as they did not read what they had pulled until long after the transfer's end.
     """
 
     offered: int = 0
@@ -92,6 +93,7 @@ class PrefillCounters:
     unknown_transfers: int = 0
     bad_messages: int = 0
     refused_peers: int = 0
+    slow_peers: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -66,6 +66,7 @@ class PrefillSession:
         self._ended: OrderedDict[TransferId, Ended] = OrderedDict()  # those in ENDING among them
         self._peers: OrderedDict[Peer, Hello] = OrderedDict()  # what they said first; the one heard last at the end
         self._owned: dict[Peer, int] = {}  # transfers by owner
+        self._ending: dict[TransferId, None] = {}  # those in ENDING
         self._ready: OrderedDict[TransferId, None] = OrderedDict()  # with something to send and credit for it
         self._stalled: list[TransferId] = []  # those whose records the link refused, to be tried again
         self._resend_s = 0.0
@@ -239,6 +240,18 @@ class PrefillSession:
         if found.state is State.ENDING and not found.in_link:
             return self._release(found, Event.LET_GO)
         return []
+
+    def slow_peers(self, now_s: float) -> list[Peer]:
+        """Whom to cut off: peers that still have not read what they pulled, a lease after that of the transfer."""
+        slow: list[Peer] = []
+        for transfer in self._ending:
+            found = self._transfers[transfer]
+            if now_s >= found.expires_s + self.limits.lease_s:
+                found.expires_s = now_s  # again after another lease
+                assert found.peer is not None, "nobody pulled what the link holds"
+                slow.append(found.peer)
+        self._count("slow_peers", len(slow))
+        return slow
 
     def peer_lost(self, peer: Peer) -> None:
         """The link lost ``peer``: it has to say hello again. Its transfers stay until their leases end."""
@@ -462,6 +475,7 @@ class PrefillSession:
             told.append(Send(found.peer, Gone(found.id, GoneReason(outcome.value))))
         if found.in_link:
             found.apply(Event.END_HELD)
+            self._ending[found.id] = None
             return told
         return told + self._release(found, Event.END_FREE)
 
@@ -469,6 +483,7 @@ class PrefillSession:
         found.apply(event)
         assert found.outcome is not None, "released without an outcome"
         del self._transfers[found.id]
+        self._ending.pop(found.id, None)
         return [Release(found.id, found.outcome)]
 
     def _count(self, name: str, n: int = 1) -> None:

@@ -234,6 +234,10 @@ class ZmqLink:
         del self._lost[:room]
         return came
 
+    def cut(self, peer: Peer) -> None:
+        if self._server is not None:
+            self._server.cut_off(peer)
+
     def wake(self) -> None:
         with self._waking:  # against close: the number may be another file's a moment later
             if self._wakes >= 0:

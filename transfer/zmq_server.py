@@ -151,7 +151,8 @@ def _host(frame: zmq.Frame) -> str:
         host = str(frame.get("Peer-Address"))
     except zmq.ZMQError:
         return "127.0.0.1"
-    return host if host and host[0].isdigit() else "127.0.0.1"  # over ipc it is a process, of this machine
+    # over ipc it is "localhost" with user, group and process: of this machine
+    return "127.0.0.1" if not host or host.startswith("localhost") else host
 
 
 def monitored(socket: Socket) -> Socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -15,6 +16,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Self
+
+import msgspec
 
 from cache_manager.errors import (
     BlockStateError,
@@ -34,8 +37,8 @@ logger = logging.getLogger(__name__)
 LOOK_S: Final = 0.1
 """How often the watcher looks at deadlines and at the clock of a restart."""
 
-SEND_S_MAX: Final = 5
-"""The process reads its socket at once; one that does not is stopped."""
+FRAME_S_MAX: Final = 5
+"""The process reads its socket at once, and ends a frame that it has begun; one that does not is stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +108,14 @@ class CacheTransferManager:
         self._breaker = Breaker(1, s.restart_pause_s, s.restart_pause_max_s)
         self._stopping, self._up = threading.Event(), threading.Event()
         self._pid = os.getpid()
-        self._worker: _Worker | None = _Worker()
+        self._worker: _Worker | None = None
+        worker = _Worker()
         try:
-            self._begin(self._worker)
+            self._begin(worker)
         except BaseException:
-            self._worker.end()
+            worker.end()
             raise
+        self._worker = worker
         self._up.set()
         self._watcher = threading.Thread(target=self._watch, name="kvroute-cache-transfer", daemon=True)
         self._watcher.start()
@@ -180,6 +185,8 @@ class CacheTransferManager:
             except (TransferProcessError, StorageError, TimeoutError) as error:
                 logger.warning("the cache-transfer process did not close: %s", error)
                 worker.kill()
+            self._watcher.join(self.settings.close_s)
+            worker.kill()  # should it have answered and not ended
         self._watcher.join()
 
     def __enter__(self) -> Self:
@@ -201,7 +208,7 @@ class CacheTransferManager:
             number, future = self._expect(worker, self.settings.set_up_s)
         worker.send(number, self._setup)
         while not future.done():
-            if not self._listen(worker):
+            if self._stopping.is_set() or not self._listen(worker):
                 self._lose(worker, "it ended during set-up")
         try:
             future.result(0)
@@ -231,6 +238,8 @@ class CacheTransferManager:
                 return False
             with self._lock:
                 future = worker.take(answer.number)
+                if future is None:
+                    return False
                 self._counts["commands_failed" if answer.error else "commands_done"] += 1
                 if not answer.error:
                     self._breaker.succeeded()
@@ -261,19 +270,24 @@ class CacheTransferManager:
             if not self._breaker.due(time.monotonic()):
                 return
             self._breaker.begin_probe()
-        worker = _Worker()
+        worker = None
         try:
+            worker = _Worker()
             self._begin(worker)
-        except TransferProcessError as error:
-            worker.end()
+        except (TransferProcessError, OSError) as error:  # OSError: the machine has no process or descriptor left
+            if worker is not None:
+                worker.end()
             with self._lock:
                 self._counts["start_failures"] += 1
                 self._breaker.end_probe(time.monotonic(), good=False, cause=str(error))
             return
         with self._lock:
-            self._worker = worker
             self._breaker.end_probe(time.monotonic(), good=True)
-            self._up.set()
+            if not self._stopping.is_set():  # else close() has not seen this worker, and waits
+                self._worker = worker
+                self._up.set()
+                return
+        worker.end()
 
 
 class _Worker:
@@ -284,8 +298,10 @@ class _Worker:
         self._number = 0
         self._sending = threading.Lock()
         self._end, theirs = socket.socketpair()
-        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S_MAX, 0))
-        with theirs:
+        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._end.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", FRAME_S_MAX, 0))
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(self._end.close)
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-m", "cache_manager.transfer_manager.process", str(theirs.fileno())],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -293,6 +309,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C is the engine's to handle
             )
+            undo.pop_all()
 
     @property
     def pid(self) -> int:
@@ -305,8 +322,10 @@ class _Worker:
         self.waiting[self._number] = deadline_s, future
         return self._number, future
 
-    def take(self, number: int) -> Future[Answer]:
-        return self.waiting.pop(number)[1]
+    def take(self, number: int) -> Future[Answer] | None:
+        """``None``: nothing was asked under that number, or it was answered before."""
+        _, future = self.waiting.pop(number, (0.0, None))
+        return future
 
     def take_all(self) -> list[Future[Answer]]:
         lost = [future for _, future in self.waiting.values()]
@@ -329,11 +348,12 @@ class _Worker:
         return bool(poll.poll(wait_s * 1e3))
 
     def receive(self) -> Answer | None:
+        """An answer; ``None`` when the process is gone, stopped within one, or says what is none."""
         try:
             body = receive_frame(self._end)
-        except OSError:
+            return None if body is None else commands.decode_answer(body)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
-        return None if body is None else commands.decode_answer(body)
 
     def kill(self) -> None:
         self._process.kill()

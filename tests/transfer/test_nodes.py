@@ -10,17 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transfer_nodes import PATIENCE_S, QUICK, ended, nodes, released
+import zmq
+from transfer_nodes import PATIENCE_S, QUICK, ended, nodes, released, until
 from transfer_peer import PeerProcess
-from transfer_rows import CanarySink, key_of, offered, party, wanted
+from transfer_rows import NAMESPACE, VALID, CanarySink, key_of, offered, party, wanted
 
 from cache_manager.errors import BlockBusyError
-from cache_manager.record import RecordHeader
-from transfer.actions import Reason, WantedBlock
+from cache_manager.record import OfferedRecord, RecordHeader
+from transfer.actions import OfferedBlock, Reason, WantedBlock
 from transfer.errors import LocalProtocolError
 from transfer.limits import TransferLimits
-from transfer.messages import Outcome
+from transfer.messages import Hello, Outcome, Part, Pull, Run, Want, encode
 from transfer.node import DecodeNode, NodeClosedError, NodeFullError, PrefillNode
+from transfer.party import Party
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
@@ -152,6 +154,29 @@ def test_a_callback_that_fails_costs_no_block(tmp_path: Path) -> None:
     assert {r.outcome for r in released(prefill, transfers).values()} == {Outcome.RESET}
     assert prefill.counters.notify_errors == 4
     assert prefill.close()
+
+
+@pytest.mark.parametrize("address", ["ipc://{}/p", "tcp://127.0.0.1:*"])
+def test_a_peer_that_never_reads_keeps_no_block(tmp_path: Path, address: str) -> None:
+    """Goal: large records for a peer that pulls and then reads nothing come back after the lease, with it connected."""
+    part = Part("kv", b"k" * 16, 1 << 20, 64)
+    link = ZmqLink(ZmqSettings(bind=address.format(tmp_path), silence_ms=3_600_000))
+    prefill = PrefillNode(link, Party(Run(b"p" * 16), NAMESPACE, (part,)), TransferLimits(lease_s=0.5))
+    records = [OfferedRecord(key_of(1, i), part.fingerprint, 1, VALID, bytearray(part.nbytes)) for i in range(48)]
+    transfer = prefill.offer([OfferedBlock(i, record.key, (record,)) for i, record in enumerate(records)])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.rcvhwm = 1
+        socket.reconnect_ivl = -1
+        socket.connect(prefill.address)
+        run = b"d" * 16
+        wants = [Want(i, record.key, 1) for i, record in enumerate(records)]
+        socket.send(encode(Hello(run, NAMESPACE, [part], 0, 1 << 30)))
+        socket.send(encode(Pull(run, transfer, 1, wants, 1 << 40)))
+        until(lambda: link.counters.buffers_in_flight, lambda held: held > 0)
+        assert released(prefill, {transfer})[transfer].outcome is Outcome.EXPIRED
+        assert prefill.counters.session.slow_peers
+        assert prefill.close()
 
 
 def test_peers_that_mean_other_rows_are_refused(tmp_path: Path) -> None:

@@ -378,6 +378,17 @@ def test_decode_renews_while_it_waits() -> None:
     assert sum(isinstance(m, Renew) for m in pair.said) >= 40 / 3 - 1
 
 
+def test_a_lease_of_a_millisecond_does_not_make_decode_babble() -> None:
+    decode = DecodeSession(Party(D_RUN, NAMESPACE, PARTS), LIMITS)
+    decode.pull(P, T, wanted(2), 0.0)
+    decode.receive(P, encode(Welcome(P_RUN, NAMESPACE, list(PARTS), 0, 1, D_RUN)), [], 0.0)
+    now_s, said = 0.0, 0
+    while (due_s := decode.next_due_s()) is not None and due_s < LIMITS.retry_s:
+        now_s = max(now_s, due_s)
+        said += len(decode.tick(now_s))
+    assert said <= 101
+
+
 def test_a_message_after_the_end_is_counted_and_refused() -> None:
     """Method: an ack that comes at the very moment the lease ends is late."""
     pair = Pair(lose=lambda message: isinstance(message, Records))

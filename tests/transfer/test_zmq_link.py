@@ -17,7 +17,7 @@ from zmtp import greeted
 from cache_manager.errors import ConfigError
 from transfer.curve import CurveClient, CurveServer, make_keys, read_clients, read_keys, read_public
 from transfer.errors import TransferError
-from transfer.link import PeerLost
+from transfer.link import Arrival, PeerLost
 from transfer.testing.contract import PATIENCE_S, LinkContract, arrivals, poll_until
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
@@ -349,3 +349,25 @@ client.close()
 
 def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+@pytest.mark.parametrize(
+    ("address", "host"), [("tcp://[::1]:*", "::1"), ("tcp://127.0.0.1:*", "127.0.0.1"), ("ipc://{}/p", "127.0.0.1")]
+)
+def test_a_client_is_where_its_connection_comes_from(tmp_path: Path, address: str, host: str) -> None:
+    """An IPv6 address need not begin with a digit; it is no reason to take its machine for this one."""
+    if "::1" in host and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    server, client = ZmqLink(ZmqSettings(bind=address.format(tmp_path))), ZmqLink()
+    try:
+        there, came = client.connect(server.address), []
+        give_up_s = time.monotonic() + 60.0
+        while not came:
+            assert time.monotonic() < give_up_s
+            client.send(there, b"hello")
+            client.poll(0.01)
+            came = [item for item in server.poll(0.01) if isinstance(item, Arrival)]
+        assert server.host_of(came[0].peer) == host
+    finally:
+        client.close()
+        server.close()

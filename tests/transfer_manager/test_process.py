@@ -260,3 +260,83 @@ def test_kv_that_did_not_come_along_is_not_said_to_have_come(memory: Memory) -> 
     (key,) = memory.keys(1)
     assert mover.restore({key: 1}) == {key: False}
     assert mover.persist({key: 1}) == {key: False}
+
+
+ODD_PROCESS = """#!{python}
+import os, socket, struct, sys, time
+sys.path[:0] = {path!r}
+from cache_manager.framing import receive_frame, send_frame
+from cache_manager.transfer_manager.commands import Answer, Close, SetUp, decode_asked, encode
+
+end = socket.socket(fileno=int(sys.argv[-1]))
+while (body := receive_frame(end)) is not None:
+    asked = decode_asked(body)
+    answer = encode(Answer(asked.number))
+    if isinstance(asked.command, (SetUp, Close)):
+        send_frame(end, answer)
+    elif {how!r} == "half":
+        end.sendall(struct.pack("<I", 100) + b"half")
+    elif {how!r} == "garbage":
+        send_frame(end, bytes(100))
+    elif {how!r} == "unknown":
+        send_frame(end, encode(Answer(asked.number + 7)))
+    elif {how!r} == "twice":
+        send_frame(end, answer)
+        send_frame(end, answer)
+"""
+
+
+@pytest.mark.parametrize("how", ["half", "garbage", "unknown", "twice"])
+def test_a_process_that_answers_what_it_should_not_is_ended(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Half an answer and then silence, no answer, one nobody asked for, one again: commands fail, nothing waits on.
+
+    It does not end when it is closed either.
+    """
+    script = tmp_path / "odd"
+    script.write_text(ODD_PROCESS.format(python=sys.executable, path=[p for p in sys.path if p], how=how))
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    settings = TransferSettings(restart_pause_s=0.05, command_s=1.0, close_s=0.5)
+    with CacheTransferManager(memory.parts, settings) as process:
+        first = process.pid
+        asked = process.submit(out(memory, [(1, 1)]))
+        if how == "twice":
+            assert asked.result(WAIT_S).error == ""
+        else:
+            with pytest.raises(TransferProcessError, match="lost"):
+                asked.result(WAIT_S)
+        until(lambda: process.pid not in (None, first))
+
+
+def test_closing_while_it_is_started_again(memory: Memory) -> None:
+    """Whatever the new process has come to: close ends it and returns."""
+    for pause_s in (0.0, 0.1, 0.2, 0.3, 0.5):
+        process = CacheTransferManager(memory.parts, TransferSettings(restart_pause_s=0.01))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        until(lambda process=process: process.pid is None)
+        time.sleep(pause_s)  # where in its start the next one is found differs; the outcome may not
+        process.close()
+        assert process.pid is None
+        with pytest.raises(TransferProcessError, match="closed"):
+            process.submit(out(memory, [(1, 1)]))
+
+
+def test_a_set_up_that_takes_too_long_is_said(memory: Memory) -> None:
+    with pytest.raises(TransferProcessError, match="lost"):
+        CacheTransferManager(memory.parts, TransferSettings(set_up_s=0.001))
+
+
+def test_a_start_that_the_machine_refuses_is_tried_again(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CacheTransferManager(memory.parts, TransferSettings(restart_pause_s=0.05, restart_pause_max_s=0.2)) as process:
+        assert process.pid is not None
+        with monkeypatch.context() as away:
+            away.setattr(sys, "executable", str(tmp_path / "none"))
+            os.kill(process.pid, signal.SIGKILL)
+            until(lambda: process.counters.start_failures > 1)
+        until(lambda: process.pid is not None)
+        process.call(out(memory, [(1, 1)]))
