@@ -98,7 +98,7 @@ class NodeThread:
         return NodeCounters(**self._counts)
 
     def check_alive(self) -> None:
-        """Raise :class:`NodeClosedError` unless there is a thread. A fork may not even ask for a lock: it may be held."""
+        """Raise :class:`NodeClosedError` unless there is a thread. A fork may not wait for a lock: it may be held."""
         if not self.alive:
             raise NodeClosedError(f"{self._thread.name}: closed, ended or forked; {self.last_error or 'no error'}")
 
