@@ -224,6 +224,7 @@ class DecodeNode:
         as a :class:`PullDone` with a reason. Raises :class:`LocalProtocolError` for a transfer that is being pulled,
         :class:`NodeFullError` or :class:`NodeClosedError`, and then there will be none.
         """
+        self._thread.check_alive()
         self._worker.enter(transfer, sink)
         try:
             self._thread.submit(lambda now_s: self._worker.pull(address, transfer, wanted, now_s))

@@ -97,10 +97,14 @@ class NodeThread:
     def counters(self) -> NodeCounters:
         return NodeCounters(**self._counts)
 
-    def submit(self, command: Callable[[float], None]) -> None:
-        """Have ``command`` run by the thread, with the time. :class:`NodeFullError`, :class:`NodeClosedError`."""
+    def check_alive(self) -> None:
+        """Raise :class:`NodeClosedError` unless there is a thread. A fork may not wait for a lock: it may be held."""
         if not self.alive:
             raise NodeClosedError(f"{self._thread.name}: closed, ended or forked; {self.last_error or 'no error'}")
+
+    def submit(self, command: Callable[[float], None]) -> None:
+        """Have ``command`` run by the thread, with the time. :class:`NodeFullError`, :class:`NodeClosedError`."""
+        self.check_alive()
         with self._entering:
             if self._stopping:
                 raise NodeClosedError(f"{self._thread.name} is closed")

@@ -163,7 +163,12 @@ class CacheTransferManager:
                 self._counts["commands_refused"] += 1
                 raise TransferProcessFullError(f"{self.settings.commands_max} commands are in flight")
             number, future = self._expect(worker, self.settings.command_s)
-        worker.send(number, command)
+        try:
+            worker.send(number, command)
+        except (AssertionError, TypeError, ValueError, OverflowError):  # no message, or too large for one: not sent
+            with self._lock:
+                worker.take(number)
+            raise
         return future
 
     def call(self, command: commands.Command) -> Answer:

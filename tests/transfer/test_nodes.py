@@ -266,6 +266,27 @@ def test_a_forked_child_is_told(tmp_path: Path) -> None:
     assert [r.transfer for r in prefill.poll()] == [transfer]
 
 
+def test_a_fork_while_a_lock_is_held_is_told(tmp_path: Path) -> None:
+    """Goal: a child forked while the node's thread holds a lock of its own is refused, and does not wait for it."""
+    with nodes(tmp_path) as (prefill, decode):
+
+        def child() -> None:
+            try:
+                decode.pull(prefill.address, TransferId(bytes(16)), wanted(1, 1), CanarySink(1))
+            except NodeClosedError:
+                os._exit(0)
+            os._exit(2)
+
+        process = multiprocessing.get_context("fork").Process(target=child)
+        with decode._worker._lock:  # as the thread holds it for a moment: a fork may come in that moment
+            process.start()
+        process.join(PATIENCE_S / 4)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        assert process.exitcode == 0
+
+
 def test_nodes_leave_nothing_behind(tmp_path: Path) -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()

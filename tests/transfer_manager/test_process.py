@@ -144,6 +144,16 @@ def test_a_process_that_hangs_is_ended_at_the_deadline(memory: Memory) -> None:
         process.call(out(memory, [(1, 1)]))
 
 
+def test_a_command_too_large_for_a_frame_costs_the_process_nothing(
+    memory: Memory, process: CacheTransferManager
+) -> None:
+    with pytest.raises(AssertionError):
+        process.submit(Contains([bytes(32)] * 600_000))
+    assert process.in_flight == 0
+    process.call(out(memory, [(1, 1)]))
+    assert process.counters.starts == 1
+
+
 def test_full_is_refused_and_counted(memory: Memory) -> None:
     settings = TransferSettings(commands_max=2, close_s=0.5)
     with CacheTransferManager(memory.parts, settings) as process:
