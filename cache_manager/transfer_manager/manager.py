@@ -308,7 +308,7 @@ class _Worker:
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(self._end.close)
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", "cache_manager.transfer_manager.process", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "cache_manager.transfer_manager.process", str(theirs.fileno())],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,

@@ -48,7 +48,7 @@ def running_pool() -> Iterator[Pool]:
     """A pool of its own, which is gone when the block is left; :class:`StorageError` when it does not come up."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     owner = subprocess.Popen(
-        [sys.executable, "-m", "kvroute.demo.pool"],
+        [sys.executable, "-P", "-m", "kvroute.demo.pool"],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

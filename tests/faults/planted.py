@@ -34,6 +34,8 @@ REQUESTS = "tests/cache_manager/test_manager.py"
 SESSIONS = "tests/transfer/test_sessions.py"
 WORLD = "tests/simulation/test_transfer_simulation.py::test_every_claim_holds_under_every_fault"
 
+PROCESS = "tests/transfer_manager/test_process.py"
+
 FAULTS = (
     Fault(
         "a step commits without comparing generations",
@@ -214,7 +216,7 @@ FAULTS = (
     Fault(
         "a header with a wrong sum is believed",
         "record.py",
-        "    if zlib.crc32(body) != crc:",
+        "    if found != crc:",
         "    if False:",
         KEYS,
         "test_a_flipped_bit_in_a_header_is_an_error",
@@ -351,8 +353,8 @@ FAULTS = (
     Fault(
         "a record is handed out twice",
         "decode.py",
-        "pull.installing[place] = pull.keys.pop(place)",
-        "pull.installing[place] = pull.keys[place]",
+        "installing[place] = keys.pop(place)",
+        "installing[place] = keys[place]",
         WORLD,
         "installed_once_per_transfer",
         "transfer",
@@ -374,5 +376,29 @@ FAULTS = (
         WORLD,
         "the ack follows the last installation",
         "transfer",
+    ),
+    Fault(
+        "a lease given up during a move stays at the source",
+        "leases.py",
+        "            if current <= names:",
+        "            if current == names:",
+        HAZARDS,
+        "test_a_lease_given_up_during_a_move_leaves_no_ghost_at_the_source",
+    ),
+    Fault(
+        "the cache-transfer process moves one part of a block",
+        "transfer_manager/process.py",
+        "        for part in self._parts:\n            source, target",
+        "        for part in self._parts[:1]:\n            source, target",
+        PROCESS,
+        "test_a_move_copies_every_part_and_nothing_else",
+    ),
+    Fault(
+        "the cache-transfer process does not compare generations",
+        "transfer_manager/process.py",
+        "            if found != wanted:",
+        "            if False:",
+        PROCESS,
+        "test_a_block_of_another_generation_is_refused_and_not_written",
     ),
 )

@@ -75,7 +75,7 @@ class NativeClient:
         self._readable = select.poll()
         self._readable.register(self._end, select.POLLIN)
         fds = (theirs.fileno(), *((arena.fd,) if arena else ()))
-        command = [sys.executable, "-m", "cache_manager.storage.mooncake.child", str(fds[0]), str(fds[-1])]
+        command = [sys.executable, "-P", "-m", "cache_manager.storage.mooncake.child", str(fds[0]), str(fds[-1])]
         output = open(log, "ab") if log else subprocess.DEVNULL  # noqa: SIM115 - closed below
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
