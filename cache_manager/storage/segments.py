@@ -158,7 +158,10 @@ class SegmentPool(SegmentIndex):
             os.close(fd)
 
     def _create(self, size: int) -> Segment:
-        """A new segment, which has its name only when it has its header page and all its space."""
+        """A new segment, which has its name only when its header page is on the disk, whatever ``sync`` says.
+
+        A name without its page, as a power cut could leave it, would be no segment and would keep the store closed.
+        """
         sequence, created_s = self._next_sequence, self._clock()
         path = self._directory.path / segment_name(sequence)
         temp = path.with_name(path.name + TEMP_SUFFIX)
@@ -167,6 +170,7 @@ class SegmentPool(SegmentIndex):
             self._disk.allocate(fd, size)
             page = pack_segment_page(sequence, self._directory.store_id, created_s)
             write_all(self._disk, fd, [page], 0, PAGE_NBYTES)
+            self._disk.sync(fd)
             temp.rename(path)
             self._entries_dirty = True
             if self._sync is Sync.BATCH:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -253,6 +253,7 @@ class VolatileDisk(FaultyDisk):
     flush_every=st.integers(1, 4),
     seed=st.integers(0, 1 << 32),
 )
+@example(batches=[[0, 1, 2, 3, 6], [0, 1, 2, 4, 5]], sync=Sync.NONE, flush_every=2, seed=1)  # a name without its page
 def test_a_power_cut_takes_nothing_that_was_synced_and_makes_nothing_wrong(
     batches: list[list[int]], sync: Sync, flush_every: int, seed: int
 ) -> None:
