@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import socket
-import struct
 from typing import Final
 
 import msgspec
 
-_LENGTH: Final = struct.Struct("<I")
-FRAME_NBYTES_MAX: Final = 16 << 20
+from cache_manager.framing import receive_frame, send_frame
 
 CALLS_MAX: Final = 3
 """Native calls at a time."""
@@ -82,38 +80,14 @@ _answer = msgspec.msgpack.Decoder(Answer)
 
 
 def send(end: socket.socket, message: Asked | Answer) -> None:
-    body = _encoder.encode(message)
-    assert len(body) <= FRAME_NBYTES_MAX
-    end.sendall(_LENGTH.pack(len(body)) + body)
+    send_frame(end, _encoder.encode(message))
 
 
 def receive_asked(end: socket.socket) -> Asked | None:
-    body = _receive(end)
+    body = receive_frame(end)
     return None if body is None else _asked.decode(body)
 
 
 def receive_answer(end: socket.socket) -> Answer | None:
-    body = _receive(end)
+    body = receive_frame(end)
     return None if body is None else _answer.decode(body)
-
-
-def _receive(end: socket.socket) -> bytes | None:
-    """One frame; ``None`` when the other end is gone."""
-    head = _exactly(end, _LENGTH.size)
-    if head is None:
-        return None
-    (nbytes,) = _LENGTH.unpack(head)
-    return _exactly(end, nbytes) if nbytes <= FRAME_NBYTES_MAX else None
-
-
-def _exactly(end: socket.socket, nbytes: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < nbytes:
-        try:
-            part = end.recv(min(nbytes - len(parts), 1 << 20))
-        except ConnectionError:
-            return None
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
