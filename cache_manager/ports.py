@@ -6,9 +6,11 @@ A contract is executable: ``cache_manager.testing`` ships the test classes that 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,11 +18,11 @@ from cache_manager.keys import BlockKey
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.spec import RecordLayout
 
-if TYPE_CHECKING:
-    from cache_manager.storage.records import RecordCounters
-
 HitPolicy = Literal["gate", "mask"]
 """Whether KV without rows counts as a hit: ``gate`` cuts the hit back, ``mask`` reports the rows as missing."""
+
+TierName = Literal["device", "host"]
+"""Where blocks are: on the device, or on the host, to which they are swapped."""
 
 
 class Absence(Enum):
@@ -28,14 +30,7 @@ class Absence(Enum):
 
     MISS = "miss"
     CORRUPT = "corrupt"
-
-
-class Lookup(Enum):
-    """Whether a store has a record."""
-
-    HIT = "hit"
-    MISS = "miss"
-    PENDING = "pending"  # nobody knows yet: ask again
+    ORIGIN = "origin"  # KV and rows are there, of different computations
 
 
 class Region(Protocol):
@@ -46,7 +41,8 @@ class Region(Protocol):
     * ``valid[b, spec, w]`` has a bit for each row: set only after the row's bytes are in place.
     * A reader takes the word, then the bits, then the bytes, then the word again; equal words prove the bytes.
 
-    The arrays stay valid until :meth:`close`, which raises ``BufferError`` while a view of them is still alive.
+    Both sides of this are in :mod:`cache_manager.memory`. The arrays are writable and C-contiguous. They stay valid
+    until :meth:`close`, which raises ``BufferError`` while a view of them is still alive.
     """
 
     layout: RecordLayout
@@ -56,25 +52,34 @@ class Region(Protocol):
     valid: NDArray[np.uint64]  # [blocks, specs, valid_words]
 
     def renew(self, namespace: bytes) -> None:
-        """Rows belong to another namespace (its fingerprint) from here on; every block was retracted before."""
+        """Rows belong to another namespace (its fingerprint) from here on.
+
+        Call it only after clearing every block's bits and changing its word.
+        """
 
     def close(self) -> None: ...
 
 
 class StorageBackend(Protocol):
-    """A content-addressed store of block records.
+    """A store of block records by key: one record a key.
 
-    * A record is visible whole or not at all, also after a crash; writing a key that exists is a no-op that answers
-      ``True``, because equal keys mean equal bytes.
-    * A miss is an :class:`Absence` and no room is ``False``; a failure is ``StorageError``. Nothing else is returned.
-    * ``put`` has copied the payloads when it returns; ``get_into`` fills the whole buffer or reports an absence, after
-      which the buffer's content means nothing.
+    * A record is visible whole or not at all, also after a crash. ``put`` has copied the payloads when it returns;
+      ``get_into`` fills the whole buffer or reports an absence, after which the buffer's content means nothing.
+    * ``put`` answers, key by key, the header of what is stored under the key when it returns, or ``None`` where nothing
+      is, because there was no room. Where this call stored the record, the answer is the offered header, the very
+      object.
+    * A key that is stored and put again: a record of the same origin gives way to one that has all of its valid rows
+      and more, a record of another origin only with ``replace``; otherwise it stays
+      (:func:`cache_manager.record.takes_the_place`). What has given way never comes back.
 
-    Every call is safe from several threads. One bad key fails that key only. A buffer of another size than its record
-    is ``Absence.CORRUPT``. ``close`` is idempotent.
+    A miss is an :class:`Absence`, a failure is ``StorageError``; nothing else is returned. Every call is safe from
+    several threads. One bad key fails that key only. A buffer of another size than its record is ``Absence.CORRUPT``.
+    ``close`` is idempotent.
     """
 
-    def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer]) -> list[bool]: ...
+    def put(
+        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
+    ) -> list[RecordHeader | None]: ...
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]: ...
 
@@ -91,67 +96,101 @@ class StorageBackend(Protocol):
     def close(self) -> None: ...
 
 
-class RecordCarrier(Protocol):
-    """Carries records between the blocks of one region and a store, in this process or in another.
+@dataclass(frozen=True, slots=True)
+class RecordCounters:
+    """What a store of one layout's records has done so far; every record asked for is a hit, a miss or corrupt.
 
-    * Blocks are ids of the region that the carrier was made for. ``valid`` are a block's validity bits, 8 bytes a word,
-      little-endian, as a record's header has them.
-    * What it brings is verified: an :class:`Absence`, or the header of a record whose payload is in the block now.
-    * Once a call has returned or raised, nobody reads or writes the blocks for it any more, in no process.
+    Of the records put: ``stored`` by this store; ``kept``, because the key had one of the same origin already;
+    ``conflicts``, where one of another origin stayed; ``refused``, after which nothing is stored under the key.
+    """
 
-    A failure is ``StorageError``. Every call may be made from several threads and may take as long as the store does.
+    stored: int = 0
+    kept: int = 0
+    conflicts: int = 0
+    refused: int = 0
+    hits: int = 0
+    misses: int = 0
+    corrupt: int = 0
+    quarantine_failures: int = 0
+    put_nbytes: int = 0
+    get_nbytes: int = 0
+
+
+class Found(msgspec.Struct, frozen=True, gc=False):
+    """What came back into a block, or what is stored under a key.
+
+    ``valid`` are the rows' validity words as in :class:`RecordHeader`; ``b""`` where no row came (policy ``mask``), or
+    where what is moved has no rows of its own (KV).
+    """
+
+    origin: int
+    valid: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecords:
+    """Device blocks to be stored, one entry each in every sequence; ``valid`` as in :class:`RecordHeader`."""
+
+    keys: Sequence[BlockKey]
+    blocks: Sequence[int]
+    origins: Sequence[int]
+    valid: Sequence[bytes]
+    generations: Sequence[int]
+
+    def __post_init__(self) -> None:
+        sizes = {len(part) for part in (self.keys, self.blocks, self.origins, self.valid, self.generations)}
+        assert len(sizes) == 1, f"parts of a batch of blocks have {sorted(sizes)} entries"
+
+    def only(self, wanted: Sequence[int]) -> BlockRecords:
+        """The entries numbered ``wanted``."""
+        parts = (self.keys, self.blocks, self.origins, self.valid, self.generations)
+        return BlockRecords(*([part[i] for i in wanted] for part in parts))  # type: ignore[arg-type]
+
+
+class Mover(Protocol):
+    """Moves what blocks hold (rows, KV, or both at once) between tiers, and between device blocks and a store.
+
+    * ``copy`` takes block ids, pairwise; a source may serve several targets. When it returns every byte is in place;
+      when it raises, the targets' bytes mean nothing.
+    * ``put`` answers, key by key, what is stored under the key when it returns, or ``None``; ``replace`` and the law of
+      a key that is stored already are :class:`StorageBackend`'s.
+    * ``get_into`` fills the blocks; after an :class:`Absence` a block's bytes mean nothing.
+
+    A failure is ``StorageError`` or another ``KVRouteError``. Calls come from several threads, may take as long as the
+    store does, and once one has returned or raised nobody reads or writes its blocks for it any more, in no process.
     """
 
     @property
-    def counters(self) -> RecordCounters: ...
+    def stores(self) -> bool:
+        """Whether there is a store; without one only ``copy`` may be called."""
 
-    def put(
-        self, keys: Sequence[BlockKey], blocks: Sequence[int], valid: Sequence[bytes], generations: Sequence[int]
-    ) -> list[bool]:
-        """Store the blocks' records; ``True`` where the record is stored now, ``False`` where there was no room."""
+    @property
+    def counters(self) -> RecordCounters:
+        """What the rows' store has done so far."""
 
-    def get_into(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[RecordHeader | Absence]:
-        """Fill the blocks; after an absence a block's bytes mean nothing."""
+    def copy(
+        self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]
+    ) -> None: ...
+
+    def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]: ...
+
+    def get_into(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]: ...
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which keys seem to have a record; only reading verifies."""
+        """Which keys seem to be stored; only reading verifies."""
 
     def flush(self) -> None:
-        """Return when every record put before is on stable storage, as far as the store has any."""
+        """Return when everything put before is on stable storage, as far as the store has any."""
 
 
-class Copier(Protocol):
-    """Copies the records of blocks from region to region, in this process or in another.
-
-    ``sources`` and ``targets`` are block ids, pairwise; a source may serve several targets. When ``copy`` returns every
-    byte is in place; when it raises nobody writes the targets any more, whose bytes then mean nothing.
-    """
-
-    def copy(self, source: Region, target: Region, sources: Sequence[int], targets: Sequence[int]) -> None: ...
-
-
-class BlockMover(Protocol):
-    """Moves whatever an engine keeps for its blocks: :class:`AuxBlocks` moves rows, the engine's own mover the KV.
-
-    Both get the very same pairs. A call succeeds whole or raises and has changed nothing that anyone owns. ``persist``
-    and ``restore`` are called from store threads, beside everything else: nobody else writes their blocks meanwhile,
-    and once they have returned or raised the mover does not touch the blocks for them any more.
-    """
-
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy device blocks to host blocks; pairs are (device block, host block)."""
-
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy host blocks to device blocks; pairs are (host block, device block)."""
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy device blocks to device blocks; pairs are (source, target)."""
-
-    def persist(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, bool]:
-        """Store device blocks under their keys; ``True`` where the content is stored now."""
-
-    def restore(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, bool]:
-        """Fill device blocks with what is stored under their keys; ``False`` leaves the block without content."""
-
-
-__all__ = ["Absence", "BlockMover", "Copier", "HitPolicy", "Lookup", "RecordCarrier", "Region", "StorageBackend"]
+__all__ = [
+    "Absence",
+    "BlockRecords",
+    "Found",
+    "HitPolicy",
+    "Mover",
+    "RecordCounters",
+    "Region",
+    "StorageBackend",
+    "TierName",
+]

@@ -19,9 +19,10 @@ from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.spec import RecordLayout, align
 
 MAGIC: Final = b"KVRR"
-VERSION: Final = 1
-# magic, version, header bytes, payload bytes, fingerprint, key, generation, payload xxh3, valid rows, bitmap bytes
-_FIXED = struct.Struct("<4sHHQ16s32sQQII")
+VERSION: Final = 2
+# magic, version, header bytes, payload bytes, fingerprint, key, generation, origin, payload xxh3, valid rows, bitmap
+# bytes
+_FIXED = struct.Struct("<4sHHQ16s32sQQQII")
 _CRC = struct.Struct("<I")
 HEADER_NBYTES_MIN: Final = align(_FIXED.size + _CRC.size)
 HEADER_NBYTES_MAX: Final = 65_472
@@ -34,12 +35,15 @@ class RecordHeader(msgspec.Struct, frozen=True, gc=False):
     """What a record is: whose rows, which are valid, and the sum that proves the payload.
 
     ``valid`` holds, spec by spec, ``valid_words`` little-endian uint64 with one bit a row. ``generation`` is that of
-    the block that the record was taken from, for tracing; it takes no part in equality of contents.
+    the block that the record was taken from, for tracing; it takes no part in equality of contents. ``origin`` names
+    the computation that filled the block, 1 to 2^64 - 1: records of one key and one origin have equal rows wherever
+    both have rows. 0 says that nobody knows.
     """
 
     key: BlockKey
     fingerprint: bytes
     generation: int
+    origin: int
     valid: bytes
     payload_nbytes: int
     payload_xxh3: int
@@ -61,12 +65,13 @@ class OfferedRecord:
     """A record that may be read where it lies for as long as its owner holds the block; not summed yet.
 
     ``payload`` must not change before the block is let go. It is a view of the block or a snapshot; the taker drops it
-    together with the block. ``valid`` is as in :class:`RecordHeader`.
+    together with the block. ``origin`` and ``valid`` are as in :class:`RecordHeader`.
     """
 
     key: BlockKey
     fingerprint: bytes
     generation: int
+    origin: int
     valid: bytes
     payload: Buffer
 
@@ -77,12 +82,12 @@ class OfferedRecord:
     def seal(self) -> RecordHeader:
         """The header that proves the payload; reads all of it."""
         return RecordHeader(
-            self.key, self.fingerprint, self.generation, self.valid, self.nbytes, checksum(self.payload)
+            self.key, self.fingerprint, self.generation, self.origin, self.valid, self.nbytes, checksum(self.payload)
         )
 
     def pack(self) -> bytes:
         """The packed header that proves the payload; reads all of it."""
-        return _pack(self.key, self.fingerprint, self.generation, self.valid, self.nbytes, checksum(self.payload))
+        return pack_header(self.seal())
 
 
 def header_nbytes(layout: RecordLayout) -> int:
@@ -92,19 +97,7 @@ def header_nbytes(layout: RecordLayout) -> int:
 
 def pack_header(header: RecordHeader) -> bytes:
     """The header's bytes: fixed fields, validity bitmap, zeros up to a multiple of 64, CRC-32 in the last four."""
-    return _pack(
-        header.key,
-        header.fingerprint,
-        header.generation,
-        header.valid,
-        header.payload_nbytes,
-        header.payload_xxh3,
-    )
-
-
-def _pack(
-    key: bytes, fingerprint: bytes, generation: int, valid: bytes, payload_nbytes: int, payload_xxh3: int
-) -> bytes:
+    key, fingerprint, valid = header.key, header.fingerprint, header.valid
     if len(key) != KEY_NBYTES or len(fingerprint) != 16 or len(valid) % 8:
         raise AssertionError(
             f"malformed header of key {key.hex()}, fingerprint {fingerprint.hex()}, {len(valid)} bytes"
@@ -112,7 +105,17 @@ def _pack(
     nbytes = align(_FIXED.size + len(valid) + _CRC.size)
     rows = int.from_bytes(valid, "little").bit_count()
     fixed = _FIXED.pack(
-        MAGIC, VERSION, nbytes, payload_nbytes, fingerprint, key, generation, payload_xxh3, rows, len(valid)
+        MAGIC,
+        VERSION,
+        nbytes,
+        header.payload_nbytes,
+        fingerprint,
+        key,
+        header.generation,
+        header.origin,
+        header.payload_xxh3,
+        rows,
+        len(valid),
     )
     body = (fixed + valid).ljust(nbytes - _CRC.size, b"\0")
     return body + _CRC.pack(zlib.crc32(body))
@@ -123,8 +126,8 @@ def unpack_header(buffer: Buffer) -> RecordHeader:
     raw = buffer if isinstance(buffer, bytes) else memoryview(buffer)  # slices of few bytes are cheaper than views
     if len(raw) < HEADER_NBYTES_MIN:
         raise RecordError("size", f"at least {HEADER_NBYTES_MIN} bytes", len(raw))
-    magic, version, nbytes, payload_nbytes, fingerprint, key, generation, xxh3, rows, valid_nbytes = _FIXED.unpack_from(
-        raw
+    magic, version, nbytes, payload_nbytes, fingerprint, key, generation, origin, xxh3, rows, valid_nbytes = (
+        _FIXED.unpack_from(raw)
     )
     if magic != MAGIC:
         raise RecordError("magic", MAGIC, bytes(magic))
@@ -143,7 +146,26 @@ def unpack_header(buffer: Buffer) -> RecordHeader:
     count = int.from_bytes(valid, "little").bit_count()
     if count != rows:
         raise RecordError("valid rows", rows, count)
-    return RecordHeader(BlockKey(key), fingerprint, generation, valid, payload_nbytes, xxh3)
+    return RecordHeader(BlockKey(key), fingerprint, generation, origin, valid, payload_nbytes, xxh3)
+
+
+def takes_the_place(offered: RecordHeader, stored: RecordHeader, *, replace: bool) -> bool:
+    """What becomes of a key that is stored when it is put again; every store of records decides by this.
+
+    A record of the same origin is replaced by one that has all of its valid rows and more. A record of another origin,
+    or of another layout, is replaced only when the caller says ``replace``.
+    """
+    if offered.origin != stored.origin or offered.fingerprint != stored.fingerprint:
+        return replace
+    return offered.valid != stored.valid and covers(offered, stored)
+
+
+def covers(stored: RecordHeader, offered: RecordHeader) -> bool:
+    """Whether ``stored`` is of the same origin and layout, with all valid rows of ``offered`` at least."""
+    if offered.origin != stored.origin or offered.fingerprint != stored.fingerprint:
+        return False
+    wanted = int.from_bytes(offered.valid, "little")
+    return wanted & int.from_bytes(stored.valid, "little") == wanted
 
 
 def check_record(header: RecordHeader, key: BlockKey, fingerprint: bytes, payload: Buffer) -> None:

@@ -7,7 +7,8 @@ Locks, in the order in which they are taken:
 * ``index_lock``: guards the index and the segments' counts; never held over I/O.
 
 A reader takes only ``index_lock``, to pin the segments that it reads; a segment that is dropped meanwhile keeps its
-bytes until the last pin is gone. A record's bytes never change once it is in the index, but for the mark of deletion.
+bytes until the last pin is gone. A record's bytes never change once it is in the index, but for the mark of deletion: a
+record that takes another's place is appended first, then the older copy is marked as deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Final
 from cache_manager.errors import ConfigError, RecordError, StorageError, StoreClosedError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, StorageBackend
-from cache_manager.record import Buffer, RecordHeader, pack_header
+from cache_manager.record import Buffer, RecordHeader, pack_header, takes_the_place
 from cache_manager.spec import ALIGNMENT, align
 from cache_manager.storage.directory import StoreDirectory
 from cache_manager.storage.disk import Disk, SystemDisk, write_all
@@ -79,7 +80,7 @@ class FileStore:
 
     Records are packed into segments of ``segment_nbytes``. When a new one would pass ``quota_nbytes``, or leave the
     file system less than ``min_free_nbytes`` or ``min_free_percent`` of it, whichever is more, the segments that were
-    used least recently go, whole; ``put`` answers ``False`` for a record that still has no room. With ``ttl_s`` no
+    used least recently go, whole; ``put`` answers ``None`` for a record that still has no room. With ``ttl_s`` no
     record is served that is older by ``clock``, a wall clock; what its jumps can do is in
     :mod:`cache_manager.storage.limits`. A deleted record keeps its bytes until its segment goes, and does not come
     back after a restart.
@@ -117,7 +118,9 @@ class FileStore:
             self._directory.close()
             raise
 
-    def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer]) -> list[bool]:
+    def put(
+        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
+    ) -> list[RecordHeader | None]:
         for header, payload in zip(headers, payloads, strict=True):
             if (found := payload.nbytes if isinstance(payload, memoryview) else len(payload)) != header.payload_nbytes:
                 raise RecordError("payload size", header.payload_nbytes, found)
@@ -127,47 +130,17 @@ class FileStore:
                 self._check_open()
                 pool.tick += 1
                 pool.expire(now_s)
-                stored = self._known(headers)
+                held = self._held(headers)
             pool.sweep(now_s)
-            batch: list[Place] = []
-            vector: list[Buffer] = []
-            full = False
-            for header, payload in zip(headers, payloads, strict=True):
-                if header.key in stored:
-                    continue
-                stored[header.key] = False
-                header_nbytes = header.nbytes
-                nbytes = header_nbytes + align(header.payload_nbytes)
-                if full or not pool.fits(nbytes):
-                    continue
-                active = pool.active
-                offset = batch[-1].offset + batch[-1].nbytes if batch else active.end if active else 0
-                if active is None or offset + nbytes > active.size:
-                    self._write(batch, vector, stored)
-                    batch, vector = [], []
-                    if (active := pool.activate(nbytes)) is None:
-                        full = True
-                        continue
-                    offset = active.end
-                packed = pack_header(header)
-                place = Place(active.sequence, offset, nbytes, header_nbytes, header, active, header_sum(packed))
-                batch.append(place)
-                vector.append(packed)
-                vector.append(payload)
-                if pad := -header.payload_nbytes % ALIGNMENT:
-                    vector.append(_ZEROS[:pad])
-            self._write(batch, vector, stored)
-        return [stored[header.key] for header in headers]
+            self._append(_to_write(headers, held, replace=replace), headers, payloads, held)
+            for key in [key for key, place in held.items() if place.segment.dropped or place.segment.expired]:
+                del held[key]  # it made room for a later record
+        return [place and place.header for place in map(held.get, [header.key for header in headers])]
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         """Keys that are asked for in the order in which they were put are read in one call."""
-        pool, now_s = self._pool, self._clock()
-        found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
-        with pool.index_lock:
-            self._check_open()
-            pool.expire(now_s)
-            runs = pool.plan(keys, buffers, found)
-        pool.read(runs, buffers, found)
+        now_s = self._clock()
+        found = self._pool.get_into(keys, buffers, now_s, self._check_open)
         self._sweep_unless_writing(now_s)
         return found
 
@@ -218,8 +191,8 @@ class FileStore:
 
         ``dropped_segments`` to make room; ``expired_segments`` and ``expired_records`` for their age, of whose files
         ``sweep_failures`` times one could not be removed; ``short_of_free``, how often the file system's reserve
-        forbade a segment. And what opening found: ``damaged_segments``, ``torn_records``, and ``lost_nbytes`` behind
-        a damaged header.
+        forbade a segment; ``replaced_records``, older copies that were deleted for a newer one. And what opening
+        found: ``damaged_segments``, ``torn_records``, and ``lost_nbytes`` behind a damaged header.
         """
         pool, quota_nbytes, now_s = self._pool, self.limits.quota_nbytes, self._clock()
         with pool.index_lock:
@@ -238,6 +211,7 @@ class FileStore:
                 "short_of_free": pool.short_of_free,
                 "damaged_segments": pool.damaged_segments,
                 "torn_records": pool.torn_records,
+                "replaced_records": pool.replaced_records,
                 "lost_nbytes": pool.lost_nbytes,
             }
 
@@ -265,14 +239,47 @@ class FileStore:
         if self._closed:
             raise StoreClosedError(f"{self._directory.path}: the store is closed")
 
-    def _known(self, headers: Sequence[RecordHeader]) -> dict[BlockKey, bool]:
-        """``True`` for what is stored already; storing it again is a use. Held: index_lock."""
-        known: dict[BlockKey, bool] = {}
+    def _held(self, headers: Sequence[RecordHeader]) -> dict[BlockKey, Place]:
+        """What is stored under these keys; storing it again is a use. Held: index_lock."""
+        held: dict[BlockKey, Place] = {}
         for header in headers:
             if (place := self._pool.index.get(header.key)) is not None:
                 place.segment.used_at = self._pool.tick
-                known[header.key] = True
-        return known
+                held[header.key] = place
+        return held
+
+    def _append(
+        self,
+        wanted: Sequence[int],
+        headers: Sequence[RecordHeader],
+        payloads: Sequence[Buffer],
+        held: dict[BlockKey, Place],
+    ) -> None:
+        """Store the records numbered ``wanted``, as far as there is room. Held: append."""
+        pool = self._pool
+        batch: list[Place] = []
+        vector: list[Buffer] = []
+        for header, payload in ((headers[i], payloads[i]) for i in wanted):
+            header_nbytes = header.nbytes
+            nbytes = header_nbytes + align(header.payload_nbytes)
+            if not pool.fits(nbytes):
+                continue
+            active = pool.active
+            offset = batch[-1].offset + batch[-1].nbytes if batch else active.end if active else 0
+            if active is None or offset + nbytes > active.size:
+                self._write(batch, vector, held)
+                batch, vector = [], []
+                if (active := pool.activate(nbytes)) is None:
+                    break
+                offset = active.end
+            packed = pack_header(header)
+            place = Place(active.sequence, offset, nbytes, header_nbytes, header, active, header_sum(packed))
+            batch.append(place)
+            vector.append(packed)
+            vector.append(payload)
+            if pad := -header.payload_nbytes % ALIGNMENT:
+                vector.append(_ZEROS[:pad])
+        self._write(batch, vector, held)
 
     def _sweep_unless_writing(self, now_s: float) -> None:
         """Remove expired files now, so that a store that is only read gives them back; a writer would do it itself."""
@@ -284,8 +291,8 @@ class FileStore:
             finally:
                 pool.append.release()
 
-    def _write(self, batch: Sequence[Place], vector: Sequence[Buffer], stored: dict[BlockKey, bool]) -> None:
-        """Append ``batch``, which fits the active segment; only then does the index know of it.
+    def _write(self, batch: Sequence[Place], vector: Sequence[Buffer], held: dict[BlockKey, Place]) -> None:
+        """Append ``batch``, which fits the active segment; only then does the index know of it, and older copies go.
 
         A failure retires the segment, so that nothing of the batch is read back, and the next put starts another one.
         Held: append.
@@ -308,9 +315,39 @@ class FileStore:
             segment.used_at = pool.tick
             if segment.expired:  # the clock jumped while this was written: it would never be swept with the others
                 return
+            older = [place for new in batch if (place := pool.index.get(new.header.key)) is not None]
             for place in batch:
-                key = place.header.key
-                pool.index[key] = place
-                segment.keys.append(key)
-                stored[key] = True
+                pool.index[place.header.key] = held[place.header.key] = place
+                segment.keys.append(place.header.key)
+        try:
+            replaced = len(older)
+            pool.mark_dead(older)
+        except OSError as error:
+            self._take_back(batch, older)
+            raise StorageError(f"{segment.path}: cannot replace a record: {error}") from error
+        pool.replaced_records += replaced
         segment.end = end
+
+    def _take_back(self, batch: Sequence[Place], older: Sequence[Place]) -> None:
+        """Cut away what was just appended; the ``older`` copies that were not deleted yet stand. Held: append."""
+        pool = self._pool
+        with pool.index_lock:
+            ours = [place for place in batch if pool.index.get(place.header.key) is place]
+            for place in ours:
+                del pool.index[place.header.key]
+            keys = {place.header.key for place in ours}
+            back = [place for place in older if place.header.key in keys and not place.segment.expired]
+            pool.index.update({place.header.key: place for place in back})
+        pool.retire(batch[0].segment)
+
+
+def _to_write(headers: Sequence[RecordHeader], held: Mapping[BlockKey, Place], *, replace: bool) -> list[int]:
+    """Which of these are to be stored beside what is ``held``: of each key at most one."""
+    wanted: dict[BlockKey, int] = {}
+    for i, header in enumerate(headers):
+        stored = headers[wanted[header.key]] if header.key in wanted else None
+        if stored is None and (place := held.get(header.key)) is not None:
+            stored = place.header
+        if stored is None or takes_the_place(header, stored, replace=replace):
+            wanted[header.key] = i
+    return sorted(wanted.values())

@@ -3,7 +3,7 @@
 Without ``repair`` nothing is written, and a live writer is no obstacle: what it is writing at the end of its newest
 segment is then not held against the store. With ``repair`` the store is locked like a writer's, and
 
-* a record whose payload is not the one of its sum is marked as deleted;
+* a record whose payload is not the one of its sum is marked as deleted, and so is an older copy of a record;
 * a header in which one bit is wrong is written anew as it was: its sum says which bit, and it is believed only when
   the payload's sum agrees;
 * what follows the last readable record of a segment is cut away, and a segment with no page is removed. Records behind
@@ -25,12 +25,14 @@ from pathlib import Path
 from typing import Final
 
 from cache_manager.errors import StorageError, StoreFormatError, StoreLockedError
+from cache_manager.keys import BlockKey
 from cache_manager.record import HEADER_NBYTES_MAX, RecordHeader
 from cache_manager.spec import align
 from cache_manager.storage.directory import StoreLock, existing_store, leftovers, segment_sequences
 from cache_manager.storage.disk import Disk, SystemDisk, open_regular, read_all, write_all
 from cache_manager.storage.mend import mend_header
 from cache_manager.storage.segment import (
+    DEAD_MAGIC,
     LOCK_NAME,
     MARKER_NAME,
     PAGE_NBYTES,
@@ -45,6 +47,9 @@ from cache_manager.storage.segment import (
     segment_sequence,
 )
 
+Placed = list[tuple[int, RecordHeader]]
+"""Records of a segment by their offsets."""
+
 _READ_NBYTES: Final = 1 << 20
 _COLUMNS: Final = {
     "bytes": "nbytes",
@@ -52,6 +57,7 @@ _COLUMNS: Final = {
     "deleted": "deleted",
     "corrupt": "corrupt",
     "torn": "torn",
+    "older": "older",
     "one bit": "mendable",
     "lost bytes": "lost_nbytes",
 }
@@ -67,6 +73,7 @@ class SegmentReport:
     deleted: int = 0
     corrupt: int = 0  # sound header, wrong payload, another record behind
     torn: int = 0  # sound header, wrong payload, no sound record behind
+    older: int = 0  # copies for which there is a newer one, here or in a later segment
     mendable: int = 0  # headers with one wrong bit before a right payload
     lost_nbytes: int = 0
     page_damaged: bool = False
@@ -75,8 +82,8 @@ class SegmentReport:
 
     @property
     def sound(self) -> bool:
-        bad = self.corrupt or self.torn or self.mendable or self.lost_nbytes or self.page_damaged or self.page_missing
-        return not bad and self.refused is None
+        bad = self.corrupt or self.torn or self.older or self.mendable or self.lost_nbytes
+        return not (bad or self.page_damaged or self.page_missing) and self.refused is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +154,12 @@ def fsck(directory: Path, *, repair: bool = False, disk: Disk | None = None) -> 
     try:
         unfinished = () if writer else tuple(leftovers(directory))
         sequences = segment_sequences(directory)
-        reports = []
-        for sequence in sequences:
+        reports, copies = [], Copies(judged=writer is None)
+        for sequence in reversed(sequences):
             live = writer is not None and sequence == sequences[-1]
             with suppress(FileNotFoundError):  # a live writer has dropped it
-                reports.append(_segment(directory, store_id, sequence, disk, repair=repair, live=live))
+                reports.append(_segment(directory, store_id, sequence, disk, copies, repair=repair, live=live))
+        reports.reverse()
         foreign = tuple(name for name in sorted(os.listdir(directory)) if not _is_ours(name, unfinished))
         if repair:
             for name in unfinished:
@@ -183,7 +191,32 @@ def _is_ours(name: str, unfinished: tuple[str, ...]) -> bool:
     return name in (MARKER_NAME, LOCK_NAME, *unfinished) or stem == MARKER_NAME or segment_sequence(stem) is not None
 
 
-def _segment(directory: Path, store_id: bytes, sequence: int, disk: Disk, *, repair: bool, live: bool) -> SegmentReport:
+class Copies:
+    """The keys of records that were met, from the newest to the oldest; the newest copy of a key decides about it.
+
+    Beside a writer nothing is judged: it appends a copy first and deletes the older one then.
+    """
+
+    def __init__(self, *, judged: bool) -> None:
+        self._judged = judged
+        self._keys: set[BlockKey] = set()
+
+    def meet(self, alive: Placed, dead: Placed) -> Placed:
+        """The living copies of a segment that have a newer one; segments come newest first."""
+        if not self._judged:
+            return []
+        older = []
+        living = {offset for offset, _ in alive}
+        for offset, header in sorted(alive + dead, key=lambda copy: copy[0], reverse=True):
+            if header.key in self._keys and offset in living:
+                older.append((offset, header))
+            self._keys.add(header.key)
+        return older
+
+
+def _segment(
+    directory: Path, store_id: bytes, sequence: int, disk: Disk, copies: Copies, *, repair: bool, live: bool
+) -> SegmentReport:
     path = directory / segment_name(sequence)
     fd = open_regular(path, os.O_RDWR if repair else os.O_RDONLY)
     try:
@@ -198,7 +231,7 @@ def _segment(directory: Path, store_id: bytes, sequence: int, disk: Disk, *, rep
             page = read_segment_page(bytes(raw), str(path), sequence, store_id)
         except StoreFormatError as error:
             return SegmentReport(path.name, size, refused=str(error))
-        walk = _Walk(disk, fd, size, repair=repair)
+        walk = _Walk(disk, fd, size, copies, repair=repair)
         if repair and not page.sound:
             write_all(disk, fd, [pack_segment_page(sequence, store_id, page.created_s)], 0, PAGE_NBYTES)
         return SegmentReport(
@@ -208,6 +241,7 @@ def _segment(directory: Path, store_id: bytes, sequence: int, disk: Disk, *, rep
             deleted=walk.deleted,
             corrupt=walk.corrupt,
             torn=0 if live else walk.torn,
+            older=walk.older,
             mendable=0 if live else walk.mendable,
             lost_nbytes=0 if live else walk.lost_nbytes,
             page_damaged=not page.sound,
@@ -221,16 +255,17 @@ def _segment(directory: Path, store_id: bytes, sequence: int, disk: Disk, *, rep
 class _Walk:
     """Reads a segment from record to record, and repairs it on the way; a damaged header ends it or is mended."""
 
-    def __init__(self, disk: Disk, fd: int, size: int, *, repair: bool) -> None:
+    def __init__(self, disk: Disk, fd: int, size: int, copies: Copies, *, repair: bool) -> None:
         self._disk, self._fd, self._size = disk, fd, size
-        self.records = self.deleted = self.mendable = 0
         mended: list[tuple[int, bytes]] = []
-        torn: list[tuple[int, RecordHeader]] = []
+        alive: Placed = []
+        dead: Placed = []
+        torn: Placed = []
         self.end = at = PAGE_NBYTES
         while True:
             content = scan(disk, fd, size, payloads=True, start=at)
-            self.records += len(content.records)
-            self.deleted += content.dead
+            alive += content.records
+            dead += content.dead
             torn += content.torn
             if content.last is not None:
                 self.end = content.end
@@ -239,17 +274,20 @@ class _Walk:
                 break
             raw, header = found
             mended.append((content.stopped, raw))
-            self.mendable += 1
+            (dead if raw.startswith(DEAD_MAGIC) else alive).append((content.stopped, header))
             self.end = at = content.stopped + record_nbytes(header)
-        self.corrupt = sum(offset < self.end for offset, _ in torn)
-        self.torn = len(torn) - self.corrupt
+        within = [copy for copy in torn if copy[0] < self.end]
+        older = copies.meet(alive, dead + within)
+        others = {offset for offset, _ in (*mended, *older)}
+        self.records = sum(offset not in others for offset, _ in alive)
+        self.deleted, self.mendable = sum(offset not in others for offset, _ in dead), len(mended)
+        self.corrupt, self.torn, self.older = len(within), len(torn) - len(within), len(older)
         self.lost_nbytes = self._used_nbytes_behind(self.end)
         if repair:
             for offset, raw in mended:
                 write_all(disk, fd, [raw], offset, len(raw))
-            for offset, header in torn:
-                if offset < self.end:
-                    write_all(disk, fd, [pack_dead_header(header)], offset, header.nbytes)
+            for offset, header in within + older:
+                write_all(disk, fd, [pack_dead_header(header)], offset, header.nbytes)
             if self.lost_nbytes:
                 disk.truncate(fd, self.end)
                 disk.truncate(fd, align(self.end, PAGE_NBYTES))

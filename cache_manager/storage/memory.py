@@ -13,7 +13,7 @@ import numpy as np
 from cache_manager.errors import ConfigError, NoSpaceError, RecordError, StoreClosedError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
-from cache_manager.record import Buffer, RecordHeader
+from cache_manager.record import Buffer, RecordHeader, takes_the_place
 from cache_manager.spec import align
 from cache_manager.storage.url import StoreUrl
 
@@ -48,7 +48,8 @@ class MemoryStore:
 
     The first record fixes the slot size: a store holds records of one size, and a record of another size is a
     :class:`RecordError` that changes nothing. When every slot is taken the least recently used record makes room
-    (reading or putting a record uses it), so ``put`` answers ``False`` only for a record larger than the capacity.
+    (reading or putting a record uses it), so ``put`` answers ``None`` only for a record larger than the capacity, or
+    one that later records of its own call have evicted.
 
     One lock, held while bytes are copied; nothing here waits for I/O.
     """
@@ -62,12 +63,13 @@ class MemoryStore:
         self._fresh = 0  # bytes of the slab that were never used start here
         self._record_nbytes = 0  # 0: no record yet
         self._slot_nbytes = 0
-        self._evicted = 0
+        self._evicted = self._replaced = 0
         self._closed = False
         self._lock = threading.Lock()
 
-    def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer]) -> list[bool]:
-        stored = []
+    def put(
+        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
+    ) -> list[RecordHeader | None]:
         index = self._index
         with self._lock:
             self._check_open()
@@ -76,22 +78,25 @@ class MemoryStore:
                     self._admit(header.payload_nbytes)
             for header, payload in zip(headers, payloads, strict=True):
                 key = header.key
-                if key in index:
+                if header.payload_nbytes != self._record_nbytes:
+                    continue  # larger than the store: _admit let no other size through
+                entry = index.get(key)
+                if entry is not None:
                     index.move_to_end(key)
-                    stored.append(True)
-                elif header.payload_nbytes != self._record_nbytes:
-                    stored.append(False)  # larger than the store: _admit let no other size through
-                else:
-                    slot = self._take_slot()
-                    try:
-                        slot[:] = payload
-                    except ValueError as error:
+                    if not takes_the_place(header, entry[0], replace=replace):
+                        continue
+                slot = self._take_slot() if entry is None else entry[1]
+                try:
+                    slot[:] = payload  # all of it or, when it raises, nothing
+                except ValueError as error:
+                    if entry is None:
                         self._free.append(slot)
-                        got = f"{memoryview(payload).nbytes} of format {memoryview(payload).format}"
-                        raise RecordError("payload", f"{header.payload_nbytes} flat bytes", got) from error
-                    index[key] = (header, slot)
-                    stored.append(True)
-        return stored
+                    got = f"{memoryview(payload).nbytes} of format {memoryview(payload).format}"
+                    raise RecordError("payload", f"{header.payload_nbytes} flat bytes", got) from error
+                index[key] = (header, slot)
+                self._replaced += entry is not None
+            entries = [index.get(header.key) for header in headers]
+        return [entry and entry[0] for entry in entries]
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         found: list[RecordHeader | Absence] = []
@@ -138,6 +143,7 @@ class MemoryStore:
                 "free_nbytes": self._capacity_nbytes - used,
                 "capacity_nbytes": self._capacity_nbytes,
                 "evicted_records": self._evicted,
+                "replaced_records": self._replaced,
             }
 
     def close(self) -> None:

@@ -84,7 +84,13 @@ class FileReader:
             self._shelf.release()
             raise
 
-    def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer]) -> list[bool]:
+    def put(
+        self,
+        headers: Sequence[RecordHeader],
+        payloads: Sequence[Buffer],
+        *,
+        replace: bool = False,  # noqa: ARG002 - the port's
+    ) -> list[RecordHeader | None]:
         self._check_open()
         if not headers and not payloads:
             return []
@@ -162,20 +168,7 @@ class FileReader:
             raise StoreClosedError(f"{self._path}: the store is closed")
 
     def _get(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        shelf, now_s = self._shelf, self._clock()
-        found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
-        with shelf.index_lock:
-            self._check_open()
-            shelf.expire(now_s)
-            runs = shelf.plan(keys, buffers, found)
-            planned = [(i, place) for run in runs for i, place in run]
-        shelf.read(runs, buffers, found)
-        if gone := [(keys[i], place) for i, place in planned if found[i] is Absence.MISS]:  # the writer deleted them
-            with shelf.index_lock:
-                for key, place in gone:
-                    if shelf.index.get(key) is place:
-                        del shelf.index[key]
-        return found
+        return self._shelf.get_into(keys, buffers, self._clock(), self._check_open)
 
     def _contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         now_s = self._clock()
@@ -269,7 +262,7 @@ class FileReader:
             self._damaged.add(segment)
         with shelf.index_lock:
             if not segment.expired:
-                shelf.take(segment, content.records)
+                shelf.take(segment, content.records, content.dead)
             shelf.used_nbytes += size - segment.size
             segment.size = size
         (self._complete.discard if newest else self._complete.add)(segment)

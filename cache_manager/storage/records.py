@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from cache_manager.errors import RecordError, StorageError
 from cache_manager.keys import BlockKey
-from cache_manager.ports import Absence, StorageBackend
+from cache_manager.ports import Absence, RecordCounters, StorageBackend
 from cache_manager.record import Buffer, RecordHeader, check_record, checksum
 from cache_manager.spec import RecordLayout
 
+ORIGIN_MAX: Final = (1 << 64) - 1
+
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class RecordCounters:
-    """What a :class:`RecordStore` has done so far; every record asked for is a hit, a miss or corrupt."""
-
-    stored: int = 0
-    refused: int = 0
-    hits: int = 0
-    misses: int = 0
-    corrupt: int = 0
-    quarantine_failures: int = 0
-    put_nbytes: int = 0
-    get_nbytes: int = 0
 
 
 class RecordStore:
@@ -40,9 +27,11 @@ class RecordStore:
     """
 
     __slots__ = (
+        "_conflicts",
         "_corrupt",
         "_fingerprint",
         "_hits",
+        "_kept",
         "_lock",
         "_misses",
         "_nbytes",
@@ -65,7 +54,8 @@ class RecordStore:
         width, rows = 64 * layout.valid_words, layout.block_tokens
         unused = (1 << width) - (1 << rows)
         self._no_row = sum(unused << width * i for i in range(len(layout.specs)))
-        self._stored = self._refused = self._hits = self._misses = self._corrupt = self._quarantine_failures = 0
+        self._stored = self._kept = self._conflicts = self._refused = 0
+        self._hits = self._misses = self._corrupt = self._quarantine_failures = 0
         self._lock = threading.Lock()  # guards the counts, nothing else
 
     @property
@@ -75,6 +65,8 @@ class RecordStore:
             stored, hits = self._stored, self._hits
             return RecordCounters(
                 stored=stored,
+                kept=self._kept,
+                conflicts=self._conflicts,
                 refused=self._refused,
                 hits=hits,
                 misses=self._misses,
@@ -90,26 +82,45 @@ class RecordStore:
         payloads: Sequence[Buffer],  # layout.nbytes each
         valid: Sequence[bytes],  # 8 * layout.valid_words * specs bytes each
         generations: Sequence[int],
-    ) -> list[bool]:
-        """Seal and store records; ``True`` where the record is stored now, ``False`` where there was no room.
+        origins: Sequence[int],
+        *,
+        replace: bool = False,
+    ) -> list[RecordHeader | None]:
+        """Seal and store records; the header of what is stored under each key now, ``None`` where nothing is.
 
-        The payloads have been copied when this returns. :class:`RecordError` when one does not fit the layout (nothing
-        is stored then) and :class:`StorageError` when the backend fails.
+        That is the offered record, or the one that was there: :class:`StorageBackend` says which stays. The payloads
+        have been copied when this returns. :class:`RecordError` when one does not fit the layout (nothing is stored
+        then) and :class:`StorageError` when the backend fails.
         """
         fingerprint, nbytes, valid_nbytes = self._fingerprint, self._nbytes, self._valid_nbytes
         headers = []
-        for key, payload, bits, generation in zip(keys, payloads, valid, generations, strict=True):
+        for key, payload, bits, generation, origin in zip(keys, payloads, valid, generations, origins, strict=True):
             if (found := payload.nbytes if isinstance(payload, memoryview) else len(payload)) != nbytes:
                 raise RecordError("payload size", nbytes, found)
             if len(bits) != valid_nbytes:
                 raise RecordError("bitmap size", valid_nbytes, len(bits))
-            headers.append(RecordHeader(key, fingerprint, generation, bits, nbytes, checksum(payload)))
-        stored = _one_each(self.backend.put(headers, payloads), keys)
-        count = sum(stored)
+            if not 0 <= origin <= ORIGIN_MAX:
+                raise RecordError("origin", f"0 to {ORIGIN_MAX}", origin)
+            headers.append(RecordHeader(key, fingerprint, generation, origin, bits, nbytes, checksum(payload)))
+        answers = _one_each(self.backend.put(headers, payloads, replace=replace), keys)
+        stored = kept = conflicts = 0
+        for i, (offered, answer) in enumerate(zip(headers, answers, strict=True)):
+            if answer is offered:
+                stored += 1
+            elif answer is None or answer.fingerprint != fingerprint:
+                answers[i] = None  # a record of another layout is corrupt for whoever reads this one
+            elif answer.key != offered.key:
+                raise StorageError(f"the backend answered {offered.key.hex()} with a record of {answer.key.hex()}")
+            elif answer.origin == offered.origin:
+                kept += 1
+            else:
+                conflicts += 1
         with self._lock:
-            self._stored += count
-            self._refused += len(stored) - count
-        return stored
+            self._stored += stored
+            self._kept += kept
+            self._conflicts += conflicts
+            self._refused += len(answers) - stored - kept - conflicts
+        return answers
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         """Fill each buffer (``layout.nbytes`` long) with the verified record of its key, or say why not.

@@ -6,6 +6,10 @@ place, which needs no room, survives a restart, and leaves every other byte as i
 
 A scan goes from header to header and **stops at the first header that is not sound**: what follows may be payload, and
 payload bytes are never taken for headers, or a payload could carry a record of somebody else's making.
+
+A record that is replaced is appended anew and its older copy deleted. Where a crash leaves two copies, **the newer one
+decides**: the one with the higher sequence of its segment and, in one segment, the higher offset. If it is deleted or
+its payload is not sound, its key has no record: an older copy never comes back.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from cache_manager.spec import align
 from cache_manager.storage.disk import Disk, read_all
 
 PAGE_NBYTES: Final = 4096
-VERSION: Final = 2
+VERSION: Final = 3
 DEAD_MAGIC: Final = b"KVRX"
 MARKER_NAME: Final = "kvroute.store"
 LOCK_NAME: Final = "kvroute.lock"
@@ -165,7 +169,7 @@ class Scan:
 
     records: list[tuple[int, RecordHeader]] = field(default_factory=list)
     torn: list[tuple[int, RecordHeader]] = field(default_factory=list)  # sound header, wrong payload
-    dead: int = 0  # records marked as deleted
+    dead: list[tuple[int, RecordHeader]] = field(default_factory=list)  # marked as deleted
     last: tuple[int, RecordHeader] | None = None  # the record, sound or dead, that ends at ``end``
     end: int = PAGE_NBYTES
     stopped: int = PAGE_NBYTES  # where reading ended
@@ -199,7 +203,7 @@ def scan(disk: Disk, fd: int, size: int, *, payloads: bool, start: int = PAGE_NB
                 at = after
                 continue
         if dead:
-            result.dead += 1
+            result.dead.append((at, found))
         else:
             result.records.append((at, found))
         result.last = (at, found)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from msgspec import structs
 
 from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
@@ -26,6 +28,8 @@ from cache_manager.storage.segment import header_is_dead, header_is_sound, heade
 
 _RUN_MAX: Final = IOV_MAX // 3
 _NEVER: Final = (float("inf"), float("-inf"))
+_SHARED_MAX: Final = 1024
+_LOOKS_MAX: Final = 4
 
 Run = list[tuple[int, "Place"]]
 """Records that are neighbours in one segment, each with its position in the call."""
@@ -45,6 +49,8 @@ class Segment:
     keys: list[BlockKey] = field(default_factory=list)  # of records written here, deleted ones too
     pins: int = 0  # calls that use the descriptor outside the index lock
     dirty: bool = False  # bytes were written since the last sync
+    marks: int = 0  # deletions of copies for which there is a newer one, so far
+    synced_marks: int = 0  # how many of them are on stable storage
     dropped: bool = False  # close the descriptor when the last pin is gone
     expired: bool = False  # its records are in the index no more, its file is to go
 
@@ -61,6 +67,11 @@ class Place(NamedTuple):
     header_sum: bytes  # of the header as it lies on the disk
 
 
+def _lies_at(place: Place) -> tuple[int, int]:
+    """Of two copies of a record the newer one lies behind the other."""
+    return place.sequence, place.offset
+
+
 class SegmentIndex:
     """The open segments of a store and the index of the records in them."""
 
@@ -75,6 +86,7 @@ class SegmentIndex:
         self._disk = disk
         self._ttl_s = ttl_s
         self._fresh = _NEVER  # no segment expires while the clock is between these
+        self._shared: dict[bytes, bytes] = {}  # fingerprints and bitmaps of records that were read
 
     def add(self, segment: Segment) -> None:
         """Held: index_lock."""
@@ -82,13 +94,35 @@ class SegmentIndex:
         self.used_nbytes += segment.size
         self._fresh = _NEVER
 
-    def take(self, segment: Segment, records: Iterable[tuple[int, RecordHeader]]) -> None:
-        """Index records of a segment by their offsets. Held: index_lock."""
-        for offset, header in records:
-            sum_, nbytes = header_sum(pack_header(header)), record_nbytes(header)
+    def take(
+        self, segment: Segment, records: Iterable[tuple[int, RecordHeader]], dead: Iterable[tuple[int, RecordHeader]]
+    ) -> list[Place]:
+        """Index what was read of a segment, by offsets; copies for which there is a newer one. Held: index_lock.
+
+        ``dead`` are copies that are deleted or not sound: an older copy of their key is not served either.
+        """
+        index, older = self.index, []
+        for offset, found in records:
+            sum_, nbytes = header_sum(pack_header(found)), record_nbytes(found)
+            header = self._with_shared_bytes(found)
             place = Place(segment.sequence, offset, nbytes, header.nbytes, header, segment, sum_)
-            self.index[header.key] = place
+            if (known := index.get(header.key)) is not None:
+                known, place = sorted((known, place), key=_lies_at)
+                older.append(known)
+            index[header.key] = place
             segment.keys.append(header.key)
+        for offset, header in dead:
+            if (known := index.get(header.key)) is not None and _lies_at(known) < (segment.sequence, offset):
+                older.append(index.pop(header.key))
+        return older
+
+    def _with_shared_bytes(self, header: RecordHeader) -> RecordHeader:
+        """Equal but for the memory that it takes: fingerprints are all alike, and most bitmaps are full."""
+        if len(self._shared) > _SHARED_MAX:
+            self._shared.clear()
+        share = self._shared.setdefault
+        fingerprint, valid = header.fingerprint, header.valid
+        return structs.replace(header, fingerprint=share(fingerprint, fingerprint), valid=share(valid, valid))
 
     def forget(self, segment: Segment) -> int:
         """Take a segment's records out of the index; how many there were. Held: index_lock."""
@@ -143,8 +177,42 @@ class SegmentIndex:
                 since, until = max(since, segment.created_s - self._ttl_s), min(until, segment.created_s + self._ttl_s)
         self._fresh = (since, until)
 
-    def plan(
-        self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], found: list[RecordHeader | Absence]
+    def get_into(
+        self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], now_s: float, check_open: Callable[[], None]
+    ) -> list[RecordHeader | Absence]:
+        """Read records straight into the callers' buffers; ``check_open`` is called under the lock, before each look.
+
+        A record that is found deleted may have been replaced since it was looked up, and is looked up again.
+        """
+        if len(keys) != len(buffers):
+            raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers")
+        found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
+        wanted: Sequence[int] = range(len(keys))
+        for _ in range(_LOOKS_MAX):
+            with self.index_lock:
+                check_open()
+                self.expire(now_s)
+                runs = self._plan(wanted, keys, buffers, found)
+            if not (dead := self._read_all(runs, buffers, found)):
+                break
+            with self.index_lock:
+                wanted = [i for i, place in dead if self._is_replaced(keys[i], place)]
+            if not wanted:
+                break
+        return found
+
+    def _is_replaced(self, key: BlockKey, dead: Place) -> bool:
+        """Whether there is another record in the place of a deleted one, which is forgotten now. Held: index_lock."""
+        if self.index.get(key) is dead:
+            del self.index[key]
+        return key in self.index
+
+    def _plan(
+        self,
+        wanted: Sequence[int],
+        keys: Sequence[BlockKey],
+        buffers: Sequence[memoryview],
+        found: list[RecordHeader | Absence],
     ) -> list[Run]:
         """Where to read what, with the segments pinned; ``found`` gets what no disk has to be asked. Held: index_lock.
 
@@ -154,10 +222,10 @@ class SegmentIndex:
         index, runs = self.index, []
         run: Run = []
         sequence = after = -1
-        for i, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-            if (place := index.get(key)) is None:
+        for i in wanted:
+            if (place := index.get(keys[i])) is None:
                 continue
-            if place.header.payload_nbytes != buffer.nbytes:
+            if place.header.payload_nbytes != buffers[i].nbytes:
                 found[i] = Absence.CORRUPT
             elif place.offset == after and place.sequence == sequence and len(run) < _RUN_MAX:
                 run.append((i, place))
@@ -170,15 +238,17 @@ class SegmentIndex:
                 place.segment.used_at = self.tick
         return runs
 
-    def read(self, runs: Sequence[Run], buffers: Sequence[memoryview], found: list[RecordHeader | Absence]) -> None:
-        """Read what was planned straight into the callers' buffers, check each header, and unpin."""
+    def _read_all(self, runs: Sequence[Run], buffers: Sequence[memoryview], found: list[RecordHeader | Absence]) -> Run:
+        """Read what was planned, check each header, and unpin; the records that were deleted meanwhile."""
+        dead: Run = []
         try:
             for run in runs:
-                self._read(run, buffers, found)
+                self._read(run, buffers, found, dead)
         finally:
             self.unpin(run[0][1].segment for run in runs)
+        return dead
 
-    def _read(self, run: Run, buffers: Sequence[memoryview], found: list[RecordHeader | Absence]) -> None:
+    def _read(self, run: Run, buffers: Sequence[memoryview], found: list[RecordHeader | Absence], dead: Run) -> None:
         first, last = run[0][1], run[-1][1]
         segment, nbytes = first.segment, last.offset + last.nbytes - first.offset
         vector: list[Room] = []
@@ -197,11 +267,13 @@ class SegmentIndex:
             whole = False
         if not whole and len(run) > 1:  # the file was cut, or a sector is bad: find out whose
             for one in run:
-                self._read([one], buffers, found)
+                self._read([one], buffers, found, dead)
             return
         for (i, place), raw in zip(run, raws, strict=True):
             key, sum_ = place.header.key, place.header_sum
             if whole and header_is_sound(raw, key, sum_):
                 found[i] = place.header
-            elif not (whole and header_is_dead(raw, key, sum_)):  # dead: deleted since it was looked up, a miss
+            elif whole and header_is_dead(raw, key, sum_):
+                dead.append((i, place))  # since it was looked up: a miss
+            else:
                 found[i] = Absence.CORRUPT

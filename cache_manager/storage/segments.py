@@ -29,7 +29,7 @@ from cache_manager.storage.segment import (
     scan,
     segment_name,
 )
-from cache_manager.storage.segment_index import Segment, SegmentIndex
+from cache_manager.storage.segment_index import Place, Segment, SegmentIndex
 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What the operating system says when a disk, a disk quota or a process may take no more bytes."""
@@ -57,6 +57,7 @@ class SegmentPool(SegmentIndex):
         self.append = threading.Lock()
         self.active: Segment | None = None  # the one that is written; changes under ``append``
         self.dropped_segments = self.damaged_segments = self.torn_records = self.lost_nbytes = 0
+        self.replaced_records = 0
         self.short_of_free = self.sweep_failures = 0
         self._directory = directory
         self._limits = limits
@@ -138,14 +139,35 @@ class SegmentPool(SegmentIndex):
                 self._entries_dirty = False
                 self._sync_entries()
             for segment in segments:
-                segment.dirty = False  # before the sync: what is written meanwhile is dirty again
-                try:
-                    self._disk.sync(segment.fd)
-                except OSError:
-                    segment.dirty = True
-                    raise
+                self._sync_segment(segment)
         except OSError as error:
             raise StorageError(f"{self._directory.path}: cannot flush: {error}") from error
+
+    def mark_dead(self, older: list[Place]) -> None:
+        """Delete copies for which there are newer ones; ``OSError``, and ``older`` is what is left to do.
+
+        Held: append, or opening.
+        """
+        touched = {place.segment.sequence: place.segment for place in older}
+        while older:
+            place, segment = older[-1], older[-1].segment
+            segment.dirty = True
+            segment.marks += 1
+            write_all(self._disk, segment.fd, [pack_dead_header(place.header)], place.offset, place.header_nbytes)
+            older.pop()
+        if self._sync is Sync.BATCH:
+            for segment in touched.values():
+                self._sync_segment(segment)
+
+    def _sync_segment(self, segment: Segment) -> None:
+        marks = segment.marks
+        segment.dirty = False  # before the sync: what is written meanwhile is dirty again
+        try:
+            self._disk.sync(segment.fd)
+        except OSError:
+            segment.dirty = True
+            raise
+        segment.synced_marks = max(segment.synced_marks, marks)
 
     def _sync_entries(self) -> None:
         fd = self._directory.open_entries()
@@ -221,7 +243,13 @@ class SegmentPool(SegmentIndex):
         return self._limits.short_nbytes(self.used_nbytes, nbytes, space) > 0
 
     def _drop(self, segment: Segment) -> None:
-        """Remove a segment and all its records; its bytes stay readable to calls that have it pinned."""
+        """Remove a segment and all its records; its bytes stay readable to calls that have it pinned.
+
+        An older copy of one of them must not outlive it in a power cut: its deletion reaches the disk before.
+        """
+        for other in self.segments.values():
+            if other.marks > other.synced_marks and other is not segment:
+                self._sync_segment(other)
         segment.path.unlink(missing_ok=True)
         self._entries_dirty = True
         if segment is self.active:
@@ -260,6 +288,8 @@ class SegmentPool(SegmentIndex):
         self.lost_nbytes += lost
         self.damaged_segments += not page.sound or content.damaged or lost > 0
         self.torn_records += len(content.torn)
+        torn = [(offset, header) for offset, header in content.torn if offset < content.end]
+        self.mark_dead(self.take(segment, content.records, content.dead + torn))
         if not content.records:
             self._drop(segment)
             return
@@ -267,9 +297,7 @@ class SegmentPool(SegmentIndex):
             write_all(
                 self._disk, fd, [pack_segment_page(sequence, self._directory.store_id, page.created_s)], 0, PAGE_NBYTES
             )
-        for offset, header in content.torn:
-            if offset < content.end:
-                write_all(self._disk, fd, [pack_dead_header(header)], offset, header.nbytes)
+        for offset, header in torn:
+            write_all(self._disk, fd, [pack_dead_header(header)], offset, header.nbytes)
         if newest:
             self._cut(segment)
-        self.take(segment, content.records)

@@ -25,12 +25,14 @@ class FaultyStore:
         self.during_get: Callable[[], None] | None = None
         self.during_put: Callable[[], None] | None = None
 
-    def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer]) -> list[bool]:
+    def put(
+        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
+    ) -> list[RecordHeader | None]:
         if self.fail_put:
             raise StorageError("put failed on purpose")
         if self.during_put:
             self.during_put()
-        return self.backend.put(headers, payloads)
+        return self.backend.put(headers, payloads, replace=replace)
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         if self.fail_get:

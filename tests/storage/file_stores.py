@@ -13,8 +13,8 @@ from cache_manager.record import header_nbytes
 from cache_manager.storage.file import FileStore
 from cache_manager.storage.reader import FileReader
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.contract import LAYOUT
 from cache_manager.testing.faults import FaultyDisk
+from cache_manager.testing.records import LAYOUT
 
 RECORD_NBYTES = header_nbytes(LAYOUT) + LAYOUT.nbytes
 SEGMENT_NBYTES = 32 << 10  # six records
@@ -77,6 +77,6 @@ from cache_manager.ports import Absence
 from cache_manager.spec import align
 from cache_manager.storage.file import FileStore
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.contract import LAYOUT, get, payload_of, put
+from cache_manager.testing.records import LAYOUT, get, payload_of, put
 store = RecordStore(FileStore(Path(sys.argv[1]), quota_nbytes=1 << 20, segment_nbytes=32 << 10), LAYOUT)
 """

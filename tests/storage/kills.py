@@ -14,8 +14,8 @@ from cache_manager.ports import Absence
 from cache_manager.storage.file import FileStore
 from cache_manager.storage.records import RecordStore
 from cache_manager.storage.segments import Sync
-from cache_manager.testing.contract import LAYOUT, get, key_of, payload_of, put
 from cache_manager.testing.faults import FaultyDisk
+from cache_manager.testing.records import LAYOUT, get, key_of, payload_of, put
 
 LIFE_RECORDS = 60
 """Records that one life puts at most."""

@@ -17,8 +17,9 @@ from cache_manager.spec import align
 from cache_manager.storage.file import FileStore, default_segment_nbytes
 from cache_manager.storage.segment import PAGE_NBYTES, pack_segment_page
 from cache_manager.storage.segments import Sync
-from cache_manager.testing.contract import LAYOUT, StorageContract, get, header_of, key_of, payload_of, put
+from cache_manager.testing.contract import StorageContract
 from cache_manager.testing.faults import FaultyDisk
+from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 from tests.storage.file_stores import FILL, RECORD_NBYTES, SEGMENT_NBYTES, child, flip, opened, segments
 
 
@@ -227,7 +228,8 @@ def test_the_quota_drops_the_segment_that_was_used_least_recently(tmp_path: Path
 def test_a_record_larger_than_a_segment_gets_a_segment_of_its_own(tmp_path: Path) -> None:
     backend = FileStore(tmp_path, quota_nbytes=1 << 20, segment_nbytes=SEGMENT_NBYTES)
     large = 5 * SEGMENT_NBYTES + 3
-    assert backend.put([header_of(1), header_of(2, large)], [payload_of(1), payload_of(2, large)]) == [True, True]
+    headers = [header_of(1), header_of(2, large)]
+    assert backend.put(headers, [payload_of(1), payload_of(2, large)]) == headers
     backend.close()
     backend = FileStore(tmp_path, quota_nbytes=1 << 20, segment_nbytes=SEGMENT_NBYTES)
     buffers = [memoryview(bytearray(large)), memoryview(bytearray(LAYOUT.nbytes))]
@@ -281,7 +283,7 @@ def cut(raw: bytearray) -> None:
     ("name", "change", "message"),
     [
         ("kvroute.store", cut, "size: wanted 64 bytes, got 20"),
-        ("kvroute.store", set_version, "version: wanted 2, got 9"),
+        ("kvroute.store", set_version, "version: wanted 3, got 9"),
         ("segment-0000000000000001.kvr", junk, "magic: wanted b'KVRSEGMT', got b'junkjunk'"),
     ],
 )

@@ -26,7 +26,7 @@ from cache_manager.storage.fsck import fsck
 from cache_manager.storage.reader import FileReader
 from cache_manager.storage.records import RecordStore
 from cache_manager.storage.segment import PAGE_NBYTES
-from cache_manager.testing.contract import LAYOUT, get, header_of, key_of, payload_of, put
+from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 from tests.storage.file_stores import RECORD_NBYTES, Clock, opened, reading, segments
 
 H: Final = header_nbytes(LAYOUT)
@@ -40,12 +40,13 @@ FIELDS: Final = {  # of a record: where, and how many bytes
     "key scope": (32, 8),
     "key digest": (40, 24),
     "generation": (64, 8),
-    "payload sum": (72, 8),
-    "valid rows": (80, 4),
-    "bitmap size": (84, 4),
-    "bitmap, first": (88, 1),
-    "bitmap, last": (88 + BITMAP - 1, 1),
-    "header padding": (88 + BITMAP, H - 4 - 88 - BITMAP),
+    "origin": (72, 8),
+    "payload sum": (80, 8),
+    "valid rows": (88, 4),
+    "bitmap size": (92, 4),
+    "bitmap, first": (96, 1),
+    "bitmap, last": (96 + BITMAP - 1, 1),
+    "header padding": (96 + BITMAP, H - 4 - 96 - BITMAP),
     "header sum": (H - 4, 4),
     "payload, first": (H, 1),
     "payload, middle": (H + LAYOUT.nbytes // 2, 64),
@@ -184,7 +185,9 @@ def another_payload(raw: bytearray) -> None:
 def sealed_for_another_layout(raw: bytearray) -> None:
     """A sound record of the same key and size, whose layout is another."""
     header = header_of(VICTIM)
-    other = RecordHeader(header.key, b"another layout!!", 0, header.valid, header.payload_nbytes, header.payload_xxh3)
+    other = RecordHeader(
+        header.key, b"another layout!!", 0, 1, header.valid, header.payload_nbytes, header.payload_xxh3
+    )
     raw[AT : AT + H] = pack_header(other)
 
 
@@ -194,7 +197,7 @@ def sealed_with_another_payload(raw: bytearray) -> None:
     An open store remembers the sum. A store that is opened on it cannot know: sums are no signatures.
     """
     mine, sum_ = header_of(VICTIM), header_of(77).payload_xxh3
-    forged = RecordHeader(mine.key, mine.fingerprint, 0, mine.valid, mine.payload_nbytes, sum_)
+    forged = RecordHeader(mine.key, mine.fingerprint, 0, 1, mine.valid, mine.payload_nbytes, sum_)
     raw[AT : AT + RECORD_NBYTES] = pack_header(forged) + payload_of(77)
 
 
@@ -303,10 +306,9 @@ def test_a_damaged_page_costs_no_record_unless_its_age_counts(
             assert store.counters.misses == 6
 
 
-def version_one(raw: bytearray, nbytes: int) -> None:
-    """The page or marker as version 1 of the format had it: no time of creation, and a sum that holds."""
-    raw[8:10] = struct.pack("<H", 1)
-    raw[40 : nbytes - 4] = bytes(nbytes - 44)
+def version_two(raw: bytearray, nbytes: int) -> None:
+    """The page or marker of version 2 of the format, whose records had no origin, with a sum that holds."""
+    raw[8:10] = struct.pack("<H", 2)
     raw[nbytes - 4 : nbytes] = zlib.crc32(raw[: nbytes - 4]).to_bytes(4, "little")
 
 
@@ -314,16 +316,16 @@ def version_one(raw: bytearray, nbytes: int) -> None:
 def test_a_store_of_an_older_format_is_refused_by_name_and_left_alone(tmp_path: Path, name: str) -> None:
     with opened(tmp_path) as store:
         assert all(put(store, range(RECORDS)))
-    change(tmp_path / name, lambda raw: version_one(raw, 64 if name == "kvroute.store" else PAGE_NBYTES))
+    change(tmp_path / name, lambda raw: version_two(raw, 64 if name == "kvroute.store" else PAGE_NBYTES))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "kvroute.lock"}
     for kind in (FileStore, FileReader):
-        with pytest.raises(StoreFormatError, match=rf"{name}: version: wanted 2, got 1"):
+        with pytest.raises(StoreFormatError, match=rf"{name}: version: wanted 3, got 2"):
             kind(tmp_path)
     if name == "kvroute.store":
-        with pytest.raises(StoreFormatError, match="version: wanted 2, got 1"):
+        with pytest.raises(StoreFormatError, match="version: wanted 3, got 2"):
             fsck(tmp_path, repair=True)
     else:
-        assert "version: wanted 2, got 1" in str(fsck(tmp_path, repair=True).segments[0].refused)
+        assert "version: wanted 3, got 2" in str(fsck(tmp_path, repair=True).segments[0].refused)
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "kvroute.lock"}
 
 

@@ -11,8 +11,8 @@ import pytest
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
 from cache_manager.storage.segments import Sync
-from cache_manager.testing.contract import get, payload_of, put
 from cache_manager.testing.faults import FaultyDisk
+from cache_manager.testing.records import get, payload_of, put
 from tests.storage.file_stores import FILL, RECORD_NBYTES, child, opened, segments
 
 

@@ -21,8 +21,8 @@ from cache_manager.record import header_nbytes, pack_header
 from cache_manager.storage.fsck import FsckReport, SegmentReport, fsck
 from cache_manager.storage.mend import flipped_bit, mend_header
 from cache_manager.storage.segment import PAGE_NBYTES
-from cache_manager.testing.contract import LAYOUT, get, header_of, key_of, payload_of, put
 from cache_manager.testing.faults import FaultyDisk
+from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 from kvroute.cli import FAILED, USAGE, main
 from tests.storage.file_stores import RECORD_NBYTES, flip, opened, reading, segments
 
@@ -338,9 +338,9 @@ def test_the_table_has_a_line_a_segment() -> None:
     segment = SegmentReport("segment-1.kvr", 1_234_567, records=12, corrupt=1, page_missing=True)
     text = FsckReport("/store", (segment,), ("segment-2.kvr.tmp",), ("notes",), None, repaired=False).to_text()
     assert text.splitlines() == [
-        "segment            bytes    records    deleted    corrupt       torn    one bit lost bytes",
-        "segment-1.kvr  1,234,567         12          0          1          0          0          0  no header page",
-        "all            1,234,567         12          0          1          0          0          0",
+        "segment            bytes    records    deleted    corrupt       torn      older    one bit lost bytes",
+        f"segment-1.kvr  1,234,567         12          0          1{'0':>11}{'0':>11}{'0':>11}{0:>11}  no header page",
+        "all            1,234,567         12          0          1          0          0          0          0",
         "left unfinished by a crash: segment-2.kvr.tmp",
         "no part of the store: notes",
         "/store: not sound; kvroute fsck --repair takes away what is wrong",

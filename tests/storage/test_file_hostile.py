@@ -17,7 +17,7 @@ from cache_manager.storage.file import FileStore
 from cache_manager.storage.fsck import fsck
 from cache_manager.storage.reader import FileReader
 from cache_manager.storage.segment import PAGE_NBYTES, scan
-from cache_manager.testing.contract import get, header_of, payload_of, put
+from cache_manager.testing.records import get, header_of, payload_of, put
 from tests.storage.file_stores import opened, segments
 
 OPENERS: list[Callable[[Path], object]] = [

@@ -16,8 +16,8 @@ from cache_manager.storage.disk import Space
 from cache_manager.storage.file import FileStore
 from cache_manager.storage.limits import Limits, is_older
 from cache_manager.storage.segment import PAGE_NBYTES
-from cache_manager.testing.contract import get, key_of, payload_of, put
 from cache_manager.testing.faults import FaultyDisk
+from cache_manager.testing.records import get, key_of, payload_of, put
 from tests.storage.file_stores import SEGMENT_NBYTES, Clock, flip, opened, reading, segments
 
 TTL_S = 800.0

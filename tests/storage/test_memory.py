@@ -11,7 +11,8 @@ from cache_manager.errors import NoSpaceError, RecordError
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.storage.memory import MemoryStore
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.contract import LAYOUT, StorageContract, get, header_of, key_of, payload_of, put
+from cache_manager.testing.contract import StorageContract
+from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 
 
 class TestMemoryStore(StorageContract):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from cache_manager.testing.contract import StorageContract
 
 class TestMooncakeStore(StorageContract):
     machine_settings = settings(max_examples=4, stateful_step_count=12)
+    origin_settings = settings(max_examples=4, stateful_step_count=10)
+    race_rounds = 2  # a read keeps an object from being replaced for the time of its lease
+    race_pause_s = 1.0
     master: Master
     owner: Owner
 
@@ -26,6 +30,15 @@ class TestMooncakeStore(StorageContract):
         with running_master() as master, running_owner(master, file, 1 << 20) as owner:
             cls.master, cls.owner = master, owner
             yield
+
+    @contextmanager
+    def rival(self, backend: StorageBackend) -> Iterator[StorageBackend]:
+        """Another client of the same pool, as another process has it."""
+        other = open_store(self.master.url(full_ms=3000, delete_ms=2000, timeout_ms=6000))
+        try:
+            yield other
+        finally:
+            other.close()
 
     def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
         self.owner.segment(directory / "segment", capacity_nbytes)

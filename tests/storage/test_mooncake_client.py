@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from mooncake_pool import send
 
 from cache_manager.errors import StorageError
 from cache_manager.storage.mooncake import wire
@@ -62,7 +63,7 @@ def test_all_calls_end_when_the_process_is_killed(client: NativeClient) -> None:
     """Method: a stopped child, so that all of them wait; one reads the socket, the others hang on their futures."""
     with pytest.raises(StorageError, match="before set-up"):
         client.call(wire.Exist(["k"]), WAIT_S)  # it is up
-    os.kill(client.pid, signal.SIGSTOP)
+    send(client.pid, signal.SIGSTOP)  # until it has stopped in all its threads, it answers
     futures: list[Future[list[int]]] = [client.submit(wire.Exist(["k"])) for _ in range(CALLERS)]
     with pytest.raises(TimeoutError):
         client.wait(futures[0], 0.05)

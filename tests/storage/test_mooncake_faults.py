@@ -21,7 +21,8 @@ from cache_manager.storage import open_store
 from cache_manager.storage.breaker import State
 from cache_manager.storage.mooncake import MooncakeStore
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.contract import LAYOUT, get, header_of, key_of, payload_of, put
+from cache_manager.testing.origins import Content, held, offer
+from cache_manager.testing.records import BOTH, LAYOUT, get, header_of, key_of, payload_of, put
 
 TIMEOUT_MS = 1_000
 GRACE_S = 1.0
@@ -76,7 +77,7 @@ def until(what: str, holds: Callable[[], bool], limit_s: float = 20.0) -> None:
 
 
 def name_of(number: int) -> str:
-    return f"test/1/{key_of(number).hex()}"
+    return f"test/2/{key_of(number).hex()}"
 
 
 def stores_again(store: RecordStore, number: int) -> bool:
@@ -188,7 +189,7 @@ def test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew(backend: Moon
         whole[15] + b"\0",
         whole[16] * 40,
         whole[3],
-        whole[18][:4] + b"\x02\x00" + whole[18][6:],
+        whole[18][:4] + b"\x01\x00" + whole[18][6:],
         b"junk",
     ]
     for n, raw in enumerate(damaged):
@@ -229,6 +230,45 @@ def test_a_deleted_record_stays_hidden_while_a_reader_holds_its_lease(master: Ma
     assert owner.ask("is_exist", name_of(1)) == 0
     assert put(store, [1]) == [True]
     backend.close()
+
+
+def test_a_record_that_others_read_is_replaced_when_they_stop(master: Master, owner: Owner) -> None:
+    """Goal: no answer names a record that is not stored. Method: another process reads the older one on and on."""
+    backend, other = opened(master), opened(master)
+    old, new = Content(1, BOTH), Content(2, BOTH)
+    assert offer(backend, [(1, old)], replace=False) == [old]
+    stop, held_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        while not stop.is_set():
+            owner.ask("is_exist", name_of(1))
+            held_on.set()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert held_on.wait(10)
+        assert offer(backend, [(1, new)], replace=True) == [None]
+        assert held(backend, [1]) == [Absence.MISS]
+        assert held(other, [1]) == [old]
+        assert offer(other, [(1, new)], replace=False) == [old]
+    finally:
+        stop.set()
+        holder.join(10)
+    until("the sweeper removes it", lambda: backend.counters.hidden == 0)
+    assert held(other, [1]) == [Absence.MISS]
+    assert offer(backend, [(1, new)], replace=False) == [new]
+    assert held(other, [1]) == [new]
+    backend.close()
+    other.close()
+
+
+def test_a_damaged_object_gives_way_to_what_is_put(backend: MooncakeStore, owner: Owner) -> None:
+    assert owner.ask("put", name_of(1), "junk", "") == 0
+    assert owner.ask("put", name_of(2), "j" * 5000, "") == 0
+    new = Content(2, BOTH)
+    assert offer(backend, [(1, new), (2, new)], replace=False) == [new, new]
+    assert held(backend, [1, 2]) == [new, new]
 
 
 def test_a_full_pool_refuses_in_time_and_recovers(master: Master, owner: Owner) -> None:

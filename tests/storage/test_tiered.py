@@ -22,8 +22,9 @@ from cache_manager.storage.file import FileStore
 from cache_manager.storage.memory import MemoryStore
 from cache_manager.storage.records import RecordStore
 from cache_manager.storage.tiered import TieredSettings, TieredStore
-from cache_manager.testing.contract import LAYOUT, StorageContract, get, key_of, payload_of, put
+from cache_manager.testing.contract import StorageContract
 from cache_manager.testing.faults import FaultyDisk, FaultyStore
+from cache_manager.testing.records import LAYOUT, get, key_of, payload_of, put
 
 
 def until(what: str, holds: Callable[[], bool]) -> None:
@@ -76,9 +77,11 @@ class FlakyStore(FaultyStore):
         if next(self._turns) % 3 == 0:
             raise StorageError("it is the third call")
 
-    def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer]) -> list[bool]:
+    def put(
+        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
+    ) -> list[RecordHeader | None]:
         self._turn()
-        return super().put(headers, payloads)
+        return super().put(headers, payloads, replace=replace)
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         self._turn()
@@ -96,6 +99,7 @@ class TestFlakyFileBeforeFile(TieredContract):
     """
 
     machine_settings = settings(max_examples=5, stateful_step_count=15)
+    origin_settings = settings(max_examples=5, stateful_step_count=12)
     # Its threads want every flush and deletion to succeed; here these say that a breaker is open, and are right.
     test_threads_see_whole_records_only = None  # type: ignore[assignment]
 
@@ -122,6 +126,8 @@ class TestFlakyFileBeforeFile(TieredContract):
 
 class TestFileBeforeMooncake(TieredContract):
     machine_settings = settings(max_examples=3, stateful_step_count=10)
+    origin_settings = settings(max_examples=3, stateful_step_count=8)
+    race_rounds = 2
     master: Master
     owner: Owner
 

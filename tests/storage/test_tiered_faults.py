@@ -21,7 +21,8 @@ from cache_manager.storage.breaker import State
 from cache_manager.storage.memory import MemoryStore
 from cache_manager.storage.records import RecordStore
 from cache_manager.storage.tiered import TieredSettings, TieredStore, WhenFull
-from cache_manager.testing.contract import LAYOUT, get, header_of, key_of, numbers, payload_of, put
+from cache_manager.testing.contract import numbers
+from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 
 ROOM_NBYTES = 1 << 20
 RECORDS = 24
@@ -59,17 +60,21 @@ class FaultyTier:
         if self.failing:
             raise StorageError("the tier fails on purpose")
 
-    def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer]) -> list[bool]:
+    def put(
+        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
+    ) -> list[RecordHeader | None]:
         self._met()
         if not self.gate.is_set():
             self.at_gate.set()
             assert self.gate.wait(WAIT_S)
         self.puts += len(headers)
-        if self.full:
-            return [False] * len(headers)
+        if self.full:  # what it has it keeps
+            buffers = [memoryview(bytearray(header.payload_nbytes)) for header in headers]
+            found = self.real.get_into([header.key for header in headers], buffers)
+            return [None if isinstance(answer, Absence) else answer for answer in found]
         if self.losing:
-            return [True] * len(headers)
-        return self.real.put(headers, payloads)
+            return list(headers)
+        return self.real.put(headers, payloads, replace=replace)
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         self._met()
@@ -379,7 +384,8 @@ def test_a_record_whose_front_copy_was_evicted_is_read_from_the_queue_and_reache
     backend = TieredStore({"front": front, "back": back}, QUICK)
     store = RecordStore(backend, LAYOUT)
     back.gate.clear()
-    put(store, range(6))
+    for n in range(6):  # of one batch the front would refuse what it cannot hold
+        put(store, [n])
     assert not front.has(0)
     assert get(store, [0]) == [payload_of(0)]
     assert backend.counters.tiers[1].queue_hits == 1

@@ -15,7 +15,7 @@ from cache_manager.storage.mooncake.codes import describe, is_failure
 from cache_manager.storage.mooncake.link import Link
 from cache_manager.storage.mooncake.settings import MooncakeSettings
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 HEADER_ROOM_NBYTES: Final = 1024
 
 _T = TypeVar("_T")

@@ -23,6 +23,8 @@ from cache_manager.storage.mooncake import wire
 
 LOCAL_BUFFER_NBYTES: Final = 16 << 20
 ORPHAN_CHECK_MS: Final = 2_000
+LOST: Final = -800
+"""What is answered for an object that was begun and not finished."""
 
 
 class Child:
@@ -127,6 +129,8 @@ class Child:
             case wire.Get(names, offsets, nbytes):
                 self._check(names, offsets, nbytes)
                 return list(store.batch_get_into(names, [self._address + at for at in offsets], nbytes))
+            case wire.Head(names, offsets, nbytes):
+                return self._head(names, offsets, nbytes)
             case wire.Exist(names):
                 return list(store.batch_is_exist(names))
             case wire.Remove(names):
@@ -137,6 +141,7 @@ class Child:
                 raise AssertionError(f"no call: {type(request).__name__}")
 
     def _put(self, names: list[str], offsets: list[int], nbytes: list[int], groups: list[str]) -> list[int]:
+        """In sessions: a plain put answers 0 for a name that exists, as if it had stored these bytes."""
         from mooncake.store import ReplicateConfig
 
         self._check(names, offsets, nbytes)
@@ -145,7 +150,41 @@ class Child:
         if any(groups):
             assert len(groups) == len(names)
             config.group_ids = groups
-        return list(self._store.batch_put_from(names, [self._address + at for at in offsets], nbytes, config))
+        codes = list(self._store.batch_put_session_start(names, nbytes, config))
+        begun = [i for i, code in enumerate(codes) if code == 0]
+        if not begun:
+            return codes
+        for i in begun:
+            codes[i] = LOST
+        try:
+            moved = self._store.batch_put_from_multi_buffer_ranges(
+                [names[i] for i in begun],
+                [[self._address + offsets[i]] for i in begun],
+                [[nbytes[i]] for i in begun],
+                [[0] for _ in begun],
+            )
+            for i, count in zip(begun, moved, strict=True):
+                codes[i] = 0 if count == nbytes[i] else min(count, LOST)
+            whole = [i for i in begun if codes[i] == 0]
+            ended = self._store.batch_put_session_end([names[i] for i in whole]) if whole else []
+            for i, code in zip(whole, ended, strict=True):
+                codes[i] = code
+        finally:
+            if left := [names[i] for i in begun if codes[i] != 0]:  # else nobody could store them for a while
+                self._store.batch_put_session_revoke(left)
+        return codes
+
+    def _head(self, names: list[str], offsets: list[int], nbytes: list[int]) -> list[int]:
+        """Read a range of every object; the ranges of an object that is not there have the code that says so."""
+        self._check(names, offsets, nbytes)
+        found = self._store.get_into_ranges(
+            [self._address + at for at in offsets],
+            [[name] for name in names],
+            [[[0]] for _ in names],
+            [[[0]] for _ in names],
+            [[[count]] for count in nbytes],
+        )
+        return [codes[0][0] for codes in found]
 
     def _warm_up(self, name: str, offset: int, nbytes: int) -> int:
         assert self._memory is not None

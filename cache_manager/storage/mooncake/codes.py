@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 FULL: Final = -200
+EXISTS: Final = -705
 LEASED: Final = -706
 EXPIRED: Final = -707
 INVALID: Final = -600
@@ -25,6 +26,7 @@ NAMES: Final = {
     -601: "ILLEGAL_CLIENT",
     -703: "REPLICA_IS_NOT_READY",
     -704: "OBJECT_NOT_FOUND",
+    EXISTS: "OBJECT_ALREADY_EXISTS",
     LEASED: "OBJECT_HAS_LEASE",
     EXPIRED: "LEASE_EXPIRED",
     -712: "REPLICA_IS_GONE",
@@ -51,7 +53,7 @@ def is_miss(code: int) -> bool:
 
 def is_failure(code: int) -> bool:
     """The pool or one of its processes failed: what a breaker counts."""
-    return code < 0 and code not in _MISSES and code not in _BUGS and code not in (FULL, LEASED)
+    return code < 0 and code not in _MISSES and code not in _BUGS and code not in (FULL, EXISTS, LEASED)
 
 
 def is_master_failure(code: int) -> bool:

@@ -1,11 +1,11 @@
 """The storage backend over a Mooncake pool: what callers see; :mod:`.writer` and :mod:`.reader` do it.
 
-An object is a record: its packed header, then the payload. Its name is the key's, so that it is written once and never
-changed; two writers of one key write the same bytes. Whether the bytes that come back are those of the key is decided
-by the header here and by the payload's sum in :class:`RecordStore`, never by a result code.
+An object is a record: its packed header, then the payload. Its name is the key's; it is written once and never changed:
+a record that takes another's place is put when the older object has been removed. Whether the bytes that come back are
+those of the key is decided by the header here and by the payload's sum in :class:`RecordStore`, never by a result code.
 
-A key that was deleted while a reader's lease holds the object is *hidden*: absent for this store until the object is
-gone, which the pool allows when the lease ends.
+A key that was deleted or is to be replaced while a reader's lease holds the object is *hidden*: absent for this store
+until the object is gone, which the pool allows when the lease ends.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ class MooncakeStore:
 
     Every call ends within ``settings.timeout_ms``. Records of one call that the pool fails to deliver beside others
     that it delivers are misses (or not stored) and are counted; when all fail, :class:`StorageError` has the cause,
-    and while a breaker is open :class:`StoreUnavailableError` is raised at once. ``put`` answers ``True`` for a record
-    that the pool took or had; the pool may evict it at any time. ``usage`` is the whole pool's.
+    and while a breaker is open :class:`StoreUnavailableError` is raised at once. ``put`` answers the header that the
+    pool has, which it may evict at any time, and ``None`` where it has no room, where another writer is in the middle
+    of the key, and where an older object that is to be replaced cannot be removed yet: its key is hidden then, and a
+    later put stores the record. A replacement is no single step: between the two, other writers may store theirs, and
+    the answer names it. ``usage`` is the whole pool's.
 
     For the process that opened it: after ``fork`` every call raises :class:`StoreClosedError`.
     """
@@ -105,9 +108,11 @@ class MooncakeStore:
         with self._link.lock:
             self._groups.learn(chunks)
 
-    def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer]) -> list[bool]:
+    def put(
+        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
+    ) -> list[RecordHeader | None]:
         with self._calling() as give_up_s:
-            return self._writer.put(headers, payloads, give_up_s)
+            return self._writer.put(headers, payloads, give_up_s, replace=replace)
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         with self._calling() as give_up_s:

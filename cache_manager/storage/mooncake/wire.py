@@ -38,6 +38,14 @@ class Get(msgspec.Struct, frozen=True, tag="get"):
     nbytes: list[int]
 
 
+class Head(msgspec.Struct, frozen=True, tag="head"):
+    """The first ``nbytes`` of each object, which has more."""
+
+    names: list[str]
+    offsets: list[int]
+    nbytes: list[int]
+
+
 class Exist(msgspec.Struct, frozen=True, tag="exist"):
     names: list[str]
 
@@ -58,7 +66,7 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     pass
 
 
-Request = SetUp | Put | Get | Exist | Remove | WarmUp | Close
+Request = SetUp | Put | Get | Head | Exist | Remove | WarmUp | Close
 
 
 class Asked(msgspec.Struct, frozen=True):

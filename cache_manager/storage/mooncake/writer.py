@@ -1,66 +1,120 @@
-"""Putting records: into the arena, then into the pool; a pool that is full is asked again for a while."""
+"""Putting records: into the arena, then into the pool; a pool that is full is asked again for a while.
+
+A name that exists is not written. The header of what it has is read then, which the pool takes for a read: it grants a
+lease, and an object that is to be replaced can be removed only when that has ended. So only names that exist are read.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from cache_manager.errors import RecordError, StorageError
 from cache_manager.keys import BlockKey
-from cache_manager.record import Buffer, RecordHeader, pack_header
+from cache_manager.record import Buffer, RecordHeader, pack_header, takes_the_place, unpack_header
 from cache_manager.spec import align
 from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.calls import Calls, bytes_of
-from cache_manager.storage.mooncake.codes import FULL, describe, is_bug
+from cache_manager.storage.mooncake.codes import EXISTS, FULL, INVALID, describe, is_bug
 from cache_manager.storage.mooncake.groups import GroupNames
 from cache_manager.storage.mooncake.hidden import Hidden
 from cache_manager.storage.mooncake.master import pool_usage
+from cache_manager.storage.rounds import rounds
 
 LARGE_NBYTES: Final = 1 << 20
 """Records above this are compared with the pool's size first: each one that it has no room for makes it evict."""
 BACK_OFF_S: Final = 0.01
 BACK_OFF_MAX_S: Final = 0.2
 
-Outgoing = tuple[BlockKey, bytes, memoryview]
-"""A record on its way: key, packed header, payload."""
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A record on its way."""
+
+    header: RecordHeader
+    packed: bytes
+    payload: memoryview
+
+    @property
+    def key(self) -> BlockKey:
+        return self.header.key
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.packed) + self.payload.nbytes
+
+
+Answers = dict[BlockKey, RecordHeader]
+"""What the pool is known to have."""
 
 
 class Writer:
-    """The puts of one store."""
+    """The puts of one store; of one key one at a time, because the native client bears no more."""
 
     def __init__(self, calls: Calls, hidden: Hidden, groups: GroupNames) -> None:
         self._calls = calls
         self._link = calls.link
         self._hidden = hidden
         self._groups = groups
+        self._busy: set[BlockKey] = set()
+        self._free = threading.Condition()
 
-    def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], give_up_s: float) -> list[bool]:
-        todo: dict[BlockKey, Outgoing] = {}
-        stored: dict[BlockKey, bool] = {}
+    def put(
+        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], give_up_s: float, *, replace: bool
+    ) -> list[RecordHeader | None]:
+        records: list[Outgoing] = []
         for header, payload in zip(headers, payloads, strict=True):
             view = bytes_of(payload)
             if view.nbytes != header.payload_nbytes:
                 raise RecordError("payload size", header.payload_nbytes, view.nbytes)
-            stored[header.key] = False
-            todo[header.key] = header.key, pack_header(header), view
-        largest = max([len(packed) for _, packed, _ in todo.values()], default=0)
+            records.append(Outgoing(header, pack_header(header), view))
+        largest = max([len(record.packed) for record in records], default=0)
         self._calls.header_room = max(self._calls.header_room, largest)
-        limit = self._record_nbytes_max(max([view.nbytes for _, _, view in todo.values()], default=0), give_up_s)
-        for key in [key for key, packed, view in todo.values() if len(packed) + align(view.nbytes) > limit]:
-            del todo[key]
-            self._calls.count("too_large", 1)
+        limit = self._record_nbytes_max(max([record.payload.nbytes for record in records], default=0), give_up_s)
+        answers: Answers = {}
+        with self._alone({header.key for header in headers}, give_up_s):
+            for once in rounds(header.key for header in headers):
+                todo = {records[i].key: records[i] for i in once}
+                for record in list(todo.values()):
+                    if len(record.packed) + align(record.payload.nbytes) > limit:
+                        del todo[record.key]
+                        self._calls.count("too_large", 1)
+                self._put_all(todo, answers, give_up_s, replace=replace)
+        return [answers.get(header.key) for header in headers]
+
+    @contextmanager
+    def _alone(self, keys: set[BlockKey], give_up_s: float) -> Iterator[None]:
+        with self._free:
+            if not self._free.wait_for(lambda: self._busy.isdisjoint(keys), max(give_up_s - time.monotonic(), 0)):
+                raise StorageError("another thread's put of the same keys did not end in time")
+            self._busy |= keys
+        try:
+            yield
+        finally:
+            with self._free:
+                self._busy -= keys
+                self._free.notify_all()
+
+    def _put_all(self, todo: dict[BlockKey, Outgoing], answers: Answers, give_up_s: float, *, replace: bool) -> None:
+        """Put, and again for a while what the pool cannot take now: it is full, or an older object is in the way."""
         full_s = min(time.monotonic() + self._calls.settings.full_ms / 1e3, give_up_s)
         pause_s = BACK_OFF_S
+        for key in todo:
+            answers.pop(key, None)
         while True:
             self._hidden.remove([key for key in todo if key in self._hidden], give_up_s)
             later = {key: record for key, record in todo.items() if key in self._hidden}
-            later |= self._put(todo, later, stored, give_up_s)
+            ready = [record for key, record in todo.items() if key not in later]
+            full, taken = self._put(ready, answers, give_up_s)
+            later |= full | self._settle(taken, answers, give_up_s, replace=replace)
             if not later or time.monotonic() + pause_s > full_s or self._link.stopping.wait(pause_s):
                 break
             todo, pause_s = later, min(2 * pause_s, BACK_OFF_MAX_S)
         self._calls.count("refused", len(later))
-        return [stored[header.key] for header in headers]
 
     def _record_nbytes_max(self, largest_nbytes: int, give_up_s: float) -> int:
         """What a record may have, as far as it matters for records of at most ``largest_nbytes``."""
@@ -76,44 +130,82 @@ class Writer:
         return limit
 
     def _put(
-        self,
-        todo: Mapping[BlockKey, Outgoing],
-        hidden: Mapping[BlockKey, object],
-        stored: dict[BlockKey, bool],
-        give_up_s: float,
-    ) -> dict[BlockKey, Outgoing]:
-        """Put what is not hidden; the records that the pool has no room for now."""
+        self, records: list[Outgoing], answers: Answers, give_up_s: float
+    ) -> tuple[dict[BlockKey, Outgoing], list[Outgoing]]:
+        """Put under new names; those that the pool has no room for now, and those whose names exist."""
         full: dict[BlockKey, Outgoing] = {}
+        taken: list[Outgoing] = []
 
         def send(chunk: list[Outgoing]) -> list[int]:
-            sizes = [len(packed) + view.nbytes for _, packed, view in chunk]
+            sizes = [record.nbytes for record in chunk]
             offsets, start = self._calls.ranges(sizes, give_up_s)
             arena = self._link.arena.view
             try:
-                for (_, packed, view), at, nbytes in zip(chunk, offsets, sizes, strict=True):
-                    body = at + len(packed)
-                    arena[at:body] = packed
-                    arena[body : at + nbytes] = view
+                for record, at, nbytes in zip(chunk, offsets, sizes, strict=True):
+                    body = at + len(record.packed)
+                    arena[at:body] = record.packed
+                    arena[body : at + nbytes] = record.payload
             except BaseException:
                 self._link.arena.give(start)
                 raise
             with self._link.lock:
-                groups = self._groups.of([key for key, _, _ in chunk])
-            request = wire.Put([self._calls.name(key) for key, _, _ in chunk], offsets, sizes, groups)
+                groups = self._groups.of([record.key for record in chunk])
+            request = wire.Put([self._calls.name(record.key) for record in chunk], offsets, sizes, groups)
             codes = self._link.call(self._link.writes, request, start, give_up_s)
             self._link.arena.give(start)
             for record, code in zip(chunk, codes, strict=True):
                 if is_bug(code):
-                    raise AssertionError(f"put of {record[0].hex()}: {describe(code)}")
-                stored[record[0]] = code == 0
-                if code == FULL:
-                    full[record[0]] = record
+                    raise AssertionError(f"put of {record.key.hex()}: {describe(code)}")
+                if code == 0:
+                    answers[record.key] = record.header
+                elif code == FULL:
+                    full[record.key] = record
+                elif code == EXISTS:
+                    taken.append(record)
             return codes
 
-        records = [record for key, record in todo.items() if key not in hidden]
-        chunks = self._calls.by_bytes(records, lambda record: len(record[1]) + record[2].nbytes)
-        self._calls.each("failed_writes", chunks, send)
-        return full
+        self._calls.each("failed_writes", self._calls.by_bytes(records, lambda record: record.nbytes), send)
+        return full, taken
+
+    def _settle(
+        self, records: list[Outgoing], answers: Answers, give_up_s: float, *, replace: bool
+    ) -> dict[BlockKey, Outgoing]:
+        """What becomes of records whose names exist: the older one stays, or is hidden and goes; those to try again.
+
+        An object that somebody is writing, or that went meanwhile, is looked at again.
+        """
+        again: dict[BlockKey, Outgoing] = {}
+
+        def look(chunk: list[Outgoing]) -> list[int]:
+            sizes = [len(record.packed) for record in chunk]
+            offsets, start = self._calls.ranges(sizes, give_up_s)
+            request = wire.Head([self._calls.name(record.key) for record in chunk], offsets, sizes)
+            codes = self._link.call(self._link.reads, request, start, give_up_s)
+            try:
+                heads = [bytes(self._link.arena.view[at : at + n]) for at, n in zip(offsets, sizes, strict=True)]
+            finally:
+                self._link.arena.give(start)
+            for record, code, head in zip(chunk, codes, heads, strict=True):
+                stored = _header(head, record.key) if code == len(head) else None
+                if stored is not None and not takes_the_place(record.header, stored, replace=replace):
+                    answers[record.key] = stored
+                    continue
+                if code >= 0 or code == INVALID:  # there, to be replaced; or shorter than a header: no record
+                    self._hidden.hide([record.key])
+                again[record.key] = record
+            return [0 if code == INVALID else code for code in codes]
+
+        self._calls.each("failed_reads", self._calls.by_bytes(records, lambda record: len(record.packed)), look)
+        return again
+
+
+def _header(raw: bytes, key: BlockKey) -> RecordHeader | None:
+    """The header of the record that an object begins with, or ``None`` where it is none of this key."""
+    try:
+        header = unpack_header(raw)
+    except RecordError:
+        return None
+    return header if header.key == key else None
 
 
 __all__ = ["Writer"]

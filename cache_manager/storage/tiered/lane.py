@@ -1,8 +1,10 @@
 """One tier of a tiered store: the backend, what waits to be put into it, its breakers, and the thread that does it.
 
-Law: a record waits at most once for a tier, and stays readable until the tier has it. A key that was deleted is *owed*:
-hidden in this tier until the worker has deleted it there, which it does before it puts anything, so that a record that
-was on its way when the key was deleted never comes back, and one that is put later is not lost.
+Law: a record waits at most once for a tier, and until the tier has it, it is read from the queue, whatever the tier has
+under its key. A key that was deleted is *owed*: hidden in this tier until the worker has deleted it there, which it
+does before it puts anything, so that a record that was on its way when the key was deleted never comes back, and one
+that is put later is not lost. A record that was put takes the place of what the tier has; where the tier does not take
+it, the key is owed, so that no tier serves what another tier's answer has denied.
 
 Locks: ``changed``, which all lanes of a store share, guards everything but the backend; it is never held over a call of
 a backend.
@@ -14,18 +16,18 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, TypeVar
 
 from cache_manager.errors import RecordError, StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.ports import StorageBackend
-from cache_manager.record import Buffer, RecordHeader
+from cache_manager.record import Buffer, RecordHeader, covers, takes_the_place
 from cache_manager.storage.breaker import Breaker
 from cache_manager.storage.tiered.counters import TierCounters
 from cache_manager.storage.tiered.settings import TieredSettings
+from cache_manager.storage.tiered.waiting import Offer, Waiting
 
 BATCH_MAX: Final = 64
 BATCH_NBYTES: Final = 8 << 20
@@ -36,18 +38,6 @@ PROBE_KEY: Final = BlockKey(b"probe".ljust(KEY_NBYTES, b"\0"))
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class Waiting:
-    """A record on its way to a tier; the payload is a copy."""
-
-    header: RecordHeader
-    payload: bytes
-    promoted: bool  # read from a later tier, not put by the caller
-    sequence: int
-    in_flight: bool = False
-    cancelled: bool = False
 
 
 class Lane:
@@ -95,8 +85,6 @@ class Lane:
             **self.counts,
         )
 
-    # What callers do in their own thread.
-
     def read(self, keys: Sequence[BlockKey], call: Callable[[], list[_T]]) -> list[_T] | StorageError:
         """The backend's answers for ``keys``, or why there are none; the breaker and the counts know of it."""
         with self._changed:
@@ -106,12 +94,15 @@ class Lane:
         return self._judged(self.reads, "failed_reads", len(keys), call)
 
     def put_now(
-        self, records: Sequence[tuple[RecordHeader, memoryview]], give_up_s: float
-    ) -> dict[BlockKey, bool] | StorageError:
+        self, records: Sequence[Offer], give_up_s: float, sequence: Iterator[int], *, replace: bool
+    ) -> dict[BlockKey, RecordHeader | None] | StorageError:
         """Put what is not owed, after waiting until ``give_up_s`` for what is; the answers, by key.
 
+        What waits for this tier counts as its own: a record that takes the place of such a one waits instead of it.
         :class:`RecordError` is the caller's mistake and is raised.
         """
+        answers: dict[BlockKey, RecordHeader | None] = {}
+        ready: list[Offer] = []
         with self._changed:
             self._changed.wait_for(
                 lambda: not self.writes.closed or not any(header.key in self.owed for header, _ in records),
@@ -120,16 +111,32 @@ class Lane:
             if not self.writes.closed:
                 self.counts["bypassed_writes"] += len(records)
                 return StoreUnavailableError(f"tier {self.name} is not asked: {self.writes.cause}")
-            ready = [(header, view) for header, view in records if header.key not in self.owed]
+            for header, view in records:
+                record = self.waiting.get(header.key)
+                if header.key in self.owed:
+                    continue
+                if record is None:
+                    ready.append((header, view))
+                elif not takes_the_place(header, record.header, replace=replace):
+                    answers[header.key] = record.header
+                elif self.has_room(view.nbytes, promoted=False):
+                    self._cancel(header.key)
+                    self.enqueue(header, bytes(view), next(sequence), promoted=False)
+                    answers[header.key] = header
+        if not ready:
+            return answers
         headers: list[RecordHeader] = [header for header, _ in ready]
         views: list[Buffer] = [view for _, view in ready]
-        answers = self._judged(
-            self.writes, "failed_writes", len(headers), lambda: self.backend.put(headers, views), RecordError
-        )
-        if isinstance(answers, StorageError):
-            return answers
+
+        def call() -> list[RecordHeader | None]:
+            return self.backend.put(headers, views, replace=replace)
+
+        found = self._judged(self.writes, "failed_writes", len(headers), call, RecordError)
+        if isinstance(found, StorageError):
+            return answers or found
         self._remember(headers)
-        return {header.key: stored for header, stored in zip(headers, answers, strict=True)}
+        answers.update(zip([header.key for header in headers], found, strict=True))
+        return answers
 
     def has_room(self, nbytes: int, *, promoted: bool) -> bool:
         """Held."""
@@ -147,24 +154,41 @@ class Lane:
         self._changed.notify_all()
         return True
 
-    def quarantine(self, keys: Iterable[BlockKey]) -> None:
-        """Delete these in this tier alone, soon; readers do not find them here from now on. Held."""
+    def supersede(self, header: RecordHeader) -> None:
+        """Another tier has this record now: what waits here and is less or of another origin goes. Held."""
+        record = self.waiting.get(header.key)
+        if record is None or covers(record.header, header):
+            return
+        self._cancel(header.key)
+        if record.in_flight and record.promoted:  # it may land behind the newer one
+            self.owe([header.key])
+
+    def owe(self, keys: Iterable[BlockKey]) -> None:
+        """This tier may have something else under these keys: hidden from now on, and deleted soon. Held."""
         for key in keys:
-            self.counts["corrupt"] += 1
-            if len(self.owed) < OWED_MAX:  # else it is found corrupt again
+            if len(self.owed) < OWED_MAX:
                 self._owe(key)
         self._changed.notify_all()
 
+    def quarantine(self, keys: Iterable[BlockKey]) -> None:
+        """Delete these in this tier alone, soon; readers do not find them here from now on. Held."""
+        bad = list(keys)
+        self.counts["corrupt"] += len(bad)
+        self.owe(bad)  # where there is no room for more, it is found corrupt again
+
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """These are deleted: cancel what waits, owe the rest. Held."""
+        """These are deleted. Held."""
         for key in keys:
             self._owe(key)
-            if (record := self.waiting.pop(key, None)) is not None:
-                self.counts["cancelled"] += 1
-                record.cancelled = True
-                if not record.in_flight:
-                    self._waiting_nbytes[record.promoted] -= len(record.payload)
+            self._cancel(key)
         self._changed.notify_all()
+
+    def _cancel(self, key: BlockKey) -> None:
+        if (record := self.waiting.pop(key, None)) is not None:
+            self.counts["cancelled"] += 1
+            record.cancelled = True
+            if not record.in_flight:
+                self._waiting_nbytes[record.promoted] -= len(record.payload)
 
     def _owe(self, key: BlockKey) -> None:
         self._deletions += 1
@@ -208,8 +232,6 @@ class Lane:
         if left or owed:
             return StorageError(f"tier {self.name} was closed before it got {left} records and {owed} deletions")
         return None
-
-    # What the worker does.
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
@@ -290,36 +312,57 @@ class Lane:
         return batch
 
     def _put(self, batch: Sequence[Waiting]) -> None:
-        stored: list[bool | None] = [None] * len(batch)
+        answers: list[RecordHeader | None] = []
+        done = False
         try:
             try:
-                answers = self.backend.put([r.header for r in batch], [r.payload for r in batch])
-                if len(answers) != len(batch):
-                    raise StorageError(f"tier {self.name} answered {len(answers)} of {len(batch)} records")
-                stored = list(answers)
+                answers = self._offer(batch)
             except RecordError:  # of one of them, which this tier will never take
-                for i, record in enumerate(batch):
+                for record in batch:
                     try:
-                        stored[i] = self.backend.put([record.header], [record.payload])[0]
+                        answers += self._offer([record])
                     except RecordError:
-                        stored[i] = False
+                        answers.append(None)
+                        with self._changed:
+                            self.owe([record.header.key])
+            done = True
         finally:
             with self._changed:
-                for record, answer in zip(batch, stored, strict=True):
-                    self._landed(record, answer)
+                for i, record in enumerate(batch):
+                    self._landed(record, answers[i]) if done else self._failed(record)
                 self._changed.notify_all()
         self._remember([record.header for record in batch])
 
-    def _landed(self, record: Waiting, stored: bool | None) -> None:
-        """``None``: the call failed, and the record waits on. Held."""
+    def _offer(self, batch: Sequence[Waiting]) -> list[RecordHeader | None]:
+        """Records that were put take the place of what is here; one that was read elsewhere does not."""
+        answers: dict[int, RecordHeader | None] = {}
+        for promoted in (False, True):
+            if part := [record for record in batch if record.promoted is promoted]:
+                headers: list[RecordHeader] = [record.header for record in part]
+                found = self.backend.put(headers, [record.payload for record in part], replace=not promoted)
+                if len(found) != len(part):
+                    raise StorageError(f"tier {self.name} answered {len(found)} of {len(part)} records")
+                answers.update(zip(map(id, part), found, strict=True))
+        return [answers[id(record)] for record in batch]
+
+    def _landed(self, record: Waiting, answer: RecordHeader | None) -> None:
+        """Held."""
         record.in_flight = False
+        followed = answer is not None and covers(answer, record.header)
         if not record.cancelled:
-            if stored is None:
-                self.counts["failed_writes"] += 1
-                return
             del self.waiting[record.header.key]
-            self.counts["refused" if not stored else "promoted" if record.promoted else "written"] += 1
+            self.counts["refused" if not followed else "promoted" if record.promoted else "written"] += 1
+            if answer is not None and not followed and not record.promoted:
+                self.owe([record.header.key])
         self._waiting_nbytes[record.promoted] -= len(record.payload)
+
+    def _failed(self, record: Waiting) -> None:
+        """The call failed, and the record waits on. Held."""
+        record.in_flight = False
+        if record.cancelled:
+            self._waiting_nbytes[record.promoted] -= len(record.payload)
+        else:
+            self.counts["failed_writes"] += 1
 
     def _judged(
         self,

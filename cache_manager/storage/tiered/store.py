@@ -17,30 +17,27 @@ from itertools import count
 from cache_manager.errors import ConfigError, RecordError, StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, StorageBackend
-from cache_manager.record import Buffer, RecordHeader, check_record
+from cache_manager.record import Buffer, RecordHeader, check_record, covers
+from cache_manager.storage.rounds import rounds
 from cache_manager.storage.tiered.counters import TieredCounters
 from cache_manager.storage.tiered.lane import OWED_MAX, Lane
+from cache_manager.storage.tiered.running import Reading, Running
 from cache_manager.storage.tiered.settings import TieredSettings, WhenFull
+from cache_manager.storage.tiered.waiting import Offer
 
 _FOUR = ("records", "used_nbytes", "free_nbytes", "capacity_nbytes")
-
-
-class _Reading:
-    """A ``get_into`` that is running; ``deleted`` are the keys that were deleted since it began."""
-
-    __slots__ = ("deleted",)
-
-    def __init__(self) -> None:
-        self.deleted: set[BlockKey] = set()
 
 
 class TieredStore:
     """A ``StorageBackend`` over named tiers, the one that is asked first in front. It owns and closes them.
 
-    ``put`` returns when the first tier that works has the record (``True``) or has no room and no later one took it
-    (``False``); the other tiers get it from a queue of copies, which an eviction in the front does not touch.
-    ``get_into`` asks the tiers in turn for what is still missing, their queues included; what a later tier had is put
-    into the earlier ones by their workers. A tier that fails is asked no more until a probe has found it well, and
+    ``put`` answers what the first tier that works says, or, where that has no room, a later one: **that tier decides**.
+    What it stored the other tiers get from a queue of copies, which an eviction in the front does not touch, and there
+    it takes the place of what they have; a tier that cannot take it deletes what it has under the key. So no tier hands
+    out a record that an answer of ``put`` has denied. (It may hand out more rows of the same origin.)
+
+    ``get_into`` asks the tiers in turn for what is still missing, their queues first; what a later tier had is put into
+    the earlier ones by their workers. A tier that fails is asked no more until a probe has found it well, and
     :class:`StorageError` is raised only when no tier answered.
 
     ``delete`` hides the keys at once, everywhere, and waits until every tier has deleted them; where one cannot,
@@ -60,7 +57,7 @@ class TieredStore:
         self._changed = threading.Condition()
         self._counts: Counter[str] = Counter()
         self._sequence = count(1)
-        self._readings: set[_Reading] = set()
+        self._running = Running(self._changed)
         self._usages: list[Mapping[str, int]] = [dict(backend.usage()) for backend in tiers.values()]
         self._lanes = [Lane(name, backend, self.settings, self._changed) for name, backend in tiers.items()]
 
@@ -77,40 +74,53 @@ class TieredStore:
                 tiers=tuple(lane.counters() for lane in self._lanes),
             )
 
-    def put(self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer]) -> list[bool]:
-        todo: dict[BlockKey, tuple[RecordHeader, memoryview]] = {}
+    def put(
+        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
+    ) -> list[RecordHeader | None]:
+        views: list[memoryview] = []
         for header, payload in zip(headers, payloads, strict=True):
             view = memoryview(payload)
             if view.nbytes != header.payload_nbytes or not view.c_contiguous:
                 raise RecordError("payload", f"{header.payload_nbytes} flat bytes", f"{view.nbytes} {view.strides}")
-            todo.setdefault(header.key, (header, view.cast("B")))
-        with self._calling():
-            give_up_s = time.monotonic() + self.settings.delete_ms / 1e3
-            taken: dict[BlockKey, int] = {}  # by the tier of that number
-            asked: list[set[BlockKey]] = []  # by tier, the keys that it answered
-            errors: list[StorageError] = []
-            left = dict(todo)
-            for depth, lane in enumerate(self._lanes):
-                answers = lane.put_now(list(left.values()), give_up_s) if left else {}
-                if isinstance(answers, StorageError):
-                    errors.append(answers)
-                    answers = {}
-                asked.append(set(answers))
-                for key in [key for key, stored in answers.items() if stored]:
-                    taken[key] = depth
-                    del left[key]
-            if todo and len(errors) == len(self._lanes):
-                raise _no_tier(errors)
-            for depth, lane in enumerate(self._lanes):
-                behind = [todo[key] for key, at in taken.items() if at != depth and key not in asked[depth]]
-                self._pass_on(lane, behind, give_up_s)
-            return [header.key in taken for header in headers]
+            views.append(view.cast("B"))
+        answers: dict[BlockKey, RecordHeader] = {}
+        with self._calling(), self._running.put({header.key for header in headers}):
+            for once in rounds(header.key for header in headers):
+                answers |= self._put({headers[i].key: (headers[i], views[i]) for i in once}, replace=replace)
+        return [answers.get(header.key) for header in headers]
+
+    def _put(self, todo: Mapping[BlockKey, Offer], *, replace: bool) -> dict[BlockKey, RecordHeader]:
+        """What the deciding tier has of each key; the other tiers follow it."""
+        give_up_s = time.monotonic() + self.settings.delete_ms / 1e3
+        taken: dict[BlockKey, RecordHeader] = {}
+        asked: list[set[BlockKey]] = []  # by tier, the keys that it answered
+        errors: list[StorageError] = []
+        for lane in self._lanes:
+            left = [record for key, record in todo.items() if key not in taken]
+            answers = lane.put_now(left, give_up_s, self._sequence, replace=replace) if left else {}
+            if isinstance(answers, StorageError):
+                errors.append(answers)
+                answers = {}
+            asked.append(set(answers))
+            taken.update({key: answer for key, answer in answers.items() if answer is not None})
+        if todo and len(errors) == len(self._lanes):
+            raise _no_tier(errors)
+        new = {key for key, answer in taken.items() if answer is todo[key][0]}
+        with self._changed:
+            self._running.tell_readings(new)
+            for lane in self._lanes:
+                for key in new:
+                    lane.supersede(todo[key][0])
+        same = new | {key for key, answer in taken.items() if _is_same(answer, todo[key][0])}
+        for lane, answered in zip(self._lanes, asked, strict=True):
+            self._pass_on(lane, [todo[key] for key in taken if key in same - answered], new, give_up_s)
+        return taken
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         """Bytes are copied for promotion before this returns; everything else of it happens later."""
         if len(keys) != len(buffers):
             raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers")
-        with self._calling(), self._reading() as reading:
+        with self._calling(), self._running.reading() as reading:
             found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
             errors: list[StorageError] = []
             bad: set[int] = set()
@@ -119,12 +129,13 @@ class TieredStore:
             for depth, lane in enumerate(self._lanes):
                 if not wanted:
                     break
-                with self._changed:
+                with self._changed:  # looked up first: it may have reached the tier after that was asked
                     waiting = {i: record for i in wanted if (record := lane.waiting.get(keys[i])) is not None}
-                if (error := self._ask(lane, wanted, keys, buffers, found, bad)) is not None:
+                left = [i for i in wanted if i not in waiting]
+                if (error := self._ask(lane, left, keys, buffers, found, bad)) is not None:
                     errors.append(error)
                 queue_hits = 0
-                for i, record in waiting.items():  # looked up first: it may have reached the tier after that was asked
+                for i, record in waiting.items():
                     if found[i] is Absence.MISS and buffers[i].nbytes == len(record.payload):
                         buffers[i].cast("B")[:] = record.payload
                         found[i] = record.header
@@ -179,8 +190,7 @@ class TieredStore:
                 raise StorageError(f"more than {OWED_MAX} deletions wait for a tier that does not work")
             for lane in self._lanes:
                 lane.forget(wanted)
-            for reading in self._readings:
-                reading.deleted |= wanted
+            self._running.tell_readings(wanted)
             self._changed.wait_for(
                 lambda: not any(lane.writes.closed and lane.owed.keys() & wanted for lane in self._lanes),
                 self.settings.delete_ms / 1e3,
@@ -273,20 +283,12 @@ class TieredStore:
                 self._users -= 1
                 self._changed.notify_all()
 
-    @contextmanager
-    def _reading(self) -> Iterator[_Reading]:
-        reading = _Reading()
-        with self._changed:
-            self._readings.add(reading)
-        try:
-            yield reading
-        finally:
-            with self._changed:
-                self._readings.discard(reading)
+    def _pass_on(self, lane: Lane, records: Sequence[Offer], new: set[BlockKey], give_up_s: float) -> None:
+        """Let records wait for a tier; where its queue is full, what the settings say.
 
-    def _pass_on(self, lane: Lane, records: Sequence[tuple[RecordHeader, memoryview]], give_up_s: float) -> None:
-        """Let records wait for a tier; where its queue is full, what the settings say."""
-        over: list[tuple[RecordHeader, memoryview]] = []
+        Of those that are ``new`` the tier may have another record, which goes where the new one does not come.
+        """
+        over: list[Offer] = []
         for header, view in records:
             with self._changed:
                 room = lane.has_room(view.nbytes, promoted=False)
@@ -296,14 +298,18 @@ class TieredStore:
                     over.append((header, view))
         if not over:
             return
-        written = 0
+        answers: dict[BlockKey, RecordHeader | None] | StorageError = {}
         if self.settings.when_full is WhenFull.WRITE:
             with suppress(RecordError):  # this tier will never take it; another one has
-                answers = lane.put_now(over, give_up_s)
-                written = 0 if isinstance(answers, StorageError) else sum(answers.values())
+                answers = lane.put_now(over, give_up_s, self._sequence, replace=True)
+        written = set[BlockKey]()
+        if not isinstance(answers, StorageError):
+            offered = {header.key: header for header, _ in over}
+            written = {key for key, answer in answers.items() if answer is not None and covers(answer, offered[key])}
         with self._changed:
-            lane.counts["written_through"] += written
-            lane.counts["dropped"] += len(over) - written
+            lane.counts["written_through"] += len(written)
+            lane.counts["dropped"] += len(over) - len(written)
+            lane.owe(header.key for header, _ in over if header.key in new and header.key not in written)
 
     def _ask(
         self,
@@ -348,7 +354,7 @@ class TieredStore:
         keys: Sequence[BlockKey],
         buffers: Sequence[memoryview],
         found: Sequence[RecordHeader | Absence],
-        reading: _Reading,
+        reading: Reading,
     ) -> None:
         """Let the records that were hit wait for the tiers in front; what was deleted meanwhile does not."""
         for i in hits if lanes else ():
@@ -362,11 +368,15 @@ class TieredStore:
                     lane.counts["dropped_promotions"] += lane not in open_
             payload = bytes(buffers[i]) if open_ else b""
             with self._changed:
-                if keys[i] in reading.deleted:
+                if keys[i] in reading.changed:
                     continue
                 for lane in open_:
                     if not lane.enqueue(header, payload, next(self._sequence), promoted=True):
                         lane.counts["dropped_promotions"] += 1
+
+
+def _is_same(stored: RecordHeader, offered: RecordHeader) -> bool:
+    return covers(stored, offered) and covers(offered, stored)
 
 
 def _no_tier(errors: Sequence[StorageError]) -> StorageError:
