@@ -2,13 +2,11 @@
 
 Every process that uses a region holds ``flock(LOCK_SH)`` on its file for as long as it has it mapped; the kernel drops
 the lock when the process ends, however it ends. So ``LOCK_EX`` can be had exactly when nobody uses the region, whatever
-became of pids. Two rules make removal free of races, also against a creator that has its file but not yet its lock:
+became of pids. Three rules make removal free of races:
 
+* a region gets its name when it is whole and locked; a creator that is killed before leaves nothing;
 * only the owner and a holder of ``LOCK_EX`` unlink a region;
-* whoever gets ``LOCK_SH`` then looks whether the file still has its name, and starts over (creator) or reports the
-  region missing (attacher) when it has not.
-
-A creator killed halfway leaves a file without its magic: nobody attaches to it and the next reaper removes it.
+* whoever attaches gets ``LOCK_SH`` first, then looks whether the file still has its name.
 """
 
 from __future__ import annotations
@@ -18,58 +16,67 @@ import os
 import re
 import stat
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from cache_manager.errors import InvalidInputError, RegionError, RegionMismatchError
-from cache_manager.regions.header import HEADER_NBYTES, PURPOSES, Purpose, RegionHeader, unpack_header
+from cache_manager.errors import InvalidInputError, RegionError
+from cache_manager.ports import TierName
 
-DIRECTORY: Final = Path("/dev/shm")  # noqa: S108 - names are random, files 0600, opened O_EXCL or O_NOFOLLOW
-_NAME = re.compile(rf"kvroute-(\d+)-([0-9a-f]{{32}})-({'|'.join(PURPOSES)})")
-_CREATE_TRIES_MAX = 16
+DIRECTORY: Final = Path("/dev/shm")  # noqa: S108 - names are random, files 0600, linked when whole, O_NOFOLLOW
+BUFFERS: Final[dict[TierName, str]] = {"device": "host", "host": "swap"}
+"""What a region is called by the tier whose blocks it mirrors: the host buffer, in CPU memory, mirrors device blocks;
+the swap buffer mirrors the blocks on the host."""
+_NAME = re.compile(rf"kvroute-(\d+)-([0-9a-f]{{32}})-({'|'.join(BUFFERS.values())})")
 _LOCK_TRIES_MAX = 200
 _LOCK_PAUSE_MS = 1
 
 
 @dataclass(frozen=True, slots=True)
 class RegionInfo:
-    """A region of this user as :func:`list_regions` found it.
-
-    ``header`` is None while the region is being made, or when it is not sound. ``in_use`` is whether any process has
-    it mapped; ``owner_alive`` whether the very process that made it still runs (it cannot tell across pid namespaces).
-    """
+    """A region of this user as :func:`list_regions` found it; ``in_use`` is whether any process has it mapped."""
 
     name: str
-    purpose: Purpose
     nbytes: int
-    header: RegionHeader | None
-    owner_alive: bool
     in_use: bool
 
+    @property
+    def tier(self) -> TierName:
+        """Whose blocks it mirrors."""
+        return tier_of(self.name)
 
-def new_file(purpose: Purpose) -> tuple[str, bytes, int]:
-    """Name, uuid and descriptor of a new, empty, locked file that no other process can have made or removed."""
-    for _ in range(_CREATE_TRIES_MAX):
-        unique = uuid.uuid4()
-        name = f"kvroute-{os.geteuid()}-{unique.hex}-{purpose}"
+
+def unnamed_file() -> int:
+    """The descriptor of a new, empty, locked file that goes with its last descriptor and mapping, until it is named."""
+    try:
+        fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody else can have it open
+    except OSError as error:
+        raise RegionError(f"no region could be made in {DIRECTORY}: {error.strerror}") from error
+    return fd
+
+
+def name_of(unique: bytes, tier: TierName) -> str:
+    """The name of this user's region with these random 16 bytes."""
+    return f"kvroute-{os.geteuid()}-{unique.hex()}-{BUFFERS[tier]}"
+
+
+def give_name(fd: int, name: str) -> None:
+    """Make the file, which is whole, visible: others may attach from here on."""
+    try:
+        directory = os.open(DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fd = os.open(DIRECTORY / name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise RegionError(f"region {name}: {DIRECTORY}: {error.strerror}") from error
-        if lock_shared(fd):
-            return name, unique.bytes, fd
-        os.close(fd)
-    raise RegionError(f"no region could be made in {DIRECTORY} in {_CREATE_TRIES_MAX} tries")
+            os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=directory, follow_symlinks=True)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise RegionError(f"region {name}: {DIRECTORY}: {error.strerror}") from error
 
 
 def lock_shared(fd: int) -> bool:
-    """Whether ``fd`` is now locked by this process and still has a name; False when a reaper was first."""
+    """Whether ``fd`` is now locked by this process and still has a name; False when its remover was first."""
     for _ in range(_LOCK_TRIES_MAX):
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -114,38 +121,21 @@ def list_regions() -> list[RegionInfo]:
     for name, fd in _candidates():
         with _exclusive(fd) as alone:
             in_use = not alone
-        try:
-            header = unpack_header(name, os.pread(fd, HEADER_NBYTES, 0))
-        except RegionMismatchError:
-            header = None
-        alive = header is not None and (header.boot_id, header.owner_start) == (
-            boot_id(),
-            process_start(header.owner_pid),
-        )
-        purpose: Purpose = "host" if name.endswith("-host") else "swap"
-        found.append(RegionInfo(name, purpose, os.fstat(fd).st_size, header, alive, in_use))
+        found.append(RegionInfo(name, os.fstat(fd).st_size, in_use))
     return sorted(found, key=lambda info: info.name)
 
 
 def region_path(name: str) -> Path:
     """Where the region called ``name`` is; :class:`InvalidInputError` for what cannot be a region's name."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidInputError("region name", "kvroute-<uid>-<32 hex digits>-<purpose>", repr(name))
+        wanted = f"kvroute-<uid>-<32 hex digits>-<{'|'.join(BUFFERS.values())}>"
+        raise InvalidInputError("region name", wanted, repr(name))
     return DIRECTORY / name
 
 
-def boot_id() -> bytes:
-    """16 random bytes that the kernel drew when it started."""
-    return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
-
-
-def process_start(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None when there is no such process."""
-    try:
-        line = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(line.rpartition(")")[2].split()[19])  # field 22; the name before it may hold spaces and brackets
+def tier_of(name: str) -> TierName:
+    """Whose blocks the region called ``name`` mirrors."""
+    return next(tier for tier, buffer in BUFFERS.items() if name.endswith(f"-{buffer}"))
 
 
 def _candidates() -> Iterator[tuple[str, int]]:

@@ -1,165 +1,108 @@
-"""The first page of a shared region: what is in it, who made it, and whether it is whole. Bytes in, values out.
+"""What a shared region says about itself: how many blocks of which specs, and whose rows. Bytes in, values out.
 
-The byte layout is described in ``docs/format.md``, section "region".
+The byte layout is described in ``docs/format.md``, section "Region".
 """
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
-from typing import Any, Final, Literal, Self
+from dataclasses import dataclass
+from typing import Final
 
-import msgspec
-
-from cache_manager.errors import RegionMismatchError
+from cache_manager.errors import InvalidInputError, RegionMismatchError
 from cache_manager.record import Buffer
 from cache_manager.regions.extent import BLOCKS_MAX, PAGE_NBYTES, Extent
-from cache_manager.spec import RecordLayout
-
-Purpose = Literal["host", "swap"]
-PURPOSES: Final = ("host", "swap")
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout, align, canonical_json
 
 MAGIC: Final = b"kvregion"
-VERSION: Final = 1
-HEADER_NBYTES: Final = PAGE_NBYTES
+VERSION: Final = 2
+HEADER_NBYTES_MAX: Final = 1 << 16
 FINGERPRINT_NBYTES: Final = 16
 
-# magic, version, uid, region, blocks, record, specs, valid words, offsets of words, valid and rows, layout, uuid,
-# boot id, owner pid, owner start, purpose
-_FIXED = struct.Struct("<8sIIQQQIIQQQ16s16s16sQQ8s")
+_FIXED = struct.Struct("<8sIIQQ16s16s")  # magic, version, nbytes of the specs, blocks, size, layout, uuid
 _CRC = struct.Struct("<I")
-_CRC_OFFSET = 188
-# epoch, namespace, then their CRC: the one part that changes, so it has a cache line and a sum of its own
-_SCOPE = struct.Struct("<Q16s")
-SCOPE_OFFSET: Final = 192
-SCOPE_NBYTES: Final = _SCOPE.size + _CRC.size
+CRC_OFFSET: Final = 124
+# the namespace, then its CRC: the one part that changes, so it has a cache line and a sum of its own
+NAMESPACE_OFFSET: Final = 128
+NAMESPACE_NBYTES: Final = FINGERPRINT_NBYTES + _CRC.size
+SPECS_OFFSET: Final = 192
 
 
-class RegionHeader(msgspec.Struct, frozen=True, gc=False):
-    """Everything about a region that never changes while it exists.
+@dataclass(frozen=True, slots=True)
+class RegionHeader:
+    """What never changes in a region: its random name, and from its layout and blocks where its arrays lie."""
 
-    ``owner_start`` is field 22 of ``/proc/<owner_pid>/stat``, clock ticks since the boot that ``boot_id`` names: the
-    three together name one process for ever, where a pid alone is used again.
-    """
-
-    uid: int
-    nbytes: int
-    blocks: int
-    record_nbytes: int
-    specs: int
-    valid_words: int
-    words_offset: int
-    valid_offset: int
-    rows_offset: int
-    layout: bytes
     uuid: bytes
-    boot_id: bytes
-    owner_pid: int
-    owner_start: int
-    purpose: Purpose
+    extent: Extent
 
-    @classmethod
-    def of(
-        cls, extent: Extent, *, purpose: Purpose, uid: int, uuid: bytes, boot_id: bytes, pid: int, start: int
-    ) -> Self:
-        """The header of a region with the arrays of ``extent``, made by the process that the last four name."""
-        return cls(
-            uid=uid,
-            nbytes=extent.nbytes,
-            blocks=extent.blocks,
-            record_nbytes=extent.layout.nbytes,
-            specs=len(extent.layout.specs),
-            valid_words=extent.layout.valid_words,
-            words_offset=extent.words_offset,
-            valid_offset=extent.valid_offset,
-            rows_offset=extent.rows_offset,
-            layout=extent.layout.fingerprint,
-            uuid=uuid,
-            boot_id=boot_id,
-            owner_pid=pid,
-            owner_start=start,
-            purpose=purpose,
-        )
 
-    def extent(self, region: str, layout: RecordLayout) -> Extent:
-        """The region's arrays, once every number here is what ``layout`` and ``blocks`` make it.
-
-        Raises :class:`RegionMismatchError` naming the first field that is not.
-        """
-        if self.layout != layout.fingerprint:
-            raise RegionMismatchError(region, "layout fingerprint", layout.fingerprint.hex(), self.layout.hex())
-        if not 1 <= self.blocks <= BLOCKS_MAX:
-            raise RegionMismatchError(region, "blocks", f"1 to {BLOCKS_MAX}", self.blocks)
-        extent = Extent(layout, self.blocks, HEADER_NBYTES)
-        for field, wanted, got in (
-            ("record bytes", layout.nbytes, self.record_nbytes),
-            ("specs", len(layout.specs), self.specs),
-            ("valid words", layout.valid_words, self.valid_words),
-            ("words offset", extent.words_offset, self.words_offset),
-            ("valid offset", extent.valid_offset, self.valid_offset),
-            ("rows offset", extent.rows_offset, self.rows_offset),
-            ("size", extent.nbytes, self.nbytes),
-        ):
-            if wanted != got:
-                raise RegionMismatchError(region, field, wanted, got)
-        return extent
+def extent_of(layout: RecordLayout, blocks: int) -> Extent:
+    """Where the arrays of ``blocks`` blocks lie behind a header; :class:`InvalidInputError` if that gets too long."""
+    nbytes = align(SPECS_OFFSET + len(_specs(layout)), PAGE_NBYTES)
+    if nbytes > HEADER_NBYTES_MAX:
+        raise InvalidInputError("region layout", f"specs of at most {HEADER_NBYTES_MAX} bytes as JSON", nbytes)
+    return Extent(layout, blocks, nbytes)
 
 
 def pack_header(header: RegionHeader) -> bytes:
-    """The first 192 bytes of a region: fixed fields, zeros, CRC-32 in the last four.
+    """The bytes ``[extent.header_nbytes]`` at the start of a region; its namespace is zero and not sound."""
+    extent, specs = header.extent, _specs(header.extent.layout)
+    fields = (len(specs), extent.blocks, extent.nbytes, extent.layout.fingerprint, header.uuid)
+    body = _FIXED.pack(MAGIC, VERSION, *fields).ljust(CRC_OFFSET, b"\0")
+    body += _CRC.pack(zlib.crc32(body))
+    return (body.ljust(SPECS_OFFSET, b"\0") + specs).ljust(extent.header_nbytes, b"\0")
 
-    A creator writes everything but the magic first and the magic, the first eight bytes, last.
+
+def unpack_header(region: str, start: Buffer) -> RegionHeader:
+    """The header in the first ``HEADER_NBYTES_MAX`` bytes of a region, or all of a shorter one.
+
+    Raises :class:`RegionMismatchError` naming the first field that is not right.
     """
-    body = _FIXED.pack(
-        MAGIC,
-        VERSION,
-        header.uid,
-        header.nbytes,
-        header.blocks,
-        header.record_nbytes,
-        header.specs,
-        header.valid_words,
-        header.words_offset,
-        header.valid_offset,
-        header.rows_offset,
-        header.layout,
-        header.uuid,
-        header.boot_id,
-        header.owner_pid,
-        header.owner_start,
-        header.purpose.encode(),
-    ).ljust(_CRC_OFFSET, b"\0")
-    return body + _CRC.pack(zlib.crc32(body))
-
-
-def unpack_header(region: str, page: Buffer) -> RegionHeader:
-    """The header at the start of ``page``; :class:`RegionMismatchError` names the first field that is not right."""
-    raw = bytes(page[:SCOPE_OFFSET])
-    if len(raw) < SCOPE_OFFSET:
-        raise RegionMismatchError(region, "size", f"at least {HEADER_NBYTES}", len(raw))
-    magic, version, *fields, purpose = _FIXED.unpack_from(raw)
+    raw = bytes(start)
+    if len(raw) < PAGE_NBYTES:
+        raise RegionMismatchError(region, "size", f"at least {PAGE_NBYTES}", len(raw))
+    magic, version, specs_nbytes, blocks, nbytes, layout, uuid = _FIXED.unpack_from(raw)
     if magic != MAGIC:
         raise RegionMismatchError(region, "magic", MAGIC, magic)
     if version != VERSION:
         raise RegionMismatchError(region, "version", VERSION, version)
-    (crc,) = _CRC.unpack_from(raw, _CRC_OFFSET)
-    if (found := zlib.crc32(raw[:_CRC_OFFSET])) != crc:
+    (crc,) = _CRC.unpack_from(raw, CRC_OFFSET)
+    if (found := zlib.crc32(raw[:CRC_OFFSET])) != crc:
         raise RegionMismatchError(region, "header crc", crc, found)
-    name = purpose.rstrip(b"\0").decode("ascii", "replace")
-    if name not in PURPOSES:
-        raise RegionMismatchError(region, "purpose", " or ".join(PURPOSES), name)
-    values: tuple[Any, ...] = (*fields, name)
-    return RegionHeader(*values)
+    specs = _parsed(raw[SPECS_OFFSET : SPECS_OFFSET + specs_nbytes])
+    if specs is None or specs.fingerprint != layout:
+        raise RegionMismatchError(region, "specs", f"those of layout {layout.hex()}", "others")
+    if not 1 <= blocks <= BLOCKS_MAX:
+        raise RegionMismatchError(region, "blocks", f"1 to {BLOCKS_MAX}", blocks)
+    extent = extent_of(specs, blocks)
+    if extent.nbytes != nbytes:
+        raise RegionMismatchError(region, "size", extent.nbytes, nbytes)
+    return RegionHeader(uuid, extent)
 
 
-def pack_scope(epoch: int, namespace: bytes) -> bytes:
-    """The 28 bytes at ``SCOPE_OFFSET``: whose rows these are since when."""
-    body = _SCOPE.pack(epoch, namespace)
-    return body + _CRC.pack(zlib.crc32(body))
+def pack_namespace(namespace: bytes) -> bytes:
+    """The bytes at ``NAMESPACE_OFFSET``; ``namespace`` is :attr:`Namespace.fingerprint`."""
+    if not isinstance(namespace, bytes) or len(namespace) != FINGERPRINT_NBYTES:
+        raise InvalidInputError("region namespace", f"a fingerprint of {FINGERPRINT_NBYTES} bytes", repr(namespace))
+    return namespace + _CRC.pack(zlib.crc32(namespace))
 
 
-def unpack_scope(raw: Buffer) -> tuple[int, bytes] | None:
-    """Epoch and namespace fingerprint, or None when ``raw`` was taken while they were being changed."""
-    epoch, namespace = _SCOPE.unpack_from(raw)
-    (crc,) = _CRC.unpack_from(raw, _SCOPE.size)
-    return (epoch, namespace) if zlib.crc32(bytes(raw[: _SCOPE.size])) == crc else None
+def unpack_namespace(raw: Buffer) -> bytes | None:
+    """The namespace's fingerprint, or None when ``raw`` was taken while it was being changed."""
+    namespace = bytes(raw[:FINGERPRINT_NBYTES])
+    (crc,) = _CRC.unpack_from(raw, FINGERPRINT_NBYTES)
+    return namespace if zlib.crc32(namespace) == crc else None
+
+
+def _specs(layout: RecordLayout) -> bytes:
+    return canonical_json([spec.to_json() for spec in layout.specs])
+
+
+def _parsed(raw: bytes) -> RecordLayout | None:
+    """The layout that :func:`_specs` wrote; None for anything else."""
+    try:
+        return RecordLayout(tuple(AuxBlockDataSpec.from_json(spec) for spec in json.loads(raw)))
+    except (ValueError, TypeError):  # SpecError is a ValueError
+        return None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from cache_manager.errors import NoSpaceError
+from cache_manager.errors import NoSpaceError, RegionError
 from cache_manager.regions.extent import PAGE_NBYTES
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module does not name them yet
@@ -53,21 +55,67 @@ def no_tmpfs_space(directory: Path, nbytes: int) -> NoSpaceError:
     return NoSpaceError(str(directory), nbytes, free, f"{remedy} blocks")
 
 
+def map_memory(fd: int, nbytes: int, *, flags: int = mmap.MAP_SHARED, writable: bool = True) -> mmap.mmap:
+    """A mapping of ``nbytes`` of ``fd`` (-1: of nothing), which keeps a duplicate of ``fd`` until it goes.
+
+    Raises :class:`NoSpaceError` when the process may not have as much address space.
+    """
+    try:
+        return mmap.mmap(fd, nbytes, flags, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise RegionError(f"map {nbytes} bytes: {error.strerror}") from error
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        free = memory_free_nbytes()[1] if limit == resource.RLIM_INFINITY else max(0, limit - used)
+        remedy = "raise the limit (ulimit -v) or ask for fewer blocks"
+        raise NoSpaceError("address space of this process", nbytes, free, remedy) from error
+
+
+def ask_for_huge_pages(memory: mmap.mmap) -> None:
+    """Let the pages of ``memory`` that are not there yet be huge, where the kernel has any: small ones do."""
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def huge_nbytes(start: int, nbytes: int) -> int:
+    """Bytes of this process's addresses ``[start, start + nbytes)`` that huge pages map."""
+    found, inside = 0, False
+    with open("/proc/self/smaps", errors="replace") as lines:
+        for line in lines:
+            field, *rest = line.split()
+            if not field.endswith(":"):  # "7f12a000-7f34a000 rw-s ...": the next mapping
+                first, _, end = field.partition("-")
+                inside = int(first, 16) < start + nbytes and start < int(end, 16)
+            elif inside and field in ("AnonHugePages:", "ShmemPmdMapped:"):
+                found += int(rest[0]) << 10
+    return min(found, nbytes)  # the kernel may have merged the mapping with its neighbour
+
+
 def populate(memory: mmap.mmap, *, write: bool) -> None:
     """Have every page of ``memory`` mapped now, so that no later access waits for the kernel; contents stay."""
-    advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
-    size = len(memory)
     try:
-        for start in range(0, size, _POPULATE_CHUNK_NBYTES):
-            memory.madvise(advice, start, min(_POPULATE_CHUNK_NBYTES, size - start))
+        _populate(memory, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ)
     except OSError as error:
         if error.errno in (errno.EFAULT, errno.ENOMEM):
             where, free = memory_free_nbytes()
-            raise NoSpaceError(where, size, free, "ask for fewer blocks") from error
+            raise NoSpaceError(where, len(memory), free, "ask for fewer blocks") from error
         if error.errno != errno.EINVAL:
             raise
         if write:  # a kernel before 5.14; the pages of a new region hold zeros
             np.frombuffer(memory, np.uint8)[::PAGE_NBYTES] = 0
+
+
+def populate_where_there_is_room(memory: mmap.mmap) -> None:
+    """As :func:`populate` for writing, up to the first page that cannot be had or not at all."""
+    with contextlib.suppress(OSError):
+        _populate(memory, _MADV_POPULATE_WRITE)
+
+
+def _populate(memory: mmap.mmap, advice: int) -> None:
+    size = len(memory)
+    for start in range(0, size, _POPULATE_CHUNK_NBYTES):
+        memory.madvise(advice, start, min(_POPULATE_CHUNK_NBYTES, size - start))
 
 
 def _meminfo(root: Path) -> Iterator[int]:

@@ -11,38 +11,33 @@ import errno
 import mmap
 import os
 import stat
+import uuid
 import weakref
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final
 
 from cache_manager.errors import InvalidInputError, RegionError, RegionMismatchError, RegionMissingError
+from cache_manager.ports import TierName
 from cache_manager.regions import directory, room
-from cache_manager.regions.extent import Extent
 from cache_manager.regions.header import (
-    FINGERPRINT_NBYTES,
-    HEADER_NBYTES,
-    MAGIC,
-    PURPOSES,
-    SCOPE_NBYTES,
-    SCOPE_OFFSET,
-    Purpose,
+    HEADER_NBYTES_MAX,
+    NAMESPACE_NBYTES,
+    NAMESPACE_OFFSET,
     RegionHeader,
+    extent_of,
     pack_header,
-    pack_scope,
+    pack_namespace,
     unpack_header,
-    unpack_scope,
+    unpack_namespace,
 )
+from cache_manager.regions.mapping import MappedRegion
 from cache_manager.spec import RecordLayout
 
-_SCOPE_TRIES_MAX: Final = 1000
-_EPOCH_MAX: Final = (1 << 64) - 1
+_NAMESPACE_TRIES_MAX: Final = 1000
+_NAMESPACE: Final = slice(NAMESPACE_OFFSET, NAMESPACE_OFFSET + NAMESPACE_NBYTES)
 
 
-class SharedRegion:
+class SharedRegion(MappedRegion):
     """A :class:`~cache_manager.ports.Region` in shared memory, made by its owner or attached to by name.
 
     The owner's :meth:`close`, its collection and its normal exit remove the region's name; processes that have it
@@ -53,224 +48,157 @@ class SharedRegion:
     kills its users with SIGBUS: the file system offers no defence against that.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_extent",
-        "_memory",
-        "_remove",
-        "blocks",
-        "header",
-        "layout",
-        "name",
-        "rows",
-        "valid",
-        "words",
-        "writable",
-    )
+    __slots__ = ("__weakref__", "_inode", "_owner_pid", "_remove", "name")
 
     name: str
-    header: RegionHeader
-    layout: RecordLayout
-    blocks: int
-    writable: bool
-    rows: NDArray[np.uint8]
-    words: NDArray[np.uint64]
-    valid: NDArray[np.uint64]
 
-    def __init__(self, name: str, header: RegionHeader, extent: Extent, memory: mmap.mmap, *, writable: bool) -> None:
-        """Not for callers: :meth:`create` or :meth:`attach`. Takes over ``memory``."""
+    def __init__(self, name: str, header: RegionHeader, memory: mmap.mmap, inode: tuple[int, int]) -> None:
+        """Not for callers: :meth:`create` or :meth:`attach`. Takes over ``memory``, a mapping of the file ``inode``."""
+        super().__init__(header.extent, memory)
         self.name = name
-        self.header = header
-        self.layout = extent.layout
-        self.blocks = extent.blocks
-        self.writable = writable
-        self._extent = extent
-        self._memory: mmap.mmap | None = memory
-        self._remove: weakref.finalize[[Path, int, int, int], SharedRegion] | None = None
-        self._view(memory)
+        self._inode = inode  # device and number
+        self._owner_pid = 0
+        self._remove: weakref.finalize[[Path, tuple[int, int], int], SharedRegion] | None = None
 
     @classmethod
     def create(
-        cls, layout: RecordLayout, blocks: int, *, purpose: Purpose, namespace: bytes, epoch: int = 1
+        cls, layout: RecordLayout, blocks: int, *, tier: TierName, namespace: bytes, huge_pages: bool = False
     ) -> SharedRegion:
         """A new region under a name nobody else can have, zero, and backed by memory to the last page.
 
-        ``namespace`` is :attr:`Namespace.fingerprint`; it and ``epoch`` change with :meth:`renew`. Removes orphans
-        first. Raises :class:`~cache_manager.errors.NoSpaceError` with the numbers when ``/dev/shm``, a cgroup or the
-        machine has no room; nothing is left behind then.
+        ``tier`` says whose blocks it mirrors: the device's (the host buffer) or the host's (the swap buffer).
+        ``namespace`` is :attr:`Namespace.fingerprint`; it changes with :meth:`renew`. ``huge_pages`` asks the kernel
+        for them, which gives some where shared memory may have any (:attr:`huge_nbytes` says what was got). Removes
+        orphans first. Raises :class:`~cache_manager.errors.NoSpaceError` with the numbers when ``/dev/shm``, a cgroup,
+        the machine or the process's address space has no room; nothing is left behind then.
         """
-        extent = Extent(layout, blocks, HEADER_NBYTES)
-        if purpose not in PURPOSES:
-            raise InvalidInputError("region purpose", " or ".join(PURPOSES), repr(purpose))
-        scope = pack_scope(*_scope(epoch, namespace))
+        extent = extent_of(layout, blocks)
+        if tier not in directory.BUFFERS:
+            raise InvalidInputError("region tier", " or ".join(map(repr, directory.BUFFERS)), repr(tier))
+        owner = pack_namespace(namespace)
         if not directory.DIRECTORY.is_dir():
             raise RegionError(f"{directory.DIRECTORY}: not there: this system has no POSIX shared memory")
         directory.reap_orphans()
         room.require_tmpfs(directory.DIRECTORY, extent.nbytes)
         room.require_memory(extent.nbytes)
-        name, unique, fd = directory.new_file(purpose)
-        path = directory.DIRECTORY / name
+        header = RegionHeader(uuid.uuid4().bytes, extent)
+        name = directory.name_of(header.uuid, tier)
+        fd = directory.unnamed_file()
         try:
-            try:
-                os.posix_fallocate(fd, 0, extent.nbytes)  # a touch of what is not there would be a SIGBUS
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-                    raise RegionError(f"region {name}: allocate {extent.nbytes} bytes: {error.strerror}") from error
-                os.ftruncate(fd, 0)
-                raise room.no_tmpfs_space(directory.DIRECTORY, extent.nbytes) from error
-            start = directory.process_start(os.getpid())
-            header = RegionHeader.of(
-                extent,
-                purpose=purpose,
-                uid=os.geteuid(),
-                uuid=unique,
-                boot_id=directory.boot_id(),
-                pid=os.getpid(),
-                start=start or 0,
+            memory = _allocate(name, fd, extent.nbytes, huge_pages=huge_pages)
+            memory[: extent.header_nbytes] = pack_header(header)
+            memory[_NAMESPACE] = owner
+            region = cls(name, header, memory, _inode_of(fd))
+            region._owner_pid = os.getpid()
+            region._remove = weakref.finalize(
+                region, _remove, directory.region_path(name), region._inode, region._owner_pid
             )
-            memory = _map(fd, extent.nbytes, writable=True)
-            packed = pack_header(header)
-            memory[len(MAGIC) : len(packed)] = packed[len(MAGIC) :]
-            memory[SCOPE_OFFSET : SCOPE_OFFSET + SCOPE_NBYTES] = scope
-            memory[: len(MAGIC)] = MAGIC  # last: what has its magic is whole
-            found = os.fstat(fd)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+            directory.give_name(fd, name)  # last: what has a name is whole
         finally:
             os.close(fd)
-        region = cls(name, header, extent, memory, writable=True)
-        region._remove = weakref.finalize(region, _remove, path, found.st_dev, found.st_ino, os.getpid())
         return region
 
     @classmethod
-    def attach(
-        cls,
-        name: str,
-        layout: RecordLayout,
-        *,
-        purpose: Purpose | None = None,
-        blocks: int | None = None,
-        namespace: bytes | None = None,
-        writable: bool = False,
-    ) -> SharedRegion:
+    def attach(cls, name: str, layout: RecordLayout | None = None, *, writable: bool = False) -> SharedRegion:
         """The region called ``name``, mapped only after everything about it was found right.
 
-        Checked are the file (regular, not a link, this user's, 0600), its size, the header and its sum, the layout
-        and, where given, ``purpose``, ``blocks`` and ``namespace``. Raises
+        Checked are the file (regular, not a link, this user's, 0600), its size, the header and its sum, and the
+        ``layout`` where one is given; else the region's own is taken. Raises
         :class:`~cache_manager.errors.RegionMissingError` when there is none, else
         :class:`~cache_manager.errors.RegionMismatchError` naming the first field that differs. Without ``writable``
         the arrays refuse writes.
         """
         fd = _open(name, writable=writable)
         try:
-            header, extent = _check(name, fd, layout, purpose=purpose, blocks=blocks, namespace=namespace)
-            memory = _map(fd, header.nbytes, writable=writable)
+            header = _check(name, fd, layout)
+            memory = room.map_memory(fd, header.extent.nbytes, writable=writable)
+            room.populate(memory, write=writable)
+            return cls(name, header, memory, _inode_of(fd))
         finally:
             os.close(fd)
-        return cls(name, header, extent, memory, writable=writable)
 
     @property
-    def purpose(self) -> Purpose:
-        """Whose blocks these mirror: the device's ("host") or the CPU's ("swap")."""
-        return self.header.purpose
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of shared memory that the region takes."""
-        return self._extent.nbytes
+    def tier(self) -> TierName:
+        """Whose blocks these mirror."""
+        return directory.tier_of(self.name)
 
     @property
     def is_owner(self) -> bool:
         """Whether this process made the region, so that its close removes the name."""
-        return self._remove is not None and self._remove.alive and self.header.owner_pid == os.getpid()
+        return self._owner_pid == os.getpid()
 
     @property
-    def epoch(self) -> int:
-        """How often the owner has begun anew; read from the region at each call."""
-        return self._read_scope()[0]
+    def namespace(self) -> bytes | None:
+        """Fingerprint of the namespace that the rows belong to now, read from the region at each call.
 
-    @property
-    def namespace(self) -> bytes:
-        """Fingerprint of the namespace that the rows belong to now; read from the region at each call."""
-        return self._read_scope()[1]
+        None if the owner died while it was changing it.
+        """
+        memory = self._mapped()
+        for _ in range(_NAMESPACE_TRIES_MAX):
+            namespace = unpack_namespace(memory[_NAMESPACE])
+            if namespace is not None:
+                return namespace
+        return None
 
     def renew(self, namespace: bytes) -> None:
-        """Owner only: begin the next epoch, in which rows belong to ``namespace``.
-
-        Retract every block first: readers tell old rows from new ones by the words, not by the epoch.
-        """
+        """Owner only: rows belong to ``namespace`` from here on. Begin a new life of every block first."""
         if not self.is_owner:
             raise AssertionError(f"region {self.name}: renew by a process that does not own it")
-        scope = pack_scope(*_scope(self.epoch + 1, namespace))
-        self._mapped()[SCOPE_OFFSET : SCOPE_OFFSET + SCOPE_NBYTES] = scope
+        self._mapped()[_NAMESPACE] = pack_namespace(namespace)
+
+    def check_name(self) -> None:
+        """Raise :class:`~cache_manager.errors.RegionMissingError` when the owner has removed the region's name since,
+        and :class:`~cache_manager.errors.RegionMismatchError` when another file has it now."""
+        path = directory.region_path(self.name)
+        try:
+            found = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError as error:
+            raise RegionMissingError(f"region {self.name}: its owner has removed it") from error
+        if (found.st_dev, found.st_ino) != self._inode:
+            raise RegionMismatchError(self.name, "file", "the one that was attached", "another under its name")
 
     def close(self) -> None:
-        """Unmap; the owner also removes the name. A second call does nothing.
-
-        Raises ``BufferError`` while a view of an array is alive: the region then is as it was, and close may be called
-        again. After close the arrays are gone (``AttributeError``).
-        """
-        if self._memory is None:
-            return
-        del self.rows, self.words, self.valid
-        try:
-            self._memory.close()  # its own descriptor goes too, and with it this process's lock
-        except BufferError as error:
-            self._view(self._memory)
-            raise BufferError(f"region {self.name}: close: a view of its arrays is still alive") from error
-        self._memory = None
+        """Unmap; the owner also removes the name. See :meth:`MappedRegion.close`."""
+        super().close()  # the mapping's own descriptor goes too, and with it this process's lock
         if self._remove is not None:
             self._remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._memory is None else "owner" if self.is_owner else "attached"
         return f"<SharedRegion {self.name} blocks={self.blocks} {state}>"
-
-    def _view(self, memory: mmap.mmap) -> None:
-        self.rows = self._extent.rows(memory)
-        self.words = self._extent.words(memory)
-        self.valid = self._extent.valid(memory)
 
     def _mapped(self) -> mmap.mmap:
         if self._memory is None:
             raise AssertionError(f"region {self.name}: used after close")
         return self._memory
 
-    def _read_scope(self) -> tuple[int, bytes]:
-        memory = self._mapped()
-        for _ in range(_SCOPE_TRIES_MAX):
-            scope = unpack_scope(memory[SCOPE_OFFSET : SCOPE_OFFSET + SCOPE_NBYTES])
-            if scope is not None:
-                return scope
-        raise RegionMismatchError(self.name, "epoch crc", "a sound one", "none")
 
-
-def _scope(epoch: int, namespace: bytes) -> tuple[int, bytes]:
-    if not isinstance(namespace, bytes) or len(namespace) != FINGERPRINT_NBYTES:
-        raise InvalidInputError("region namespace", f"a fingerprint of {FINGERPRINT_NBYTES} bytes", repr(namespace))
-    if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch <= _EPOCH_MAX:
-        raise InvalidInputError("region epoch", f"an integer in [0, {_EPOCH_MAX}]", repr(epoch))
-    return epoch, namespace
-
-
-def _map(fd: int, nbytes: int, *, writable: bool) -> mmap.mmap:
-    """The whole file, mapped and present. The mapping holds a duplicate of ``fd``, and so the lock, until it goes."""
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, protection)
-    room.populate(memory, write=writable)
+def _allocate(name: str, fd: int, nbytes: int, *, huge_pages: bool) -> mmap.mmap:
+    """``fd`` with its final size, every page of it there and mapped."""
+    try:
+        os.ftruncate(fd, nbytes)
+        memory = room.map_memory(fd, nbytes)
+        if huge_pages:  # only a touch through a mapping that asked for huge pages makes some
+            room.ask_for_huge_pages(memory)
+            room.populate_where_there_is_room(memory)
+        os.posix_fallocate(fd, 0, nbytes)  # a touch of what is not there would be a SIGBUS
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise RegionError(f"region {name}: allocate {nbytes} bytes: {error.strerror}") from error
+        os.ftruncate(fd, 0)
+        raise room.no_tmpfs_space(directory.DIRECTORY, nbytes) from error
+    room.populate(memory, write=True)
     return memory
 
 
-def _remove(path: Path, device: int, inode: int, owner_pid: int) -> None:
+def _remove(path: Path, inode: tuple[int, int], owner_pid: int) -> None:
     if os.getpid() == owner_pid:
-        directory.unlink_same(path, device, inode)
+        directory.unlink_same(path, *inode)
+
+
+def _inode_of(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
 
 
 def _open(name: str, *, writable: bool) -> int:
@@ -287,15 +215,7 @@ def _open(name: str, *, writable: bool) -> int:
         raise RegionMismatchError(name, "file type", "a regular file", got.get(error.errno or 0, str(error))) from error
 
 
-def _check(
-    name: str,
-    fd: int,
-    layout: RecordLayout,
-    *,
-    purpose: Purpose | None,
-    blocks: int | None,
-    namespace: bytes | None,
-) -> tuple[RegionHeader, Extent]:
+def _check(name: str, fd: int, layout: RecordLayout | None) -> RegionHeader:
     """Lock ``fd`` and find out whether it is the region that was wanted."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
@@ -306,25 +226,12 @@ def _check(
         raise RegionMismatchError(name, "mode", "0600", f"{stat.S_IMODE(found.st_mode):04o}")
     if not directory.lock_shared(fd):
         raise RegionMissingError(f"region {name}: it was being removed")
-    found = os.fstat(fd)  # under the lock: the owner has its final size once there is a magic
-    page = os.pread(fd, HEADER_NBYTES, 0)
-    header = unpack_header(name, page)
-    extent = header.extent(name, layout)
-    if found.st_size != header.nbytes:
-        raise RegionMismatchError(name, "file size", header.nbytes, found.st_size)
+    header = unpack_header(name, os.pread(fd, HEADER_NBYTES_MAX, 0))
+    if layout is not None and layout.fingerprint != header.extent.layout.fingerprint:
+        fingerprints = layout.fingerprint.hex(), header.extent.layout.fingerprint.hex()
+        raise RegionMismatchError(name, "layout fingerprint", *fingerprints)
+    if found.st_size != header.extent.nbytes:
+        raise RegionMismatchError(name, "file size", header.extent.nbytes, found.st_size)
     if header.uuid.hex() != name.split("-")[2]:
         raise RegionMismatchError(name, "uuid", name.split("-")[2], header.uuid.hex())
-    if purpose is not None and header.purpose != purpose:
-        raise RegionMismatchError(name, "purpose", purpose, header.purpose)
-    if blocks is not None and header.blocks != blocks:
-        raise RegionMismatchError(name, "blocks", blocks, header.blocks)
-    for _ in range(_SCOPE_TRIES_MAX):
-        scope = unpack_scope(page[SCOPE_OFFSET : SCOPE_OFFSET + SCOPE_NBYTES])
-        if scope is not None:
-            break
-        page = os.pread(fd, HEADER_NBYTES, 0)
-    else:
-        raise RegionMismatchError(name, "epoch crc", "a sound one", "none")
-    if namespace is not None and scope[1] != namespace:
-        raise RegionMismatchError(name, "namespace", namespace.hex(), scope[1].hex())
-    return header, extent
+    return header

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_manager.errors import InvalidInputError, NoSpaceError, RegionError
+from cache_manager.errors import InvalidInputError, NoSpaceError
 from cache_manager.ports import Region
-from cache_manager.regions import HeapRegion, SharedRegion, snapshot
+from cache_manager.regions import HeapRegion, SharedRegion
 from cache_manager.regions.extent import BLOCKS_MAX
 from cache_manager.regions.room import memory_free_nbytes
 from cache_manager.spec import DTYPES, AuxBlockDataSpec, RecordLayout
@@ -21,7 +21,7 @@ from cache_manager.spec import DTYPES, AuxBlockDataSpec, RecordLayout
 NAMESPACE = b"namespace-of-16b"
 MAKERS: dict[str, Callable[[RecordLayout, int], HeapRegion | SharedRegion]] = {
     "heap": HeapRegion,
-    "shared": lambda layout, blocks: SharedRegion.create(layout, blocks, purpose="host", namespace=NAMESPACE),
+    "shared": lambda layout, blocks: SharedRegion.create(layout, blocks, tier="device", namespace=NAMESPACE),
 }
 
 LAYOUT = RecordLayout(
@@ -167,39 +167,3 @@ def test_free_memory_is_the_tightest_of_machine_and_cgroups(tmp_path: Path, file
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert memory_free_nbytes(tmp_path)[1] == free
-
-
-def test_a_snapshot_is_a_copy_of_word_bits_and_bytes(make: Callable[[RecordLayout, int], Region]) -> None:
-    region = make(LAYOUT, 3)
-    region.rows[1] = np.arange(LAYOUT.nbytes) % 251
-    region.valid[1, 1] = [5, 1]
-    region.words[1] = 7 << 16 | 2
-    taken = snapshot(region, 1)
-    assert taken is not None
-    region.rows[1] = 0
-    region.valid[1] = 0
-    assert (taken.generation, taken.word) == (7, 7 << 16 | 2)
-    assert taken.valid.tolist() == [[0, 0], [5, 1]]
-    np.testing.assert_array_equal(taken.payload, np.arange(LAYOUT.nbytes) % 251)
-    assert snapshot(region, 1, generation=6) is None
-    assert snapshot(region, 1, generation=7) is not None
-    region.close()
-
-
-@pytest.mark.parametrize("block", [-1, 3])
-def test_a_snapshot_of_a_block_that_is_not_there_is_refused(make: Callable[..., Region], block: int) -> None:
-    region = make(LAYOUT, 3)
-    with pytest.raises(InvalidInputError):
-        snapshot(region, block)
-    region.close()
-
-
-def test_a_snapshot_is_refused_where_stores_are_not_ordered(
-    make: Callable[..., Region], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Goal: never wrong on a machine that cannot keep the protocol. Method: say that this is one."""
-    monkeypatch.setattr("cache_manager.regions.reader._ORDERED", False)
-    region = make(LAYOUT, 1)
-    with pytest.raises(RegionError, match="orders stores"):
-        snapshot(region, 0)
-    region.close()

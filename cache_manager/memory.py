@@ -1,0 +1,195 @@
+"""How rows are published in a region and read back without a lock: the only place that knows this order.
+
+A block's word is ``generation << 16 | sequence``. One writer at a time (a table, under its lock) changes a block:
+
+1. it clears validity bits (:func:`clear`, :func:`publish`),
+2. it changes the word: another sequence of the same generation, or a new generation with sequence 0,
+3. it writes row bytes (through :func:`places`),
+4. it sets the bits of the rows that it wrote (:func:`add`).
+
+A reader in any thread or process takes the word, the bits, the bytes and the word again (:func:`gather`). Equal words
+prove that each row whose bit it saw has the bytes that were written for the generation in the word: bits that it saw
+after the first look were set after their bytes, and bytes that change before the second look change the word first.
+Were 1 and 2 in the other order, a reader between them would take the old rows for those of the new generation.
+
+The proof needs stores to become visible in the order in which they are made. x86-64 promises that between processors;
+elsewhere a reader without the writer's lock is refused (:func:`require_ordered_stores`). It also needs a copy to see
+fewer than 65,536 changes within one generation: the sequence has 16 bits.
+
+A *cell* is one validity word of a block for every spec: ``block * W + word``. Where a block has at most 64 rows the
+cells are the blocks.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.bits import full_bits
+from cache_manager.errors import InvalidInputError, RegionError
+from cache_manager.ports import Region
+from cache_manager.spec import RecordLayout
+
+GENERATION_SHIFT: Final = 16
+SEQUENCE_MASK: Final = np.uint64((1 << GENERATION_SHIFT) - 1)
+READ_RETRIES_MAX: Final = 8
+_SHIFT: Final = np.uint64(GENERATION_SHIFT)
+_ONE: Final = np.uint64(1)
+_STORES_ARE_ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
+
+
+# ---- the writer's side: one thread at a time, under the table's lock -----------------------------------------------
+
+
+def places(region: Region) -> tuple[NDArray[np.uint8], ...]:
+    """By spec, views ``[blocks, block_tokens, row_nbytes]`` of the region's row bytes. Drop them before its close."""
+    layout, blocks = region.layout, region.blocks
+    return tuple(
+        region.rows[:, offset : offset + spec.block_nbytes].reshape(blocks, spec.block_tokens, spec.row_nbytes)
+        for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+    )
+
+
+def publish(region: Region, ids: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
+    """Begin a new life of blocks ``ids [n]``, each once: no row is readable, the word names ``generations [n]``."""
+    region.valid[ids] = 0
+    region.words[ids] = generations.astype(np.uint64) << _SHIFT
+
+
+def clear(region: Region, cells: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
+    """Make the rows ``bits [n]`` of ``cells [n]``, each once, unreadable in every spec: their bytes may change then.
+
+    A block that had none of them readable keeps its word, because no reader can have taken one.
+    """
+    flat, had = _flat(region), np.zeros_like(bits)
+    for spec in range(region.valid.shape[1]):
+        at = _cells_of(region, cells, spec)
+        now = flat.take(at)
+        hit = now & bits
+        if np.count_nonzero(hit):
+            flat[at] = now & ~bits
+            had |= hit
+    if np.count_nonzero(had):
+        blocks = cells[had != 0] // region.valid.shape[2]  # a block that is there twice changes once
+        word = region.words[blocks]
+        region.words[blocks] = (word & ~SEQUENCE_MASK) | ((word + _ONE) & SEQUENCE_MASK)
+
+
+def add(region: Region, spec: int, cells: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
+    """Make the rows ``bits [n]`` of ``cells [n]``, each once, readable in ``spec``; their bytes are in place."""
+    flat, at = _flat(region), _cells_of(region, cells, spec)
+    flat[at] = flat.take(at) | bits
+
+
+def _flat(region: Region) -> NDArray[np.uint64]:
+    assert region.valid.flags.c_contiguous, "a flat copy would take the bits instead of the region"
+    return region.valid.reshape(-1)
+
+
+def _cells_of(region: Region, cells: NDArray[np.int64], spec: int) -> NDArray[np.int64]:
+    """Where in the flat validity words those of ``spec`` for ``cells`` are."""
+    _, specs, words = region.valid.shape
+    if specs == 1:
+        return cells
+    block, word = (cells, 0) if words == 1 else np.divmod(cells, words)
+    at: NDArray[np.int64] = (block * specs + spec) * words + word
+    return at
+
+
+# ---- the reader's side: no lock, any thread or process -------------------------------------------------------------
+
+
+def require_ordered_stores(reader: str) -> None:
+    """Raise :class:`RegionError` on a machine where ``reader`` could see stores in another order than was made."""
+    if not _STORES_ARE_ORDERED:
+        wanted = "a machine that orders stores (x86-64)"
+        raise RegionError(f"{reader}: wanted {wanted} to read without a lock, got {platform.machine()}")
+
+
+def gather(
+    region: Region, spec: int, ids: NDArray[np.int64], *, locked: bool = False
+) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint64]]:
+    """Rows ``[n, block_nbytes]``, validity words ``[n, W]`` and block words ``[n]`` of blocks ``ids [n]``, copied.
+
+    The rows and bits of a block are those of the generation that its word names. A block that changes under each of
+    ``READ_RETRIES_MAX`` copies comes back without a valid row. A block may be asked for twice. ``locked``: the caller
+    holds the writer's lock. Raises :class:`RegionError` where stores are not ordered, unless ``locked``.
+    """
+    if not locked:
+        require_ordered_stores("gather")
+    offset, nbytes = region.layout.offsets[spec], region.layout.specs[spec].block_nbytes
+    # One item a block: numpy copies items faster than rows of bytes.
+    source = region.rows[:, offset : offset + nbytes].view(f"V{nbytes}")[:, 0]
+    valid = region.valid[:, spec]
+    words, bits = region.words[ids], valid[ids]
+    rows = source[ids]
+    torn = np.flatnonzero(region.words[ids] != words)
+    for _ in range(READ_RETRIES_MAX - 1):
+        if not torn.size:
+            break
+        again = ids[torn]
+        words[torn] = region.words[again]
+        bits[torn] = valid[again]
+        rows[torn] = source[again]
+        torn = torn[region.words[again] != words[torn]]
+    bits[torn] = 0
+    return np.asarray(rows).view(np.uint8).reshape(len(ids), nbytes), np.asarray(bits), np.asarray(words)
+
+
+def complete(
+    region: Region, ids: NDArray[np.int64], generations: NDArray[np.int64], specs: tuple[int, ...]
+) -> NDArray[np.bool_]:
+    """Which of blocks ``ids [n]`` have every row of ``specs`` in their ``generations [n]``: ``[n]``, copying no row.
+
+    The answer was true at one moment of the call; False for a block that was changing. Raises :class:`RegionError`
+    where stores are not ordered.
+    """
+    require_ordered_stores("complete")
+    words = region.words[ids]
+    whole = (region.valid[ids][:, specs] == full_bits(region.layout.block_tokens)).all(axis=(1, 2))
+    held: NDArray[np.bool_] = whole & (words >> _SHIFT == generations.astype(np.uint64))
+    return np.asarray(held & (region.words[ids] == words))
+
+
+# ---- regions that an embedder made ---------------------------------------------------------------------------------
+
+
+def check_region(region: Region, layout: RecordLayout, blocks: int | None = None) -> None:
+    """Raise :class:`InvalidInputError` unless ``region`` can hold the records of ``layout`` (and of ``blocks`` blocks).
+
+    Its arrays must have the shapes and dtypes of :class:`~cache_manager.ports.Region`, be writable, C-contiguous and
+    aligned; their content does not matter, a table publishes every block before anybody reads.
+    """
+    if region.layout.fingerprint != layout.fingerprint:
+        raise InvalidInputError("region layout", layout.fingerprint.hex(), region.layout.fingerprint.hex())
+    if blocks is not None and region.blocks != blocks:
+        raise InvalidInputError("region blocks", blocks, region.blocks)
+    valid_shape = (region.blocks, len(layout.specs), layout.valid_words)
+    for name, shape, dtype in (
+        ("rows", (region.blocks, layout.nbytes), np.uint8),
+        ("words", (region.blocks,), np.uint64),
+        ("valid", valid_shape, np.uint64),
+    ):
+        array = getattr(region, name)
+        if (array.shape, array.dtype) != (shape, np.dtype(dtype)):
+            raise InvalidInputError(f"region {name}", f"{np.dtype(dtype)} {shape}", f"{array.dtype} {array.shape}")
+        if not (array.flags.c_contiguous and array.flags.writeable and array.flags.aligned):
+            raise InvalidInputError(f"region {name}", "a writable, aligned, C-contiguous array", repr(array.flags))
+
+
+__all__ = [
+    "GENERATION_SHIFT",
+    "READ_RETRIES_MAX",
+    "SEQUENCE_MASK",
+    "add",
+    "check_region",
+    "clear",
+    "complete",
+    "gather",
+    "places",
+    "publish",
+    "require_ordered_stores",
+]

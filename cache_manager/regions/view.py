@@ -1,0 +1,168 @@
+"""Another process's reading of a region: rows of given generations, and anything else missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.checks import integers
+from cache_manager.errors import InvalidInputError, RegionError, RegionMismatchError
+from cache_manager.memory import GENERATION_SHIFT, complete, gather, require_ordered_stores
+from cache_manager.ports import TierName
+from cache_manager.regions.header import pack_namespace
+from cache_manager.regions.shared import SharedRegion
+from cache_manager.rows import Rows, window_of
+from cache_manager.spec import RecordLayout
+
+GENERATION_END: Final = 1 << (64 - GENERATION_SHIFT)
+
+
+class RegionView:
+    """A shared region attached to by name, read-only, for a process that does not own it.
+
+    A block's row is handed out only if it was written for the generation that the caller names. Without generations a
+    process that has not yet heard of a block's new owner would take the old owner's rows for valid ones.
+
+    What is of another namespace than the one attached to is missing: after a weight update, which :meth:`follow` tells
+    the view of. Rows stay readable when the owner has died or closed the region, because memory stays until its last
+    user is gone; :meth:`check_owner` says whether the region still has its name.
+
+    Reads from any thread; :meth:`close` it when no thread reads.
+    """
+
+    __slots__ = ("_namespace", "_region")
+
+    def __init__(self, name: str, *, namespace: bytes | None = None) -> None:
+        """``namespace`` is the :attr:`Namespace.fingerprint` that the region is expected to have.
+
+        Raises :class:`~cache_manager.errors.RegionMissingError` when there is no such region,
+        :class:`~cache_manager.errors.RegionMismatchError` when it is not a sound one or of another namespace, and
+        :class:`~cache_manager.errors.RegionError` on a machine that does not order stores.
+        """
+        require_ordered_stores("RegionView")
+        self._region: SharedRegion | None = SharedRegion.attach(name)
+        found = self._region.namespace
+        if found is None or namespace not in (None, found):
+            self._region.close()
+            wanted = "a sound one" if namespace is None else namespace.hex()
+            raise RegionMismatchError(name, "namespace", wanted, "none" if found is None else found.hex())
+        self._namespace = found
+
+    @property
+    def name(self) -> str:
+        return self._attached().name
+
+    @property
+    def tier(self) -> TierName:
+        """Whose blocks the region mirrors."""
+        return self._attached().tier
+
+    @property
+    def layout(self) -> RecordLayout:
+        """The specs of the rows, as the region has them."""
+        return self._attached().layout
+
+    @property
+    def blocks(self) -> int:
+        return self._attached().blocks
+
+    @property
+    def namespace(self) -> bytes:
+        """Fingerprint of the namespace whose rows this view reads."""
+        return self._namespace
+
+    def read(
+        self,
+        name: str,
+        blocks: Sequence[int] | NDArray[Any],
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        generations: Sequence[int] | NDArray[Any],
+    ) -> Rows:
+        """Rows ``[start, stop)`` of a sequence that lies in ``blocks``, copied; ``generations`` has one for each block.
+
+        No ``stop`` is the end of the last block. Missing are rows of a block that is now in another generation, rows
+        not yet committed, all rows of another namespace, and rows of a block that kept changing under the copy.
+        Raises :class:`~cache_manager.errors.SpecError` for a name that no spec has and
+        :class:`~cache_manager.errors.InvalidInputError` for blocks, rows or generations that cannot be.
+        """
+        region = self._attached()
+        index, tokens = region.layout.index(name), region.layout.block_tokens
+        ids, wanted = _pairs(region, blocks, generations)
+        held, window = window_of(ids.size, start, stop, tokens)
+        rows, bits, words = gather(region, index, ids[held])
+        bits[words >> np.uint64(GENERATION_SHIFT) != wanted[held].astype(np.uint64)] = 0
+        if region.namespace != self._namespace:  # asked after the copy: a renewal changes every block first
+            bits[:] = 0
+        return Rows.of(region.layout.specs[index], rows, bits, window)
+
+    def complete(
+        self,
+        blocks: Sequence[int] | NDArray[Any],
+        generations: Sequence[int] | NDArray[Any],
+        specs: Sequence[str] | None = None,
+    ) -> NDArray[np.bool_]:
+        """Which of ``blocks`` have every row of ``specs`` (of all, if not given) in their ``generations``: ``[n]``."""
+        region = self._attached()
+        ids, wanted = _pairs(region, blocks, generations)
+        names = [spec.name for spec in region.layout.specs] if specs is None else specs
+        whole = complete(region, ids, wanted, tuple(region.layout.index(name) for name in names))
+        if region.namespace != self._namespace:
+            whole[:] = False
+        return whole
+
+    def follow(self, namespace: bytes) -> None:
+        """After a weight update: read rows of ``namespace`` from here on.
+
+        Until the owner has renewed the region for it, every row is missing.
+        """
+        pack_namespace(namespace)  # refuses what is no fingerprint
+        self._namespace = namespace
+
+    def check_owner(self) -> None:
+        """Raise :class:`~cache_manager.errors.RegionMissingError` when the region has been removed since (its owner
+        closed it or ended), :class:`~cache_manager.errors.RegionMismatchError` when its name is another file's now.
+
+        An owner that was killed has removed nothing, and this view keeps others from doing so.
+        """
+        self._attached().check_name()
+
+    def close(self) -> None:
+        """Let go of the region; a second call does nothing."""
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<RegionView of {self._region!r}>"
+
+    def _attached(self) -> SharedRegion:
+        if self._region is None:
+            raise RegionError("region view: wanted one that is open, got one that was closed")
+        return self._region
+
+
+def _pairs(region: SharedRegion, blocks: Any, generations: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Block ids and their generations, ``[n]`` each, or :class:`InvalidInputError`."""
+    ids = integers(blocks, "blocks", "a flat sequence of block ids")
+    wanted = integers(generations, "generations", "one generation for each block")
+    if wanted.size != ids.size:
+        raise InvalidInputError("generations", f"{ids.size}, one for each block", wanted.size)
+    for field, values, end in (("blocks", ids, region.blocks), ("generations", wanted, GENERATION_END)):
+        if values.size and not (values.min() >= 0 and values.max() < end):
+            raise InvalidInputError(field, f"integers in [0, {end})", f"{values.min()} to {values.max()}")
+    return ids, wanted
+
+
+__all__ = ["RegionView"]

@@ -1,0 +1,254 @@
+"""The order in which rows are published and read: every moment of a read met by every step of a writer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from life_canary import Writer, layout_of, wrong
+from watched_region import Watched, WatchedRegion, nothing
+
+from cache_manager import memory
+from cache_manager.bits import full_bits, unpack_bits
+from cache_manager.errors import RegionError
+from cache_manager.memory import (
+    GENERATION_SHIFT,
+    READ_RETRIES_MAX,
+    add,
+    clear,
+    complete,
+    gather,
+    places,
+    publish,
+)
+from cache_manager.regions import HeapRegion
+
+BLOCKS = 3
+IDS = np.arange(BLOCKS)
+RUNNING, RETRIED = 4, 4  # loads of a try: word, bits, bytes, word again
+
+
+def make(tokens: int = 100) -> tuple[Writer, WatchedRegion]:
+    """A writer and a reader's sight of the same memory; every block is in a life of its own with every row written."""
+    region = HeapRegion(layout_of(tokens, words=4), BLOCKS)
+    writer = Writer(region)
+    writer.begin_lives(IDS)
+    writer.begin_lives(IDS[1:])
+    writer.rewrite(IDS, np.ones(tokens, np.bool_))
+    return writer, WatchedRegion.over(region)
+
+
+STEPS = st.sampled_from(("nothing", "begin", "clear", "half", "write", "add"))
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 100])
+@given(
+    script=st.lists(st.tuples(STEPS, st.integers(0, BLOCKS - 1), st.integers(1, 7)), max_size=40),
+    spec=st.integers(0, 1),
+)
+def test_no_row_is_torn_or_foreign_whatever_happens_between_two_loads(
+    tokens: int, script: list[tuple[str, int, int]], spec: int
+) -> None:
+    """Goal: a valid row is a row that was written, for the generation in the word. Method: after each load of the
+    reader the writer does one step of its work, by a script; the rows say themselves whose they are."""
+    writer, region = make(tokens)
+    todo: Iterator[tuple[str, int, int]] = iter(script)
+    cleared = np.zeros((BLOCKS, tokens), np.bool_)
+    whole = np.zeros((BLOCKS, tokens), np.bool_)
+
+    def step(_: int) -> None:
+        what, block, every = next(todo, ("nothing", 0, 1))
+        ids, rows = np.array([block]), np.arange(tokens) % every == 0
+        if what == "begin":
+            writer.begin_lives(ids)
+            cleared[block], whole[block] = True, False
+        elif what == "clear":
+            writer.clear(ids, rows)
+            cleared[block] |= rows
+            whole[block] &= ~rows
+        elif what in ("half", "write") and (open_ := rows & cleared[block]).any():
+            writer.write(ids, open_, (0,) if what == "half" else (0, 1))
+            whole[block, open_] = what == "write"
+        elif what == "add" and (open_ := cleared[block] & whole[block]).any():
+            writer.add(ids, open_)
+            cleared[block, open_] = False
+
+    region.after_load = step
+    rows, bits, words = gather(region, spec, np.concatenate((IDS, IDS[::-1])))
+    _, bad = wrong(region, spec, np.concatenate((IDS, IDS[::-1])), rows, bits, words)
+    assert bad == 0
+
+
+@pytest.mark.parametrize("change", ["rewrite", "begin", "clear"])
+def test_a_block_that_never_holds_still_has_no_valid_row_and_ends(change: str) -> None:
+    """Goal: the number of tries is bounded and giving up is said. Method: one of three blocks changes after each load
+    of bytes; the others are read whole."""
+    writer, region = make()
+    every = np.ones(100, np.bool_)
+
+    def disturb(n: int) -> None:
+        if n % RETRIED == 3:
+            if change == "begin":
+                writer.begin_lives(IDS[:1])
+            writer.rewrite(IDS[:1], every)
+            if change == "clear":
+                writer.clear(IDS[:1], every)
+                writer.write(IDS[:1], every, (0,))
+                writer.add(IDS[:1], ~every)
+
+    region.after_load = disturb
+    found, bits, words = gather(region, 0, IDS)
+    assert region.loads == RUNNING * READ_RETRIES_MAX
+    assert unpack_bits(bits, 100).sum(axis=1).tolist() == [0, 100, 100]
+    assert wrong(region, 0, IDS, found, bits, words) == (200, 0)
+
+
+def test_only_the_blocks_that_changed_are_copied_again() -> None:
+    """Goal: one busy block does not make a reader of many copy them all again. Method: count the items of a retry."""
+    writer, region = make()
+    sizes: list[int] = []
+
+    class Counted(Watched):
+        def __getitem__(self, key: Any) -> Any:
+            if isinstance(key, np.ndarray):
+                sizes.append(len(key))
+            return super().__getitem__(key)
+
+    region.rows = region.rows.view(Counted)
+    region.after_load = lambda n: writer.rewrite(IDS[1:2], np.ones(100, np.bool_)) if n == 3 else None
+    gather(region, 0, IDS)
+    assert sizes == [3, 1]
+
+
+# ---- complete --------------------------------------------------------------------------------------------------------
+
+
+@given(tokens=st.integers(1, 200), data=st.data())
+def test_a_block_is_complete_with_every_row_of_every_spec_asked_for(tokens: int, data: st.DataObject) -> None:
+    """Goal: the last row of the last word counts like the first. Method: take away any one row of any one spec."""
+    writer, region = make(tokens)
+    generations, specs = writer.generations.copy(), data.draw(st.sampled_from([(0,), (1,), (0, 1), (1, 0)]))
+    assert complete(region, IDS, generations, specs).all()
+    spec, row = data.draw(st.integers(0, 1)), data.draw(st.integers(0, tokens - 1))
+    region.valid[1, spec, row // 64] &= ~(np.uint64(1) << np.uint64(row % 64))
+    assert complete(region, IDS, generations, specs).tolist() == [True, spec not in specs, True]
+
+
+@pytest.mark.parametrize("load", [1, 2, 3])
+def test_a_block_that_changes_meanwhile_is_not_complete_or_was_so_before(load: int) -> None:
+    """Goal: bits of one life never speak for another. Method: a life begins, and is filled, after one load."""
+    writer, region = make()
+    before = writer.generations.copy()
+
+    def begin(n: int) -> None:
+        if n == load:
+            writer.begin_lives(IDS[:1])
+            writer.rewrite(IDS[:1], np.ones(100, np.bool_))
+
+    region.after_load = begin
+    assert complete(region, IDS, before, (0, 1)).tolist() == [load == 3, True, True]
+    region.after_load = nothing
+    assert complete(region, IDS, before, (0, 1)).tolist() == [False, True, True]
+    assert complete(region, IDS, writer.generations, (0, 1)).all()
+
+
+# ---- what the writer's side promises ---------------------------------------------------------------------------------
+
+
+@given(tokens=st.sampled_from([1, 3, 64, 65, 130]), data=st.data())
+def test_bits_of_cells_are_those_rows_and_no_others(tokens: int, data: st.DataObject) -> None:
+    """Goal: clear and add touch the rows they name. Method: a set of (block, token) is the model; specs alternate."""
+    region = HeapRegion(layout_of(tokens, words=2), BLOCKS)
+    writer = Writer(region)
+    model = [set[tuple[int, int]](), set[tuple[int, int]]()]
+    for _ in range(data.draw(st.integers(1, 8))):
+        drawn = data.draw(st.integers(0, (1 << tokens) - 1))
+        rows = np.array([bool(drawn >> token & 1) for token in range(tokens)])
+        ids = np.array(data.draw(st.lists(st.integers(0, BLOCKS - 1), unique=True, max_size=BLOCKS)), np.int64)
+        named = {(int(b), int(t)) for b in ids for t in np.flatnonzero(rows)}
+        cells, bits = writer._cells(ids, rows)
+        before = region.words.copy()
+        if data.draw(st.booleans()):
+            spec = data.draw(st.integers(0, 1))
+            add(region, spec, cells, bits)
+            model[spec] |= named
+            changed = set[int]()
+        else:
+            changed = {b for b, t in named if (b, t) in model[0] | model[1]}
+            clear(region, cells, bits)
+            model = [each - named for each in model]
+        assert {int(b) for b in np.flatnonzero(region.words != before)} == changed
+        assert (region.words >> GENERATION_SHIFT == before >> GENERATION_SHIFT).all()
+        for spec in (0, 1):
+            mask = unpack_bits(region.valid[:, spec], tokens)
+            assert {(int(b), int(t)) for b, t in np.argwhere(mask)} == model[spec]
+        assert not (region.valid & ~full_bits(tokens)).any()
+
+
+def test_the_sequence_goes_round_within_its_sixteen_bits() -> None:
+    """Goal: a change of sequence is never a change of generation. Method: the last sequence there is."""
+    writer, region = make(4)
+    region.words[0] = np.uint64((7 << GENERATION_SHIFT) + 0xFFFF)
+    writer.clear(IDS[:1], np.ones(4, np.bool_))
+    assert int(region.words[0]) == 7 << GENERATION_SHIFT
+
+
+def test_a_new_life_has_sequence_zero_its_generation_and_no_row() -> None:
+    region = HeapRegion(layout_of(70, words=2), BLOCKS)
+    region.valid[:] = 5
+    region.words[:] = 9
+    publish(region, np.array([2, 0]), np.array([(1 << 48) - 1, 3]))
+    assert region.words.tolist() == [3 << 16, 9, ((1 << 48) - 1) << 16]
+    assert (region.valid == 0).all(axis=(1, 2)).tolist() == [True, False, True]
+
+
+def test_places_are_the_rows_themselves() -> None:
+    region = HeapRegion(layout_of(3, words=4), BLOCKS)
+    long, short = places(region)
+    assert (long.shape, short.shape) == ((BLOCKS, 3, 32), (BLOCKS, 3, 16))
+    long[1, 2] = 7
+    short[2, 0] = 9
+    assert (region.rows[1, 64:96] == 7).all()
+    assert (region.rows[2, 128:144] == 9).all()
+    assert int(region.rows.astype(np.int64).sum()) == 32 * 7 + 16 * 9
+
+
+def test_reading_without_a_lock_is_refused_where_stores_are_not_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: never wrong on a machine that cannot keep the order. Method: say that this is one."""
+    monkeypatch.setattr(memory, "_STORES_ARE_ORDERED", False)
+    writer, region = make(4)
+    for read in (lambda: gather(region, 0, IDS), lambda: complete(region, IDS, writer.generations, (0,))):
+        with pytest.raises(RegionError, match="orders stores"):
+            read()
+    found, bits, words = gather(region, 0, IDS, locked=True)
+    assert wrong(region, 0, IDS, found, bits, words) == (12, 0)
+
+
+# ---- block size 1 ----------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_one_row_are_read_in_one_gather() -> None:
+    """Goal: SGLang's page is one token. Method: 65,536 of them in any order, some of them given to others."""
+    region = HeapRegion(layout_of(1, words=4), 1 << 16)
+    writer, every = Writer(region), np.ones(1, np.bool_)
+    ids = np.random.default_rng(1).permutation(1 << 16)
+    writer.begin_lives(ids)
+    writer.rewrite(ids, every)
+    writer.begin_lives(ids[:1000])
+    found, bits, words = gather(region, 0, ids)
+    assert (found.shape, bits.shape, words.shape) == ((1 << 16, 32), (1 << 16, 1), (1 << 16,))
+    assert wrong(region, 0, ids, found, bits, words) == ((1 << 16) - 1000, 0)
+    assert not bits[:1000].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 100])
+def test_no_block_at_all_is_nothing(tokens: int) -> None:
+    _, region = make(tokens)
+    none = np.empty(0, np.int64)
+    found, bits, words = gather(region, 1, none)
+    assert (found.shape, bits.shape, words.shape) == ((0, 16 * tokens), (0, -(-tokens // 64)), (0,))
+    assert complete(region, none, none, (0,)).shape == (0,)

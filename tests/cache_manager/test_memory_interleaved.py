@@ -1,0 +1,131 @@
+"""A reader and a writer in threads of their own, in every order of their loads and stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from life_canary import Writer, layout_of, wrong
+from numpy.typing import NDArray
+from watched_region import WatchedRegion, Who, interleave
+
+from cache_manager.bits import unpack_bits
+from cache_manager.memory import complete, gather
+from cache_manager.regions import HeapRegion
+
+TOKENS = 3
+IDS = np.arange(2)
+EVERY, FEW, NONE = (np.arange(TOKENS) < n for n in (TOKENS, 1, 0))
+Work = Callable[[Writer], None]
+
+
+def begin_and_write(writer: Writer) -> None:
+    writer.begin_lives(IDS)
+    writer.rewrite(IDS, FEW)
+
+
+def begin_in_the_middle_of_a_write(writer: Writer) -> None:
+    """A step that will never commit, and the next life, which gets no row."""
+    writer.clear(IDS, EVERY)
+    writer.write(IDS, EVERY, (0,))
+    writer.begin_lives(IDS)
+
+
+WORK: dict[str, tuple[NDArray[np.bool_], Work, int]] = {  # rows that are there before, and how many stores it takes
+    "the first rows of a life": (NONE, lambda writer: writer.rewrite(IDS, EVERY), 3),
+    "the same rows again": (EVERY, lambda writer: writer.rewrite(IDS, EVERY), 5),
+    "rows beside others": (EVERY, lambda writer: writer.rewrite(IDS, ~FEW), 5),
+    "a new life": (EVERY, begin_and_write, 5),
+    "a life that ends in a write": (EVERY, begin_in_the_middle_of_a_write, 5),
+}
+
+
+def region_with(rows: NDArray[np.bool_]) -> HeapRegion:
+    region = HeapRegion(layout_of(TOKENS, words=4, specs=1), len(IDS))
+    writer = Writer(region)
+    writer.begin_lives(IDS)
+    writer.rewrite(IDS, rows)
+    return region
+
+
+def every_order(reader: int, writer: int) -> Iterator[list[Who]]:
+    for of_reader in combinations(range(reader + writer), reader):
+        yield ["reader" if i in of_reader else "writer" for i in range(reader + writer)]
+
+
+@pytest.mark.parametrize("what", WORK)
+def test_every_order_of_loads_and_stores(what: str) -> None:
+    """Goal: no order makes a wrong row valid, and none loses a row that nobody touches. Method: all orders of a copy's
+    four loads and of the stores of one piece of work; a retry comes after."""
+    before, work, stores = WORK[what]
+    for turns in every_order(4, stores):
+        region = region_with(before)
+        writers: list[Writer] = []
+
+        def write(watched: WatchedRegion, writers: list[Writer] = writers) -> None:
+            writers.append(Writer(watched, round=1))
+            work(writers[0])
+
+        rows, bits, words = interleave(turns, region, lambda watched: gather(watched, 0, IDS), write)
+        assert wrong(region, 0, IDS, rows, bits, words)[1] == 0, turns
+        assert writers[0].region.stores == stores, "all orders are only all if this is how many there are"
+        if what == "rows beside others":
+            assert unpack_bits(bits, TOKENS)[:, 0].all(), "one change costs one retry and no row that stays"
+
+
+@pytest.mark.parametrize("what", ["a new life", "a life that ends in a write", "the same rows again"])
+def test_every_order_of_a_question_and_an_answer(what: str) -> None:
+    """Goal: complete() is never true of a life that has not all rows. Method: all orders, asked of both lives."""
+    before, work, stores = WORK[what]
+    for generation in (1, 2):
+        wanted = np.full(len(IDS), generation)
+        for turns in every_order(3, stores):
+            region = region_with(before)
+            found = interleave(
+                turns,
+                region,
+                lambda watched, wanted=wanted: complete(watched, IDS, wanted, (0,)),
+                lambda watched: work(Writer(watched, round=1)),
+            )
+            assert generation == 1 or not found.any(), "the second life has one row at most"
+
+
+@given(
+    turns=st.lists(st.sampled_from(("reader", "writer")), max_size=60),
+    works=st.lists(st.sampled_from(sorted(WORK)), min_size=1, max_size=5),
+)
+def test_long_work_beside_a_copy_that_begins_again(turns: Sequence[Who], works: list[str]) -> None:
+    """Goal: retries keep the order that the first copy keeps. Method: several pieces of work, turns as drawn."""
+    region = region_with(EVERY)
+
+    def write(watched: WatchedRegion) -> None:
+        writer = Writer(watched, round=1)
+        for what in works:
+            WORK[what][1](writer)
+
+    rows, bits, words = interleave(turns, region, lambda watched: gather(watched, 0, IDS), write)
+    assert wrong(region, 0, IDS, rows, bits, words)[1] == 0
+
+
+@pytest.mark.parametrize("second", WORK)
+def test_every_order_of_a_retry_and_a_second_piece_of_work(second: str) -> None:
+    """Goal: a retry's loads are in order, too. Method: a rewrite between a copy's loads makes it begin again; then all
+    orders of the retry's loads and the stores of other work."""
+    _, work, stores = WORK[second]
+    if WORK[second][0] is NONE:
+        work, stores = (lambda writer: (writer.begin_lives(IDS), writer.rewrite(IDS, EVERY))[0]), 5
+    first: list[Who] = ["reader"] * 3 + ["writer"] * 5  # the copy has its bytes when the rewrite comes
+    for turns in every_order(5, stores):
+        region = region_with(EVERY)
+
+        def write(watched: WatchedRegion) -> None:
+            writer = Writer(watched, round=1)
+            writer.rewrite(IDS, EVERY)
+            work(writer)
+
+        rows, bits, words = interleave([*first, *turns], region, lambda watched: gather(watched, 0, IDS), write)
+        assert wrong(region, 0, IDS, rows, bits, words)[1] == 0, turns

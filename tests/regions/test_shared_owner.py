@@ -1,0 +1,138 @@
+"""Shared regions among real processes: who sees what, and when a name goes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from region_children import LAYOUT, NAMESPACE, Start, create, rewrite
+
+from cache_manager.errors import RegionMismatchError, RegionMissingError
+from cache_manager.ports import TierName
+from cache_manager.regions import RegionView, SharedRegion, list_regions
+from cache_manager.regions.directory import DIRECTORY
+from cache_manager.regions.header import NAMESPACE_OFFSET, pack_namespace
+
+
+def test_another_process_reads_what_the_owner_wrote_and_answers(region: SharedRegion, child: Start) -> None:
+    """Goal: it is shared. Method: an unrelated process attaches by name, reads a record, writes another."""
+    region.rows[1] = np.arange(LAYOUT.nbytes) % 251
+    region.valid[1, 1] = [3, 1]
+    region.words[1] = 5 << 16
+    reader = child(
+        """
+region = SharedRegion.attach(sys.argv[1], writable=True)
+say(region.layout == LAYOUT, region.words[1] >> 16, region.valid[1].sum(), region.tier)
+say((region.rows[1] == np.arange(LAYOUT.nbytes) % 251).all(), region.namespace == NAMESPACE)
+region.rows[2] = 77
+region.close()
+""",
+        region.name,
+    )
+    assert reader.heard() == ["True", "5", "4", "device"]
+    assert reader.heard() == ["True", "True"]
+    assert reader.finish() == (0, "")
+    assert (region.rows[2] == 77).all()
+    assert not region.rows[3].any()
+
+
+def test_an_attaching_process_that_exits_does_not_remove_the_region(region: SharedRegion, child: Start) -> None:
+    """Goal: unlike multiprocessing.shared_memory below 3.13. Method: attach, leave without close, attach again."""
+    for _ in range(2):
+        leaver = child("region = SharedRegion.attach(sys.argv[1], LAYOUT); say('in')", region.name)
+        assert leaver.heard() == ["in"]
+        assert leaver.finish() == (0, "")
+    assert (DIRECTORY / region.name).exists()
+
+
+def test_a_reading_attacher_cannot_write(region: SharedRegion) -> None:
+    with SharedRegion.attach(region.name, LAYOUT) as reader:
+        with pytest.raises(ValueError, match="read-only"):
+            reader.rows[0] = 1
+        with pytest.raises(AssertionError, match="own"):
+            reader.renew(NAMESPACE)
+        assert not reader.is_owner
+
+
+def test_the_name_goes_with_the_owner_and_the_memory_with_its_last_user() -> None:
+    owner = create()
+    owner.rows[0] = 8
+    reader = SharedRegion.attach(owner.name, LAYOUT)
+    owner.close()
+    assert not (DIRECTORY / owner.name).exists()
+    assert (reader.rows[0] == 8).all()
+    with pytest.raises(RegionMissingError):
+        SharedRegion.attach(owner.name, LAYOUT)
+    reader.close()
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "1 / 0", "sys.exit('bye')"])
+def test_an_owner_that_exits_without_close_removes_the_region(child: Start, ending: str) -> None:
+    owner = child(f"r = SharedRegion.create(LAYOUT, 4, tier='host', namespace=NAMESPACE); say(r.name)\n{ending}")
+    (name,) = owner.heard()
+    owner.finish()
+    assert not (DIRECTORY / name).exists()
+
+
+def test_an_owner_leaves_a_file_that_has_taken_its_name() -> None:
+    """Goal: only what was made is removed. Method: another file under the owner's name, then close."""
+    owner = create()
+    path = DIRECTORY / owner.name
+    path.unlink()
+    path.write_bytes(b"another's")
+    owner.close()
+    assert path.read_bytes() == b"another's"
+    path.unlink()
+
+
+def test_a_forked_child_uses_the_region_but_never_removes_it(child: Start) -> None:
+    """Goal: a worker forked by the owner may close or exit. Method: fork twice, once each way; write through both."""
+    owner = child("""
+region = SharedRegion.create(LAYOUT, 4, tier="device", namespace=NAMESPACE)
+path = "/dev/shm/" + region.name
+for ending in ("close", "exit"):
+    pid = os.fork()
+    if pid == 0:
+        region.rows[0] += 1
+        say(region.is_owner)
+        region.close() if ending == "close" else None
+        sys.exit(0)
+    os.waitpid(pid, 0)
+say(os.path.exists(path), region.rows[0].min(), region.is_owner)
+region.close()
+say(os.path.exists(path))
+""")
+    assert owner.heard() == ["False"]
+    assert owner.heard() == ["False"]
+    assert owner.heard() == ["True", "2", "True"]
+    assert owner.heard() == ["False"]
+    assert owner.finish() == (0, "")
+
+
+def test_renew_tells_attached_readers_the_namespace(region: SharedRegion) -> None:
+    with SharedRegion.attach(region.name) as reader:
+        assert reader.namespace == NAMESPACE
+        region.renew(b"another--of--16b")
+        assert reader.namespace == b"another--of--16b"
+
+
+def test_a_namespace_that_is_being_changed_is_read_again(region: SharedRegion) -> None:
+    """Goal: never half of one and half of another; an owner that died in between is nobody's. Method: write half."""
+    other = pack_namespace(b"another--of--16b")
+    with SharedRegion.attach(region.name) as reader:
+        rewrite(region, NAMESPACE_OFFSET, other[:8])
+        assert reader.namespace is None
+        rewrite(region, NAMESPACE_OFFSET, other)
+        assert reader.namespace == b"another--of--16b"
+    rewrite(region, NAMESPACE_OFFSET, other[:1] + b"?")
+    with pytest.raises(RegionMismatchError) as caught:
+        RegionView(region.name)
+    assert (caught.value.field, caught.value.got) == ("namespace", "none")
+
+
+@pytest.mark.parametrize(("tier", "buffer"), [("device", "host"), ("host", "swap")])
+def test_a_name_says_whose_blocks_the_region_mirrors(tier: TierName, buffer: str) -> None:
+    with SharedRegion.create(LAYOUT, 1, tier=tier, namespace=NAMESPACE) as region:
+        assert region.name.endswith(f"-{buffer}")
+        (found,) = [info for info in list_regions() if info.name == region.name]
+        with SharedRegion.attach(region.name) as reader:
+            assert region.tier == reader.tier == found.tier == tier

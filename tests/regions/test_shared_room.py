@@ -1,0 +1,186 @@
+"""No room is an error with numbers, never a signal, and leaves nothing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from region_children import LAYOUT, Start, create, names
+
+from cache_manager.errors import NoSpaceError
+from cache_manager.regions.directory import DIRECTORY
+
+
+def test_more_than_dev_shm_has_is_refused_with_the_numbers_and_leaves_nothing() -> None:
+    before = names()
+    free = shutil.disk_usage(DIRECTORY).free
+    blocks = free // LAYOUT.nbytes + 1_000_000
+    with pytest.raises(NoSpaceError, match="--shm-size=") as caught:
+        create(blocks)
+    assert caught.value.where == str(DIRECTORY)
+    assert caught.value.wanted_nbytes > blocks * LAYOUT.nbytes > caught.value.free_nbytes
+    assert names() <= before
+
+
+def test_a_file_size_limit_is_an_error_that_leaves_nothing(child: Start) -> None:
+    """Goal: whatever the allocation says, nothing is left. Method: a resource limit makes it fail after the open."""
+    limited = child("""
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    SharedRegion.create(LAYOUT, 4, tier="device", namespace=NAMESPACE)
+except RegionError as error:
+    say(str(error).split()[1].rstrip(":"), "File too large" in str(error))
+""")
+    name, clear = limited.heard()
+    assert clear == "True"
+    assert not (DIRECTORY / name).exists()
+
+
+def private_dev_shm(options: str = "size=8m") -> tuple[str, ...]:
+    """A command before another that gives it a ``/dev/shm`` of its own."""
+    inside = ("sh", "-c", f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$0" "$@"')
+    for command in (("unshare", "-m", *inside), ("unshare", "-r", "-m", *inside)):
+        try:
+            if subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
+                return command
+        except FileNotFoundError:
+            break
+    pytest.skip("this system permits no private mounts")
+
+
+def test_a_full_dev_shm_is_an_error_and_never_a_sigbus(child: Start) -> None:
+    """Goal: docker's 64 MB. Method: an own /dev/shm of 8 MiB: too big at once, then until full, then after a close."""
+    inside = child(
+        """
+def create(mib):
+    return SharedRegion.create(LAYOUT, (mib << 20) // LAYOUT.nbytes, tier="device", namespace=NAMESPACE)
+try:
+    create(100)
+except NoSpaceError as error:
+    remedy = f"--shm-size={-(-error.wanted_nbytes // (1 << 20))}m"
+    say(error.where, error.wanted_nbytes >= (99 << 20), error.free_nbytes, remedy in str(error))
+say(len(os.listdir("/dev/shm")))
+first, second = create(3), create(3)
+try:
+    create(3)
+except NoSpaceError as error:
+    say(error.free_nbytes < (3 << 20), len(os.listdir("/dev/shm")))
+first.close()
+third = create(3)
+third.rows[:] = 1
+say(int(second.rows.sum()), int(third.rows.sum()) == third.rows.size)
+""",
+        before=private_dev_shm(),
+    )
+    assert inside.heard() == [str(DIRECTORY), "True", str(8 << 20), "True"]
+    assert inside.heard() == ["0"]
+    assert inside.heard() == ["True", "2"]
+    assert inside.heard() == ["0", "True"]
+    assert inside.finish() == (0, "")
+
+
+def test_two_creators_race_for_the_last_room(child: Start) -> None:
+    """Goal: the loser gets an error, not a signal. Method: two processes each want 5 of 8 MiB, over and over."""
+    inside = child(
+        """
+def create():
+    return SharedRegion.create(LAYOUT, (5 << 20) // LAYOUT.nbytes, tier="device", namespace=NAMESPACE)
+other = os.fork()
+made = refused = 0
+for _ in range(150):
+    try:
+        region = create()
+        region.rows[:] = 1
+        made += 1
+        region.close()
+    except NoSpaceError as error:
+        assert error.where == "/dev/shm", error
+        refused += 1
+if other:
+    status = os.waitpid(other, 0)[1]
+    create().close()  # whoever won before, the room is there again
+    say(status, made + refused, len(os.listdir("/dev/shm")))
+""",
+        before=private_dev_shm(),
+    )
+    assert inside.heard() == ["0", "150", "0"]
+    assert inside.finish() == (0, "")
+
+
+def test_no_address_space_is_an_error_with_the_numbers(child: Start) -> None:
+    """Goal: ``ulimit -v`` is no bare OSError. Method: a child with little more address space than it uses."""
+    limited = child("""
+import resource
+used = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+blocks = (128 << 20) // LAYOUT.nbytes
+before = set(os.listdir("/dev/shm"))
+for create in (
+    lambda: HeapRegion(LAYOUT, blocks),
+    lambda: SharedRegion.create(LAYOUT, blocks, tier="device", namespace=NAMESPACE),
+    lambda: SharedRegion.create(LAYOUT, blocks, tier="device", namespace=NAMESPACE, huge_pages=True),
+):
+    try:
+        create()
+    except NoSpaceError as error:
+        say(error.where.replace(" ", "-"), error.wanted_nbytes >= 127 << 20, error.free_nbytes <= 64 << 20)
+say(set(os.listdir("/dev/shm")) <= before)
+""")
+    for _ in range(3):
+        assert limited.heard() == ["address-space-of-this-process", "True", "True"]
+    assert limited.heard() == ["True"]
+    assert limited.finish() == (0, "")
+
+
+HUGE = """
+def create(**more):
+    return SharedRegion.create(LAYOUT, (4 << 20) // LAYOUT.nbytes, tier="device", namespace=NAMESPACE, **more)
+small, huge = create(), create(huge_pages=True)
+say(small.huge_nbytes, huge.huge_nbytes, HeapRegion(LAYOUT, (16 << 20) // LAYOUT.nbytes).huge_nbytes)
+huge.rows[:] = 3
+with SharedRegion.attach(huge.name) as reader:
+    say(bool((reader.rows == 3).all()))
+"""
+
+
+def test_huge_pages_on_request_where_shared_memory_may_have_them(child: Start) -> None:
+    """Goal: what was got is said. Method: a mount of its own that allows huge pages to whoever asks."""
+    inside = child(HUGE, before=private_dev_shm("size=16m,huge=advise"))
+    small, huge, heap = map(int, inside.heard())
+    assert small == 0
+    assert huge in (0, 2 << 20, 4 << 20)
+    assert huge or not heap, "the heap got some, so the kernel had some to give"
+    assert inside.heard() == ["True"]
+    assert inside.finish() == (0, "")
+
+
+def test_huge_pages_where_there_are_none_are_small_ones(child: Start) -> None:
+    inside = child(HUGE, before=private_dev_shm("size=16m,huge=never"))
+    assert inside.heard()[:2] == ["0", "0"]
+    assert inside.heard() == ["True"]
+    assert inside.finish() == (0, "")
+
+
+def test_a_request_for_huge_pages_that_do_not_fit_is_an_error(child: Start) -> None:
+    """Goal: asking the kernel first fills nothing for good. Method: more than the mount has, then what fits."""
+    inside = child(
+        """
+def create(mib):
+    blocks = (mib << 20) // LAYOUT.nbytes
+    return SharedRegion.create(LAYOUT, blocks, tier="device", namespace=NAMESPACE, huge_pages=True)
+first = create(3)
+try:
+    create(6)
+except NoSpaceError as error:
+    say(error.where, error.free_nbytes >= 4 << 20, len(os.listdir("/dev/shm")))
+second = create(4)
+second.rows[:] = 1
+say(len(os.listdir("/dev/shm")))
+""",
+        before=private_dev_shm("size=8m,huge=advise"),
+    )
+    assert inside.heard() == [str(DIRECTORY), "True", "1"]
+    assert inside.heard() == ["2"]
+    assert inside.finish() == (0, "")

@@ -1,0 +1,266 @@
+"""RegionView: rows of the generations that are asked for, by a process that does not own them, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from life_canary import Writer, layout_of, written
+from numpy.typing import NDArray
+from region_children import NAMESPACE, Start, create
+
+from cache_manager import memory
+from cache_manager.errors import InvalidInputError, RegionError, RegionMismatchError, RegionMissingError, SpecError
+from cache_manager.regions import RegionView, SharedRegion
+from cache_manager.regions.directory import DIRECTORY
+
+BLOCKS, TOKENS = 6, 70
+IDS = np.arange(BLOCKS)
+EVERY = np.ones(TOKENS, np.bool_)
+
+
+@pytest.fixture
+def shared() -> Iterator[SharedRegion]:
+    layout = layout_of(TOKENS, words=4)
+    with SharedRegion.create(layout, BLOCKS, tier="device", namespace=NAMESPACE) as region:
+        yield region
+        gc.collect()  # a writer's places
+
+
+def rows_of(writer: Writer, blocks: list[int], words: int = 4) -> NDArray[np.uint64]:
+    """The rows of the writer's last round ``[n * TOKENS, words]``."""
+    ids = np.array(blocks)
+    rounds = np.full((len(ids), TOKENS), writer.round, np.uint64)
+    return written(ids, writer.generations[ids], TOKENS, words, rounds).reshape(-1, words)
+
+
+@given(data=st.data(), tokens=st.sampled_from([1, 3, 64, 70]))
+def test_rows_of_the_generations_asked_for_and_no_others(data: st.DataObject, tokens: int) -> None:
+    """Goal: a view hands out a row exactly if it was written for the generation asked for. Method: a model that knows
+    block by block generation and written rows; any blocks, also twice, any window, any generations."""
+    layout = layout_of(tokens, words=4)
+    region = SharedRegion.create(layout, BLOCKS, tier="host", namespace=NAMESPACE)
+    writer, there = Writer(region), np.zeros((BLOCKS, tokens), np.bool_)
+    for _ in range(data.draw(st.integers(0, 6))):
+        ids = np.array(data.draw(st.lists(st.integers(0, BLOCKS - 1), unique=True, min_size=1)))
+        if data.draw(st.booleans()):
+            writer.begin_lives(ids)
+            there[ids] = False
+        else:
+            rows = np.arange(tokens) % data.draw(st.integers(1, 3)) == 0
+            writer.rewrite(ids, rows)
+            there[np.ix_(ids, rows)] = True
+    blocks = np.array(data.draw(st.lists(st.integers(0, BLOCKS - 1), max_size=8)), np.int64)
+    asked = np.array([data.draw(st.integers(0, 4)) for _ in blocks], np.int64)
+    start = data.draw(st.integers(0, len(blocks) * tokens))
+    stop = data.draw(st.integers(start, len(blocks) * tokens))
+    with RegionView(region.name) as view:
+        for name, words in (("long", 4), ("short", 2)):
+            found = view.read(name, blocks, start, stop, generations=asked)
+            expected = (there[blocks] & (writer.generations[blocks] == asked)[:, None]).reshape(-1)[start:stop]
+            assert found.valid.tolist() == expected.tolist()
+            assert (found.values.shape, found.values.dtype) == ((stop - start, words), np.dtype(np.uint64))
+            rounds = np.zeros((len(blocks), tokens), np.uint64)
+            rounds.reshape(-1)[start:stop] = found.values[:, 0]
+            right = written(blocks, asked, tokens, words, rounds).reshape(-1, words)[start:stop]
+            assert (found.values[found.valid] == right[found.valid]).all()
+            assert (found.values[~found.valid] == np.uint64(0xFFFF_FFFF_FFFF_FFFF)).all()
+        whole = there[blocks].all(axis=1) & (writer.generations[blocks] == asked)
+        assert view.complete(blocks, asked).tolist() == whole.tolist()
+    del writer
+    region.close()
+
+
+def test_rows_are_the_readers_own_copy(shared: SharedRegion) -> None:
+    writer = Writer(shared)
+    writer.begin_lives(IDS)
+    writer.rewrite(IDS, EVERY)
+    with RegionView(shared.name) as view:
+        found = view.read("long", [4, 0], generations=[1, 1])
+        assert found.valid.all()
+        expected = rows_of(writer, [4, 0])
+        writer.rewrite(IDS, EVERY)
+        assert (found.values == expected).all()
+        found.values[:] = 0
+        assert (view.read("long", [4, 0], generations=[1, 1]).values == rows_of(writer, [4, 0])).all()
+
+
+def test_a_view_asks_for_specs_by_name(shared: SharedRegion) -> None:
+    """Goal: a block may be complete in what one reader needs and not in all. Method: take one row of one spec away."""
+    writer = Writer(shared)
+    writer.begin_lives(IDS)
+    writer.rewrite(IDS, EVERY)
+    shared.valid[2, 1, 1] &= ~np.uint64(1 << 5)  # row 69, the last one
+    with RegionView(shared.name) as view:
+        assert [spec.name for spec in view.layout.specs] == ["long", "short"]
+        assert (view.blocks, view.tier, view.name, view.namespace) == (BLOCKS, "device", shared.name, NAMESPACE)
+        generations = np.ones(BLOCKS, np.int64)
+        assert view.complete(IDS, generations, ["long"]).all()
+        assert (~view.complete(IDS, generations, ["short"])).tolist() == (IDS == 2).tolist()
+        assert (~view.complete(IDS, generations)).tolist() == (IDS == 2).tolist()
+        assert not view.read("short", [2], 69, generations=[1]).valid.any()
+        assert view.read("long", [2], 69, generations=[1]).valid.all()
+        for ask in (lambda: view.read("none", [0], generations=[1]), lambda: view.complete([0], [1], ["none"])):
+            with pytest.raises(SpecError):
+                ask()
+
+
+def test_after_a_weight_update_nothing_older_is_readable(shared: SharedRegion) -> None:
+    """Goal: rows of another namespace are missing even where block and generation are those asked for. Method: renew
+    without a new life, which no table does; then follow, before the next renewal and after it."""
+    writer = Writer(shared)
+    writer.begin_lives(IDS)
+    writer.rewrite(IDS, EVERY)
+    later, latest = b"later-namespace-", b"latest-namespace"
+    ones = np.ones(BLOCKS, np.int64)
+    with RegionView(shared.name, namespace=NAMESPACE) as view:
+        assert view.read("long", IDS, generations=ones).valid.all()
+        shared.renew(later)
+        assert not view.read("long", IDS, generations=ones).valid.any()
+        assert not view.complete(IDS, ones).any()
+        view.follow(later)
+        assert view.namespace == later
+        assert view.complete(IDS, ones).all()
+        assert view.read("long", IDS, generations=ones).valid.all()
+        view.follow(latest)  # told before the owner has done it
+        assert not view.read("long", IDS, generations=ones).valid.any()
+        shared.renew(latest)
+        assert view.read("long", IDS, generations=ones).valid.all()
+        with pytest.raises(InvalidInputError):
+            view.follow(b"short")
+        assert view.namespace == latest
+
+
+def test_a_page_of_one_token() -> None:
+    """Goal: 65,536 blocks of one row each are one call. Method: SGLang's page size, a few of them in another life."""
+    layout = layout_of(1, words=2)
+    with SharedRegion.create(layout, 1 << 16, tier="device", namespace=NAMESPACE) as region:
+        writer = Writer(region)
+        ids = np.random.default_rng(2).permutation(1 << 16)
+        writer.begin_lives(ids)
+        writer.rewrite(ids, np.ones(1, np.bool_))
+        writer.begin_lives(ids[100:200])
+        with RegionView(region.name) as view:
+            found = view.read("long", ids, generations=np.ones(1 << 16, np.int64))
+            assert np.flatnonzero(~found.valid).tolist() == list(range(100, 200))
+            assert (~view.complete(ids, np.ones(1 << 16, np.int64))).sum() == 100
+        del writer
+
+
+# ---- what cannot be asked --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("blocks", "generations", "more", "field"),
+    [
+        ([0, BLOCKS], [1, 1], {}, "blocks"),
+        ([-1], [1], {}, "blocks"),
+        ([0.5], [1], {}, "blocks"),
+        ([[0]], [1], {}, "blocks"),
+        ([0, 1], [1], {}, "generations"),
+        ([0, 1], 1, {}, "generations"),
+        ([0], [-1], {}, "generations"),
+        ([0], [1 << 48], {}, "generations"),
+        ([0], [1.0], {}, "generations"),
+        ([0], [1], {"start": -1}, "start, stop"),
+        ([0], [1], {"stop": TOKENS + 1}, "start, stop"),
+        ([0], [1], {"start": 2, "stop": 1}, "start, stop"),
+        ([0], [1], {"start": 0.0}, "start, stop"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    shared: SharedRegion, blocks: Any, generations: Any, more: dict[str, Any], field: str
+) -> None:
+    with RegionView(shared.name) as view:
+        with pytest.raises(InvalidInputError) as caught:
+            view.read("long", blocks, generations=generations, **more)
+        assert caught.value.field == field
+        if not more:
+            with pytest.raises(InvalidInputError) as caught:
+                view.complete(blocks, generations)
+            assert caught.value.field == field
+
+
+def test_a_view_is_refused_where_stores_are_not_ordered(shared: SharedRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: never wrong on a machine that cannot keep the order. Method: say that this is one."""
+    monkeypatch.setattr(memory, "_STORES_ARE_ORDERED", False)
+    with pytest.raises(RegionError, match="orders stores"):
+        RegionView(shared.name)
+
+
+# ---- the owner's end -------------------------------------------------------------------------------------------------
+
+
+def test_a_view_outlives_its_owner_and_says_that_the_region_was_removed() -> None:
+    """Goal: a request that ends while the engine shuts down keeps its rows. Method: the owner closes; read; look."""
+    region = create()
+    writer = Writer(SharedRegion.create(layout_of(4, 4), 2, tier="device", namespace=NAMESPACE))
+    ids = np.arange(2)
+    writer.begin_lives(ids)
+    writer.rewrite(ids, np.ones(4, np.bool_))
+    owner, view = writer.region, RegionView(writer.region.name)
+    view.check_owner()
+    del writer
+    owner.close()
+    assert view.read("long", ids, generations=[1, 1]).valid.all()
+    assert view.complete(ids, [1, 1]).all()
+    with pytest.raises(RegionMissingError, match="removed"):
+        view.check_owner()
+    with pytest.raises(RegionMissingError):
+        RegionView(owner.name)
+    view.close()
+    view.close()
+    for ask in (lambda: view.read("long", ids, generations=[1, 1]), view.check_owner, lambda: view.layout):
+        with pytest.raises(RegionError, match="closed"):
+            ask()
+    region.close()
+
+
+def test_a_region_that_another_file_has_replaced_is_said_to_be_another(shared: SharedRegion) -> None:
+    """Goal: recreated is not the same. Method: another file gets the name."""
+    path = DIRECTORY / shared.name
+    with RegionView(shared.name) as view:
+        raw = path.read_bytes()
+        path.unlink()
+        path.write_bytes(raw)
+        os.chmod(path, 0o600)
+        with pytest.raises(RegionMismatchError) as caught:
+            view.check_owner()
+        assert caught.value.field == "file"
+        path.unlink()
+        with pytest.raises(RegionMissingError):
+            view.check_owner()
+
+
+def test_a_view_of_a_killed_owner(child: Start) -> None:
+    """Goal: what was committed stays readable, what was not stays missing. Method: SIGKILL in the middle of a write."""
+    owner = child("""
+from life_canary import Writer, layout_of
+region = SharedRegion.create(layout_of(70, 4), 6, tier="device", namespace=NAMESPACE)
+writer, ids = Writer(region), np.arange(6)
+writer.begin_lives(ids)
+writer.rewrite(ids, np.ones(70, bool))
+writer.clear(ids[3:], np.arange(70) < 40)
+writer.write(ids[3:], np.arange(70) < 40, (0,))
+say(region.name)
+wait()
+""")
+    (name,) = owner.heard()
+    with RegionView(name) as view:
+        owner.kill()
+        found = view.read("long", IDS, generations=np.ones(BLOCKS, np.int64))
+        assert found.valid.reshape(BLOCKS, TOKENS).sum(axis=1).tolist() == [70, 70, 70, 30, 30, 30]
+        rounds = np.ones((BLOCKS, TOKENS), np.uint64)
+        right = written(IDS, np.ones(BLOCKS, np.int64), TOKENS, 4, rounds).reshape(-1, 4)
+        assert (found.values[found.valid] == right[found.valid]).all()
+        view.check_owner()  # a killed owner removes nothing, and whoever reads keeps others from it
+        create().close()
+        view.check_owner()
+    create().close()
+    assert not (DIRECTORY / name).exists()

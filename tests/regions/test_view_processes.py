@@ -1,0 +1,146 @@
+"""Views of a region whose owner writes in another process, and reads beside a writer in a thread, at full speed.
+
+The orders of loads and stores are tried one by one in ``test_memory_interleaved.py``. Here processors do what they do.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from life_canary import Writer, layout_of, written, wrong
+from region_children import Child, Start
+
+from cache_manager.memory import gather
+from cache_manager.regions import HeapRegion, RegionView
+from cache_manager.rows import Rows
+
+BLOCKS, TOKENS, WORDS = 8, 70, 64
+IDS = np.arange(BLOCKS)
+READS, LIVES, ENOUGH_S = 1000, 200, 25  # so many reads and lives, or as many as there are in this time
+
+WRITER = """
+from life_canary import Writer, layout_of
+from cache_manager import memory
+region = SharedRegion.create(layout_of(70, 64), 8, tier="device", namespace=NAMESPACE)
+writer, random = Writer(region), np.random.default_rng(int(sys.argv[1]))
+ids = np.arange(8)
+every = np.ones(70, bool)
+writer.begin_lives(ids)
+writer.rewrite(ids, every)
+say(region.name)
+WORK
+end = time.monotonic() + 30
+import select
+while time.monotonic() < end and not select.select([sys.stdin], [], [], 0)[0]:
+    some = random.permutation(8)[: random.integers(1, 9)]
+    what = random.integers(0, 4)
+    if what == 0:
+        writer.begin_lives(some)
+    if what == 1:
+        writer.clear(some, every)
+        writer.write(some, every, (0,))
+        writer.begin_lives(some)
+    writer.rewrite(some, every if what % 2 else random.random(70) < 0.5)
+say(writer.round, *writer.generations)
+"""
+
+
+def judge(rows: Rows, generations: np.ndarray) -> tuple[int, int]:
+    """How many rows of all blocks are valid, and how many of these are not what was written."""
+    values = rows.values.reshape(BLOCKS, TOKENS, -1)
+    right = written(IDS, generations, TOKENS, values.shape[2], values[:, :, 0])
+    valid = rows.valid.reshape(BLOCKS, TOKENS)
+    return int(valid.sum()), int((valid & (values != right).any(axis=2)).sum())
+
+
+def count(owner: Child) -> tuple[int, int, list[np.ndarray]]:
+    """Valid and wrong rows that a view has read while its owner wrote; generations at the end."""
+    (name,) = owner.heard()
+    valid = bad = reads = 0
+    with RegionView(name) as view:
+        end = time.monotonic() + ENOUGH_S
+        generations = np.ones(BLOCKS, np.int64)
+        while (reads < READS or int(generations.sum()) < LIVES) and time.monotonic() < end:
+            for spec in ("long", "short"):
+                found, is_wrong = judge(view.read(spec, IDS, generations=generations), generations)
+                valid, bad, reads = valid + found, bad + is_wrong, reads + 1
+            # What a scheduler would have been told: the generations of now, which may be those of a moment ago.
+            generations = (view._attached().words >> np.uint64(16)).astype(np.int64)
+        owner.tell()
+        rounds, *lives = owner.heard()
+        assert int(rounds) > 10
+        assert reads > 10
+        last = np.array(lives, np.int64)
+        assert judge(view.read("long", IDS, generations=last), last)[1] == 0
+        assert not view.read("long", IDS, generations=last + 1).valid.any()
+    assert owner.finish() == (0, "")
+    return valid, bad, reads
+
+
+def test_a_view_never_takes_torn_or_foreign_rows(child: Start) -> None:
+    """Goal: the order that memory.py keeps is enough between processes. Method: an owner gives blocks away and writes
+    rows again as fast as it can; rows say whose they are."""
+    valid, bad, _ = count(child(WRITER.replace("WORK", ""), 1))
+    assert bad == 0
+    assert valid > 100
+
+
+HURT = """
+write = writer.write
+def late(ids, rows, parts=(0, 1)):
+    writer.add(ids, rows)
+    time.sleep(0.002)
+    write(ids, rows, parts)
+writer.write = late
+"""
+
+
+def test_an_owner_that_sets_bits_before_bytes_is_caught(child: Start) -> None:
+    """Goal: the test above can fail. Method: plant that fault in the owner, and look a few times."""
+    assert any(count(child(WRITER.replace("WORK", HURT), seed))[1] for seed in range(5))
+
+
+# ---- the same in one process -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eager_threads() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("eager_threads")
+def test_a_reader_in_a_thread_beside_the_writer() -> None:
+    """Goal: reads of the owner's own process take no lock, too. Method: the same work in a thread, as
+    many reads and rounds as it takes."""
+    region = HeapRegion(layout_of(TOKENS, WORDS), BLOCKS)
+    writer, every, ended = Writer(region), np.ones(TOKENS, np.bool_), threading.Event()
+    writer.begin_lives(IDS)
+    random = np.random.default_rng(3)
+
+    def write() -> None:
+        while not ended.is_set():
+            some = random.permutation(BLOCKS)[: random.integers(1, BLOCKS + 1)]
+            if random.random() < 0.5:
+                writer.begin_lives(some)
+            writer.rewrite(some, every)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        counts = []
+        while len(counts) < 600 or writer.round < 20:
+            spec = len(counts) % 2
+            counts.append(wrong(region, spec, IDS, *gather(region, spec, IDS)))
+    finally:
+        ended.set()
+        thread.join()
+    assert sum(bad for _, bad in counts) == 0
+    assert sum(valid for valid, _ in counts) > 0
