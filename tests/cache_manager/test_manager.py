@@ -5,48 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from canary import canary_rows
-from kv import SlotKV
+from gate import Gate, GatedStore
+from house import PROMPT, SPEC, House
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, ConfigError, InvalidInputError
 from cache_manager.keys import Namespace
+from cache_manager.lifecycle import State
 from cache_manager.manager import BlockManager
-from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
-from cache_manager.testing.faults import FaultyStore
-
-SPEC = AuxBlockDataSpec("routing", (2,), "uint8", 4)
-PROMPT = list(range(10))
-
-
-class House:
-    """One aux, one manager, one KV over a store that can be kept across restarts."""
-
-    def __init__(self, store=None, kv=None, device=6, host=4) -> None:
-        self.store = store or FaultyStore(open_store("memory:"))
-        self.kv = SlotKV(device, host, 4)
-        self.kv.stored = kv.stored if kv else {}
-        self.aux = AuxBlocks(
-            [SPEC], device_blocks=device, host_blocks=host, namespace=Namespace("m", 0), store=self.store
-        )
-        self.manager = BlockManager(self.aux, self.kv)
-
-    def run(self, owner: str, tokens: list[int], who: str = "x") -> int:
-        """Admit, compute everything, publish; how many tokens were cached."""
-        admission = self.manager.allocate(owner, tokens)
-        assert admission is not None
-        slots = self.manager.slots(owner, admission.cached_tokens, len(tokens))
-        with self.aux.step(slots) as step:
-            step.write("routing", canary_rows(SPEC, [(who, p) for p in range(admission.cached_tokens, len(tokens))]))
-        self.manager.publish(owner, tokens)
-        return admission.cached_tokens
 
 
 @pytest.fixture
 def house():
     made = House()
     yield made
-    made.aux.close()
+    made.close()
 
 
 def test_a_prefix_is_shared_and_outlives_its_owner(house) -> None:
@@ -55,7 +29,18 @@ def test_a_prefix_is_shared_and_outlives_its_owner(house) -> None:
     assert house.run("b", PROMPT) == 8
     rows = house.manager.read("routing", "b", 0, 8)
     assert rows.valid.all()
-    assert np.array_equal(rows.ids, canary_rows(SPEC, [("x", p) for p in range(8)]))
+    assert np.array_equal(rows.values, canary_rows(SPEC, [("x", p) for p in range(8)]))
+
+
+def test_the_rows_of_what_cannot_be_found_are_forgotten(house) -> None:
+    house.run("a", PROMPT)
+    house.manager.preempt("a")
+    house.manager.resume("a")
+    tail = house.manager.table("a")[2]
+    house.manager.free("a")
+    assert house.aux.blocks_in(State.CACHED) == 2, "the two that are full"
+    assert house.aux.blocks_in(State.CACHED, "host") == 0
+    assert not house.aux.read("routing", [tail]).valid.any()
 
 
 def test_at_least_one_token_is_left_to_compute(house) -> None:
@@ -85,6 +70,44 @@ def test_a_reset_reaches_the_store(house) -> None:
     assert house.run("b", PROMPT, "new") == 0
 
 
+def test_what_came_before_a_reset_is_not_given_after_it() -> None:
+    """Goal: a pending sequence gets nothing of other weights. Method: the store's part lands, a reset, then poll."""
+    gate, store = Gate(), GatedStore(open_store("memory:"))
+    store.gate = gate
+    first = House(store=store)
+    first.run("a", PROMPT)
+    assert first.manager.persist("a") == 2
+    house = House(store=store, kv=first.kv)
+    assert house.manager.begin_allocate("b", PROMPT).pending
+    gate.open()
+    assert house.aux.wait(60.0)
+    assert len(house.aux.poll()) == 1
+    house.manager.reset(weights_version=1)
+    assert house.manager.poll()["b"].cached_tokens == 0
+    assert house.manager.computed("b") == 0
+    house.close()
+    first.close()
+
+
+def test_what_the_store_has_after_a_gap_is_not_given() -> None:
+    """Goal: a hit is a prefix. Method: no KV, whose mover would cut it; the second of three blocks goes."""
+    store, tokens = open_store("memory:?capacity=1MiB"), list(range(13))
+    for life in range(2):
+        aux = AuxBlocks([SPEC], device_blocks=6, namespace=Namespace("m", 0), store=store)
+        manager = BlockManager(aux)
+        admission = manager.allocate("a", tokens)
+        assert admission.restored_tokens == admission.cached_tokens == (0, 4)[life]
+        with aux.step(manager.slots("a", admission.cached_tokens, 13)) as step:
+            rows = [("x", p) for p in range(admission.cached_tokens, 13)]
+            step.write("routing", canary_rows(SPEC, rows))
+        manager.publish("a", tokens)
+        read = manager.read("routing", "a", 0, 13)
+        assert np.array_equal(read.values, canary_rows(SPEC, [("x", p) for p in range(13)]))
+        assert manager.persist("a") == 3
+        store.delete(manager.keys("a", tokens)[1:2])
+        aux.close()
+
+
 def test_a_restart_continues_from_the_store(house) -> None:
     house.run("a", PROMPT)
     assert house.manager.persist("a") == 2
@@ -93,7 +116,7 @@ def test_a_restart_continues_from_the_store(house) -> None:
     assert (admission.cached_tokens, admission.restored_tokens) == (8, 8)
     rows = again.manager.read("routing", "b", 0, 8)
     assert rows.valid.all()
-    assert np.array_equal(rows.ids, canary_rows(SPEC, [("x", p) for p in range(8)]))
+    assert np.array_equal(rows.values, canary_rows(SPEC, [("x", p) for p in range(8)]))
     again.manager.free("b")
     assert again.manager.allocate("c", PROMPT).restored_tokens == 0, "now they are on the device"
     again.aux.close()
@@ -104,10 +127,11 @@ def test_a_flipped_bit_is_a_miss_and_is_counted(house) -> None:
     house.run("a", PROMPT)
     key = house.aux.keys.keys(PROMPT)[0]
     for bit in (0, 7, 100, 511):
-        assert house.aux.persist({key: house.manager.table("a")[0]}) == {key: True}
+        block = house.manager.table("a")[0]
+        assert house.aux.persist({key: block}, owner="a") == {key: house.aux.origins([block])[0]}
         house.store.flip_next = bit
         house.aux.allocate([5], "thief")
-        assert house.aux.restore({key: 5}) == {key: False}
+        assert house.aux.restore({key: 5}, owner="thief") == {key: False}
         assert not house.aux.read("routing", [5]).valid.any()
         house.aux.free("thief")
         house.store.flip_next = None
@@ -161,7 +185,7 @@ def test_a_preempted_sequence_comes_back_with_its_rows(house) -> None:
     assert house.manager.resume("a")
     rows = house.manager.read("routing", "a", 0, 10)
     assert rows.valid.all()
-    assert np.array_equal(rows.ids, canary_rows(SPEC, [("x", p) for p in range(10)]))
+    assert np.array_equal(rows.values, canary_rows(SPEC, [("x", p) for p in range(10)]))
 
 
 @pytest.mark.parametrize(
@@ -193,11 +217,6 @@ def test_a_wrong_call_names_the_field_and_changes_nothing(house, call, error, me
     house.manager.assert_consistent()
 
 
-def test_an_unknown_policy_is_named(house) -> None:
-    with pytest.raises(ConfigError, match="policy: wanted 'gate' or 'mask', got 'maybe'"):
-        BlockManager(house.aux, house.kv, policy="maybe")
-
-
 def test_a_fork_never_sees_what_its_parent_wrote_later(house) -> None:
     """Goal: a child must not inherit rows of tokens it does not share. Method: the parent gets ahead, then a fork.
 
@@ -212,7 +231,7 @@ def test_a_fork_never_sees_what_its_parent_wrote_later(house) -> None:
     for owner in ("a", "b"):
         rows = house.manager.read("routing", owner, 0, 8)
         assert rows.valid.tolist() == [True] * 6 + [False] * 2
-        assert (rows.ids[6:] == 0xFF).all()
+        assert (rows.values[6:] == 0xFF).all()
     house.manager.publish("b", [*PROMPT[:6], 70, 80])
     assert house.manager.read("routing", "b", 0, 8).valid.tolist() == [True] * 6 + [False] * 2
     assert house.manager.persist("b") == 1, "only the block whose rows are its own"
@@ -264,7 +283,7 @@ def test_an_aborted_request_s_step_does_not_hold_up_the_next_owner(house) -> Non
     step.commit()
     rows = again.manager.read("routing", "b", 0, 8)
     assert rows.valid.all()
-    assert np.array_equal(rows.ids, canary_rows(SPEC, [("x", p) for p in range(8)]))
+    assert np.array_equal(rows.values, canary_rows(SPEC, [("x", p) for p in range(8)]))
     again.manager.free("b")
     again.aux.assert_consistent()
     again.aux.close()
@@ -290,9 +309,64 @@ def test_blocks_that_are_being_stored_by_another_thread_are_not_lost(house) -> N
     blocks = house.manager.table("a")
     key = house.aux.keys.key(None, [99])
     house.store.during_put = lambda: house.manager.free("a")
-    assert house.aux.persist({key: blocks[2]}) == {key: False}, "the partial block is not complete"
-    assert house.aux.persist({key: blocks[0]}) == {key: True}
+    assert house.aux.persist({key: blocks[2]}, owner="a") == {key: 0}, "the partial block is not complete"
+    assert house.aux.persist({key: blocks[0]}, owner="a") == {key: house.aux.origins(blocks[:1])[0]}
     house.store.during_put = None
     house.manager.assert_consistent()
     assert house.manager.free_device_blocks == 6
     assert house.manager.allocate("b", list(range(50, 74))) is not None
+
+
+def test_no_room_for_a_further_sequence_is_no_room() -> None:
+    house = House(device=8, sequences_max=2, blocks_per_sequence_max=3)
+    house.run("a", PROMPT)
+    house.manager.allocate("b", [1])
+    before = house.state()
+    assert house.manager.allocate("c", [2]) is None
+    for call in (house.manager.fork, house.manager.hold):
+        with pytest.raises(BlockBusyError, match="sequences: wanted fewer than 2, got 2"):
+            call("a", "c")
+    assert not house.manager.append("a", 13)
+    assert house.state() == before
+    house.manager.free("b")
+    with pytest.raises(InvalidInputError, match=r"tokens: wanted 1 to 12 tokens, .*, got 13"):
+        house.manager.allocate("c", list(range(13)))
+    assert house.decode(["a"], [10]) == [True]
+    assert house.decode(["a"], [11]) == [True]
+    assert house.decode(["a"], [12]) == [False]
+    house.close()
+
+
+@pytest.mark.parametrize("option", ["sequences_max", "blocks_per_sequence_max"])
+def test_a_limit_of_nothing_is_named(house, option) -> None:
+    with pytest.raises(InvalidInputError, match=f"{option}: wanted an integer in"):
+        BlockManager(house.aux, **{option: 0})
+
+
+def test_an_unknown_policy_is_named() -> None:
+    with pytest.raises(ConfigError, match="policy: wanted 'gate' or 'mask', got 'maybe'"):
+        House(policy="maybe")
+
+
+def test_a_holder_reads_and_writes_nothing(house) -> None:
+    house.run("a", PROMPT)
+    house.manager.hold("a", "holder", 1)
+    assert house.manager.table("holder") == house.manager.table("a")[1:]
+    for call in (
+        lambda: house.manager.append("holder", 4),
+        lambda: house.manager.slots("holder", 0, 1),
+        lambda: house.manager.publish("holder", [1]),
+        lambda: house.manager.fork("holder", "child"),
+        lambda: house.manager.preempt("holder"),
+        lambda: house.manager.persist("holder"),
+        lambda: house.manager.append_batch([house.manager.sequence("holder")]),
+    ):
+        with pytest.raises(BlockStateError, match="got a holder"):
+            call()
+    tail = house.manager.table("a")[2]
+    assert house.manager.append("a", 11)
+    assert house.manager.slots("a", 10, 11)[0] == tail * 4 + 2, "it writes in place all the same"
+    house.manager.free("a")
+    assert house.manager.free_device_blocks == 4
+    house.manager.free("holder")
+    assert house.manager.free_device_blocks == 6

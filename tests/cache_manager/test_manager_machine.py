@@ -1,143 +1,45 @@
 """The block manager under random sequences of requests, with rows and KV whose content says whose they are.
 
-Method: a row and a KV entry are functions of the token prefix (and the weights version) alone. Whatever the manager
-reuses, copies, swaps, stores or restores, each sequence must find, at each computed position, exactly its own prefix's
-KV, and exactly its own prefix's row or a missing one. The model is a list of tokens for each sequence.
+Method: a KV entry names the token prefix, the weights versions, the tenant and the forward pass that computed it; a row
+names the KV entry beside which it was made. Whatever the manager reuses, copies, swaps, stores or restores, each
+sequence must find, at each computed position, KV of exactly its own prefix, of whatever pass, and the row that the very
+same pass made, or a missing one. The model is a list of tokens for each sequence.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
-from canary import canary_rows
-from gate import Gate, GatedKV, GatedStore
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from kv import SlotKV, prefix_digest
+from manager_world import BLOCK, DEVICE, ManagerWorld, Sequence
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, StorageError
-from cache_manager.jobs import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.spec import AuxBlockDataSpec
-from cache_manager.storage import open_store
 
-BLOCK, DEVICE, HOST = 3, 9, 6
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=16)
-
-
-@dataclass(eq=False)
-class Sequence:
-    tokens: list[int]  # all of them; ``computed`` have KV
-    computed: int
-    versions: list[int] = field(default_factory=list)  # weights version under which each position was computed
-    swapped: bool = False
-    pending: bool = False  # the store is being asked for more of it
-    since: int = 0  # weights version under which it was admitted
+SALTS = st.sampled_from((b"", b"", b"tenant"))
+TOKENS = st.lists(st.integers(1, 2), min_size=1, max_size=16)
 
 
-class ManagerMachine(RuleBasedStateMachine):
-    policy = "gate"
-    rows_always = True
-
+class ManagerMachine(ManagerWorld, RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.spec = AuxBlockDataSpec("routing", (2, 2), "uint16", BLOCK)
-        self.gate = Gate()
-        self.store = GatedStore(open_store("memory:?capacity=4MiB"))
-        self.store.gate = self.gate
-        self.kv = self.new_kv()
-        self.version = 0
-        self.start()
-        self.sequences: dict[str, Sequence] = {}
-        self.next_owner = 0
-        self.rowless: set[bytes] = set()
-
-    def start(self) -> None:
-        self.aux = AuxBlocks(
-            [self.spec],
-            device_blocks=DEVICE,
-            host_blocks=HOST,
-            namespace=Namespace("m", self.version),
-            store=self.store,
-            jobs=JobLimits(threads_max=1, jobs_max=3),
-        )
-        self.manager = BlockManager(self.aux, self.kv, policy=self.policy)
-
-    def new_kv(self) -> GatedKV:
-        kv = GatedKV(DEVICE, HOST, BLOCK)
-        kv.gate = self.gate
-        return kv
-
-    def end_all(self) -> None:
-        """End every sequence; the store then ends what it was at."""
-        for owner in list(self.sequences):
-            self.manager.free(owner)
-        self.sequences.clear()
-        self.settle()
-        assert self.manager.poll() == {}
-        assert self.manager.free_device_blocks >= DEVICE - DEVICE // 2, "a store that hangs keeps more than half"
-        while self.gate.waiting:
-            self.gate.let_go()
-            self.settle()
-        assert self.manager.drain(60.0)
-        assert self.manager.poll() == {}
-        assert self.manager.errands == 0
-
-    def settle(self) -> None:
-        self.gate.settle(self.aux.jobs)
-
-    def teardown(self) -> None:
-        self.end_all()
-        self.manager.assert_consistent()
-        assert self.manager.free_device_blocks == DEVICE
-        assert self.manager.free_host_blocks == HOST
-        assert self.aux.in_flight == 0
-        self.aux.close()
-
-    # ------------------------------------------------------------ helpers
-
-    def choose(self, data: st.DataObject, swapped: bool = False) -> str | None:
-        owners = [o for o, s in self.sequences.items() if s.swapped == swapped and not s.pending]
-        return data.draw(st.sampled_from(owners)) if owners else None
-
-    def kv_of(self, sequence: Sequence, position: int) -> bytes:
-        return prefix_digest([*sequence.versions[: position + 1], *sequence.tokens[: position + 1]])
-
-    def row_of(self, sequence: Sequence, position: int) -> bytes:
-        return canary_rows(self.spec, [("row", self.kv_of(sequence, position))]).tobytes()
-
-    def compute(self, owner: str, upto: int, write_rows: bool = True) -> None:
-        """What an engine does in a forward pass: write KV and rows at the slots of the new positions."""
-        sequence = self.sequences[owner]
-        start = sequence.computed
-        if not self.manager.append(owner, upto):  # a fork since the last append may need a copy first
-            return
-        sequence.versions[start:] = [self.version] * (upto - start)
-        slots = self.manager.slots(owner, start, upto)
-        for position, slot in zip(range(start, upto), slots.tolist(), strict=True):
-            block, offset = divmod(slot, BLOCK)
-            self.kv.device[block][offset] = self.kv_of(sequence, position)
-        with self.aux.step(slots) as step:
-            if write_rows:
-                identities = [("row", self.kv_of(sequence, p)) for p in range(start, upto)]
-                step.write("routing", canary_rows(self.spec, identities))
-        sequence.computed = upto
-        self.manager.publish(owner, sequence.tokens[:upto])
+        self.build()
 
     # ------------------------------------------------------------ rules
 
-    @rule(data=st.data(), tokens=TOKENS, store_fault=st.sampled_from((None, None, None, "rows", "kv")))
-    def allocate(self, data, tokens, store_fault) -> None:
+    @precondition(lambda self: len(self.sequences) < 10)
+    @rule(data=st.data(), tokens=TOKENS, salt=SALTS, store_fault=st.sampled_from((None, None, None, "rows", "kv")))
+    def allocate(self, data, tokens, salt, store_fault) -> None:
         owner = f"req-{self.next_owner}"
         self.next_owner += 1
         before = (self.manager.free_device_blocks, self.manager.owners)
         self.store.fail_get = store_fault == "rows"
         self.kv.fail_next = StorageError if store_fault == "kv" else None
-        admission = self.manager.allocate(owner, tokens)
+        admission = self.manager.allocate(owner, tokens, salt=salt)
         self.store.fail_get, self.kv.fail_next = False, None
         if admission is None:
             assert (self.manager.free_device_blocks, self.manager.owners) == before
@@ -146,11 +48,11 @@ class ManagerMachine(RuleBasedStateMachine):
         assert admission.cached_tokens < len(tokens)
         assert admission.cached_tokens % BLOCK == 0
         versions = [self.version] * admission.cached_tokens
-        self.sequences[owner] = Sequence(tokens, admission.cached_tokens, versions)
+        self.sequences[owner] = Sequence(tokens, admission.cached_tokens, versions, salt=salt)
         chunk = data.draw(st.integers(1, len(tokens) - admission.cached_tokens))
         self.compute(owner, admission.cached_tokens + chunk, self.rows_always or data.draw(st.booleans()))
 
-    @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=5))
+    @rule(data=st.data(), more=st.lists(st.integers(1, 2), max_size=5))
     def append(self, data, more) -> None:
         owner = self.choose(data)
         if owner is None:
@@ -206,6 +108,33 @@ class ManagerMachine(RuleBasedStateMachine):
         self.sequences[child] = Sequence(
             parent.tokens[: parent.computed], parent.computed, list(parent.versions[: parent.computed])
         )
+        self.sequences[child].salt = parent.salt
+
+    @rule(data=st.data(), rows=st.booleans())
+    def decode(self, data, rows) -> None:
+        """A decode step: one more token of each of some sequences, in one call each."""
+        ready = [o for o, s in self.sequences.items() if not s.swapped and not s.pending]
+        chosen = data.draw(st.lists(st.sampled_from(ready), unique=True) if ready else st.just([]))
+        seqs = np.array([self.manager.sequence(owner) for owner in chosen], np.int64)
+        before = {owner: self.manager.table(owner) for owner in chosen}
+        room = self.manager.append_batch(seqs)
+        for owner, fits in zip(chosen, room.tolist(), strict=True):
+            assert fits or self.manager.table(owner) == before[owner]
+        running = [owner for owner, fits in zip(chosen, room.tolist(), strict=True) if fits]
+        slots = self.manager.slots_batch(seqs[room])
+        identities, tokens = [], []
+        for owner, slot in zip(running, slots, strict=True):
+            sequence = self.sequences[owner]
+            if sequence.computed == len(sequence.tokens):
+                sequence.tokens = [*sequence.tokens, data.draw(st.integers(1, 2))]
+            sequence.versions[sequence.computed :] = [self.version]
+            self.check_alone(owner, np.array([slot]))
+            identities.append(self.identity(sequence, sequence.computed))
+            tokens.append(sequence.tokens[sequence.computed])
+        self.forward(slots, identities, self.rows_always or rows)
+        self.manager.publish_batch(seqs[room], tokens)
+        for owner in running:
+            self.sequences[owner].computed += 1
 
     @rule(data=st.data())
     def preempt(self, data) -> None:
@@ -235,17 +164,17 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.persist(owner)
 
     @precondition(lambda self: len(self.sequences) < 8)
-    @rule(data=st.data(), tokens=TOKENS)
-    def begin_allocate(self, data, tokens) -> None:
+    @rule(tokens=TOKENS, salt=SALTS)
+    def begin_allocate(self, tokens, salt) -> None:
         owner = f"req-{self.next_owner}"
         self.next_owner += 1
         before = (self.manager.free_device_blocks, self.manager.owners)
-        admission = self.manager.begin_allocate(owner, tokens)
+        admission = self.manager.begin_allocate(owner, tokens, salt=salt)
         if admission is None:
             assert (self.manager.free_device_blocks, self.manager.owners) == before
             return
         versions = [self.version] * admission.cached_tokens
-        self.sequences[owner] = Sequence(tokens, admission.cached_tokens, versions, since=self.version)
+        self.sequences[owner] = Sequence(tokens, admission.cached_tokens, versions, since=self.version, salt=salt)
         self.sequences[owner].pending = admission.pending
         assert admission.restored_tokens == 0
         if admission.pending:
@@ -335,22 +264,20 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def every_sequence_finds_its_own_kv(self) -> None:
         for owner, sequence in self.sequences.items():
-            tier = self.kv.host if sequence.swapped else self.kv.device
-            table = self.manager.table(owner)
-            for position in range(sequence.computed):
-                block, offset = table[position // BLOCK], position % BLOCK
-                assert tier[block][offset] == self.kv_of(sequence, position), f"{owner} at {position}"
+            for position, entry in enumerate(self.entries(owner)):
+                assert self.made.get(entry) == self.identity(sequence, position), f"{owner} at {position}"
 
     @invariant()
-    def a_row_read_is_the_row_written_or_missing(self) -> None:
+    def rows_are_of_the_pass_that_made_the_kv(self) -> None:
         for owner, sequence in self.sequences.items():
             room = len(self.manager.table(owner)) * BLOCK
             rows = self.manager.read("routing", owner, 0, room)
             assert not rows.valid[sequence.computed :].any(), f"{owner} has rows that it has not computed"
             rows = self.manager.read("routing", owner, 0, sequence.computed)
-            for position, (row, valid) in enumerate(zip(rows.ids, rows.valid.tolist(), strict=True)):
+            found = zip(self.entries(owner), rows.values, rows.valid.tolist(), strict=True)
+            for position, (entry, row, valid) in enumerate(found):
                 if valid:
-                    assert row.tobytes() == self.row_of(sequence, position), f"{owner} at {position}"
+                    assert row.tobytes() == self.row_of(entry), f"{owner} at {position}"
                 else:
                     old = sequence.versions[position] != self.version
                     assert old or not self.rows_always, f"{owner} lost its row at {position}"
@@ -384,8 +311,8 @@ def test_gate_never_counts_a_block_without_rows_as_a_hit() -> None:
     """Goal: KV without rows is cut from a hit. Method: compute KV without rows, free, ask for the same tokens."""
     spec = AuxBlockDataSpec("routing", (1,), "uint8", BLOCK)
     for policy, expected in (("gate", 0), ("mask", 3)):
-        aux = AuxBlocks([spec], device_blocks=4, namespace=Namespace("m", 0))
-        manager = BlockManager(aux, SlotKV(4, 0, BLOCK), policy=policy)
+        aux = AuxBlocks([spec], device_blocks=4, namespace=Namespace("m", 0), policy=policy)
+        manager = BlockManager(aux)
         manager.allocate("a", [1, 2, 3, 4])
         aux.step(manager.slots("a", 0, 4)).commit()
         manager.publish("a", [1, 2, 3, 4])
@@ -395,5 +322,5 @@ def test_gate_never_counts_a_block_without_rows_as_a_hit() -> None:
         assert admission.cached_tokens == expected
         rows = manager.read("routing", "b", 0, expected)
         assert not rows.valid.any()
-        assert np.all(rows.ids == 0xFF)
+        assert np.all(rows.values == 0xFF)
         aux.close()

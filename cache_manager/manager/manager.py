@@ -1,0 +1,377 @@
+"""Allocation, prefix reuse, copy-on-write, preemption and storage for engines without a block manager of their own.
+
+It decides which block serves which tokens; :class:`AuxBlocks` moves rows and KV together, so that both arrive or
+neither. Its methods belong to one thread, the scheduler's; rows may be read from another (:meth:`AuxBlocks.read`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.aux_blocks import AuxBlocks, Rows
+from cache_manager.checks import count_in_range, integers
+from cache_manager.errors import BlockBusyError, InvalidInputError
+from cache_manager.keys import BlockKey, Tokens
+from cache_manager.manager.counters import ManagerCounters, ManagerCounts
+from cache_manager.manager.growth import Growth
+from cache_manager.manager.pool import BlockPool
+from cache_manager.manager.sequences import Phase, Sequences
+from cache_manager.manager.sequences import Sequence as Record
+from cache_manager.manager.storing import Admission, Storing
+from cache_manager.manager.swapping import Swapping
+from cache_manager.rows import MISSING_BYTE
+
+Extra = bytes | Mapping[int, bytes]
+"""What decides content besides tokens, such as the digest of an image: of the prompt, or by index of a block."""
+
+
+class BlockManager:
+    """Blocks for sequences, over ``aux.device_blocks`` on the device and ``aux.host_blocks`` to swap to.
+
+    A sequence has a name, its owner, for the calls that concern it alone, and a number, :meth:`sequence`, for the calls
+    of a decode step, which take those of many (``..._batch``). There are at most ``sequences_max``, of at most
+    ``blocks_per_sequence_max`` blocks each (all there are, if not given); no room for one more is no room.
+
+    With the policy ``gate`` of ``aux`` a cached block counts as a hit only if its rows are complete too; with ``mask``
+    the KV decides, and missing rows are reported when they are read. ``caching=False`` turns off prefix reuse and the
+    store. A move that fails with :class:`TransferProcessError` counts as one for which there is no room now.
+    """
+
+    def __init__(
+        self,
+        aux: AuxBlocks,
+        *,
+        caching: bool = True,
+        sequences_max: int = 4096,
+        blocks_per_sequence_max: int | None = None,
+    ) -> None:
+        count_in_range(sequences_max, "sequences_max", 1)
+        width_max = aux.device_blocks if blocks_per_sequence_max is None else blocks_per_sequence_max
+        count_in_range(width_max, "blocks_per_sequence_max", 1)
+        self.aux = aux
+        self._caching = caching
+        self._tokens = aux.block_tokens
+        self._tokens_max = min(width_max, aux.device_blocks) * aux.block_tokens
+        self._counts = ManagerCounts()
+        self._pool = BlockPool(aux, self._counts)
+        self._sequences = Sequences(aux.block_tokens, rows_max=sequences_max, width_max=width_max)
+        self._growth = Growth(aux, self._sequences, self._pool, self._counts, caching=caching)
+        self._swapping = Swapping(aux, self._sequences, self._pool, self._counts)
+        self._storing = Storing(aux, self._sequences, self._pool, self._counts, pinned_max=aux.device_blocks // 2)
+        self._keys = aux.keys  # whose blocks the pool finds
+
+    # ---------------------------------------------------------------- looking
+
+    @property
+    def counters(self) -> ManagerCounters:
+        return self._counts.snapshot()
+
+    @property
+    def free_device_blocks(self) -> int:
+        """Blocks that a sequence could get now: free ones and cached ones that nobody holds."""
+        return self._pool.device_room
+
+    @property
+    def free_host_blocks(self) -> int:
+        return self._pool.host_room
+
+    @property
+    def owners(self) -> frozenset[str]:
+        return self._sequences.owners
+
+    def sequence(self, owner: str) -> int:
+        """The sequence's number, for the calls of a decode step, until it is freed."""
+        return self._sequences.row(owner)
+
+    def table(self, owner: str) -> list[int]:
+        """The sequence's blocks, in token order, in the tier it is in."""
+        found: list[int] = self._sequences.table(self._sequences.row(owner)).tolist()
+        return found
+
+    def computed(self, owner: str) -> int:
+        """How many of the sequence's tokens have KV."""
+        return int(self._sequences.computed[self._sequences.row(owner)])
+
+    def is_swapped(self, owner: str) -> bool:
+        return self._sequences.tier(self._sequences.row(owner)) == "host"
+
+    def keys(self, owner: str, tokens: Tokens) -> list[BlockKey]:
+        """The keys of the sequence's blocks with ``tokens`` in them, the partial last one too.
+
+        They are of the namespace that the sequence began in: after a reset nothing is found under them.
+        """
+        record = self._sequences.record(self._sequences.row(owner))
+        ids = integers(tokens, "tokens", "a flat sequence of integers")
+        keys: list[BlockKey] = []
+        for at in range(0, ids.size, self._tokens):
+            extra = record.extra.get(len(keys), b"")
+            keys.append(record.chain.key(keys[-1] if keys else None, ids[at : at + self._tokens], extra))
+        return keys
+
+    def read(self, name: str, owner: str, start: int, stop: int) -> Rows:
+        """Rows of the tokens ``[start, stop)`` from whichever tier it is in; those not computed yet are missing."""
+        sequences = self._sequences
+        row = sequences.row(owner)
+        computed, tier = int(sequences.computed[row]), sequences.tier(row)
+        rows = self.aux.read(name, sequences.table(row), start, stop, owner=owner, tier=tier)
+        if stop > computed:  # bytes of another owner's, or of tokens that were taken back
+            beyond = max(0, computed - start)
+            rows.valid[beyond:] = False
+            rows.values[beyond:].view(np.uint8)[...] = MISSING_BYTE
+        return rows
+
+    # ---------------------------------------------------------------- a sequence's life
+
+    def allocate(
+        self, owner: str, tokens: Tokens, *, salt: bytes = b"", extra: Extra = b"", restore: bool = True
+    ) -> Admission | None:
+        """:meth:`begin_allocate`, waiting for the store: the admission is final."""
+        return self._allocate(owner, tokens, salt, extra, queued=False, restore=restore)
+
+    def begin_allocate(
+        self, owner: str, tokens: Tokens, *, salt: bytes = b"", extra: Extra = b"", restore: bool = True
+    ) -> Admission | None:
+        """Blocks for a new sequence of ``tokens``; ``None`` when there is no room now, and then nothing has changed.
+
+        The longest run of cached full blocks is shared, what the store has after it is restored, the rest is fresh. At
+        least one token is left to compute. Content is found only by requests of the same ``salt`` (a tenant, an
+        adapter) and with the same ``extra``: the digest of an image, say, of the prompt or by index of the block that
+        it begins to matter in. The store is never waited for: while the admission is pending, the sequence can be
+        freed, and nothing else be done with it. A store that fails, or that has too much to do already, counts as one
+        that has nothing, and so does any with ``restore=False``.
+        """
+        return self._allocate(owner, tokens, salt, extra, queued=True, restore=restore)
+
+    def _allocate(
+        self, owner: str, tokens: Tokens, salt: bytes, extra: Extra, *, queued: bool, restore: bool
+    ) -> Admission | None:
+        check_owner(owner)
+        self._sequences.check_new(owner)
+        total = len(tokens)
+        if not 1 <= total <= self._tokens_max:
+            raise InvalidInputError("tokens", f"1 to {self._tokens_max} tokens, all that its blocks hold", total)
+        base = self.aux.keys
+        if base is not self._keys:  # a reset around the manager
+            self._forget()
+        record = Record(owner, base, base.salted(salt), digests(extra))
+        ids = integers(tokens, "tokens", "a flat sequence of integers")
+        if self._sequences.full:
+            return None
+        keys = self._keys_before_last(record, ids) if self._caching else []
+        shared = self._pool.match(keys)
+        fresh = self._pool.take([owner] * (-(-total // self._tokens) - len(shared)), whole=True, without=shared)
+        if not fresh:
+            return None
+        try:
+            self._pool.share(shared, owner)
+        except BaseException:
+            self.aux.free(owner, fresh)
+            self._pool.let_go(np.asarray(fresh))
+            raise
+        row = self._sequences.add(record, [*shared, *fresh], len(shared) * self._tokens)
+        record.keys = keys[: len(shared)]
+        try:
+            wanted = dict(zip(keys[len(shared) :] if restore else [], fresh, strict=False))
+            restored = self._storing.restore(row, wanted, queued=queued)
+        except BaseException:
+            self.free(owner)
+            raise
+        self._counts.count("sequences")
+        self._counts.count("prefix_queried_tokens", total)
+        self._counts.count("prefix_hit_tokens", len(shared) * self._tokens)
+        pending = record.errand is not None
+        return Admission((*shared, *fresh), len(shared) * self._tokens + restored, restored, pending=pending)
+
+    def _keys_before_last(self, record: Record, ids: NDArray[np.int64]) -> list[BlockKey]:
+        """The keys of the full blocks that leave a token to compute."""
+        upto = (ids.size - 1) // self._tokens * self._tokens
+        if not record.extra:
+            return record.chain.keys(ids[:upto])
+        keys: list[BlockKey] = []
+        for at in range(0, upto, self._tokens):
+            extra = record.extra.get(len(keys), b"")
+            keys.append(record.chain.key(keys[-1] if keys else None, ids[at : at + self._tokens], extra))
+        return keys
+
+    def append(self, owner: str, total_tokens: int) -> bool:
+        """Make room so that the sequence can hold ``total_tokens``; ``False`` when there is none, nothing changed.
+
+        A block that would be written and that another owner holds too is copied first (copy-on-write).
+        """
+        return self._growth.append(self._sequences.ready(owner), total_tokens)
+
+    def append_batch(self, seqs: Any) -> NDArray[np.bool_]:
+        """:meth:`append` of one token to each of ``seqs`` ``[n]``: ``[n]``, in their order.
+
+        ``False`` where there was no room, and then that sequence is as it was. Raises before anything is changed if one
+        is not on the device, waits for the store, or is given twice.
+        """
+        return self._growth.append_batch(self._sequences.ready_rows(seqs))
+
+    def slots(self, owner: str, start: int, stop: int) -> NDArray[np.int64]:
+        """Device slots of the tokens ``[start, stop)``, to be written.
+
+        Raises :class:`BlockStateError` if one of their blocks is shared, or can be found by key, whoever has computed
+        it: what is only to be read is in :meth:`table`.
+        """
+        return self._growth.slots(self._sequences.ready(owner), start, stop)
+
+    def slots_batch(self, seqs: Any) -> NDArray[np.int64]:
+        """The slot ``[n]`` of the next token of each of ``seqs`` ``[n]``, which :meth:`append_batch` made room for."""
+        return self._growth.slots_batch(self._sequences.ready_rows(seqs))
+
+    def publish(self, owner: str, tokens: Tokens) -> None:
+        """The KV and the committed rows of ``tokens``, all that the sequence has computed so far, are in place.
+
+        Full blocks among them can be found by later sequences from here on.
+        """
+        self._growth.publish(self._sequences.ready(owner), tokens)
+
+    def publish_batch(self, seqs: Any, tokens: Any) -> None:
+        """:meth:`publish` of one more token of each of ``seqs``; ``tokens`` ``[n]`` are these."""
+        self._growth.publish_batch(self._sequences.ready_rows(seqs), tokens)
+
+    def fork(self, parent: str, child: str) -> None:
+        """The child shares every block of the parent, the partial last one too, until one of them appends.
+
+        Raises ``BlockBusyError`` while a step that writes them is in flight, and when there are ``sequences_max``.
+        """
+        check_owner(child)
+        sequences, row = self._sequences, self._sequences.ready(parent)
+        sequences.check_new(child)
+        blocks = sequences.table(row)[: -(-int(sequences.computed[row]) // self._tokens)].tolist()
+        self._check_no_step(parent, blocks, "fork")
+        self._check_room_for_one()
+        record, filling = sequences.record(row), sequences.filling[row].copy()
+        self._pool.share(blocks, child)
+        twin = Record(child, record.base, record.chain, dict(record.extra), list(record.keys))
+        computed = int(sequences.computed[row])
+        sequences.filling[sequences.add(twin, blocks, computed)] = filling
+
+    def hold(self, owner: str, holder: str, first: int = 0) -> None:
+        """Keep the sequence's blocks from index ``first`` on from being given away until ``free(holder)``.
+
+        The holder reads nothing: unlike a fork it does not keep the sequence from writing its blocks in place. For
+        blocks that something outside writes to and that must not get another owner before it has stopped.
+        """
+        check_owner(holder)
+        blocks = self._sequences.table(self._sequences.ready(owner))[first:].tolist()
+        self._sequences.check_new(holder)
+        self._check_room_for_one()
+        self._pool.share(blocks, holder, keeps=True)
+        self._sequences.add(Record(holder, self.aux.keys, self.aux.keys), blocks, 0, Phase.HOLDER)
+
+    def free(self, owner: str) -> None:
+        """End the sequence; idempotent. Blocks that can be found by key stay cached until they are evicted.
+
+        Blocks that something else still keeps, such as the store, come back when that has ended.
+        """
+        sequences = self._sequences
+        row = sequences.by_owner.get(owner)
+        if row is None:
+            return
+        blocks, tier, keeps = sequences.table(row).copy(), sequences.tier(row), sequences.phase[row] == Phase.HOLDER
+        errand = sequences.record(row).errand
+        sequences.remove(owner)
+        self.aux.free(owner)
+        if tier == "host":
+            self._pool.let_go_host(blocks.tolist())
+        else:
+            self._pool.let_go(blocks, keeps=bool(keeps))
+        self._storing.abandon(owner, errand)
+
+    def _check_room_for_one(self) -> None:
+        if self._sequences.full:
+            raise BlockBusyError("sequences", f"fewer than {self._sequences.rows_max}", self._sequences.rows_max)
+
+    def _check_no_step(self, owner: str, blocks: Sequence[int], event: str) -> None:
+        if self.aux.has_step(blocks):
+            raise BlockBusyError(f"owner {owner!r}", f"no step in flight to {event} it", "a step")
+
+    # ---------------------------------------------------------------- swapping
+
+    def preempt(self, owner: str) -> bool:
+        """Swap the sequence out to host blocks; ``False`` when they do not suffice, and then nothing has changed.
+
+        Raises ``BlockBusyError`` while a step that writes any of its blocks is in flight.
+        """
+        row = self._sequences.ready(owner)
+        self._check_no_step(owner, self.table(owner), "preempt")
+        return self._swapping.out(row)
+
+    def resume(self, owner: str) -> bool:
+        """Swap the sequence back in; ``False`` when device blocks do not suffice, and then nothing has changed.
+
+        Free blocks are filled before cached ones, so that a mover that fails overwrites nothing that could be found;
+        where none is free, one cached block is tried first and lost if that fails.
+        """
+        return self._swapping.back(self._sequences.row(owner))
+
+    # ---------------------------------------------------------------- storing
+
+    def persist(self, owner: str) -> int:
+        """:meth:`begin_persist`, waiting for the store; how many blocks are stored now. A failing store stores none."""
+        return self._storing.persist(self._sequences.ready(owner))
+
+    def begin_persist(self, owner: str) -> bool:
+        """Begin to store the sequence's full blocks, rows and KV; whether there was anything to do, and room for it.
+
+        The store is never waited for, and the sequence may go on or end meanwhile: the blocks are kept for the store
+        until :meth:`poll` has found that it is done.
+        """
+        return self._storing.begin_persist(self._sequences.ready(owner))
+
+    def poll(self) -> dict[str, Admission]:
+        """Take in what the store has done; the final admissions of sequences that were pending. Waits for nothing."""
+        return self._storing.poll()
+
+    @property
+    def errands(self) -> int:
+        """How many restores and persists have begun and were not found done by :meth:`poll`."""
+        return len(self._storing)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the store has done everything; ``False`` when ``timeout_s`` was over before."""
+        return self._storing.drain(timeout_s)
+
+    # ---------------------------------------------------------------- resetting
+
+    def reset(self, *, weights_version: int) -> None:
+        """A weight update: nothing from before is found or read again. Sequences keep their blocks, without rows."""
+        self.aux.reset(weights_version=weights_version)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._keys = self.aux.keys
+        self._pool.forget()
+        for record in self._sequences:
+            record.keys.clear()
+
+    def assert_consistent(self) -> None:
+        """Raise ``AssertionError`` unless every block is free, cached or held, once, in each tier."""
+        self.aux.assert_consistent()
+        self._pool.assert_consistent(self._sequences.of_tier("device"), self._sequences.of_tier("host"))
+
+
+def check_owner(owner: str) -> None:
+    """:class:`InvalidInputError` unless ``owner`` can name a sequence: a non-empty string."""
+    if not isinstance(owner, str) or not owner:
+        raise InvalidInputError("owner", "a non-empty string", repr(owner))
+
+
+def digests(extra: Extra) -> dict[int, bytes]:
+    """``extra`` by index of a block; a prompt's is its first block's, and so in every key after that."""
+    by_block = {0: extra} if isinstance(extra, bytes) else extra
+    if not isinstance(by_block, Mapping):
+        raise InvalidInputError("extra", "bytes, or bytes by index of a block", repr(extra))
+    for index, digest in by_block.items():
+        if not isinstance(index, int) or index < 0 or not isinstance(digest, bytes):
+            raise InvalidInputError("extra", "bytes, or bytes by index of a block", f"{digest!r} at {index!r}")
+    return {index: digest for index, digest in by_block.items() if digest}
+
+
+__all__ = ["BlockManager", "Extra", "check_owner", "digests"]
