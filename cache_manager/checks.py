@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, Final
 
 import numpy as np
@@ -39,8 +40,12 @@ def count_in_range(value: int, field: str, low: int) -> None:
         raise ConfigError(field, f"an integer in [{low}, {COUNT_END})", repr(value))
 
 
-def owner_name(owner: str) -> str:
-    """``owner``, or :class:`InvalidInputError`: a string that is not empty."""
+def owner_name(owner: Hashable) -> Hashable:
+    """``owner``, or :class:`InvalidInputError`: a non-empty string or an integer."""
+    if type(owner) is str and owner:  # nearly always, and an isinstance() of numpy's integers costs more than the rest
+        return owner
+    if isinstance(owner, (int, np.integer)) and not isinstance(owner, bool):
+        return int(owner)
     if not isinstance(owner, str) or not owner:
-        raise InvalidInputError("owner", "a non-empty string", repr(owner))
+        raise InvalidInputError("owner", "a non-empty string or an integer", repr(owner))
     return owner

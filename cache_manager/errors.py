@@ -48,6 +48,10 @@ class BlockBusyError(BlockStateError):
     """The block is in motion, or a step that writes it is in flight; try again when that has ended."""
 
 
+class FeedGapError(KVRouteError):
+    """A batch of a feed is missing: what has become of blocks is not known, and all rows were forgotten."""
+
+
 class NoSpaceError(KVRouteError):
     """A device, a file system or a quota has no room for what must be there for the process to work."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NewType
 
@@ -99,7 +100,7 @@ class KeyChain:
     'f8211665907a9840cd82fedbf0f25c6fc090a9f8e2f7dd8b48e3be88e8257915'
     """
 
-    __slots__ = ("_seed", "block_tokens", "namespace", "scope")
+    __slots__ = ("_full", "_seed", "block_tokens", "namespace", "scope")
 
     def __init__(self, namespace: Namespace, layout: RecordLayout) -> None:
         self.namespace = namespace
@@ -109,7 +110,29 @@ class KeyChain:
         seed.update(_part(b"namespace", namespace.canonical))
         seed.update(_part(b"layout", layout.fingerprint))
         self._seed = seed
+        self._full = b"\x06tokens" + (8 * self.block_tokens).to_bytes(8, "little")
         self.scope = seed.digest()[:SCOPE_NBYTES]
+
+    def salted(self, salt: bytes) -> KeyChain:
+        """The chain of one tenant or adapter within the namespace: its keys are of this chain's scope, and no others.
+
+        An empty salt is this chain itself.
+
+        >>> from cache_manager.spec import AuxBlockDataSpec
+        >>> layout = RecordLayout((AuxBlockDataSpec("r", row_shape=(2,), dtype="uint8", block_tokens=2),))
+        >>> plain = KeyChain(Namespace("m", 1), layout)
+        >>> lora = plain.salted(b"lora-7")
+        >>> lora.key(None, [1, 2]) != plain.key(None, [1, 2]), plain.owns(lora.key(None, [1, 2]))
+        (True, True)
+        """
+        if not isinstance(salt, bytes):
+            raise InvalidInputError("salt", "bytes", repr(salt))
+        if not salt:
+            return self
+        chain = copy(self)
+        chain._seed = self._seed.copy()
+        chain._seed.update(_part(b"salt", salt))
+        return chain
 
     def key(self, parent: BlockKey | None, tokens: Tokens, extra: bytes = b"") -> BlockKey:
         """The key of the block holding ``tokens`` that follows the block with key ``parent`` (None: the first).
@@ -123,13 +146,32 @@ class KeyChain:
             raise InvalidInputError("tokens", f"1 to {self.block_tokens} token ids", len(ids) // 8)
         return self._next(parent or b"", ids, extra)
 
+    def adopt(self, digest: bytes) -> BlockKey:
+        """An engine's own hash of a block (and of everything before it) as a key of this namespace and layout.
+
+        ``digest`` has 16 to 1,024 bytes, and is as good as the engine's hash is: blocks that it gives one digest share
+        one key. Adopted keys and those made from tokens never meet.
+
+        >>> from cache_manager.spec import AuxBlockDataSpec
+        >>> layout = RecordLayout((AuxBlockDataSpec("r", row_shape=(2,), dtype="uint8", block_tokens=2),))
+        >>> one, other = KeyChain(Namespace("m", 1), layout), KeyChain(Namespace("m", 2), layout)
+        >>> one.adopt(bytes(32)) != other.adopt(bytes(32)), one.owns(one.adopt(bytes(32)))
+        (True, True)
+        """
+        if not isinstance(digest, bytes) or not 16 <= len(digest) <= 1024:
+            got = f"{len(digest)} bytes" if isinstance(digest, bytes) else repr(digest)
+            raise InvalidInputError("digest", "16 to 1024 bytes", got)
+        seed = self._seed.copy()
+        seed.update(_part(b"adopted", digest))
+        return BlockKey(self.scope + seed.digest()[: KEY_NBYTES - SCOPE_NBYTES])
+
     def keys(self, tokens: Tokens, parent: BlockKey | None = None, extra: bytes = b"") -> list[BlockKey]:
         """The keys of all full blocks of ``tokens``, in order; a partial last block has none here."""
         self._check_parent(parent)
         ids = _token_bytes(tokens)
         step, last, found = self.block_tokens * 8, parent or b"", []
         for at in range(0, len(ids) - step + 1, step):
-            key = self._next(last, ids[at : at + step], extra)
+            key = self.following(BlockKey(last), ids[at : at + step], extra)
             found.append(key)
             last = key
         return found
@@ -142,21 +184,22 @@ class KeyChain:
         if parent is not None and not self.owns(parent):
             raise InvalidInputError("parent", "a key of this chain, or None", repr(parent))
 
-    def _next(self, parent: bytes, ids: bytes, extra: bytes) -> BlockKey:
-        # The three parts of _part(b"parent") + _part(b"tokens") + _part(b"extra"), written out: this runs per block.
+    def following(self, parent: BlockKey | None, ids: bytes, extra: bytes = b"") -> BlockKey:
+        """:meth:`key` of a full block for callers who have its token ids as little-endian int64; nothing is checked."""
+        if extra or not parent:
+            return self._next(parent or b"", ids, extra)
         digest = self._seed.copy()
-        digest.update(
-            b"\x06parent%b%b\x06tokens%b%b\x05extra%b%b"
-            % (
-                len(parent).to_bytes(8, "little"),
-                parent,
-                len(ids).to_bytes(8, "little"),
-                ids,
-                len(extra).to_bytes(8, "little"),
-                extra,
-            )
-        )
+        digest.update(b"".join((_PARENT, parent, self._full, ids, _NO_EXTRA)))
         return BlockKey(self.scope + digest.digest())
+
+    def _next(self, parent: bytes, ids: bytes, extra: bytes) -> BlockKey:
+        digest = self._seed.copy()
+        digest.update(_part(b"parent", parent) + _part(b"tokens", ids) + _part(b"extra", extra))
+        return BlockKey(self.scope + digest.digest())
+
+
+_PARENT = b"\x06parent" + KEY_NBYTES.to_bytes(8, "little")
+_NO_EXTRA = _part(b"extra", b"")
 
 
 def _token_bytes(tokens: Tokens) -> bytes:

@@ -1,122 +1,140 @@
-"""Who holds which block. A reference count is what this table says, never a number kept beside it.
+"""Who holds which block: an array of blocks for each owner.
+
+A block's reference count, ``holders``, is a cache of these arrays: it always equals how often the block stands in them.
 
 Pure: no I/O, no clock, no lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Followers = list[tuple[Hashable, NDArray[np.bool_]]]
+"""Owners whose claims follow a move, each with a mask over the move's pairs."""
+
+_NONE: Ints = np.empty(0, np.int64)
 
 
 class Leases:
-    """Owner-named claims on blocks; an owner holds a block once, a block may have several owners.
+    """Owner-named claims on ``blocks`` blocks; an owner holds a block once, a block may have several owners.
 
-    >>> leases = Leases()
-    >>> leases.acquire("req-1", [4, 5]); leases.acquire("req-2", [4])
-    >>> leases.count(4), leases.release("req-1"), leases.release("req-1")
-    (2, [5], [])
+    >>> leases = Leases(8)
+    >>> leases.acquire("req-1", np.array([4, 5])); leases.acquire("req-2", np.array([4]))
+    >>> leases.holders[4], leases.release("req-1").tolist(), leases.release("req-1").tolist()
+    (np.int32(2), [5], [])
     """
 
-    __slots__ = ("_blocks", "_owners")
+    __slots__ = ("_blocks", "_mark", "_staying", "holders")
 
-    def __init__(self) -> None:
-        self._blocks: dict[str, dict[int, None]] = {}
-        self._owners: dict[int, set[str]] = {}
+    def __init__(self, blocks: int) -> None:
+        self._blocks: dict[Hashable, array[int]] = {}
+        self._staying: set[Hashable] = set()
+        self.holders: NDArray[np.int32] = np.zeros(blocks, np.int32)
+        self._mark: NDArray[np.bool_] = np.zeros(blocks, np.bool_)  # all False between calls
 
-    def acquire(self, owner: str, blocks: Iterable[int]) -> None:
-        """Let ``owner`` hold ``blocks``; holding one already changes nothing."""
-        for block in blocks:
-            self._blocks.setdefault(owner, {})[block] = None
-            holders = self._owners.get(block)
-            if holders is None:
-                self._owners[block] = {owner}
-            else:
-                holders.add(owner)
+    def among(self, ids: Ints, others: Ints) -> NDArray[np.bool_]:
+        """Which of ``ids`` are in ``others``: a tenth of what ``np.isin`` costs."""
+        self._mark[others] = True
+        found = self._mark.take(ids)
+        self._mark[others] = False
+        return found
 
-    def release(self, owner: str, blocks: Iterable[int] | None = None) -> list[int]:
-        """End ``owner``'s claim on ``blocks`` (all it has, if None); the blocks that nobody holds any more.
+    def acquire(self, owner: Hashable, ids: Ints, *, stays: bool = False) -> None:
+        """Let ``owner`` hold ``ids``, each given once; holding one already changes nothing.
+
+        The claims of an owner that ``stays`` follow no move: a job's, whose store works on these very blocks.
+        """
+        if stays:
+            self._staying.add(owner)
+        mine = self._blocks.get(owner)
+        if mine is None:
+            if not ids.size:
+                return
+            mine = self._blocks[owner] = array("q")
+        elif mine:
+            ids = ids[~self.among(ids, np.array(mine))]
+        mine.frombytes(ids.tobytes())
+        self.holders[ids] += 1
+
+    def acquire_each(self, owners: Iterable[Hashable], ids: Ints) -> None:
+        """Let each of ``owners`` hold the one of ``ids`` at its place, which nobody holds."""
+        for owner, block in zip(owners, ids.tolist(), strict=True):
+            mine = self._blocks.get(owner)
+            if mine is None:
+                mine = self._blocks[owner] = array("q")
+            mine.append(block)
+        self.holders[ids] = 1
+
+    def release(self, owner: Hashable, ids: Ints | None = None) -> Ints:
+        """End ``owner``'s claim on ``ids`` (all it has, if None); the blocks that nobody holds any more.
 
         Blocks that the owner does not hold are passed over, so releasing twice is harmless.
         """
-        held = self._blocks.get(owner)
-        if held is None:
-            return []
-        unheld = []
-        for block in list(held) if blocks is None else blocks:
-            if block in held:
-                del held[block]
-                holders = self._owners[block]
-                holders.discard(owner)
-                if not holders:
-                    del self._owners[block]
-                    unheld.append(block)
-        if not held:
+        mine = self._blocks.get(owner)
+        if mine is None:
+            return _NONE
+        if ids is None:
             del self._blocks[owner]
+            self._staying.discard(owner)
+            left = np.array(mine)
+        else:
+            left = self._remove(owner, mine, ids)
+        self.holders[left] -= 1
+        unheld: Ints = left[self.holders.take(left) == 0]
         return unheld
 
-    def pass_on(self, sources: list[int], to: Leases, targets: list[int], followers: list[frozenset[str]]) -> None:
+    def _remove(self, owner: Hashable, mine: array[int], ids: Ints) -> Ints:
+        """Take ``ids`` out of the owner's array; those that were in it."""
+        held = np.array(mine)
+        going = self.among(held, ids)
+        left = held[going]
+        if left.size == held.size:
+            del self._blocks[owner]
+        else:
+            del mine[:]
+            mine.frombytes(held[~going].tobytes())
+        return left
+
+    def followers(self, sources: Ints, owner: Hashable | None) -> Followers:
+        """The owners of ``sources``, or only ``owner``, as they are now, each with a mask over ``sources``."""
+        if owner is not None:
+            return [(owner, self.among(sources, self.blocks(owner)))]
+        owners = [(name, mine) for name, mine in self._blocks.items() if name not in self._staying]
+        masks = ((name, self.among(sources, np.array(mine))) for name, mine in owners)
+        return [(name, mask) for name, mask in masks if mask.any()]
+
+    def pass_on(self, sources: Ints, to: Leases, targets: Ints, followers: Followers) -> None:
         """Claims of ``followers`` on ``sources`` become claims on ``targets`` of ``to``, pair by pair.
 
         Nobody holds the targets before. A follower that has let its source go meanwhile is passed over.
         """
-        mine, theirs = self._owners, to._owners
-        now: list[object] = [mine.get(source) for source in sources]
-        if now == followers and len(everybody := set().union(*followers)) == 1:  # as preemption does it, in bulk
-            theirs.update(zip(targets, map(mine.pop, sources), strict=True))
-            (holder,) = everybody
-            held = self._blocks[holder]
-            for source in sources:
-                del held[source]
-            if not held:
-                del self._blocks[holder]
-            to._blocks.setdefault(holder, {}).update(dict.fromkeys(targets))
-            return
-        for source, target, names in zip(sources, targets, followers, strict=True):
-            current = mine.get(source)
-            if not current:
-                continue
-            if current <= names:
-                going = mine.pop(source)
-            elif going := current & names:
-                mine[source] = current - going
-            else:
-                continue
-            theirs[target] = going
-            for holder in going:
-                held = self._blocks[holder]
-                del held[source]
-                if not held:
-                    del self._blocks[holder]
-                to._blocks.setdefault(holder, {})[target] = None
+        for owner, mask in followers:
+            going = mask & self.among(sources, self.blocks(owner))
+            if going.any():
+                self.release(owner, sources[going])
+                to.acquire(owner, targets[going])
 
-    def split(self, blocks: list[int]) -> tuple[list[int], list[int]]:
-        """Which of ``blocks`` somebody holds, and which nobody does."""
-        owners = self._owners
-        if owners.keys().isdisjoint(blocks):
-            return [], blocks
-        held = [b for b in blocks if b in owners]
-        return held, [] if len(held) == len(blocks) else [b for b in blocks if b not in owners]
-
-    def count(self, block: int) -> int:
-        """The block's reference count."""
-        holders = self._owners.get(block)
-        return len(holders) if holders else 0
-
-    def holds(self, owner: str, block: int) -> bool:
+    def holds(self, owner: Hashable, block: int) -> bool:
         return block in self._blocks.get(owner, ())
 
-    def snapshot(self, blocks: list[int]) -> list[frozenset[str]]:
-        """The owners of each of ``blocks``, as they are now."""
-        nobody: frozenset[str] = frozenset()
-        return [frozenset(owners) if owners else nobody for owners in map(self._owners.get, blocks)]
+    def holds_all(self, owner: Hashable, ids: Ints) -> bool:
+        """Whether ``owner`` holds every one of ``ids``."""
+        return bool(self.among(ids, self.blocks(owner)).all())
 
-    def blocks(self, owner: str) -> list[int]:
-        """The owner's blocks in the order in which it took them."""
-        return list(self._blocks.get(owner, ()))
+    def blocks(self, owner: Hashable) -> Ints:
+        """The owner's blocks in the order in which it took them; the caller's own."""
+        mine = self._blocks.get(owner)
+        return _NONE if mine is None else np.array(mine)
 
-    def all_owners(self) -> frozenset[str]:
+    def owners(self) -> frozenset[Hashable]:
         return frozenset(self._blocks)
 
-    def held(self) -> int:
-        """How many blocks somebody holds."""
-        return len(self._owners)
+    def counted(self) -> NDArray[np.int64]:
+        """Reference counts as the arrays say: what :attr:`holders` must equal."""
+        held: Sequence[Ints] = [np.array(mine) for mine in self._blocks.values()]
+        return np.bincount(np.concatenate(held) if held else _NONE, minlength=self.holders.size)

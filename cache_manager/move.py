@@ -1,34 +1,38 @@
-"""Rows on their way from block to block: begun, copied, and then either all arrived or nothing changed."""
+"""Moves between blocks: all arrived, rows and whatever else the mover carries, or nothing changed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from enum import Enum
+from typing import cast
 
 import numpy as np
+from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
+from cache_manager.bits import prefix_bits
+from cache_manager.books import Books, InFlight
 from cache_manager.checks import integers
 from cache_manager.errors import BlockStateError, InvalidInputError
-from cache_manager.ledger import InFlight, Ledger
+from cache_manager.leases import Followers
 from cache_manager.lifecycle import Event
-from cache_manager.ports import Copier
-from cache_manager.tier import Tier, prefix_bits
+from cache_manager.ports import Mover, TierName
+from cache_manager.table import BlockTable, Ints
 
-Pairs = Sequence[tuple[int, int]]
+Pairs = Sequence[tuple[int, int]] | NDArray[np.int64]
+"""(source, target) block ids ``[n, 2]``; an array costs a fifth of a list of tuples."""
 
 
-class Followers(Enum):
-    """Whose leases follow a move."""
+class Follow(Enum):
+    """Whose leases go with a move from the source to the target."""
 
     NOBODY = "nobody"
     EVERYBODY = "everybody"
 
 
-Follow = Followers | str
-
-
-def split_pairs(pairs: Pairs, source: Tier, target: Tier) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[Ints, Ints]:
     """Source and target ids of ``pairs``, or :class:`InvalidInputError`.
 
     A source may serve several targets; a target is written once, and is not a source in the same call.
@@ -39,118 +43,123 @@ def split_pairs(pairs: Pairs, source: Tier, target: Tier) -> tuple[NDArray[np.in
         return np.empty(0, np.int64), np.empty(0, np.int64)
     if table.shape[1] != 2:
         raise InvalidInputError("pairs", wanted, f"{table.dtype} of shape {table.shape}")
-    targets = target.life.ids(table[:, 1], "pairs target")
-    sources = table[:, 0]
-    if sources.min() < 0 or sources.max() >= source.life.blocks:
-        source.life.ids(np.unique(sources), "pairs source")  # says which
-    if source is target and (both := set(sources.tolist()) & set(targets.tolist())):
-        raise InvalidInputError("pairs", "no block as source and as target", min(both))
+    targets = target.ids(table[:, 1], "pairs target")
+    sources = source.ids_often(table[:, 0], "pairs source")
+    if source is target and count(both := source.leases.among(sources, targets)):
+        raise InvalidInputError("pairs", "no block as source and as target", int(sources[both].min()))
     return sources, targets
 
 
 class Move(InFlight):
-    """A move in flight, made by :meth:`AuxBlocks.begin_swap_out` and its kin. The rows are already copied.
+    """A move in flight, made by ``begin_swap_out`` and its kin. The bytes are already copied.
 
     While it is open its blocks can be neither freed, nor given away, nor written. Exactly one of :meth:`commit` and
-    :meth:`abort` ends it; as a context manager, leaving commits and an exception aborts, so that the engine's own KV
-    copy can stand in the body and both arrive or neither.
+    :meth:`abort` ends it; as a context manager, leaving commits and an exception aborts, so that an engine's own copy
+    can stand in the body and both arrive or neither. A move that is dropped is aborted.
 
-    ``leases_of`` says whose leases follow from source to target, one owner being given by name; a lease taken while the
+    ``follow`` says whose leases go from source to target: nobody's, everybody's or one owner's; a lease taken while the
     move is open stays at the source. ``rows`` limits, pair by pair, how many of a block's first rows may arrive.
-    ``counter`` is the counter of rows that arrived. ``copier`` copies them, without the lock.
+    ``counter`` counts rows that arrived. ``mover`` copies bytes, without the lock. ``beside_steps`` allows steps in
+    flight to write the sources: what they commit later goes under an origin of its own.
     """
 
-    __slots__ = (
-        "_counter",
-        "_followers",
-        "_ledger",
-        "_rows",
-        "_source",
-        "_sources",
-        "_target",
-        "_targets",
-    )
+    __slots__ = ("_books", "_counter", "_followers", "_rows", "_source", "_sources", "_target", "_targets")
 
     def __init__(
         self,
-        source: Tier,
-        target: Tier,
-        ledger: Ledger,
-        pairs: Pairs,
+        books: Books,
+        source: BlockTable,
+        target: BlockTable,
+        sources: Ints,
+        targets: Ints,
         *,
-        leases_of: Follow,
+        mover: Mover,
         counter: str,
-        copier: Copier,
+        follow: Follow | Hashable = Follow.NOBODY,
         rows: Sequence[int] | None = None,
+        beside_steps: bool = False,
     ) -> None:
-        sources, targets = split_pairs(pairs, source, target)
-        if leases_of is not Followers.NOBODY:
-            source.life.ids(sources, "pairs source")
-        self._source, self._target, self._ledger = source, target, ledger
-        self._sources, self._targets = sources, targets
-        self._counter = counter
-        self._followers: list[frozenset[str]] | None = None
-        self._rows = None if rows is None else prefix_bits(integers(rows, "rows", "a row count for each pair"), target)
-        if self._rows is not None and len(self._rows) != len(targets):
-            raise InvalidInputError("rows", f"{len(targets)} row counts, one for each pair", len(self._rows))
-        self._ended = False
-        with ledger.lock:
-            source.check_no_step(sources, "copy from it")
+        self._ended = True  # until it has begun
+        self._books, self._source, self._target = books, source, target
+        self._sources, self._targets, self._counter = sources, targets, counter
+        self._followers: Followers = []
+        self._rows = None
+        if follow is not Follow.NOBODY:
+            source.ids(sources, "pairs source")
+        if rows is not None:
+            self._rows = prefix_bits(integers(rows, "rows", "a row count for each pair"), target.tokens)
+            if len(self._rows) != targets.size:
+                raise InvalidInputError("rows", f"{targets.size} row counts, one for each pair", len(self._rows))
+        with books.guard:
+            if not beside_steps:
+                source.check_no_step(sources, "copy from it")
             target.check_no_step(targets, "copy into it")
-            source.life.check(Event.BEGIN_DEPARTURE, sources)
-            target.life.check(Event.BEGIN_ARRIVAL, targets)
-            if leases_of is Followers.NOBODY:
+            source.check(Event.BEGIN_DEPARTURE, sources)
+            target.check(Event.BEGIN_ARRIVAL, targets)
+            if follow is Follow.NOBODY:
                 target.check_empty(targets)
             else:
                 target.check_unheld(targets)
-                self._followers = _followers(source, sources.tolist(), leases_of)
-            source.life.begin_departure(sources)
-            target.begin_life(target.life.begin_arrival(targets))
-            ledger.moves += 1
+                self._followers = self._find_followers(None if follow is Follow.EVERYBODY else follow)
+            if beside_steps:  # a row that a step commits while the bytes are copied may not be among them
+                there = source.region.valid[sources]
+                self._rows = there if self._rows is None else there & self._rows
+            source.begin_departure(sources)
+            target.begin_arrival(targets)
+            books.moves[id(self)] = weakref.ref(self)
+            self._ended = False
         try:
-            copier.copy(source.region, target.region, sources.tolist(), targets.tolist())
+            if targets.size:
+                mover.copy(cast("TierName", source.tier), cast("TierName", target.tier), sources, targets)
         except BaseException:
             self.abort()
             raise
 
+    def _find_followers(self, owner: Hashable | None) -> Followers:
+        """Whose leases on each source will follow; the lock is held."""
+        leases = self._source.leases
+        if owner is not None and not leases.holds_all(owner, self._sources):
+            block = next(b for b in self._sources.tolist() if not leases.holds(owner, b))
+            raise BlockStateError(f"{self._source.tier} block {block}", f"one that {owner!r} holds", "one it does not")
+        return leases.followers(self._sources, owner)
+
     def commit(self) -> None:
         """The rows have arrived: they are readable at the target, and the leases that follow are there."""
         source, target = self._source, self._target
-        with self._ledger.lock:
+        with self._books.guard:
             if self._ended:
                 raise BlockStateError("move", "one that is in flight", "one that has ended")
             # A reset in between has cleared the source's bits, and nobody can have written a block in motion since.
             valid = source.region.valid[self._sources]
-            target.region.valid[self._targets] = valid if self._rows is None else valid & self._rows
-            self._ledger.count(self._counter, target.valid_rows(self._targets))
-            if self._followers is not None:
-                leases, targets = source.life.leases, self._targets.tolist()
-                leases.pass_on(self._sources.tolist(), target.life.leases, targets, self._followers)
+            if self._rows is not None:
+                valid &= self._rows
+            target.region.valid[self._targets] = valid
+            target.carry_origin(self._targets, source.origin.take(self._sources))
+            arrived = np.bitwise_or.reduce(valid, axis=1) if valid.shape[1] > 1 else valid
+            self._books.count(self._counter, int(np.bitwise_count(arrived).sum()))
+            source.leases.pass_on(self._sources, target.leases, self._targets, self._followers)
             self._end(arrived=True)
 
     def abort(self) -> None:
         """Leave source, leases and every other block as they were. Harmless after the move has ended."""
-        with self._ledger.lock:
-            if not self._ended:
-                self._ledger.count("moves_aborted")
-                self._end(arrived=False)
+        self._books.guard.now_or_later(self._give_up)
+
+    def __del__(self) -> None:
+        if not self._ended:
+            with suppress(BlockStateError):  # in a forked child the move is not the child's
+                self._books.guard.now_or_later(self._give_up)
+
+    def _give_up(self) -> None:
+        if not self._ended:
+            self._books.count("moves_aborted")
+            self._target.carry_origin(self._targets, np.zeros(self._targets.size, np.uint64))
+            self._end(arrived=False)
 
     def _end(self, *, arrived: bool) -> None:
         self._ended = True
-        self._ledger.moves -= 1
-        self._source.life.end_departure(self._sources)
-        self._target.life.end_arrival(self._targets, arrived=arrived)
+        del self._books.moves[id(self)]
+        self._source.end_departure(self._sources)
+        self._target.end_arrival(self._targets, arrived=arrived)
 
 
-def _followers(source: Tier, sources: list[int], leases_of: Follow) -> list[frozenset[str]]:
-    """Whose leases on each of ``sources`` will follow; the lock is held."""
-    leases = source.life.leases
-    if leases_of is Followers.EVERYBODY:
-        return leases.snapshot(sources)
-    assert isinstance(leases_of, str)
-    for block in sources:
-        if not leases.holds(leases_of, block):
-            raise BlockStateError(
-                f"{source.life.tier} block {block}", f"one that {leases_of!r} holds", "one it does not"
-            )
-    return [frozenset((leases_of,))] * len(sources)
+__all__ = ["Follow", "Move", "Pairs", "split_pairs"]

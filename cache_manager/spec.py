@@ -170,17 +170,18 @@ class AuxBlockDataSpec:
         shape = value["row_shape"]
         return cls(**{**value, "row_shape": tuple(shape) if isinstance(shape, (list, tuple)) else shape})
 
-    def rows(self, values: NDArray[Any], *, tokens: int) -> NDArray[Any]:
-        """``values`` as new rows ``[tokens, *row_shape]`` of this dtype, or a :class:`RowError`.
+    def rows(self, values: NDArray[Any], *, tokens: int, copy: bool = True) -> NDArray[Any]:
+        """``values`` as rows ``[tokens, *row_shape]`` of this dtype, or a :class:`RowError`.
 
-        Integers may be wider than the spec's dtype as long as every value fits it; the caller keeps its array.
+        Integers may be wider than the spec's dtype as long as every value fits it. The rows are new ones; without
+        ``copy`` they may be the caller's own array.
         """
         values = np.asarray(values)
         if values.shape != (tokens, *self.row_shape):
             raise RowError(f"{self.name} rows", f"shape {(tokens, *self.row_shape)}", f"shape {values.shape}")
         dtype = self.numpy_dtype
         if values.dtype == dtype:
-            return values.copy(order="C")
+            return values.copy(order="C") if copy else values
         if values.dtype.kind not in "iu" or dtype.kind not in "iu":
             raise RowError(f"{self.name} rows", f"dtype {self.dtype}", f"dtype {values.dtype}")
         info = np.iinfo(dtype)

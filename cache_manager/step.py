@@ -1,174 +1,308 @@
-"""A forward step: the rows it will write, the generations they are for, and what becomes of them."""
+"""A forward step: the rows it will write, the lives they are for, and what becomes of them.
+
+Two ways to bring rows. :meth:`Step.write` copies them from the caller's array to their places at once, unreadable
+still. Or a device writes them by itself (``in_place``): then :meth:`Step.wrote` says so once they are there.
+
+The law of in-place writers. Nobody can tell a device that a block has begun another life. So from the beginning of an
+in-place step until its end, whatever lives its blocks begin meanwhile, nobody else may fill those blocks (allocations,
+moves, restores and installations are refused), and where the engine gives a block out all the same
+(:class:`~cache_manager.engine_blocks.EngineBlocks`), no row at the step's slots becomes readable for the new life
+before the step has ended; what another step copies there meanwhile may be written over, and is given up. The devices of
+one set write in the order in which their steps began. An in-place step is ended when the device has done its writes,
+and not before: aborting one earlier breaks the law, and a handle that is dropped therefore ends nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
 
 import numpy as np
+from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
+from cache_manager.books import Books, InFlight
 from cache_manager.checks import integers
 from cache_manager.errors import BlockBusyError, BlockStateError, RowError, SlotError
-from cache_manager.ledger import InFlight, Ledger
-from cache_manager.lifecycle import Event
-from cache_manager.tier import Tier, runs_of
+from cache_manager.lifecycle import ALLOWED, Event
+from cache_manager.table import BlockTable, Ints
 
-PADDING = -1
+PADDING: Final = -1
+RUN_MIN: Final = 16
+"""Rows next to each other, on average, from which on they are copied run by run."""
 
-
-class SlotTable:
-    """Checked slots of one step: which tokens count, and the block and offset of each.
-
-    ``tokens`` ``[n]`` are the places, in what the caller passed, of the tokens that are not padding; ``None`` when none
-    is, so that nothing has to be picked out.
-    """
-
-    __slots__ = ("blocks", "offsets", "runs", "slots", "tokens", "total", "unique_blocks")
-
-    def __init__(self, slots: NDArray[Any] | Sequence[int], device_blocks: int, block_tokens: int) -> None:
-        slots = integers(slots, "slots", "a flat array of integers", error=SlotError)
-        ordered = np.sort(slots)
-        end = device_blocks * block_tokens
-        if slots.size and (ordered[0] < PADDING or ordered[-1] >= end):
-            bad = int(ordered[0]) if ordered[0] < PADDING else int(ordered[-1])
-            raise SlotError("slots", f"{PADDING} (padding) or a slot in [0, {end})", bad)
-        padding = int(np.searchsorted(ordered, 0))
-        ordered = ordered[padding:]
-        twice = ordered[1:] == ordered[:-1]
-        if twice.any():
-            raise SlotError("slots", "each slot once in a step", f"slot {int(ordered[np.argmax(twice)])} twice")
-        self.total = slots.size
-        self.tokens = np.flatnonzero(slots != PADDING) if padding else None
-        self.slots = self.kept(slots)
-        self.blocks = self.slots // block_tokens
-        self.offsets = self.slots - self.blocks * block_tokens
-        self.runs = runs_of(ordered, block_tokens)
-        self.unique_blocks: NDArray[np.int64] = _without_repeats(self.runs[0])
-        assert not self.slots.size or self.slots.min() >= 0, "padding among the slots"
-
-    def kept(self, values: NDArray[Any]) -> NDArray[Any]:
-        """``values`` ``[total, ...]`` without those of padding; the same array when there is no padding."""
-        return values if self.tokens is None else values[self.tokens]
+Keep = NDArray[np.bool_] | Mapping[str, NDArray[np.bool_]]
 
 
-def _without_repeats(ordered: NDArray[np.int64]) -> NDArray[np.int64]:
-    if ordered.size < 2:
-        return ordered
-    return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
+@dataclass(slots=True, eq=False)
+class StepEntry:
+    """What a table knows of a step in flight. ``slots`` ``[n]`` are those that are not padding."""
+
+    number: int  # stands in ``writer`` where the step will write
+    ticket: int  # every stamp of the step is at least this
+    slots: Ints
+    blocks: Ints  # each once
+    generations: Ints  # of ``blocks``, at the beginning
+    in_place: bool
+    handle: Callable[[], Step | None]  # a weak reference to the step; a strong one if a device writes
 
 
 class Step(InFlight):
-    """The rows of one forward pass, kept aside until the pass has completed.
+    """The rows of one forward pass, unreadable until the pass has completed.
 
-    Made by :meth:`AuxBlocks.begin_step`. Call :meth:`write` for each spec that the pass produced, then exactly one of
-    :meth:`commit` and :meth:`abort`; as a context manager, leaving commits and an exception aborts.
+    Made by ``begin_step``. Call :meth:`write` or :meth:`wrote` for each spec that the pass produced, then exactly one
+    of :meth:`commit` and :meth:`abort`; as a context manager, leaving commits and an exception aborts. A step that is
+    dropped is aborted and counted, unless a device writes its rows.
     """
 
-    __slots__ = ("_begun", "_generations", "_ledger", "_live", "_rows", "_table", "_tier")
+    __slots__ = ("_bits", "_books", "_cells", "_entry", "_pairs_up", "_table", "_tokens", "_total", "_written")
 
-    def __init__(self, tier: Tier, ledger: Ledger, table: SlotTable) -> None:
-        self._tier = tier
-        self._ledger = ledger
-        self._table = table
-        self._live = np.ones(table.slots.size, dtype=np.bool_)  # not superseded by a later step
-        self._rows: dict[int, NDArray[np.uint8]] = {}  # by spec: [tokens, row_nbytes]
-        self._ended = False
-        with ledger.lock:
-            if len(ledger.steps) >= ledger.steps_max:
-                raise BlockBusyError("steps in flight", f"fewer than {ledger.steps_max}", len(ledger.steps))
-            tier.life.check(Event.WRITE, table.unique_blocks)
-            for earlier in ledger.steps:
-                earlier._yield_to(table)
-            tier.invalidate(table.runs)
-            tier.pending[table.unique_blocks] += 1
-            self._begun = tier.life.generations[table.unique_blocks]
-            self._generations = tier.life.generations[table.blocks]
-            ledger.steps.append(self)
+    def __init__(
+        self,
+        table: BlockTable,
+        books: Books,
+        slots: NDArray[Any] | Sequence[int],
+        *,
+        steps_max: int,
+        in_place: bool = False,
+        drop_bad: bool = False,
+    ) -> None:
+        """Begin; with ``drop_bad`` slots that are none, or of a block that nobody holds, count as padding."""
+        self._ended = True  # until it has begun
+        self._table, self._books = table, books
+        given = kept = integers(slots, "slots", "a flat array of integers", error=SlotError)
+        self._total: int = given.size
+        self._tokens: Ints | None = None  # places of the tokens that are not padding; None: all
+        wanted = given.size
+        if count(given.view(np.uint64) >= table.end):
+            wanted, kept = self._without_padding(given, drop_bad=drop_bad)
+        with books.guard:
+            if len(table.steps) >= steps_max:
+                raise BlockBusyError("steps in flight", f"fewer than {steps_max}", len(table.steps))
+            if drop_bad:
+                kept = self._writable(kept)
+                books.count("bad_writes_dropped", wanted - kept.size)
+            self._cells, self._bits, self._pairs_up, ticket = table.begin_writing(kept)
+            blocks = table.blocks_of(self._cells)
+            table.check(Event.WRITE, blocks)
+            number = table.step_number()
+            table.make_unreadable(self._cells, self._bits)
+            table.write_under_own_origin(blocks, kept)
+            table.writer[kept] = number
+            generations, handle = table.generations.take(blocks), (lambda: self) if in_place else weakref.ref(self)
+            self._entry = StepEntry(number, ticket, kept, blocks, generations, in_place, handle)
+            table.steps[number] = self._entry
+            self._ended = False
+        self._written: dict[int, None] = {}
+
+    def _without_padding(self, given: Ints, *, drop_bad: bool) -> tuple[int, Ints]:
+        """How many slots are not padding, and those of them that are slots."""
+        self._tokens = np.flatnonzero(given != PADDING)
+        kept = given[self._tokens]
+        wanted = kept.size
+        if count(bad := kept.view(np.uint64) >= self._table.end):
+            if not drop_bad:
+                slot = int(kept[int(np.argmax(bad))])
+                raise SlotError("slots", f"{PADDING} (padding) or a slot in [0, {int(self._table.end)})", slot)
+            self._tokens, kept = self._tokens[~bad], kept[~bad]
+        return wanted, kept
+
+    def _writable(self, kept: Ints) -> Ints:
+        """The slots of blocks that may be written, each once: the first of those given twice. The lock is held."""
+        good = ALLOWED[Event.WRITE].take(self._table.states.take(kept // self._table.tokens))
+        first = np.zeros(kept.size, np.bool_)
+        first[np.unique(kept, return_index=True)[1]] = True
+        good &= first
+        if count(good) == kept.size:
+            return kept
+        self._tokens = np.flatnonzero(good) if self._tokens is None else self._tokens[good]
+        return kept[good]
 
     @property
-    def blocks(self) -> NDArray[np.int64]:
+    def blocks(self) -> Ints:
         """The distinct blocks that the step writes."""
-        return self._table.unique_blocks
+        return self._entry.blocks
 
-    def blocks_still_owed(self) -> NDArray[np.int64]:
-        """Those of :attr:`blocks` that are still in the life the step was begun for; the lock is held."""
-        blocks = self._table.unique_blocks
-        still: NDArray[np.bool_] = self._tier.life.generations[blocks] == self._begun
-        return blocks[still]
+    @property
+    def in_place(self) -> bool:
+        """Whether a device writes the rows by itself."""
+        return self._entry.in_place
 
-    def add_pending(self, block: int, bits: NDArray[np.uint64]) -> None:
-        """Set the bits ``[words]`` of the rows of ``block`` that this step may still write; the lock is held."""
-        blocks, words, runs = self._table.runs
-        if block in self.blocks_still_owed():
-            mine = blocks == block
-            bits[words[mine]] |= runs[mine]
+    def write(self, name: str, rows: NDArray[Any], slots: NDArray[Any] | None = None) -> None:
+        """Copy ``rows`` ``[T, *row_shape]``, one for each slot the step began with, padding included, to their places.
 
-    def write(self, name: str, rows: NDArray[Any]) -> None:
-        """Keep a copy of ``rows`` ``[T, *row_shape]``, one for each slot the step began with, padding included.
-
+        ``slots`` ``[T]`` says where each row goes when they come in another order; they must be the step's slots.
         Integers may be wider than the spec's dtype if every value fits. Raises :class:`RowError` for another shape,
         dtype or a value out of range, and then nothing of this call is kept.
         """
-        index, table = self._tier.layout.index(name), self._table
-        spec = self._tier.layout.specs[index]
+        table, index = self._table, self._table.layout.index(name)
+        spec = table.layout.specs[index]
         self._check_open("write")
-        if index in self._rows:
-            raise RowError(f"{name} rows", "one write a step", "a second one")
+        self._check_first(index, name)
         values = np.asarray(rows)
-        if values.shape[:1] != (table.total,):
-            raise RowError(f"{name} rows", f"shape {(table.total, *spec.row_shape)}", f"shape {values.shape}")
-        kept = spec.rows(table.kept(values), tokens=table.slots.size)
-        self._rows[index] = kept.reshape(-1).view(np.uint8).reshape(table.slots.size, spec.row_nbytes)
+        if values.shape[:1] != (self._total,):
+            raise RowError(f"{name} rows", f"shape {(self._total, *spec.row_shape)}", f"shape {values.shape}")
+        at = self._entry.slots
+        if slots is not None:
+            values, at = self._reordered(name, values, slots)
+        elif self._tokens is not None:
+            values = values[self._tokens]
+        values = spec.rows(values, tokens=at.size, copy=False)
+        items = np.ascontiguousarray(values).reshape(-1).view(f"V{spec.row_nbytes}") if at.size else values
+        with self._books.guard:
+            self._check_open("write")
+            self._check_first(index, name)
+            number = self._entry.number
+            if len(table.steps) > 1:
+                self._yield_to_devices()
+            if count(mine := table.writer.take(at) == number) != at.size:
+                at, items = at[mine], items[mine]
+            self._place(table.items[index], at, items)
+            self._written[index] = None
 
-    def commit(self, keep: NDArray[np.bool_] | None = None) -> int:
+    def _reordered(self, name: str, values: NDArray[Any], slots: NDArray[Any]) -> tuple[NDArray[Any], Ints]:
+        at = integers(slots, f"{name} slots", "a flat array of integers", error=SlotError)
+        if at.size != self._total:
+            raise SlotError(f"{name} slots", f"{self._total} slots, one for each row", at.size)
+        keep = at != PADDING
+        if self._tokens is not None and count(keep) > self._entry.slots.size:
+            keep &= np.isin(at, self._entry.slots)  # of the step's, without those that it was begun without
+        at, values = at[keep], values[keep]
+        if at.size != self._entry.slots.size or not np.array_equal(np.sort(at), np.sort(self._entry.slots)):
+            raise SlotError(f"{name} slots", "the slots that the step began with, in any order", "others")
+        return values, at
+
+    def _place(self, target: NDArray[Any], at: Ints, items: NDArray[Any]) -> None:
+        if not at.size:
+            return
+        if target.ndim == 1 and at.size >= RUN_MIN * self._cells.size:  # runs: a row is next to the one before
+            edges = np.flatnonzero(np.diff(at, prepend=at[0] - 2, append=at[-1] + 2) != 1).tolist()
+            if len(edges) * RUN_MIN <= at.size + RUN_MIN:
+                for (a, b), start in zip(pairwise(edges), at[edges[:-1]].tolist(), strict=True):
+                    target[start : start + b - a] = items[a:b]
+                return
+        target[at if target.ndim == 1 else np.divmod(at, self._table.tokens)] = items
+
+    def wrote(self, name: str) -> None:
+        """The device has written, or will have written before :meth:`commit`, a row of ``name`` at every slot.
+
+        For steps begun with ``in_place=True``. The rows lie at their slots in the host buffer, in the spec's dtype.
+        """
+        index = self._table.layout.index(name)
+        self._check_open("have been written")
+        if not self._entry.in_place:
+            raise BlockStateError("step", "one begun with in_place=True", "one that copies its rows")
+        self._check_first(index, name)
+        self._written[index] = None
+
+    def commit(self, keep: Keep | None = None) -> int:
         """Make the written rows readable; how many tokens' rows that was.
 
-        ``keep`` ``[T]`` says which tokens count (rejected speculative ones do not). A row whose block has meanwhile
-        begun another life, or whose slot a later step has taken, is dropped and counted.
+        ``keep`` ``[T]``, or one for each of some specs by name, says which tokens count (rejected speculative ones do
+        not). A row whose block has meanwhile begun another life, or whose slot a later step has taken, or which an
+        in-place step that began earlier may still overwrite, is dropped and counted.
         """
         self._check_open("commit")
-        table = self._table
-        if keep is not None:
-            keep = np.asarray(keep)
-            if keep.dtype != np.bool_ or keep.shape != (table.total,):
-                raise RowError("keep", f"bool of shape {(table.total,)}", f"{keep.dtype} of shape {keep.shape}")
-            keep = table.kept(keep)
-        with self._ledger.lock:
+        chosen = self._chosen(keep)
+        table, entry = self._table, self._entry
+        with self._books.guard:
             self._check_open("commit")
             self._end()
-            live = self._live & (self._tier.life.generations[table.blocks] == self._generations)
-            wanted = live if keep is None else live & keep
-            everything = bool(wanted.all())
-            blocks, offsets, runs = table.blocks, table.offsets, table.runs
-            if not everything:
-                blocks, offsets = blocks[wanted], offsets[wanted]
-                runs = runs_of(np.sort(table.slots[wanted]), self._tier.layout.block_tokens)
-            for spec, rows in self._rows.items():
-                self._tier.store(spec, blocks, offsets, rows if everything else rows[wanted], runs)
-            committed = int(blocks.size) if self._rows else 0
-            self._ledger.count("rows_committed", committed)
-            self._ledger.count("late_writes_dropped", int(np.count_nonzero(~live)))
-            self._ledger.count("rows_rejected", int(np.count_nonzero(live & ~wanted)))
-        return committed
+            mine = table.writer.take(entry.slots) == entry.number
+            if table.steps:
+                mine = self._outside_fences(mine)
+            live = int(count(mine))
+            if table.given is not None:
+                self._renew_origins()
+            committed: NDArray[np.bool_] | None = None  # tokens with a row that became readable; None: all
+            for spec in self._written:
+                wanted = chosen.get(spec, chosen.get(-1))
+                wanted = mine if wanted is None else mine & wanted
+                if n := int(count(wanted)):
+                    table.make_readable(spec, *self._marks(wanted, n))
+                committed = wanted if committed is None else committed | wanted
+            landed = 0 if committed is None else int(count(committed))
+            rejected = live - landed if committed is not None else self._rejected(mine, chosen)
+            self._books.count("rows_committed", landed)
+            self._books.count("late_writes_dropped", entry.slots.size - live)
+            self._books.count("rows_rejected", rejected)
+        return landed
+
+    def _rejected(self, mine: NDArray[np.bool_], chosen: dict[int, NDArray[np.bool_]]) -> int:
+        return int(count(mine & ~chosen[-1])) if -1 in chosen else 0
+
+    def _chosen(self, keep: Keep | None) -> dict[int, NDArray[np.bool_]]:
+        """By spec, or -1 for all of them: which of the entry's slots count."""
+        if keep is None:
+            return {}
+        masks = keep.items() if isinstance(keep, Mapping) else [(None, keep)]
+        chosen = {}
+        for name, given in masks:
+            mask = np.asarray(given)
+            if mask.dtype != np.bool_ or mask.shape != (self._total,):
+                field = "keep" if name is None else f"keep[{name!r}]"
+                raise RowError(field, f"bool of shape {(self._total,)}", f"{mask.dtype} of shape {mask.shape}")
+            index = -1 if name is None else self._table.layout.index(name)
+            chosen[index] = mask if self._tokens is None else mask[self._tokens]
+        return chosen
+
+    def _outside_fences(self, mine: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """``mine`` without the slots that an in-place step which began earlier may still write."""
+        number = self._entry.number
+        earlier = [step.slots for step in self._table.steps.values() if step.in_place and step.number < number]
+        return mine & ~np.isin(self._entry.slots, np.concatenate(earlier)) if earlier else mine
+
+    def _yield_to_devices(self) -> None:
+        """Give up what would be copied to where an earlier in-place step may still write over it."""
+        slots, number = self._entry.slots, self._entry.number
+        mine = self._table.writer.take(slots) == number
+        if count(lost := mine & ~self._outside_fences(mine)):
+            self._table.writer[slots[lost]] = 0
+
+    def _renew_origins(self) -> None:
+        """Where the engine let a block's content leave while the step wrote it, the block is another one's from now."""
+        table, blocks = self._table, self._entry.blocks
+        if count(left := ~table.own.take(blocks)):
+            blocks = blocks[left & (table.generations.take(blocks) == self._entry.generations)]
+            table.origin[blocks] = table.draw(blocks.size)
+            table.own[blocks] = True
+
+    def _marks(self, wanted: NDArray[np.bool_], n: int) -> tuple[Ints, NDArray[np.uint64]]:
+        if n == wanted.size:
+            return self._cells, self._bits
+        if self._pairs_up:
+            return self._cells[wanted], self._bits[wanted]
+        return self._table.cells_with_bits(np.sort(self._entry.slots[wanted]))
 
     def abort(self) -> None:
         """Drop the step; the rows at its slots stay missing. Harmless after the step has ended."""
-        with self._ledger.lock:
-            if not self._ended:
-                self._end()
-                self._ledger.count("steps_aborted")
+        self._books.guard.now_or_later(lambda: self._give_up("steps_aborted"))
 
-    def _yield_to(self, table: SlotTable) -> None:
-        """A later step writes ``table``: where both write a slot, the later one counts."""
-        if np.isin(self._table.unique_blocks, table.unique_blocks, assume_unique=True).any():
-            self._live &= ~np.isin(self._table.slots, table.slots, assume_unique=True)
+    def __del__(self) -> None:
+        if not self._ended:
+            with suppress(BlockStateError):  # in a forked child the step is not the child's
+                self._books.guard.now_or_later(lambda: self._give_up("steps_dropped"))
+
+    def _give_up(self, counter: str) -> None:
+        if not self._ended:
+            self._end()
+            self._books.count(counter)
 
     def _end(self) -> None:
         self._ended = True
-        self._ledger.steps.remove(self)
-        self._tier.pending[self.blocks_still_owed()] -= 1
+        del self._table.steps[self._entry.number]
 
     def _check_open(self, event: str) -> None:
         if self._ended:
             raise BlockStateError("step", f"one that is in flight to {event}", "one that has ended")
+
+    def _check_first(self, index: int, name: str) -> None:
+        if index in self._written:
+            raise RowError(f"{name} rows", "one write a step", "a second one")
+
+
+__all__ = ["PADDING", "Keep", "Step", "StepEntry"]

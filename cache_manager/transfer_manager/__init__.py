@@ -1,6 +1,6 @@
 """The cache-transfer process: KV and rows of blocks are swapped, persisted and restored together, beside the engine."""
 
-from cache_manager.transfer_manager.blocks import FollowingMover, ProcessBlocks
+from cache_manager.transfer_manager.blocks import ProcessMover
 from cache_manager.transfer_manager.manager import (
     CacheTransferManager,
     SharedPart,
@@ -10,8 +10,7 @@ from cache_manager.transfer_manager.manager import (
 
 __all__ = [
     "CacheTransferManager",
-    "FollowingMover",
-    "ProcessBlocks",
+    "ProcessMover",
     "SharedPart",
     "TransferCounters",
     "TransferSettings",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-TierName = Literal["device", "host"]
+from cache_manager.ports import Found, HitPolicy, TierName
 
 
 class PartSetUp(msgspec.Struct, frozen=True):
@@ -20,9 +20,15 @@ class PartSetUp(msgspec.Struct, frozen=True):
 
 
 class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
-    """The first command. The words of the first part's regions say which generation a block is in."""
+    """The first command: the rows and, if there is one, the KV.
+
+    The words of the first part's regions say which generation a block is in. ``policy`` and ``required`` (indices of
+    the rows' specs) are those of the law of pairs, :class:`~cache_manager.mover.PairMover`.
+    """
 
     parts: list[PartSetUp]
+    policy: HitPolicy
+    required: list[int]
 
 
 class Move(msgspec.Struct, frozen=True, tag="move"):
@@ -36,12 +42,13 @@ class Move(msgspec.Struct, frozen=True, tag="move"):
 
 
 class Persist(msgspec.Struct, frozen=True, tag="persist"):
-    """Store every part of device blocks under their keys. ``valid[part][block]`` are validity bitmaps."""
+    """Store every part of device blocks under their keys. ``valid`` are the rows' validity words, block by block."""
 
     keys: list[bytes]
     blocks: list[int]
+    origins: list[int]
+    valid: list[bytes]
     generations: list[int]
-    valid: list[list[bytes]]
 
 
 class Restore(msgspec.Struct, frozen=True, tag="restore"):
@@ -77,16 +84,17 @@ class Asked(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """How a command ended. A failed one has changed nothing that anyone may read.
 
-    ``generations`` are those that the command was done for. ``stored`` says, key by key, whether every part is stored;
-    ``restored[i]`` is the packed header of the first part of key i, or the name of the ``Absence`` of a part.
+    ``generations`` are those that the command was done for. ``stored`` is, key by key, what is stored now;
+    ``restored`` what has come, or the name of the ``Absence``; ``there`` which keys seem to be stored.
     ``counters`` are those of the first part's ``RecordStore``, in the order of its fields. ``error`` is empty or says
     what failed; ``of_store`` that it was a store.
     """
 
     number: int
     generations: list[int] = []
-    stored: list[bool] = []
-    restored: list[bytes] = []
+    stored: list[Found | None] = []
+    restored: list[Found | str] = []
+    there: list[bool] = []
     counters: list[int] = []
     error: str = ""
     of_store: bool = False

@@ -27,6 +27,7 @@ from cache_manager.errors import (
     TransferProcessFullError,
 )
 from cache_manager.framing import receive_frame, send_frame
+from cache_manager.ports import HitPolicy
 from cache_manager.regions import SharedRegion
 from cache_manager.storage.breaker import Breaker
 from cache_manager.transfer_manager import commands
@@ -99,9 +100,16 @@ class CacheTransferManager:
     cannot be set up.
     """
 
-    def __init__(self, parts: Sequence[SharedPart], settings: TransferSettings | None = None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[SharedPart],
+        settings: TransferSettings | None = None,
+        *,
+        policy: HitPolicy = "gate",
+        required: Sequence[int] = (0,),
+    ) -> None:
         self.settings = settings or TransferSettings()
-        self._setup = _setup_of(parts)
+        self._setup = _setup_of(parts, policy, required)
         self._lock = threading.Lock()  # the counts, the process of the moment and what it was asked
         self._counts = dict.fromkeys(TransferCounters.__dataclass_fields__, 0)
         s = self.settings
@@ -381,7 +389,7 @@ def _end(future: Future[Answer], answer: Answer) -> None:
         future.set_exception(TransferProcessError(answer.error))
 
 
-def _setup_of(parts: Sequence[SharedPart]) -> commands.SetUp:
+def _setup_of(parts: Sequence[SharedPart], policy: HitPolicy, required: Sequence[int]) -> commands.SetUp:
     if not parts:
         raise ConfigError("parts", "at least one", "none")
     first = parts[0]
@@ -405,7 +413,9 @@ def _setup_of(parts: Sequence[SharedPart]) -> commands.SetUp:
                 part.store,
             )
             for part in parts
-        ]
+        ],
+        policy,
+        list(required),
     )
 
 

@@ -12,7 +12,7 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from typing import Final, NoReturn
@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from cache_manager.errors import BlockStateError, StorageError
 from cache_manager.framing import receive_frame, send_frame
 from cache_manager.keys import BlockKey
-from cache_manager.ports import Absence
-from cache_manager.record import pack_header
+from cache_manager.memory import GENERATION_SHIFT
+from cache_manager.mover import PairMover, RowsMover
+from cache_manager.ports import Absence, BlockRecords, Mover, TierName
 from cache_manager.regions import SharedRegion
-from cache_manager.regions.reader import SEQUENCE_BITS
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage import open_store
 from cache_manager.storage.records import RecordStore
@@ -38,115 +38,86 @@ STORE_THREADS: Final = 2
 ORPHAN_CHECK_MS: Final = 2_000
 
 
-class Part:
-    """One kind of record of every block: its regions by tier, and the store it is kept in, if any."""
-
-    def __init__(self, setup: commands.PartSetUp) -> None:
-        self.layout = RecordLayout(tuple(AuxBlockDataSpec.from_json(spec) for spec in setup.specs))
-        self.regions = {
-            tier: SharedRegion.attach(name, self.layout, writable=True)
-            for tier, name in (("device", setup.device), ("host", setup.host))
-            if name
-        }
-        self.records = RecordStore(open_store(setup.store), self.layout) if setup.store else None
-
-    @property
-    def store(self) -> RecordStore:
-        if self.records is None:
-            raise StorageError("this cache-transfer process was given no store")
-        return self.records
-
-    def views(self, blocks: list[int]) -> list[memoryview]:
-        rows = self.regions["device"].rows
-        return [rows[block].data for block in blocks]
-
-
 class Transfers:
     """What the commands do, given regions and stores."""
 
     def __init__(self, setup: commands.SetUp) -> None:
-        self._parts = [Part(part) for part in setup.parts]
+        self._regions = [_regions(part) for part in setup.parts]
+        self._records = [
+            RecordStore(open_store(part.store), regions["device"].layout) if part.store else None
+            for part, regions in zip(setup.parts, self._regions, strict=True)
+        ]
+        movers = [
+            RowsMover(regions["device"], regions.get("host"), records, whole=number > 0)
+            for number, (regions, records) in enumerate(zip(self._regions, self._records, strict=True))
+        ]
+        rows, *more = movers
+        layout = self._regions[0]["device"].layout
+        self._mover: Mover = rows
+        if more:
+            self._mover = PairMover(rows, more[0], setup.policy, layout, [layout.specs[i].name for i in setup.required])
 
     def move(self, asked: commands.Move) -> Answer:
         for place, blocks in ((asked.source, asked.sources), (asked.target, asked.targets)):
             self._check_blocks(place, blocks)
         self._check_generations(asked.target, asked.targets, asked.generations)
-        for part in self._parts:
-            source, target = part.regions[asked.source].rows, part.regions[asked.target].rows
-            for s, t in zip(asked.sources, asked.targets, strict=True):
-                target[t] = source[s]
+        self._mover.copy(asked.source, asked.target, np.array(asked.sources), np.array(asked.targets))
         self._check_generations(asked.target, asked.targets, asked.generations)
         return Answer(0, asked.generations)
 
     def persist(self, asked: commands.Persist) -> Answer:
-        """A key counts as stored when every part is: parts are put in order, and the first "no" ends it for a key."""
-        self._check_blocks("device", asked.blocks)
-        self._check_generations("device", asked.blocks, asked.generations)
-        wanted = list(range(len(asked.keys)))
-        for part, valid in zip(self._parts, asked.valid, strict=True):
-            keys = [BlockKey(asked.keys[i]) for i in wanted]
-            payloads = part.views([asked.blocks[i] for i in wanted])
-            generations = [asked.generations[i] for i in wanted]
-            stored = part.store.put(keys, payloads, [valid[i] for i in wanted], generations)
-            wanted = [i for i, there in zip(wanted, stored, strict=True) if there]
-        self._check_generations("device", asked.blocks, asked.generations)
-        return self._done(asked.generations, stored=[i in set(wanted) for i in range(len(asked.keys))])
+        self._check_device(asked.blocks, asked.generations)
+        keys = [BlockKey(key) for key in asked.keys]
+        stored = self._mover.put(BlockRecords(keys, asked.blocks, asked.origins, asked.valid, asked.generations))
+        self._check_device(asked.blocks, asked.generations)
+        return Answer(0, asked.generations, stored=stored, counters=self._counters())
 
     def restore(self, asked: commands.Restore) -> Answer:
-        """A key counts as restored when every part is there and sound."""
-        self._check_blocks("device", asked.blocks)
-        self._check_generations("device", asked.blocks, asked.generations)
-        answers = [Absence.MISS.value.encode()] * len(asked.keys)
-        wanted = list(range(len(asked.keys)))
-        for number, part in enumerate(self._parts):
-            keys = [BlockKey(asked.keys[i]) for i in wanted]
-            found = part.store.get_into(keys, part.views([asked.blocks[i] for i in wanted]))
-            there = []
-            for i, header in zip(wanted, found, strict=True):
-                if isinstance(header, Absence):
-                    answers[i] = header.value.encode()
-                else:
-                    there.append(i)
-                    if number == 0:
-                        answers[i] = pack_header(header)
-            wanted = there
-        self._check_generations("device", asked.blocks, asked.generations)
-        return self._done(asked.generations, restored=answers)
+        self._check_device(asked.blocks, asked.generations)
+        found = self._mover.get_into([BlockKey(key) for key in asked.keys], asked.blocks)
+        self._check_device(asked.blocks, asked.generations)
+        restored = [each.value if isinstance(each, Absence) else each for each in found]
+        return Answer(0, asked.generations, restored=restored, counters=self._counters())
 
     def contains(self, asked: commands.Contains) -> Answer:
-        there = [True] * len(asked.keys)
-        for part in self._parts:
-            found = part.store.contains([BlockKey(key) for key in asked.keys])
-            there = [a and b for a, b in zip(there, found, strict=True)]
-        return self._done([], stored=there)
+        there = self._mover.contains([BlockKey(key) for key in asked.keys])
+        return Answer(0, there=there, counters=self._counters())
 
     def flush(self) -> Answer:
-        for part in self._parts:
-            part.store.flush()
-        return self._done([])
+        self._mover.flush()
+        return Answer(0, counters=self._counters())
 
     def close(self) -> Answer:
-        for part in self._parts:
-            if part.records is not None:
-                part.records.close()
+        for records in self._records:
+            if records is not None:
+                records.close()
         return Answer(0)
 
-    def _done(self, generations: list[int], *, stored: Sequence[bool] = (), restored: Sequence[bytes] = ()) -> Answer:
-        counters = list(astuple(self._parts[0].store.counters))
-        return Answer(0, generations, list(stored), list(restored), counters)
+    def _counters(self) -> list[int]:
+        return list(astuple(self._mover.counters))
 
-    def _check_blocks(self, tier: commands.TierName, blocks: list[int]) -> None:
-        for part in self._parts:
-            region = part.regions[tier]
-            assert all(0 <= block < region.blocks for block in blocks), f"{tier} blocks {blocks} of {region.blocks}"
+    def _check_blocks(self, tier: TierName, blocks: list[int]) -> None:
+        for regions in self._regions:
+            count = regions[tier].blocks
+            assert all(0 <= block < count for block in blocks), f"{tier} blocks {blocks} of {count}"
 
-    def _check_generations(self, tier: commands.TierName, blocks: list[int], generations: list[int]) -> None:
+    def _check_device(self, blocks: list[int], generations: list[int]) -> None:
+        self._check_blocks("device", blocks)
+        self._check_generations("device", blocks, generations)
+
+    def _check_generations(self, tier: TierName, blocks: list[int], generations: list[int]) -> None:
         """Whether ``blocks`` are still in the life that the command was made for."""
-        words: NDArray[np.uint64] = self._parts[0].regions[tier].words
-        now = (words[blocks] >> np.uint64(SEQUENCE_BITS)).tolist()
+        words: NDArray[np.uint64] = self._regions[0][tier].words
+        now = (words[blocks] >> np.uint64(GENERATION_SHIFT)).tolist()
         for block, found, wanted in zip(blocks, now, generations, strict=True):
             if found != wanted:
                 raise BlockStateError(f"{tier} block {block}", f"generation {wanted}", found)
+
+
+def _regions(setup: commands.PartSetUp) -> dict[TierName, SharedRegion]:
+    layout = RecordLayout(tuple(AuxBlockDataSpec.from_json(spec) for spec in setup.specs))
+    names: dict[TierName, str] = {"device": setup.device, "host": setup.host}
+    return {tier: SharedRegion.attach(name, layout, writable=True) for tier, name in names.items() if name}
 
 
 class Process:

@@ -60,7 +60,7 @@ def fill(aux: AuxBlocks, blocks: list[int], who: str, owner: str | None = None) 
 def snapshot(aux: AuxBlocks) -> tuple[object, ...]:
     device, host = aux.read("routing", range(6)), aux.read("routing", range(3), tier="host")
     leases = [(o, b, t) for o in "ab" for t, n in (("device", 6), ("host", 3)) for b in range(n) if aux.holds(o, b, t)]
-    return device.ids.tobytes(), device.valid.tobytes(), host.ids.tobytes(), host.valid.tobytes(), leases
+    return device.values.tobytes(), device.valid.tobytes(), host.values.tobytes(), host.valid.tobytes(), leases
 
 
 def test_slot_reuse_never_shows_the_earlier_tenant(aux) -> None:
@@ -70,7 +70,7 @@ def test_slot_reuse_never_shows_the_earlier_tenant(aux) -> None:
     aux.allocate([0], "b")
     rows = aux.read("routing", [0], owner="b")
     assert not rows.valid.any()
-    assert (rows.ids == 0xFF).all()
+    assert (rows.values == 0xFF).all()
 
 
 def test_a_late_write_into_a_reused_block_is_dropped(aux) -> None:
@@ -84,7 +84,7 @@ def test_a_late_write_into_a_reused_block_is_dropped(aux) -> None:
     assert step.commit() == 1, "the row in block 1, which nobody got, still counts"
     rows = aux.read("routing", [0], owner="b")
     assert rows.valid.all()
-    assert np.array_equal(rows.ids, mine)
+    assert np.array_equal(rows.values, mine)
     assert aux.counters.late_writes_dropped == 2
 
 
@@ -98,7 +98,7 @@ def test_of_two_steps_that_write_a_slot_the_later_one_counts(aux) -> None:
     newer.commit()
     older.commit()
     rows = aux.read("routing", [0], 0, 3)
-    assert np.array_equal(rows.ids, [old[0], new[0], new[1]])
+    assert np.array_equal(rows.values, [old[0], new[0], new[1]])
 
 
 def test_rejected_tokens_and_padding_never_become_valid(aux) -> None:
@@ -152,8 +152,8 @@ def test_only_the_named_owner_leaves_a_shared_block(aux) -> None:
     aux.swap_out([(0, 2)], owner="a")
     assert aux.holds("b", 0)
     assert not aux.holds("a", 0)
-    assert np.array_equal(aux.read("routing", [2], tier="host", owner="a").ids, mine)
-    assert np.array_equal(aux.read("routing", [0], owner="b").ids, mine)
+    assert np.array_equal(aux.read("routing", [2], tier="host", owner="a").values, mine)
+    assert np.array_equal(aux.read("routing", [0], owner="b").values, mine)
     assert not aux.read("routing", [0], owner="a").valid.any()
 
 
@@ -161,7 +161,7 @@ def test_reset_reaches_every_tier_and_everything_in_flight(aux) -> None:
     """Goal: H9. Method: rows on device, host and store, a step and a move in flight, a key from before; then reset."""
     fill(aux, [0, 1, 2], "old", "a")
     key = aux.keys.key(None, [1, 2, 3, 4])
-    assert aux.persist({key: 0}) == {key: True}
+    assert aux.persist({key: 0}, owner="a") == {key: aux.origins([0])[0]}
     aux.swap_out([(1, 0)])
     step = aux.begin_step([8])
     step.write("routing", canary_rows(SPEC, [("old", 0)]))
@@ -172,10 +172,10 @@ def test_reset_reaches_every_tier_and_everything_in_flight(aux) -> None:
     assert not aux.read("routing", range(6)).valid.any()
     assert not aux.read("routing", range(3), tier="host").valid.any()
     aux.allocate([4], "b")
-    assert aux.restore({key: 4}) == {key: False}
+    assert aux.restore({key: 4}, owner="b") == {key: False}
     fresh = aux.keys.key(None, [1, 2, 3, 4])
     assert fresh != key
-    assert aux.restore({fresh: 4}) == {fresh: False}
+    assert aux.restore({fresh: 4}, owner="b") == {fresh: False}
     assert aux.counters.stale_keys == 1
 
 
@@ -183,10 +183,10 @@ def test_a_reset_while_the_store_is_read_drops_what_was_read(aux, store) -> None
     """Goal: a reset that lands during I/O. Method: the store calls reset in the middle of a get."""
     fill(aux, [0], "old", "a")
     key = aux.keys.key(None, [1])
-    aux.persist({key: 0})
+    aux.persist({key: 0}, owner="a")
     aux.allocate([1], "b")
     store.during_get = lambda: aux.reset(weights_version=2)
-    assert aux.restore({key: 1}) == {key: False}
+    assert aux.restore({key: 1}, owner="b") == {key: False}
     assert not aux.read("routing", range(6)).valid.any()
     assert aux.counters.late_restores_dropped == 1
 
@@ -196,11 +196,13 @@ def test_an_incomplete_block_is_not_persisted(aux) -> None:
     with aux.step([0, 1, 2]) as step:
         step.write("routing", canary_rows(SPEC, [("x", i) for i in range(3)]))
     key = aux.keys.key(None, [1])
-    assert aux.persist({key: 0}) == {key: False}
+    assert aux.persist({key: 0}, owner="a") == {key: 0}
     assert aux.counters.incomplete_blocks_not_persisted == 1
     with aux.step([3]) as step:
         step.write("routing", canary_rows(SPEC, [("x", 3)]))
-    assert aux.persist({key: 0}) == {key: True}, "what was stored without rows is filled in later"
+    assert aux.persist({key: 0}, owner="a") == {key: aux.origins([0])[0]}, (
+        "what was stored without rows is filled in later"
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def test_an_incomplete_block_is_not_persisted(aux) -> None:
         (lambda a: a.read("routing", [0.5]), InvalidInputError, "blocks: wanted a flat sequence of block ids"),
         (lambda a: a.read("routing", [2**63]), InvalidInputError, "blocks: wanted a flat sequence of block ids"),
         (lambda a: a.read("routing", [0], 0.0, 1), InvalidInputError, "start, stop: wanted"),
-        (lambda a: a.swap_out([(0, 1)], owner=""), InvalidInputError, "owner: wanted a non-empty string"),
+        (lambda a: a.swap_out([(0, 1)], owner=""), InvalidInputError, "owner: wanted a non-empty string or an integer"),
         (lambda a: a.swap_out([(0, 1)], owner="b"), BlockStateError, "device block 0: wanted one that 'b' holds"),
         (lambda a: a.copy([(0, 3)], rows=[1, 2]), InvalidInputError, "rows: wanted 1 row counts, one for each pair"),
         (lambda a: a.begin_step([0.0]), SlotError, "slots: wanted a flat array of integers, got float64"),
@@ -229,7 +231,7 @@ def test_an_incomplete_block_is_not_persisted(aux) -> None:
             "device block 0: wanted FREE or CACHED to alloc.*, got HELD",
         ),
         (lambda a: a.allocate([9], "b"), InvalidInputError, r"blocks: wanted device block ids in \[0, 6\), got 9"),
-        (lambda a: a.allocate([3], ""), InvalidInputError, "owner: wanted a non-empty string, got ''"),
+        (lambda a: a.allocate([3], ""), InvalidInputError, "owner: wanted a non-empty string or an integer, got ''"),
         (lambda a: a.share([3], "b"), BlockStateError, "device block 3: wanted HELD or CACHED or LEAVING to share"),
         (lambda a: a.swap_out([(0, 3)]), InvalidInputError, r"pairs target: wanted host block ids in \[0, 3\), got 3"),
         (lambda a: a.swap_out([(0, 1), (1, 1)]), InvalidInputError, "pairs target: wanted each block once"),
@@ -271,7 +273,7 @@ def test_wrong_rows_leave_the_step_usable(aux) -> None:
             step.write("routing", good)
         with pytest.raises(RowError, match=r"keep: wanted bool of shape \(2,\)"):
             step.commit(keep=np.ones(3, bool))
-    assert np.array_equal(aux.read("routing", [0], 0, 2).ids, good)
+    assert np.array_equal(aux.read("routing", [0], 0, 2).values, good)
     with pytest.raises(BlockStateError, match="step: wanted one that is in flight to commit, got one that has ended"):
         step.commit()
     step.abort()
@@ -281,7 +283,7 @@ def test_what_is_missing_at_the_front_door_is_named() -> None:
     for arguments, message in (
         ({"device_blocks": 0}, r"device_blocks: wanted an integer in \[1, "),
         ({"host_blocks": -1}, r"host_blocks: wanted an integer in \[0, "),
-        ({"memory": "gpu"}, "memory: wanted 'heap' or 'shared', got 'gpu'"),
+        ({"memory": "gpu"}, "memory: wanted 'heap', 'shared' or regions by tier, got 'gpu'"),
         ({"required": []}, "required: wanted at least one spec's name, got none"),
         ({"steps_max": 0}, r"steps_max: wanted an integer in \[1, "),
         ({"required": ["logprob"]}, "spec name: wanted one of routing, got 'logprob'"),
@@ -305,7 +307,7 @@ def test_a_copy_can_be_limited_to_the_first_rows(aux) -> None:
     aux.copy([(0, 1)], rows=[3])
     rows = aux.read("routing", [1])
     assert rows.valid.tolist() == [True, True, True, False]
-    assert np.array_equal(rows.ids[:3], mine[:3])
+    assert np.array_equal(rows.values[:3], mine[:3])
 
 
 def test_a_lease_taken_during_a_move_stays_where_it_was_taken(aux) -> None:
@@ -406,9 +408,9 @@ def test_what_a_reader_needs_decides_whether_a_record_will_do() -> None:
     with AuxBlocks(specs, required=["routing"], **arguments) as writer, AuxBlocks(specs, **arguments) as reader:
         fill(writer, [0], "mine", "a")
         key = writer.keys.key(None, [1])
-        assert writer.persist({key: 0}) == {key: True}
+        assert writer.persist({key: 0}, owner="a") == {key: writer.origins([0])[0]}
         reader.allocate([0], "b")
-        assert reader.restore({key: 0}) == {key: False}
+        assert reader.restore({key: 0}, owner="b") == {key: False}
         assert not reader.read("routing", [0]).valid.any()
         assert reader.counters.incomplete_blocks_not_restored == 1
 
@@ -433,13 +435,13 @@ def test_a_backend_that_breaks_its_contract_leaves_no_block_stuck(valid) -> None
     with AuxBlocks([SPEC], device_blocks=3, namespace=Namespace("m", 1), store=store) as aux:
         fill(aux, [0], "mine", "a")
         key = aux.keys.key(None, [1])
-        aux.persist({key: 0})
+        aux.persist({key: 0}, owner="a")
         aux.allocate([1], "b")
         if valid is None:
             with pytest.raises(StorageError, match="answered 0 of 1 keys"):
-                aux.restore({key: 1})
+                aux.restore({key: 1}, owner="b")
         else:
-            assert aux.restore({key: 1}) == {key: False}
+            assert aux.restore({key: 1}, owner="b") == {key: False}
         assert aux.in_flight == 0
         assert not aux.read("routing", [1]).valid.any()
         aux.free("b")
@@ -461,7 +463,7 @@ def test_a_reader_beside_the_scheduler_never_sees_a_foreign_row(aux) -> None:
             owner = current[0]
             rows = aux.read("routing", [0, 1, 2], owner=owner)
             expected = canary_rows(SPEC, [(owner, i) for i in range(12)])
-            if not np.array_equal(rows.ids[rows.valid], expected[rows.valid]):
+            if not np.array_equal(rows.values[rows.valid], expected[rows.valid]):
                 wrong.append(owner)
             seen.append(int(rows.valid.sum()))
 

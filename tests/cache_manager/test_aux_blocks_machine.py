@@ -75,6 +75,7 @@ class ModelJob:
     rows: dict[tuple[str, int], bytes] | None  # what is stored, or what the store gave; None: nothing (yet)
     restores: bool
     failed: bool = False
+    origin: int = 0  # of what is stored, or was stored before
 
 
 class AuxBlocksMachine(RuleBasedStateMachine):
@@ -105,6 +106,7 @@ class AuxBlocksMachine(RuleBasedStateMachine):
         self.steps: list[ModelStep] = []
         self.moves: list[ModelMove] = []
         self.stored: dict[BlockKey, dict[tuple[str, int], bytes]] = {}
+        self.origins: dict[BlockKey, int] = {}  # of what is stored
         self.keys: dict[int, list[BlockKey]] = {0: []}
         self.version = 0
         self.serial = 0
@@ -332,6 +334,14 @@ class AuxBlocksMachine(RuleBasedStateMachine):
     def key(self, n: int) -> BlockKey:
         return self.aux.keys.key(None, [n])
 
+    def life(self, block: int) -> dict[str, object]:
+        """How a call says which life of the block it means."""
+        return {"generations": self.aux.generations([block])}
+
+    def forget_stored(self, key: BlockKey) -> None:
+        del self.stored[key], self.origins[key]
+        self.keys[self.version].remove(key)
+
     @rule(data=st.data(), n=st.integers(0, 5), fail=st.booleans())
     def persist(self, data, n, fail) -> None:
         blocks = self.pick(data, "device", lambda b: not b.arriving and not b.steps and not b.free, 1)
@@ -343,11 +353,12 @@ class AuxBlocksMachine(RuleBasedStateMachine):
         complete = all(("routing", o) in rows for o in range(self.block_tokens))
         if fail and complete:
             with pytest.raises(StorageError):
-                self.aux.persist({key: blocks[0]})
+                self.aux.persist({key: blocks[0]}, **self.life(blocks[0]))
         else:
-            assert self.aux.persist({key: blocks[0]}) == {key: complete}
+            done = self.aux.persist({key: blocks[0]}, **self.life(blocks[0]))
+            assert done == {key: self.aux.origins(blocks)[0] if complete else 0}
             if complete:
-                self.stored[key] = rows
+                self.stored[key], self.origins[key] = rows, done[key]
                 self.keys[self.version].append(key)
         self.store.fail_put = False
 
@@ -365,7 +376,7 @@ class AuxBlocksMachine(RuleBasedStateMachine):
         if fault == "fail" and current:
             self.store.fail_get = True
             with pytest.raises(StorageError):
-                self.aux.restore({key: blocks[0]})
+                self.aux.restore({key: blocks[0]}, **self.life(blocks[0]))
             self.store.fail_get = False
             return
         if fault == "flip":
@@ -376,7 +387,7 @@ class AuxBlocksMachine(RuleBasedStateMachine):
             self.store.during_get = lambda: self.free("a", again=False)
         # A key of an older namespace is refused without asking the store.
         block.arriving = current
-        done = self.aux.restore({key: blocks[0]})
+        done = self.aux.restore({key: blocks[0]}, **self.life(blocks[0]))
         block.arriving = False
         asked = current
         self.store.during_get, self.store.flip_next = None, None
@@ -384,13 +395,13 @@ class AuxBlocksMachine(RuleBasedStateMachine):
         assert done == {key: expected}
         if expected:
             block.life.rows = dict(self.stored[key])
+            assert self.aux.origins(blocks) == [self.origins[key]]
             if not block.owners:
                 block.free = False
         elif asked and not block.owners:
             block.life, block.free = Life(), True
         if fault == "flip" and asked and key in self.stored:
-            del self.stored[key]  # quarantined
-            self.keys[self.version].remove(key)
+            self.forget_stored(key)  # quarantined
 
     # ------------------------------------------------------------ the store in the background
 
@@ -406,14 +417,15 @@ class AuxBlocksMachine(RuleBasedStateMachine):
             return
         block, key = self.model["device"][blocks[0]], self.key(n)
         rows = dict(block.life.rows)
-        real = self.aux.begin_persist({key: blocks[0]})
+        real = self.aux.begin_persist({key: blocks[0]}, **self.life(blocks[0]))
         if not all(("routing", o) in rows for o in range(self.block_tokens)):
-            assert real.result() == {key: False}
+            assert real.result() == {key: 0}
         elif len(self.jobs) == JOBS_MAX:
             assert real is None, "a job too many was taken"
         else:
             block.departures += 1
-            self.begun(ModelJob(real, key, self.version, blocks[0], block.life, rows, restores=False))
+            origin = self.aux.origins(blocks)[0]
+            self.begun(ModelJob(real, key, self.version, blocks[0], block.life, rows, restores=False, origin=origin))
 
     @rule(data=st.data())
     def begin_restore(self, data) -> None:
@@ -423,7 +435,7 @@ class AuxBlocksMachine(RuleBasedStateMachine):
         if not blocks:
             return
         block = self.model["device"][blocks[0]]
-        real = self.aux.begin_restore({key: blocks[0]})
+        real = self.aux.begin_restore({key: blocks[0]}, **self.life(blocks[0]))
         if key in known and key not in self.keys[self.version]:
             assert real.result() == {key: False}, "a key of an older namespace is refused without asking the store"
         elif len(self.jobs) == JOBS_MAX:
@@ -447,6 +459,9 @@ class AuxBlocksMachine(RuleBasedStateMachine):
             job.rows = None if fail else self.stored.get(job.key)
         elif not fail and self.stored.setdefault(job.key, job.rows) is job.rows:
             self.keys[job.version].append(job.key)
+            self.origins[job.key] = job.origin
+        elif not fail:
+            job.origin = self.origins[job.key]
         self.gate.settle(j.real for j in self.jobs)
 
     @rule()
@@ -492,7 +507,7 @@ class AuxBlocksMachine(RuleBasedStateMachine):
         elif job.restores:
             assert job.real.result() == {job.key: arrived}
         elif not job.real.cancelled:
-            assert job.real.result() == {job.key: True}
+            assert job.real.result() == {job.key: job.origin}
 
     @invariant()
     def every_job_is_counted_once(self) -> None:
@@ -520,7 +535,7 @@ class AuxBlocksMachine(RuleBasedStateMachine):
         for tier, blocks in self.model.items():
             for spec in self.specs:
                 rows = self.aux.read(spec.name, range(len(blocks)), tier=tier)
-                for n, (row, valid) in enumerate(zip(rows.ids, rows.valid, strict=True)):
+                for n, (row, valid) in enumerate(zip(rows.values, rows.valid, strict=True)):
                     i, offset = divmod(n, self.block_tokens)
                     block = blocks[i]
                     expected = None if block.arriving else block.life.rows.get((spec.name, offset))
@@ -532,8 +547,23 @@ class AuxBlocksMachine(RuleBasedStateMachine):
     def reference_counts_equal_leases(self) -> None:
         for tier, blocks in self.model.items():
             for i, block in enumerate(blocks):
+                jobs = [j for j in self.jobs if tier == "device" and j.block == i]
+                assert self.aux.reference_counts([i], tier) == [len(block.owners) + len(jobs)]
                 for owner in OWNERS:
                     assert self.aux.holds(owner, i, tier) == (owner in block.owners)
+
+    @invariant()
+    def one_origin_one_content(self) -> None:
+        """Blocks of one origin hold rows of one computation: where both have a row, it is the same."""
+        seen: dict[tuple[int, str, int], bytes] = {}
+        for tier, blocks in self.model.items():
+            for origin, block in zip(self.aux.origins(range(len(blocks)), tier), blocks, strict=True):
+                for place, row in ({} if block.arriving else block.life.rows).items():
+                    assert origin, "rows of no origin"
+                    assert seen.setdefault((origin, *place), row) == row
+        for key, rows in self.stored.items():
+            for place, row in rows.items():
+                assert seen.setdefault((self.origins[key], *place), row) == row
 
     @invariant()
     def no_block_is_free_and_owned(self) -> None:

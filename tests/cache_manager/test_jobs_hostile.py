@@ -7,21 +7,30 @@ import threading
 import time
 
 import pytest
+from canary import canary_rows
 from gate import until
+from job_house import LIMITS, PROMPT, SPEC, JobHouse, ManagerHouse
 
-from cache_manager.archive import Archive, Companion, RestoreJob
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, StorageError
 from cache_manager.jobs import Job, JobRunner, Phase
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
-from cache_manager.ports import Lookup
-from tests.cache_manager.test_jobs import LIMITS, PROMPT, SPEC, House
+from cache_manager.ports import BlockRecords
+from cache_manager.store_jobs import PersistJob, RestoreJob
 
 
 @pytest.fixture
 def house():
-    house = House()
+    house = JobHouse()
+    yield house
+    house.gate.open()
+    house.aux.close()
+
+
+@pytest.fixture
+def managed():
+    house = ManagerHouse()
     yield house
     house.gate.open()
     house.aux.close()
@@ -29,10 +38,9 @@ def house():
 
 def test_nobody_sees_a_job_over_before_it_has_landed(house, monkeypatch) -> None:
     """Goal: a result is never half of one. Method: while a restore lands, see what others see of it."""
-    house.fill(0, "a")
-    house.aux.persist({house.key: 0})
+    house.store_block(0)
     house.aux.allocate([1], "b")
-    job = house.aux.begin_restore({house.key: 1})
+    job = house.aux.begin_restore({house.key: 1}, owner="b")
     house.let_go()
     land, seen = RestoreJob._land, []
 
@@ -47,10 +55,9 @@ def test_nobody_sees_a_job_over_before_it_has_landed(house, monkeypatch) -> None
 
 
 def test_a_job_that_is_cancelled_while_it_lands_lands_once(house, monkeypatch) -> None:
-    house.fill(0, "a")
-    house.aux.persist({house.key: 0})
+    house.store_block(0)
     house.aux.allocate([1], "b")
-    job = house.aux.begin_restore({house.key: 1})
+    job = house.aux.begin_restore({house.key: 1}, owner="b")
     house.let_go()
     land = RestoreJob._land
 
@@ -68,15 +75,15 @@ def test_a_job_that_is_cancelled_while_it_lands_lands_once(house, monkeypatch) -
 def test_a_job_whose_landing_fails_is_over(house, monkeypatch) -> None:
     """Goal: a bug costs what it breaks, and neither the room of its job nor the way out."""
     house.fill(0, "a")
-    house.aux.begin_persist({house.key: 0})
+    house.aux.begin_persist({house.key: 0}, owner="a")
     house.let_go()
-    monkeypatch.setattr(Archive, "landed", lambda *_: 1 / 0)
+    monkeypatch.setattr(PersistJob, "_land", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         house.aux.poll()
     monkeypatch.undo()
     assert house.aux.jobs == []
     assert house.aux.wait(0.0), "nothing is left to wait for"
-    house.aux._ledger.jobs -= 1  # what the broken landing was to do
+    house.aux._books.jobs -= 1  # what the broken landing was to do
 
 
 def test_a_job_can_be_cancelled_before_it_is_queued(house, monkeypatch) -> None:
@@ -90,38 +97,37 @@ def test_a_job_can_be_cancelled_before_it_is_queued(house, monkeypatch) -> None:
         start(self, job)
 
     monkeypatch.setattr(JobRunner, "start", after_a_cancel)
-    job = house.aux.begin_persist({house.key: 0})
+    job = house.aux.begin_persist({house.key: 0}, owner="a")
     assert job.phase is Phase.LANDED
-    assert job.result() == {house.key: False}
+    assert job.result() == {house.key: 0}
     monkeypatch.undo()
-    assert house.aux.begin_persist({house.key: 0}) is not None, "the threads go on"
+    assert house.aux.begin_persist({house.key: 0}, owner="a") is not None, "the threads go on"
     house.let_go()
 
 
-def test_without_a_thread_a_job_fails_and_the_next_one_tries_again(house, monkeypatch) -> None:
+def test_without_a_thread_a_job_fails_and_the_next_one_tries_again(managed, monkeypatch) -> None:
     """Goal: a process at its limit of threads loses a cache and no block. Method: let no thread start, then one."""
-    house.run("a", PROMPT)
+    managed.run("a", PROMPT)
 
     def refuse(_):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert house.manager.begin_persist("a")
+    assert managed.manager.begin_persist("a")
     monkeypatch.undo()
-    house.manager.poll()
-    assert (house.manager.counters.store_failures, house.manager.errands) == (1, 0)
-    house.gate.open()
-    assert house.manager.begin_persist("a")
-    assert house.manager.drain(60.0)
-    assert house.manager.counters.persisted_blocks == 2
-    house.manager.free("a")
-    house.manager.assert_consistent()
+    managed.manager.poll()
+    assert (managed.manager.counters.store_failures, managed.manager.errands) == (1, 0)
+    managed.gate.open()
+    assert managed.manager.begin_persist("a")
+    assert managed.manager.drain(60.0)
+    assert managed.manager.counters.persisted_blocks == 2
+    managed.manager.free("a")
+    managed.manager.assert_consistent()
 
 
 def test_close_leaves_the_memory_to_whoever_restores_in_another_thread(house, monkeypatch) -> None:
     """Goal: no landing without its memory. Method: close between the store's answer and the landing of a restore."""
-    house.fill(0, "a")
-    house.aux.persist({house.key: 0})
+    house.store_block(0)
     house.aux.allocate([1], "b")
     house.gate.open()
     carried, go_on = threading.Event(), threading.Event()
@@ -133,7 +139,7 @@ def test_close_leaves_the_memory_to_whoever_restores_in_another_thread(house, mo
         return poll(self)
 
     monkeypatch.setattr(Job, "poll", late)
-    thread = threading.Thread(target=lambda: results.append(house.aux.restore({house.key: 1})))
+    thread = threading.Thread(target=lambda: results.append(house.aux.restore({house.key: 1}, owner="b")))
     thread.start()
     assert carried.wait(60.0)
     with pytest.raises(BlockStateError, match="1 jobs of other threads"):
@@ -145,7 +151,7 @@ def test_close_leaves_the_memory_to_whoever_restores_in_another_thread(house, mo
 
 def test_close_in_a_forked_child_does_not_wait_for_the_parents_jobs(house) -> None:
     house.fill(0, "a")
-    house.aux.begin_persist({house.key: 0})
+    house.aux.begin_persist({house.key: 0}, owner="a")
     house.settle()
     child = os.fork()
     if not child:
@@ -158,83 +164,100 @@ def test_close_in_a_forked_child_does_not_wait_for_the_parents_jobs(house) -> No
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_kv_that_is_stored_without_its_rows_is_not_given_away_either(house) -> None:
-    """Goal: no KV under a key that is not its own. Method: free a block without rows while its KV is read."""
+@pytest.mark.parametrize("rows", [0, 2])
+def test_kv_that_is_stored_without_its_rows_is_not_given_away_either(rows: int) -> None:
+    """Goal: no KV under a key that is not its own. Method: with ``mask``, free a block while its KV is read."""
+    house = JobHouse(with_kv=True, policy="mask")
     house.aux.allocate([0], "a")
-    job = house.aux.begin_persist({house.key: 0}, Companion(house.kv, "mask"))
+    with house.aux.step(range(rows)) as step:
+        step.write("routing", canary_rows(SPEC, [("a", i) for i in range(rows)]))
+    house.kv.write(range(4), [bytes([i]) * 32 for i in range(4)])
+    job = house.aux.begin_persist({house.key: 0}, owner="a")
     house.settle()
     house.aux.free("a")
     with pytest.raises(BlockBusyError):
         house.aux.allocate([0], "b")
     house.aux.assert_consistent()
-    house.let_go()
-    assert job.poll()
-    house.aux.allocate([0], "b")
-
-
-def test_a_cancelled_lookup_is_no_answer(house) -> None:
-    house.fill(0, "a")
-    house.aux.persist({house.key: 0})
-    house.fill(1, "a")
-    house.aux.begin_persist({house.aux.keys.key(None, [2]): 1})  # the only thread is busy with that
-    house.settle()
-    house.aux.lookup([house.key])
-    house.aux.jobs[-1].cancel()
-    assert house.aux.lookup([house.key]) == [Lookup.PENDING]
-
-
-@pytest.mark.parametrize("call", ["put", "get_into", "contains"])
-def test_a_store_that_answers_fewer_keys_than_it_was_asked_for_has_failed(house, monkeypatch, call: str) -> None:
-    """Goal: a store without a contract costs itself. Method: answer nothing, and look for what is left."""
     house.gate.open()
-    house.run("a", PROMPT)
+    assert job.wait(60.0)
+    origin = job.result()[house.key]
+    assert origin
+    house.aux.allocate([0, 1], "b")
+    assert house.aux.restore({house.key: 1}, owner="b") == {house.key: True}
+    assert house.kv.digest("device", 1, 3) == bytes([3]) * 32
+    assert house.aux.origins([1]) == [origin]
+    assert house.aux.read("routing", [1]).valid.sum() == rows
+    house.aux.close()
+
+
+@pytest.mark.parametrize("part", ["rows", "KV"])
+@pytest.mark.parametrize("call", ["put", "get_into"])
+def test_a_store_that_answers_fewer_keys_than_it_was_asked_for_has_failed(
+    managed, monkeypatch, call: str, part: str
+) -> None:
+    """Goal: a store without a contract costs itself. Method: answer nothing, and look for what is left."""
+    managed.gate.open()
+    managed.run("a", PROMPT)
     if call != "put":
-        house.manager.persist("a")
-    house.manager.free("a")
-    house.manager.reset(weights_version=1)
-    monkeypatch.setattr(house.store, call, lambda *_: [])
+        managed.manager.persist("a")
+    managed.manager.free("a")
+    managed.forget()
+    monkeypatch.setattr(managed.store if part == "rows" else managed.kv, call, lambda *_, **__: [])
     if call == "put":
-        house.run("a", PROMPT)
-        assert house.manager.begin_persist("a")
+        managed.run("a", PROMPT)
+        assert managed.manager.begin_persist("a")
     else:
-        assert house.manager.begin_allocate("a", PROMPT).pending
-    if call == "contains":
-        house.aux.lookup([house.key])
-    assert house.manager.drain(60.0)
-    until(lambda: house.aux.poll() is not None and not house.aux.jobs, "a job is left")
-    assert house.manager.counters.store_failures == 1
-    house.manager.free("a")
+        assert managed.manager.begin_allocate("a", PROMPT).pending
+    assert managed.manager.drain(60.0)
+    until(lambda: managed.aux.poll() is not None and not managed.aux.jobs, "a job is left")
+    assert managed.manager.counters.store_failures == 1
+    assert managed.manager.counters.persisted_blocks == (2 if call != "put" else 0)
+    managed.manager.poll()
+    if call == "get_into":
+        assert not managed.aux.read("routing", managed.manager.table("a")).valid.any()
+    managed.manager.free("a")
+    assert managed.aux.in_flight == 0
+    managed.manager.assert_consistent()
+
+
+def test_a_mover_that_answers_fewer_keys_than_it_was_asked_for_has_failed(house, monkeypatch) -> None:
+    """Goal: the same of a mover that somebody else wrote. Method: persist and restore through it."""
+    house.store_block(0)
+    house.aux.allocate([1], "b")
+    monkeypatch.setattr(type(house.aux._mover), "put", lambda *_, **__: [])
+    monkeypatch.setattr(type(house.aux._mover), "get_into", lambda *_: [])
+    with pytest.raises(StorageError, match="the mover answered 0 of 1 keys"):
+        house.aux.persist({house.key: 0}, owner="a")
+    with pytest.raises(StorageError, match="the mover answered 0 of 1 keys"):
+        house.aux.restore({house.key: 1}, owner="b")
     assert house.aux.in_flight == 0
-    house.manager.assert_consistent()
-    if call == "contains":
-        assert house.aux.lookup([house.key]) == [Lookup.MISS]
-        assert house.aux.counters.lookups_failed == 1
+    assert not house.aux.read("routing", [1]).valid.any()
+    monkeypatch.undo()
     with pytest.raises(StorageError, match="answered 0 of"):
-        (house.aux.stored if call == "contains" else getattr(Direct(house), call))([house.key])
+        Direct(house, monkeypatch).put([house.key])
 
 
 class Direct:
-    """The calls of the jobs, made by hand."""
+    """The calls of the jobs, made by hand, over a store that answers nothing."""
 
-    def __init__(self, house: House) -> None:
-        house.aux.allocate([0], "direct")
-        self._carrier = house.aux._archive.carrier
+    def __init__(self, house: JobHouse, monkeypatch) -> None:
+        monkeypatch.setattr(house.store, "put", lambda *_, **__: [])
+        self._mover = house.aux._mover
 
     def put(self, keys):
-        return self._carrier.put(keys, [0], [bytes(8)], [0])
-
-    def get_into(self, keys):
-        return self._carrier.get_into(keys, [0])
+        return self._mover.put(BlockRecords(keys, [0], [1], [bytes(8)], [1]))
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_what_landed_before_a_reset_is_not_taken_in_after_it(house, version: int) -> None:
+def test_what_landed_before_a_reset_is_not_taken_in_after_it(managed, version: int) -> None:
     """Goal: KV of older weights counts for nothing. Method: land a restore, reset, and only then poll the manager."""
-    house.gate.open()
-    house.run("a", PROMPT)
-    house.manager.persist("a")
-    aux = AuxBlocks([SPEC], device_blocks=8, namespace=Namespace("m", 1), store=house.store, jobs=LIMITS)
-    manager = BlockManager(aux, house.kv)
+    managed.gate.open()
+    managed.run("a", PROMPT)
+    managed.manager.persist("a")
+    aux = AuxBlocks(
+        [SPEC], device_blocks=8, namespace=Namespace("m", 1), store=managed.store, kv=managed.kv, jobs=LIMITS
+    )
+    manager = BlockManager(aux)
     with aux:
         assert manager.begin_allocate("b", PROMPT).pending
         until(lambda: bool(aux.poll()), "the store does not answer")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -81,6 +83,37 @@ def test_keys_do_not_depend_on_the_integer_type(tokens) -> None:
     assert chain.keys([np.int64(t) for t in tokens]) == expected
 
 
+def test_no_salt_and_extra_share_a_byte_string() -> None:
+    """Goal: a hostile salt reaches no other tenant. Method: a salt made of the bytes that follow none."""
+
+    def part(tag: bytes, value: bytes) -> bytes:
+        return bytes([len(tag)]) + tag + len(value).to_bytes(8, "little") + value
+
+    def block(tokens: list[int], extra: bytes) -> bytes:
+        ids = np.array(tokens, "<i8").tobytes()
+        return part(b"parent", b"") + part(b"tokens", ids) + part(b"extra", extra)
+
+    plain, theirs, mine = KeyChain(Namespace("m", 1), LAYOUT), [1, 2, 3, 4], [5, 6, 7, 8]
+    extra = block(mine, b"")
+    salt = block(theirs, extra)[: -len(extra)]
+    assert plain.salted(salt).key(None, mine) != plain.key(None, theirs, extra)
+    assert plain.salted(b"") is plain
+    with pytest.raises(InvalidInputError, match="salt: wanted bytes, got 'x'"):
+        plain.salted("x")  # type: ignore[arg-type]
+
+
+SOME = st.lists(st.integers(0, 3), max_size=9)
+
+
+@given(st.binary(max_size=2), st.binary(max_size=2), SOME, SOME)
+def test_salted_keys_are_equal_exactly_for_equal_prefixes_under_equal_salts(a, b, left, right) -> None:
+    chain = KeyChain(Namespace("m", 1), LAYOUT)
+    for i, x in enumerate(chain.salted(a).keys(left)):
+        assert chain.owns(x)
+        for j, y in enumerate(chain.salted(b).keys(right)):
+            assert (x == y) == (a == b and left[: 4 * i + 4] == right[: 4 * j + 4])
+
+
 def test_no_two_inputs_share_a_byte_string() -> None:
     """Goal: concatenation bugs (LoRA name ``a`` + salt ``b`` == ``ab``). Method: move a character across fields."""
     namespaces = [Namespace("ab", 1, "c"), Namespace("a", 1, "bc"), Namespace("abc", 1, ""), Namespace("", 1, "abc")]
@@ -102,6 +135,7 @@ HEADERS = st.builds(
     key=st.binary(min_size=KEY_NBYTES, max_size=KEY_NBYTES).map(BlockKey),
     fingerprint=st.binary(min_size=16, max_size=16),
     generation=st.integers(0, 2**64 - 1),
+    origin=st.integers(0, 2**64 - 1),
     valid=st.integers(0, 20).flatmap(lambda n: st.binary(min_size=8 * n, max_size=8 * n)),
     payload_nbytes=st.integers(0, 2**40),
     payload_xxh3=st.integers(0, 2**64 - 1),
@@ -114,6 +148,22 @@ def test_a_header_survives_packing(header, tail) -> None:
     assert len(packed) == header.nbytes
     assert len(packed) % 64 == 0
     assert unpack_header(packed + tail) == header
+
+
+def test_the_bytes_of_a_header_are_pinned() -> None:
+    """Goal: the format changes with its version only. Method: one header, written out field by field."""
+    header = RecordHeader(BlockKey(bytes(range(32))), b"f" * 16, 3, 0x0807060504030201, b"\x05" + bytes(7), 192, 9)
+    fixed = b"KVRR" + b"\2\0" + b"\x80\0" + b"\xc0" + bytes(7) + b"f" * 16 + bytes(range(32))
+    fixed += b"\3" + bytes(7) + bytes(range(1, 9)) + b"\x09" + bytes(7) + b"\2\0\0\0" + b"\x08\0\0\0"
+    body = (fixed + b"\x05" + bytes(7)).ljust(124, b"\0")
+    assert pack_header(header) == body + zlib.crc32(body).to_bytes(4, "little")
+
+
+def test_a_header_of_version_1_is_refused_by_name() -> None:
+    """Version 1 had no origin: nobody can say which computation its rows are of."""
+    body = (b"KVRR" + b"\1\0" + b"\x80\0" + bytes(80)).ljust(124, b"\0")
+    with pytest.raises(RecordError, match="version: wanted 2, got 1"):
+        unpack_header(body + zlib.crc32(body).to_bytes(4, "little"))
 
 
 @given(HEADERS, st.data())
@@ -140,7 +190,7 @@ def test_random_bytes_are_never_a_header(raw) -> None:
 
 def test_a_record_is_checked_whole() -> None:
     key, payload = BlockKey(b"k" * 32), b"rows of a block"
-    header = RecordHeader(key, b"f" * 16, 1, b"\xff" * 8, len(payload), checksum(payload))
+    header = RecordHeader(key, b"f" * 16, 1, 2, b"\xff" * 8, len(payload), checksum(payload))
     check_record(header, key, b"f" * 16, payload)
     for arguments, field in (
         ((BlockKey(b"K" * 32), b"f" * 16, payload), "key"),

@@ -75,9 +75,9 @@ class GatedStore(FaultyStore):
 
     gate: Gate
 
-    def put(self, headers, payloads):
+    def put(self, headers, payloads, *, replace=False):
         self.gate.stop()
-        return super().put(headers, payloads)
+        return super().put(headers, payloads, replace=replace)
 
     def get_into(self, keys, buffers):
         self.gate.stop()
@@ -89,12 +89,10 @@ class GatedKV(SlotKV):
 
     gate: Gate
 
-    def persist(self, blocks):
-        if blocks:
-            self.gate.stop()
-        return super().persist(blocks)
+    def put(self, records, *, replace=False):
+        self.gate.stop()
+        return super().put(records, replace=replace)
 
-    def restore(self, blocks):
-        if blocks:
-            self.gate.stop()
-        return super().restore(blocks)
+    def get_into(self, keys, blocks):
+        self.gate.stop()
+        return super().get_into(keys, blocks)

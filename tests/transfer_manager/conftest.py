@@ -16,8 +16,8 @@ from cache_manager.transfer_manager import SharedPart
 def memory(tmp_path: Path) -> Iterator[Memory]:
     regions, parts = [], []
     for name, layout in (("rows", ROWS), ("kv", KV)):
-        device = SharedRegion.create(layout, DEVICE_BLOCKS, purpose="host", namespace=NAMESPACE.fingerprint)
-        host = SharedRegion.create(layout, HOST_BLOCKS, purpose="swap", namespace=NAMESPACE.fingerprint)
+        device = SharedRegion.create(layout, DEVICE_BLOCKS, tier="device", namespace=NAMESPACE.fingerprint)
+        host = SharedRegion.create(layout, HOST_BLOCKS, tier="host", namespace=NAMESPACE.fingerprint)
         regions += [device, host]
         url = f"file://{tmp_path}/{name}?quota=4MiB&segment=64KiB"
         parts.append(SharedPart(name, device, host, url))

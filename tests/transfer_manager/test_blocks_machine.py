@@ -25,7 +25,7 @@ from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.regions import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
-from cache_manager.transfer_manager import FollowingMover, ProcessBlocks, SharedPart, TransferSettings
+from cache_manager.transfer_manager import ProcessMover, SharedPart, TransferSettings
 
 BLOCK, DEVICE, HOST, WAIT_S = 4, 9, 6, 120.0
 ROW = AuxBlockDataSpec("topk_ids", (2, 2), "uint16", BLOCK)
@@ -45,22 +45,22 @@ class BlocksMachine(RuleBasedStateMachine):
         super().__init__()
         self.directory = tempfile.TemporaryDirectory()
         layout = RecordLayout((KV,))
-        self.device = SharedRegion.create(layout, DEVICE, purpose="host", namespace=NAMESPACE.fingerprint)
-        self.host = SharedRegion.create(layout, HOST, purpose="swap", namespace=NAMESPACE.fingerprint)
+        self.device = SharedRegion.create(layout, DEVICE, tier="device", namespace=NAMESPACE.fingerprint)
+        self.host = SharedRegion.create(layout, HOST, tier="host", namespace=NAMESPACE.fingerprint)
         root = Path(self.directory.name)
         part = SharedPart("kv", self.device, self.host, f"file://{root}/kv?quota=4MiB&segment=64KiB")
         limits = TransferSettings(restart_pause_s=0.01, restart_pause_max_s=0.05)
         store = f"file://{root}/rows?quota=4MiB&segment=64KiB"
-        self.blocks = ProcessBlocks([part], store=store, settings=limits)
+        self.blocks = ProcessMover(part, store=store, settings=limits)
         self.aux = AuxBlocks(
             [ROW],
             device_blocks=DEVICE,
             host_blocks=HOST,
             namespace=NAMESPACE,
             memory="shared",
-            transport=self.blocks.start,
+            mover=self.blocks.start,
         )
-        self.manager = BlockManager(self.aux, FollowingMover(self.blocks))
+        self.manager = BlockManager(self.aux)
         self.sequences: dict[str, Sequence] = {}
         self.next_owner = 0
 
@@ -202,7 +202,7 @@ class BlocksMachine(RuleBasedStateMachine):
                 kv = region.rows[block, offset * 32 : (offset + 1) * 32].tobytes()
                 assert kv == prefix_digest(sequence.tokens[: position + 1]), f"{owner} at {position}"
             wanted = canary_rows(ROW, [self.named(sequence.tokens, p) for p in range(computed)])
-            assert np.array_equal(rows.ids, wanted), owner
+            assert np.array_equal(rows.values, wanted), owner
 
     @invariant()
     def no_block_is_lost(self) -> None:

@@ -1,0 +1,208 @@
+"""What every set of blocks has, whoever owns them: tiers, keys, counters, and what is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.books import AuxCounters, Books
+from cache_manager.checks import count_in_range
+from cache_manager.errors import BlockStateError, ConfigError, SpecError
+from cache_manager.jobs import Job, JobLimits, JobRunner
+from cache_manager.keys import KeyChain, Namespace
+from cache_manager.move import Move
+from cache_manager.ports import Region, TierName
+from cache_manager.records import Export
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
+from cache_manager.step import Step
+from cache_manager.table import Blocks
+from cache_manager.tiers import Memory, Tiers
+
+
+class BlockSet:
+    """Tables, books and jobs of one set of blocks. Not for callers: :class:`AuxBlocks` or :class:`EngineBlocks`.
+
+    Lock contract. One lock guards states, generations, leases, origins and validity (:mod:`cache_manager.books`). It
+    is held for bookkeeping and for placing the rows of a step, never while a store is read or written, nor while rows
+    are gathered or moved: those go on beside the scheduler, protected by the blocks' states and generations. Every
+    method may be called from any thread. In a finaliser or a signal handler ``free`` and ``abort`` do their work when
+    the call that they interrupt ends; other methods raise ``BlockBusyError`` there.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[AuxBlockDataSpec],
+        *,
+        device_blocks: int,
+        host_blocks: int,
+        namespace: Namespace,
+        required: Sequence[str] | None,
+        memory: Memory,
+        steps_max: int,
+        jobs: JobLimits | None,
+        owned_by_engine: bool = False,
+    ) -> None:
+        if isinstance(specs, AuxBlockDataSpec):
+            raise SpecError("specs", "a sequence of AuxBlockDataSpec", "a single one")
+        self.layout = RecordLayout(tuple(specs))
+        names = [s.name for s in self.layout.specs] if required is None else list(required)
+        if not names:
+            raise ConfigError("required", "at least one spec's name", "none")
+        self._required = tuple(self.layout.index(name) for name in names)
+        count_in_range(steps_max, "steps_max", 1)
+        self._steps_max = steps_max
+        self._books = Books(KeyChain(namespace, self.layout))
+        self._lock = self._books.guard
+        self._runner = JobRunner(jobs or JobLimits())
+        self._tiers = Tiers(
+            self.layout,
+            namespace,
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            memory=memory,
+            owned_by_engine=owned_by_engine,
+        )
+
+    # ---------------------------------------------------------------- what it is
+
+    @property
+    def namespace(self) -> Namespace:
+        return self._books.keys.namespace
+
+    @property
+    def keys(self) -> KeyChain:
+        """Derives block keys in the current namespace; take it anew after :meth:`reset`."""
+        return self._books.keys
+
+    @property
+    def block_tokens(self) -> int:
+        return self.layout.block_tokens
+
+    @property
+    def device_blocks(self) -> int:
+        return self._tiers.device.blocks
+
+    @property
+    def host_blocks(self) -> int:
+        return host.blocks if (host := self._tiers.host) else 0
+
+    @property
+    def counters(self) -> AuxCounters:
+        return self._books.snapshot()
+
+    def region(self, tier: TierName) -> Region:
+        """The memory of a tier, for readers in other processes and for capture on the device."""
+        return self._tiers.named(tier).region
+
+    def complete(self, blocks: Blocks, tier: TierName = "device") -> NDArray[np.bool_]:
+        """Which blocks have every required row: ``[n]``."""
+        with self._lock:
+            table = self._tiers.named(tier)
+            return table.complete(table.ids_often(blocks), self._required)
+
+    def generations(self, blocks: Blocks, tier: TierName = "device") -> NDArray[np.int64]:
+        """Which life each block is in, ``[n]``; calls that bind a block to something outside want to be told."""
+        with self._lock:
+            table = self._tiers.named(tier)
+            return table.generations.take(table.ids_often(blocks))
+
+    def origins(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
+        """The origin of each block's content, to be kept beside its KV; 0 where nothing was written."""
+        with self._lock:
+            table = self._tiers.named(tier)
+            return [int(origin) for origin in table.origin.take(table.ids_often(blocks))]
+
+    # ---------------------------------------------------------------- what is in flight
+
+    @property
+    def in_flight(self) -> int:
+        """Steps, moves, exports and jobs that have begun and not ended."""
+        with self._lock:
+            return len(self._tiers.device.steps) + len(self._books.moves) + self._books.jobs
+
+    @property
+    def steps(self) -> list[Step]:
+        """The steps in flight, oldest first; any of them may be aborted, one in place when its device is done."""
+        with self._lock:
+            return [step for entry in self._tiers.device.steps.values() if (step := entry.handle())]
+
+    @property
+    def moves(self) -> list[Move | Export]:
+        """The moves and exports in flight; any of them may be aborted."""
+        with self._lock:
+            return [move for handle in self._books.moves.values() if (move := handle())]
+
+    @property
+    def job_limits(self) -> JobLimits:
+        return self._runner.limits
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Those that have begun and not landed, the earliest first; any of them may be cancelled."""
+        return self._runner.jobs
+
+    def poll(self) -> list[Job]:
+        """Land the jobs that the store has done its part of; those jobs. Waits for nothing."""
+        return self._runner.poll()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until :meth:`poll` has something to land, or no job is left; ``False`` after ``timeout_s``."""
+        return self._runner.wait_any(timeout_s)
+
+    # ---------------------------------------------------------------- ending
+
+    def reset(self, *, weights_version: int) -> None:
+        """A weight update: every row from before becomes unreadable in every tier, in-flight work included.
+
+        Blocks stay whose they are. Keys are derived in the new namespace from here on; keys from before are refused.
+        With the version unchanged, memory is forgotten and the store is not: what it holds was made by these very
+        weights.
+        """
+        tables = list(self._tiers)
+        with self._lock:
+            keys = KeyChain(replace(self.namespace, weights_version=weights_version), self.layout)
+            for table in tables:
+                table.reset()
+            self._books.keys = keys
+            self._books.count("resets")
+            for table in tables:
+                table.region.renew(keys.namespace.fingerprint)
+
+    def close(self) -> None:
+        """Give the memory back; harmless the second time. The store stays open: it is the caller's.
+
+        Waits for jobs, up to ``close_s`` of their limits. Raises :class:`BlockStateError` while a step, a move or a job
+        is in flight, naming the jobs, and ``BufferError`` while somebody keeps a view of a region: call it again when
+        the view is gone. Every other method raises from the first call that closed it on.
+        """
+        with self._lock:  # in a forked child it raises, before anything is waited for
+            self._check_still()
+        self._runner.close()
+        with self._lock:
+            self._check_still()
+            if self._books.jobs:
+                raise BlockStateError("close", "nothing in flight", f"{self._books.jobs} jobs of other threads")
+            self._tiers.close()
+
+    def _check_still(self) -> None:
+        if in_flight := self._tiers.steps + len(self._books.moves):
+            raise BlockStateError("close", "nothing in flight", f"{in_flight} steps or moves")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def assert_consistent(self) -> None:
+        """Raise ``AssertionError`` unless every invariant that can be seen from inside holds."""
+        with self._lock:
+            for table in self._tiers:
+                table.assert_consistent()
+
+
+__all__ = ["BlockSet"]

@@ -1,0 +1,354 @@
+"""The embedder's surface where an engine owns the blocks: vLLM, SGLang, transformers' continuous batching.
+
+The engine decides which block serves whom, gives it out again when it likes, and never asks. So there are no owners
+here, and nothing that an engine does to its blocks is refused. Each time it gives a block out, the block begins a new
+life in a *generation* (:meth:`EngineBlocks.renew`); rows are read for the generation that the reader means. Nothing is
+pinned: a persist copies the rows first, a restore lands only if the block is still in its life.
+
+Nothing of the bookkeeping raises inside a forward pass. A block, slot or pair that cannot be is dropped and counted;
+what it would have made readable is missing. With ``strict=True`` it raises, for tests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy import count_nonzero as count
+from numpy.typing import NDArray
+
+from cache_manager.block_set import BlockSet
+from cache_manager.copy_jobs import CopyArchive, CopyPersistJob, CopyRestoreJob
+from cache_manager.errors import ConfigError, InvalidInputError, KVRouteError
+from cache_manager.feed import FeedReader, Operation
+from cache_manager.jobs import JobLimits
+from cache_manager.keys import BlockKey, Namespace
+from cache_manager.lifecycle import ALLOWED, Event, State
+from cache_manager.move import Move, Pairs, split_pairs
+from cache_manager.mover import RowsMover
+from cache_manager.ports import RecordCounters, StorageBackend, TierName
+from cache_manager.record import Buffer, RecordHeader
+from cache_manager.records import bind_origin, install_record, read_rows
+from cache_manager.rows import Rows
+from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.step import Keep, Step
+from cache_manager.storage.records import RecordStore
+from cache_manager.table import Blocks, BlockTable, Ints
+from cache_manager.tiers import Memory
+
+logger = logging.getLogger(__name__)
+
+GENERATION_END = 1 << 47
+_COUNTERS = {
+    ("device", "device"): "copied_rows",
+    ("device", "host"): "swapped_out_rows",
+    ("host", "device"): "swapped_in_rows",
+}
+StepRows = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
+"""Rows ``[T, *row_shape]``, or rows in another token order with their slots ``[T]``."""
+
+
+class EngineBlocks(BlockSet):
+    """Auxiliary rows for ``blocks`` device blocks, and ``host_blocks`` on the CPU, that an engine gives out itself.
+
+    The arguments are those of :class:`AuxBlocks`; ``strict`` makes mistakes raise. ``bad_writes_dropped``,
+    ``bad_moves_dropped`` and ``stale_blocks`` of :attr:`counters` count them otherwise, and the first of each kind is
+    logged.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[AuxBlockDataSpec],
+        *,
+        blocks: int,
+        namespace: Namespace,
+        host_blocks: int = 0,
+        store: StorageBackend | None = None,
+        required: Sequence[str] | None = None,
+        memory: Memory = "heap",
+        steps_max: int = 64,
+        jobs: JobLimits | None = None,
+        strict: bool = False,
+    ) -> None:
+        super().__init__(
+            specs,
+            device_blocks=blocks,
+            host_blocks=host_blocks,
+            namespace=namespace,
+            required=required,
+            memory=memory,
+            steps_max=steps_max,
+            jobs=jobs,
+            owned_by_engine=True,
+        )
+        self.strict = strict
+        self._logged: set[str] = set()
+        device, host = self._tiers.device, self._tiers.host
+        records = None if store is None else RecordStore(store, self.layout)
+        self._mover = RowsMover(device.region, host.region if host else None, None)
+        self._archive = CopyArchive(device, self._books, self._runner, self._required, records) if records else None
+        self._feed = FeedReader()
+
+    @property
+    def store_counters(self) -> RecordCounters | None:
+        """What the store has answered so far, corrupt records included; ``None`` without a store."""
+        return self._archive.records.counters if self._archive else None
+
+    # ---------------------------------------------------------------- lives
+
+    def renew(self, blocks: Blocks, generations: Blocks | None = None, tier: TierName = "device") -> Ints:
+        """The engine has given these blocks out: nothing in them is readable. The generations they begin, ``[n]``.
+
+        ``generations`` are chosen by whoever tells readers about them, a scheduler in another process say; each must be
+        larger than the one before. A block that is not of this tier, or whose generation is not larger, is dropped and
+        counted: its generation is 0 in the answer, and its rows stay those of the life that was known.
+        """
+        table = self._tiers.named(tier)
+        with self._lock:
+            ids, good = self._known(table, blocks)
+            next_lives = table.generations.take(ids, mode="clip") + 1
+            if generations is not None:
+                next_lives = self._given_lives(generations, next_lives, good)
+            good &= ALLOWED[Event.RENEW].take(table.states.take(ids, mode="clip"))
+            if (n := int(count(good))) != ids.size:
+                self._bad("stale_blocks", ids.size - n, "renew", "block ids, and generations larger than before")
+                next_lives = np.where(good, next_lives, 0)
+                ids, begun = ids[good], next_lives[good]
+            else:
+                begun = next_lives
+            table.renew(ids, begun)
+        return next_lives
+
+    def _given_lives(self, generations: Blocks, next_lives: Ints, good: NDArray[np.bool_]) -> Ints:
+        given = np.asarray(generations, np.int64)
+        if given.shape != next_lives.shape:
+            raise InvalidInputError("generations", f"{next_lives.size}, one for each block", given.shape)
+        good &= (given >= next_lives) & (given < GENERATION_END)
+        return given
+
+    def _known(self, table: BlockTable, blocks: Blocks) -> tuple[Ints, NDArray[np.bool_]]:
+        """``blocks`` as an array, and which are blocks of the table, each the first time it is named. Lock held."""
+        ids = np.array(blocks, np.int64).reshape(-1)
+        good = ids.view(np.uint64) < np.uint64(table.blocks)
+        first = np.zeros(ids.size, np.bool_)
+        first[np.unique(ids, return_index=True)[1]] = True
+        return ids, good & first
+
+    # ---------------------------------------------------------------- writing
+
+    def begin_step(self, slots: NDArray[Any] | Sequence[int], *, in_place: bool = False) -> Step:
+        """Begin a forward pass that writes rows at ``slots`` ``[T]``; -1 is padding. See :class:`Step`.
+
+        A slot outside the pool, given before in this call, or of a block that was never given out is dropped and
+        counted; in a strict set it raises. Raises ``BlockBusyError`` for one step too many.
+        """
+        return Step(
+            self._tiers.device,
+            self._books,
+            slots,
+            steps_max=self._steps_max,
+            in_place=in_place,
+            drop_bad=not self.strict,
+        )
+
+    def write_step(self, slots: NDArray[Any], rows: Mapping[str, StepRows], keep: Keep | None = None) -> int:
+        """A whole step whose rows are here: begin, write, commit. How many tokens' rows became readable.
+
+        ``rows`` are by spec ``[T, *row_shape]`` in the order of ``slots``, or with slots of their own where the worker
+        orders tokens in another way than the scheduler. ``keep`` as in :meth:`Step.commit`. Never raises for a mistake
+        of bookkeeping, unless strict: the step's rows are then missing, and counted.
+        """
+        try:
+            step = self.begin_step(slots)
+            with step:
+                for name, given in rows.items():
+                    values, at = given if isinstance(given, tuple) else (given, None)
+                    step.write(name, values, at)
+                return step.commit(keep)
+        except KVRouteError as error:
+            if self.strict:
+                raise
+            with self._lock:
+                self._bad("bad_writes_dropped", np.size(slots), "write_step", str(error))
+            return 0
+
+    # ---------------------------------------------------------------- moving
+
+    def copy(self, pairs: Pairs, rows: Sequence[int] | None = None) -> None:
+        """Device blocks were copied to device blocks; ``pairs`` ``[n, 2]`` are (source, target).
+
+        At most the first ``rows`` of each come along. The target's own rows are forgotten: its KV was copied over.
+        """
+        self.move("device", "device", pairs, rows)
+
+    def swap_out(self, pairs: Pairs) -> None:
+        """Device blocks were copied to host blocks, (device, host); the source stays as it is."""
+        self.move("device", "host", pairs)
+
+    def swap_in(self, pairs: Pairs) -> None:
+        """Host blocks were copied to device blocks that the engine has given out, (host, device)."""
+        self.move("host", "device", pairs)
+
+    def move(self, source: TierName, target: TierName, pairs: Pairs, rows: Sequence[int] | None = None) -> None:
+        """:meth:`copy`, :meth:`swap_out` or :meth:`swap_in`, by the names of the tiers."""
+        tables = self._tiers.named(source), self._tiers.named(target)
+        try:
+            with self._lock:
+                sources, targets, limits = self._movable(*tables, pairs, rows)
+            Move(
+                self._books,
+                *tables,
+                sources,
+                targets,
+                mover=self._mover,
+                counter=_COUNTERS[source, target],
+                rows=limits,
+                beside_steps=True,
+            ).commit()
+        except KVRouteError as error:
+            if self.strict:
+                raise
+            with self._lock:
+                self._bad("bad_moves_dropped", len(pairs), "move", str(error))
+
+    def _movable(
+        self, source: BlockTable, target: BlockTable, pairs: Pairs, rows: Sequence[int] | None
+    ) -> tuple[Ints, Ints, Sequence[int] | None]:
+        """Sources and targets that can be moved; whatever else is named as a target has no rows any more. Lock held."""
+        sources, targets = split_pairs(pairs, source, target)
+        if target.tier == "host":  # what is copied into a host block begins its life
+            target.renew(targets, target.generations.take(targets) + 1)
+        else:
+            target.forget(targets)
+        good = ALLOWED[Event.BEGIN_DEPARTURE].take(source.states.take(sources))
+        good &= target.states.take(targets) == State.HELD
+        good &= ~(target.busy(targets) | target.busy(targets, in_place=True))
+        if (n := int(count(good))) != targets.size:
+            self._bad(
+                "bad_moves_dropped",
+                targets.size - n,
+                "move",
+                "blocks that were given out, and into which no step writes",
+            )
+            rows = None if rows is None else [r for r, fine in zip(rows, good.tolist(), strict=True) if fine]
+            sources, targets = sources[good], targets[good]
+        return sources, targets, rows
+
+    # ---------------------------------------------------------------- storing
+
+    def begin_persist(
+        self, blocks: Mapping[BlockKey, int], generations: Blocks, *, queued: bool = True
+    ) -> CopyPersistJob | None:
+        """Copy the rows of complete blocks and store them under their keys; blocks in another life are passed over.
+
+        The job's result: by key, the origin that is stored now, 0 for none. ``None`` when there is no room for a
+        further job. Raises :class:`ConfigError` when there is no store.
+        """
+        return self._need_archive().begin_persist(blocks, generations, queued=queued)
+
+    def begin_restore(
+        self,
+        blocks: Mapping[BlockKey, int],
+        generations: Blocks,
+        origins: Mapping[BlockKey, int] | None = None,
+        *,
+        queued: bool = True,
+    ) -> CopyRestoreJob | None:
+        """Read what is stored under the keys and put it into blocks that are still in these lives when it has come.
+
+        The job's result: by key, whether the block's rows are there. ``origins``, by key, are those of the KV that the
+        engine has loaded: rows of another computation do not land. Nor do they in a block that a step writes by then.
+        """
+        return self._need_archive().begin_restore(blocks, generations, origins, queued=queued)
+
+    def persist(self, blocks: Mapping[BlockKey, int], generations: Blocks) -> dict[BlockKey, int]:
+        """:meth:`begin_persist`, done by the calling thread: its result."""
+        job = self.begin_persist(blocks, generations, queued=False)
+        assert job is not None, "nothing but the queue is ever full"
+        return job.result()
+
+    def restore(
+        self, blocks: Mapping[BlockKey, int], generations: Blocks, origins: Mapping[BlockKey, int] | None = None
+    ) -> dict[BlockKey, bool]:
+        """:meth:`begin_restore`, done by the calling thread: its result."""
+        job = self.begin_restore(blocks, generations, origins, queued=False)
+        assert job is not None, "nothing but the queue is ever full"
+        return job.result()
+
+    def stored(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which keys the store seems to have; only :meth:`restore` verifies."""
+        return self._need_archive().records.contains(keys)
+
+    def flush(self) -> None:
+        """Return when what was persisted is on stable storage."""
+        self._need_archive().records.flush()
+
+    def _need_archive(self) -> CopyArchive:
+        assert self._tiers.device
+        if self._archive is None:
+            raise ConfigError("store", "a storage backend", "none was given to EngineBlocks")
+        return self._archive
+
+    # ---------------------------------------------------------------- crossing
+
+    def bind_origin(self, block: int, generation: int, origin: int, tokens: int) -> bool:
+        """The KV of the block's first ``tokens`` tokens has come from elsewhere; see :meth:`AuxBlocks.bind_origin`."""
+        return bind_origin(self._tiers.device, self._books, block, generation, origin, tokens)
+
+    def install(self, block: int, generation: int, header: RecordHeader, payload: Buffer) -> int:
+        """Put the rows of a verified record into a block; see :meth:`AuxBlocks.install`."""
+        return install_record(self._tiers.device, self._books, block, generation, header, payload)
+
+    # ---------------------------------------------------------------- reading
+
+    def read(
+        self,
+        name: str,
+        blocks: Blocks,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        generations: Blocks | None = None,
+        tier: TierName = "device",
+    ) -> Rows:
+        """Rows ``[start, stop)`` of the tokens in ``blocks``, taken as one sequence; what is not readable is masked.
+
+        With ``generations``, one for each block, what is of another life is missing; without, the caller must know that
+        nothing was given out since.
+        """
+        return read_rows(self._tiers.named(tier), self._books, name, blocks, start, stop, generations=generations)
+
+    # ---------------------------------------------------------------- feeding
+
+    def apply(self, operations: bytes) -> list[Operation]:
+        """Do what a scheduler's :class:`BlockFeed` says has become of blocks, in its order; the operations done.
+
+        A batch that came before is passed over and counted. Where one is missing, nobody knows what has become of any
+        block: all rows are forgotten, and counted; a strict set raises :class:`FeedGapError` after that.
+        """
+        return self._feed.apply(operations, self)
+
+    def forget(self) -> None:
+        """Nothing that was written so far is readable, in no tier; blocks stay in their lives."""
+        with self._lock:
+            for table in self._tiers:
+                table.forget(np.arange(table.blocks))
+
+    def count_feed(self, counter: str) -> None:
+        """A feed's batch was late or missing."""
+        with self._lock:
+            self._bad(counter, 1, "apply", "batches of a feed in order, each once")
+
+    def _bad(self, counter: str, n: int, call: str, what: str) -> None:
+        """Something was dropped: count it, log the first of its kind, or raise in a strict set. The lock is held."""
+        if self.strict:
+            raise InvalidInputError(call, what, f"{n} others")
+        self._books.count(counter, int(n))
+        if counter not in self._logged:
+            self._logged.add(counter)
+            logger.warning("%s: wanted %s; %d dropped, further ones are counted as %s", call, what, n, counter)
+
+
+__all__ = ["EngineBlocks", "StepRows"]

@@ -1,0 +1,248 @@
+"""What has become of an engine's blocks, as operations in order: from a scheduler's process to a worker's.
+
+A scheduler gives blocks out; the worker's process has their rows. The scheduler writes each step's operations into a
+:class:`BlockFeed`, takes them as bytes and sends them along with the step; the worker applies them, in order and before
+the step, with :meth:`EngineBlocks.apply`. Batches are numbered from 0: a gap is found, a repetition does nothing.
+
+Bytes are MessagePack; block ids, pairs and generations are little-endian int64, so that a thousand blocks cost no
+Python object each. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.errors import FeedGapError, InvalidInputError, KVRouteError
+from cache_manager.keys import KEY_NBYTES, BlockKey
+from cache_manager.ports import TierName
+
+if TYPE_CHECKING:
+    from cache_manager.engine_blocks import EngineBlocks
+
+VERSION: Final = 1
+Ints = NDArray[np.int64]
+
+
+def _pack(values: Any, ndim: int = 1) -> bytes:
+    array = np.asarray(values)
+    if array.size and (array.dtype.kind not in "iu" or array.ndim != ndim):
+        raise InvalidInputError("feed", f"integers of {ndim} dimensions", f"{array.dtype} of shape {array.shape}")
+    return array.astype("<i8").tobytes()
+
+
+def _ints(packed: bytes) -> Ints:
+    if len(packed) % 8:
+        raise InvalidInputError("feed", "whole 64-bit integers", f"{len(packed)} bytes")
+    return np.frombuffer(packed, "<i8").astype(np.int64)
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
+    """These blocks were given out, in these generations."""
+
+    blocks: bytes
+    generations: bytes
+    tier: TierName = "device"
+
+
+class Copied(msgspec.Struct, frozen=True, tag="copy", array_like=True):
+    """Blocks were copied: ``pairs`` (source, target), between the tiers; at most the first ``rows`` of each."""
+
+    source: TierName
+    target: TierName
+    pairs: bytes
+    rows: bytes | None = None
+
+
+class Persist(msgspec.Struct, frozen=True, tag="persist", array_like=True):
+    """Store the rows of these blocks, in these generations, under these keys (32 bytes each)."""
+
+    keys: bytes
+    blocks: bytes
+    generations: bytes
+
+
+class Restore(msgspec.Struct, frozen=True, tag="restore", array_like=True):
+    """The KV of these keys is loaded into these blocks: bring the rows. ``origins`` (u64) of that KV, where known."""
+
+    keys: bytes
+    blocks: bytes
+    generations: bytes
+    origins: bytes | None = None
+
+
+class Reset(msgspec.Struct, frozen=True, tag="reset", array_like=True):
+    """The weights have changed."""
+
+    weights_version: int
+
+
+Operation = Renew | Copied | Persist | Restore | Reset
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True):
+    """Operations number ``number`` of a feed, in the order in which they happened."""
+
+    version: int
+    number: int
+    operations: list[Operation]
+
+
+class BlockFeed:
+    """The scheduler's end: what happens to ``blocks`` blocks, and the generation that each is in.
+
+    >>> feed = BlockFeed(blocks=4)
+    >>> feed.renew([2, 3]).tolist(), feed.renew([3]).tolist()
+    ([1, 1], [2])
+    >>> feed.generations[[2, 3]].tolist(), len(feed.take()) > 0, feed.take()
+    ([1, 2], True, b'')
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.generations: Ints = np.zeros(blocks, np.int64)
+        self._operations: list[Operation] = []
+        self._number = 0
+
+    def renew(self, blocks: Sequence[int] | Ints) -> Ints:
+        """Blocks were given out anew; the generations they begin ``[n]``. A block may be named once in a call."""
+        ids = np.asarray(blocks, np.int64).reshape(-1)
+        if ids.size and (ids.min() < 0 or ids.max() >= self.generations.size or np.unique(ids).size != ids.size):
+            raise InvalidInputError("blocks", f"ids in [0, {self.generations.size}), each once", ids.tolist()[:8])
+        self.generations[ids] += 1
+        lives: Ints = self.generations[ids]
+        self._operations.append(Renew(_pack(ids), _pack(lives)))
+        return lives
+
+    def copy(self, pairs: Any, rows: Sequence[int] | None = None) -> None:
+        """Device blocks were copied to device blocks, ``pairs [n, 2]``; at most the first ``rows`` of each."""
+        self._copied("device", "device", pairs, rows)
+
+    def swap_out(self, pairs: Any) -> None:
+        """Device blocks were copied to host blocks."""
+        self._copied("device", "host", pairs)
+
+    def swap_in(self, pairs: Any) -> None:
+        """Host blocks were copied to device blocks."""
+        self._copied("host", "device", pairs)
+
+    def _copied(self, source: TierName, target: TierName, pairs: Any, rows: Sequence[int] | None = None) -> None:
+        limits = None if rows is None else _pack(rows)
+        self._operations.append(Copied(source, target, _pack(pairs, ndim=2), limits))
+
+    def persist(self, blocks: Mapping[BlockKey, int]) -> None:
+        """Store the rows of blocks, in the generations that they are in now."""
+        ids = np.fromiter(blocks.values(), np.int64, len(blocks))
+        self._operations.append(Persist(b"".join(blocks), _pack(ids), _pack(self.generations[ids])))
+
+    def restore(self, blocks: Mapping[BlockKey, int], origins: Mapping[BlockKey, int] | None = None) -> None:
+        """Bring the rows of blocks whose KV comes back, of these ``origins`` where they are known."""
+        ids = np.fromiter(blocks.values(), np.int64, len(blocks))
+        known = None if origins is None else b"".join(origins.get(key, 0).to_bytes(8, "little") for key in blocks)
+        self._operations.append(Restore(b"".join(blocks), _pack(ids), _pack(self.generations[ids]), known))
+
+    def reset(self, weights_version: int) -> None:
+        """The weights have changed: nothing from before is readable."""
+        self._operations.append(Reset(weights_version))
+
+    def take(self) -> bytes:
+        """The operations since the last time, as one numbered batch; ``b""`` when nothing has happened."""
+        if not self._operations:
+            return b""
+        batch, self._operations = Batch(VERSION, self._number, self._operations), []
+        self._number += 1
+        return msgspec.msgpack.encode(batch)
+
+
+class FeedReader:
+    """The worker's end: which batch comes next."""
+
+    __slots__ = ("_decoder", "_next")
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._decoder = msgspec.msgpack.Decoder(Batch)
+
+    def apply(self, packed: bytes, to: EngineBlocks) -> list[Operation]:
+        """See :meth:`EngineBlocks.apply`. Bytes that no feed has made are refused before anything is done."""
+        if not packed:
+            return []
+        try:
+            batch = self._decoder.decode(packed)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise InvalidInputError("feed", "a batch of a BlockFeed", str(error)) from error
+        if batch.version != VERSION:
+            raise InvalidInputError("feed version", VERSION, batch.version)
+        calls = [_call(operation) for operation in batch.operations]
+        if batch.number < self._next:
+            to.count_feed("feed_repetitions")
+            return []
+        missing, self._next = batch.number - self._next, batch.number + 1
+        if missing:
+            to.forget()
+            if to.strict:
+                raise FeedGapError(f"feed: wanted batch {batch.number - missing}, got {batch.number}")
+            to.count_feed("feed_gaps")
+        for call in calls:
+            try:
+                call(to)
+            except KVRouteError:
+                if to.strict:
+                    raise
+                to.count_feed("feed_operations_failed")
+        return batch.operations
+
+
+def _call(operation: Operation) -> Callable[[EngineBlocks], object]:
+    """The operation as a call, its bytes unpacked; :class:`InvalidInputError` if they cannot be."""
+    match operation:
+        case Renew():
+            ids, lives, tier = _ints(operation.blocks), _ints(operation.generations), operation.tier
+            _check_each("generations", lives.size, ids.size)
+            return lambda to: to.renew(ids, lives, tier)
+        case Copied():
+            return _copied(operation)
+        case Persist():
+            blocks, lives = _by_key(operation.keys, operation.blocks), _ints(operation.generations)
+            _check_each("generations", lives.size, len(blocks))
+            return lambda to: to.begin_persist(blocks, lives)
+        case Restore():
+            blocks, lives = _by_key(operation.keys, operation.blocks), _ints(operation.generations)
+            _check_each("generations", lives.size, len(blocks))
+            origins = None
+            if operation.origins is not None:
+                _check_each("bytes of origins", len(operation.origins), 8 * len(blocks))
+                origins = dict(zip(blocks, np.frombuffer(operation.origins, "<u8").tolist(), strict=True))
+            return lambda to: to.begin_restore(blocks, lives, origins)
+        case Reset():
+            return lambda to: to.reset(weights_version=operation.weights_version)
+
+
+def _copied(operation: Copied) -> Callable[[EngineBlocks], object]:
+    pairs, rows = _ints(operation.pairs), None
+    if pairs.size % 2:
+        raise InvalidInputError("feed", "pairs of block ids", f"{pairs.size} integers")
+    if operation.rows is not None:
+        rows = _ints(operation.rows).tolist()
+        _check_each("row counts", 2 * len(rows), pairs.size)
+    return lambda to: to.move(operation.source, operation.target, pairs.reshape(-1, 2), rows)
+
+
+def _check_each(what: str, n: int, wanted: int) -> None:
+    if n != wanted:
+        raise InvalidInputError(f"feed {what}", wanted, n)
+
+
+def _by_key(keys: bytes, blocks: bytes) -> dict[BlockKey, int]:
+    ids = _ints(blocks).tolist()
+    if len(keys) != KEY_NBYTES * len(ids):
+        raise InvalidInputError("feed", f"{len(ids)} keys of {KEY_NBYTES} bytes", f"{len(keys)} bytes")
+    found = {BlockKey(keys[i * KEY_NBYTES : (i + 1) * KEY_NBYTES]): block for i, block in enumerate(ids)}
+    _check_each("keys, each once", len(found), len(ids))
+    return found
+
+
+__all__ = ["BlockFeed", "FeedReader", "Operation"]

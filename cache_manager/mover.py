@@ -1,0 +1,338 @@
+"""Movers: rows between regions and a store, and rows and KV as one.
+
+:class:`RowsMover` moves one kind of record. :class:`PairMover` moves two kinds, which are kept in stores that evict and
+fail each on its own, and keeps the law of pairs. A **pair** is KV and rows of one origin under one key; it is *whole*
+when every required row is valid.
+
+* A whole pair that is stored stays, and its origin is the answer. So engines on one pool do not replace each other's.
+* A pair that is not whole is replaced by one that is, both parts.
+* Rows come back beside KV of their own origin only, whatever the two stores hold.
+
+Nothing makes two stores change at once: a put beside another engine's put of the same key may leave parts of two
+origins. They are never handed out as a pair, and the next put makes the pair whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.bits import full_bits
+from cache_manager.errors import StorageError
+from cache_manager.keys import BlockKey
+from cache_manager.ports import Absence, BlockRecords, Found, HitPolicy, Mover, RecordCounters, Region, TierName
+from cache_manager.record import RecordHeader
+from cache_manager.spec import RecordLayout
+from cache_manager.storage.records import RecordStore
+
+_T = TypeVar("_T")
+
+
+class RowsMover:
+    """A :class:`Mover` of records that lie in regions of one layout, and in ``records`` if there is a store.
+
+    With ``whole`` every record counts as complete, whatever rows the caller says are valid: KV has no rows of its own.
+    """
+
+    __slots__ = ("_records", "_regions", "_whole")
+
+    def __init__(
+        self, device: Region, host: Region | None, records: RecordStore | None, *, whole: bool = False
+    ) -> None:
+        self._regions: dict[TierName, Region | None] = {"device": device, "host": host}
+        self._records = records
+        layout = device.layout
+        self._whole = (
+            np.tile(full_bits(layout.block_tokens), len(layout.specs)).astype("<u8").tobytes() if whole else b""
+        )
+
+    @property
+    def stores(self) -> bool:
+        return self._records is not None
+
+    @property
+    def counters(self) -> RecordCounters:
+        """The store's; all zero without one."""
+        return RecordCounters() if self._records is None else self._records.counters
+
+    def copy(self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        given, taken = self._regions[source], self._regions[target]
+        assert given is not None and taken is not None, f"{source} to {target}: a tier that there is"  # noqa: PT018
+        copy_records(given.rows, taken.rows, sources, targets)
+
+    def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]:
+        if self._records is None or not records.keys:
+            return [None] * len(records.keys)
+        valid = [self._whole] * len(records.keys) if self._whole else records.valid
+        with self._views(records.blocks) as views:
+            stored = self._records.put(
+                records.keys, views, valid, records.generations, records.origins, replace=replace
+            )
+        return [None if header is None else self._found(header) for header in stored]
+
+    def get_into(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
+        if self._records is None or not keys:
+            return [Absence.MISS] * len(keys)
+        with self._views(blocks) as views:
+            found = self._records.get_into(keys, views)
+        return [self._found(each) if isinstance(each, RecordHeader) else each for each in found]
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [False] * len(keys) if self._records is None else self._records.contains(keys)
+
+    def flush(self) -> None:
+        if self._records is not None:
+            self._records.flush()
+
+    def _found(self, header: RecordHeader) -> Found:
+        return Found(header.origin, b"" if self._whole else header.valid)
+
+    @contextmanager
+    def _views(self, blocks: Sequence[int]) -> Iterator[list[memoryview]]:
+        """The device blocks' records; let go in the end, also where an exception keeps the store's frames."""
+        device = self._regions["device"]
+        assert device is not None
+        views: list[memoryview] = []
+        try:
+            views += [device.rows[block].data for block in blocks]
+            yield views
+        finally:
+            for view in views:
+                with suppress(BufferError):  # the store has kept it
+                    view.release()
+
+
+def copy_records(
+    source: NDArray[np.uint8], target: NDArray[np.uint8], sources: NDArray[np.int64], targets: NDArray[np.int64]
+) -> None:
+    """Copy records ``[n, nbytes]`` pair by pair, neighbours at once. A fancy index would gather them first."""
+    assert len(sources) == len(targets), f"{len(sources)} sources, {len(targets)} targets"
+    assert source is not target or not np.isin(targets, sources).any(), "a block is source and target"
+    if not len(sources):
+        return
+    apart = (np.diff(sources) != 1) | (np.diff(targets) != 1)
+    edges = [0, *(np.flatnonzero(apart) + 1).tolist(), sources.size]
+    first, to = sources.tolist(), targets.tolist()
+    if len(edges) == sources.size + 1:  # no two are neighbours
+        for s, t in zip(first, to, strict=True):
+            target[t] = source[s]
+        return
+    for a, b in pairwise(edges):
+        target[to[a] : to[a] + b - a] = source[first[a] : first[a] + b - a]
+
+
+@dataclass(frozen=True, slots=True)
+class PairCounters:
+    """What a :class:`PairMover` has met so far, in blocks.
+
+    Of those put: ``pairs_whole`` are stored as one now, ``pairs_conflicting`` of them of another origin than the block;
+    ``pairs_replaced`` were put again in the place of one that was not whole; ``pairs_refused`` are not stored.
+
+    Of those asked for: ``pairs_found``; ``rows_of_another_origin`` than their KV, which were not handed out;
+    ``rows_incomplete`` and ``rows_missing`` beside KV (``gate`` asks for no KV without rows, and counts none missing).
+    """
+
+    pairs_whole: int = 0
+    pairs_conflicting: int = 0
+    pairs_replaced: int = 0
+    pairs_refused: int = 0
+    pairs_found: int = 0
+    rows_of_another_origin: int = 0
+    rows_incomplete: int = 0
+    rows_missing: int = 0
+
+
+class PairMover:
+    """A ``Mover`` of two movers: ``rows``, of records of ``layout``, and ``kv``, which ignores rows' validity.
+
+    With ``gate`` a block counts when both parts are there: blocks with every row of the ``required`` specs (all, unless
+    they are named) are put, and of keys, which are a prefix, as many are brought as have both parts from the first on;
+    where they are of two origins, that key's answer is ``Absence.ORIGIN``, and nothing is brought for those behind.
+    With ``mask`` KV decides: every block's KV is put and brought, rows where there are any, and what is answered
+    without rows has ``valid=b""``. Safe from several threads.
+    """
+
+    __slots__ = ("_counts", "_kv", "_lock", "_policy", "_required", "_rows")
+
+    def __init__(
+        self, rows: Mover, kv: Mover, policy: HitPolicy, layout: RecordLayout, required: Sequence[str] | None = None
+    ) -> None:
+        self._rows = rows
+        self._kv = kv
+        self._policy = policy
+        width, full = 64 * layout.valid_words, (1 << layout.block_tokens) - 1
+        names = [spec.name for spec in layout.specs]
+        wanted = names if required is None else required
+        self._required = sum(full << width * names.index(name) for name in wanted)
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()  # guards the counts, nothing else
+
+    @property
+    def stores(self) -> bool:
+        return self._rows.stores and self._kv.stores
+
+    @property
+    def counters(self) -> RecordCounters:
+        """Of the rows' store."""
+        return self._rows.counters
+
+    @property
+    def pairs(self) -> PairCounters:
+        """The counts of this moment, consistent with each other."""
+        with self._lock:
+            return PairCounters(**self._counts)
+
+    def copy(self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        self._rows.copy(source, target, sources, targets)
+        self._kv.copy(source, target, sources, targets)
+
+    def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]:
+        """What :meth:`get_into` would bring for each key, as far as ``put`` of the two movers says so."""
+        gated = self._policy == "gate"
+        asked = [i for i, bits in enumerate(records.valid) if not gated or self._is_whole(bits)]
+        kv, rows = self._put_parts(records, asked, replace=replace)
+        if not replace:
+            whole = [i for i in asked if self._is_whole(records.valid[i])]
+            torn = [i for i in whole if not self._is_pair(kv.get(i), rows.get(i))]
+            again = [i for i in torn if any(p and p.origin != records.origins[i] for p in (kv.get(i), rows.get(i)))]
+            more_kv, more_rows = self._put_parts(records, again, replace=True)
+            kv, rows = {**kv, **more_kv}, {**rows, **more_rows, **self._still(records, more_rows)}
+            self._count(pairs_replaced=len(again))
+        answers = [self._answer(kv.get(i), rows.get(i)) for i in range(len(records.keys))]
+        origins = [found and self._is_whole(found.valid) and found.origin for found in answers]
+        self._count(
+            pairs_whole=sum(map(bool, origins)),
+            pairs_conflicting=sum(bool(o) and o != ours for o, ours in zip(origins, records.origins, strict=True)),
+            pairs_refused=answers.count(None),
+        )
+        return answers
+
+    def get_into(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
+        return (self._get_gated if self._policy == "gate" else self._get_masked)(keys, blocks)
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        there = _one_each(self._kv.contains(keys), keys)
+        if self._policy == "mask":
+            return there
+        return [a and b for a, b in zip(_one_each(self._rows.contains(keys), keys), there, strict=True)]
+
+    def flush(self) -> None:
+        self._rows.flush()
+        self._kv.flush()
+
+    def _put_parts(
+        self, records: BlockRecords, wanted: Sequence[int], *, replace: bool
+    ) -> tuple[dict[int, Found], dict[int, Found]]:
+        """What is stored of KV and of rows; the part without which the other is of no use goes first."""
+
+        def put(mover: Mover, some: Sequence[int]) -> dict[int, Found]:
+            answers = _one_each(mover.put(records.only(some), replace=replace), some) if some else []
+            return {i: found for i, found in zip(some, answers, strict=True) if found is not None}
+
+        if self._policy == "gate":
+            rows = put(self._rows, wanted)
+            return put(self._kv, list(rows)), rows
+        kv = put(self._kv, wanted)
+        useful = [i for i, part in kv.items() if part.origin == records.origins[i] or self._is_whole(records.valid[i])]
+        return kv, put(self._rows, [i for i in useful if any(records.valid[i])])
+
+    def _still(self, records: BlockRecords, rows: dict[int, Found]) -> dict[int, Found]:
+        """What is stored of ``rows`` now: another writer may have replaced them before our KV was there."""
+        some = list(rows)
+        now = _one_each(self._rows.put(records.only(some)), some) if some else []
+        return {i: found if found is not None else Found(0, b"") for i, found in zip(some, now, strict=True)}
+
+    def _answer(self, kv: Found | None, rows: Found | None) -> Found | None:
+        if kv is not None and rows is not None and kv.origin == rows.origin != 0:
+            return rows
+        if self._policy == "gate" or kv is None:
+            return None
+        return Found(kv.origin, b"")
+
+    def _get_gated(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
+        answers: list[Found | Absence] = [Absence.MISS] * len(keys)
+        count = _run(_one_each(self._rows.contains(keys), keys))
+        rows = _one_each(self._rows.get_into(keys[:count], blocks[:count]), keys[:count]) if count else []
+        answers[: len(rows)] = [found if isinstance(found, Absence) else Absence.MISS for found in rows]
+        whole = [isinstance(found, Found) and self._is_whole(found.valid) for found in rows]
+        run = _run(whole)
+        cut_short = run < len(rows) and isinstance(rows[run], Found)
+        kv = _one_each(self._kv.get_into(keys[:run], blocks[:run]), keys[:run]) if run else []
+        brought = foreign = 0
+        for i, (part, beside) in enumerate(zip(kv, rows[:run], strict=True)):
+            if isinstance(part, Absence):
+                answers[i] = part
+                break
+            if not self._is_pair(part, beside):
+                answers[i] = Absence.ORIGIN
+                foreign = 1
+                break
+            answers[i] = beside
+            brought += 1
+        self._count(pairs_found=brought, rows_of_another_origin=foreign, rows_incomplete=int(cut_short))
+        return answers
+
+    def _get_masked(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
+        kv = _one_each(self._kv.get_into(keys, blocks), keys)
+        there = [i for i, part in enumerate(kv) if isinstance(part, Found)]
+        rows = self._rows.get_into([keys[i] for i in there], [blocks[i] for i in there]) if there else []
+        answers = list(kv)
+        _one_each(rows, there)
+        brought = foreign = incomplete = missing = 0
+        for i, beside in zip(there, rows, strict=True):
+            part = kv[i]
+            assert isinstance(part, Found)
+            if isinstance(beside, Absence):
+                missing += 1
+                answers[i] = Found(part.origin, b"")
+            elif beside.origin != part.origin or not part.origin:
+                foreign += 1
+                answers[i] = Found(part.origin, b"")
+            else:
+                incomplete += not self._is_whole(beside.valid)
+                brought += 1
+                answers[i] = beside
+        self._count(
+            pairs_found=brought, rows_of_another_origin=foreign, rows_incomplete=incomplete, rows_missing=missing
+        )
+        return answers
+
+    def _is_whole(self, valid: bytes) -> bool:
+        return int.from_bytes(valid, "little") & self._required == self._required
+
+    def _is_pair(self, kv: Found | Absence | None, rows: Found | Absence | None) -> bool:
+        """Whether these are the parts of a whole pair. Origin 0 is unknown, and like no other."""
+        if not isinstance(kv, Found) or not isinstance(rows, Found):
+            return False
+        return kv.origin == rows.origin != 0 and self._is_whole(rows.valid)
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self._counts.update(counts)
+
+
+def _one_each(answers: list[_T], asked: Sequence[object]) -> list[_T]:
+    """``answers``, which have to be one for each of ``asked``: by position they would be taken for others' answers."""
+    if len(answers) != len(asked):
+        raise StorageError(f"a mover answered {len(answers)} of {len(asked)} keys")
+    return answers
+
+
+def _run(there: Sequence[bool]) -> int:
+    """How many are there from the first one on.
+
+    >>> _run([True, True, False, True])
+    2
+    """
+    return there.index(False) if False in there else len(there)
+
+
+__all__ = ["PairCounters", "PairMover", "RowsMover"]

@@ -1,0 +1,300 @@
+"""Rows that are read, and records of rows that go to or come from another process.
+
+A block's rows may come in while steps write its later rows: a record's row lands only where no row is readable and no
+step in flight will put one, and only beside KV of its own origin. So the rows of the KV that is really used win, and a
+row lands at most once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+from numpy import count_nonzero as count
+from numpy.typing import NDArray
+
+from cache_manager.bits import prefix_bits, unpack_bits
+from cache_manager.books import Books, InFlight
+from cache_manager.checks import integers
+from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, RecordError
+from cache_manager.keys import BlockKey
+from cache_manager.lifecycle import IN_MOTION, Event, State
+from cache_manager.memory import gather, places
+from cache_manager.record import Buffer, OfferedRecord, RecordHeader
+from cache_manager.rows import Rows, window_of
+from cache_manager.spec import RecordLayout
+from cache_manager.table import Blocks, BlockTable, Ints
+
+
+def read_rows(
+    table: BlockTable,
+    books: Books,
+    name: str,
+    blocks: Blocks,
+    start: int,
+    stop: int | None,
+    *,
+    owner: Hashable | None = None,
+    generations: Sequence[int] | Ints | None = None,
+) -> Rows:
+    """See :meth:`AuxBlocks.read` and :meth:`EngineBlocks.read`."""
+    index = table.layout.index(name)
+    ids = table.ids_often(blocks)
+    held, window = window_of(ids.size, start, stop, table.tokens)
+    ids = ids[held]
+    wanted = None if generations is None else of_blocks(generations, held, "generations")
+    rows, bits, words = gather(table.region, index, ids)
+    with books.guard:
+        if owner is not None:
+            mine = table.leases.among(ids, table.leases.blocks(owner))
+            mine &= table.region.words.take(ids) == words  # else given to this owner after the bytes were copied
+            bits[~mine] = 0
+        if wanted is not None:
+            bits[table.generations.take(ids) != wanted] = 0
+            bits[table.region.words.take(ids) != words] = 0
+        found = Rows.of(table.layout.specs[index], rows, bits, window)
+        books.count("rows_read", found.valid.size)
+        books.count("rows_missing", found.valid.size - int(count(found.valid)))
+    return found
+
+
+def of_blocks(values: Sequence[int] | Ints, held: slice, field: str) -> Ints:
+    """One integer for each block of a call, cut to the blocks ``held`` that matter."""
+    given = integers(values, field, "one integer for each block")
+    if given.size < held.stop:
+        raise InvalidInputError(field, f"one for each of {held.stop} blocks", given.size)
+    return given[held]
+
+
+class LifeClaim:
+    """For which life a caller binds keys to blocks: that of an owner, or of generations, one for each block.
+
+    A call that says neither, or both, is refused: whoever has decided to store a block and comes when it has become
+    somebody else's must not store the other's rows under the first one's key.
+    """
+
+    __slots__ = ("_generations", "_owner")
+
+    def __init__(self, owner: Hashable | None, generations: Sequence[int] | Ints | None, blocks: int) -> None:
+        if (owner is None) == (generations is None):
+            got = "neither" if owner is None else "both"
+            raise InvalidInputError("owner, generations", "one of them, to say for which life", got)
+        self._owner = owner
+        self._generations: Ints | None = None
+        if generations is not None:
+            self._generations = integers(generations, "generations", "one integer for each block")
+            if self._generations.size != blocks:
+                raise InvalidInputError("generations", f"{blocks}, one for each block", self._generations.size)
+
+    def live(self, table: BlockTable, ids: Ints) -> NDArray[np.bool_]:
+        """Which of ``ids`` are in the life that is meant; :class:`BlockStateError` for one that the owner lacks."""
+        if self._generations is not None:
+            live: NDArray[np.bool_] = table.generations.take(ids) == self._generations
+            return live
+        assert self._owner is not None
+        if not table.leases.holds_all(self._owner, ids):
+            block = next(b for b in ids.tolist() if not table.leases.holds(self._owner, b))
+            raise BlockStateError(f"{table.tier} block {block}", f"one that {self._owner!r} holds", "one it does not")
+        return np.ones(ids.size, np.bool_)
+
+
+class Export(InFlight):
+    """Records of blocks that another process may read, in the order of the call; ``None``: nothing to offer.
+
+    A block with every row is offered as a view of its memory and stays as it is, neither freed nor given away nor
+    written, until :meth:`commit` or :meth:`abort`, which here do the same: drop the records first. Any other block is
+    offered as a snapshot and is not kept. An export that is dropped keeps its blocks: somebody may still read them.
+    """
+
+    __slots__ = ("_books", "_pinned", "_table", "records")
+
+    def __init__(
+        self,
+        table: BlockTable,
+        books: Books,
+        blocks: Mapping[BlockKey, int],
+        claim: LifeClaim,
+        rows: Sequence[int] | None,
+    ) -> None:
+        self._table, self._books = table, books
+        self.records: list[OfferedRecord | None] = []
+        limit = None
+        if rows is not None:
+            limit = prefix_bits(integers(rows, "rows", "a row count for each block"), table.tokens)
+            if len(limit) != len(blocks):
+                raise InvalidInputError("rows", f"{len(blocks)} row counts, one for each block", len(limit))
+        with books.guard:
+            ids = table.ids(list(blocks.values()))
+            live = claim.live(table, ids)
+            own = np.array([books.keys.owns(key) for key in blocks], np.bool_)
+            valid = table.region.valid[ids] if limit is None else table.region.valid[ids] & limit
+            offered = live & own & (valid != 0).any(axis=(1, 2))
+            whole = offered & (valid == table.full).all(axis=(1, 2))
+            table.check_no_step(ids[whole], "offer it")
+            table.check(Event.BEGIN_DEPARTURE, ids[whole])
+            self._pinned = ids[whole]
+            table.begin_departure(self._pinned)
+            table.seal(ids[offered & ~whole])
+            for i, (key, block) in enumerate(blocks.items()):
+                self.records.append(self._record(key, block, valid[i], whole=bool(whole[i])) if offered[i] else None)
+            books.count("stale_keys", int(count(~own)))
+            books.count("stale_blocks", int(count(~live)))
+            self._ended = not self._pinned.size
+            if not self._ended:
+                books.moves[id(self)] = lambda: self  # kept: the records are views
+
+    def _record(self, key: BlockKey, block: int, valid: NDArray[np.uint64], *, whole: bool) -> OfferedRecord:
+        table = self._table
+        payload: Buffer = table.region.rows[block].data if whole else _only(table, block, valid)
+        self._books.count("rows_exported", _rows_in(valid))
+        return OfferedRecord(
+            key,
+            table.layout.fingerprint,
+            int(table.generations[block]),
+            int(table.origin[block]),
+            valid.astype("<u8").tobytes(),
+            payload,
+        )
+
+    def commit(self) -> None:
+        """Let the blocks go. Harmless the second time."""
+        self._books.guard.now_or_later(self._let_go)
+
+    abort = commit
+
+    def _let_go(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self.records = []  # views of blocks that may be given away from here on
+            del self._books.moves[id(self)]
+            self._table.end_departure(self._pinned)
+
+
+def _only(table: BlockTable, block: int, valid: NDArray[np.uint64]) -> bytes:
+    """A copy of the block's record with nothing in it but the ``valid`` rows; the others may be written."""
+    layout = table.layout
+    record = np.zeros(layout.nbytes, np.uint8)
+    keep = unpack_bits(valid, layout.block_tokens)
+    for i, (copy, rows) in enumerate(zip(_by_spec(layout, record), places(table.region), strict=True)):
+        copy[keep[i]] = rows[block][keep[i]]
+    return record.tobytes()
+
+
+def _by_spec(layout: RecordLayout, record: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    """Views ``[block_tokens, row_nbytes]`` of a record's rows, one for each spec."""
+    return [
+        record[offset : offset + spec.block_nbytes].reshape(spec.block_tokens, spec.row_nbytes)
+        for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+    ]
+
+
+def _rows_in(valid: NDArray[np.uint64]) -> int:
+    """Rows that are valid in some spec, of a block's words ``[specs, words]``."""
+    return int(np.bitwise_count(np.bitwise_or.reduce(valid, axis=0)).sum())
+
+
+def bind_origin(table: BlockTable, books: Books, block: int, generation: int, origin: int, tokens: int) -> bool:
+    """See :meth:`AuxBlocks.bind_origin`."""
+    if not isinstance(origin, int) or not 0 < origin < 1 << 64:
+        raise InvalidInputError("origin", "an integer in [1, 2**64)", repr(origin))
+    (index,) = table.ids_often([block]).tolist()
+    with books.guard:
+        if not _may_install(table, index, generation):
+            books.count("late_installs_dropped")
+            return False
+        came, rows_tokens = table.installed.get(index, (0, 0))
+        if came == origin and table.own[index] and tokens <= rows_tokens:
+            return True  # rows of this KV had come, and a step has gone on behind them
+        if int(table.origin[index]) not in (0, origin) or table.own[index]:
+            table.forget(np.array([index]))
+        table.carry_origin(np.array([index]), np.array([origin], np.uint64))
+        table.installed[index] = (origin, tokens)
+        return True
+
+
+def install_record(
+    table: BlockTable, books: Books, block: int, generation: int, header: RecordHeader, payload: Buffer
+) -> int:
+    """See :meth:`AuxBlocks.install`."""
+    bits = _bits(table.layout, table.full, header, payload)
+    (index,) = table.ids_often([block]).tolist()
+    with books.guard:
+        if not books.keys.owns(header.key) or not _may_install(table, index, generation):
+            books.count("late_installs_dropped")
+            return 0
+        tokens = _beside_its_kv(table, index, header.origin, bits)
+        if not tokens:
+            books.count("installs_of_another_origin_dropped")
+            return 0
+        came = prefix_bits(np.array([tokens]), table.tokens)[0]
+        landed = bits & came & ~table.region.valid[index] & ~_owed(table, index)
+        keep = unpack_bits(landed, table.tokens)
+        source = _by_spec(table.layout, np.frombuffer(payload, np.uint8))
+        for i, rows in enumerate(places(table.region)):
+            rows[index][keep[i]] = source[i][keep[i]]
+        table.region.valid[index] |= landed
+        books.count("rows_installed", n := _rows_in(landed))
+        return n
+
+
+def _may_install(table: BlockTable, block: int, generation: int) -> bool:
+    """Whether the block is held in that life; ``BlockBusyError`` while it is in motion or a device writes it."""
+    state = State(int(table.states[block]))
+    if int(table.generations[block]) != generation:
+        return False
+    if state in IN_MOTION:
+        raise BlockBusyError(f"{table.tier} block {block}", "HELD to install into it", state.name)
+    return state is State.HELD
+
+
+def _beside_its_kv(table: BlockTable, block: int, origin: int, bits: NDArray[np.uint64]) -> int:
+    """To how many of the block's first tokens rows of ``origin`` belong; 0: to none of its KV.
+
+    A block whose KV nobody has named takes the origin of the first rows ``bits`` that come, as far as these go.
+    """
+    came, tokens = table.installed.get(block, (0, 0))
+    if origin and not int(table.origin[block]):
+        table.carry_origin(np.array([block]), np.array([origin], np.uint64))
+        came = origin
+    if not origin or came != origin:
+        return 0
+    if not table.own[block]:
+        rows = np.bitwise_or.reduce(bits, axis=0)
+        tokens = max(tokens, int(np.flatnonzero(unpack_bits(rows[None], table.tokens)[0]).max(initial=-1)) + 1)
+        table.installed[block] = (origin, tokens)
+    return tokens
+
+
+def _bits(layout: RecordLayout, full: NDArray[np.uint64], header: RecordHeader, payload: Buffer) -> NDArray[np.uint64]:
+    """The record's validity words ``[specs, words]``; :class:`RecordError` unless it is one of this layout."""
+    if header.fingerprint != layout.fingerprint:
+        raise RecordError("fingerprint", layout.fingerprint.hex(), header.fingerprint.hex())
+    nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+    if nbytes != layout.nbytes:
+        raise RecordError("payload size", layout.nbytes, nbytes)
+    if len(header.valid) != 8 * layout.valid_words * len(layout.specs):
+        raise RecordError("bitmap size", 8 * layout.valid_words * len(layout.specs), len(header.valid))
+    bits = np.frombuffer(header.valid, "<u8").astype(np.uint64).reshape(len(layout.specs), layout.valid_words)
+    if (bits & ~full).any():
+        raise RecordError("bitmap", f"bits for {layout.block_tokens} rows of each spec", "others")
+    return bits
+
+
+def _owed(table: BlockTable, block: int) -> NDArray[np.uint64]:
+    """Rows ``[words]`` of the block that steps in flight will write; the lock is held."""
+    bits = np.zeros(table.words_per_block, np.uint64)
+    if table.steps:
+        first = block * table.tokens
+        numbers = table.writer[first : first + table.tokens]
+        owed = np.isin(numbers, list(table.steps))
+        for step in table.steps.values():
+            if step.in_place:
+                slots = step.slots[(step.slots >= first) & (step.slots < first + table.tokens)]
+                owed[slots - first] = True
+        padded = np.zeros(64 * table.words_per_block, np.bool_)
+        padded[: table.tokens] = owed
+        bits = np.packbits(padded, bitorder="little").view("<u8").astype(np.uint64)
+    return bits
+
+
+__all__ = ["Export", "LifeClaim", "bind_origin", "install_record", "read_rows"]

@@ -1,0 +1,383 @@
+"""Blocks that an engine owns, against a model that is a dictionary a life; devices, stores and feeds come late.
+
+Method: rows carry a canary. An engine gives blocks out, writes, copies, stores and resets as it likes, correctly or
+not. A device writes the rows of in-place steps whenever it gets to it, in the order of the steps. After
+every rule every block is read for the life that the scheduler knows, and has exactly the rows of the model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from canary import canary_rows
+from gate import Gate, GatedStore, until
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.feed import BlockFeed
+from cache_manager.jobs import JobLimits, Phase
+from cache_manager.keys import BlockKey, Namespace
+from cache_manager.memory import places
+from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.storage import open_store
+
+DEVICE, HOST, TOKENS = 4, 3, 3
+SPEC = AuxBlockDataSpec("routing", (2, 3), "uint8", TOKENS)
+END = DEVICE * TOKENS
+SOME = st.lists(st.integers(0, DEVICE - 1), min_size=1, max_size=3, unique=True)
+TIERS = {"copy": ("device", "device"), "out": ("device", "host"), "in": ("host", "device")}
+
+
+@dataclass(eq=False)
+class Life:
+    """What was written for one life of a block, or since everything in it was forgotten."""
+
+    rows: dict[int, bytes] = field(default_factory=dict)
+    computed: bool = False  # somebody has said what its KV is: nothing is restored beside it
+
+
+@dataclass(eq=False)
+class ModelStep:
+    real: object
+    slots: list[int]  # as they were given, mistakes included
+    lives: dict[int, Life]  # by slot: those that the step may write
+    rows: dict[int, bytes] = field(default_factory=dict)  # what was copied, or what the device writes
+    in_place: bool = False
+    written: bool = False
+
+
+@dataclass(eq=False)
+class ModelJob:
+    real: object
+    key: BlockKey
+    block: int
+    life: Life | None  # of a restore
+    rows: dict[int, bytes] | None = None
+
+
+class EngineBlocksMachine(RuleBasedStateMachine):
+    memory = "heap"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = GatedStore(open_store("memory:?capacity=1MiB"))
+        self.store.gate = self.gate = Gate()
+        self.engine = EngineBlocks(
+            [SPEC],
+            blocks=DEVICE,
+            host_blocks=HOST,
+            namespace=Namespace("m", 0),
+            store=self.store,
+            memory=self.memory,
+            jobs=JobLimits(threads_max=1, jobs_max=3),
+        )
+        self.feed = BlockFeed(blocks=DEVICE)
+        self.last = b""
+        self.lost = False  # a batch, and no later one has come
+        self.known = [0] * DEVICE  # generations, as the worker knows them
+        self.lives = {"device": [Life() for _ in range(DEVICE)], "host": [Life() for _ in range(HOST)]}
+        self.given: dict[str, set[int]] = {"device": set(), "host": set()}
+        self.steps: list[ModelStep] = []
+        self.device: deque[ModelStep] = deque()  # in-place steps whose rows the device has not written
+        self.jobs: list[ModelJob] = []
+        self.stored: dict[BlockKey, dict[int, bytes]] = {}
+        self.version = self.serial = 0
+
+    def teardown(self) -> None:
+        while self.steps:
+            self.end(self.steps[0], commit=False)
+        while self.gate.waiting:
+            self.let_the_store_go_on()
+        self.poll()
+        assert self.engine.in_flight == 0, "quiescent_means_nothing_in_flight"
+        self.engine.close()
+
+    # ---------------------------------------------------------------- lives
+
+    def forget(self, tier: str, block: int) -> None:
+        self.lives[tier][block] = Life()
+
+    def deliver(self) -> None:
+        """The scheduler's next batch comes."""
+        self.last = self.feed.take()
+        if self.lost:
+            self.lost = False
+            for tier, lives in self.lives.items():
+                for block in range(len(lives)):
+                    self.forget(tier, block)
+        self.engine.apply(self.last)
+
+    def learn(self, blocks: list[int]) -> None:
+        for b in blocks:
+            self.known[b] = int(self.feed.generations[b])
+            self.given["device"].add(b)
+            self.forget("device", b)
+
+    @initialize(blocks=SOME)
+    def start(self, blocks) -> None:
+        self.renew(blocks, bad=False)
+
+    @rule(blocks=SOME, bad=st.booleans())
+    def renew(self, blocks, bad) -> None:
+        self.feed.renew(blocks)
+        self.deliver()
+        self.learn(blocks)
+        if bad:  # ids that are none, and generations that are not larger
+            assert self.engine.renew([DEVICE, -1, blocks[0]], [9, 9, self.known[blocks[0]]]).tolist() == [0, 0, 0]
+
+    @rule(blocks=SOME)
+    def a_batch_is_lost(self, blocks) -> None:
+        self.feed.renew(blocks)
+        self.feed.take()
+        self.lost = True
+
+    @rule()
+    def a_batch_comes_twice(self) -> None:
+        before = self.engine.counters.feed_repetitions
+        assert self.engine.apply(self.last) == []
+        assert self.engine.counters.feed_repetitions == before + bool(self.last)
+
+    @rule(further=st.booleans())
+    def reset(self, further) -> None:
+        self.version += further
+        self.feed.reset(self.version)
+        self.deliver()
+        for tier, lives in self.lives.items():
+            for block in range(len(lives)):
+                self.forget(tier, block)
+
+    # ---------------------------------------------------------------- steps
+
+    @rule(data=st.data(), in_place=st.booleans(), at_once=st.booleans())
+    def begin_step(self, data, in_place, at_once) -> None:
+        slots = data.draw(st.lists(st.integers(-2, END), max_size=6))
+        if data.draw(st.booleans()):  # a whole block, as a prefill does, in any token order
+            block = data.draw(st.integers(0, DEVICE - 1))
+            slots = data.draw(st.permutations(range(block * TOKENS, (block + 1) * TOKENS)))
+        lives: dict[int, Life] = {}
+        for slot in slots:
+            if 0 <= slot < END and slot // TOKENS in self.given["device"] and slot not in lives:
+                lives[slot] = self.lives["device"][slot // TOKENS]
+        dropped = sum(slot != -1 for slot in slots) - len(lives)
+        before = self.engine.counters.bad_writes_dropped
+        real = self.engine.begin_step(np.array(slots, np.int64), in_place=in_place)
+        assert self.engine.counters.bad_writes_dropped == before + dropped
+        for step in self.steps:
+            for slot in lives:
+                step.lives.pop(slot, None)
+        for slot, life in lives.items():
+            life.rows.pop(slot % TOKENS, None)
+            life.computed = True
+        step = ModelStep(real, slots, lives, in_place=in_place)
+        self.steps.append(step)
+        if in_place:
+            step.rows, step.written = self.fresh_rows(list(lives)), True
+            self.device.append(step)
+        elif at_once:
+            self.write(step, shuffled=None)
+
+    def fresh_rows(self, slots: list[int]) -> dict[int, bytes]:
+        self.serial += 1
+        rows = canary_rows(SPEC, [(self.serial, slot) for slot in slots])
+        return {slot: row.tobytes() for slot, row in zip(slots, rows, strict=True)}
+
+    def write(self, step: ModelStep, shuffled: list[int] | None) -> None:
+        """Copy rows into place, in the order of the slots or in another."""
+        self.serial += 1
+        rows = canary_rows(SPEC, [(self.serial, n) for n in range(len(step.slots))])
+        at, step.written = np.array(step.slots, np.int64), True
+        if shuffled is None:
+            step.real.write("routing", rows)
+        else:
+            step.real.write("routing", rows[shuffled], at[shuffled])
+        for earlier in self.steps[: self.steps.index(step)]:
+            if earlier.in_place:  # its device may still write over what is copied now
+                for slot in earlier.real._entry.slots.tolist():
+                    step.lives.pop(slot, None)
+        for slot, row in zip(step.slots, rows, strict=True):
+            step.rows.setdefault(slot, row.tobytes())
+
+    @precondition(lambda self: any(not s.written for s in self.steps))
+    @rule(data=st.data())
+    def write_step(self, data) -> None:
+        step = data.draw(st.sampled_from([s for s in self.steps if not s.written]))
+        distinct = len(set(step.slots)) == len(step.slots)
+        self.write(step, data.draw(st.permutations(range(len(step.slots)))) if distinct else None)
+
+    @precondition(lambda self: self.device)
+    @rule()
+    def the_device_writes(self) -> None:
+        """Whatever has become of the blocks: nobody can tell it."""
+        (rows,) = places(self.engine.region("device"))
+        for slot, row in self.device.popleft().rows.items():
+            rows[slot // TOKENS, slot % TOKENS] = np.frombuffer(row, np.uint8)
+
+    @precondition(lambda self: self.steps)
+    @rule(data=st.data(), commit=st.booleans())
+    def end_step(self, data, commit) -> None:
+        self.end(data.draw(st.sampled_from(self.steps)), commit=commit)
+
+    def end(self, step: ModelStep, *, commit: bool) -> None:
+        while step in self.device:
+            self.the_device_writes()
+        if commit and step.in_place:
+            step.real.wrote("routing")
+        landed = step.real.commit() if commit else step.real.abort()
+        earlier = self.steps[: self.steps.index(step)]
+        fenced = {s for e in earlier if e.in_place for s in e.real._entry.slots.tolist()}
+        self.steps.remove(step)
+        if not commit:
+            return
+        land = {
+            slot: life
+            for slot, life in step.lives.items()
+            if step.written and slot not in fenced and life is self.lives["device"][slot // TOKENS]
+        }
+        assert landed == len(land)
+        for slot, life in land.items():
+            life.rows[slot % TOKENS] = step.rows[slot]
+
+    # ---------------------------------------------------------------- moves
+
+    @rule(data=st.data(), kind=st.sampled_from(tuple(TIERS)), fed=st.booleans())
+    def move(self, data, kind, fed) -> None:
+        source, target = TIERS[kind]
+        sizes = {"device": DEVICE, "host": HOST}
+        targets = data.draw(st.lists(st.integers(0, sizes[target] - 1), min_size=1, max_size=2, unique=True))
+        pairs = [(data.draw(st.integers(0, sizes[source] - 1)), t) for t in targets]
+        rows = data.draw(st.none() | st.lists(st.integers(0, 4), min_size=len(pairs), max_size=len(pairs)))
+        bad = data.draw(st.sampled_from((None, None, "outside")))
+        if bad:
+            pairs[0] = (sizes[source], pairs[0][1])
+        if kind != "copy":
+            rows = None
+        call = {"copy": "copy", "out": "swap_out", "in": "swap_in"}[kind]
+        before = self.engine.counters.bad_moves_dropped
+        to = self.feed if fed else self.engine
+        getattr(to, call)(*((pairs, rows) if kind == "copy" else (pairs,)))
+        if fed:
+            self.deliver()
+        both = kind == "copy" and {s for s, _ in pairs} & set(targets)
+        if bad or both:
+            assert self.engine.counters.bad_moves_dropped == before + len(pairs)
+            return
+        took = [dict(self.lives[source][s].rows) for s, _ in pairs]
+        dropped = 0
+        for n, (s, t) in enumerate(pairs):
+            written = target == "device" and any(self.filled_by(step, t) for step in self.steps)
+            self.forget(target, t)
+            if target == "host":
+                self.given["host"].add(t)
+            if s in self.given[source] and t in self.given[target] and not written:
+                limit = TOKENS if rows is None else rows[n]
+                self.lives[target][t].rows = {o: row for o, row in took[n].items() if o < limit}
+                self.lives[target][t].computed = True
+                self.lives[source][s].computed = True
+            else:
+                dropped += 1
+        assert self.engine.counters.bad_moves_dropped == before + dropped
+
+    def filled_by(self, step: ModelStep, block: int) -> bool:
+        """Whether the step keeps others from filling the block: its device may write it, or it began in this life."""
+        entry = step.real._entry
+        mine = entry.blocks == block
+        return bool(mine.any()) and (step.in_place or bool(entry.generations[mine] == self.known[block]))
+
+    # ---------------------------------------------------------------- the store
+
+    def key(self, n: int) -> BlockKey:
+        return self.engine.keys.key(None, [n])
+
+    @rule(n=st.integers(0, 3), block=st.integers(0, DEVICE - 1), old=st.booleans())
+    def persist(self, n, block, old) -> None:
+        life = self.known[block] - old
+        job = self.engine.begin_persist({self.key(n): block}, [life])
+        rows = self.lives["device"][block].rows
+        if job is None:
+            assert len(self.jobs) == 3
+        elif not old and len(rows) == TOKENS:
+            self.jobs.append(ModelJob(job, self.key(n), block, None, dict(rows)))
+        else:
+            assert job.result() == {self.key(n): 0}, "nothing_answers_true_for_what_was_not_stored"
+
+    @rule(n=st.integers(0, 3), block=st.integers(0, DEVICE - 1))
+    def restore(self, n, block) -> None:
+        job = self.engine.begin_restore({self.key(n): block}, [self.known[block]])
+        if job is None:
+            assert len(self.jobs) == 3
+        else:
+            self.jobs.append(ModelJob(job, self.key(n), block, self.lives["device"][block]))
+
+    @precondition(lambda self: self.gate.waiting)
+    @rule()
+    def let_the_store_go_on(self) -> None:
+        job = next(job for job in self.jobs if job.real.phase is Phase.CARRYING)
+        self.gate.let_go()
+        until(lambda: job.real.phase is Phase.CARRIED, "the store does not answer")
+        if job.life is None:
+            self.stored.setdefault(job.key, job.rows)
+        else:
+            job.rows = self.stored.get(job.key)
+        self.gate.settle(job.real for job in self.jobs)
+
+    @rule()
+    def poll(self) -> None:
+        carried = [job for job in self.jobs if job.real.phase is Phase.CARRIED]
+        assert self.engine.poll() == [job.real for job in carried]
+        for job in carried:
+            self.jobs.remove(job)
+            (answer,) = job.real.result().values()
+            if job.life is None:
+                assert answer, "its record, or another one, is stored"
+                continue
+            now = self.lives["device"][job.block]
+            busy = any(self.filled_by(step, job.block) for step in self.steps)
+            untouched = now is job.life and not now.rows and not now.computed and not busy
+            landed = job.rows is not None and untouched and job.block in self.given["device"]
+            assert answer == landed
+            if landed:
+                now.rows, now.computed = dict(job.rows), True
+
+    # ---------------------------------------------------------------- what must hold
+
+    @invariant()
+    def no_late_device_write_lands_among_valid_rows(self) -> None:
+        """And any other row is the one written for the life that the scheduler knows, or missing."""
+        lives = self.feed.generations
+        for tier, blocks in (("device", DEVICE), ("host", HOST)):
+            for b in range(blocks):
+                said = {"generations": [int(lives[b])]} if tier == "device" else {}
+                read = self.engine.read("routing", [b], tier=tier, **said)
+                known = tier == "host" or lives[b] == self.known[b]
+                expected = self.lives[tier][b].rows if known else {}
+                found = {o: read.values[o].tobytes() for o in range(TOKENS) if read.valid[o]}
+                assert found == expected, "a_row_read_is_the_row_written_or_missing"
+
+    @invariant()
+    def an_old_generation_never_becomes_valid(self) -> None:
+        for b in range(DEVICE):
+            read = self.engine.read("routing", [b], generations=[self.known[b] - 1])
+            assert not read.valid.any()
+        assert self.engine.generations(range(DEVICE)).tolist() == self.known
+
+    @invariant()
+    def the_books_are_in_order(self) -> None:
+        self.gate.settle(job.real for job in self.jobs)
+        self.engine.assert_consistent()
+        assert self.engine.in_flight == len(self.steps) + len(self.jobs)
+        assert [step.real for step in self.steps] == self.engine.steps
+
+
+TestEngineBlocksHeap = EngineBlocksMachine.TestCase
+
+
+class EngineBlocksShared(EngineBlocksMachine):
+    memory = "shared"
+
+
+TestEngineBlocksShared = EngineBlocksShared.TestCase
+TestEngineBlocksShared.settings = settings(max_examples=15)

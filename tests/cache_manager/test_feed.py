@@ -1,0 +1,310 @@
+"""BlockFeed and its reader: order, gaps, repetitions, bytes that no feed made, and two real processes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import numpy as np
+import pytest
+from canary import canary_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from region_children import Child
+
+from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.errors import ConfigError, FeedGapError, InvalidInputError
+from cache_manager.feed import VERSION, Batch, BlockFeed, Copied, Persist, Renew, Reset, Restore
+from cache_manager.keys import Namespace
+from cache_manager.regions.view import RegionView
+from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.storage import open_store
+
+BLOCKS, TOKENS = 5, 4
+SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", TOKENS)
+NAMESPACE = Namespace("m", 1)
+
+
+def new_engine(**options: object) -> EngineBlocks:
+    return EngineBlocks([SPEC], blocks=BLOCKS, host_blocks=2, namespace=NAMESPACE, **options)
+
+
+def fill(engine: EngineBlocks, block: int, who: str) -> np.ndarray:
+    rows = canary_rows(SPEC, [(who, i) for i in range(TOKENS)])
+    engine.write_step(np.arange(block * TOKENS, (block + 1) * TOKENS), {"routing": rows})
+    return rows
+
+
+def state(engine: EngineBlocks) -> tuple[object, ...]:
+    """What a batch that is refused must not change."""
+    regions = [engine.region(tier) for tier in ("device", "host")]
+    return tuple(array.tobytes() for r in regions for array in (r.words, r.valid, r.rows)), engine.namespace
+
+
+def test_every_operation_does_what_the_call_of_its_name_does() -> None:
+    """Goal: a worker that is fed has what a worker that is called has. Method: both, side by side, same steps."""
+    store = open_store("memory:")
+    with new_engine(store=store) as fed, new_engine(store=open_store("memory:")) as called:
+        feed = BlockFeed(blocks=BLOCKS)
+        assert feed.renew([0, 1, 2]).tolist() == [1, 1, 1]
+        done = fed.apply(feed.take())
+        assert [type(operation) for operation in done] == [Renew]
+        called.renew([0, 1, 2])
+        for engine in (fed, called):
+            rows = fill(engine, 0, "mine")
+        key = fed.keys.key(None, [1])
+        feed.copy([(0, 1)], [2])
+        feed.swap_out([(0, 1)])
+        feed.persist({key: 0})
+        feed.renew([2])
+        feed.swap_in([(1, 2)])
+        fed.apply(feed.take())
+        assert fed.wait(60.0)
+        fed.poll()
+        called.copy([(0, 1)], [2])
+        called.swap_out([(0, 1)])
+        called.persist({key: 0}, called.generations([0]))
+        called.renew([2])
+        called.swap_in([(1, 2)])
+        feed.renew([3, 4])
+        feed.restore({key: 3}, {key: fed.origins([0])[0]})
+        feed.restore({key: 4}, {key: 77})
+        fed.apply(feed.take())
+        while fed.jobs:
+            assert fed.wait(60.0)
+            fed.poll()
+        called.renew([3, 4])
+        lives = called.generations([3])
+        assert called.restore({key: 3}, lives, {key: called.origins([0])[0]}) == {key: True}
+        assert called.restore({key: 4}, called.generations([4]), {key: 77}) == {key: False}
+        assert state(fed)[0][:2] == state(called)[0][:2], "device words and validity"
+        assert np.array_equal(fed.generations(range(BLOCKS)), feed.generations)
+        for block in (0, 2, 3):
+            read = fed.read("routing", [block], generations=feed.generations[[block]])
+            assert read.valid.all()
+            assert np.array_equal(read.values, rows)
+        assert fed.read("routing", [1]).valid.tolist() == [True, True, False, False]
+        feed.reset(7)
+        fed.apply(feed.take())
+        assert fed.namespace.weights_version == 7
+        assert not fed.read("routing", range(BLOCKS)).valid.any()
+
+
+def test_a_feed_without_operations_is_no_batch() -> None:
+    feed = BlockFeed(blocks=BLOCKS)
+    with new_engine() as engine:
+        assert feed.take() == b""
+        assert engine.apply(b"") == []
+        feed.renew([0])
+        engine.apply(feed.take())
+        assert feed.take() == b""
+        assert (engine.counters.feed_gaps, engine.counters.feed_repetitions) == (0, 0)
+
+
+def test_a_repetition_does_nothing_and_is_counted() -> None:
+    """Goal: a batch is applied once. Method: send one twice, with rows written in between."""
+    with new_engine() as engine:
+        feed = BlockFeed(blocks=BLOCKS)
+        feed.renew([0])
+        feed.copy([(1, 0)])
+        batch = feed.take()
+        engine.apply(batch)
+        fill(engine, 0, "mine")
+        before = state(engine)
+        assert engine.apply(batch) == []
+        assert state(engine) == before
+        assert engine.counters.feed_repetitions == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_gap_forgets_all_rows_and_goes_on(strict: bool) -> None:
+    """Goal: nobody knows what the lost operations were. Method: lose one of three batches; then go on as if not."""
+    with new_engine(strict=strict) as engine:
+        feed = BlockFeed(blocks=BLOCKS)
+        feed.renew(range(BLOCKS))
+        engine.apply(feed.take())
+        for block in range(BLOCKS):
+            fill(engine, block, "before")
+        engine.swap_out([(0, 0)])
+        feed.renew([3])
+        feed.take()  # lost
+        feed.renew([4])
+        if strict:
+            with pytest.raises(FeedGapError, match="wanted batch 1, got 2"):
+                engine.apply(feed.take())
+        else:
+            engine.apply(feed.take())
+            assert engine.generations([4]).tolist() == [2]
+            assert engine.counters.feed_gaps == 1
+        for tier, blocks in (("device", BLOCKS), ("host", 2)):
+            assert not engine.read("routing", range(blocks), tier=tier).valid.any()
+        feed.renew([0])
+        engine.apply(feed.take())
+        fill(engine, 0, "after")
+        assert engine.read("routing", [0], generations=feed.generations[[0]]).valid.all()
+        assert not engine.read("routing", [3], generations=feed.generations[[3]]).valid.any()
+
+
+def test_an_operation_that_cannot_be_done_is_counted_and_the_others_are_done() -> None:
+    """Goal: one mistake costs what it is about. Method: a persist without a store, between two good operations."""
+    with new_engine() as engine:
+        feed = BlockFeed(blocks=BLOCKS)
+        feed.renew([0])
+        feed.persist({engine.keys.key(None, [1]): 0})
+        feed.renew([1])
+        engine.apply(feed.take())
+        assert engine.counters.feed_operations_failed == 1
+        assert engine.generations([0, 1]).tolist() == [1, 1]
+    with new_engine(strict=True) as strict:
+        feed = BlockFeed(blocks=BLOCKS)
+        feed.persist({strict.keys.key(None, [1]): 0})
+        with pytest.raises(ConfigError, match="store: wanted a storage backend"):
+            strict.apply(feed.take())
+
+
+def batch(*operations: object, number: int = 0, version: int = VERSION) -> bytes:
+    return msgspec.msgpack.encode(Batch(version, number, list(operations)))
+
+
+ONE, TWO = np.array([1], "<i8").tobytes(), np.array([1, 2], "<i8").tobytes()
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"\xc1",
+        b"nonsense",
+        msgspec.msgpack.encode({"a": 1}),
+        batch(version=VERSION + 1),
+        batch(Renew(ONE, TWO)),
+        batch(Renew(b"\0" * 7, ONE)),
+        batch(Copied("device", "device", ONE)),
+        batch(Copied("device", "device", TWO, TWO)),
+        batch(Copied("device", "device", TWO, b"x")),
+        batch(Persist(b"\0" * 31, ONE, ONE)),
+        batch(Persist(b"\0" * 32, ONE, TWO)),
+        batch(Persist(b"\0" * 64, TWO, TWO)),
+        batch(Restore(b"\0" * 32, ONE, ONE, b"\0" * 7)),
+        batch(Restore(b"\0" * 32, ONE, ONE, b"\0" * 16)),
+        batch(Renew(ONE, ONE)).replace(b"renew", b"renow"),
+        batch(Copied("device", "host", TWO)).replace(b"host", b"hoss"),
+    ],
+    ids=range(16),
+)
+def test_bytes_that_no_feed_made_are_refused_and_change_nothing(packed: bytes) -> None:
+    """Goal: a typed error before anything is done. Method: each way to be wrong, behind a good operation."""
+    with new_engine(store=open_store("memory:")) as engine:
+        feed = BlockFeed(blocks=BLOCKS)
+        feed.renew(range(BLOCKS))
+        engine.apply(feed.take())
+        fill(engine, 0, "mine")
+        before = state(engine)
+        with pytest.raises(InvalidInputError, match="feed"):
+            engine.apply(packed)
+        assert state(engine) == before
+        feed.renew([1])
+        engine.apply(feed.take())
+        assert engine.counters.feed_gaps == 0, "the next batch is still the next"
+
+
+OPERATIONS = st.one_of(
+    st.builds(Renew, st.binary(max_size=24), st.binary(max_size=24), st.sampled_from(("device", "host"))),
+    st.builds(
+        Copied,
+        st.sampled_from(("device", "host")),
+        st.sampled_from(("device", "host")),
+        st.lists(st.integers(-2, 6), max_size=4).map(lambda ids: np.array(ids, "<i8").tobytes()),
+        st.none() | st.binary(max_size=16),
+    ),
+    st.builds(Persist, st.binary(max_size=64), st.binary(max_size=16), st.binary(max_size=16)),
+    st.builds(Restore, st.binary(max_size=64), st.binary(max_size=16), st.binary(max_size=16), st.none()),
+    st.builds(Reset, st.integers(-2, 1 << 63)),
+)
+
+
+@settings(max_examples=60)
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        st.builds(
+            lambda operations, number: batch(*operations, number=number),
+            st.lists(OPERATIONS, max_size=3),
+            st.integers(0, 3),
+        ),
+    )
+)
+def test_any_bytes_are_a_batch_or_a_typed_error(packed: bytes) -> None:
+    """Goal: no other error, and a set that is sound afterwards. Method: bytes, and batches of any operations."""
+    with new_engine(store=open_store("memory:?capacity=1MiB")) as engine:
+        engine.renew(range(BLOCKS))
+        fill(engine, 0, "mine")
+        with contextlib.suppress(InvalidInputError):
+            engine.apply(packed)
+        engine.wait(60.0)
+        engine.poll()
+        engine.assert_consistent()
+        assert engine.in_flight == 0
+
+
+# ---------------------------------------------------------------- two processes
+
+
+WORKER = """
+from canary import canary_rows
+from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.keys import Namespace
+spec = AuxBlockDataSpec("routing", (3, 2), "uint8", 4)
+rows = lambda who: canary_rows(spec, [(who, i) for i in range(4)])
+with EngineBlocks([spec], blocks=5, namespace=Namespace("m", 1), memory="shared") as engine:
+    say(engine.region("device").name)
+    while line := sys.stdin.readline().split():
+        engine.apply(bytes.fromhex(line[0]))
+        for block in map(int, line[1:]):
+            who = f"{block}.{engine.generations([block])[0]}"
+            engine.write_step(np.arange(block * 4, block * 4 + 4), {"routing": rows(who)})
+        say(engine.counters.feed_gaps)
+"""
+
+
+def test_a_scheduler_reads_what_a_worker_wrote_for_the_lives_that_it_gave_out() -> None:
+    """Goal: rows of the generations that the scheduler knows, or missing. Method: two processes, a view, a lost batch.
+
+    The scheduler knows what its feed says; the worker is behind it when a batch has not come or was lost. Rows say for
+    which block and life the worker wrote them.
+    """
+    worker = Child(WORKER)
+    try:
+        with RegionView(worker.heard()[0], namespace=NAMESPACE.fingerprint) as view:
+            feed = BlockFeed(blocks=BLOCKS)
+
+            def has_rows(block: int) -> bool:
+                """Whether the rows of the block's life are there; any other row is a failure."""
+                life = int(feed.generations[block])
+                read = view.read("routing", [block], generations=[life])
+                expected = canary_rows(SPEC, [(f"{block}.{life}", i) for i in range(TOKENS)])
+                assert np.array_equal(read.values[read.valid], expected[read.valid])
+                return bool(read.valid.all())
+
+            def send(*written: int) -> int:
+                """The next batch, then a step of the worker's that writes these blocks; how many gaps it has found."""
+                worker.process.stdin.write(" ".join([feed.take().hex(), *map(str, written)]) + "\n")
+                worker.process.stdin.flush()
+                return int(worker.heard()[0])
+
+            feed.renew([0, 1, 2])
+            assert not any(map(has_rows, range(BLOCKS)))
+            assert send(0, 1) == 0
+            assert [has_rows(b) for b in range(BLOCKS)] == [True, True, False, False, False]
+            feed.renew([1])
+            assert [has_rows(b) for b in (0, 1)] == [True, False], "before the worker has heard of it"
+            assert send(1) == 0
+            assert has_rows(1)
+            feed.renew([0])
+            feed.take()  # lost
+            assert not has_rows(0)
+            feed.renew([2])
+            assert send(2) == 1, "the worker has found the gap"
+            assert [has_rows(b) for b in (0, 1, 2)] == [False, False, True]
+    finally:
+        code, said = worker.finish()
+    assert (code, said.count("feed_gaps")) == (0, 1), "logged once"
