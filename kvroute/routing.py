@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cache_manager.errors import RowError, SpecError
+from cache_manager.errors import SpecError
 from cache_manager.spec import AuxBlockDataSpec
 
 ROUTING = "routing"
@@ -70,30 +69,6 @@ def id_dtype(num_experts: int) -> str:
     ['uint8', 'uint8', 'uint16', 'uint16', 'uint32']
     """
     return "uint8" if num_experts <= 1 << 8 else "uint16" if num_experts <= 1 << 16 else "uint32"
-
-
-def check_ids(
-    ids: NDArray[Any], num_experts: int, layer_ids: Sequence[int], positions: Sequence[int] | NDArray[Any] | None = None
-) -> None:
-    """Raise :class:`RowError` unless every row of ``ids`` ``[n, layers, top_k]`` can be a router's choice.
-
-    Each id is in ``[0, num_experts)`` and no layer names an expert twice. The error names the layer id of the first bad
-    row, and its position (without ``positions``: its index).
-    """
-
-    def where(row: int, layer: int) -> str:
-        return f"row {row if positions is None else positions[row]} layer {layer_ids[layer]}"
-
-    if not ids.size:
-        return
-    if int(ids.min()) < 0 or int(ids.max()) >= num_experts:
-        token, layer, k = np.argwhere((ids < 0) | (ids >= num_experts))[0].tolist()
-        raise RowError(where(token, layer), f"ids in [0, {num_experts})", int(ids[token, layer, k]))
-    columns = np.ascontiguousarray(ids.reshape(-1, ids.shape[2]).T)  # [top_k, n * layers]: long, so that it is fast
-    for k in range(1, len(columns)):
-        if (twice := (columns[:k] == columns[k]).any(axis=0)).any():
-            token, layer = divmod(int(twice.argmax()), ids.shape[1])
-            raise RowError(where(token, layer), "distinct ids", ids[token, layer].tolist())
 
 
 def _integer(name: str, value: object, least: int, most: int) -> int:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from cache_manager.errors import RowError, SpecError
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.routing import check_ids, logprob_spec, routing_spec, weights_version_spec
+from kvroute.checks import check_ids
+from kvroute.routing import logprob_spec, routing_spec, weights_version_spec
 
 LAYERS = st.integers(1, 64).flatmap(
     lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1).map(sorted))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -318,3 +318,67 @@ def test_positions_a_canary_cannot_hold_are_refused(positions: list[float]) -> N
     spec = canary_spec(routing_spec(num_experts=8, top_k=2, layer_ids=(0, 1), num_layers=2, block_tokens=16))
     with pytest.raises(RowError, match="positions"):
         canary_rows(spec, np.array(positions))
+
+
+class _Buffered(nn.Module):
+    """A decoder of routers that write their choice where ``place(layer)`` says, as engines with static buffers do."""
+
+    class Router(nn.Module):
+        def __init__(self, layer: int, place: Callable[[int], torch.Tensor]) -> None:
+            super().__init__()
+            self.layer, self.place = layer, place
+
+        def forward(self, tokens: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+            ids = self.place(self.layer)[: len(tokens)]
+            ids[:] = torch.tensor([2 * self.layer, 2 * self.layer + 1])
+            return None, None, ids
+
+    def __init__(self, place: Callable[[int], torch.Tensor], layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Module() for _ in range(layers))
+        for number, layer in enumerate(self.layers):
+            layer.mlp = nn.Module()
+            layer.mlp.gate, layer.mlp.experts = self.Router(number, place), nn.Identity()
+
+    def forward(self, tokens: torch.Tensor) -> None:
+        for layer in self.layers:
+            layer.mlp.gate(tokens)  # type: ignore[operator, union-attr]
+
+
+BUFFERED = routing_spec(num_experts=8, top_k=2, layer_ids=range(3), num_layers=3, block_tokens=4)
+CHOSEN = np.tile(np.arange(6, dtype=np.uint8).reshape(3, 2), (5, 1, 1))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 3])
+def test_a_buffer_that_routers_use_again_is_refused_or_copied(shift: int) -> None:
+    """Goal: no layer's ids under another's name. Method: one buffer for all layers, or parts of it that overlap."""
+    buffer = torch.zeros(32, 2, dtype=torch.int64)
+    model = _Buffered(lambda layer: buffer[layer * shift :])
+    with RoutingCapture(model, BUFFERED) as capture:
+        model(torch.zeros(5, 1))
+        with pytest.raises(CaptureError, match=r"router of layer 1: wanted ids in memory of their own.*layer 0's ids"):
+            capture.rows()
+    with RoutingCapture(model, BUFFERED, copy=True) as capture:
+        model(torch.zeros(5, 1))
+        assert np.array_equal(capture.rows(), CHOSEN)
+
+
+def test_layers_that_reach_into_the_next_token_are_refused() -> None:
+    """Method: three columns a token, and a layer of two that begins at the last of them."""
+    buffer = torch.zeros(64, dtype=torch.int64)
+    model = _Buffered(lambda layer: buffer[(0, 2, 32)[layer] :].as_strided((8, 2), (3, 1)))
+    with RoutingCapture(model, BUFFERED) as capture:
+        model(torch.zeros(5, 1))
+        with pytest.raises(CaptureError, match="ids in memory of their own"):
+            capture.rows()
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2)])
+def test_layers_side_by_side_in_one_buffer_are_captured(axes: tuple[int, int, int]) -> None:
+    """Goal: a buffer with a place for every layer is nothing to refuse. Method: layer by layer, and token by token."""
+    shape = [(3, 8, 2)[axis] for axis in axes]
+    buffer = torch.zeros(shape, dtype=torch.int32).permute(axes)
+    model = _Buffered(lambda layer: buffer[layer])
+    with RoutingCapture(model, BUFFERED) as capture:
+        model(torch.zeros(5, 1))
+        assert np.array_equal(capture.rows(), CHOSEN)

@@ -1,0 +1,313 @@
+"""Which rows one rank of a trainer sees: context, sequence, tensor and pipeline parallelism, as Megatron cuts them.
+
+The order is fixed. Every sequence is padded at its end to a multiple of ``align``. Context parallelism cuts each one
+into ``2 cp`` chunks of which rank ``r`` takes chunks ``r`` and ``2 cp - 1 - r`` (zigzag: so that causal attention costs
+every rank the same), or takes the ``r``-th part of all sequences end to end (contiguous). Every rank's buffer is padded
+to a multiple of ``tail_align``; where sequences are cut end to end, behind the last of them and before the cut, as
+slime does. Sequence parallelism gives each tensor-parallel rank an equal part of that. Pipeline parallelism cuts
+layers: each stage sees those that it has, dense ones counted. Expert parallelism cuts nothing: ids name experts of the
+whole model.
+
+A cut is a list of spans, so a rank can ask a store for its positions and its layers and for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from cache_manager.errors import InvalidInputError, RowError
+from kvroute.materialize import Filler, Layers, Missing, Plan, chosen_layers
+
+if TYPE_CHECKING:
+    from kvroute.routes import Routes
+
+Layout = Literal["zigzag", "contiguous"]
+Side = Literal["left", "right"]
+Order = Literal["sequence", "batch"]
+
+TAIL = -1
+"""The sequence of a span that is padding of the whole buffer and belongs to none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Positions ``[start, stop)`` of sequence number ``sequence``; behind its tokens they are padding."""
+
+    sequence: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The sizes of a trainer's parallel groups and one rank's place in each.
+
+    ``sp`` says whether sequence parallelism is on: each of ``tp`` ranks then holds its part of the tokens. ``align`` is
+    what every sequence is padded to a multiple of; unset it is ``tp * cp``, twice that for zigzag with ``cp > 1``, as
+    verl and SkyRL have it (slime: ``2 * cp`` where ``cp > 1``, and ``tail_align=tp * data_pad_size_multiplier``).
+
+    ``vpp`` is how many chunks of layers a pipeline stage has, of which this is number ``vpp_rank`` (``None``: all of
+    them); ``first_stage`` and ``last_stage`` are the layers of those stages where they are not an equal share.
+    """
+
+    tp: int = 1
+    tp_rank: int = 0
+    cp: int = 1
+    cp_rank: int = 0
+    sp: bool = False
+    pp: int = 1
+    pp_rank: int = 0
+    layout: Layout = "zigzag"
+    align: int | None = None
+    tail_align: int = 1
+    vpp: int = 1
+    vpp_rank: int | None = None
+    first_stage: int | None = None
+    last_stage: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "pp", "vpp"):
+            size, rank = getattr(self, name), getattr(self, f"{name}_rank")
+            if size < 1:
+                raise InvalidInputError(name, "1 or more", size)
+            if rank is not None and not 0 <= rank < size:
+                raise InvalidInputError(f"{name}_rank", f"0 to {size - 1}", rank)
+        for name in ("align", "tail_align"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InvalidInputError(name, "1 or more", value)
+        if self.layout not in get_args(Layout):
+            raise InvalidInputError("layout", "zigzag or contiguous", repr(self.layout))
+
+    @property
+    def sequence_align(self) -> int:
+        """What every sequence of a packed batch is padded to a multiple of."""
+        if self.align is not None:
+            return self.align
+        return self.tp * self.cp * (2 if self.layout == "zigzag" and self.cp > 1 else 1)
+
+    # ---------------------------------------------------------------- layers
+
+    def layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layer ids, of ``num_layers``, of this pipeline stage, or of its chunk ``vpp_rank``; all for ``pp=1``.
+
+        >>> Split(pp=2, pp_rank=1, vpp=2).layers(8)
+        (2, 3, 6, 7)
+        """
+        sizes = self._stage_sizes(num_layers)
+        per_chunk = [size // self.vpp for size in sizes]
+        chunks = range(self.vpp) if self.vpp_rank is None else (self.vpp_rank,)
+        found: list[int] = []
+        for chunk in chunks:
+            first = chunk * sum(per_chunk) + sum(per_chunk[: self.pp_rank])
+            found += range(first, first + per_chunk[self.pp_rank])
+        return tuple(found)
+
+    def _stage_sizes(self, num_layers: int) -> list[int]:
+        given = {0: self.first_stage, self.pp - 1: self.last_stage}
+        fixed = {stage: size for stage, size in given.items() if size is not None}
+        rest, stages = num_layers - sum(fixed.values()), self.pp - len(fixed)
+        if rest < 0 or (rest and not stages) or (stages and rest % stages):
+            raise InvalidInputError("pp", f"stages of equal size for {rest} layers", f"{stages} of them")
+        sizes = [fixed.get(stage, rest // stages if stages else 0) for stage in range(self.pp)]
+        if any(size % self.vpp for size in sizes):
+            raise InvalidInputError("vpp", f"a divisor of the layers of every stage, {sizes}", self.vpp)
+        return sizes
+
+    # ---------------------------------------------------------------- positions
+
+    def packed(self, tokens: Sequence[int]) -> list[Shard]:
+        """What this rank sees of a packed batch of sequences of ``tokens`` tokens, in order.
+
+        >>> Split(cp=2).packed([5, 3])
+        [Shard(sequence=0, start=0, stop=2), Shard(sequence=0, start=6, stop=8), Shard(sequence=1, start=0, stop=1), \
+Shard(sequence=1, start=3, stop=4)]
+        """
+        align = self.sequence_align
+        padded = [-(-n // align) * align for n in tokens]
+        if self.cp == 1:
+            mine = [Shard(i, 0, n) for i, n in enumerate(padded) if n]
+        elif self.layout == "zigzag":
+            mine = [Shard(i, a, b) for i, n in enumerate(padded) for a, b in self._zigzag(n, f"sequence {i}")]
+        else:
+            total = sum(padded)
+            part = -(-total // (self.cp * self.tail_align)) * self.tail_align
+            whole = [Shard(i, 0, n) for i, n in enumerate(padded) if n]
+            whole += [Shard(TAIL, 0, part * self.cp - total)] if part * self.cp > total else []
+            mine = _cut(whole, part * self.cp_rank, part * (self.cp_rank + 1))
+        if tail := -sum(map(len, mine)) % self.tail_align:
+            mine.append(Shard(TAIL, 0, tail))
+        return self._scattered(mine)
+
+    def columns(self, width: int) -> list[Shard]:
+        """What this rank sees of a padded batch ``[batch, width]``: its columns, as shards of a sequence 0."""
+        if self.cp == 1:
+            mine = [Shard(0, 0, width)]
+        elif self.layout == "zigzag":
+            mine = [Shard(0, a, b) for a, b in self._zigzag(width, "width")]
+        else:
+            if width % self.cp:
+                raise InvalidInputError("width", f"a multiple of cp={self.cp}", width)
+            part = width // self.cp
+            mine = [Shard(0, part * self.cp_rank, part * (self.cp_rank + 1))]
+        return self._scattered(mine)
+
+    def _zigzag(self, padded: int, what: str) -> list[tuple[int, int]]:
+        if padded % (2 * self.cp):
+            raise InvalidInputError(what, f"a padded length that is a multiple of 2 cp = {2 * self.cp}", padded)
+        chunk = padded // (2 * self.cp)
+        chunks = (self.cp_rank, 2 * self.cp - 1 - self.cp_rank)
+        return [(c * chunk, (c + 1) * chunk) for c in chunks] if chunk else []
+
+    def _scattered(self, mine: list[Shard]) -> list[Shard]:
+        """The part of ``mine`` that sequence parallelism leaves to this tensor-parallel rank; neighbours joined."""
+        if self.sp and self.tp > 1:
+            total = sum(map(len, mine))
+            if total % self.tp:
+                raise InvalidInputError("local tokens", f"a multiple of tp={self.tp}; see tail_align", total)
+            part = total // self.tp
+            mine = _cut(mine, part * self.tp_rank, part * (self.tp_rank + 1))
+        joined: list[Shard] = []
+        for shard in mine:
+            if joined and joined[-1].sequence == shard.sequence and joined[-1].stop == shard.start:
+                joined[-1] = Shard(shard.sequence, joined[-1].start, shard.stop)
+            else:
+                joined.append(shard)
+        return joined
+
+
+def shard_packed(
+    parts: Sequence[Routes],
+    tokens: Sequence[int],
+    split: Split,
+    layers: Layers = "moe",
+    dtype: DTypeLike = "int64",
+    missing: Missing = "error",
+    *,
+    pad: Filler = "spread",
+    ep: int = 1,
+) -> NDArray[Any]:
+    """The rows ``[local tokens, layers, top_k]`` that one rank sees of a packed batch, in C order.
+
+    ``tokens[i]`` is how many tokens sequence ``i`` has; its first ``tokens[i] - 1`` rows are needed, and spelled as
+    ``missing`` says where they are not there. The row of the last token, if it is not there, and of all padding is
+    spelled as ``pad`` says. ``layers`` are cut to those of the pipeline stage: ``"all"`` gives the stage's layers,
+    ``"moe"`` those of them with experts; a sequence of layer ids is taken as it is.
+
+    Raises :class:`RowError` for a missing row when ``missing`` is ``"error"``, naming the sequence and the position.
+    """
+    plan = _plan(parts, tokens, split, layers, dtype, ep)
+    shards = split.packed(tokens)
+    plan.check(missing, pad)
+    out = np.empty((sum(map(len, shards)), len(plan.layers), parts[0].top_k), plan.dtype)
+    at = 0
+    for shard in shards:
+        here = out[at : at + len(shard)]
+        if shard.sequence == TAIL:
+            plan.filler(here, pad, shard.start)
+        else:
+            _fill(plan, here, parts, tokens, shard, missing, pad)
+        at += len(shard)
+    return out
+
+
+def shard_padded(
+    parts: Sequence[Routes],
+    tokens: Sequence[int],
+    split: Split,
+    *,
+    width: int,
+    side: Side = "right",
+    order: Order = "sequence",
+    layers: Layers = "moe",
+    dtype: DTypeLike = "int64",
+    missing: Missing = "error",
+    pad: Filler = "spread",
+    ep: int = 1,
+) -> NDArray[Any]:
+    """The rows that one rank sees of a padded batch ``[batch, width]``, padded on its ``side``.
+
+    ``order="sequence"`` gives ``[local width, batch, layers, top_k]``, which is what a router of Megatron flattens;
+    ``"batch"`` gives ``[batch, local width, layers, top_k]``, as transformers models do. The rest is as in
+    :func:`shard_packed`; here context and sequence parallelism cut the columns, padding included.
+    """
+    if side not in get_args(Side) or order not in get_args(Order):
+        raise InvalidInputError("side, order", "left or right, sequence or batch", (side, order))
+    plan = _plan(parts, tokens, split, layers, dtype, ep)
+    plan.check(missing, pad)
+    columns = split.columns(width)
+    local = sum(map(len, columns))
+    out = np.empty((len(parts), local, len(plan.layers), parts[0].top_k), plan.dtype)
+    if order == "sequence":
+        out = np.empty((local, len(parts), *out.shape[2:]), plan.dtype)
+    for i, count in enumerate(tokens):
+        if count > width:
+            raise InvalidInputError("width", f"{count} or more, the tokens of sequence {i}", width)
+        mine = out[:, i] if order == "sequence" else out[i]
+        left, at = width - count if side == "left" else 0, 0
+        for column in columns:
+            here = mine[at : at + len(column)]
+            before = min(max(left - column.start, 0), len(column))
+            plan.filler(here[:before], pad, column.start)
+            shard = Shard(i, column.start + before - left, column.stop - left)
+            _fill(plan, here[before:], parts, tokens, shard, missing, pad)
+            at += len(column)
+    return out
+
+
+def _fill(
+    plan: Plan,
+    out: NDArray[Any],
+    parts: Sequence[Routes],
+    tokens: Sequence[int],
+    shard: Shard,
+    missing: Missing,
+    pad: Filler,
+) -> None:
+    if not len(out):
+        return
+    routes, needed = parts[shard.sequence], max(0, tokens[shard.sequence] - 1)
+    within = min(max(needed - shard.start, 0), len(out))
+    # Routes may go on behind the tokens that the trainer has kept; those rows are not its.
+    last = min(max(tokens[shard.sequence] - shard.start, within), len(out))
+    try:
+        plan.fill(out[:within], routes, shard.start, missing)
+    except RowError as error:
+        raise RowError(f"sequence {shard.sequence} {error.field}", error.wanted, error.got) from error
+    plan.fill(out[within:last], routes, shard.start + within, pad)
+    plan.filler(out[last:], pad, shard.start + last)
+
+
+def _plan(
+    parts: Sequence[Routes], tokens: Sequence[int], split: Split, layers: Layers, dtype: DTypeLike, ep: int
+) -> Plan:
+    if not parts or len(parts) != len(tokens):
+        raise RowError("tokens", f"one number for each of {len(parts)} routes, at least one", len(tokens))
+    first = parts[0]
+    for i, other in enumerate(parts):
+        for name in ("layer_ids", "num_experts", "num_layers", "top_k"):
+            if getattr(other, name) != getattr(first, name):
+                raise RowError(f"sequence {i} {name}", getattr(first, name), getattr(other, name))
+    if isinstance(layers, str):
+        chosen = set(chosen_layers(layers, first.layer_ids, first.num_layers))
+        layers = [layer for layer in split.layers(first.num_layers) if layer in chosen]
+    return Plan(first.layer_ids, first.num_layers, first.num_experts, first.top_k, layers, np.dtype(dtype), ep)
+
+
+def _cut(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
+    """The places ``[start, stop)`` of ``shards`` laid end to end."""
+    found = []
+    for shard, end in zip(shards, accumulate(map(len, shards)), strict=True):
+        at = end - len(shard)
+        a, b = max(start, at), min(stop, end)
+        if a < b:
+            found.append(Shard(shard.sequence, shard.start + a - at, shard.start + b - at))
+    return found

@@ -1,0 +1,86 @@
+"""Ranges of positions: where rows are missing, and which weights version computed them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.errors import RowError
+
+Span = tuple[int, int]
+"""Positions ``[start, stop)``."""
+
+WeightsSpan = tuple[int, int, int]
+"""Positions ``[start, stop)`` and the weights version that computed their rows."""
+
+UNKNOWN = -1
+"""A position without a known version, where versions lie in an array."""
+
+
+class RowsLike(Protocol):
+    """Rows with their valid mask, as ``AuxBlocks.read`` answers them."""
+
+    @property
+    def values(self) -> NDArray[Any]: ...  # [n, *row_shape]
+
+    @property
+    def valid(self) -> NDArray[np.bool_]: ...  # [n]
+
+
+def runs(mask: NDArray[np.bool_]) -> tuple[Span, ...]:
+    """The maximal ranges in which ``mask`` ``[n]`` is true."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).view(np.int8)))
+    return tuple((a, b) for a, b in edges.reshape(-1, 2).tolist())
+
+
+def checked_versions(versions: Iterable[WeightsSpan], start: int, stop: int) -> tuple[WeightsSpan, ...]:
+    """``versions`` with neighbours joined; :class:`RowError` unless they increase and lie inside ``[start, stop)``."""
+    spans: list[WeightsSpan] = []
+    for span in versions:
+        if len(span) != 3 or not all(isinstance(v, (int, np.integer)) and v >= 0 for v in span):
+            raise RowError("routes.weights_versions", "(start, stop, version), integers of 0 or more", repr(span))
+        a, b, version = (int(v) for v in span)
+        if not start <= a < b <= stop:
+            raise RowError("routes.weights_versions", f"ranges inside [{start}, {stop})", f"[{a}, {b})")
+        if spans and a < spans[-1][1]:
+            raise RowError("routes.weights_versions", f"a range that starts at {spans[-1][1]} or later", f"[{a}, {b})")
+        spans.append((a, b, version))
+    return joined(spans)
+
+
+def joined(spans: Iterable[WeightsSpan]) -> tuple[WeightsSpan, ...]:
+    """``spans`` with neighbours of one version made one, so that equal versions are equal tuples."""
+    found: list[WeightsSpan] = []
+    for a, b, version in spans:
+        if found and found[-1][1] == a and found[-1][2] == version:
+            found[-1] = (found[-1][0], b, version)
+        else:
+            found.append((a, b, version))
+    return tuple(found)
+
+
+def by_position(spans: Iterable[WeightsSpan], start: int, stop: int) -> NDArray[np.int64]:
+    """The version of each position in ``[start, stop)``, or :data:`UNKNOWN`; ``spans`` lie inside."""
+    versions = np.full(stop - start, UNKNOWN, np.int64)
+    for a, b, version in spans:
+        versions[a - start : b - start] = version
+    return versions
+
+
+def from_positions(versions: NDArray[Any], start: int) -> tuple[WeightsSpan, ...]:
+    """The ranges of equal versions, the first of which is that of position ``start``; not of :data:`UNKNOWN` ones."""
+    bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    found = ((start + a, start + b, int(versions[a])) for a, b in pairwise(bounds) if a < b)
+    return tuple(span for span in found if span[2] != UNKNOWN)
+
+
+def of_rows(per_token: RowsLike, rows: int, start: int) -> tuple[WeightsSpan, ...]:
+    """The ranges of equal, valid versions among ``rows`` rows that say one each."""
+    versions, valid = np.asarray(per_token.values), np.asarray(per_token.valid)
+    if versions.shape != (rows,) or valid.shape != (rows,) or versions.dtype.kind not in "iu":
+        raise RowError("weights_version rows", f"integers of shape {(rows,)}", f"{versions.dtype} {versions.shape}")
+    return from_positions(np.where(valid, versions.astype(np.int64), UNKNOWN), start)

@@ -1,0 +1,54 @@
+"""What binds routes to the tokens that they belong to: hashes of the first tokens of a sequence."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cache_manager.errors import RowError
+
+TokenHash = tuple[int, bytes]
+"""How many tokens, counted from position 0, and their :func:`token_hash`."""
+
+TOKEN_HASH_NBYTES: Final = 16
+
+
+def token_hash(tokens: ArrayLike) -> bytes:
+    """The 16 bytes that stand for ``tokens`` ``[n]``: BLAKE2b of their ids, 8 bytes each, little endian.
+
+    >>> token_hash([1, 2, 3]).hex()
+    '2433db8a68579e7a195c621964573b5b'
+    """
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise RowError("tokens", "integers [n]", f"{ids.dtype} of shape {ids.shape}")
+    text = ids.astype("<i8").tobytes()
+    return hashlib.blake2b(text, digest_size=TOKEN_HASH_NBYTES, person=b"kvroute.tokens").digest()
+
+
+def joined_hashes(hashes: Iterable[TokenHash]) -> tuple[TokenHash, ...]:
+    """``hashes`` in order of their counts, each once; :class:`RowError` when two of as many tokens differ."""
+    found: dict[int, bytes] = {}
+    for entry in hashes:
+        count, digest = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, None)
+        if not isinstance(count, int) or count < 0 or not isinstance(digest, bytes) or len(digest) != TOKEN_HASH_NBYTES:
+            raise RowError("routes.token_hashes", f"(tokens, hash of {TOKEN_HASH_NBYTES} bytes)", repr(entry))
+        if found.setdefault(count, digest) != digest:
+            raise RowError(f"hash of the first {count} tokens", found[count].hex(), digest.hex())
+    return tuple(sorted(found.items()))
+
+
+def check_tokens(hashes: Iterable[TokenHash], tokens: NDArray[Any]) -> None:
+    """Raise :class:`RowError` unless there is a hash, and each is that of so many first ``tokens`` ``[n]``."""
+    hashes = tuple(hashes)
+    if not hashes:
+        raise RowError("routes.token_hashes", "a hash of the tokens; see Routes.bind", "none")
+    for count, digest in hashes:
+        if count > len(tokens):
+            raise RowError("tokens", f"{count} or more, as the routes are bound to", len(tokens))
+        if (found := token_hash(tokens[:count])) != digest:
+            raise RowError(f"hash of the first {count} tokens", digest.hex(), found.hex())

@@ -1,0 +1,275 @@
+"""The journal against an engine that forgets: what comes out is what every token was sampled with, or missing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sample_routes import Shape
+
+from cache_manager.errors import InvalidInputError, RowError
+from kvroute.journal import RequestJournal
+from kvroute.routes import Routes
+from kvroute.routing import routing_spec
+
+SHAPE = Shape()
+SPEC = routing_spec(SHAPE.num_experts, SHAPE.top_k, SHAPE.layer_ids, SHAPE.num_layers, block_tokens=8)
+
+
+def row(position: int, computation: int) -> bytes:
+    return SHAPE.ids([position], computation)[0].astype(np.uint16).tobytes()
+
+
+def rows_of(routes: Routes) -> dict[int, bytes]:
+    return {routes.start + i: routes.ids[i].tobytes() for i in np.flatnonzero(routes.valid).tolist()}
+
+
+class ForgetfulEngine(RuleBasedStateMachine):
+    """One request in an engine that preempts, loses rows, changes weights and takes further turns.
+
+    A row's content says its position and the computation that made it, and every loss begins a new computation. The
+    oracle looks at the moment of sampling itself: it notes which computation made the KV when a token is drawn. The
+    engine tells the journal nothing then; it records what it holds when it is about to lose it, as the real one does.
+    A row that goes from the blocks before anybody recorded it is lost.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.journal = RequestJournal(SPEC)
+        self.tokens = [1, 2, 3]
+        self.generated = False
+        self.computation = self.version = 0
+        self.versions = {0: 0}  # computation -> weights version
+        self.held: dict[int, int] = {}  # position -> computation, where the blocks have a row
+        self.computed = 0
+        self.sampled: dict[int, int | None] = {}  # the oracle; None: lost before anybody recorded it
+        self.told: set[int] = set()  # positions whose row of this computation the journal has been told
+        self.client: Routes | None = None
+
+    # What an engine does
+
+    @rule(count=st.integers(1, 6))
+    def compute(self, count: int) -> None:
+        stop = min(self.computed + count, len(self.tokens))
+        for position in range(self.computed, stop):
+            self.held[position] = self.computation
+        self.computed = stop
+
+    @precondition(lambda self: self.computed == len(self.tokens) < 40)
+    @rule(token=st.integers(0, 9))
+    def sample(self, token: int) -> None:
+        for position in range(len(self.tokens)):
+            known = position in self.held or position in self.told
+            self.sampled.setdefault(position, self.computation if known else None)
+        self.tokens.append(token)
+        self.generated = True
+
+    @precondition(lambda self: self.generated and len(self.tokens) < 30)
+    @rule(tokens=st.lists(st.integers(10, 19), min_size=1, max_size=5))
+    def next_turn(self, tokens: list[int]) -> None:
+        """The answer is heard; the next turn's prompt goes on from it, and nothing has been sampled for it."""
+        self.note_told(0, self.flush(self.journal))
+        self.tokens += tokens
+        self.generated = False
+
+    @rule(update=st.booleans())
+    def drop(self, update: bool) -> None:
+        """Preempted without room to swap, aborted to be resumed, or overtaken by a weight update."""
+        self.note_told(0, self.flush(self.journal))
+        self.journal.discard_unsettled()
+        self.held, self.told, self.computed = {}, set(), 0
+        self.computation += 1
+        self.version += update
+        self.versions[self.computation] = self.version
+
+    @precondition(lambda self: self.computed > 0)
+    @rule(data=st.data())
+    def lose_rows(self, data: st.DataObject) -> None:
+        """Rows go and KV stays: a store that gave KV without rows, an evicted record."""
+        start = data.draw(st.integers(0, self.computed - 1))
+        for position in range(start, data.draw(st.integers(start + 1, self.computed))):
+            was_there = self.held.pop(position, None) is not None
+            if was_there and position not in self.told and self.sampled.get(position) == self.computation:
+                self.sampled[position] = None
+
+    # What may reach the journal besides
+
+    @precondition(lambda self: self.computed > 0)
+    @rule(data=st.data())
+    def a_delta_is_recorded_early_or_twice(self, data: st.DataObject) -> None:
+        start = data.draw(st.integers(0, self.computed - 1))
+        stop = data.draw(st.integers(start, self.computed))
+        part = self.routes_held(start, stop)
+        self.journal.record(part)
+        self.journal.record(part)
+        self.note_told(start, stop)
+
+    @rule(count=st.integers(0, 40))
+    def the_client_takes_a_delta(self, count: int) -> None:
+        self.note_told(0, self.flush(self.journal))
+        have = self.client.stop if self.client is not None else 0
+        delta = self.journal.routes(start=have, stop=max(have, min(have + count, self.journal.settled)))
+        self.client = delta if self.client is None else self.client.append(delta)
+
+    # What is claimed
+
+    @invariant()
+    def the_journal_keeps_its_word(self) -> None:
+        """All claims about what it would say if the engine told it now."""
+        journal = copy.deepcopy(self.journal)
+        self.flush(journal)
+        self.rows_are_those_that_tokens_were_sampled_with(journal)
+        self.recomputed_rows_are_those_in_use(journal)
+        if self.client is not None:  # what a client has never changes
+            assert rows_of(self.client) == rows_of(journal.routes(stop=self.client.stop))
+
+    def rows_are_those_that_tokens_were_sampled_with(self, journal: RequestJournal) -> None:
+        expected = {p: row(p, c) for p, c in self.sampled.items() if c is not None}
+        found = journal.routes(stop=journal.settled)
+        assert journal.settled == len(self.sampled)
+        assert rows_of(found) == expected
+        known = {p: version for a, b, version in found.weights_versions for p in range(a, b)}
+        assert known == {p: self.versions[c] for p, c in self.sampled.items() if c is not None}
+        assert [p for a, b in journal.lost for p in range(a, b)] == [p for p, c in self.sampled.items() if c is None]
+        if self.sampled:
+            found.validate(self.tokens)
+
+    def recomputed_rows_are_those_in_use(self, journal: RequestJournal) -> None:
+        last = journal.routes("recomputed")
+        found = rows_of(last)
+        known = {p: version for a, b, version in last.weights_versions for p in range(a, b)}
+        stop = min(self.computed, len(self.tokens) - 1) if self.generated else self.computed
+        assert all(found[p] == row(p, c) for p, c in self.held.items() if p < stop)
+        assert all(known[p] == self.versions[c] for p, c in self.held.items() if p < stop)
+        assert known.keys() == found.keys()
+        anything = rows_of(journal.routes("any", stop=journal.settled))
+        for position, computation in self.sampled.items():
+            if computation is not None:
+                assert anything[position] == row(position, computation)
+            elif position in found:
+                assert anything[position] == found[position]
+        differs = {p for a, b in journal.recomputed for p in range(a, b)}
+        assert differs == {p for p, c in self.sampled.items() if c is not None and found[p] != row(p, c)}
+
+    # The engine's side of the bargain
+
+    def routes_held(self, start: int, stop: int) -> Routes:
+        valid = np.array([p in self.held for p in range(start, stop)], dtype=bool)
+        ids = np.zeros((stop - start, len(SHAPE.layer_ids), SHAPE.top_k), np.int64)
+        for p in range(start, stop):
+            if p in self.held:
+                ids[p - start] = SHAPE.ids([p], self.held[p])[0]
+        spans = [(p, p + 1, self.versions[self.held[p]]) for p in range(start, stop) if p in self.held]
+        layout: Any = (SHAPE.layer_ids, SHAPE.num_experts, SHAPE.num_layers)
+        return Routes(ids, valid, *layout, start, tuple(spans))
+
+    def flush(self, journal: RequestJournal) -> int:
+        """Tell ``journal`` all that the blocks hold, as the engine does; how many positions that is."""
+        stop = min(self.computed, len(self.tokens) - 1) if self.generated else self.computed
+        journal.record(self.routes_held(0, stop))
+        if self.generated:
+            journal.settle(self.tokens)
+            journal.settle(self.tokens)
+        return stop
+
+    def note_told(self, start: int, stop: int) -> None:
+        """The journal has been told the rows that the blocks have of these positions."""
+        self.told |= {position for position in self.held if start <= position < stop}
+
+
+TestForgetfulEngine = ForgetfulEngine.TestCase
+TestForgetfulEngine.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def journal_of(*parts: tuple[Routes, list[int]]) -> RequestJournal:
+    journal = RequestJournal(SPEC)
+    for routes, tokens in parts:
+        journal.record(routes)
+        journal.settle(tokens)
+    return journal
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.booleans())
+def test_an_aborted_rollout_that_is_resumed_keeps_its_first_rows(first: int, more: int, repeats_all: bool) -> None:
+    """Goal: verl 6029 and 6046. Method: a second answer with new weights, whole or only what is new."""
+    tokens = list(range(first + more + 1))
+    old = SHAPE.routes(0, [True] * first, salt=0, versions=((0, first, 1),))
+    new = SHAPE.routes(0, [True] * (first + more), salt=1, versions=((0, first + more, 2),))
+    again = new if repeats_all else new.slice(first, new.stop)
+    journal = journal_of((old, tokens[: first + 1]), (again, tokens), (again, tokens), (old.slice(0, 0), tokens[:3]))
+    assert journal.routes() == old.merge(new.slice(first, new.stop)).bind(tokens)
+    assert journal.routes(start=first).weights_versions == ((first, first + more, 2),)
+    assert journal.recomputed == (((0, first),) if repeats_all else ())
+
+
+def test_the_last_token_of_a_turn_gets_its_row_from_the_next() -> None:
+    """Goal: NeMo-RL's repair is not needed. Method: position 4 was sampled in one turn and read in the next."""
+    tokens = list(range(12))
+    journal = journal_of((SHAPE.whole(4), tokens[:5]), (SHAPE.whole(11), tokens))
+    assert journal.routes() == SHAPE.whole(11).bind(tokens)
+    assert journal.lost == journal.recomputed == ()
+
+
+def test_a_row_that_came_too_late_is_no_sampled_row() -> None:
+    """Goal: recomputed rows are handed out when asked for, never in the place of others. Method: rows lost for good."""
+    tokens = list(range(7))
+    journal = journal_of((SHAPE.routes(0, [True, False, True]), tokens[:5]), (SHAPE.whole(6, salt=1), tokens))
+    assert journal.lost == ((1, 2), (3, 4))
+    assert journal.routes().missing == ((1, 2), (3, 4))
+    assert journal.routes("any").complete
+    assert rows_of(journal.routes("any"))[1] == row(1, 1)
+    assert rows_of(journal.routes("any"))[2] == row(2, 0)
+    assert rows_of(journal.routes("recomputed"))[2] == row(2, 1)
+
+
+def test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_kept() -> None:
+    """Goal: no row of a computation that was given up stands in for one that is missing. Found by the machine."""
+    journal = RequestJournal(SPEC)
+    journal.record(SHAPE.routes(0, [True] * 5, versions=((0, 5, 1),)))
+    journal.discard_unsettled()
+    assert (journal.stop, len(journal.routes())) == (0, 0)
+    journal.record(SHAPE.routes(0, [False, True, True], salt=1, versions=((0, 3, 2),)))
+    journal.settle([5, 6, 7, 8])
+    assert journal.lost == ((0, 1),)
+    assert rows_of(journal.routes()) == {1: row(1, 1), 2: row(2, 1)}
+    assert journal.routes().weights_versions == ((1, 3, 2),)
+
+
+def test_equal_rows_of_other_weights_are_recomputed_rows_too() -> None:
+    """Goal: each choice says whose weights its rows are of. Method: an update that happens to change no expert."""
+    tokens = list(range(5))
+    old, new = (SHAPE.routes(0, [True] * 4, versions=((0, 4, version),)) for version in (1, 2))
+    journal = journal_of((old, tokens), (new, tokens))
+    assert journal.routes().weights_versions == ((0, 4, 1),)
+    assert journal.routes("recomputed").weights_versions == ((0, 4, 2),)
+    assert journal.recomputed == ()
+
+
+def test_a_history_that_was_tokenised_anew_is_refused_and_changes_nothing() -> None:
+    journal = journal_of((SHAPE.whole(4), [5, 6, 7, 8, 9]))
+    with pytest.raises(RowError, match="token at position 2: wanted 7, got 70"):
+        journal.settle([5, 6, 70, 8, 9, 10])
+    journal.settle([5, 6])
+    assert (journal.settled, journal.routes()) == (4, SHAPE.whole(4).bind([5, 6, 7, 8, 9]))
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+    journal = RequestJournal(SPEC, tokens_max=8)
+    journal.record(SHAPE.whole(3))
+    for wrong in (Shape(num_experts=301).whole(3), Shape(layer_ids=(0, 4)).whole(3), SHAPE.whole(9)):
+        with pytest.raises(RowError, match="routes"):
+            journal.record(wrong)
+    with pytest.raises(RowError, match="tokens: wanted 9 at most"):
+        journal.settle(list(range(10)))
+    with pytest.raises(RowError, match="tokens: wanted integers"):
+        journal.settle([[1, 2]])
+    with pytest.raises(InvalidInputError, match="choice: wanted sampled, recomputed, any"):
+        journal.routes("latest")  # type: ignore[arg-type]
+    with pytest.raises(RowError, match=r"inside \[0, 3\], got \[0, 4\)"):
+        journal.routes(stop=4)
+    assert journal.routes() == SHAPE.whole(3)

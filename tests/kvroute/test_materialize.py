@@ -1,0 +1,168 @@
+"""Routes as a trainer's array: every row at its position, every layer in its place, every hole spelled as asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from sample_routes import SHAPES, Shape, shapes
+
+from cache_manager.errors import RowError
+from kvroute.materialize import FILLERS
+
+SHAPE = SHAPES[2]  # dense layers first; 256 experts
+
+
+def spelled(shape: Shape, missing: str, position: int, layer: int, ep: int) -> list[int]:
+    """The ids of one layer of a row that is not there, by the words of the reference."""
+    k, experts = shape.top_k, shape.num_experts
+    if missing == "zero":
+        return [0] * k
+    if missing == "minus1":
+        return [-1] * k
+    if missing == "arange":
+        return list(range(k))
+    found = []
+    for column in range(k):
+        a = position * k + column + layer * ep * k
+        found.append(a % ep * (experts // ep) + (a // ep) % (experts // ep))
+    return found
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> dict[str, Any]:
+    shape = draw(shapes())
+    valid = draw(st.lists(st.booleans(), max_size=12))
+    start = draw(st.integers(0, 4))
+    rows = draw(st.integers(0, 18))
+    chosen = draw(st.lists(st.integers(0, shape.num_layers - 1), unique=True, min_size=1))
+    return {
+        "shape": shape,
+        "valid": valid,
+        "start": start,
+        "rows": rows,
+        "layers": draw(st.sampled_from(["all", "moe", chosen])),
+        "dtype": draw(st.sampled_from(["int32", "int64"])),
+        "missing": draw(st.sampled_from(FILLERS)),
+        "required": draw(st.none() | st.integers(0, rows)),
+        "pad": draw(st.none() | st.sampled_from(FILLERS)),
+        "ep": draw(st.sampled_from([1, 2])),
+    }
+
+
+def expected(want: dict[str, Any]) -> list[list[list[int]]]:
+    """Row by row and layer by layer, without an array."""
+    shape: Shape = want["shape"]
+    layers = {"all": range(shape.num_layers), "moe": shape.layer_ids}.get(str(want["layers"]), want["layers"])
+    needed = want["rows"] if want["required"] is None else want["required"]
+    found = []
+    for position in range(want["rows"]):
+        i = position - want["start"]
+        if 0 <= i < len(want["valid"]) and want["valid"][i]:
+            ids = shape.ids([position])[0].tolist()
+            row = [ids[shape.layer_ids.index(n)] if n in shape.layer_ids else [0] * shape.top_k for n in layers]
+        else:
+            word = want["missing"] if position < needed or want["pad"] is None else want["pad"]
+            row = [spelled(shape, word, position, layer, want["ep"]) for layer in layers]
+        found.append(row)
+    return found
+
+
+@given(asked())
+def test_every_row_layer_and_hole_is_where_and_what_was_asked_for(want: dict[str, Any]) -> None:
+    shape: Shape = want["shape"]
+    routes = shape.routes(want["start"], want["valid"])
+    how = {name: want[name] for name in ("layers", "dtype", "missing", "required", "pad", "ep")}
+    made = routes.materialize(want["rows"], **how)
+    assert made.dtype == want["dtype"]
+    assert made.tolist() == expected(want)
+    assert made.flags.c_contiguous
+    assert made.flags.writeable
+    room = np.full((want["rows"], 2, *made.shape[1:]), 77, want["dtype"])
+    assert routes.materialize(want["rows"], **how, out=room[:, 0]) is not None
+    assert np.array_equal(room[:, 0], made)
+    assert (room[:, 1] == 77).all()
+
+
+@given(st.integers(0, 6), st.lists(st.booleans(), max_size=8), st.integers(0, 12))
+def test_a_hole_is_an_error_unless_a_spelling_is_asked_for(start: int, valid: list[bool], rows: int) -> None:
+    """Goal: verl's Megatron path has no validity of rows, so that a zero is replayed as expert 0."""
+    routes = SHAPE.routes(start, valid)
+    there = {start + i for i, known in enumerate(valid) if known}
+    lost = next((p for p in range(rows) if p not in there), None)
+    if lost is None:
+        assert routes.materialize(rows).shape == (rows, SHAPE.num_layers, SHAPE.top_k)
+        return
+    with pytest.raises(RowError, match=f"row {lost}: wanted a row for each of the positions"):
+        routes.materialize(rows)
+
+
+def test_the_last_sampled_token_has_no_row() -> None:
+    """Goal: the off-by-one of every trainer is said, not guessed. Method: n - 1 rows of n tokens, both ways."""
+    routes = SHAPE.whole(5)
+    assert len(routes.materialize(5)) == 5
+    with pytest.raises(RowError, match="row 5"):
+        routes.materialize(6)
+    with pytest.raises(RowError, match=r"pad: wanted a spelling for the rows \[5, 6\)"):
+        routes.materialize(6, required=5)
+    padded = routes.materialize(6, required=5, pad="zero")
+    assert not padded[5].any()
+    assert np.array_equal(padded[:5], routes.materialize(5))
+    with pytest.raises(RowError, match="row 4"):
+        SHAPE.whole(4).materialize(6, required=5, pad="zero")
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_spread_rows_are_distinct_and_load_every_rank_alike(ep: int) -> None:
+    """Goal: padding neither takes one expert twice nor crowds a rank (miles 2697). Method: count, layer by layer."""
+    shape = Shape(layer_ids=(0, 1, 2), num_experts=32, num_layers=3, top_k=6)
+    rows = shape.routes(0, []).materialize(64, missing="spread", ep=ep)
+    for layer in range(3):
+        ids = rows[:, layer]
+        assert all(len(set(row)) == 6 for row in ids.tolist())
+        per_rank = np.bincount(ids.ravel() // (32 // ep), minlength=ep)
+        per_expert = np.bincount(ids.ravel(), minlength=32)
+        assert per_rank.max() - per_rank.min() == 0
+        assert per_expert.max() - per_expert.min() == 0
+
+
+def test_arange_pads_are_what_they_say_and_zero_pads_are_one_expert() -> None:
+    shape = SHAPES[1]
+    nothing = shape.routes(0, [])
+    assert nothing.materialize(2, missing="arange").tolist() == [[[0, 1]] * 4] * 2
+    assert set(nothing.materialize(2, missing="zero").ravel().tolist()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "int8"}, "dtype: wanted an integer that holds 255, got int8"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"dtype": "uint8", "missing": "minus1"}, "dtype: wanted a signed integer"),
+        ({"layers": [8]}, r"layer ids in \[0, 8\), got 8"),
+        ({"layers": [3, 3]}, "distinct layer ids"),
+        ({"layers": "dense"}, "layers: wanted all, moe"),
+        ({"missing": "nan"}, "missing: wanted error, zero"),
+        ({"rows": -1}, "rows"),
+        ({"required": 9}, "required: wanted 0 to 4 rows"),
+        ({"ep": 3}, "ep: wanted a divisor of 256"),
+        ({"out": np.empty((4, 8, 8), np.int64)}, r"out: wanted int32 of shape \(4, 8, 8\)"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"rows": 4}
+    SHAPE.whole(4).materialize(**good)
+    with pytest.raises(RowError, match=message):
+        SHAPE.whole(4).materialize(**{**good, **change})
+
+
+def test_a_failed_call_leaves_the_callers_array_alone() -> None:
+    room: NDArray[np.int32] = np.full((6, 8, 8), 5, np.int32)
+    for how in ({"missing": "error"}, {"missing": "zero", "required": 2, "pad": "nan"}):
+        with pytest.raises(RowError):
+            SHAPE.whole(4).materialize(6, **how, out=room)  # type: ignore[arg-type]
+        assert (room == 5).all()

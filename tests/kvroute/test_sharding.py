@@ -1,0 +1,254 @@
+"""What a rank sees: all tokens once over all ranks, in the order in which trainers cut their own token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from sample_routes import SHAPES, Shape
+
+from cache_manager.errors import InvalidInputError, RowError
+from kvroute.sharding import TAIL, Shard, Split, shard_packed, shard_padded
+
+SHAPE = SHAPES[0]
+
+
+# The cuts, by the words of the trainers -------------------------------------------------------------------------------
+
+
+def packed_by_hand(tokens: list[int], split: Split) -> list[tuple[int, int]]:
+    """(sequence, position) of every local token, token by token: padding has a position behind the sequence's end."""
+    align = split.align or split.tp * split.cp * (2 if split.cp > 1 and split.layout == "zigzag" else 1)
+    sequences = []
+    for i, n in enumerate(tokens):
+        padded = n
+        while padded % align:
+            padded += 1
+        sequences.append([(i, p) for p in range(padded)])
+    if split.cp == 1:
+        local = [t for s in sequences for t in s]
+    elif split.layout == "zigzag":
+        local = []
+        for s in sequences:
+            chunks = np.array_split(np.arange(len(s)), 2 * split.cp)
+            local += [s[j] for j in chunks[split.cp_rank]] + [s[j] for j in chunks[2 * split.cp - 1 - split.cp_rank]]
+    else:
+        flat = [t for s in sequences for t in s]
+        while len(flat) % (split.cp * split.tail_align):
+            flat.append((TAIL, len(flat)))
+        local = flat[split.cp_rank * len(flat) // split.cp : (split.cp_rank + 1) * len(flat) // split.cp]
+    while len(local) % split.tail_align:
+        local.append((TAIL, len(local)))
+    if split.sp and split.tp > 1:
+        part = len(local) // split.tp
+        local = local[split.tp_rank * part : (split.tp_rank + 1) * part]
+    return local
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> Split:
+    tp, cp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
+    return Split(
+        tp=tp,
+        tp_rank=draw(st.integers(0, tp - 1)),
+        cp=cp,
+        cp_rank=draw(st.integers(0, cp - 1)),
+        sp=draw(st.booleans()),
+        layout=draw(st.sampled_from(["zigzag", "contiguous"])),
+        tail_align=draw(st.sampled_from([1, tp, 8 * tp])),
+        align=draw(st.sampled_from([None, 2 * cp, 8 * cp])),
+    )
+
+
+def flat(shards: list[Shard]) -> list[tuple[int, int]]:
+    return [(s.sequence, p) for s in shards for p in range(s.start, s.stop)]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=4), splits())
+def test_a_packed_batch_is_cut_as_trainers_cut_it(tokens: list[int], split: Split) -> None:
+    expected = packed_by_hand(tokens, split)
+    assume(not split.sp or len(packed_by_hand(tokens, _without_sp(split))) % split.tp == 0)
+    found = flat(split.packed(tokens))
+    assert [s for s, _ in found] == [s for s, _ in expected]
+    assert [p for s, p in found if s != TAIL] == [p for s, p in expected if s != TAIL]
+
+
+def _without_sp(split: Split) -> Split:
+    return Split(**{f: getattr(split, f) for f in split.__slots__} | {"sp": False})
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), splits())
+def test_every_token_is_somewhere_and_once(tokens: list[int], split: Split) -> None:
+    """Goal: no rank forgets a token and no two train on one. Method: gather the ranks' cuts."""
+    seen: list[tuple[int, int]] = []
+    for cp_rank in range(split.cp):
+        for tp_rank in range(split.tp if split.sp else 1):
+            rank = Split(**{f: getattr(split, f) for f in split.__slots__} | {"cp_rank": cp_rank, "tp_rank": tp_rank})
+            assume(not split.sp or len(packed_by_hand(tokens, _without_sp(rank))) % split.tp == 0)
+            seen += flat(rank.packed(tokens))
+    real = [(s, p) for s, p in seen if s != TAIL and p < tokens[s]]
+    assert sorted(real) == [(s, p) for s, n in enumerate(tokens) for p in range(n)]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=3), splits(), st.data())
+def test_a_shard_is_the_rows_of_its_tokens(tokens: list[int], split: Split, data: st.DataObject) -> None:
+    """Goal: the experts used are the rollout's on every rank. Method: token by token, with holes, against the cut."""
+    parts, known = [], []
+    for n in tokens:
+        valid = data.draw(st.lists(st.booleans(), min_size=n - 1, max_size=n + 3))  # a trainer may cut tokens off
+        parts.append(SHAPE.routes(0, valid))
+        known.append({p for p, there in enumerate(valid) if there and p < n})
+    try:
+        cut = flat(split.packed(tokens))
+    except InvalidInputError:
+        with pytest.raises(InvalidInputError):
+            shard_packed(parts, tokens, split, missing="minus1")
+        return
+    made = shard_packed(parts, tokens, split, missing="minus1", pad="arange")
+    assert made.shape == (len(cut), len(SHAPE.layer_ids), SHAPE.top_k)
+    assert made.dtype == np.int64
+    for row, (sequence, position) in zip(made, cut, strict=True):
+        if sequence != TAIL and position in known[sequence]:
+            expected = SHAPE.ids([position])[0]
+        elif sequence != TAIL and position < tokens[sequence] - 1:
+            expected = np.full_like(row, -1)
+        else:
+            expected = np.tile(np.arange(SHAPE.top_k), (len(SHAPE.layer_ids), 1))
+        assert np.array_equal(row, expected)
+
+
+def test_a_hole_names_its_sequence_and_position() -> None:
+    parts = [SHAPE.whole(4), SHAPE.routes(0, [True, False, True])]
+    with pytest.raises(RowError, match="sequence 1 row 1: wanted a row"):
+        shard_packed(parts, [5, 4], Split())
+    shard_packed(parts, [5, 2], Split())  # the hole is the last token's, which has no row
+    with pytest.raises(RowError, match="sequence 0 row 4"):
+        shard_packed(parts, [6, 2], Split())
+    with pytest.raises(RowError, match="tokens: wanted one number for each of 2 routes"):
+        shard_packed(parts, [5], Split())
+    with pytest.raises(RowError, match="sequence 1 layer_ids"):
+        shard_packed([SHAPE.whole(1), Shape(layer_ids=(0, 4)).whole(1)], [1, 1], Split())
+
+
+# Padded batches -------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(1, 16), min_size=1, max_size=3),
+    splits(),
+    st.sampled_from(["left", "right"]),
+    st.sampled_from(["sequence", "batch"]),
+)
+def test_a_padded_batch_is_cut_by_columns(tokens: list[int], split: Split, side: Any, order: Any) -> None:
+    """Method: the whole batch by hand, ``[batch, width]`` of positions, cut as token ids are, then compared."""
+    width = 32
+    positions = np.full((len(tokens), width), -1)
+    for i, n in enumerate(tokens):
+        at = width - n if side == "left" else 0
+        positions[i, at : at + n] = np.arange(n)
+    if split.cp > 1 and split.layout == "zigzag":
+        chunks = np.split(positions, 2 * split.cp, axis=1)
+        positions = np.concatenate([chunks[split.cp_rank], chunks[2 * split.cp - 1 - split.cp_rank]], axis=1)
+    elif split.cp > 1:
+        positions = np.split(positions, split.cp, axis=1)[split.cp_rank]
+    if split.sp:
+        positions = np.split(positions, split.tp, axis=1)[split.tp_rank]
+    parts = [SHAPE.whole(n) for n in tokens]
+    made = shard_padded(parts, tokens, split, width=width, side=side, order=order, pad="zero")
+    if order == "sequence":
+        made = made.swapaxes(0, 1)
+    assert made.shape[:2] == positions.shape
+    for row, position in zip(made.reshape(-1, *made.shape[2:]), positions.ravel(), strict=True):
+        assert np.array_equal(row, SHAPE.ids([position])[0] if position >= 0 else np.zeros_like(row))
+
+
+def test_megatron_flattens_by_sequence_and_transformers_by_batch() -> None:
+    """Goal: SkyRL's order bug is told apart. Method: two sequences of three tokens, flattened both ways."""
+    parts = [SHAPE.whole(3, salt=s) for s in range(2)]
+    by_sequence = shard_padded(parts, [3, 3], Split(), width=3)
+    by_batch = shard_padded(parts, [3, 3], Split(), width=3, order="batch")
+    assert by_sequence.shape[:2] == (3, 2)
+    assert by_batch.shape[:2] == (2, 3)
+    k = SHAPE.top_k * len(SHAPE.layer_ids)
+    firsts = {SHAPE.ids([p], s).tobytes(): 3 * s + p for s in range(2) for p in range(3)}
+    for made, expected in ((by_sequence, [0, 3, 1, 4, 2, 5]), (by_batch, [0, 1, 2, 3, 4, 5])):
+        assert [firsts[row.tobytes()] for row in made.reshape(-1, k)] == expected
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+def test_stages_have_the_layers_that_megatron_gives_them() -> None:
+    assert Split(pp=4, pp_rank=2).layers(8) == (4, 5)
+    # Two chunks a stage: the first half of the model over the stages, then the second.
+    assert [Split(pp=2, pp_rank=r, vpp=2, vpp_rank=v).layers(8) for v in range(2) for r in range(2)] == [
+        (0, 1),
+        (2, 3),
+        (4, 5),
+        (6, 7),
+    ]
+    uneven = [Split(pp=4, pp_rank=r, first_stage=4, last_stage=3).layers(13) for r in range(4)]
+    assert uneven == [(0, 1, 2, 3), (4, 5, 6), (7, 8, 9), (10, 11, 12)]
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.booleans())
+def test_every_layer_is_on_one_stage(pp: int, vpp: int, each: int, first: bool, last: bool) -> None:
+    sizes = [each * vpp] * pp
+    sizes[0] += vpp if first else 0
+    sizes[-1] += vpp if last else 0
+    ends = {"first_stage": sizes[0] if first or pp == 1 else None, "last_stage": sizes[-1] if last else None}
+    ends = {name: size for name, size in ends.items() if pp > 1}
+    stages = [Split(pp=pp, pp_rank=r, vpp=vpp, **ends).layers(sum(sizes)) for r in range(pp)]
+    assert sorted(layer for stage in stages for layer in stage) == list(range(sum(sizes)))
+    assert [len(stage) for stage in stages] == sizes
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layers", ["all", "moe"])
+def test_stages_together_are_the_whole(shape: Shape, layers: Any) -> None:
+    """Goal: dense-first layers shift nobody (verl 5037, slime 810). Method: stages side by side against no stages."""
+    pp = next(n for n in (4, 3, 2) if shape.num_layers % n == 0)
+    routes = shape.whole(6)
+    whole = routes.shard(7, Split(), layers)
+    stages: list[NDArray[Any]] = [routes.shard(7, Split(pp=pp, pp_rank=r), layers) for r in range(pp)]
+    assert np.array_equal(np.concatenate(stages, axis=1), whole)
+    assert np.array_equal(whole[:6], routes.materialize(6, layers, "int64"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"tp": 0}, "tp"),
+        ({"tp": 2, "tp_rank": 2}, "tp_rank"),
+        ({"cp_rank": 1}, "cp_rank"),
+        ({"pp": 2, "pp_rank": -1}, "pp_rank"),
+        ({"vpp": 2, "vpp_rank": 2}, "vpp_rank"),
+        ({"align": 0}, "align"),
+        ({"layout": "ring"}, "layout"),
+    ],
+)
+def test_a_split_that_cannot_be_names_its_field(wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        Split(**wrong)
+    assert refused.value.field == field
+
+
+def test_lengths_that_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="a multiple of 2 cp = 4"):
+        Split(cp=2, align=1).packed([5])
+    with pytest.raises(InvalidInputError, match="local tokens: wanted a multiple of tp=2"):
+        Split(tp=2, sp=True, align=1).packed([5])
+    with pytest.raises(InvalidInputError, match="width: wanted a padded length"):
+        Split(cp=2).columns(6)
+    with pytest.raises(InvalidInputError, match="width: wanted a multiple of cp=4"):
+        Split(cp=4, layout="contiguous").columns(6)
+    with pytest.raises(InvalidInputError, match="stages of equal size for 7 layers"):
+        Split(pp=2).layers(7)
+    with pytest.raises(InvalidInputError, match="vpp: wanted a divisor"):
+        Split(pp=2, vpp=2).layers(6)
+    with pytest.raises(InvalidInputError, match="width: wanted 9 or more"):
+        shard_padded([SHAPE.whole(8)], [9], Split(), width=8)
