@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, Self, cast, get_args
+from urllib.parse import quote
 
 import numpy as np
 
 from cache_manager.errors import ConfigError
 from cache_manager.ports import HitPolicy
 from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.storage.url import StoreUrl
 
 RoutingStoreType = Literal["local", "rdma", "response"]
 IdDtype = Literal["uint8", "uint16", "uint32"]
 
 
+_SERVER = re.compile(r"(mooncake://)?[A-Za-z0-9.-]{1,253}:[0-9]{1,5}(/[^?#]*)?")
+_BY_URL = ("routing_store_type", "local_store_dir", "rdma_store_server", "use_fused_put")
+"""What the URL ``rollout_store`` says in one."""
 _FLAG = {"wanted": "true or false"}
 _STRING = {"wanted": "a string"}
 _COUNT = {"wanted": "an integer of 1 or more"}
@@ -31,9 +38,10 @@ class RoutingReplayConfig:
     """What ``--routing-replay-config`` says.
 
     The first seven keys are FastDeploy's, and mean what they mean there; ``routing_dtype``, ``num_moe_layers`` and
-    ``moe_top_k`` follow from the model (:meth:`fitted`) and may be left out. ``policy`` and ``block_store`` are
-    kvroute's own: what a KV hit without its rows becomes (cut back, or flagged), and the URL of the store of block
-    records (empty: none).
+    ``moe_top_k`` follow from the model (:meth:`fitted`) and may be left out. The others are kvroute's own: ``policy``,
+    what a KV hit without its rows becomes (cut back, or flagged); ``block_store``, the URL of the store of block
+    records (empty: none); and ``rollout_store``, the URL of a rollout store in place of ``routing_store_type`` and its
+    keys. ``docs/concepts/rollout-store.md`` lists what each key drives, and by which test that is known.
 
     ``debug_mode`` stores position canaries in place of expert ids: for finding misplaced rows, never for training.
 
@@ -57,6 +65,7 @@ class RoutingReplayConfig:
     moe_top_k: int | None = field(default=None, metadata=_COUNT)
     policy: HitPolicy = field(default="gate", metadata=_POLICY)
     block_store: str = field(default="", metadata=_STRING)
+    rollout_store: str = field(default="", metadata=_STRING)
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -65,8 +74,38 @@ class RoutingReplayConfig:
                 raise ConfigError(f.name, f.metadata["wanted"], repr(value))
         if not self.local_store_dir:
             raise ConfigError("local_store_dir", "the path of a directory", "''")
-        if self.enable_routing_replay and self.routing_store_type == "rdma" and not self.rdma_store_server:
-            raise ConfigError("rdma_store_server", "the server's address for routing_store_type 'rdma'", "''")
+        if self.enable_routing_replay:
+            self._check_store()
+
+    def _check_store(self) -> None:
+        """What cannot be followed is refused with the reason, and not left aside."""
+        kind: str = self.routing_store_type
+        if self.rollout_store:
+            kind = StoreUrl.parse(self.rollout_store).scheme
+            for f in fields(self):
+                if f.name in _BY_URL and getattr(self, f.name) != f.default:
+                    wanted = "not to be given beside rollout_store, whose URL says it"
+                    raise ConfigError(f.name, wanted, repr(getattr(self, f.name)))
+        elif kind == "rdma" and not _SERVER.fullmatch(self.rdma_store_server):
+            wanted = "HOST:PORT[/PREFIX] of a Mooncake master, which is what 'rdma' is here"
+            raise ConfigError("rdma_store_server", wanted, repr(self.rdma_store_server))
+        for name in ("only_last_turn", "use_fused_put"):
+            if kind == "response" and getattr(self, name):
+                raise ConfigError(name, "false: rollouts that are handed over in the response are not stored", True)
+
+    @property
+    def rollout_url(self) -> str:
+        """The URL of the rollout store that these keys name."""
+        if self.rollout_store:
+            return self.rollout_store
+        fused = f"?fused={str(self.use_fused_put).lower()}"
+        match self.routing_store_type:
+            case "local":
+                return f"file://{quote(os.path.abspath(self.local_store_dir))}{fused}"
+            case "rdma":
+                return f"mooncake://{self.rdma_store_server.removeprefix('mooncake://')}{fused}"
+            case "response":
+                return "response:"
 
     @classmethod
     def from_json(cls, value: str | Mapping[str, Any] | None) -> Self:
@@ -98,14 +137,15 @@ class RoutingReplayConfig:
         """This configuration with the three keys that follow from the model filled in from its routing ``spec``.
 
         :class:`ConfigError` when one of them is there already and does not fit. ``routing_dtype`` may be wider than the
-        spec's, because FastDeploy counts shared experts and a sentinel; the spec's is what comes back.
+        spec's, because FastDeploy counts shared experts and a sentinel; the spec's is what comes back. With
+        ``debug_mode`` it says nothing: canaries have a dtype of their own.
         """
         layers, top_k = spec.row_shape
         for name, wanted in (("num_moe_layers", layers), ("moe_top_k", top_k)):
             if getattr(self, name) not in (None, wanted):
                 raise ConfigError(name, f"{wanted}, as the model has", getattr(self, name))
         given = self.routing_dtype
-        if given is not None and np.dtype(given).itemsize < np.dtype(spec.dtype).itemsize:
+        if given is not None and not self.debug_mode and np.dtype(given).itemsize < np.dtype(spec.dtype).itemsize:
             raise ConfigError("routing_dtype", f"{spec.dtype} or wider for this model", given)
         dtype = cast("IdDtype", spec.dtype)
         return replace(self, routing_dtype=dtype, num_moe_layers=layers, moe_top_k=top_k)

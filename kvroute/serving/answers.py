@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from kvroute.encodings import Encoding, encode, own, refusal
 from kvroute.engine import text
 from kvroute.serving.bodies import DecodeAnswer, SampleAnswer
-from kvroute.serving.encodings import Encoding, decode, refusal, sglang, vllm
 
 
 def completion(
@@ -22,9 +22,9 @@ def completion(
 ) -> dict[str, Any]:
     """The body of a completion; ``encoding`` is ``None`` when no routes were asked for.
 
-    The routes of a choice are ``choices[i].routed_experts`` (kvroute, vLLM), SGLang's of the first choice
-    ``sglext.routed_experts``. Where an encoding has no way to say that rows are missing, and some are, its field is
-    ``None`` and ``routed_experts_error`` beside it says why. ``missing_rows`` gives the reasons in every encoding.
+    The routes of a choice are ``choices[i].routed_experts``, SGLang's of the first choice ``sglext.routed_experts``.
+    Where an encoding has no way to say that rows are missing, and some are, its field is ``None`` and
+    ``routed_experts_error`` beside it says why. ``missing_rows`` gives the reasons in every encoding.
     """
     body: dict[str, Any] = {
         "id": request_id,
@@ -35,8 +35,7 @@ def completion(
         "usage": usage(prompt_tokens, [sample.tokens for sample in answer.samples]),
     }
     if encoding == "sglang":
-        routes = decode(answer.samples[0].routed_experts)
-        body["sglext"] = {"routed_experts": sglang(routes)} | _error("sglang", answer.samples[0])
+        body["sglext"] = _told("sglang", answer.samples[0])
     return body
 
 
@@ -51,17 +50,19 @@ def _choice(index: int, sample: SampleAnswer, encoding: Encoding | None) -> dict
     if encoding is None:
         return choice
     choice["missing_rows"] = msgspec.to_builtins(sample.gaps)
-    if encoding == "kvroute":
-        choice["routed_experts"] = sample.routed_experts
-    if encoding == "vllm":
-        choice["routed_experts"] = vllm(decode(sample.routed_experts))
-        choice |= _error("vllm", sample)
+    if encoding != "sglang":
+        choice |= _told(encoding, sample)
     return choice
 
 
-def _error(encoding: Encoding, sample: SampleAnswer) -> dict[str, str]:
-    why = refusal(encoding, decode(sample.routed_experts))
-    return {} if why is None else {"routed_experts_error": why}
+def _told(encoding: Encoding, sample: SampleAnswer) -> dict[str, Any]:
+    """The routes of a sample; they come in kvroute's own encoding, and are decoded once where another was asked for."""
+    if encoding == "kvroute":
+        return {"routed_experts": sample.routed_experts}
+    routes = own.decode(sample.routed_experts)
+    told = {"routed_experts": encode(routes, encoding)}
+    why = refusal(routes, encoding)
+    return told if why is None else told | {"routed_experts_error": why}
 
 
 def chunk(request_id: str, created_s: int, model: str, sample: int, tokens: list[int], piece: str) -> dict[str, Any]:

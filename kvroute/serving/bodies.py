@@ -96,7 +96,7 @@ class GapBody(msgspec.Struct, frozen=True):
 
 
 class SampleAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample: what was generated, why it ended, and its routes (see ``encodings.encode``)."""
+    """One sample: what was generated, why it ended, and its routes (see ``kvroute.encodings.own``)."""
 
     tokens: list[int]
     finish_reason: str

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
+from kvroute.encodings.own import encode
 from kvroute.engine.decode import DecodeEngine
 from kvroute.engine.request import FinishReason, Output, Request
 from kvroute.engine.sequence import Handover
@@ -32,7 +33,6 @@ from kvroute.serving.bodies import (
     transfer_id,
 )
 from kvroute.serving.config import DecodeConfig
-from kvroute.serving.encodings import encode
 from kvroute.serving.engine_server import EngineServer
 from kvroute.serving.errors import DrainingError, ServingError
 from kvroute.serving.nodes import decode_node

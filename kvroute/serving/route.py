@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from cache_manager.errors import InvalidInputError, KVRouteError
+from kvroute.encodings import ENCODINGS, Encoding
 from kvroute.engine import text
 from kvroute.serving.answers import TextStream, chunk, completion, last_chunk
 from kvroute.serving.bodies import (
@@ -33,7 +34,6 @@ from kvroute.serving.bodies import (
     parse,
 )
 from kvroute.serving.config import RouteConfig
-from kvroute.serving.encodings import ENCODINGS, Encoding
 from kvroute.serving.errors import UpstreamError
 from kvroute.serving.server import Server, error_body, json_response
 from kvroute.serving.upstream import Servers, TryAnotherError, nobody

@@ -18,7 +18,7 @@ FASTDEPLOY = {
     "enable_routing_replay": True,
     "routing_store_type": "rdma",
     "local_store_dir": "/data/routes",
-    "rdma_store_server": "redis://10.0.0.1:6379",
+    "rdma_store_server": "10.0.0.1:50051/routes",
     "only_last_turn": True,
     "use_fused_put": True,
     "debug_mode": True,
@@ -31,7 +31,7 @@ FASTDEPLOY = {
 def test_fastdeploys_json_is_read_as_it_is() -> None:
     config = RoutingReplayConfig.from_json(json.dumps(FASTDEPLOY))
     assert {name: getattr(config, name) for name in FASTDEPLOY} == FASTDEPLOY
-    assert (config.policy, config.block_store) == ("gate", "")
+    assert (config.policy, config.block_store, config.rollout_store) == ("gate", "", "")
     assert RoutingReplayConfig.from_json(FASTDEPLOY) == config
 
 
@@ -54,11 +54,14 @@ def test_none_for_one_key_is_its_default(key: str, value: str | None) -> None:
 def configs(draw: st.DrawFn) -> RoutingReplayConfig:
     flags = {n: draw(st.booleans()) for n in ("enable_routing_replay", "only_last_turn", "use_fused_put", "debug_mode")}
     some = st.text(min_size=1).filter(lambda text: text != "None")
+    kind = draw(st.sampled_from(["local", "rdma", "response"]))
+    if kind == "response":
+        flags |= {"only_last_turn": False, "use_fused_put": False}
     return RoutingReplayConfig(
         **flags,
-        routing_store_type=draw(st.sampled_from(["local", "rdma", "response"])),
+        routing_store_type=kind,
         local_store_dir=draw(some),
-        rdma_store_server=draw(some),
+        rdma_store_server=draw(st.sampled_from(["10.0.0.1:50051", "host:1/a/prefix", "mooncake://h:2"])),
         routing_dtype=draw(st.sampled_from([None, "uint8", "uint16", "uint32"])),
         num_moe_layers=draw(st.none() | st.integers(1, 100)),
         moe_top_k=draw(st.none() | st.integers(1, 100)),
@@ -72,11 +75,14 @@ def test_to_json_reads_back_equal(config: RoutingReplayConfig) -> None:
     assert RoutingReplayConfig.from_json(config.to_json()) == config
 
 
+ON = {"enable_routing_replay": True}
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ({"enable_routing_repaly": True}, "'enable_routing_repaly' .did you mean 'enable_routing_replay'."),
-        ({"zzz": 1}, "wanted the keys enable_routing_replay, .*block_store, got 'zzz'$"),
+        ({"zzz": 1}, "wanted the keys enable_routing_replay, .*rollout_store, got 'zzz'$"),
         ({"enable_routing_replay": "true"}, "enable_routing_replay: wanted true or false, got 'true'"),
         ({"enable_routing_replay": 1}, "enable_routing_replay: wanted true or false, got 1"),
         ({"routing_store_type": "redis"}, "routing_store_type: wanted 'local', 'rdma' or 'response', got 'redis'"),
@@ -88,7 +94,15 @@ def test_to_json_reads_back_equal(config: RoutingReplayConfig) -> None:
         ({"num_moe_layers": True}, "num_moe_layers"),
         ({"moe_top_k": 8.0}, "moe_top_k: wanted an integer of 1 or more, got 8.0"),
         ({"policy": "drop"}, "policy: wanted 'gate' or 'mask', got 'drop'"),
-        ({"enable_routing_replay": True, "routing_store_type": "rdma"}, "rdma_store_server"),
+        (ON | {"routing_store_type": "rdma"}, "rdma_store_server: wanted HOST:PORT.* of a Mooncake master"),
+        (ON | {"routing_store_type": "rdma", "rdma_store_server": "redis://10.0.0.1:6379"}, "rdma_store_server"),
+        (ON | {"routing_store_type": "response", "only_last_turn": True}, "only_last_turn: wanted false: rollouts"),
+        (ON | {"routing_store_type": "response", "use_fused_put": True}, "use_fused_put: wanted false: rollouts"),
+        (ON | {"rollout_store": "response:", "only_last_turn": True}, "only_last_turn: wanted false: rollouts"),
+        (ON | {"rollout_store": "file:///x", "use_fused_put": True}, "use_fused_put: wanted not to be given beside"),
+        (ON | {"rollout_store": "file:///x", "local_store_dir": "y"}, "local_store_dir: wanted not to be given"),
+        (ON | {"rollout_store": "file:///x", "routing_store_type": "rdma"}, "routing_store_type: wanted not to be"),
+        (ON | {"rollout_store": "nothing"}, "store: wanted a URL"),
         ("{", r"routing replay config: wanted JSON \(Expecting"),
         ("true", "wanted a JSON object, got bool"),
         ("[]", "wanted a JSON object, got list"),
@@ -114,6 +128,21 @@ def test_any_text_is_a_configuration_or_a_config_error(text: str) -> None:
     except ConfigError:
         return
     assert RoutingReplayConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "url"),
+    [
+        ({"local_store_dir": "/data/a b"}, "file:///data/a%20b?fused=false"),
+        ({"local_store_dir": "/data", "use_fused_put": True}, "file:///data?fused=true"),
+        ({"routing_store_type": "rdma", "rdma_store_server": "h:1/p"}, "mooncake://h:1/p?fused=false"),
+        ({"routing_store_type": "rdma", "rdma_store_server": "mooncake://h:1"}, "mooncake://h:1?fused=false"),
+        ({"routing_store_type": "response"}, "response:"),
+        ({"rollout_store": "mine://somewhere?x=1"}, "mine://somewhere?x=1"),
+    ],
+)
+def test_the_keys_name_a_rollout_store(keys: dict[str, Any], url: str) -> None:
+    assert RoutingReplayConfig(**ON, **keys).rollout_url == url
 
 
 def test_it_is_frozen() -> None:

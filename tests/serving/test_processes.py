@@ -5,7 +5,6 @@ Requests end complete or failed with a reason, no row is wrong, all blocks come 
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mapped_regions import mapped_regions
 from serving import Plain, Process, all_blocks_are_back, ask, completion, free_port, metrics, wait_until
 
 from cache_manager.regions import reap_orphans
@@ -59,8 +59,7 @@ class Cluster:
 
     def shm(self) -> set[Path]:
         """The SharedMemory regions that prefill and decode have mapped."""
-        maps = [Path(f"/proc/{p.process.pid}/maps").read_text() for p in (self.prefill, self.decode)]
-        return {Path(name) for text in maps for name in re.findall(r"(/dev/shm/kvroute-\S+)", text)}
+        return mapped_regions(self.prefill.process.pid) | mapped_regions(self.decode.process.pid)
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +189,7 @@ def test_decode_is_killed_under_load(cluster: Cluster, plain: Plain) -> None:
 def test_what_was_killed_leaves_shared_memory_that_can_be_reaped(cluster: Cluster) -> None:
     """Goal: /dev/shm is clean. Method: SIGKILL of both engines; the regions of theirs that stay are found orphaned."""
     regions = cluster.shm()
+    assert len(regions) == 4
     cluster.prefill.kill()
     cluster.decode.kill()
     reap_orphans()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import io
 import json
-import re
 import shutil
 from base64 import b64decode
 from collections.abc import Iterator
@@ -17,12 +16,13 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from mapped_regions import mapped_regions
 from serving import Plain, all_blocks_are_back, ask, completion, free_port, metrics, served, wait_until
 
 from cache_manager.errors import ConfigError
+from kvroute.encodings.own import decode
 from kvroute.serving.config import DecodeConfig, PrefillConfig, RouteConfig
 from kvroute.serving.decode import DecodeServer
-from kvroute.serving.encodings import decode
 from kvroute.serving.prefill import PrefillServer
 from kvroute.serving.route import RouteServer
 from transfer.curve import make_keys
@@ -257,8 +257,8 @@ def test_an_address_that_is_taken_is_named_and_nothing_stays(front: Front) -> No
         pass
 
 
-def regions_of_this_process() -> set[str]:
-    return set(re.findall(r"shm/(kvroute-\S+)", Path("/proc/self/maps").read_text()))
+def regions_of_this_process() -> set[Path]:
+    return mapped_regions("self")
 
 
 def test_with_curve_only_known_keys_get_blocks(tmp_path: Path, plain: Plain) -> None:

@@ -1,0 +1,65 @@
+"""Where the routes of finished rollouts wait for trainers: a store is opened by its URL, and handed on by handles.
+
+===============================================  =====================================================================
+``file:///dir?fused=true&part=64KiB&sync=put``   :class:`~kvroute.rollout.local.LocalRollouts`: a directory
+``mooncake://host:port/prefix?...``              :class:`~kvroute.rollout.mooncake.MooncakeRollouts` in a Mooncake pool
+``response:``                                    :class:`~kvroute.rollout.response.ResponseRollouts`: in the handle
+===============================================  =====================================================================
+
+Further schemes come from entry points in the group ``kvroute.rollout_stores``: the entry's name is the scheme, its
+value a function that takes a :class:`~cache_manager.storage.url.StoreUrl` and returns a ``RolloutStore``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final
+
+from cache_manager.errors import ConfigError
+from cache_manager.ports import Absence
+from cache_manager.storage.url import StoreUrl
+from kvroute.rollout.handle import RolloutHandle
+from kvroute.rollout.ids import previous_turn, rollout_id_of
+from kvroute.rollout.port import RolloutCounters, RolloutStore
+from kvroute.rollout.shard import fetch_shard
+
+GROUP: Final = "kvroute.rollout_stores"
+
+RolloutOpener = Callable[[StoreUrl], RolloutStore]
+
+BUILT_IN: Final = {
+    "file": EntryPoint("file", "kvroute.rollout.local:open_local_rollouts", GROUP),
+    "mooncake": EntryPoint("mooncake", "kvroute.rollout.mooncake:open_mooncake_rollouts", GROUP),
+    "response": EntryPoint("response", "kvroute.rollout.response:open_response_rollouts", GROUP),
+}
+
+
+def open_rollouts(url: str) -> RolloutStore:
+    """The rollout store at ``url``, ready for use; the caller closes it.
+
+    Raises :class:`ConfigError` for a scheme, parameter or value that cannot be, ``StorageError`` when the store is
+    there but cannot be used. An adapter is imported when its scheme is first asked for.
+    """
+    parsed = StoreUrl.parse(url)
+    entry = BUILT_IN.get(parsed.scheme) or next(iter(entry_points(group=GROUP, name=parsed.scheme)), None)
+    if entry is None:
+        known = sorted({*BUILT_IN, *(e.name for e in entry_points(group=GROUP))})
+        raise ConfigError("rollout store scheme", "one of " + ", ".join(known), repr(parsed.scheme))
+    opener: RolloutOpener = entry.load()
+    return opener(parsed)
+
+
+__all__ = [
+    "BUILT_IN",
+    "GROUP",
+    "Absence",
+    "RolloutCounters",
+    "RolloutHandle",
+    "RolloutOpener",
+    "RolloutStore",
+    "fetch_shard",
+    "open_rollouts",
+    "previous_turn",
+    "rollout_id_of",
+]

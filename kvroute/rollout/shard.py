@@ -1,0 +1,57 @@
+"""What one rank of a trainer fetches: the rows of its tokens, in the layers of its pipeline stage, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import DTypeLike, NDArray
+
+from cache_manager.errors import InvalidInputError, RowError
+from cache_manager.ports import Absence
+from kvroute.materialize import Filler, Missing
+from kvroute.rollout.handle import RolloutHandle
+from kvroute.rollout.port import RolloutStore
+from kvroute.routes import Routes
+from kvroute.sharding import Split, shard_packed
+
+
+def fetch_routes(store: RolloutStore, handle: RolloutHandle) -> Routes | Absence:
+    """All routes of a rollout."""
+    found = store.get(handle)
+    return found if isinstance(found, Absence) else found[0]
+
+
+def fetch_shard(
+    store: RolloutStore,
+    handles: Sequence[RolloutHandle],
+    tokens: Sequence[int],
+    split: Split,
+    dtype: DTypeLike = "int64",
+    missing: Missing = "error",
+    *,
+    pad: Filler = "spread",
+    ep: int = 1,
+) -> NDArray[Any]:
+    """:func:`~kvroute.sharding.shard_packed` of rollouts in a store: ``[local tokens, MoE layers of stage, top_k]``.
+
+    ``tokens[i]`` is how many tokens sequence ``i`` has. Raises :class:`RowError` for a rollout that is not there, and
+    :class:`InvalidInputError` for a stage without MoE layers.
+    """
+    if len(handles) != len(tokens) or not handles:
+        raise InvalidInputError("tokens", f"one number for each of {len(handles)} handles, at least one", len(tokens))
+    stage = split.layers(handles[0].num_layers)
+    shards = split.packed(tokens)
+    parts = []
+    for i, handle in enumerate(handles):
+        mine = [(max(s.start, handle.start), min(s.stop, handle.stop)) for s in shards if s.sequence == i]
+        # A rank that has no token of this sequence, or padding only, still says what its rows would look like.
+        spans = [span for span in mine if span[0] < span[1]] or [(handle.start, handle.start)]
+        found = store.get(handle, stage, spans)
+        if isinstance(found, Absence):
+            raise RowError(f"rollout {handle.rollout_id}", "routes that are there and whole", found.value)
+        parts.append(found[0].merge(*found[1:]) if len(found) > 1 else found[0])
+    return shard_packed(parts, tokens, split, "moe", dtype, missing, pad=pad, ep=ep)
+
+
+__all__ = ["fetch_routes", "fetch_shard"]

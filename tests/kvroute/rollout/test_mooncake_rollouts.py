@@ -1,0 +1,172 @@
+"""Rollouts in a real Mooncake pool: keys travel, ranks read their share, and what a pool can do to them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mooncake_pool import Master, Owner, running_master, running_owner
+
+from cache_manager.errors import StorageError
+from cache_manager.ports import Absence
+from cache_manager.storage import open_store
+from cache_manager.testing.faults import FaultyStore
+from kvroute.config import RoutingReplayConfig
+from kvroute.rollout import RolloutHandle, open_rollouts
+from kvroute.rollout.contract import routes_of
+from kvroute.rollout.manager import RoutingReplayManager
+from kvroute.rollout.mooncake import MooncakeRollouts
+from kvroute.rollout.settings import CutSettings
+from kvroute.rollout.shard import fetch_routes, fetch_shard
+from kvroute.routing import routing_spec
+from kvroute.sharding import Split, shard_packed
+
+SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=range(1, 12, 2), num_layers=12, block_tokens=8)
+SEGMENT_NBYTES = 16 << 20
+
+WRITER = """
+import os, signal, sys
+from cache_manager.storage import open_store
+from cache_manager.testing.faults import FaultyStore
+from kvroute.rollout.contract import routes_of
+from kvroute.rollout.mooncake import MooncakeRollouts
+from kvroute.rollout.settings import CutSettings
+
+url, puts = sys.argv[1], int(sys.argv[2])
+backend = FaultyStore(open_store(url))
+store = MooncakeRollouts(backend, CutSettings(part_nbytes=64))
+before = [puts]
+
+def die():
+    before[0] -= 1
+    if before[0] < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+backend.during_put = die
+store.put("task:1:0:0", routes_of(2))
+"""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Master, Owner, Path]]:
+    segment = tmp_path_factory.mktemp("pool") / "segment"
+    with running_master() as master, running_owner(master, segment, SEGMENT_NBYTES) as owner:
+        yield master, owner, segment
+
+
+@pytest.fixture
+def url(pool: tuple[Master, Owner, Path], request: pytest.FixtureRequest) -> str:
+    """A prefix of its own for each test."""
+    return pool[0].url(f"t-{abs(hash(request.node.name))}", arena="4MiB", timeout_ms=6000)
+
+
+def test_a_trainer_gets_keys_and_fetches_its_share(url: str) -> None:
+    """Goal: keys in place of bytes. Method: an engine's manager submits; a trainer that has nothing but the text of the
+    handle fetches a shard from another client, and reads the parts of that and no other."""
+    server = url.partition("?")[0].removeprefix("mooncake://")
+    admin = url.partition("?")[2]
+    config = RoutingReplayConfig(enable_routing_replay=True, rollout_store=f"mooncake://{server}?part=1KiB&{admin}")
+    routes = routes_of(1, 4096)
+    with RoutingReplayManager(config, SPEC) as manager:
+        text = manager.submit("task:1:0:0", routes).result(30).to_json()
+    assert len(text) < 400
+    store = open_rollouts(url)
+    try:
+        handle = RolloutHandle.from_json(text)
+        split = Split(pp=3, pp_rank=1, cp=2, cp_rank=1)
+        mine = fetch_shard(store, [handle], [4097], split)
+        assert np.array_equal(mine, shard_packed([routes], [4097], split))
+        assert store.counters.get_nbytes <= routes.ids.nbytes // 6 + 4 * 2 * handle.grid.part_nbytes
+        assert store.find("task:1:0:0") == handle
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("puts", range(3))
+def test_a_killed_writer_leaves_the_put_before(url: str, puts: int) -> None:
+    """Goal: nothing that was not whole is read. Method: SIGKILL before the parts, the manifest or the pointer."""
+    store = open_rollouts(url)
+    try:
+        first = store.put("task:1:0:0", routes_of(1))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        done = subprocess.run([sys.executable, "-c", WRITER, url, str(puts)], env=environment, check=False, timeout=60)
+        assert done.returncode == -9
+        assert store.find("task:1:0:0") == first
+        assert fetch_routes(store, first) == routes_of(1)
+        third = store.put("task:1:0:0", routes_of(3))
+        assert store.find("task:1:0:0") == third
+        assert fetch_routes(store, third) == routes_of(3)
+    finally:
+        store.close()
+
+
+def test_a_put_that_does_not_fit_is_a_failure_and_leaves_nothing(url: str) -> None:
+    """Goal: no half rollout. Method: rows of more bytes than the pool has; then one that fits."""
+    store = open_rollouts(url.replace("&host", "&full_ms=50&host"))
+    try:
+        with pytest.raises(StorageError, match="no room for"):
+            store.put("large", routes_of(1, 2_000_000))
+        assert store.find("large") is None
+        assert store.counters.put_failures == 1
+        handle = store.put("small", routes_of(2))
+        assert fetch_routes(store, handle) == routes_of(2)
+    finally:
+        store.close()
+
+
+def test_what_the_pool_has_lost_is_a_miss(url: str, pool: tuple[Master, Owner, Path]) -> None:
+    """Goal: eviction is an absence. Method: the owner of the memory lends another segment."""
+    store = open_rollouts(url)
+    try:
+        handle = store.put("x", routes_of(1))
+        pool[1].segment(pool[2].with_suffix(".next"), SEGMENT_NBYTES)
+        assert store.get(handle) is Absence.MISS
+        assert store.find("x") is None
+        assert store.counters.misses == 1
+    finally:
+        store.close()
+
+
+def test_a_store_that_fails_is_no_absence(url: str) -> None:
+    """Goal: a failure is told apart from a miss. Method: a backend that fails to put and to get."""
+    backend = FaultyStore(open_store(url))
+    store = MooncakeRollouts(backend, CutSettings(part_nbytes=256))
+    try:
+        handle = store.put("x", routes_of(1))
+        backend.fail_get = True
+        with pytest.raises(StorageError, match="on purpose"):
+            store.get(handle)
+        backend.fail_get, backend.fail_put = False, True
+        with pytest.raises(StorageError, match="on purpose"):
+            store.put("x", routes_of(2))
+        backend.fail_put = False
+        assert store.find("x") == handle
+        backend.flip_next = 3
+        assert store.get(handle) is Absence.CORRUPT
+        backend.flip_next = None
+        assert fetch_routes(store, handle) == routes_of(1)
+        counters = store.counters
+        assert (counters.hits, counters.corrupt, counters.put_failures) == (1, 1, 1)
+    finally:
+        store.close()
+
+
+def test_an_id_can_be_put_so_often(url: str) -> None:
+    """Goal: pointers are bounded. Method: one id is put until it is refused; deleting it makes room."""
+    store = open_rollouts(url)
+    try:
+        for seed in range(64):
+            last = store.put("x", routes_of(seed, 4))
+        with pytest.raises(StorageError, match="was put 64 times; delete it first"):
+            store.put("x", routes_of(99, 4))
+        assert store.find("x") == last
+        store.delete(last)
+        assert store.find("x") is None
+        assert fetch_routes(store, store.put("x", routes_of(7, 4))) == routes_of(7, 4)
+    finally:
+        store.close()

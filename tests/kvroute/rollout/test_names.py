@@ -1,0 +1,205 @@
+"""Rollout ids, handles and URLs: what comes from clients and over wires."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+from uuid import uuid4
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvroute.rollout
+from cache_manager.errors import ConfigError, InvalidInputError
+from kvroute.rollout import RolloutHandle, files, open_rollouts, previous_turn, rollout_id_of
+from kvroute.rollout.contract import routes_of
+from kvroute.rollout.grid import Grid
+from kvroute.rollout.handle import Manifest
+from kvroute.rollout.ids import file_name
+from kvroute.rollout.local import LocalRollouts
+from kvroute.rollout.response import ResponseRollouts
+
+UUID4 = "d9f16c5c-65f6-4815-b44d-14e2c581907c"
+ids = st.text(min_size=1, max_size=60).filter(lambda text: max(text) < "\ud800" or max(text) > "\udfff")
+
+
+@pytest.mark.parametrize(
+    ("request_id", "rollout_id"),
+    [
+        (f"chatcmpl-xxx_xxx_epoch_15:2:2:1-{UUID4}_0", "xxx_xxx_epoch_15:2:2:1"),
+        (f"chatcmpl-my-user-7:0:0:0-{UUID4}", "my-user-7:0:0:0"),
+        (f"chatcmpl-u-{UUID4}-{UUID4}", f"u-{UUID4}"),
+        ("req-1", "req-1"),
+        ("cmpl-abc", "cmpl-abc"),
+    ],
+)
+def test_a_request_id_says_which_rollout_it_is(request_id: str, rollout_id: str) -> None:
+    """Goal: FastDeploy's names. Method: its own vectors; ids that are not its stand for themselves."""
+    assert rollout_id_of(request_id) == rollout_id
+
+
+@pytest.mark.parametrize("request_id", [f"chatcmpl-{UUID4}_0", f"chatcmpl-{UUID4}", "chatcmpl-user", "chatcmpl-", ""])
+def test_a_request_without_a_user_is_refused(request_id: str) -> None:
+    """Goal: no silent wrong key: FastDeploy takes the first field of the UUID for the user."""
+    with pytest.raises(InvalidInputError, match="request id: wanted"):
+        rollout_id_of(request_id)
+
+
+@given(ids, st.integers(0, 9))
+def test_samples_of_a_request_are_different_rollouts(user: str, sample: int) -> None:
+    """Goal: no sample replaces another. Method: any user that fits, and every sample number."""
+    request_id = f"chatcmpl-{user}-{uuid4()}_3"
+    try:
+        found = rollout_id_of(request_id, sample)
+    except InvalidInputError:
+        assert len(file_name(f"{user}_{sample}")) > 150 or len(file_name(request_id)) > 150
+        return
+    assert found == (f"{user}_{sample}" if sample else user)
+
+
+@given(ids, st.integers(0, 99), st.integers(0, 99), st.integers(0, 9))
+def test_the_turn_before_is_the_same_but_for_its_number(task: str, generation: int, turn: int, segment: int) -> None:
+    before = previous_turn(f"{task}:{generation}:{turn}:{segment}")
+    assert before == (f"{task}:{generation}:{turn - 1}:{segment}" if turn else None)
+
+
+@pytest.mark.parametrize("other", ["a", "a:1", "1:2:x:0", "1:2:-1:0", "a:__import__('os'):0:0"])
+def test_what_is_no_turn_has_none_before(other: str) -> None:
+    assert previous_turn(other) is None
+
+
+@given(ids)
+def test_a_file_name_is_one_name_and_leads_nowhere_else(rollout_id: str) -> None:
+    name = file_name(rollout_id)
+    assert unquote(name) == rollout_id
+    assert "/" not in name
+    assert "\0" not in name
+    assert not name.startswith(".")
+
+
+def a_handle() -> RolloutHandle:
+    return ResponseRollouts().put("task:1:0:0", routes_of(1, 10, start=3))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("format", "kvroute.rollout/9", "format"),
+        ("rollout_id", "", "rollout_id"),
+        ("put_id", "zz", "put_id"),
+        ("put_id", "0" * 31 + "G", "put_id"),
+        ("rows", -1, "rows"),
+        ("rows", 1 << 60, "rows"),
+        ("start", -1, "start"),
+        ("layer_ids", [], "layer_ids"),
+        ("layer_ids", [3, 1], "layer_ids"),
+        ("num_layers", 1, "layer_ids"),
+        ("num_experts", 0, "num_experts"),
+        ("top_k", 1 << 40, "top_k"),
+        ("part_layers", 0, "part_layers"),
+        ("part_layers", 7, "part_layers"),
+        ("part_tokens", 0, "part_tokens"),
+        ("part_tokens", 1 << 50, "part_tokens"),
+        ("manifest_nbytes", -1, "manifest_nbytes"),
+        ("manifest_nbytes", 1 << 40, "manifest_nbytes"),
+        ("more", 1, "rollout handle"),
+    ],
+)
+def test_a_handle_that_cannot_be_names_its_field(field: str, value: Any, message: str) -> None:
+    """Goal: a handle from the wire allocates nothing by itself. Method: one field at a time is what it cannot be."""
+    handle = json.loads(a_handle().to_json())
+    assert RolloutHandle.from_json(handle) == a_handle() or handle["put_id"] != a_handle().put_id
+    with pytest.raises(InvalidInputError, match=message):
+        RolloutHandle.from_json(handle | {field: value})
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda s: st.dictionaries(st.text(), s)))
+def test_anything_else_is_no_handle(junk: Any) -> None:
+    for given_ in (junk if isinstance(junk, dict) else {"x": junk}, json.dumps(junk), json.dumps(junk).encode()):
+        with pytest.raises(InvalidInputError, match="rollout handle"):
+            RolloutHandle.from_json(given_)
+
+
+@given(st.binary(max_size=200), st.binary(max_size=200))
+def test_any_bytes_are_no_file_of_routes(fixed: bytes, text: bytes) -> None:
+    """Goal: a directory that others write to costs an error. Method: any bytes, with the right beginning or not."""
+    for start in (fixed, b"KVROLLTS\1\0\0\0" + fixed):
+        with pytest.raises(InvalidInputError, match="routes file"):
+            files.header_nbytes(start[:31])
+        with pytest.raises(InvalidInputError, match="routes file"):
+            files.unpack(start.ljust(files.FIXED_NBYTES, b"\0"), text)
+    with pytest.raises(InvalidInputError, match="manifest"):
+        Manifest.decode(b"\xc1" + fixed, 3)
+
+
+@given(st.data())
+def test_every_bit_of_a_files_header_counts(data: st.DataObject) -> None:
+    """Goal: nothing is believed unsummed. Method: one bit of the header of a real file is another."""
+    handle = a_handle()
+    header = files.FileHeader(handle, handle.layer_ids, Manifest.of(routes_of(1, 10)), bytes(8 * handle.grid.bands))
+    packed = bytearray(header.pack())
+    assert len(packed) % 64 == 0
+    nbytes = files.header_nbytes(packed)
+    assert files.unpack(packed[: files.FIXED_NBYTES], packed[files.FIXED_NBYTES :]) == header
+    packed[data.draw(st.integers(0, len(packed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(InvalidInputError, match="routes file"):
+        files.unpack(packed[: files.FIXED_NBYTES], packed[files.FIXED_NBYTES : files.FIXED_NBYTES + nbytes])
+
+
+@given(st.integers(0, 500), st.integers(1, 9), st.integers(1, 16), st.integers(1, 9), st.integers(1, 4096))
+def test_a_grid_covers_every_cell_once(rows: int, layers: int, cell: int, part_layers: int, nbytes: int) -> None:
+    """Goal: nothing is lost between parts. Method: cells are counted part by part; sizes stay in their bounds."""
+    grid = Grid.fit(rows, layers, cell, part_layers=part_layers, part_nbytes=nbytes)
+    cells = sum((b - a) * (last - first) for a, b, first, last in _ranges(grid))
+    assert cells == rows * layers
+    assert sum(grid.nbytes_of(part) for part in range(grid.parts)) == rows * layers * cell
+    assert grid.part_nbytes <= max(nbytes, min(part_layers, layers) * cell)
+    assert grid.needed(range(layers), [(0, rows)]) == list(range(grid.parts))
+
+
+def _ranges(grid: Grid) -> list[tuple[int, int, int, int]]:
+    return [(*grid.row_range(part), *grid.layer_range(part)) for part in range(grid.parts)]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nowhere:", "rollout store scheme: wanted one of file, mooncake, response"),
+        ("file:///x?fused=yes", "fused: wanted one of true, false"),
+        ("file:///x?sync=always", "sync: wanted one of none, put"),
+        ("file:///x?part=1B", "part: wanted 64 to"),
+        ("file:///x?quota=1GiB", "store parameter: wanted one of"),
+        ("response:?x=1", "store parameter"),
+        ("mooncake://nowhere", "HOST:PORT"),
+        ("", "store: wanted a URL"),
+    ],
+)
+def test_a_url_that_cannot_be_is_refused(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_rollouts(url)
+
+
+def test_a_directory_is_opened_by_its_url(tmp_path: Path) -> None:
+    store = open_rollouts(f"file://{tmp_path}/a%20b?fused=true&part=128B&sync=put")
+    assert isinstance(store, LocalRollouts)
+    handle = store.put("x", routes_of(1))
+    assert (handle.part_layers, handle.grid.part_nbytes <= 128) == (6, True)
+    assert (tmp_path / "a b" / "x" / handle.put_id / "routes.routes").exists()
+    store.close()
+
+
+def test_a_stranger_adds_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a store by entry point. Method: the group has one more entry, as an installed package would bring it."""
+    entry = EntryPoint("mine", "kvroute.rollout.response:open_response_rollouts", kvroute.rollout.GROUP)
+    entries: Callable[..., list[EntryPoint]] = lambda group, name=None: [  # noqa: E731
+        e for e in [entry] if group == kvroute.rollout.GROUP and name in (None, e.name)
+    ]
+    monkeypatch.setattr(kvroute.rollout, "entry_points", entries)
+    assert isinstance(open_rollouts("mine:"), ResponseRollouts)
+    with pytest.raises(ConfigError, match="file, mine, mooncake, response"):
+        open_rollouts("other:")

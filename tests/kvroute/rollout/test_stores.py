@@ -1,0 +1,92 @@
+"""Every rollout store keeps the contract; a real Mooncake pool too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import settings
+from mooncake_pool import Master, running_master, running_owner
+
+from cache_manager.record import RecordHeader
+from kvroute.rollout import RolloutHandle, RolloutStore, open_rollouts
+from kvroute.rollout.contract import RolloutContract, routes_of
+from kvroute.rollout.local import LocalRollouts
+from kvroute.rollout.mooncake import MooncakeRollouts, keys_of
+from kvroute.rollout.settings import CutSettings
+
+SMALL = CutSettings(part_nbytes=64)
+
+
+class TestLocalRollouts(RolloutContract):
+    """A file a layer, parts so small that rollouts have many."""
+
+    def make_store(self, directory: Path) -> RolloutStore:
+        return LocalRollouts(directory / "rollouts", SMALL)
+
+    def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
+        file = max((directory / "rollouts" / handle.rollout_id / handle.put_id).iterdir())
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        return handle
+
+
+class TestFusedLocalRollouts(TestLocalRollouts):
+    """All layers in one file, each put synced."""
+
+    reads_parts = False
+
+    def make_store(self, directory: Path) -> RolloutStore:
+        return LocalRollouts(directory / "rollouts", CutSettings(fused=True, part_nbytes=256), sync=True)
+
+
+class TestResponseRollouts(RolloutContract):
+    finds = forgets = reads_parts = False
+
+    def make_store(self, directory: Path) -> RolloutStore:
+        return open_rollouts("response:")
+
+    def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
+        middle = len(handle.inline) // 2
+        inline = handle.inline[:middle] + bytes([handle.inline[middle] ^ 1]) + handle.inline[middle + 1 :]
+        return msgspec.structs.replace(handle, inline=inline)
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    with running_master() as running, running_owner(running, tmp_path_factory.mktemp("pool") / "segment", 256 << 20):
+        yield running
+
+
+class TestMooncakeRollouts(RolloutContract):
+    """Each store has a prefix of its own in one real pool."""
+
+    settings = settings(max_examples=5, stateful_step_count=8)
+    numbers = count()
+
+    @pytest.fixture(autouse=True)
+    def _pool(self, master: Master) -> None:
+        type(self).master = master
+
+    master: Master
+
+    def make_store(self, directory: Path) -> RolloutStore:
+        prefix = f"test-{next(self.numbers)}"
+        return open_rollouts(self.master.url(prefix, part="4KiB", arena="4MiB", groups="plain"))
+
+    def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
+        """A part whose own checksum is right, and that is another put's."""
+        assert isinstance(store, MooncakeRollouts)
+        other = store.put("another", routes_of(7))
+        (part,), (foreign,) = keys_of(handle, [0]), keys_of(other, [0])
+        content = bytearray(other.grid.nbytes_of(0))
+        (header,) = store.backend.get_into([foreign], [memoryview(content)])
+        assert isinstance(header, RecordHeader)
+        store.backend.delete([part])
+        moved = RecordHeader(part, header.fingerprint, 0, 1, b"", header.payload_nbytes, header.payload_xxh3)
+        assert store.backend.put([moved], [content]) == [moved]
+        return handle

@@ -1,0 +1,345 @@
+"""Routes in answers: they come back as they were, a changed byte is noticed, nothing missing becomes a zero."""
+
+from __future__ import annotations
+
+import io
+import json
+import tracemalloc
+from base64 import b64decode, b64encode
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from cache_manager.errors import InvalidInputError, RowError
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.encodings import ENCODINGS, arrays, decode, encode, fastdeploy, own, refusal
+from kvroute.routes import Routes
+from kvroute.routing import routing_spec
+
+GOLDEN = Path(__file__).parent / "golden" / "encodings"
+UNMASKED = ("sglang", "vllm", "lightllm")
+"""The encodings that cannot say that a row is missing."""
+EXPERTS_MAX = {"vllm": 1 << 16, "lightllm": 1 << 15}
+EXPERTS = (4, 127, 128, 129, 254, 255, 256, 257, 300, 40_000, 70_000)
+
+
+def spec_of(routes: Routes) -> AuxBlockDataSpec:
+    return routing_spec(routes.num_experts, routes.top_k, routes.layer_ids, routes.num_layers, block_tokens=8)
+
+
+@st.composite
+def routes(draw: st.DrawFn, *, complete: bool = False) -> Routes:
+    experts = draw(st.sampled_from(EXPERTS))
+    layers = draw(st.integers(1, 5))
+    layer_ids = tuple(sorted(draw(st.sets(st.integers(0, layers - 1), min_size=1))))
+    rows, top_k = draw(st.integers(0, 20)), draw(st.integers(1, 3))
+    seed = np.random.default_rng(draw(st.integers(0, 2**32)))
+    ids = np.argsort(seed.random((rows, len(layer_ids), min(experts, 400))), axis=2)[..., :top_k]
+    ids = experts - 1 - ids  # the highest ids too
+    valid = np.ones(rows, np.bool_) if complete else seed.random(rows) < draw(st.sampled_from([0.3, 0.9, 1.0]))
+    start = draw(st.integers(0, 1000))
+    versions = ((start, start + rows, 7),) if rows and draw(st.booleans()) else ()
+    return Routes(ids, valid, layer_ids, experts, layers, start, versions)
+
+
+def as_json(told: Any) -> Any:
+    return json.loads(json.dumps(told))
+
+
+def through(encoding: str, told: Any, routes: Routes) -> Routes:
+    return decode(as_json(told), spec_of(routes), encoding, routes.start)
+
+
+def unversioned(routes: Routes) -> Routes:
+    return Routes(routes.ids, routes.valid, routes.layer_ids, routes.num_experts, routes.num_layers, routes.start)
+
+
+@given(routes())
+def test_routes_come_back_as_they_were(given_routes: Routes) -> None:
+    """Goal: nothing is lost on the way. Method: through JSON text and back."""
+    assert own.decode(json.loads(json.dumps(own.encode(given_routes)))) == given_routes
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@given(given_routes=routes())
+def test_every_encoding_comes_back_or_is_refused(encoding: str, given_routes: Routes) -> None:
+    """Goal: never wrong, never silent. Method: what is not refused decodes to the same routes, with missing rows."""
+    told, why = encode(given_routes, encoding), refusal(given_routes, encoding)
+    refused = encoding in UNMASKED and not given_routes.complete
+    refused |= given_routes.num_experts > EXPERTS_MAX.get(encoding, 1 << 32)
+    assert (told is None) == refused == (why is not None)
+    if told is not None:
+        back = through(encoding, told, given_routes)
+        assert back == (given_routes if encoding == "kvroute" else unversioned(given_routes))
+
+
+@given(routes(), st.data())
+def test_one_changed_character_is_noticed(given_routes: Routes, data: st.DataObject) -> None:
+    """Goal: never wrong. Method: another character anywhere in the JSON text, fields and payload alike."""
+    text = json.dumps(own.encode(given_routes))
+    at = data.draw(st.integers(0, len(text) - 1))
+    other = data.draw(st.characters(codec="ascii").filter(lambda c: c != text[at]))
+    try:
+        changed = json.loads(text[:at] + other + text[at + 1 :])
+    except ValueError:
+        return
+    if isinstance(changed, dict) and changed == own.encode(given_routes):
+        return  # white space
+    with pytest.raises(RowError):
+        own.decode(changed)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@given(given_routes=routes(complete=True), data=st.data())
+def test_a_changed_answer_is_an_error_or_has_one_spelling(
+    encoding: str, given_routes: Routes, data: st.DataObject
+) -> None:
+    """Goal: hostile text costs an error and nothing else. Method: the answer with characters changed, cut or added.
+
+    Without a checksum a changed id can be another expert's: then what is decoded is told as exactly that text.
+    """
+    told = encode(given_routes, encoding)
+    assume(told is not None)
+    text = json.dumps(told)
+    at, stop = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
+    piece = data.draw(st.text(st.characters(codec="ascii"), max_size=4))
+    try:
+        changed = json.loads(text[:at] + piece + text[min(stop, at + 4) :])
+    except ValueError:
+        return
+    try:
+        back = decode(changed, spec_of(given_routes), encoding, given_routes.start)
+    except RowError:
+        return
+    if not (encoding == "nemo" and ("int16" in changed[:16] or "int32" in changed[:16])):  # a wider dtype is read too
+        assert as_json(encode(back, encoding)) == changed
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@given(
+    junk=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text() | st.binary().map(lambda b: b64encode(b).decode()),
+        lambda s: st.dictionaries(st.sampled_from(["shape", "dtype", "data", "valid", "x"]), s) | st.lists(s),
+    )
+)
+def test_anything_else_is_a_row_error_or_rows(encoding: str, junk: Any) -> None:
+    """Goal: typed errors only. Method: any JSON; bare base64 may happen to be rows, and is told as that text then."""
+    spec = routing_spec(num_experts=4, top_k=2, layer_ids=(1,), num_layers=2, block_tokens=8)
+    try:
+        found = decode(junk, spec, encoding)
+    except RowError:
+        return
+    assert encoding in ("sglang", "fastdeploy")
+    assert encode(found, encoding) == junk
+
+
+@pytest.mark.parametrize("rows", [1 << 40, arrays.ROWS_MAX, 1000])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_huge_claim_costs_nothing(encoding: str, rows: int) -> None:
+    """Goal: bounded memory. Method: answers that claim many rows and bring few; what decoding allocates is traced."""
+    routes = Routes(np.array([[[1, 0]]]), np.array([True]), (1,), num_experts=4, num_layers=2)
+    told = encode(routes, encoding)
+    claimed: Any = {
+        "kvroute": lambda: told | {"shape": [rows, 1, 2]},
+        "sglang": lambda: told[:8] * 3 + "A",
+        "vllm": lambda: _npy(f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({rows}, 2, 2), }}", b"\0\0\1\0"),
+        "lightllm": lambda: told | {"shape": [rows, 1, 2]},
+        "nemo": lambda: told.replace("1x1x2", f"{rows}x1x2"),
+        "fastdeploy": lambda: told[:-2] + "A",
+    }[encoding]()
+    tracemalloc.start()
+    try:
+        with pytest.raises(RowError, match="wanted"):
+            decode(claimed, spec_of(routes), encoding)
+        peak_nbytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_nbytes < 200_000
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_memory_is_a_multiple_of_what_came(encoding: str) -> None:
+    """Goal: bounded memory of honest answers too. Method: the traced peak for an answer of 128 KiB of ids and more."""
+    ids = np.argsort(np.random.default_rng(1).random((1024, 16, 16)), axis=2)[..., :8]
+    routes = Routes(ids, np.ones(1024, np.bool_), tuple(range(16)), num_experts=16, num_layers=16)
+    told = encode(routes, encoding)
+    nbytes = len(json.dumps(told))
+    tracemalloc.start()
+    try:
+        assert decode(told, spec_of(routes), encoding) == routes
+        peak_nbytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_nbytes < 8 * nbytes + (1 << 20)
+
+
+def _npy(header: str, body: bytes, version: bytes = b"\x01\x00") -> str:
+    text = header.encode().ljust(117) + b"\n"
+    return b64encode(b"\x93NUMPY" + version + len(text).to_bytes(2, "little") + text + body).decode()
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (_npy("{'descr': '|O', 'fortran_order': False, 'shape': (1, 2, 2), }", b"\0" * 4), "dtype: wanted |u1"),
+        (_npy("{'descr': '|u1', 'fortran_order': True, 'shape': (1, 2, 2), }", b"\0" * 4), "fortran_order True"),
+        (_npy("{'descr': '<u2', 'fortran_order': False, 'shape': (1, 2, 2), }", b"\0" * 8), "got <u2"),
+        (_npy("{'descr': '|u1', 'fortran_order': False, 'shape': (4,), }", b"\0" * 4), "three dimensions"),
+        (_npy("{'descr': '|u1', 'fortran_order': False, 'shape': (1, 1, 4), }", b"\0" * 4), r"shape: wanted \(rows, 2"),
+        (_npy("{'descr': '|u1', 'fortran_order': False, 'shape': (2, 2, 2), }", b"\0" * 4), "data: wanted 8 bytes"),
+        (_npy("__import__('os')", b""), "three dimensions"),
+        (_npy("{}", b"", b"\x02\x00"), "version 1.0"),
+        (b64encode(b"\x93NUMPY\x01\x00\xff\xff").decode(), "header of at most"),
+    ],
+)
+def test_a_npy_of_something_else_names_what_it_is(told: str, message: str) -> None:
+    spec = routing_spec(num_experts=4, top_k=2, layer_ids=(1,), num_layers=2, block_tokens=8)
+    with pytest.raises(RowError, match=message.replace("|", r"\|")):
+        decode(told, spec, "vllm")
+
+
+def test_bits_of_base64_that_say_nothing_are_not_ignored() -> None:
+    """Goal: one object, one spelling. Method: found by the test above: the last character before the padding."""
+    encoded = own.encode(Routes(np.array([[[1]]]), np.array([True]), (0,), num_experts=4, num_layers=1))
+    assert encoded["data"] == "AQ=="
+    with pytest.raises(RowError, match="as base64 has it"):
+        own.decode(encoded | {"data": "AR=="})
+
+
+@given(routes(complete=True))
+def test_sglang_clients_read_the_same_ids(given_routes: Routes) -> None:
+    """Goal: SGLang's own decoding gives the ids. Method: that decoding, as its documentation has it."""
+    rows = np.frombuffer(b64decode(encode(given_routes, "sglang")), np.int32)
+    _same_ids(rows.reshape(-1, given_routes.num_layers, given_routes.top_k), given_routes)
+
+
+@given(routes(complete=True))
+def test_vllm_clients_read_the_same_ids(given_routes: Routes) -> None:
+    """Goal: vLLM's own decoding gives the ids, in the narrow type that it has. Method: that decoding."""
+    assume(given_routes.num_experts <= 1 << 16)
+    rows = np.load(io.BytesIO(b64decode(encode(given_routes, "vllm"))), allow_pickle=False)
+    assert rows.dtype == (np.uint8 if given_routes.num_experts <= 256 else np.uint16)
+    _same_ids(rows, given_routes)
+
+
+@given(routes(complete=True))
+def test_lightllm_clients_read_the_same_ids(given_routes: Routes) -> None:
+    """Goal: LightLLM's documented decoding gives the ids. Method: shape, dtype and data, as its users read them."""
+    assume(given_routes.num_experts <= 1 << 15)
+    told = encode(given_routes, "lightllm")
+    rows = np.frombuffer(b64decode(told["data"]), told["dtype"]).reshape(told["shape"])
+    assert rows.dtype == (np.uint8 if given_routes.num_experts <= 256 else np.int16)
+    assert np.array_equal(rows, given_routes.ids)
+
+
+@given(routes())
+def test_nemo_reads_the_same_ids_and_its_own_sentinel(given_routes: Routes) -> None:
+    """Goal: NeMo-RL's codec gives the ids, and -1 where the router shall choose. Method: that codec's steps."""
+    magic, dtype, shape, data = encode(given_routes, "nemo").split(":", 3)
+    assert magic == "nrlre1"
+    rows = np.frombuffer(b64decode(data, validate=True), dtype).reshape([int(n) for n in shape.split("x")])
+    assert np.array_equal(rows[given_routes.valid], given_routes.ids[given_routes.valid])
+    assert (rows[~given_routes.valid] == -1).all()
+
+
+@given(routes(), st.integers(0, 3), st.booleans())
+def test_fastdeploys_rows_have_the_dtype_of_its_rule(given_routes: Routes, shared: int, adapter: bool) -> None:
+    """Goal: shared experts count, and the internal adapter's int64 is read. Method: both, there and back."""
+    told = fastdeploy.encode(given_routes, shared_experts=shared)
+    assert told is not None
+    dtype = fastdeploy.stored_dtype(given_routes.num_experts, shared)
+    rows = np.frombuffer(b64decode(told), dtype)
+    assert rows.size == given_routes.ids.size
+    if adapter:
+        told = b64encode(np.array(rows.tolist(), np.int64).tobytes()).decode()
+    back = fastdeploy.decode(told, spec_of(given_routes), given_routes.start, shared_experts=shared, adapter=adapter)
+    assert back == unversioned(given_routes)
+
+
+def _same_ids(rows: np.ndarray[Any, Any], expected: Routes) -> None:
+    assert rows.shape == (len(expected), expected.num_layers, expected.top_k)
+    assert np.array_equal(rows[:, list(expected.layer_ids)], expected.ids)
+    dense = [layer for layer in range(expected.num_layers) if layer not in expected.layer_ids]
+    assert not rows[:, dense].any()
+
+
+@pytest.mark.parametrize("encoding", ["sglang", "vllm"])
+def test_rows_of_a_model_with_other_layers_are_refused(encoding: str) -> None:
+    """Goal: dense-first models are not read a layer off. Method: routes of layers 1 and 2 read as layers 0 and 1."""
+    ids = np.tile([[1, 2], [3, 0]], (3, 1, 1))
+    routes = Routes(ids, np.ones(3, np.bool_), (1, 2), num_experts=4, num_layers=3)
+    other = routing_spec(num_experts=4, top_k=2, layer_ids=(0, 1), num_layers=3, block_tokens=8)
+    with pytest.raises(RowError, match="layer 2: wanted zeros"):
+        decode(encode(routes, encoding), other, encoding)
+
+
+@pytest.mark.parametrize("encoding", ["sglang", "vllm", "lightllm", "nemo", "fastdeploy"])
+def test_a_row_of_zeros_is_no_row(encoding: str) -> None:
+    """Goal: a row that an engine lost is not replayed as expert 0. Method: routes whose middle row is overwritten."""
+    ids = np.tile([[1, 2]], (3, 1, 1))
+    routes = Routes(ids, np.ones(3, np.bool_), (0,), num_experts=300, num_layers=1)
+    told = encode(routes, encoding)
+    data = told["data"] if encoding == "lightllm" else told.rpartition(":")[2]
+    raw = bytearray(b64decode(data))
+    body = len(raw) - len(raw) % 128 if encoding == "vllm" and len(raw) > 128 else 0
+    third = (len(raw) - body) // 3
+    raw[body + third : body + 2 * third] = bytes(third)
+    changed: Any = b64encode(raw).decode()
+    if encoding == "lightllm":
+        changed = told | {"data": changed}
+    elif encoding == "nemo":
+        changed = told.rpartition(":")[0] + ":" + changed
+    with pytest.raises(RowError, match=r"row 1 layer 0: wanted distinct ids, got \[0, 0\]"):
+        decode(changed, spec_of(routes), encoding)
+
+
+def test_what_is_missing_is_named() -> None:
+    valid = np.array([True, False, False, True])
+    ids = np.tile([[0, 1]], (4, 1, 1))
+    routes = Routes(ids, valid, (0,), 4, 1, start=10)
+    for encoding in UNMASKED:
+        assert refusal(routes, encoding) == "2 of 4 rows are missing: positions [11, 13)"
+
+
+def test_an_unknown_encoding_is_refused() -> None:
+    routes = Routes(np.array([[[1]]]), np.array([True]), (0,), num_experts=4, num_layers=1)
+    with pytest.raises(InvalidInputError, match=r"encoding: wanted one of kvroute, sglang, vllm, .*got 'verl'"):
+        encode(routes, "verl")
+
+
+def test_more_experts_than_an_encoding_has_ids_for_are_refused() -> None:
+    """Goal: no id is cut short. Method: position canaries, whose ids have 32 bits."""
+    routes = Routes(np.array([[[1 << 31]]]), np.array([True]), (0,), num_experts=1 << 32, num_layers=1)
+    for encoding, bits in {"sglang": 32, "vllm": 16, "lightllm": 16, "nemo": 32, "fastdeploy": 32}.items():
+        assert encode(routes, encoding) is None
+        assert f"ids of {bits} bits" in str(refusal(routes, encoding))
+
+
+def golden_routes() -> dict[str, Routes]:
+    """A dense-first model with few experts and one with many; ids by a formula that any language can repeat."""
+    found = {}
+    for name, experts, layer_ids, num_layers, start in (("few", 128, (1, 2), 3, 0), ("many", 300, (0, 1), 2, 5)):
+        n, layers, k = 4, len(layer_ids), 3
+        ids = np.array(
+            [[[(7 * t + 11 * i + 31 * j) % experts for j in range(k)] for i in range(layers)] for t in range(n)]
+        )
+        found[name] = Routes(ids, np.ones(n, np.bool_), layer_ids, experts, num_layers, start, ((start, start + 2, 7),))
+        valid = np.array([True, True, False, True])
+        found[f"{name}-missing"] = Routes(ids, valid, layer_ids, experts, num_layers, start)
+    return found
+
+
+@pytest.mark.parametrize("name", golden_routes())
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_the_bytes_are_those_of_the_golden_file(encoding: str, name: str) -> None:
+    """Goal: a format is not changed by accident. Method: files that were written once and are read and written here."""
+    routes = golden_routes()[name]
+    golden = json.loads((GOLDEN / f"{encoding}-{name}.json").read_text())
+    assert as_json(encode(routes, encoding)) == golden
+    if golden is not None:
+        back = decode(golden, spec_of(routes), encoding, routes.start)
+        assert back == (routes if encoding == "kvroute" else unversioned(routes))
