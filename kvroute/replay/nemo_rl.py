@@ -1,0 +1,107 @@
+"""Routes for NeMo-RL, whose Megatron policy asks the router where a row is -1, and for NeMo-Automodel's own replay.
+
+NeMo-RL carries one row a token in a signed dtype: -1 throughout for a row that was not captured, ``0 .. top_k - 1`` for
+the last token and for padding. It accepts the routed layers only, or every layer of the model, by their number.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvroute.replay.errors import ReplayError
+from kvroute.replay.rows import cut, read_rows
+from kvroute.routes import Routes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+
+
+def sequence(routes: Routes, tokens: int, *, layers: Literal["moe", "all"] = "moe") -> torch.Tensor:
+    """The rows of one sample, ``[tokens, layers, top_k]``, in the narrowest of int8, int16 and int32.
+
+    Cut it at the ends of the messages for ``message["routed_experts"]``; ``kvroute.encodings.nemo`` makes the string
+    that NeMo-Gym passes on.
+    """
+    import torch
+
+    return torch.from_numpy(_rows(routes, tokens, tokens, layers))
+
+
+def batch(
+    routes: Sequence[Routes], tokens: Sequence[int], width: int, *, layers: Literal["moe", "all"] = "moe"
+) -> torch.Tensor:
+    """The batch's ``routed_experts``, ``[batch, width, layers, top_k]``, padded on the right."""
+    import torch
+
+    rows = [_rows(part, count, width, layers) for part, count in zip(routes, tokens, strict=True)]
+    return torch.from_numpy(np.stack(rows))
+
+
+@contextmanager
+def automodel(model: nn.Module, rows: torch.Tensor) -> Iterator[None]:
+    """Within the block, the gates of a NeMo-Automodel model use ``rows`` ``[tokens, routed layers, top_k]``.
+
+    Tokens are the flattened ``[batch, sequence]``; layers are the model's gates in the order of their layer, found by
+    walking the model and not in Automodel's list of every gate that was ever built. Automodel replays every row: none
+    may be missing. The same rows serve the recomputation of activation checkpointing, so the backward pass belongs in
+    the block too.
+
+    Raises :class:`ReplayError` for rows that do not fit, and for a model that was built without
+    ``enable_routing_replay``.
+    """
+    import torch
+
+    gates = _gates(model)
+    if rows.dim() != 3 or rows.shape[1] != len(gates) or rows.is_floating_point():
+        got = f"{rows.dtype} of shape {tuple(rows.shape)}"
+        raise ReplayError("rows", f"integers [tokens, {len(gates)}, top_k]", got)
+    ids = rows.to(torch.int64)
+    ordered = ids.sort(dim=-1).values
+    wrong = (ordered[..., 0] < 0) | (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
+    if bool(wrong.any()):
+        token, layer = wrong.nonzero()[0].tolist()
+        raise ReplayError(f"token {token} gate {layer}", "distinct ids, 0 or more", ids[token, layer].tolist())
+    replays = [gate.router_replay for gate in gates.values()]
+    mode = sys.modules[type(replays[0]).__module__].RouterReplayMode.REPLAY
+    try:
+        for index, replay in enumerate(replays):
+            replay.set_target(ids[:, index].contiguous())
+            replay.mode = mode
+        yield
+    finally:
+        for replay in replays:
+            replay.mode = None
+            replay.clear()
+
+
+def _gates(model: nn.Module) -> dict[int, Any]:
+    found: dict[int, tuple[str, Any]] = {}
+    for name, module in model.named_modules():
+        if getattr(module, "router_replay", None) is None or "mtp" in name.split("."):
+            continue
+        if (layer := _LAYER.search(name)) is None:
+            raise ReplayError("model", "gates inside numbered layers", name or "one at the top")
+        if int(layer[1]) in found:
+            raise ReplayError(f"layer {layer[1]}", "one gate", f"{found[int(layer[1])][0]} and {name}")
+        found[int(layer[1])] = (name, module)
+    if not found:
+        raise ReplayError("model", "gates with enable_routing_replay", "none")
+    return {layer: found[layer][1] for layer in sorted(found)}
+
+
+def _rows(routes: Routes, tokens: int, width: int, layers: Literal["moe", "all"]) -> NDArray[Any]:
+    if tokens > width:
+        raise ReplayError("width", f"at least {tokens}, the tokens of the longest sample", width)
+    experts = routes.num_experts
+    dtype = "int8" if experts <= 1 << 7 else "int16" if experts <= 1 << 15 else "int32"
+    return cut(routes, tokens).materialize(width, layers, dtype, "minus1", required=read_rows(tokens), pad="arange")

@@ -1,0 +1,49 @@
+"""Routes for prime-rl: bytes with their shape and dtype, one row a token, every layer of the model.
+
+prime-rl asserts as many rows as tokens and replays them all. What it adds itself, it fills with zeros; the row of the
+last token is given distinct experts here, because a row of zeros sends the token to expert 0 ``top_k`` times.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+
+from kvroute.materialize import Missing
+from kvroute.replay.errors import ReplayError
+from kvroute.replay.rows import cut, read_rows
+from kvroute.routes import Routes
+
+
+def routed_experts(routes: Routes, tokens: int, *, missing: Missing = "error") -> dict[str, Any]:
+    """``TrainingSample.routed_experts``: ``data`` (bytes in C order), ``shape`` ``[tokens, num_layers, top_k]``,
+    ``dtype`` uint8, or uint16 where the model has more than 256 experts.
+
+    The fields of prime-rl's ``RoutedExperts``, by their names.
+    """
+    rows = cut(routes, tokens).materialize(
+        tokens, "all", _dtype(routes), missing, required=read_rows(tokens), pad="spread"
+    )
+    return {"data": rows.tobytes(), "shape": list(rows.shape), "dtype": rows.dtype.name}
+
+
+def http(routes: Routes, tokens: int, start: int = 0, *, missing: Missing = "error") -> dict[str, Any]:
+    """What prime-rl's inference server answers for the positions from ``start`` on, as JSON: ``data`` in base64,
+    ``shape``, ``start`` and ``dtype``; without a row for the last token.
+
+    The dtype is uint8 or uint16, by the largest id in these rows.
+    """
+    if not 0 <= start < tokens:
+        raise ReplayError("start", f"a position before the last of {tokens} tokens", start)
+    rows = routes.materialize(read_rows(tokens), "all", _dtype(routes), missing)[start:]
+    rows = np.ascontiguousarray(rows, np.uint8 if rows.max(initial=0) < 1 << 8 else np.uint16)
+    data = base64.b64encode(rows.data).decode()
+    return {"data": data, "shape": list(rows.shape), "start": start, "dtype": rows.dtype.name}
+
+
+def _dtype(routes: Routes) -> str:
+    if routes.num_experts > 1 << 16:
+        raise ReplayError("num_experts", "at most 65536 for prime-rl", routes.num_experts)
+    return "uint8" if routes.num_experts <= 1 << 8 else "uint16"

@@ -1,0 +1,70 @@
+"""Routes for SkyRL: arrays of the captured prefix, every layer of the model, in the narrowest dtype SkyRL knows.
+
+SkyRL fills what lies behind the prefix itself, with ``0 .. top_k - 1``, and masks it. A hole *inside* the prefix has
+no spelling, so it is an error here, or the prefix ends there.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvroute.replay.errors import ReplayError
+from kvroute.routes import Routes
+
+
+def rollout_expert_indices(
+    routes: Sequence[Routes], tokens: Sequence[int], *, holes: Literal["error", "cut"] = "error"
+) -> list[NDArray[Any]]:
+    """``GeneratorOutput["rollout_expert_indices"]``: an array ``[rows, num_layers, top_k]`` for each sample.
+
+    ``rows`` are the positions from 0 on that have a row, at most ``tokens[i] - 1``. The dtype is the one that SkyRL
+    insists on: uint8 where the *largest id in the array* is below 256, else int16, else int32. The arrays are new, in C
+    order and writable.
+
+    Raises :class:`ReplayError` for a sample without a first row, and for a hole with rows behind it unless ``holes`` is
+    ``"cut"``: then the prefix ends at the hole, and the rows behind it are lost to the trainer.
+    """
+    if len(routes) != len(tokens):
+        raise ReplayError("tokens", f"one number for each of {len(routes)} samples", len(tokens))
+    return [_prefix(part, count, i, holes) for i, (part, count) in enumerate(zip(routes, tokens, strict=True))]
+
+
+def delta(routes: Routes, held: int, tokens: int) -> NDArray[Any]:
+    """What ``RoutedExpertTrace.record_generation`` takes for one turn: the rows ``[held, tokens - 1)``, complete.
+
+    ``held`` is the trace's ``prompt_start``: the rows that it has from earlier turns, which stay as they were sampled.
+    ``tokens`` counts prompt and generated tokens up to the end of this turn.
+    """
+    if not 0 <= held < tokens:
+        raise ReplayError("held", f"rows of earlier turns, fewer than {tokens} tokens", held)
+    return _narrowed(routes.materialize(tokens - 1, "all", "int32", "error")[held:])
+
+
+def pack(rows: NDArray[Any]) -> dict[str, Any]:
+    """SkyRL's ``{"data", "shape", "dtype"}`` of such an array, as its ``/skyrl/v1/generate`` answers it."""
+    rows = np.ascontiguousarray(_narrowed(rows))
+    data = base64.b64encode(rows.data).decode()
+    return {"data": data, "shape": list(rows.shape), "dtype": rows.dtype.name}
+
+
+def _prefix(routes: Routes, tokens: int, sample: int, holes: str) -> NDArray[Any]:
+    rows = max(tokens - 1, 0)
+    gap = routes.first_missing(rows)
+    end = rows if gap is None else gap
+    if not end:
+        raise ReplayError(f"sample {sample}", "a row at position 0: SkyRL takes prefixes", "none")
+    behind = routes.valid[max(end - routes.start, 0) : max(rows - routes.start, 0)]
+    if holes == "error" and behind.any():
+        later = int(behind.argmax()) + end
+        raise ReplayError(f"sample {sample}", f"no row behind position {end}, which has none", f"one at {later}")
+    return _narrowed(routes.materialize(end, "all", "int32", "error"))
+
+
+def _narrowed(rows: NDArray[Any]) -> NDArray[Any]:
+    highest = int(rows.max(initial=0))
+    return rows.astype("uint8" if highest < 1 << 8 else "int16" if highest < 1 << 15 else "int32")

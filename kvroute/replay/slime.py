@@ -1,0 +1,150 @@
+"""Routes for slime and miles: whole samples, or handles of which each rank reads its own part when it needs it.
+
+slime ships every sample's routes, of all layers, to every rank. Its replay list also takes objects with a method
+``materialize_for_routing_replay(stage)``; :class:`LazyMicroBatch` makes those, one a router, so that a rank reads the
+tokens of its context and sequence part and the layers of its pipeline stage, and nothing else.
+
+    cut = slime.split(tp, tp_rank, cp, cp_rank)
+    micro_batch = slime.LazyMicroBatch(lambda: fetch_shard(store, handles, tokens, cut), layers)
+    for replay, layer in zip(RoutingReplay.all_routing_replays, layers):      # the routers of this rank
+        replay.record(micro_batch.layer(layer))
+    RoutingReplay.register_lazy_resource(micro_batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvroute.materialize import Missing
+from kvroute.replay.errors import ReplayError
+from kvroute.replay.rows import read_rows
+from kvroute.routes import Routes
+from kvroute.sharding import Layout, Split
+
+if TYPE_CHECKING:
+    import torch
+
+Read = Callable[[], NDArray[Any]]
+"""``read()``: this rank's rows of one micro-batch, ``[local tokens, layers, top_k]``, from a rollout store by way of
+``fetch_shard``, say. It may raise; nothing is kept then, and the next layer asks again."""
+
+PAD_MULTIPLE: Final = 128
+"""slime's default ``data_pad_size_multiplier``."""
+
+
+def sample(routes: Routes, tokens: int, *, missing: Missing = "error") -> torch.Tensor:
+    """slime's ``Sample.rollout_routed_experts``: int32 ``[tokens - 1, num_layers, top_k]``, dense layers zeros.
+
+    slime adds the last row and padding itself. A hole is an error: slime has no word for one.
+    """
+    import torch
+
+    return torch.from_numpy(_whole(routes, tokens, missing))
+
+
+def miles_sample(routes: Routes, tokens: int, *, missing: Missing = "error") -> NDArray[np.int32]:
+    """miles' ``rollout_routed_experts``: int32, no other, ``[tokens - 1, num_layers, top_k]``.
+
+    miles reads a row of -1 as padding and gives it the experts ``0 .. top_k - 1``; it does not ask the router. So a
+    hole is an error unless ``missing`` says otherwise.
+    """
+    return _whole(routes, tokens, missing)
+
+
+def split(
+    tp: int = 1,
+    tp_rank: int = 0,
+    cp: int = 1,
+    cp_rank: int = 0,
+    *,
+    pp: int = 1,
+    pp_rank: int = 0,
+    sequence_parallel: bool = False,
+    allgather_cp: bool = False,
+    data_pad_size_multiplier: int = PAD_MULTIPLE,
+) -> Split:
+    """How slime and miles cut a packed micro-batch: each sample to a multiple of ``2 cp``, the tail of the rank's rows
+    to one of ``tp * data_pad_size_multiplier``; with ``allgather_cp`` samples end to end, in ``cp`` equal parts."""
+    layout: Layout = "contiguous" if allgather_cp else "zigzag"
+    return Split(
+        tp=tp,
+        tp_rank=tp_rank,
+        cp=cp,
+        cp_rank=cp_rank,
+        sp=sequence_parallel,
+        pp=pp,
+        pp_rank=pp_rank,
+        layout=layout,
+        align=2 * cp if cp > 1 and not allgather_cp else 1,
+        tail_align=tp * data_pad_size_multiplier,
+    )
+
+
+class LazyMicroBatch:
+    """The routes of one micro-batch on one rank, read when the first of its routers asks, for one pass at a time.
+
+    ``layers`` are the rank's routed layers, counted from 0, as the rows have them. The rows are held until every one of
+    them has had its own; then they are forgotten, and the backward pass reads them again. Not thread-safe.
+    """
+
+    def __init__(self, read: Read, layers: Sequence[int], *, device: torch.device | str = "cpu") -> None:
+        self._read = read
+        self._layers = tuple(layers)
+        self._device = device
+        self._rows: NDArray[Any] | None = None  # [local tokens, layers, top_k]
+        self._owed: set[int] = set()  # of the pass in progress, the layers that have not asked yet
+        self._stage: str | None = None
+
+    def layer(self, layer: int) -> LazyLayer:
+        """The handle of the router of ``layer``; for ``RoutingReplay.record``."""
+        if layer not in self._layers:
+            raise ReplayError("layer", f"one of {list(self._layers)}", layer)
+        return LazyLayer(self, layer)
+
+    def begin_pass(self, stage: str) -> None:  # noqa: ARG002  # slime's signature: the stage whose rows may go
+        """slime begins another pass: rows that an interrupted one has left are forgotten."""
+        self._forget()
+
+    def close(self) -> None:
+        """Forget everything; slime is done with the micro-batch. Again is harmless."""
+        self._forget()
+
+    def rows(self, layer: int, stage: str) -> torch.Tensor:
+        """This rank's rows of ``layer``, ``[local tokens, top_k]`` int64 on the device; ``stage`` names the pass."""
+        import torch
+
+        if self._rows is None or stage != self._stage or layer not in self._owed:
+            self._forget()
+            rows = self._read()
+            if rows.ndim != 3 or rows.shape[1] != len(self._layers):
+                raise ReplayError("rows", f"shape (local tokens, {len(self._layers)}, top_k)", rows.shape)
+            self._rows, self._owed, self._stage = rows, set(self._layers), stage
+        ids = torch.from_numpy(self._rows[:, self._layers.index(layer)].astype(np.int64))
+        self._owed.discard(layer)
+        if not self._owed:
+            self._forget()
+        return ids.to(self._device)
+
+    def _forget(self) -> None:
+        self._rows, self._stage = None, None
+        self._owed.clear()
+
+
+class LazyLayer:
+    """What one router's replay list holds for one micro-batch instead of a tensor."""
+
+    def __init__(self, micro_batch: LazyMicroBatch, layer: int) -> None:
+        self._micro_batch = micro_batch
+        self._layer = layer
+
+    def materialize_for_routing_replay(self, stage: str) -> torch.Tensor:
+        """``[local tokens, top_k]`` int64; ``stage`` is ``"forward"`` or ``"backward"``."""
+        return self._micro_batch.rows(self._layer, stage)
+
+
+def _whole(routes: Routes, tokens: int, missing: Missing) -> NDArray[np.int32]:
+    return routes.materialize(read_rows(tokens), "all", "int32", missing)

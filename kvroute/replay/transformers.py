@@ -1,0 +1,235 @@
+"""Forces recorded routes on a transformers Mixture-of-Experts model, without touching its code.
+
+Only the selection is replayed. Each router computes its scores as it always does; inside the router's own ``forward``
+the one top-k over its experts answers the recorded ids, with values gathered from the scores at hand. What the family
+does next (normalisation, scaling, bias) is its own code, so the weights are the current router's and carry their
+gradient. A missing row (all -1) takes the router's own choice, bit for bit.
+
+R3 replays what the rollout routed: targets made by :func:`padded` or :func:`packed` from ``Routes``. R2 replays what
+the trainer itself routed when it computed the old log probabilities: targets made by :func:`recorded` from a
+``RoutingCapture`` of that pass.
+
+    with replay(model, padded(routes, tokens, width)):
+        loss(model(input_ids)).backward()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.capture.capture import RoutingCapture, find_routers
+from kvroute.replay.errors import ReplayError
+from kvroute.routes import Routes
+from kvroute.routing import routing_spec_from_hf
+from kvroute.sharding import Side, Split, shard_packed, shard_padded
+
+MISSING: Final = -1
+"""The id of a missing row: all its ``top_k`` ids in that layer, and the router chooses for itself."""
+
+_WHOLE: Final = Split()
+_NUMBERS = count()  # of replays in this process: tells the targets of one micro-batch from another's
+
+
+def padded(
+    routes: Sequence[Routes], tokens: Sequence[int], width: int, side: Side = "right", split: Split = _WHOLE
+) -> torch.Tensor:
+    """Targets ``[batch, width, layers, top_k]`` int64 of a padded batch, for ``input_ids`` ``[batch, width]``.
+
+    ``tokens[i]`` counts the tokens of sample i, prompt and response, without padding; ``side`` is where its padding is.
+    The last sampled token, padding and every row that the routes lack are :data:`MISSING`. ``layers`` are the routed
+    layers only, in the order of ``layer_ids``. ``split`` is this rank's part of the columns, where tokens are sharded.
+    """
+    return torch.from_numpy(
+        shard_padded(routes, tokens, split, width=width, side=side, order="batch", missing="minus1", pad="minus1")
+    )
+
+
+def packed(routes: Sequence[Routes], tokens: Sequence[int], split: Split = _WHOLE) -> torch.Tensor:
+    """Targets ``[sum(tokens), layers, top_k]`` int64 of samples laid end to end in one row of tokens.
+
+    With a ``split``, of this rank's part of them, each sample padded as the split says.
+    """
+    return torch.from_numpy(shard_packed(routes, tokens, split, missing="minus1", pad="minus1"))
+
+
+def recorded(capture: RoutingCapture) -> torch.Tensor:
+    """Targets ``[tokens, layers, top_k]`` int64 of the forward pass that ``capture`` has just seen, on its device.
+
+    A copy: clearing the capture does not change them. Raises ``CaptureError`` as ``RoutingCapture.topk_ids`` does.
+    """
+    return torch.stack(capture.topk_ids, dim=1).to(torch.int64)
+
+
+@contextmanager
+def replay(
+    model: nn.Module,
+    targets: torch.Tensor,  # [..., layers, top_k] any integer dtype; -1 = the router's own choice
+    *,
+    spec: AuxBlockDataSpec | None = None,
+    routers: Mapping[int, nn.Module] | None = None,
+) -> Iterator[None]:
+    """Within the block, every routed layer of ``model`` uses the experts that ``targets`` names.
+
+    The leading axes of ``targets`` are the model's flattened tokens, ``[batch, sequence]`` batch by batch. Every
+    forward pass inside the block takes the same targets, so the block is one micro-batch: with gradient checkpointing
+    its backward pass too, because the recomputation routes again. A recomputation (``use_reentrant=False``) that finds
+    no replay or another micro-batch's is an error, never a silent mix.
+
+    ``spec`` (by default ``routing_spec_from_hf(model.config)``) says which layers route among how many experts;
+    ``routers`` names the router of each layer where ``find_routers`` cannot. Leaving the block leaves the model as it
+    was. Not for ``torch.compile``, nor for kernels that fuse the router with the experts.
+
+    Raises :class:`ReplayError` for targets that do not fit the model, for a token count that is not the batch's, and
+    for a router that does not select by exactly one ``torch.topk`` over its experts.
+    """
+    if spec is None:
+        config: Any = model.config
+        spec = routing_spec_from_hf(config, block_tokens=1)
+    found = find_routers(model) if routers is None else dict(routers)
+    layer_ids = spec.attrs["layer_ids"]
+    if tuple(sorted(found)) != layer_ids:
+        raise ReplayError("layers with a router", list(layer_ids), sorted(found))
+    ids = _checked(targets, spec)
+    any_missing, number = bool((ids < 0).any()), next(_NUMBERS)
+    if replayed := [layer for layer, router in found.items() if isinstance(vars(router).get("forward"), _Forced)]:
+        raise ReplayError("model", "no replay in progress", f"one on layers {replayed}")
+    try:
+        for index, layer_id in enumerate(layer_ids):
+            router, where, rows = found[layer_id], f"router of layer {layer_id}", ids[:, index].contiguous()
+            _Forced(router, where, rows, spec.attrs["num_experts"], any_missing, number).install()
+        yield
+    finally:
+        for router in found.values():
+            if isinstance(forced := vars(router).get("forward"), _Forced):
+                forced.remove()
+
+
+class _Forced:
+    """Stands in for one router's ``forward`` while its routes are replayed."""
+
+    def __init__(
+        self, router: nn.Module, where: str, ids: torch.Tensor, num_experts: int, any_missing: bool, number: int
+    ) -> None:
+        self._router = router
+        self._where = where
+        self._ids = ids
+        self._num_experts = num_experts
+        self._any_missing = any_missing
+        self._number = torch.tensor(number)
+        self._shadowed = vars(router).get("forward")  # somebody's own forward on this one module, as accelerate sets
+        self._forward: Callable[..., Any] = router.forward
+
+    def install(self) -> None:
+        self._router.forward = self
+
+    def remove(self) -> None:
+        if self._shadowed is None:
+            del self._router.forward
+        else:
+            self._router.forward = self._shadowed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        where = self._where
+        selection = _Selection(self._ids, self._any_missing, self._num_experts, where)
+        with selection:
+            answer = self._forward(*args, **kwargs)
+        if selection.selected != 1:
+            wanted = f"exactly one top-{self._ids.shape[1]} of {self._num_experts} experts"
+            raise ReplayError(where, wanted, f"{selection.selected} in {type(self._router).__name__}")
+        if not isinstance(answer, tuple) or len(answer) < 3:
+            raise ReplayError(where, "an answer (logits, weights, ids)", type(answer).__name__)
+        logits, weights, *rest = answer
+        return logits, _witnessed(weights, self._number, where), *rest
+
+
+class _Selection(TorchFunctionMode):
+    """Answers the top-k over all experts with given ids; everything else is computed as asked."""
+
+    def __init__(self, ids: torch.Tensor, any_missing: bool, num_experts: int, where: str) -> None:
+        super().__init__()
+        self.selected = 0
+        self._ids = ids  # [tokens, top_k]  int64
+        self._any_missing = any_missing
+        self._num_experts = num_experts
+        self._where = where
+        # Group-limited routers blank out the groups that they do not choose. A recorded expert may be in one of those
+        # once the router has drifted: its score is the one before the blanks.
+        self._blanked: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        if func in (torch.topk, torch.Tensor.topk):
+            scores = args[0] if args else (kwargs or {})["input"]
+            if scores.dim() == 2 and scores.shape[1] == self._num_experts and answer[1].shape[1] == self._ids.shape[1]:
+                return self._select(scores, answer)
+        elif func in (torch.masked_fill, torch.Tensor.masked_fill) and answer.dim() == 2:
+            self._blanked.append((answer, self._before_blanks(args[0])))
+        return answer
+
+    def _select(self, scores: torch.Tensor, native: Any) -> Any:
+        self.selected += 1
+        if len(scores) != len(self._ids):
+            raise ReplayError(self._where, f"{len(self._ids)} tokens, as the targets have", len(scores))
+        ids = self._ids.to(scores.device)
+        values = self._before_blanks(scores)
+        if self._any_missing:
+            known = ids >= 0
+            ids = torch.where(known, ids, native[1])
+            return type(native)((torch.where(known, values.gather(1, ids), native[0]), ids))
+        return type(native)((values.gather(1, ids), ids))
+
+    def _before_blanks(self, scores: torch.Tensor) -> torch.Tensor:
+        return next((whole for blanked, whole in self._blanked if blanked is scores), scores)
+
+
+class _Witness(torch.autograd.Function):
+    """The identity; its backward pass checks that a recomputation went through the same targets as the forward pass.
+
+    Checkpointing replaces saved tensors by those of the recomputation, but leaves other attributes alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, number: torch.Tensor, where: str) -> torch.Tensor:
+        ctx.save_for_backward(number)
+        ctx.made_with, ctx.where = int(number), where
+        return weights.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if int(ctx.saved_tensors[0]) != ctx.made_with:
+            raise ReplayError(ctx.where, "the targets of its forward pass at recomputation", "another micro-batch's")
+        return gradients[0], None, None
+
+
+_witnessed: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor] = _Witness.apply
+
+
+def _checked(targets: torch.Tensor, spec: AuxBlockDataSpec) -> torch.Tensor:
+    """``targets`` as int64 ``[tokens, layers, top_k]``; every row names distinct experts or is missing as a whole."""
+    layers, top_k = spec.row_shape
+    if targets.dim() < 3 or tuple(targets.shape[-2:]) != (layers, top_k) or targets.is_floating_point():
+        got = f"{targets.dtype} of shape {tuple(targets.shape)}"
+        raise ReplayError("targets", f"integers [..., {layers}, {top_k}], routed layers only", got)
+    ids = targets.to(torch.int64).reshape(-1, layers, top_k)  # torch knows neither max nor gather of uint16
+    num_experts = spec.attrs["num_experts"]
+    ordered = ids.sort(dim=-1).values
+    low, high = ordered[..., 0], ordered[..., -1]
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
+    missing = (low == MISSING) & (high == MISSING)
+    wrong = ~missing & ((low < 0) | (high >= num_experts) | twice)
+    if bool(wrong.any()):
+        token, layer = wrong.nonzero()[0].tolist()
+        where = f"targets token {token} layer {spec.attrs['layer_ids'][layer]}"
+        wanted = f"distinct ids in [0, {num_experts}), or {MISSING} throughout"
+        raise ReplayError(where, wanted, ids[token, layer].tolist())
+    return ids

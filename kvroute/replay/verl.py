@@ -1,0 +1,91 @@
+"""Routes for verl: the agent loop's output, the padded batch, and the engine's jagged tensors.
+
+verl takes every layer of the model, dense ones included, as int16. A row that is not there reads as zeros, and verl
+replays whatever it is given but for the last row of each sequence, so a hole is an error here unless it is spelled:
+with distinct experts (``missing="spread"``), or with :func:`replay_mask`, which leaves the token to the router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvroute.materialize import Missing
+from kvroute.replay.errors import ReplayError
+from kvroute.replay.rows import read_rows
+from kvroute.routes import Routes
+
+if TYPE_CHECKING:
+    import torch
+
+
+def agent_loop(routes: Routes, prompt: int, response: int, *, missing: Missing = "error") -> NDArray[np.int16]:
+    """``AgentLoopOutput.routed_experts`` of one sample: int16 ``[prompt + response - 1, num_layers, top_k]``.
+
+    ``prompt`` and ``response`` are its tokens. verl adds the last row itself, as zeros. A response that was cut is
+    given the rows of what is left of it.
+    """
+    return routes.materialize(read_rows(prompt + response), "all", "int16", missing)
+
+
+def padded(
+    routes: Sequence[Routes],
+    prompts: Sequence[int],
+    responses: Sequence[int],
+    prompt_length: int,
+    response_length: int,
+    *,
+    missing: Missing = "error",
+) -> torch.Tensor:
+    """``DataProto.batch["routed_experts"]``: int16 ``[batch, prompt_length + response_length, num_layers, top_k]``.
+
+    Prompts are padded on their left to ``prompt_length``, responses on their right to ``response_length``, as verl's
+    ``input_ids`` are. Padding and the last row are zeros, which verl leaves out.
+    """
+    import torch
+
+    if not len(routes) == len(prompts) == len(responses) or not routes:
+        got = f"{len(routes)}, {len(prompts)} and {len(responses)}"
+        raise ReplayError("routes, prompts, responses", "as many of each, at least one", got)
+    shape = (len(routes), prompt_length + response_length, routes[0].num_layers, routes[0].top_k)
+    batch = np.zeros(shape, np.int16)
+    for i, (part, prompt, response) in enumerate(zip(routes, prompts, responses, strict=True)):
+        if prompt > prompt_length or response > response_length:
+            wanted = f"at most {prompt_length} and {response_length} tokens"
+            raise ReplayError(f"sample {i}", wanted, f"{prompt} and {response}")
+        left, rows = prompt_length - prompt, read_rows(prompt + response)
+        part.materialize(rows, "all", "int16", missing, out=batch[i, left : left + rows])
+    return torch.from_numpy(batch)
+
+
+def jagged(routes: Sequence[Routes], tokens: Sequence[int], *, missing: Missing = "error") -> torch.Tensor:
+    """The engine's ``TensorDict["routed_experts"]``: jagged int16 ``[batch, tokens[i] - 1, num_layers, top_k]``.
+
+    verl's ``align_r3_router_replay_data`` appends the last row of each sample.
+    """
+    import torch
+
+    parts = [
+        torch.from_numpy(part.materialize(read_rows(count), "all", "int16", missing))
+        for part, count in zip(routes, tokens, strict=True)
+    ]
+    return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+
+def replay_mask(routes: Sequence[Routes], tokens: Sequence[int]) -> torch.Tensor:
+    """``set_router_replay_data(replay_mask=...)``: jagged bool ``[batch, tokens[i]]``, False where no row is.
+
+    Goes with rows whose holes are spelled in any way; the last row of each sample is False.
+    """
+    import torch
+
+    masks: list[Any] = []
+    for part, count in zip(routes, tokens, strict=True):
+        mask = np.zeros(count, np.bool_)
+        there = mask[part.start : min(part.stop, read_rows(count))]
+        there[:] = part.valid[: len(there)]
+        masks.append(torch.from_numpy(mask))
+    return torch.nested.as_nested_tensor(masks, layout=torch.jagged)

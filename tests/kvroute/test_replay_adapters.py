@@ -1,0 +1,252 @@
+"""What each trainer is given: shape, dtype, layer axis, last row, missing rows. The real packages: tests/trainers."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from routes_of import expert_rows, made_routes
+
+from cache_manager.errors import KVRouteError, RowError
+from kvroute import fetch_shard, open_rollouts
+from kvroute.replay import nemo_rl, prime_rl, skyrl, slime, verl
+from kvroute.replay.errors import ReplayError
+from kvroute.routes import Routes
+from kvroute.sharding import Split
+
+LAYERS, NUM_LAYERS, EXPERTS, TOP_K = (1, 2, 3), 4, 16, 4
+ROUTED = list(LAYERS)
+
+# Of one sample of five tokens: rows of positions 0..3 expected at the front, on the layer axis of all layers.
+WHOLE: dict[str, tuple[Callable[..., Any], int, str]] = {
+    "verl agent loop": (lambda r, **k: verl.agent_loop(r, 3, 2, **k), 4, "int16"),
+    "verl padded": (lambda r, **k: verl.padded([r], [3], [2], 3, 2, **k)[0], 5, "int16"),
+    "verl jagged": (lambda r, **k: verl.jagged([r], [5], **k).unbind()[0], 4, "int16"),
+    "slime": (lambda r, **k: slime.sample(r, 5, **k), 4, "int32"),
+    "miles": (lambda r, **k: slime.miles_sample(r, 5, **k), 4, "int32"),
+    "prime-rl": (lambda r, **k: unpacked(prime_rl.routed_experts(r, 5, **k)), 5, "uint8"),
+    "prime-rl http": (lambda r, **k: unpacked(prime_rl.http(r, 5, **k)), 4, "uint8"),
+    "NeMo-RL": (lambda r: nemo_rl.sequence(r, 5, layers="all"), 5, "int8"),
+    "SkyRL": (lambda r: skyrl.rollout_expert_indices([r], [5])[0], 4, "uint8"),
+}
+
+
+def unpacked(packed: dict[str, Any]) -> np.ndarray[Any, Any]:
+    data = packed["data"] if isinstance(packed["data"], bytes) else base64.b64decode(packed["data"])
+    return np.frombuffer(bytearray(data), packed["dtype"]).reshape(packed["shape"])
+
+
+@pytest.mark.parametrize("trainer", sorted(WHOLE))
+def test_a_whole_sample(trainer: str) -> None:
+    """Goal: each token's row at its place, on an axis of all layers. Method: ids that say whose they are."""
+    make, rows, dtype = WHOLE[trainer]
+    got = torch.as_tensor(make(made_routes(7, 4)))
+    assert got.shape == (rows, NUM_LAYERS, TOP_K)
+    assert str(got.dtype) == f"torch.{dtype}"
+    assert got.is_contiguous() or trainer.startswith("verl")
+    assert np.array_equal(got[:4, ROUTED].numpy(), expert_rows(7, np.arange(4), LAYERS, EXPERTS, TOP_K))
+    assert int(got[:4, 0].abs().max()) == 0  # the dense layer's place is there
+
+
+@pytest.mark.parametrize(
+    ("trainer", "last"),
+    [
+        ("verl padded", [0, 0, 0, 0]),  # verl leaves this row to the router
+        ("NeMo-RL", [0, 1, 2, 3]),
+        ("prime-rl", None),  # replayed: any distinct experts
+    ],
+)
+def test_the_last_row_is_spelled_as_the_trainer_reads_it(trainer: str, last: list[int] | None) -> None:
+    make, _, _ = WHOLE[trainer]
+    row = torch.as_tensor(make(made_routes(7, 4)))[4, 1].tolist()
+    assert row == last if last is not None else len(set(row)) == TOP_K
+
+
+@pytest.mark.parametrize("trainer", sorted(set(WHOLE) - {"NeMo-RL", "SkyRL"}))
+def test_a_hole_is_an_error_until_it_is_spelled(trainer: str) -> None:
+    """Goal: nothing reads as expert 0. Method: a hole, and routes that end too early, for trainers without a word for
+    a missing row; spread rows are distinct experts."""
+    make, _, _ = WHOLE[trainer]
+    with pytest.raises(RowError, match=r"row 2: wanted a row for each of the positions \[0, 4\), got none"):
+        make(made_routes(7, 4, holes=(2,)))
+    with pytest.raises(RowError, match="row 3: wanted a row"):
+        make(made_routes(7, 3))
+    row = torch.as_tensor(make(made_routes(7, 4, holes=(2,)), missing="spread"))[2, 1].tolist()
+    assert len(set(row)) == TOP_K
+
+
+def test_nemo_rl_asks_the_router_where_a_row_is_missing() -> None:
+    """Goal: -1 throughout for holes, 0..top_k-1 behind the last row read, signed dtypes. Method: every corner."""
+    got = nemo_rl.sequence(made_routes(7, 4, holes=(1,)), 6)
+    assert got.shape == (6, len(LAYERS), TOP_K)
+    assert got.dtype == torch.int8
+    assert bool((got[[1, 4]] == -1).all())
+    assert got[5].tolist() == [[0, 1, 2, 3]] * 3
+    padded = nemo_rl.batch([made_routes(7, 4), made_routes(8, 6)], [5, 3], 8)
+    assert padded.shape == (2, 8, 3, TOP_K)
+    assert bool((padded >= 0).all())
+    # The second sample was cut to three tokens: its later rows are not replayed on padding.
+    assert padded[1, 3:].tolist() == [[[0, 1, 2, 3]] * 3] * 5
+    for experts, dtype in [(128, torch.int8), (129, torch.int16), (256, torch.int16), (1 << 15, torch.int16)]:
+        assert nemo_rl.sequence(made_routes(7, 1, experts=experts), 2).dtype == dtype
+    with pytest.raises(ReplayError, match="width: wanted at least 6"):
+        nemo_rl.batch([made_routes(7, 4)], [6], 5)
+
+
+def test_skyrl_takes_a_prefix_in_the_narrowest_dtype_of_its_ids() -> None:
+    """Goal: SkyRL's canonical dtypes, which follow the largest id and not the number of experts. Method: each width."""
+    (got,) = skyrl.rollout_expert_indices([made_routes(7, 3)], [9])
+    assert got.shape == (3, NUM_LAYERS, TOP_K)  # the tail is SkyRL's to fill and to mask
+    assert got.flags.c_contiguous
+    assert got.flags.writeable
+    for top, dtype in [(255, "uint8"), (256, "int16"), ((1 << 15) - 1, "int16"), (1 << 15, "int32")]:
+        ids = np.array([[[0, top]]])
+        routes = Routes(ids, np.array([True]), (0,), 1 << 16, 1)
+        assert skyrl.rollout_expert_indices([routes], [2])[0].dtype == dtype
+        packed = json.loads(json.dumps(skyrl.pack(ids)))
+        assert (packed["dtype"], packed["shape"]) == (dtype, [1, 1, 2])
+        assert np.array_equal(unpacked(packed), ids)
+
+
+def test_skyrl_prefix_holes() -> None:
+    """Goal: rows behind a hole are not lost in silence. Method: a hole in the middle, refused and cut; one at 0."""
+    holed = made_routes(7, 5, holes=(2,))
+    with pytest.raises(ReplayError, match="sample 0: wanted no row behind position 2, which has none, got one at 3"):
+        skyrl.rollout_expert_indices([holed], [6])
+    (got,) = skyrl.rollout_expert_indices([holed], [6], holes="cut")
+    assert len(got) == 2
+    with pytest.raises(ReplayError, match="sample 1: wanted a row at position 0"):
+        skyrl.rollout_expert_indices([made_routes(7, 2), made_routes(7, 2, holes=(0,))], [3, 3])
+    with pytest.raises(ReplayError, match="tokens: wanted one number for each of 1 samples"):
+        skyrl.rollout_expert_indices([holed], [6, 6])
+    assert skyrl.delta(made_routes(7, 5), 2, 6).shape == (3, NUM_LAYERS, TOP_K)
+    with pytest.raises(ReplayError, match="held: wanted rows of earlier turns, fewer than 3 tokens, got 3"):
+        skyrl.delta(made_routes(7, 5), 3, 3)
+
+
+def test_verl_batches() -> None:
+    """Goal: prompts end where responses begin, whatever their lengths. Method: two samples in one padded batch."""
+    routes, prompts, responses = [made_routes(1, 4), made_routes(2, 6)], [3, 2], [2, 5]
+    got = verl.padded(routes, prompts, responses, 4, 5)
+    assert got.shape == (2, 9, NUM_LAYERS, TOP_K)
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        rows = prompt + response - 1
+        expected = expert_rows(i + 1, np.arange(rows), LAYERS, EXPERTS, TOP_K)
+        assert np.array_equal(got[i, 4 - prompt : 4 - prompt + rows, ROUTED].numpy(), expected)
+        assert int(got[i].count_nonzero()) == int(np.count_nonzero(expected))
+    mask = verl.replay_mask([made_routes(1, 4, holes=(1,)), made_routes(2, 3)], [5, 6])
+    assert [m.tolist() for m in mask.unbind()] == [
+        [True, False, True, True, False],
+        [True, True, True, False, False, False],
+    ]
+    for call, message in [
+        (lambda: verl.padded(routes, prompts, responses, 2, 5), "sample 0: wanted at most 2 and 5 tokens, got 3 and 2"),
+        (lambda: verl.padded(routes, prompts, [2], 4, 5), "as many of each"),
+        (lambda: verl.agent_loop(routes[0], 0, 0), "tokens: wanted at least one, got 0"),
+        (lambda: verl.agent_loop(made_routes(1, 1, experts=40000), 1, 1), "dtype"),
+    ]:
+        with pytest.raises(KVRouteError, match=message):
+            call()
+
+
+def test_prime_rl_widens_for_many_experts() -> None:
+    assert prime_rl.routed_experts(made_routes(1, 2, experts=256), 3)["dtype"] == "uint8"
+    assert prime_rl.routed_experts(made_routes(1, 2, experts=257), 3)["dtype"] == "uint16"
+    part = prime_rl.http(made_routes(1, 4), 5, start=3)
+    assert (part["start"], part["shape"]) == (3, [1, NUM_LAYERS, TOP_K])
+    with pytest.raises(ReplayError, match="start: wanted a position before the last of 5 tokens, got 5"):
+        prime_rl.http(made_routes(1, 4), 5, start=5)
+    with pytest.raises(ReplayError, match="at most 65536"):
+        prime_rl.routed_experts(made_routes(1, 1, experts=70000), 2)
+
+
+@given(
+    tokens=st.lists(st.integers(2, 9), min_size=1, max_size=3),
+    tp=st.sampled_from([1, 2]),
+    cp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2]),
+    sequence_parallel=st.booleans(),
+    allgather=st.booleans(),
+    multiple=st.sampled_from([1, 4]),
+)
+def test_lazy_ranks_have_every_row_once(
+    tokens: list[int], tp: int, cp: int, pp: int, sequence_parallel: bool, allgather: bool, multiple: int
+) -> None:
+    """Goal: slime's lazy handles read a rollout store, each rank its own part, in both passes. Method: all ranks of
+    random splits together have every row of every routed layer, told by its value, and spread padding beside."""
+    samples = [made_routes(i, n - 1, experts=256) for i, n in enumerate(tokens)]
+    store = open_rollouts("response:")
+    handles = [store.put(f"r{i}", sample) for i, sample in enumerate(samples)]
+    seen: Counter[tuple[int, ...]] = Counter()
+    for pp_rank, cp_rank, tp_rank in product(range(pp), range(cp), range(tp)):
+        split = slime.split(
+            tp, tp_rank, cp, cp_rank, pp=pp, pp_rank=pp_rank,
+            sequence_parallel=sequence_parallel, allgather_cp=allgather, data_pad_size_multiplier=multiple,
+        )  # fmt: skip
+        layers = [layer for layer in split.layers(NUM_LAYERS) if layer in LAYERS]
+        batch = slime.LazyMicroBatch(partial(fetch_shard, store, handles, tokens, split), layers)
+        forward, backward = (
+            [batch.layer(layer).materialize_for_routing_replay(stage) for layer in layers]
+            for stage in ("forward", "backward")
+        )
+        for layer, rows, again in zip(layers, forward, backward, strict=True):
+            assert rows.dtype == torch.int64
+            assert torch.equal(rows, again)
+            if tp_rank == 0 or sequence_parallel:  # without it all tensor-parallel ranks have the same rows
+                seen.update((layer, *row) for row in rows.tolist())
+    for i, n in enumerate(tokens):
+        for index, layer in enumerate(LAYERS):
+            for row in expert_rows(i, np.arange(n - 1), LAYERS, 256, TOP_K)[:, index].tolist():
+                assert seen[layer, *row] == 1
+
+
+def test_a_lazy_micro_batch_holds_one_pass_at_a_time() -> None:
+    """Goal: rows are read once a pass, not once a layer, and not kept. Method: count reads, interrupt a pass, fail."""
+    reads: list[int] = []
+    rows = made_routes(1, 8).materialize(8, "moe", "uint8")
+
+    def read() -> np.ndarray[Any, Any]:
+        reads.append(1)
+        if len(reads) == 5:
+            raise RowError("rollout r1", "routes that are there and whole", "miss")
+        return rows
+
+    batch = slime.LazyMicroBatch(read, LAYERS)
+    handles = [batch.layer(layer) for layer in LAYERS]
+    for _ in range(2):
+        for index, handle in enumerate(handles):
+            assert np.array_equal(handle.materialize_for_routing_replay("forward").numpy(), rows[:, index])
+    assert len(reads) == 2
+    handles[0].materialize_for_routing_replay("forward")
+    batch.begin_pass("forward")
+    handles[0].materialize_for_routing_replay("backward")
+    assert len(reads) == 4
+    batch.close()
+    batch.close()
+    with pytest.raises(RowError, match="rollout r1"):
+        handles[0].materialize_for_routing_replay("forward")
+    handles[0].materialize_for_routing_replay("forward")  # a failure is not remembered
+    with pytest.raises(ReplayError, match=r"layer: wanted one of \[1, 2, 3\], got 0"):
+        batch.layer(0)
+    with pytest.raises(ReplayError, match=r"rows: wanted shape \(local tokens, 2, top_k\), got \(8, 3, 4\)"):
+        slime.LazyMicroBatch(lambda: rows, (1, 2)).layer(1).materialize_for_routing_replay("forward")
+
+
+def test_slime_cuts_the_tail_as_it_pads_it() -> None:
+    """Goal: the multiples of slime's own padding. Method: the options by name."""
+    assert slime.split(2, 1, 2, 0) == Split(tp=2, tp_rank=1, cp=2, cp_rank=0, align=4, tail_align=256)
+    assert slime.split(data_pad_size_multiplier=1) == Split(align=1, tail_align=1)
+    contiguous = slime.split(1, 0, 2, 1, allgather_cp=True, data_pad_size_multiplier=4)
+    # Ten rows are padded to 2 * 4 * 2 and cut into halves of eight, before the tail is looked at.
+    assert sum(map(len, contiguous.packed([5, 5]))) == 8
+    assert contiguous.packed([5, 5])[0].start == 3

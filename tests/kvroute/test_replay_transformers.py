@@ -1,0 +1,397 @@
+"""Replaying routes on real transformers models: the experts are the recorded ones, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cache_manager.errors import KVRouteError
+from kvroute.capture.capture import RoutingCapture, find_routers
+from kvroute.replay.errors import ReplayError
+from kvroute.replay.transformers import packed, padded, recorded, replay
+from kvroute.routes import Routes
+from kvroute.routing import routing_spec_from_hf
+
+TOKENS = torch.tensor([[5, 9, 13, 21, 33, 47, 8], [60, 3, 3, 3, 17, 22, 41]])
+Gradients = dict[str, torch.Tensor]
+
+
+def spec_of(tiny: Any) -> Any:
+    return routing_spec_from_hf(tiny.config, block_tokens=16)
+
+
+def routed(tiny: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    """The model's own routes for ``tokens``, ``[tokens, layers, top_k]``."""
+    with RoutingCapture(tiny.model, spec_of(tiny)) as capture:
+        tiny.forward(tokens)
+        return recorded(capture)
+
+
+def random_targets(tiny: Any, tokens: int, seed: int = 3) -> torch.Tensor:
+    """Distinct experts drawn without regard to any score, ``[tokens, layers, top_k]``."""
+    (layers, top_k), experts = spec_of(tiny).row_shape, spec_of(tiny).attrs["num_experts"]
+    drawn = torch.rand(tokens, layers, experts, generator=torch.Generator().manual_seed(seed))
+    return drawn.argsort(dim=-1)[..., :top_k].contiguous()
+
+
+def loss_and_gradients(tiny: Any, tokens: torch.Tensor = TOKENS) -> tuple[torch.Tensor, Gradients]:
+    tiny.model.zero_grad()
+    logits = tiny.model(tokens, use_cache=False).logits
+    logits.float().log_softmax(dim=-1)[..., 0].sum().backward()
+    return logits.detach(), {n: p.grad.clone() for n, p in tiny.model.named_parameters() if p.grad is not None}
+
+
+def router_gradients(tiny: Any, gradients: Gradients) -> Gradients:
+    owned = {id(p) for router in find_routers(tiny.model).values() for p in router.parameters()}
+    return {n: gradients[n] for n, p in tiny.model.named_parameters() if id(p) in owned and n in gradients}
+
+
+class RouterCalls:
+    """What each router answered: ``(logits, weights, ids)`` by layer, watched from outside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.answers: dict[int, list[tuple[torch.Tensor, ...]]] = {}
+        self.hooks = [router.register_forward_hook(self._keep(layer)) for layer, router in find_routers(model).items()]
+
+    def _keep(self, layer: int) -> Callable[..., None]:
+        return lambda _m, _i, out: self.answers.setdefault(layer, []).append(out)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def test_replay_of_recorded_routes_is_bit_exact(tiny_moe: Any) -> None:
+    """Goal: R2 without drift changes nothing. Method: logits and every gradient, with and without, all families."""
+    targets = routed(tiny_moe)
+    plain, expected = loss_and_gradients(tiny_moe)
+    with replay(tiny_moe.model, targets):
+        logits, gradients = loss_and_gradients(tiny_moe)
+    assert torch.equal(logits, plain)
+    assert gradients.keys() == expected.keys()
+    assert all(torch.equal(gradients[n], expected[n]) for n in expected)
+    assert router_gradients(tiny_moe, gradients)
+
+
+def softmax(logits: torch.Tensor, ids: torch.Tensor, _router: Any, config: Any) -> torch.Tensor:
+    return logits.softmax(dim=-1).gather(1, ids) * getattr(config, "routed_scaling_factor", 1.0)
+
+
+def shares(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    chosen = scores.gather(1, ids)
+    return chosen / chosen.sum(dim=-1, keepdim=True)
+
+
+def softmax_shares(logits: torch.Tensor, ids: torch.Tensor, _router: Any, _config: Any) -> torch.Tensor:
+    return shares(logits.softmax(dim=-1), ids)
+
+
+def sigmoid_shares(logits: torch.Tensor, ids: torch.Tensor, _router: Any, config: Any) -> torch.Tensor:
+    scale = getattr(config, "route_scale", None) or getattr(config, "routed_scaling_factor", None) or 1.0
+    return shares(logits.sigmoid(), ids) * scale
+
+
+def sigmoid(logits: torch.Tensor, ids: torch.Tensor, _router: Any, config: Any) -> torch.Tensor:
+    return logits.sigmoid().gather(1, ids) * config.routed_scaling_factor
+
+
+def softmax_of_chosen(logits: torch.Tensor, ids: torch.Tensor, _router: Any, _config: Any) -> torch.Tensor:
+    return logits.gather(1, ids).softmax(dim=-1)
+
+
+def scaled_shares(probabilities: torch.Tensor, ids: torch.Tensor, router: Any, _config: Any) -> torch.Tensor:
+    return shares(probabilities, ids) * router.per_expert_scale[ids]
+
+
+# How each family turns its scores into weights, written from the models' papers and cards, not from their code.
+WEIGHTS: dict[str, Callable[..., torch.Tensor]] = {
+    "afmoe": sigmoid_shares,
+    "deepseek_v2": softmax,
+    "deepseek_v3": sigmoid_shares,
+    "dots1": sigmoid,
+    "ernie4_5_moe": softmax_shares,
+    "exaone_moe": sigmoid_shares,
+    "gemma4_text": scaled_shares,
+    "glm4_moe": sigmoid_shares,
+    "glm4_moe_lite": sigmoid_shares,
+    "gpt_oss": softmax_of_chosen,
+    "granitemoe": softmax_of_chosen,
+    "hunyuan_v1_moe": softmax_shares,
+    "jamba": softmax,
+    "lfm2_moe": sigmoid_shares,
+    "longcat_flash": softmax,
+    "minimax_m2": sigmoid_shares,
+    "mixtral": softmax_shares,
+    "nemotron_h": sigmoid_shares,
+    "olmoe": softmax,
+    "qwen2_moe": softmax,
+    "qwen3_5_moe_text": softmax_shares,
+    "qwen3_moe": softmax,
+}
+
+
+def test_a_drifted_replay_keeps_the_current_weights_and_their_gradient(tiny_moe: Any) -> None:
+    """Goal: the selection is recorded, the weights are now. Method: experts drawn at random; the weights are the
+    family's formula over all current scores, and so is their gradient with respect to those scores."""
+    targets = random_targets(tiny_moe, TOKENS.numel())
+    with replay(tiny_moe.model, targets), RouterCalls(tiny_moe.model) as calls:
+        _, gradients = loss_and_gradients(tiny_moe)
+    assert all(bool(g.abs().sum() > 0) for g in router_gradients(tiny_moe, gradients).values())
+    for index, (layer, router) in enumerate(find_routers(tiny_moe.model).items()):
+        ((logits, weights, ids),) = (answer[:3] for answer in calls.answers[layer])
+        assert torch.equal(ids, targets[:, index])
+        formula = WEIGHTS[tiny_moe.family](logits.detach().float(), ids, router, tiny_moe.config)
+        # LFM2 adds 1e-6 to the sum that it divides by.
+        torch.testing.assert_close(weights.detach().float(), formula, rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen3_moe"])
+def test_the_gradient_of_a_drifted_replay_is_the_formulas(build_moe: Any, family: str) -> None:
+    """Goal: exactly the selected scores carry gradient. Method: differentiate the weights, and the formula, by the
+    router's parameters; an expert that nobody was sent to has none in families that do not normalise over all."""
+    tiny = build_moe(family, **({"num_experts_per_tok": 2} if family == "mixtral" else {}))
+    layer, router = next(iter(find_routers(tiny.model).items()))
+    seen: list[torch.Tensor] = []
+    hook = router.register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[0].detach()))
+    with replay(tiny.model, random_targets(tiny, TOKENS.numel())), RouterCalls(tiny.model) as calls:
+        tiny.model(TOKENS, use_cache=False)
+    hook.remove()
+    (_, weights, ids) = calls.answers[layer][0]
+    salt = torch.rand(weights.shape, generator=torch.Generator().manual_seed(1))
+    got = torch.autograd.grad((weights * salt).sum(), router.weight)[0]
+    logits = seen[0].reshape(-1, seen[0].shape[-1]) @ router.weight.T + getattr(router, "bias", torch.zeros(()))
+    formula = WEIGHTS[family](logits, ids, router, tiny.config)
+    expected = torch.autograd.grad((formula * salt).sum(), router.weight)[0]
+    torch.testing.assert_close(got, expected)
+    assert bool(got.abs().sum() > 0)
+
+
+def test_an_expert_of_a_group_that_is_no_longer_chosen_keeps_its_weight(build_moe: Any) -> None:
+    """Goal: weights come from the full scores. Method: DeepSeek-V2's group-limited router blanks the scores of groups
+    that it does not choose before its top-k; recorded experts of those groups must not get the blank as weight."""
+    tiny = build_moe("deepseek_v2", topk_method="group_limited_greedy", n_group=4, topk_group=1)
+    targets = random_targets(tiny, TOKENS.numel())
+    with replay(tiny.model, targets), RouterCalls(tiny.model) as calls:
+        tiny.forward(TOKENS)
+    for (answer,) in calls.answers.values():
+        logits, weights, ids = answer
+        torch.testing.assert_close(weights, softmax(logits, ids, None, tiny.config))
+        assert bool((weights > 0).all())
+    own = routed(tiny)
+    with replay(tiny.model, own):
+        assert torch.equal(tiny.forward(TOKENS), tiny.forward(TOKENS))
+    half = torch.where(torch.arange(len(own))[:, None, None] % 2 == 0, own, -1)
+    plain = tiny.forward(TOKENS)
+    with replay(tiny.model, half):
+        assert torch.equal(tiny.forward(TOKENS), plain)
+
+
+def test_a_missing_row_takes_the_routers_own_choice(tiny_moe: Any) -> None:
+    """Goal: native where a row is missing. Method: nothing but missing rows is the plain model, bit for bit; every
+    other row missing leaves the first layer's own choices where they were."""
+    plain, own, forced = tiny_moe.forward(TOKENS), routed(tiny_moe), random_targets(tiny_moe, TOKENS.numel())
+    with replay(tiny_moe.model, torch.full_like(own, -1)):
+        assert torch.equal(tiny_moe.forward(TOKENS), plain)
+    odd = (torch.arange(len(own)) % 2 == 1)[:, None, None]
+    with replay(tiny_moe.model, torch.where(odd, forced, -1)):
+        mixed = routed(tiny_moe)
+    assert torch.equal(mixed[1::2], forced[1::2])
+    # Within the first routed layer; hidden states of later layers have met forced experts through attention.
+    assert torch.equal(mixed[::2, 0], own[::2, 0])
+
+
+def test_routes_reach_their_tokens_padded_on_either_side_and_packed(qwen: Any) -> None:
+    """Goal: the flattened order is the model's. Method: two samples of unlike length, each token's experts drawn at
+    random, seen again at that token whatever the layout; the last token's row and all padding are the router's own."""
+    spec, lengths = spec_of(qwen), [7, 4]
+    drawn = [random_targets(qwen, n - 1, seed=n).numpy() for n in lengths]
+    routes = [
+        Routes(
+            rows,
+            np.ones(len(rows), bool),
+            spec.attrs["layer_ids"],
+            spec.attrs["num_experts"],
+            qwen.config.num_hidden_layers,
+        )
+        for rows in drawn
+    ]
+    ids = [TOKENS[0, :7], TOKENS[1, :4]]
+    pad = torch.zeros(3, dtype=torch.int64)
+    batches = {
+        "right": (torch.stack([ids[0], torch.cat([ids[1], pad])]), [slice(0, 6), slice(7, 10)]),
+        "left": (torch.stack([ids[0], torch.cat([pad, ids[1]])]), [slice(0, 6), slice(10, 13)]),
+        "packed": (torch.cat(ids)[None], [slice(0, 6), slice(7, 10)]),
+    }
+    for layout, (batch, places) in batches.items():
+        targets = packed(routes, lengths) if layout == "packed" else padded(routes, lengths, 7, side=layout)
+        assert targets.shape[-2:] == spec.row_shape
+        assert targets[..., 0, 0].numel() == batch.numel()
+        with replay(qwen.model, targets):
+            used = routed(qwen, batch).numpy()
+        for rows, place in zip(drawn, places, strict=True):
+            assert np.array_equal(used[place], rows)
+        flat = targets.reshape(-1, *spec.row_shape)
+        assert int((flat[:, 0, 0] >= 0).sum()) == sum(lengths) - 2
+
+
+def test_holes_and_prefixes_stay_with_the_router(qwen: Any) -> None:
+    """Goal: a hole is not expert 255 and not expert 0. Method: routes that start late and lack a row in the middle."""
+    spec = spec_of(qwen)
+    rows = random_targets(qwen, 4).numpy()
+    routes = Routes(
+        rows, np.array([True, False, True, True]), spec.attrs["layer_ids"], spec.attrs["num_experts"], 4, start=2
+    )
+    targets = padded([routes], [7], 7)
+    assert (targets[0, :, 0, 0] >= 0).tolist() == [False, False, True, False, True, True, False]
+    with replay(qwen.model, targets):
+        used = routed(qwen, TOKENS[:1])
+    own = routed(qwen, TOKENS[:1])
+    assert np.array_equal(used[[2, 4, 5]].numpy(), rows[[0, 2, 3]])
+    assert torch.equal(used[[0, 1, 3, 6], 0], own[[0, 1, 3, 6], 0])
+
+
+def test_recorded_routes_hold_through_an_update(build_moe: Any) -> None:
+    """Goal: R2. Method: record in the log-probability pass, move the router's weights, replay in the update pass."""
+    tiny = build_moe("deepseek_v3")
+    before = routed(tiny)
+    with torch.no_grad():
+        for router in find_routers(tiny.model).values():
+            router.weight.add_(torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(0)))
+    assert not torch.equal(routed(tiny), before)
+    with replay(tiny.model, before):
+        assert torch.equal(routed(tiny), before)
+
+
+def checkpointed(build_moe: Any) -> Any:
+    tiny = build_moe("qwen3_moe")
+    tiny.model.train()
+    tiny.model.activation_checkpointing_enable({"use_reentrant": False})
+    return tiny
+
+
+def test_a_recomputation_sees_the_same_routes(build_moe: Any) -> None:
+    """Goal: gradient checkpointing inside the block. Method: gradients with and without it, random routes."""
+    tiny = build_moe("qwen3_moe")
+    targets = random_targets(tiny, TOKENS.numel())
+    with replay(tiny.model, targets):
+        _, expected = loss_and_gradients(tiny)
+    again = checkpointed(build_moe)
+    with replay(again.model, targets), RouterCalls(again.model) as calls:
+        _, gradients = loss_and_gradients(again)
+    assert {len(answers) for answers in calls.answers.values()} == {2}
+    assert all(torch.equal(gradients[n], expected[n]) for n in expected)
+
+
+def test_a_recomputation_without_or_with_other_routes_is_an_error(build_moe: Any) -> None:
+    """Goal: never a silent mix of routes. Method: the backward pass after the block, and in another's block."""
+    tiny = checkpointed(build_moe)
+    with replay(tiny.model, random_targets(tiny, TOKENS.numel())):
+        loss = tiny.model(TOKENS, use_cache=False).logits.sum()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different number of tensors"):
+        loss.backward()
+    # torch sees that by itself where routes change shapes; a router alone has the same shapes for any routes.
+    router = find_routers(tiny.model)[3]
+    hidden = torch.rand(14, 32, requires_grad=True)
+    with replay(tiny.model, random_targets(tiny, 14)):
+        weights = torch.utils.checkpoint.checkpoint(router, hidden, use_reentrant=False)[1]
+    with (
+        replay(tiny.model, random_targets(tiny, 14, seed=4)),
+        pytest.raises(
+            ReplayError, match="layer 3: wanted the targets of its forward pass at recomputation, got another"
+        ),
+    ):
+        weights.sum().backward()
+
+
+def test_the_model_is_left_as_it_was(build_moe: Any) -> None:
+    """Goal: clean removal, whatever ends the block. Method: look at the modules, also with a forward of somebody's
+    own on one of them, and after an error inside the model."""
+    tiny = build_moe("qwen3_moe")
+    routers = find_routers(tiny.model)
+    own = routers[1].forward
+    routers[1].forward = own
+    targets = random_targets(tiny, TOKENS.numel())
+    plain = tiny.forward(TOKENS)
+    with replay(tiny.model, targets), pytest.raises(KVRouteError, match="14 tokens, as the targets have, got 3"):
+        tiny.forward(TOKENS[:1, :3])
+    assert routers[1].forward is own
+    assert "forward" not in vars(routers[3])
+    assert torch.equal(tiny.forward(TOKENS), plain)
+    with (
+        replay(tiny.model, targets),
+        pytest.raises(ReplayError, match=r"no replay in progress, got one on layers \[1, 3\]"),
+        replay(tiny.model, targets),
+    ):
+        pass
+    assert torch.equal(tiny.forward(TOKENS), plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.float(), r"integers \[\.\.\., 2, 2\], routed layers only, got torch.float32"),
+        (lambda t: t[:, :1], r"got torch.int64 of shape \(14, 1, 2\)"),
+        (lambda t: t[..., :1], r"got torch.int64 of shape \(14, 2, 1\)"),
+        (lambda t: t[0, 0], "integers"),
+        (lambda t: t.clone().index_fill_(0, torch.tensor([3]), 0), r"token 3 layer 1: wanted distinct.*got \[0, 0\]"),
+        (lambda t: t + 8 * (torch.arange(14) == 5)[:, None, None], r"token 5 layer 1: wanted distinct ids in \[0, 8\)"),
+        (lambda t: t.clone().index_fill_(0, torch.tensor([9]), -2), r"token 9 layer 1: .*or -1 throughout"),
+        (lambda t: torch.cat([t[..., :1], torch.full_like(t[..., 1:], -1)], -1), r"token 0 layer 1: .*throughout"),
+    ],
+)
+def test_targets_that_no_router_can_have_chosen_are_refused(qwen: Any, change: Any, message: str) -> None:
+    with pytest.raises(ReplayError, match=message), replay(qwen.model, change(random_targets(qwen, 14))):
+        pytest.fail("the block was entered")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint16], ids=str)
+def test_targets_come_in_any_integer_dtype(qwen: Any, dtype: torch.dtype) -> None:
+    """Goal: torch.uint16 knows no max, sort or gather; it must not matter. Method: each carriage dtype."""
+    targets = random_targets(qwen, TOKENS.numel())
+    with replay(qwen.model, targets.to(dtype)):
+        assert torch.equal(routed(qwen), targets)
+
+
+def test_a_router_that_answers_no_ids_is_an_error(build_moe: Any) -> None:
+    """Goal: what cannot be checked is refused. Method: Llama 4's router answers scores and logits."""
+    tiny = build_moe("llama4_text", num_local_experts=4, interleave_moe_layer_step=2)
+    targets = random_targets(tiny, TOKENS.numel())
+    with (
+        replay(tiny.model, targets),
+        pytest.raises(ReplayError, match=r"an answer \(logits, weights, ids\), got tuple"),
+    ):
+        tiny.forward(TOKENS)
+
+
+def test_a_router_without_a_top_k_is_an_error(build_moe: Any) -> None:
+    """Goal: never a replay that silently does nothing. Method: phimoe's sparse mixer selects by arg-max and masks."""
+    tiny = build_moe("phimoe", num_local_experts=8, num_experts_per_tok=2)
+    targets = random_targets(tiny, TOKENS.numel())
+    with (
+        replay(tiny.model, targets),
+        pytest.raises(ReplayError, match="exactly one top-2 of 8 experts, got 0 in Phimoe"),
+    ):
+        tiny.forward(TOKENS)
+
+
+def test_samples_must_fit_the_batch(qwen: Any) -> None:
+    """Goal: a batch that the routes are not of is refused. Method: too narrow, too few lengths, other layers."""
+    spec = spec_of(qwen)
+    routes = Routes(random_targets(qwen, 4).numpy(), np.ones(4, bool), spec.attrs["layer_ids"], 8, 4)
+    other = Routes(random_targets(qwen, 4).numpy(), np.ones(4, bool), (0, 1), 8, 4)
+    for make, message in [
+        (lambda: padded([routes], [5], 4), "width: wanted 5 or more"),
+        (lambda: padded([routes], [5], 5, side="both"), "left or right"),  # type: ignore[arg-type]
+        (lambda: packed([routes], [5, 5]), "tokens: wanted one number for each of 1 routes"),
+        (lambda: packed([routes, other], [5, 5]), r"sequence 1 layer_ids: wanted \(1, 3\), got \(0, 1\)"),
+    ]:
+        with pytest.raises(KVRouteError, match=message):
+            make()

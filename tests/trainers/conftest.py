@@ -1,0 +1,34 @@
+"""Tests against the trainers' real packages, in an environment of their own: `make test-trainers`.
+
+Where Megatron-core is not installed, as in the project's own environment, nothing here is collected.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+collect_ignore_glob = [] if importlib.util.find_spec("megatron") else ["*.py"]
+
+if not collect_ignore_glob:
+    import typing_extensions
+
+    # SkyRL asks for Python 3.12, whose TypedDict pydantic needs; with this one it runs on 3.11 too.
+    typing.TypedDict = typing_extensions.TypedDict
+    sys.path.insert(0, str(HERE))
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[Any]:
+    """Megatron-core on a CPU, alone in its groups."""
+    import mcore
+
+    with mcore.rank_of():
+        yield mcore

@@ -1,0 +1,294 @@
+"""Replay in a real GPTModel of Megatron-core: its own routers, dispatchers and multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from routes_of import expert_rows, made_routes
+
+from cache_manager.errors import RowError
+from kvroute.replay import megatron as replay
+from kvroute.replay.errors import ReplayError
+from kvroute.routes import Routes
+from kvroute.sharding import Split
+
+LAYERS = (1, 2, 3)
+ALONE = Split()
+
+
+@pytest.fixture
+def model(megatron: Any) -> Any:
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    RouterReplay.clear_global_router_replay_instances()
+    torch.manual_seed(1)
+    return megatron.gpt()
+
+
+def expected(samples: Sequence[int], rows: int) -> dict[int, torch.Tensor]:
+    """The experts of each sample's first ``rows`` positions, sorted, ``[rows, samples, top_k]`` by layer."""
+    whole = np.stack([expert_rows(s, np.arange(rows), LAYERS, 16, 4) for s in samples], axis=1)
+    return {layer: torch.from_numpy(np.sort(whole[:, :, i])) for i, layer in enumerate(LAYERS)}
+
+
+def tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 64, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+def test_the_experts_used_are_the_rollouts(megatron: Any, model: Any) -> None:
+    """Goal: routes of two samples of unlike length, in a padded batch, through a whole model, forward and backward.
+    Method: what each router of the decoder sent where; the last token's row and padding are spread, not one expert."""
+    parts, lengths = [made_routes(1, 6), made_routes(2, 3)], [7, 4]
+    used = megatron.Used(model)
+    with replay.schedule(model):
+        replay.install(model, replay.padded(model, parts, lengths, 7, ALONE))
+        megatron.run(model, tokens(2, 7)).mean().backward()
+    assert sorted(used.experts) == list(LAYERS)  # the first layer is dense
+    for layer, (experts,) in used.experts.items():
+        by_place = experts.view(7, 2, 4)
+        for column, (sample, length) in enumerate(zip((1, 2), lengths, strict=True)):
+            rows = length - 1
+            assert torch.equal(by_place[:rows, column], expected([sample], rows)[layer][:, 0])
+    gradients = [model.decoder.layers[layer].mlp.router.weight.grad for layer in LAYERS]
+    assert all(bool(g.abs().sum() > 0) for g in gradients)
+
+
+def test_the_global_list_has_other_routers_too(megatron: Any, model: Any) -> None:
+    """Goal: MTP routers and models thrown away are in Megatron's list and must not be addressed. Method: a second
+    model, an MTP router that has a decoder layer's number, and one replay; MTP's router keeps choosing for itself."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    megatron.gpt()
+    assert len(RouterReplay.global_router_replay_instances) == 8
+    mtp = model.mtp.layers[0].transformer_layer.mlp.router
+    mtp.set_layer_number(2)
+    used = megatron.Used(model)
+    assert replay.layer_ids(model) == LAYERS
+    megatron.run(model, tokens(1, 5))
+    with replay.schedule(model):
+        replay.install(model, replay.packed(model, [made_routes(3, 4)], [5], ALONE))
+        megatron.run(model, tokens(1, 5))
+    for layer in LAYERS:
+        assert torch.equal(used.experts[layer][1][:4], expected([3], 4)[layer][:, 0])
+    assert mtp.router_replay.target_topk_idx is None
+    assert mtp.router_replay.router_replay_action is None
+    model.decoder.layers[1].mlp.router.set_layer_number(4)
+    with pytest.raises(ReplayError, match=r"layer 3: wanted one router, got decoder.layers.1.*decoder.layers.3"):
+        replay.layer_ids(model)
+
+
+def test_recorded_routes_hold_through_an_update(megatron: Any, model: Any) -> None:
+    """Goal: R2, and that it is bit-exact without an update. Method: record, replay, move the weights, replay."""
+    batch = tokens(2, 6)
+    used = megatron.Used(model)
+    with replay.record(model):
+        plain = megatron.run(model, batch)
+    rows = replay.recorded(model)
+    assert rows.shape == (12, 3, 4)
+    with replay.schedule(model):
+        replay.install(model, rows)
+        assert torch.equal(megatron.run(model, batch), plain)
+    with torch.no_grad():
+        for layer in LAYERS:
+            model.decoder.layers[layer].mlp.router.weight.normal_()
+    megatron.run(model, batch)
+    with replay.schedule(model):
+        replay.install(model, rows)
+        megatron.run(model, batch)
+    for seen in used.experts.values():
+        assert torch.equal(seen[1], seen[0])
+        assert not torch.equal(seen[2], seen[0])
+        assert torch.equal(seen[3], seen[0])
+    with pytest.raises(ReplayError, match=r"router of layer 1: wanted a forward pass inside record\(\), got none"):
+        replay.recorded(model)
+
+
+def test_only_the_selection_is_replayed(megatron: Any) -> None:
+    """Goal: weights are gathered from the current scores and carry their gradient. Method: a drifted replay's
+    probabilities against softmax over the chosen logits, and gradients on the chosen logits only."""
+    stage = megatron.Stage(LAYERS, megatron.config())
+    replay.install(stage, replay.packed(stage, [made_routes(5, 9)], [9], ALONE))
+    hidden = torch.randn(9, 1, megatron.HIDDEN, generator=torch.Generator().manual_seed(0))
+    for index, (probabilities, routing_map) in enumerate(stage(hidden)):
+        logits = hidden[:, 0] @ stage.decoder[index].weight.T
+        only = torch.where(routing_map, logits, -torch.inf).softmax(dim=1)
+        torch.testing.assert_close(probabilities, only)
+        salt = torch.rand(probabilities.shape, generator=torch.Generator().manual_seed(1))
+        got = torch.autograd.grad((probabilities * salt).sum(), stage.decoder[index].weight)[0]
+        want = torch.autograd.grad((only * salt).sum(), stage.decoder[index].weight)[0]
+        torch.testing.assert_close(got, want)
+        assert bool(got.abs().sum() > 0)
+
+
+def micro_batch(stage: Any, megatron: Any, sample: int, *, learn: bool) -> Any:
+    """One micro-batch's weights, from a checkpointed router whose recomputation asks for replayed ids again."""
+    replay.install(stage, replay.packed(stage, [made_routes(sample, 6)], [6], ALONE))
+    hidden = torch.randn(6, 1, megatron.HIDDEN, requires_grad=True)
+    # A recomputation that stopped early would not be seen from outside.
+    with torch.set_grad_enabled(learn), torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        answer = torch.utils.checkpoint.checkpoint(stage.decoder[0], hidden, use_reentrant=False)
+    return answer[0].square().sum()
+
+
+def test_a_left_over_entry_would_reach_the_next_backward_pass(megatron: Any) -> None:
+    """Goal: SkyRL 1908: a forward-only pass leaves entries in the first-in-first-out list, and the next recomputation
+    takes another micro-batch's routes. Method: without schedule() the recomputation sees sample 1's experts; with it
+    each micro-batch sees its own, in order, and nothing is left."""
+    stage = megatron.Stage(LAYERS, megatron.config())
+    used = megatron.Used(stage)
+    micro_batch(stage, megatron, 1, learn=False)
+    loss = micro_batch(stage, megatron, 2, learn=True)
+    replay.backward(stage)
+    loss.backward()
+    recomputed = used.experts[1][-1]
+    assert torch.equal(recomputed[:5], expected([1], 5)[1][:, 0])  # the pitfall itself
+    replay.clear(stage)
+
+    used = megatron.Used(stage)
+    with replay.schedule(stage):
+        micro_batch(stage, megatron, 1, learn=False)
+    with replay.schedule(stage):
+        losses = [micro_batch(stage, megatron, sample, learn=True) for sample in (2, 3)]
+        replay.backward(stage)
+        for loss in losses:
+            loss.backward()
+        assert [len(router.router_replay.replay_backward_list) for router in stage.decoder] == [0, 2, 2]
+    for seen, sample in zip(used.experts[1][-2:], (2, 3), strict=True):
+        assert torch.equal(seen[:5], expected([sample], 5)[1][:, 0])
+    assert all(not router.router_replay.replay_backward_list for router in stage.decoder)
+    assert all(router.router_replay.router_replay_action is None for router in stage.decoder)
+
+
+def test_zero_rows_would_send_a_token_to_one_expert(megatron: Any) -> None:
+    """Goal: why zeros are refused. Method: give Megatron zeros by itself: one expert, a quarter of the weight."""
+    stage = megatron.Stage(LAYERS, megatron.config())
+    zeros = torch.zeros(5, 3, 4, dtype=torch.int64)
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    router = stage.decoder[0]
+    router.router_replay.set_target_indices(zeros[:, 0])
+    router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    probabilities, routing_map = router(torch.randn(5, 1, megatron.HIDDEN))
+    assert routing_map.sum(dim=1).tolist() == [1] * 5
+    torch.testing.assert_close(probabilities.sum(dim=1), torch.full((5,), 0.25))
+    replay.clear(stage)
+    with pytest.raises(ReplayError, match=r"router of layer 1 local token 0: wanted distinct ids.*got \[0, 0, 0, 0\]"):
+        replay.install(stage, zeros)
+    assert router.router_replay.target_topk_idx is None
+
+
+def test_padding_is_spread_over_experts_and_ranks(megatron: Any) -> None:
+    """Goal: padding overloads no expert. Method: a sample of 3 tokens padded to 64: what the real router sends where,
+    per expert and per rank of four; 0..top_k-1 instead would give every padded row to one rank."""
+    stage = megatron.Stage(LAYERS, megatron.config())
+    split = Split(align=64)
+    for pad, most in [("spread", 0.3), ("arange", 1.0)]:
+        rows = replay.packed(stage, [made_routes(1, 2)], [3], split, pad=pad, ep=4)
+        with replay.schedule(stage):
+            replay.install(stage, rows)
+            loads = torch.stack([routing_map[3:].sum(dim=0) for _, routing_map in stage(torch.randn(64, 1, 32))])
+        ranks = loads.view(3, 4, 4).sum(dim=2) / loads.sum(dim=1, keepdim=True)
+        assert float(ranks.max()) <= most
+        assert (float(ranks.max()) == 1.0) == (pad == "arange")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint16], ids=str)
+def test_rows_come_in_any_integer_dtype(megatron: Any, dtype: torch.dtype) -> None:
+    """Goal: Megatron gathers with int64 whatever came: uint8 and int16 raise there, and torch.uint16 knows neither max
+    nor sort. Method: each carriage dtype; Megatron by itself refuses uint8."""
+    stage = megatron.Stage(LAYERS, megatron.config())
+    used = megatron.Used(stage)
+    rows = replay.packed(stage, [made_routes(4, 5)], [6], ALONE).to(dtype)
+    with replay.schedule(stage):
+        replay.install(stage, rows)
+        stage(torch.randn(6, 1, megatron.HIDDEN))
+        stage.decoder[0].router_replay.set_target_indices(rows[:, 0])
+        if dtype in (torch.uint8, torch.int16):
+            with pytest.raises(RuntimeError, match="int32/int64"):
+                stage(torch.randn(6, 1, megatron.HIDDEN))
+    for layer in LAYERS:
+        assert torch.equal(used.experts[layer][0][:5], expected([4], 5)[layer][:, 0])
+
+
+def test_numpy_rows_are_taken_as_they_are(megatron: Any) -> None:
+    stage = megatron.Stage(LAYERS, megatron.config())
+    used = megatron.Used(stage)
+    with replay.schedule(stage):
+        replay.install(stage, made_routes(4, 5).materialize(5, "moe", "uint8"))
+        stage(torch.randn(5, 1, megatron.HIDDEN))
+    assert torch.equal(used.experts[3][0], expected([4], 5)[3][:, 0])
+
+
+def test_virtual_pipeline_chunks_are_one_model(megatron: Any) -> None:
+    """Goal: VPP: a stage has chunks of layers that do not follow each other. Method: a list of two chunks, layers
+    1 and 3 in one, 2 in the other, in an order that is not theirs."""
+    made = megatron.config()
+    chunks = [megatron.Stage((3, 1), made), megatron.Stage((2,), made)]
+    used = [megatron.Used(chunk) for chunk in chunks]
+    assert replay.layer_ids(chunks) == LAYERS
+    with replay.schedule(chunks):
+        replay.install(chunks, replay.packed(chunks, [made_routes(6, 5)], [6], ALONE))
+        for chunk in chunks:
+            chunk(torch.randn(6, 1, megatron.HIDDEN))
+    for layer, seen in {**used[0].experts, **used[1].experts}.items():
+        assert torch.equal(seen[0][:5], expected([6], 5)[layer][:, 0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (torch.zeros(5, 3, 4), r"rows: wanted integers \[local tokens, 3, top_k\], got torch.float32"),
+        (torch.zeros(5, 4, 4, dtype=torch.int64), r"got torch.int64 of shape \(5, 4, 4\)"),
+        (torch.arange(3).expand(5, 3, 3), "router of layer 1: wanted top_k 4, got 3"),
+        (torch.arange(4).expand(5, 3, 4) - 1, r"local token 0: wanted distinct ids in \[0, 16\), got \[-1, 0, 1, 2\]"),
+        (torch.full((5, 3, 4), -1), r"got \[-1, -1, -1, -1\]"),
+        (torch.arange(13, 17).expand(5, 3, 4), r"got \[13, 14, 15, 16\]"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_whole(megatron: Any, rows: torch.Tensor, message: str) -> None:
+    """Goal: nothing is installed by a refused call. Method: every misfit, then look at the routers."""
+    stage = megatron.Stage(LAYERS, megatron.config())
+    with pytest.raises(ReplayError, match=message):
+        replay.install(stage, rows)
+    assert all(router.router_replay.target_topk_idx is None for router in stage.decoder)
+    assert all(router.router_replay.router_replay_action is None for router in stage.decoder)
+
+
+def test_models_that_cannot_replay_are_refused(megatron: Any) -> None:
+    """Goal: never a replay that silently does nothing. Method: no replay objects, a fused router, a mask for a class
+    that knows none, a router without a number, a hole in the routes."""
+    with pytest.raises(ReplayError, match="moe_enable_routing_replay, got none"):
+        replay.layer_ids(megatron.Stage(LAYERS, megatron.config(moe_enable_routing_replay=False)))
+    stage = megatron.Stage(LAYERS, megatron.config())
+    rows = replay.packed(stage, [made_routes(1, 5)], [6], ALONE)
+    stage.config.moe_router_fusion = True
+    with pytest.raises(ReplayError, match="a fused router ignores replay"):
+        replay.install(stage, rows)
+    stage.config.moe_router_fusion = False
+    with pytest.raises(ReplayError, match="no replay_mask: this RouterReplay replays every row"):
+        replay.install(stage, rows, replay_mask=torch.ones(6, dtype=torch.bool))
+    with pytest.raises(ReplayError, match=r"replay_mask: wanted bool \[6\]"):
+        replay.install(stage, rows, replay_mask=torch.ones(5, dtype=torch.bool))
+    with pytest.raises(RowError, match="sequence 1 row 2: wanted a row"):
+        replay.packed(stage, [made_routes(1, 5), made_routes(2, 5, holes=(2,))], [6, 6], ALONE)
+    stage.decoder[1].layer_number = None
+    with pytest.raises(ReplayError, match=r"decoder.1: wanted a layer number"):
+        replay.layer_ids(stage)
+
+
+def test_routes_of_dense_first_models_are_not_shifted(megatron: Any, model: Any) -> None:
+    """Goal: verl 5037: layers counted from the first routed one. Method: routes whose every layer is told apart by
+    its experts; the router numbered 2 gets layer 1's, the second of all layers and the first routed."""
+    ids = np.stack([np.arange(4) + 4 * layer for layer in LAYERS])[None].repeat(4, axis=0)
+    routes = Routes(ids, np.ones(4, np.bool_), LAYERS, 16, 4)
+    used = megatron.Used(model)
+    with replay.schedule(model):
+        replay.install(model, replay.packed(model, [routes], [5], ALONE))
+        megatron.run(model, tokens(1, 5))
+    assert {layer: seen[0][0].tolist() for layer, seen in used.experts.items()} == {
+        1: [4, 5, 6, 7], 2: [8, 9, 10, 11], 3: [12, 13, 14, 15]
+    }  # fmt: skip

@@ -1,0 +1,151 @@
+"""What verl makes of the routes it is given: its agent loop, its batches, its engine and its own replay class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mcore
+import numpy as np
+import pytest
+import ranks
+import torch
+from routes_of import expert_rows, made_routes
+from tensordict import TensorDict
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.trainer.ppo.metric_utils import compute_rollout_moe_load_balance_metrics
+from verl.utils.megatron import router_replay_patch as patch
+from verl.utils.megatron import router_replay_utils as engine
+from verl.workers.utils.padding import left_right_2_no_padding
+
+from cache_manager.errors import RowError
+from kvroute.replay import verl
+from kvroute.routes import Routes
+
+LAYERS = (1, 2, 3)
+
+
+def rows_of(sample: int, rows: int) -> torch.Tensor:
+    return torch.from_numpy(expert_rows(sample, np.arange(rows), LAYERS, 16, 4))
+
+
+def output(routed_experts: Any, prompt: int, response: int) -> dict[str, Any]:
+    """The agent loop's output for a sample, as verl puts it into its queue."""
+    return AgentLoopOutput(
+        prompt_ids=[1] * prompt,
+        response_ids=[2] * response,
+        response_mask=[1] * response,
+        routed_experts=routed_experts,
+        metrics=AgentLoopMetrics(),
+    ).as_dict()
+
+
+def numbered(*lengths: int) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.arange(n) for n in lengths], layout=torch.jagged)
+
+
+def test_the_agent_loop_keeps_every_row() -> None:
+    """Goal: the last row, which verl adds, is the only one that is not the rollout's. Method: verl's own as_dict."""
+    kept = output(verl.agent_loop(made_routes(1, 8), 5, 4), 5, 4)["routed_experts"]
+    assert kept.shape == (9, 4, 4)
+    assert kept.dtype == torch.int16
+    assert torch.equal(kept[:8, 1:].long(), rows_of(1, 8))
+    assert not kept[8].any()
+
+
+def test_a_row_too_few_is_silent_in_verl_and_an_error_here() -> None:
+    """Goal: the off-by-one of verl 9799 and slime 1045. Method: N-2 rows, given to verl as they are, read as expert 0
+    in the last row that is replayed; here they are refused. The engine takes N and N-1 rows and no other number."""
+    short = made_routes(1, 7)
+    kept = output(short.materialize(7, "all", "int16"), 5, 4)["routed_experts"]
+    mask = engine.build_r3_replay_mask(numbered(9), torch.ones(1, 4)).unbind()[0]
+    assert bool(mask[7])
+    assert not kept[7].any()
+    with pytest.raises(RowError, match=r"row 7: wanted a row for each of the positions \[0, 8\), got none"):
+        verl.agent_loop(short, 5, 4)
+    for rows in (8, 9):
+        part = torch.nested.as_nested_tensor([torch.zeros(rows, 4, 4)], layout=torch.jagged)
+        assert engine.align_r3_router_replay_data(part, numbered(9)).unbind()[0].shape[0] == 9
+    with pytest.raises(RuntimeError, match="7 route rows for 9 input tokens"):
+        engine.align_r3_router_replay_data(
+            torch.nested.as_nested_tensor([torch.zeros(7, 4, 4)], layout=torch.jagged), numbered(9)
+        )
+
+
+def test_a_resumed_rollout_has_each_row_once() -> None:
+    """Goal: verl 6029: an aborted request resumes and answers all its rows again. Method: laid end to end, which is
+    what verl did, every row behind the abort is another token's; merged by position, the first computation stays."""
+    first = made_routes(1, 5)  # aborted behind 6 tokens
+    again = made_routes(2, 8)  # under other weights, so the rows differ
+    wrong = np.concatenate([first.materialize(5, "all", "int16"), again.materialize(8, "all", "int16")])
+    kept = output(wrong, 5, 4)["routed_experts"]
+    assert torch.equal(kept[5, 1:].long(), rows_of(2, 1)[0])  # position 5 got the row of position 0
+
+    resumed = first.append(again.slice(5, 8))
+    kept = output(verl.agent_loop(resumed, 5, 4), 5, 4)["routed_experts"]
+    assert torch.equal(kept[:5, 1:].long(), rows_of(1, 5))
+    assert torch.equal(kept[5:8, 1:].long(), rows_of(2, 8)[5:])
+    sent_twice = first.merge(made_routes(1, 8))  # the same rows again, and more
+    assert sent_twice == made_routes(1, 8)
+    with pytest.raises(RowError, match="0"):
+        first.merge(again)  # other rows for the same positions
+
+
+def test_the_padded_batch_becomes_the_jagged_one() -> None:
+    """Goal: one meaning of both forms. Method: verl takes the padding off, and aligns the jagged one; they agree."""
+    routes, prompts, responses = [made_routes(1, 8), made_routes(2, 4)], [5, 2], [4, 3]
+    whole = [p + r for p, r in zip(prompts, responses, strict=True)]
+    width, room = 6, 5
+    attention = torch.zeros(2, width + room, dtype=torch.int64)
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        attention[i, width - prompt : width + response] = 1
+    data = TensorDict(
+        {
+            "input_ids": torch.arange(22).view(2, 11),
+            "attention_mask": attention,
+            "response_mask": attention[:, width:],
+            "position_ids": attention.cumsum(dim=1) - 1,
+            "routed_experts": verl.padded(routes, prompts, responses, width, room),
+        },
+        batch_size=2,
+    )
+    unpadded = left_right_2_no_padding(data)["routed_experts"]
+    aligned = engine.align_r3_router_replay_data(verl.jagged(routes, whole), numbered(*whole))
+    for got, other, sample, tokens in zip(unpadded.unbind(), aligned.unbind(), (1, 2), whole, strict=True):
+        assert torch.equal(got, other)
+        assert torch.equal(got[: tokens - 1, 1:].long(), rows_of(sample, tokens - 1))
+
+
+def test_the_last_row_is_not_counted_as_expert_zero() -> None:
+    """Goal: verl 7075: load metrics leave the last row out. Method: verl's own metrics of a padded batch, where every
+    token but that one goes to experts other than 0."""
+    ids = np.tile(np.array([1, 2, 3, 4]), (7, 3, 1))
+    batch = verl.padded([Routes(ids, np.ones(7, bool), LAYERS, 16, 4)], [4], [4], 4, 4)[:, :, 1:]
+    metrics = compute_rollout_moe_load_balance_metrics(batch, torch.ones(1, 4), 16)
+    # Of 16 experts four have an equal load: a quarter each, 16 / 4 - 1 above the mean, and expert 0 has none.
+    assert metrics["rollout/moe/max_vio/max"] == pytest.approx(3.0)
+
+
+@pytest.fixture
+def stage() -> Iterator[mcore.Stage]:
+    """Routers with verl's own replay class."""
+    with ranks.verl_patched(), mcore.rank_of():
+        yield mcore.Stage(LAYERS, mcore.config())
+
+
+def test_holes_are_left_to_the_router(stage: mcore.Stage) -> None:
+    """Goal: verl has no word for a hole but its mask. Method: holes spelled as zeros under our mask: those tokens go
+    where the router sends them, with top_k experts, and the others where the rollout sent them."""
+    hidden = torch.randn(9, 1, mcore.HIDDEN)
+    own = [mcore.chosen(routing_map) for _, routing_map in stage(hidden)]
+    routes = made_routes(1, 8, holes=(2, 3))
+    rows = engine.align_r3_router_replay_data(verl.jagged([routes], [9], missing="zero"), numbered(9))
+    mask = verl.replay_mask([routes], [9])
+    engine.set_router_replay_data(rows, None, stage.config, replay_mask=mask, model=stage)
+    engine.set_model_router_replay_action(stage, patch.RouterReplayAction.REPLAY_FORWARD)
+    native = [2, 3, 8]
+    replayed = [0, 1, 4, 5, 6, 7]
+    for index, (_, routing_map) in enumerate(stage(hidden)):
+        used = mcore.chosen(routing_map)
+        assert torch.equal(used[native], own[index][native])
+        assert torch.equal(used[replayed], rows_of(1, 8)[replayed, index].sort(dim=1).values)
