@@ -1,0 +1,77 @@
+"""How far one policy is from another on the tokens that one of them sampled, and their routes from each other.
+
+``behaviour`` is the engine's distribution, which the tokens were drawn from; ``policy`` the trainer's. With
+``d = log policy(token) - log behaviour(token)`` of a sampled token:
+
+* ``kl``: KL(behaviour || policy), summed over the whole vocabulary and averaged over tokens: no estimate.
+* ``k3``: the mean of ``exp(d) - 1 - d``, which estimates the same from the sampled tokens alone, as trainers do
+  (J. Schulman, "Approximating KL Divergence", 2020).
+* ``beyond_e2``: the share of tokens with ``|d| > 2``.
+* ``beyond_2``: the share of tokens whose probability ratio is outside ``[1/2, 2]``, ``|d| > ln 2``: F(2) of the R3
+  paper (arXiv 2510.11370).
+* ``tokens_differing``: the share of token positions where the set of experts differs in any layer.
+* ``routers_differing``: the share of (position, layer) pairs where it differs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+FIGURES = ("kl", "k3", "beyond_e2", "beyond_2", "tokens_differing", "routers_differing")
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The figures of this module, means over ``tokens`` sampled tokens."""
+
+    kl: float
+    k3: float
+    beyond_e2: float
+    beyond_2: float
+    tokens_differing: float
+    routers_differing: float
+    tokens: int
+
+
+def log_ratios(policy: torch.Tensor, behaviour: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """``d`` of each token ``[batch, answer]``; ``policy`` and ``behaviour`` are ``[batch, answer, vocabulary]``."""
+    at = tokens[..., None]
+    return (policy.gather(-1, at) - behaviour.gather(-1, at)).squeeze(-1)
+
+
+def k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """The estimate ``exp(d) - 1 - d`` of each element; never negative."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def differing_routes(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where two selections ``[..., layers, top_k]`` are not the same sets: bool ``[..., layers]``."""
+    return (one.sort(-1).values != other.sort(-1).values).any(-1)
+
+
+def measure(
+    policy: torch.Tensor,  # [batch, answer, vocabulary] float32 log-probabilities of the trainer
+    behaviour: torch.Tensor,  # [batch, answer, vocabulary] float32 log-probabilities of the engine
+    tokens: torch.Tensor,  # [batch, answer] int64, drawn from behaviour
+    used: torch.Tensor,  # [..., layers, top_k] the experts in the trainer's pass
+    rolled: torch.Tensor,  # [..., layers, top_k] the experts in the engine's
+) -> Mismatch:
+    """The figures of one batch."""
+    d = log_ratios(policy, behaviour, tokens).double()
+    behaviour, policy = behaviour.double(), policy.double()
+    different = differing_routes(used, rolled)
+    return Mismatch(
+        kl=float((behaviour.exp() * (behaviour - policy)).sum(-1).mean()),
+        k3=float(k3(d).mean()),
+        beyond_e2=float((d.abs() > 2).double().mean()),
+        beyond_2=float((d.abs() > math.log(2)).double().mean()),
+        tokens_differing=float(different.any(-1).double().mean()),
+        routers_differing=float(different.double().mean()),
+        tokens=d.numel(),
+    )
+
+
+__all__ = ["FIGURES", "Mismatch", "differing_routes", "k3", "log_ratios", "measure"]

@@ -1,0 +1,97 @@
+"""A task that can be made up and judged in a moment: put symbols in the order that the prompt asks for.
+
+A prompt is ``BEGIN, order, symbol * length, ANSWER``; its answer is the same symbols in that order. Every prompt and
+every answer is as long as any other, so that batches have no padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int64]
+
+
+class Token(IntEnum):
+    """The tokens that are no symbols; the first three of them name orders."""
+
+    ASCENDING = 0
+    DESCENDING = 1
+    REVERSED = 2
+    BEGIN = 3
+    ANSWER = 4
+
+
+ORDERS = (Token.ASCENDING, Token.DESCENDING, Token.REVERSED)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """``length`` symbols out of ``symbols`` different ones."""
+
+    symbols: int
+    length: int
+
+    @property
+    def vocab_size(self) -> int:
+        return len(Token) + self.symbols
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.length + 3
+
+    @property
+    def sequence_tokens(self) -> int:
+        return self.prompt_tokens + self.length
+
+    @property
+    def chance(self) -> float:
+        """The reward of an answer of symbols drawn at random."""
+        return 1 / self.symbols
+
+    def prompts(self, count: int, draw: np.random.Generator) -> Tokens:
+        """``count`` prompts ``[count, prompt_tokens]``."""
+        prompts = np.empty((count, self.prompt_tokens), np.int64)
+        prompts[:, 0] = Token.BEGIN
+        prompts[:, 1] = draw.choice(ORDERS, count)
+        prompts[:, 2:-1] = draw.integers(len(Token), self.vocab_size, (count, self.length))
+        prompts[:, -1] = Token.ANSWER
+        return prompts
+
+    def answers(self, prompts: Tokens) -> Tokens:
+        """The right answers ``[count, length]``.
+
+        >>> Task(symbols=9, length=3).answers(np.array([[3, 1, 6, 8, 7, 4], [3, 2, 6, 8, 7, 4]])).tolist()
+        [[8, 7, 6], [7, 8, 6]]
+        """
+        given = prompts[:, 2:-1]
+        ascending = np.sort(given, axis=1)
+        order = prompts[:, 1:2]
+        return np.select(
+            [order == Token.ASCENDING, order == Token.DESCENDING], [ascending, ascending[:, ::-1]], given[:, ::-1]
+        )
+
+    def demonstrations(self, count: int, errors: float, draw: np.random.Generator) -> Tokens:
+        """Prompts with answers ``[count, sequence_tokens]`` in which a share ``errors`` of the symbols is drawn anew.
+
+        A policy that has learnt from them is right about as often as they are, and unsure of every symbol: it leaves
+        something for reinforcement to do.
+        """
+        prompts = self.prompts(count, draw)
+        answers = self.answers(prompts)
+        wrong = draw.random(answers.shape) < errors
+        drawn = draw.integers(len(Token), self.vocab_size, answers.shape)
+        return np.concatenate([prompts, np.where(wrong, drawn, answers)], axis=1)
+
+    def rewards(self, sequences: Tokens) -> NDArray[np.float64]:
+        """The share of right symbols in each answer, ``[count]``, of ``sequences`` ``[count, sequence_tokens]``."""
+        right = self.answers(sequences[:, : self.prompt_tokens])
+        shares: NDArray[Any] = (sequences[:, self.prompt_tokens :] == right).mean(axis=1)
+        return shares
+
+
+__all__ = ["ORDERS", "Task", "Token", "Tokens"]
