@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
+from kvroute.routes import Routes
 from kvroute.routing import routing_spec
 
 CANARY_OF = "canary_of"
@@ -50,3 +51,24 @@ def canary_rows(spec: AuxBlockDataSpec, positions: NDArray[Any]) -> NDArray[Any]
         raise RowError("positions", f"positions in [0, {positions_max})", f"{positions.min()} to {positions.max()}")
     values = positions.astype(np.int64)[:, None] * width + np.arange(width)
     return values.astype(spec.numpy_dtype).reshape(-1, *spec.row_shape)
+
+
+def check_canary(spec: AuxBlockDataSpec, routes: Routes) -> None:
+    """``AssertionError`` that names the first row of ``routes`` that is not the canary of its position, and its origin.
+
+    Missing rows are not looked at: a row that is not there is in no wrong place.
+    """
+    if CANARY_OF not in spec.attrs:
+        raise RowError(f"{spec.name} spec", "a canary spec", "one of expert ids")
+    kept = np.flatnonzero(routes.valid)
+    positions = kept + routes.start
+    found, wanted = routes.ids[kept], canary_rows(spec, positions)
+    wrong = (found != wanted).reshape(len(kept), -1).any(axis=1)
+    if wrong.any():
+        first = int(wrong.argmax())
+        layers, top_k = spec.row_shape
+        layer = int((found[first] != wanted[first]).any(axis=1).argmax())
+        value = int(found[first, layer, 0])
+        origin = f"position {value // (layers * top_k)} layer {spec.attrs['layer_ids'][value // top_k % layers]}"
+        where = f"position {positions[first]} layer {spec.attrs['layer_ids'][layer]}"
+        raise AssertionError(f"misplaced row: at {where} lies the row of {origin} ({int(wrong.sum())} rows are wrong)")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +15,7 @@ from torch import nn
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.canary import CANARY_OF, canary_rows
 from kvroute.capture.errors import CaptureError
-from kvroute.routing import check_ids
+from kvroute.checks import check_ids
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _ROUTER_NAMES = ("gate", "router")
@@ -53,6 +54,9 @@ class RoutingCapture:
     is kept alive. :meth:`rows` checks and copies them; :meth:`clear` makes ready for the next pass. The model's results
     are not changed. One capture serves one forward pass at a time; it is not thread-safe.
 
+    A router that writes its ids into memory that it uses again has overwritten those of one layer when the next is
+    done: such a pass is refused, and ``copy=True`` copies each layer's ids while they are there.
+
     ``routers`` names the router of each layer for models where :func:`find_routers` cannot. With a spec made by
     ``canary_spec`` the rows hold position canaries instead of ids, after the same checks.
 
@@ -60,7 +64,12 @@ class RoutingCapture:
     """
 
     def __init__(
-        self, model: nn.Module, spec: AuxBlockDataSpec, *, routers: Mapping[int, nn.Module] | None = None
+        self,
+        model: nn.Module,
+        spec: AuxBlockDataSpec,
+        *,
+        routers: Mapping[int, nn.Module] | None = None,
+        copy: bool = False,
     ) -> None:
         self.spec = spec
         self.layer_ids: tuple[int, ...] = spec.attrs["layer_ids"]
@@ -68,6 +77,7 @@ class RoutingCapture:
         if tuple(sorted(found)) != self.layer_ids:
             raise CaptureError("layers with a router", list(self.layer_ids), sorted(found))
         self._num_experts: int = spec.attrs.get(CANARY_OF, spec.attrs["num_experts"])
+        self._copy = copy
         self._ids: list[torch.Tensor | None] = [None] * len(self.layer_ids)
         self._calls = [0] * len(self.layer_ids)
         self._hooks = [
@@ -78,7 +88,8 @@ class RoutingCapture:
     def topk_ids(self) -> list[torch.Tensor]:
         """Each layer's ids ``[tokens, top_k]`` of the one forward pass since the last :meth:`clear`, not copied.
 
-        Raises :class:`CaptureError` unless every layer routed exactly once, all of them the same number of tokens.
+        Raises :class:`CaptureError` unless every layer routed exactly once, all of them the same number of tokens, and
+        into memory of its own.
         """
         tensors = []
         for layer_id, ids, calls in zip(self.layer_ids, self._ids, self._calls, strict=True):
@@ -93,6 +104,10 @@ class RoutingCapture:
             if len(ids) != len(tensors[0]):
                 wanted = f"{len(tensors[0])} tokens as in layer {self.layer_ids[0]}"
                 raise CaptureError(f"router of layer {layer_id}", wanted, len(ids))
+        if (pair := _overlapping([ids for ids in self._ids if ids is not None])) is not None:
+            first, second = (self.layer_ids[i] for i in pair)
+            wanted = "ids in memory of their own; pass copy=True where a router uses a buffer again"
+            raise CaptureError(f"router of layer {second}", wanted, f"the memory of layer {first}'s ids")
         return tensors
 
     def rows(self, positions: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -137,9 +152,32 @@ class RoutingCapture:
     def _hook(self, index: int) -> Any:
         def keep(router: nn.Module, _inputs: Any, output: Any) -> None:
             self._calls[index] += 1
-            self._ids[index] = _ids_of(router, output).detach()
+            ids = _ids_of(router, output).detach()
+            self._ids[index] = ids.clone() if self._copy else ids
 
         return keep
+
+
+def _overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Two of ``tensors`` ``[..., top_k]`` that have bytes in common, by index; layers side by side have none."""
+    before: list[tuple[int, int]] = []  # where the last byte of one lies, and which it is
+    for address, i in sorted((t.data_ptr(), i) for i, t in enumerate(tensors) if t.numel()):
+        before = [(end, j) for end, j in before if end > address]
+        for _, j in before:
+            if not _interleaved(tensors[j], tensors[i]):
+                return min(i, j), max(i, j)
+        reach = sum((n - 1) * step for n, step in zip(tensors[i].shape, tensors[i].stride(), strict=True))
+        before.append((address + (reach + 1) * tensors[i].element_size(), i))
+    return None
+
+
+def _interleaved(low: torch.Tensor, high: torch.Tensor) -> bool:
+    """Whether two layers of one ``[tokens, layers, top_k]`` lie between each other without touching."""
+    if low.stride() != high.stride() or low.stride(-1) != 1 or low.element_size() != high.element_size():
+        return False
+    between, uneven = divmod(high.data_ptr() - low.data_ptr(), low.element_size())
+    step, top_k = math.gcd(*low.stride()[:-1]), low.shape[-1]
+    return not uneven and step > 0 and top_k <= between % step <= step - top_k
 
 
 def _ids_of(router: nn.Module, output: object) -> torch.Tensor:

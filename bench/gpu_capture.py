@@ -1,0 +1,253 @@
+"""What capture adds to a forward pass on a GPU, on the device and on the host, against three peers' ways and the bus.
+
+    PYTHONPATH=. python -m bench.gpu_capture [--out DIR] [--check]
+
+Correctness comes first: every shape and batch size against numpy, then a soak of random steps inside CUDA graphs with
+resets, and a device that is late. Then one table, all contestants in one run. ``--check`` leaves the table out.
+Needs a CUDA GPU, torch and Triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from bench.gpu_checks import checked
+from bench.gpu_passes import (
+    DEVICE,
+    MODELS,
+    SLOTS,
+    TOKENS,
+    TOP_K,
+    Model,
+    Pass,
+    blocks_of,
+    graph_of,
+    keep_all,
+    random_slots,
+)
+from bench.table import Table
+
+
+@triton.jit
+def put_layer(ids, slots, out, tokens, layer, ROW: tl.constexpr, K: tl.constexpr, B: tl.constexpr):  # noqa: N803
+    """One layer's ids at ``slots`` of ``out [slots, layers, K]``: a launch a layer, as FastDeploy's and LightLLM's."""
+    lane = tl.program_id(0) * B + tl.arange(0, B)
+    used = lane < tokens * K
+    slot = tl.load(slots + lane // K, mask=used, other=-1)
+    value = tl.load(ids + lane, mask=used, other=0)
+    tl.store(out + slot * ROW + layer * K + lane % K, value.to(out.dtype.element_ty), mask=used & (slot >= 0))
+
+
+@dataclass
+class Found:
+    """Medians in microseconds: what each adds to a graph, and to the host; ``floor`` is one copy of the same bytes."""
+
+    model: str
+    tokens: int
+    pass_us: float
+    floor_us: float
+    ours_us: float
+    alone_us: float
+    copies_us: float
+    launches_us: float
+    pinned_us: float
+    ours_host_us: float
+    hooks_host_us: float
+    copies_host_us: float
+    launches_host_us: float
+
+
+def added(base: Any, others: dict[str, Any], rounds: int) -> tuple[float, dict[str, float]]:
+    """The base graph's time, and the median of what the others take more, replayed in turns."""
+    times: dict[str, list[float]] = {name: [] for name in ("base", *others)}
+    for number in range(rounds + 5):
+        for name, graph in (("base", base), *others.items()):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if number >= 5:
+                times[name].append(1000 * start.elapsed_time(end))
+    more = {name: statistics.median(b - a for a, b in zip(times["base"], times[name], strict=True)) for name in others}
+    return statistics.median(times["base"]), more
+
+
+def wall_us(call: Callable[[], None], rounds: int) -> float:
+    """The median of a call that the device has no part in, or waits for."""
+    taken = []
+    for number in range(rounds + 3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        if number >= 3:
+            taken.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(taken)
+
+
+def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Generator) -> Found:
+    batch, slots = Pass(model, tokens), random_slots(tokens, rng)
+    batch.slots.copy_(torch.from_numpy(slots))
+    layers, row = model.layers, model.layers * TOP_K
+    dtype = torch.uint8 if model.experts <= 256 else torch.uint16
+    rounds = 100 if tokens <= 1024 else 30
+    grid = (triton.cdiv(tokens * TOP_K, 512),)
+    # (a) SGLang, vLLM: a copy a layer into int32 [tokens, layers, top_k]; then snapshot, copy, scatter on the host.
+    wide = torch.zeros(tokens, layers, TOP_K, dtype=torch.int32, device=DEVICE)
+    wide_host = torch.zeros(SLOTS, layers, TOP_K, dtype=torch.int32)
+    wide_pin = torch.empty(wide.shape, dtype=torch.int32, pin_memory=True)
+    # (b) FastDeploy: a launch a layer into a transient buffer of the narrow dtype; then copy and scatter.
+    transient = torch.empty(tokens, layers, TOP_K, dtype=dtype, device=DEVICE)
+    linear = torch.arange(tokens, device=DEVICE)
+    narrow_pin = torch.empty(transient.shape, dtype=dtype, pin_memory=True)
+    narrow_host = np.zeros((SLOTS, layers, TOP_K), narrow_pin.numpy().dtype)
+    # (c) LightLLM: a launch a layer into pinned memory.
+    pinned = torch.empty(SLOTS, layers, TOP_K, dtype=dtype, pin_memory=True)
+
+    def copy_layer(layer: int) -> None:
+        wide[:, layer, :] = batch.ids[layer]
+
+    def to_transient(layer: int) -> None:
+        put_layer[grid](batch.ids[layer], linear, transient, tokens, layer, row, TOP_K, 512)
+
+    def to_pinned(layer: int) -> None:
+        put_layer[grid](batch.ids[layer], batch.slots, pinned, tokens, layer, row, TOP_K, 512)
+
+    def ours(*, work: bool) -> None:
+        keep_all(capture, batch)
+        if work:
+            batch.work()
+        capture.commit(batch.slots)
+
+    graphs = {
+        "ours": graph_of(lambda: ours(work=True)),
+        "copies": graph_of(lambda: batch.work(copy_layer)),
+        "launches": graph_of(lambda: batch.work(to_transient)),
+        "pinned": graph_of(lambda: batch.work(to_pinned)),
+    }
+    alone, nothing = graph_of(lambda: (linear.add_(0), ours(work=False))), graph_of(lambda: linear.add_(0))
+    floor = graph_of(lambda: (linear.add_(0), narrow_pin.copy_(transient, non_blocking=True)))
+    capture.ready()
+    pass_us, more = added(graph_of(batch.work), graphs, rounds)
+    _, bare = added(nothing, {"alone": alone, "floor": floor}, rounds)
+
+    def our_step() -> None:
+        step = aux.begin_step(slots, in_place=True)
+        step.wrote("routing")
+        step.commit(capture.verdict(tokens).keep)
+
+    copy = batch.ids.clone()
+    answers = ([batch.ids[layer] for layer in range(layers)], [copy[layer] for layer in range(layers)])
+    hooks, turn = [capture.hook(layer) for layer in range(layers)], [0]
+
+    def our_hooks() -> None:
+        turn[0] ^= 1  # in other memory than before, so that the pointer table is sent each time
+        for hook, ids in zip(hooks, answers[turn[0]], strict=True):
+            hook(ids)
+        capture.commit(batch.slots)
+
+    def copies_host() -> None:
+        snapshot, at = wide.clone(), batch.slots.clone()
+        wide_pin.copy_(snapshot, non_blocking=True)
+        at_host = at.to("cpu", non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        wide_host[at_host] = wide_pin
+
+    def launches_host() -> None:
+        narrow_pin.copy_(transient, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        narrow_host[slots] = narrow_pin.numpy()
+
+    return Found(
+        model.name,
+        tokens,
+        pass_us,
+        bare["floor"],
+        more["ours"],
+        bare["alone"],
+        more["copies"],
+        more["launches"],
+        more["pinned"],
+        wall_us(our_step, rounds),
+        wall_us(our_hooks, rounds),
+        wall_us(copies_host, rounds),
+        wall_us(launches_host, rounds),
+    )
+
+
+def table_of(found: list[Found]) -> Table:
+    table = Table(
+        "capture: microseconds added to a CUDA graph with matrix work | on the host, a step (medians)",
+        (
+            "rows, tokens",
+            "pass",
+            "bus",
+            "ours",
+            "alone",
+            "(a) copies",
+            "(b) launches",
+            "(c) pinned",
+            "| ours",
+            "+ eager",
+            "(a)",
+            "(b)",
+            "(a)/ours device",
+            "host",
+        ),
+    )
+    for f in found:
+        cells = [f.pass_us, f.floor_us, f.ours_us, f.alone_us, f.copies_us, f.launches_us, f.pinned_us]
+        cells += [f.ours_host_us, f.hooks_host_us, f.copies_host_us, f.launches_host_us]
+        ratios = (f.copies_us / max(f.ours_us, 0.1), f.copies_host_us / f.ours_host_us)
+        table.row(f"{f.model}, {f.tokens}", *(f"{c:.1f}" for c in cells), *(f"{r:.1f}x" for r in ratios))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="capture on a GPU: right first, then how fast")
+    parser.add_argument("--out", type=Path, default=Path("bench-output"))
+    parser.add_argument("--check", action="store_true", help="correctness alone, and a short soak")
+    parser.add_argument("--measure", action="store_true", help="the table alone")
+    parser.add_argument("--soak-seconds", type=float, default=60.0)
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()[0]
+    gpu = f"{torch.cuda.get_device_name()}, driver {driver}, torch {torch.__version__}, Triton {triton.__version__}"
+    print(gpu, flush=True)
+    found: list[Found] = []
+    said: list[str] = []
+    if not chosen.measure:
+        said += checked(rng, 3.0 if chosen.check else chosen.soak_seconds)
+    if not chosen.check:
+        for model in MODELS:
+            for tokens in TOKENS:
+                with blocks_of(model) as (aux, capture):
+                    found.append(measure(model, tokens, aux, capture, rng))
+                    print(f"{model.name}, {tokens}: measured", flush=True)
+                torch.cuda.empty_cache()
+                text = json.dumps({"gpu": gpu, "checked": said, "found": [asdict(f) for f in found]}, indent=1)
+                (chosen.out / "gpu-capture.json").write_text(text + "\n")
+        table_of(found).print()
+
+
+if __name__ == "__main__":
+    main()

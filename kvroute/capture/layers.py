@@ -1,0 +1,248 @@
+"""Capture of a whole forward pass by one launch, straight into the host buffer. Needs Triton.
+
+During the pass the hooks keep references and launch nothing; ``commit`` launches once. In a CUDA graph the launch is
+part of the graph, and the tensors that the hooks were given at capture time are those of every replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cache_manager.ports import Region
+from kvroute.capture import kernel
+from kvroute.capture.errors import CaptureError
+from kvroute.capture.host_memory import HostRows
+from kvroute.capture.plan import NOTHING, Check, Plan, SpecPlan, check_words
+
+GRAPHS_MAX: Final = 128
+RING: Final = 8
+REASONS: Final = {
+    Check.RANGE: "an id that is no expert",
+    Check.DUPLICATE: "an expert twice",
+    Check.MISSING: "a layer that was not recorded",
+    Check.ZERO: "a row of zeros",
+    Check.SLOT: "a slot outside the buffer",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """What the launch found in the rows that it stored since the verdict before."""
+
+    keep: NDArray[np.bool_] | None  # [tokens] for ``step.commit``; None: every row is sound
+    counts: Mapping[Check, int]  # of what was bad; empty when nothing was
+    first: str  # the first bad row: what, token and layer
+
+
+class LayerCapture:
+    """Captures rows of some of ``region``'s specs (all) from tensors that the routers' callbacks hand over.
+
+    ``hook(layer_id)`` answers a callback for one layer; ``commit(slots)`` stores what they kept in one launch. Meant
+    for a step begun with ``in_place=True``: ``wrote(name)`` for each of ``names``, and once the launch has completed
+    (an event, a synchronisation) ``step.commit(capture.verdict(tokens).keep)``.
+
+    ``maps`` brings, by spec name, ``int32 [layers, physical]`` tables of logical ids where routers answer physical
+    ones. A capture serves one stream and at most two launches in flight; micro-batches that overlap have one each. It
+    keeps a registration of the region's memory: close it before the region.
+
+    Raises :class:`CaptureError` for specs or maps that do not fit and ``RegistrationError`` where the driver refuses.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        max_tokens: int,
+        device: torch.device | str,
+        *,
+        names: Sequence[str] | None = None,
+        maps: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self._device = torch.device(device)
+        self._max_tokens = max_tokens
+        maps = maps or {}
+        self.plan = Plan.of(region.layout, names, {name: table.shape[-1] for name, table in maps.items()})
+        self.names = tuple(spec.name for spec in self.plan.specs)
+        for spec in self.plan.specs:
+            _check_map(spec, maps.get(spec.name))
+        if set(maps) - set(self.names):
+            raise CaptureError("maps", f"of {self.names}", sorted(maps))
+        on_gpu = self._device.type == "cuda"
+        places = [(spec.name, layer) for spec in self.plan.specs for layer in spec.layer_ids]
+        self._index = {place: i for i, place in enumerate(places)}
+        self._kept: list[torch.Tensor | None] = [None] * len(places)
+        self._calls = [0] * len(places)
+        self._maps = kernel.joined(maps, self.plan).to(self._device)
+        self._checks = torch.from_numpy(check_words())
+        self._bad = torch.zeros(max_tokens, dtype=torch.int32)
+        self._sent = torch.zeros(RING + GRAPHS_MAX, len(places), 3, dtype=torch.int64)
+        if on_gpu:
+            self._checks, self._bad, self._sent = (t.pin_memory() for t in (self._checks, self._bad, self._sent))
+        self._tables = torch.zeros_like(self._sent, device=self._device)
+        self._tables_used = RING  # those before are for launches outside of graphs, in turn
+        self._turn = 0
+        self._copied: list[torch.cuda.Event | None] = [None] * RING
+        self._words: list[tuple[int, int, int]] | None = None  # of the table whose turn it is, as it is on the device
+        self._constants: dict[tuple[torch.dtype, ...], Any] = {}
+        self._seen = self._checks.numpy().copy()
+        self._before: NDArray[np.bool_] | None = None
+        self._held: list[list[torch.Tensor | None]] = []  # what graphs read
+        streams: Any = torch.cuda  # its Stream is untyped
+        self._upload: torch.cuda.Stream | None = streams.Stream(self._device) if on_gpu else None
+        self._slots_end = region.blocks * self.plan.block_tokens
+        self._rows = HostRows(region, self._device)
+
+    def hook(self, layer_id: int, name: str | None = None) -> Callable[..., None]:
+        """A callback for the router of ``layer_id`` that keeps its last argument, ``[tokens, top_k]``.
+
+        Of a tuple ``(logits, weights, ids, ...)``, as transformers' routers answer, it keeps the ids: so it is a
+        forward hook too. ``name`` is the spec's, the first one's if not given.
+        """
+        place = (self.names[0] if name is None else name, layer_id)
+        if place not in self._index:
+            raise CaptureError("layer", f"one of {sorted(self._index)}", place)
+        index, kept, calls = self._index[place], self._kept, self._calls
+
+        def keep(*given: Any) -> None:
+            value = given[-1]
+            kept[index] = value[2] if isinstance(value, tuple) else value
+            calls[index] += 1
+
+        return keep
+
+    def commit(self, slots: torch.Tensor) -> None:
+        """Store the rows of the pass at ``slots [tokens]`` int64 (negative: padding), on the stream at hand.
+
+        The pass may have had more tokens: the others are padding. Hooks are ready for the next pass at once. Raises
+        :class:`CaptureError`, and stores nothing, for a layer that was not recorded or recorded twice, for tensors that
+        do not fit, and for two layers in the same memory.
+        """
+        try:
+            sources = self._checked(slots)
+        finally:
+            self._kept[:] = [None] * len(self._kept)
+            self._calls[:] = [0] * len(self._calls)
+        dtypes, at = [], 0
+        for spec in self.plan.specs:
+            dtypes.append(sources[at].dtype)
+            at += spec.layers
+        key = tuple(dtypes)
+        assert self._rows.tensor is not None, "commit() after close()"
+        if key not in self._constants:
+            self._constants[key] = kernel.constants_of(self.plan, key, self._rows.tensor.data_ptr())
+        table = self._table([kernel.source_words(source) for source in sources], list(sources))
+        rows, constants = self._rows.tensor, self._constants[key]
+        kernel.launch(table, slots, rows, self._slots_end, self._checks, self._bad, self._maps, constants)
+
+    def verdict(self, tokens: int) -> Verdict:
+        """What was bad in the rows of the last completed launch, of ``tokens`` tokens.
+
+        Call it after each launch has completed, before the one after the next is launched. Where the next is in flight
+        already, its bad rows may be told now: then they are told at the next call again.
+        """
+        now = self._checks.numpy().copy()
+        if np.array_equal(now, self._seen) and self._before is None:
+            return Verdict(None, {}, "")
+        flags = self._bad.numpy()
+        bad = flags != 0
+        flags[bad] = 0  # and no others: the launch in flight may just be raising them
+        counts = {check: int(now[check] - self._seen[check]) for check in REASONS if now[check] != self._seen[check]}
+        first = self._first(int(now[Check.FIRST]), counts)
+        keep = ~bad if self._before is None else ~(bad | self._before)
+        self._before = bad if counts else None
+        self._seen = now
+        self._checks[Check.FIRST] = NOTHING
+        self._seen[Check.FIRST] = NOTHING
+        return Verdict(keep[:tokens], counts, first)
+
+    def _first(self, number: int, counts: Mapping[Check, int]) -> str:
+        if number == NOTHING:
+            return ""
+        token, spec, layer = self.plan.place(number)
+        return f"{spec.name}, token {token}, layer {layer}: " + ", ".join(REASONS[check] for check in counts)
+
+    def _checked(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
+            raise CaptureError("slots", "int64 [tokens], contiguous", f"{slots.dtype} of shape {tuple(slots.shape)}")
+        if len(slots) > self._max_tokens:
+            raise CaptureError("slots", f"at most {self._max_tokens} tokens", len(slots))
+        sources: list[torch.Tensor] = []
+        for place, kept, calls in zip(self._index, self._kept, self._calls, strict=True):
+            if kept is None or calls != 1:
+                raise CaptureError(f"router of layer {place[1]}", "one call a pass", f"{calls} calls ({place[0]})")
+            sources.append(kept if kept.dim() == 2 else kept.reshape(-1, kept.shape[-1]))
+        at = 0
+        for spec in self.plan.specs:
+            mine = sources[at : at + spec.layers]
+            at += spec.layers
+            wanted, dtype = (spec.top_k,), mine[0].dtype
+            for layer, source in zip(spec.layer_ids, mine, strict=True):
+                if source.shape[1:] != wanted or len(source) < len(slots) or source.dtype != dtype:
+                    what = f"{dtype} [{len(slots)} or more, {spec.top_k}]"
+                    raise CaptureError(f"router of layer {layer}", what, f"{source.dtype} {tuple(source.shape)}")
+            if dtype not in kernel.SOURCES or (dtype == torch.float32) != (spec.dtype == "float32"):
+                raise CaptureError(f"values of {spec.name}", f"a dtype that fits {spec.dtype}", dtype)
+        addresses = {source.data_ptr() for source in sources}
+        if len(slots) and len(addresses) < len(sources):
+            raise CaptureError("routers", "values in memory of their own", "a buffer that is used again")
+        return sources
+
+    def _table(self, words: list[tuple[int, int, int]], sources: list[torch.Tensor | None]) -> torch.Tensor:
+        """The pointer table on the device: the shared one, or, while a graph is captured, one for that graph alone."""
+        if self._upload is None or not torch.cuda.is_current_stream_capturing():
+            if words != self._words:
+                self._turn = (self._turn + 1) % RING
+                if (copied := self._copied[self._turn]) is not None:
+                    copied.synchronize()  # of eight launches ago
+                self._sent[self._turn] = torch.tensor(words, dtype=torch.int64)
+                self._tables[self._turn].copy_(self._sent[self._turn], non_blocking=True)
+                self._words = words
+                if self._upload is not None:
+                    self._copied[self._turn] = torch.cuda.current_stream(self._device).record_event()
+            return self._tables[self._turn]
+        if self._tables_used == RING + GRAPHS_MAX:
+            raise CaptureError("graphs", f"at most {GRAPHS_MAX} of one capture", "one more")
+        index, self._tables_used = self._tables_used, self._tables_used + 1
+        self._sent[index] = torch.tensor(words, dtype=torch.int64)
+        with torch.cuda.stream(self._upload):  # beside the graph: the table is filled once, not at each replay
+            self._tables[index].copy_(self._sent[index], non_blocking=True)
+        self._held.append(sources)
+        return self._tables[index]
+
+    def ready(self) -> None:
+        """Wait until the tables of captured graphs are on the device. Call it before the first replay."""
+        if self._upload is not None:
+            self._upload.synchronize()
+
+    def close(self) -> None:
+        """Wait for the device and let go of the region; again is harmless."""
+        self._held.clear()
+        self._rows.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_map(spec: SpecPlan, table: torch.Tensor | None) -> None:
+    """A map of physical to logical ids names a logical expert everywhere."""
+    if table is None:
+        return
+    wanted = f"int32 [{spec.layers}, physical] of ids in [0, {spec.experts})"
+    if table.dtype != torch.int32 or table.dim() != 2 or len(table) != spec.layers:
+        raise CaptureError(f"map of {spec.name}", wanted, f"{table.dtype} {tuple(table.shape)}")
+    if bool(((table < 0) | (table >= spec.experts)).any()):
+        raise CaptureError(f"map of {spec.name}", wanted, "others")
+
+
+__all__ = ["LayerCapture", "Verdict"]

@@ -1,0 +1,150 @@
+"""The capture launch, in Triton's interpreter, against its specification: the same bytes, the same counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvroute
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
+from kvroute.capture import kernel, naive
+from kvroute.capture.plan import NOTHING, Check, Plan, check_words
+
+BLOCK_TOKENS = 4
+
+
+def routing(experts: int, top_k: int, layers: int) -> AuxBlockDataSpec:
+    return kvroute.routing_spec(experts, top_k, range(1, layers + 1), layers + 1, BLOCK_TOKENS)
+
+
+class World:
+    """Two equal buffers, one for each way, and everything that a launch is given."""
+
+    def __init__(self, specs: list[AuxBlockDataSpec], blocks: int, physical: dict[str, int] | None = None) -> None:
+        self.layout = RecordLayout(specs)
+        self.plan = Plan.of(self.layout, physical=physical)
+        before = torch.randint(0, 256, (blocks, self.layout.nbytes), dtype=torch.uint8)
+        self.rows = [before.clone(), before.clone()]
+        self.checks = [torch.from_numpy(check_words()) for _ in range(2)]
+        self.bad = [torch.zeros(64, dtype=torch.int32) for _ in range(2)]
+        self.maps: dict[str, torch.Tensor] = {}
+
+    def capture(self, sources: list[list[torch.Tensor | None]], slots: torch.Tensor) -> None:
+        """Both ways, and that they agree."""
+        for way, capture_rows in enumerate((naive.capture_rows, kernel.capture_rows)):
+            given = (sources, slots, self.rows[way], self.plan, self.checks[way], self.bad[way], self.maps)
+            capture_rows(*given)
+        np.testing.assert_array_equal(self.rows[1].numpy(), self.rows[0].numpy())
+        assert self.checks[1].tolist() == self.checks[0].tolist()
+        assert self.bad[1].tolist() == self.bad[0].tolist()
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> tuple[int, int, int, int, torch.dtype, str, int]:
+    top_k = draw(st.sampled_from([1, 2, 6, 8, 16]))
+    layers = draw(st.sampled_from([1, 2, 3, 58, 128]) if top_k <= 8 else st.sampled_from([1, 5]))
+    experts = draw(st.sampled_from([max(top_k, 4), 128, 256, 384]))
+    tokens = draw(st.sampled_from([0, 1, 3, 9]))
+    source = draw(st.sampled_from([torch.int16, torch.int32, torch.int64]))
+    strides = draw(st.sampled_from(["plain", "one buffer", "wider", "transposed"]))
+    return top_k, layers, experts, tokens, source, strides, draw(st.integers(0, 1 << 30))
+
+
+def laid(values: torch.Tensor, strides: str) -> list[torch.Tensor | None]:
+    """``values [layers, tokens, top_k]`` as a router may hand them out."""
+    layers, tokens, top_k = values.shape
+    if strides == "one buffer":  # [tokens, layers, top_k]
+        return list(values.transpose(0, 1).contiguous().unbind(1))
+    if strides == "wider":  # columns of shared experts behind the routed ones
+        wide = torch.full((layers, tokens, top_k + 2), 7, dtype=values.dtype)
+        wide[:, :, :top_k] = values
+        return [layer[:, :top_k] for layer in wide]
+    if strides == "transposed":
+        return [layer.t().contiguous().t() for layer in values]
+    return list(values.contiguous().unbind(0))
+
+
+@settings(max_examples=40, deadline=None)
+@given(passes())
+def test_the_launch_is_its_specification(case: tuple[int, int, int, int, torch.dtype, str, int]) -> None:
+    """Goal: what a device stores and counts is what the plain loop does. Method: any shape, dtype and stride, random
+    slots, a fifth of them padding, and a few ids broken: too large, negative, twice, zero."""
+    top_k, layers, experts, tokens, source, strides, seed = case
+    torch.manual_seed(seed)
+    world = World([routing(experts, top_k, layers)], blocks=4)
+    ids = torch.rand(layers, tokens, experts).argsort(-1)[..., :top_k].to(source)
+    if tokens and seed % 2:
+        broken = torch.randint(0, 30, ids.shape)
+        ids[broken == 0], ids[broken == 1] = experts, -1
+        ids[torch.rand(layers, tokens) < 0.1] = 0
+        ids[0, 0, -1] = ids[0, 0, 0]
+    slots = torch.randperm(4 * BLOCK_TOKENS)[:tokens]
+    slots[torch.rand(tokens) < 0.2] = -1
+    world.capture([laid(ids, strides)], slots)
+    if not seed % 2:
+        assert world.checks[1][: Check.FIRST].tolist() == [0] * 5
+        assert int(world.checks[1][Check.FIRST]) == NOTHING
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "uint32", "float32"])
+def test_rows_of_every_dtype(dtype: str) -> None:
+    """Goal: every width that a spec can have. Method: values up to the dtype's last, as the specification stores."""
+    world = World([AuxBlockDataSpec("indexer_topk", (3, 5), dtype, BLOCK_TOKENS)], blocks=2)
+    if dtype == "float32":
+        values = torch.randn(3, 6, 5)
+    else:
+        values = torch.randint(0, min(np.iinfo(dtype).max, (1 << 31) - 1), (3, 6, 5), dtype=torch.int64)
+    world.capture([list(values.unbind(0))], torch.tensor([7, -1, 0, 5, 3, 2]))
+    assert world.checks[1].tolist() == check_words().tolist()
+
+
+def test_several_specs_in_one_launch() -> None:
+    """Goal: one launch a step, whatever rides along. Method: routing, log-probabilities and a sparse indexer's ids in
+    one record; then one layer of one spec was not recorded."""
+    specs = [
+        routing(256, 8, 5),
+        kvroute.logprob_spec(BLOCK_TOKENS),
+        AuxBlockDataSpec("indexer_topk", (2, 16), "uint16", BLOCK_TOKENS, {"num_experts": 4096}),
+    ]
+    world = World(specs, blocks=3)
+    by_name: dict[str, list[torch.Tensor | None]] = {
+        "routing": list(torch.rand(5, 6, 256).argsort(-1)[..., :8].unbind(0)),
+        "logprob": [torch.randn(6, 1)],
+        "indexer_topk": list(torch.rand(2, 6, 4096).argsort(-1)[..., :16].to(torch.int32).unbind(0)),
+    }
+    sources = [by_name[spec.name] for spec in world.plan.specs]
+    slots = torch.tensor([11, 2, -1, 6, 0, 9])
+    world.capture(sources, slots)
+    assert int(world.checks[1][Check.FIRST]) == NOTHING
+    number = [spec.name for spec in world.plan.specs].index("indexer_topk")
+    sources[number][1] = None
+    world.capture(sources, slots)
+    assert int(world.checks[1][Check.MISSING]) == 5
+    token, spec, layer = world.plan.place(int(world.checks[1][Check.FIRST]))
+    assert (token, spec.name, layer) == (0, "indexer_topk", 1)
+
+
+def test_physical_ids_are_mapped() -> None:
+    """Goal: rows hold logical ids where the router answers copies. Method: a map with two copies of each expert, an id
+    outside it, and two copies of one expert in a row, which is one expert twice."""
+    world = World([routing(4, 2, 2)], blocks=1, physical={"routing": 8})
+    world.maps["routing"] = torch.stack([torch.arange(8) % 4, torch.arange(8) // 2]).to(torch.int32)
+    ids = torch.tensor([[[6, 1], [2, 7]], [[7, 0], [8, 3]]])
+    world.capture([list(ids.unbind(0))], torch.tensor([3, 1]))
+    assert world.rows[1][:, :16].view(1, BLOCK_TOKENS, 2, 2)[0, 3].tolist() == [[2, 1], [3, 0]]
+    assert world.checks[1][: Check.FIRST].tolist() == [1, 0, 0, 0, 0]
+    world.capture([list(torch.tensor([[[6, 2]], [[0, 1]]]).unbind(0))], torch.tensor([0]))
+    assert int(world.checks[1][Check.DUPLICATE]) == 2
+
+
+def test_a_slot_outside_the_buffer_is_not_written() -> None:
+    """Goal: no write beyond the region, at offsets that do not fit 32 bits either. Method: the first slot behind the
+    end, and one far away."""
+    world = World([routing(256, 8, 2)], blocks=2)
+    ids = torch.rand(2, 3, 256).argsort(-1)[..., :8]
+    world.capture([list(ids.unbind(0))], torch.tensor([2 * BLOCK_TOKENS, 5, 1 << 40]))
+    assert int(world.checks[1][Check.SLOT]) == 2
+    assert world.bad[1][:3].tolist() == [1, 0, 1]

@@ -1,0 +1,144 @@
+"""``LayerCapture`` under a block manager of rows: hooks, one launch, and a step that a device wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import kvroute
+from kvroute.capture.errors import CaptureError
+from kvroute.capture.layers import LayerCapture
+from kvroute.capture.plan import Check
+
+LAYERS, TOP_K, EXPERTS, BLOCK_TOKENS = (1, 3), 2, 8, 4
+SPECS = [kvroute.routing_spec(EXPERTS, TOP_K, LAYERS, 4, BLOCK_TOKENS), kvroute.logprob_spec(BLOCK_TOKENS)]
+
+
+@pytest.fixture
+def aux() -> Iterator[kvroute.AuxBlocks]:
+    with kvroute.AuxBlocks(SPECS, device_blocks=4, namespace=kvroute.Namespace("m", weights_version=1)) as made:
+        made.allocate([0, 2], owner="r")
+        yield made
+
+
+@pytest.fixture
+def capture(aux: kvroute.AuxBlocks) -> Iterator[LayerCapture]:
+    with LayerCapture(aux.region("device"), 16, "cpu") as made:
+        yield made
+
+
+def ids(tokens: int, seed: int) -> torch.Tensor:
+    """``[layers, tokens, top_k]`` of sound rows."""
+    torch.manual_seed(seed)
+    return torch.rand(len(LAYERS), tokens, EXPERTS).argsort(-1)[..., :TOP_K].to(torch.int32)
+
+
+def record(capture: LayerCapture, chosen: torch.Tensor, logprobs: torch.Tensor) -> None:
+    """A forward pass, as far as capture is concerned: a router as in transformers, one as in vLLM, a sampler."""
+    capture.hook(1)("module", "inputs", ("logits", "weights", chosen[0]))
+    capture.hook(3)(chosen[1])
+    capture.hook(0, "logprob")(logprobs)
+
+
+def test_a_step_that_the_device_wrote(aux: kvroute.AuxBlocks, capture: LayerCapture) -> None:
+    """Goal: what the routers chose is what is read. Method: two passes, with padding, with more rows than tokens."""
+    kept: dict[int, tuple[torch.Tensor, float]] = {}
+    for number, slots in enumerate(([0, -1, 9], [1, 8, 2, 3])):
+        chosen, logprobs = ids(6, number), torch.randn(6, 1)
+        step = aux.begin_step(slots, in_place=True)
+        record(capture, chosen, logprobs)
+        capture.commit(torch.tensor(slots))
+        for name in capture.names:
+            step.wrote(name)
+        verdict = capture.verdict(len(slots))
+        assert (verdict.keep, verdict.counts, verdict.first) == (None, {}, "")
+        step.commit(verdict.keep)
+        for token, slot in enumerate(slots):
+            kept[slot] = chosen[:, token], float(logprobs[token])
+    del kept[-1]
+    rows, logs = aux.read("routing", [0, 2]), aux.read("logprob", [0, 2])
+    found = [at for at, valid in enumerate(rows.valid.tolist()) if valid]
+    assert sorted(kept) == [slot if slot < 4 else slot + 4 for slot in found]
+    for at in found:
+        chosen_here, logprob = kept[at if at < 4 else at + 4]
+        assert rows.values[at].tolist() == chosen_here.tolist()
+        assert float(logs.values[at]) == logprob
+
+
+def test_a_bad_row_is_missing_and_named(aux: kvroute.AuxBlocks, capture: LayerCapture) -> None:
+    """Goal: no bad row is handed out, and the first one is named. Method: an expert twice in one token's last layer;
+    the other tokens' rows count, and the next pass is judged afresh."""
+    slots = [0, 1, 2]
+    chosen = ids(3, 0)
+    chosen[1, 2] = 5
+    step = aux.begin_step(slots, in_place=True)
+    record(capture, chosen, torch.zeros(3, 1))
+    capture.commit(torch.tensor(slots))
+    for name in capture.names:
+        step.wrote(name)
+    verdict = capture.verdict(3)
+    assert verdict.keep is not None
+    assert verdict.keep.tolist() == [True, True, False]
+    assert verdict.counts == {Check.DUPLICATE: 1}
+    assert verdict.first == "routing, token 2, layer 3: an expert twice"
+    step.commit(verdict.keep)
+    assert aux.read("routing", [0]).valid.tolist() == [True, True, False, False]
+    again = capture.verdict(3)  # a launch in flight may have been told of too early
+    assert again.keep is not None
+    assert again.keep.tolist() == [True, True, False]
+    assert capture.verdict(3).keep is None
+
+
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [
+        ([(1, ids(2, 0)[0])], "one call a pass"),
+        ([(1, ids(2, 0)[0]), (3, ids(2, 0)[1]), (3, ids(2, 0)[1])], "2 calls"),
+        ([(1, ids(2, 0)[0]), (3, ids(1, 0)[1])], "2 or more"),
+        ([(1, ids(2, 0)[0]), (3, ids(2, 0)[1].long())], "int32"),
+        ([(1, ids(2, 0)[0].float()), (3, ids(2, 0)[1].float())], "dtype"),
+        ([(1, buffer := ids(2, 0)[0]), (3, buffer)], "used again"),
+    ],
+)
+def test_a_pass_that_does_not_fit_stores_nothing(
+    recorded: list[tuple[int, torch.Tensor]], said: str, aux: kvroute.AuxBlocks, capture: LayerCapture
+) -> None:
+    """Goal: a layer that a fused kernel went around, or a buffer that a router uses again, is an error and not a row.
+    Method: each such pass; the region's bytes are what they were, and the next pass is captured."""
+    before = aux.region("device").rows.copy()
+    for layer, tensor in recorded:
+        capture.hook(layer)(tensor)
+    capture.hook(0, "logprob")(torch.zeros(2, 1))
+    with pytest.raises(CaptureError, match=said):
+        capture.commit(torch.tensor([0, 1]))
+    assert (aux.region("device").rows == before).all()
+    record(capture, ids(2, 1), torch.zeros(2, 1))
+    capture.commit(torch.tensor([0, 1]))
+    assert (aux.region("device").rows != before).any()
+
+
+def test_what_a_capture_cannot_be(aux: kvroute.AuxBlocks) -> None:
+    region = aux.region("device")
+    with pytest.raises(CaptureError, match="map of routing"):
+        LayerCapture(region, 4, "cpu", maps={"routing": torch.full((2, 16), EXPERTS, dtype=torch.int32)})
+    with pytest.raises(CaptureError, match="maps"):
+        LayerCapture(region, 4, "cpu", maps={"other": torch.zeros(2, 16, dtype=torch.int32)})
+    with LayerCapture(region, 4, "cpu") as capture, pytest.raises(CaptureError, match="layer"):
+        capture.hook(2)
+    with LayerCapture(region, 1, "cpu") as capture, pytest.raises(CaptureError, match="at most 1"):
+        capture.commit(torch.tensor([0, 1]))
+
+
+def test_physical_ids_come_out_logical(aux: kvroute.AuxBlocks) -> None:
+    """Goal: an expert-parallel load balancer's copies do not show. Method: ids of copies, a map for each layer."""
+    maps = torch.stack([torch.arange(16) % EXPERTS, torch.arange(16) // 2]).to(torch.int32)
+    with LayerCapture(aux.region("device"), 4, "cpu", names=["routing"], maps={"routing": maps}) as capture:
+        step = aux.begin_step([9], in_place=True)
+        capture.hook(1)(torch.tensor([[15, 2]], dtype=torch.int16))
+        capture.hook(3)(torch.tensor([[15, 2]], dtype=torch.int16))
+        capture.commit(torch.tensor([9]))
+        step.wrote("routing")
+        step.commit(capture.verdict(1).keep)
+    assert aux.read("routing", [2]).values[1].tolist() == [[7, 2], [7, 1]]
