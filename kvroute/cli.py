@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="kvroute", description="Routing rows that follow KV blocks: never wrong, never silent.")
-    parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
+    parser.add_argument("--version", action="version", version=f"kvroute {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="run a MoE model on a paged engine and judge every routing row")
@@ -78,6 +78,19 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     demo_pd.add_argument("--transport", choices=("zmq", "mooncake"), default="zmq", help="what carries blocks (zmq)")
     demo_pd.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
 
+    study = commands.add_parser("replay-study", help="mismatch of a trainer and its engine, without replay, R2 and R3")
+    study.set_defaults(run=_replay_study)
+    study.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    study.add_argument("--scale", metavar="NAME", help="quick, small, tiny or half-billion (small; cuda: half-billion)")
+    study.add_argument("--quick", action="store_const", dest="scale", const="quick", help="as --scale quick")
+    study.add_argument("--minutes", type=float, metavar="N", help="as many steps as fit (as the scale says)")
+    study.add_argument("--seed", type=_integer, default=0, metavar="N", help="of weights, prompts and samples (0)")
+    study.add_argument("--learning-rate", type=float, metavar="R", help="of policy gradient (as the scale says)")
+    study.add_argument("--trainer-dtype", default="float32", metavar="DTYPE", help="float32 or bfloat16 (float32)")
+    study.add_argument("--phases", metavar="LIST", help="some of learning,mismatch,policy-gradient (all)")
+    study.add_argument("--out", type=Path, default=Path("replay-study"), metavar="DIR", help="for numbers and pictures")
+    study.add_argument("--from", type=Path, dest="found", metavar="FILE", help="show what an earlier run wrote there")
+
     _server(commands, "prefill", "compute prompts and hold their blocks for decode", given)
     _server(commands, "decode", "go on from prompts that prefill has computed", given)
     _server(commands, "route", "HTTP front: completions through prefill and decode, with their routes", given)
@@ -111,6 +124,13 @@ def _server(commands: Any, name: str, what: str, given: Sequence[str]) -> None:
         from kvroute.serving.config import KINDS, add_flags
 
         add_flags(parser, KINDS[name])
+
+
+def _version() -> str:
+    try:
+        return version("kvroute")
+    except PackageNotFoundError:
+        return "not installed: run from its source"
 
 
 def _integer(text: str) -> int:
@@ -164,6 +184,28 @@ def _demo_pd(chosen: Any) -> int:
     return demo_pd(options, Console(width=None if sys.stdout.isatty() else 120))
 
 
+def _replay_study(chosen: Any) -> int:
+    from rich.console import Console
+
+    from kvroute.study.command import replay_study, show_study
+    from kvroute.study.options import PHASES, StudyOptions
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if chosen.found is not None:
+        return show_study(chosen.found, chosen.out, console)
+    options = StudyOptions(
+        device=chosen.device,
+        scale=chosen.scale,
+        minutes=chosen.minutes,
+        seed=chosen.seed,
+        learning_rate=chosen.learning_rate,
+        trainer_dtype=chosen.trainer_dtype,
+        phases=PHASES if chosen.phases is None else tuple(chosen.phases.split(",")),
+        out=chosen.out,
+    )
+    return replay_study(options, console)
+
+
 def _shm(chosen: Any) -> int:
     from cache_manager.regions import list_regions, reap_orphans
 
@@ -179,7 +221,7 @@ def _shm(chosen: Any) -> int:
         sys.stdout.write("no regions\n")
     for region in regions:
         state = "in use" if region.in_use else "orphan"
-        sys.stdout.write(f"{region.name}  {region.purpose}  {region.nbytes:,} bytes  {state}\n")
+        sys.stdout.write(f"{region.name}  mirrors {region.tier} blocks  {region.nbytes:,} bytes  {state}\n")
     return 0
 
 

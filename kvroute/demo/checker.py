@@ -4,6 +4,10 @@ While the engine runs, the checker's own hooks keep every top-k aside at the mom
 the exact tokens up to and including the one that was routed. A row that comes out at the end must equal, bit for bit,
 one that was computed for its prefix. Rows of prefixes that were never computed under these eyes (an earlier process
 left them in the store) are judged against a second run of the sequence, by transformers alone.
+
+Where it knows whose rows they are it asks for more: a token is sampled with what was computed by then, so a position
+that was computed again later, perhaps with other weights, must come out as it was *first* computed for that sample, and
+a prompt as it was computed with the weights of the first sampled token.
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ PASS_MULTIPLE: Final = 16
 
 class SpanLike(Protocol):
     """Part of a forward pass: the positions ``[start, len(tokens))`` of a sequence that begins with ``tokens``."""
+
+    @property
+    def owner(self) -> str: ...  # request id, "#", number of the sample
 
     @property
     def tokens(self) -> Sequence[int]: ...
@@ -103,9 +110,11 @@ class Checker:
     """Keeps every top-k aside and judges routes against them. It outlives engines and models: attach it to each."""
 
     def __init__(self) -> None:
-        self._witnessed: dict[bytes, set[bytes]] = {}
+        self._witnessed: list[dict[bytes, set[bytes]]] = [{}]  # one for each update of the weights
+        self._first: dict[str, dict[int, tuple[int, bytes]]] = {}  # owner -> position -> update and row
+        self._differently: set[tuple[str, int]] = set()
         self._watch: RouterWatch | None = None
-        self._spans: tuple[tuple[tuple[int, ...], int], ...] = ()
+        self._spans: tuple[tuple[str, tuple[int, ...], int], ...] = ()
         self.rows_witnessed = 0
 
     def attach(self, model: nn.Module) -> None:
@@ -120,42 +129,77 @@ class Checker:
 
     def begin(self, spans: Sequence[SpanLike]) -> None:
         """A forward pass over ``spans``, back to back, is about to run."""
-        self._spans = tuple((tuple(span.tokens), span.start) for span in spans)
+        self._spans = tuple((span.owner, tuple(span.tokens), span.start) for span in spans)
 
     def end(self) -> None:
         """The pass has run: file what its routers chose. What follows the spans in the batch is padding."""
         if self._watch is None:
             raise AssertionError("the checker is attached to no model")
         ids, at = self._watch.take(), 0
-        for tokens, start in self._spans:
-            for digest in _prefix_digests(tokens, start):
-                self._witnessed.setdefault(digest, set()).add(ids[at].tobytes())
+        for owner, tokens, start in self._spans:
+            first = self._first.setdefault(owner, {})
+            for position, digest in enumerate(_prefix_digests(tokens, start), start):
+                row = ids[at].tobytes()
+                self._witnessed[-1].setdefault(digest, set()).add(row)
+                if first.setdefault(position, (len(self._witnessed) - 1, row))[1] != row:
+                    self._differently.add((owner, position))
                 at += 1
         self.rows_witnessed += at
+
+    def weights_changed(self) -> None:
+        """What is computed from here on is computed with other weights."""
+        self._witnessed.append({})
+
+    @property
+    def rows_computed_differently(self) -> int:
+        """Positions of all samples that were computed again with another result than the first time."""
+        return len(self._differently)
 
     @property
     def prefixes_routed_differently(self) -> int:
         """Prefixes that were computed several times with different results; float64 should leave none."""
-        return sum(len(rows) > 1 for rows in self._witnessed.values())
+        return sum(len(rows) > 1 for witnessed in self._witnessed for rows in witnessed.values())
 
-    def judge(self, tokens: Sequence[int], routes: RoutesLike, expected: int, again: NDArray[np.int32]) -> Verdict:
+    def judge(
+        self,
+        tokens: Sequence[int],
+        routes: RoutesLike,
+        expected: int,
+        again: NDArray[np.int32],
+        *,
+        owner: str | None = None,
+        prompt: int = 0,
+    ) -> Verdict:
         """The verdict on one sequence's routes, of which ``expected`` rows should be there.
 
-        ``again`` are the ids ``[>= expected, layers, top_k]`` that a second run of ``tokens`` chose.
+        ``again`` are the ids ``[>= expected, layers, top_k]`` that a second run of ``tokens`` chose. With ``owner``,
+        the rows must be those that its tokens behind the first ``prompt`` were sampled with.
         """
         ids, valid = np.asarray(routes.ids).astype(np.int32), np.asarray(routes.valid)
         wrong = judged_by_recompute = 0
         for position, digest in enumerate(_prefix_digests(tuple(tokens)[: len(ids)], 0)):
             if not valid[position]:
                 continue
-            witnessed = self._witnessed.get(digest)
-            if witnessed is None:
+            witnessed = self._sampled_with(digest, position, owner, prompt)
+            if not witnessed:
                 judged_by_recompute += 1
                 witnessed = {again[position].tobytes()}
             wrong += ids[position].tobytes() not in witnessed
         same = (np.sort(ids, axis=2) == np.sort(again[: len(ids)], axis=2)).all(axis=2)[valid]
         missing = expected - int(np.count_nonzero(valid[:expected]))
         return Verdict(expected, wrong, missing, judged_by_recompute, same.size, int(np.count_nonzero(same)))
+
+    def _sampled_with(self, digest: bytes, position: int, owner: str | None, prompt: int) -> set[bytes]:
+        """The rows that may come out of ``position``: none if nobody saw any."""
+        if owner is not None:
+            first = self._first.get(owner, {})
+            if position >= prompt and position in first:
+                return {first[position][1]}
+            # All samples of a request begin with the pass that computed its last prompt token, for the first of them.
+            sampling = self._first.get(f"{owner.rpartition('#')[0]}#0", {}).get(prompt - 1)
+            if position < prompt and sampling is not None:
+                return self._witnessed[sampling[0]].get(digest, set())
+        return set[bytes]().union(*(witnessed.get(digest, set()) for witnessed in self._witnessed))
 
 
 class SecondRun:

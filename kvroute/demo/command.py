@@ -62,8 +62,8 @@ def judgement(result: DemoResult, title: str = "kvroute demo") -> Table:
     table = Table(title=f"{title}: {result.model}", show_header=False)
     table.add_column("what")
     table.add_column("how much", justify="right")
-    traffic = result.traffic
-    sections = (
+    traffic, update = result.traffic, result.update
+    sections: tuple[tuple[tuple[str, str], ...], ...] = (
         (
             ("requests (samples, of which aborted)", f"{result.requests:,} ({result.samples:,}, {result.aborted:,})"),
             ("tokens generated", f"{result.tokens:,}"),
@@ -88,6 +88,15 @@ def judgement(result: DemoResult, title: str = "kvroute demo") -> Table:
             ("top-k sets equal in a second run", f"{100 * result.recompute_agreement:.3f} %"),
         ),
     )
+    if update is not None:
+        sections += (
+            (
+                ("samples across a weight update, rows", f"{update.update_samples:,}, {update.update_rows_expected:,}"),
+                ("rows computed again with other experts", f"{update.update_rows_recomputed:,}"),
+                ("rows not those of sampling time", _bad(update.update_rows_wrong)),
+                ("rows missing", _bad(update.update_rows_missing)),
+            ),
+        )
     for section in sections:
         for what, value in section:
             table.add_row(what, value)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Self
 
+from kvroute.demo.update import UpdateResult
 from kvroute.engine.engine import Engine
 
 
@@ -59,7 +60,8 @@ class DemoResult:
 
     A row is wrong when it differs from what the router chose, missing when it should have been there and was not.
     ``tokens_match``: every sample equals that of the plain engine. ``recompute_agreement`` is the share of (row, layer)
-    pairs for which a second run of the whole sequence chose the same set of experts.
+    pairs for which a second run of the whole sequence chose the same set of experts. ``update`` is of a run of its own,
+    where there was one.
     """
 
     model: str
@@ -80,13 +82,15 @@ class DemoResult:
     device_blocks: int
     host_blocks: int
     seconds: float
+    update: UpdateResult | None = None
 
     @property
     def ok(self) -> bool:
-        return self.tokens_match and not self.rows_wrong and not self.rows_missing
+        updated = self.update is None or not (self.update.update_rows_wrong or self.update.update_rows_missing)
+        return self.tokens_match and not self.rows_wrong and not self.rows_missing and updated
 
     def write_json(self, path: Path) -> None:
         """One flat JSON object."""
         values = asdict(self)
-        values |= values.pop("traffic")
+        values |= values.pop("traffic") | (values.pop("update") or {})
         path.write_text(json.dumps({**values, "ok": self.ok}, indent=2) + "\n", encoding="utf-8")

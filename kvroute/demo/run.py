@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvroute.demo.options import MOONCAKE, DemoOptions
 from kvroute.demo.pool import running_pool
 from kvroute.demo.result import DemoResult, Traffic
 from kvroute.demo.serve import Clients, Watcher, same_tokens
+from kvroute.demo.update import CONVERSATIONS_MAX, UpdateResult, across_update
 from kvroute.demo.workload import Conversation, conversations
 from kvroute.engine.engine import Engine
 from kvroute.engine.models import build_model, weights_digest
@@ -60,6 +62,7 @@ class Demo:
             traffic += self._serve(url, progress, "after restart", lambda c: len(c.questions))
             self._serve_plainly(progress)
             verdict = self._judge(progress)
+            update = self._update(progress)
         outputs, plain = self._clients.outputs, self._plain.outputs
         matching = all(same_tokens(output, plain[key]) for key, output in outputs.items() if key in plain)
         return DemoResult(
@@ -76,6 +79,7 @@ class Demo:
             rows_judged_by_recompute=verdict.judged_by_recompute,
             prefixes_routed_differently=self._checker.prefixes_routed_differently,
             traffic=traffic,
+            update=update,
             tokens_match=matching and outputs.keys() == plain.keys(),
             recompute_agreement=verdict.agreed / verdict.compared if verdict.compared else 1.0,
             device_blocks=options.engine.device_blocks,
@@ -121,9 +125,16 @@ class Demo:
         for output in self._clients.outputs.values():
             expected = self._watcher.rows_expected(output)
             again = second_run(output.sequence)
-            verdict += self._checker.judge(output.sequence, output.routes, expected, again)
+            owner, prompt = f"{output.request.id}#{output.sample}", len(output.request.prompt)
+            verdict += self._checker.judge(output.sequence, output.routes, expected, again, owner=owner, prompt=prompt)
             tell(1, f"{verdict.expected} rows, {verdict.wrong} wrong, {verdict.missing} missing")
         return verdict
+
+    def _update(self, progress: Progress) -> UpdateResult:
+        clients = conversations(self._options.requests, self._options.seed)[:CONVERSATIONS_MAX]
+        tell = _teller(progress, "weight update", sum(c.samples for c in clients))
+        config = replace(self._options.plain_engine, caching=True)
+        return across_update(self._build(), config, clients, lambda ended: tell(ended, ""))
 
     def _build(self) -> Any:
         return build_model(self._options.model, seed=self._options.seed, vocab_size=VOCAB_SIZE)

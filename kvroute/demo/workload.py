@@ -30,18 +30,23 @@ class Conversation:
         """Whether the client goes away in the middle of its last answer."""
         return self.number % 4 == 1
 
+    @property
+    def samples(self) -> int:
+        """How many samples the next turn wants."""
+        alone = self.impatient and self.turn == len(self.questions) - 1
+        return 2 if (self.number + self.turn) % 3 == 0 and not alone else 1
+
     def ask(self) -> Request:
         """The request of the next turn. Every third turn wants two samples; odd conversations sample with noise.
 
         A client that will go away in the middle of its last turn wants one.
         """
         prompt = self.history + text.turn(self.questions[self.turn])
-        alone = self.impatient and self.turn == len(self.questions) - 1
         return Request(
             id=f"conversation-{self.number}-turn-{self.turn}",
             prompt=tuple(prompt),
             max_tokens=NEW_TOKENS_MAX,
-            n=2 if (self.number + self.turn) % 3 == 0 and not alone else 1,
+            n=self.samples,
             temperature=0.8 if self.number % 2 else 0.0,
             seed=self.seed,
             stop_tokens=frozenset({text.END}),

@@ -12,8 +12,8 @@ import aiohttp
 from cache_manager.errors import KVRouteError
 from kvroute.demo.serve import SampleId
 from kvroute.demo.workload import ABORT_AFTER_TOKENS, Conversation
+from kvroute.encodings.own import decode
 from kvroute.engine.request import FinishReason, Output, Request
-from kvroute.serving.encodings import decode
 
 REQUEST_S: Final = 300.0
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import operator
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +12,9 @@ import torch
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.keys import BlockKey
 from cache_manager.record import OfferedRecord, RecordHeader
+from cache_manager.records import Export
 from cache_manager.spec import RecordLayout
+from kvroute.engine.kv import prefix_valid
 from kvroute.engine.memory import EngineMemory
 from transfer.actions import OfferedBlock
 from transfer.messages import Part
@@ -41,46 +43,53 @@ class CrossingBlocks:
             Part("kv", self._layout.fingerprint, self._layout.nbytes, tokens),
         )
 
-    def take(self, index: int, key: BlockKey, block: int, tokens: int) -> OfferedBlock:
-        """The first ``tokens`` tokens of ``block``, which must be held and not written until the offer has ended."""
-        (rows,) = self._aux.export({key: block}, [tokens])
-        return OfferedBlock(index, key, (rows, self._kv_record(key, block, tokens)))
+    def take(self, owner: str, blocks: Mapping[BlockKey, int], tokens: Many[int]) -> tuple[list[OfferedBlock], Export]:
+        """The first ``tokens`` tokens of each of the owner's blocks, which are kept until the export is ended."""
+        export = self._aux.export(blocks, tokens, owner=owner)
+        origins = self._aux.origins(list(blocks.values()))
+        offered = [
+            OfferedBlock(i, key, (rows, self._kv_record(key, block, count, origin)))
+            for i, ((key, block), count, rows, origin) in enumerate(
+                zip(blocks.items(), tokens, export.records, origins, strict=True)
+            )
+        ]
+        return offered, export
 
-    def put_rows(
-        self, block: int, generation: int, tokens: int, header: RecordHeader, payload: memoryview
-    ) -> int | None:
-        """Put a verified record of rows into ``block``; how many of its first ``tokens`` tokens came with all rows.
+    def put_rows(self, block: int, generation: int, tokens: int, header: RecordHeader, payload: memoryview) -> int:
+        """Put a verified record of rows into ``block``; how many of its first ``tokens`` tokens' rows landed.
 
-        ``None``, and nothing is written: the block has another generation, or the record has rows of further tokens.
-        Raises ``BlockBusyError`` while the block is in motion.
+        None of a record that has rows of further tokens, nor where the block has another generation or KV of another
+        origin. Raises ``BlockBusyError`` while the block is in motion.
         """
         words = np.frombuffer(header.valid, "<u8").reshape(len(self._aux.layout.specs), -1)
-        bits = [int.from_bytes(spec.tobytes(), "little") for spec in words]
-        if any(spec >> tokens for spec in bits) or not self._aux.install(block, generation, header, payload):
-            return None
-        return functools.reduce(operator.and_, bits).bit_count()
+        if any(int.from_bytes(spec.tobytes(), "little") >> tokens for spec in words):
+            return 0
+        return self._aux.install(block, generation, header, payload)
 
-    def put_kv(self, block: int, tokens: int, header: RecordHeader, payload: memoryview) -> bool:
+    def put_kv(self, block: int, generation: int, tokens: int, header: RecordHeader, payload: memoryview) -> bool:
         """Copy a verified KV record into ``block``, which nothing else may write or read now.
 
-        ``False``, and nothing is written, when it has not all of the ``tokens`` tokens.
+        ``False``, and nothing is written, when it has not all of the ``tokens`` tokens, or the block has another
+        generation.
         """
         if header.fingerprint != self._layout.fingerprint or payload.nbytes != self._layout.nbytes:
             raise AssertionError(f"a KV record of another layout: {header}")
         wanted = (1 << tokens) - 1
-        if int.from_bytes(header.valid, "little") & wanted != wanted:
+        if int.from_bytes(header.valid, "little") & wanted != wanted or not header.origin:
+            return False
+        if not self._aux.bind_origin(block, generation, header.origin, tokens):
             return False
         target: Any = self._memory.kv.device[block].view(torch.uint8).numpy().reshape(-1)
         target[:] = np.frombuffer(payload, np.uint8)
         return True
 
-    def _kv_record(self, key: BlockKey, block: int, tokens: int) -> OfferedRecord:
+    def _kv_record(self, key: BlockKey, block: int, tokens: int, origin: int) -> OfferedRecord:
         raw: Any = self._memory.kv.device[block].view(torch.uint8).numpy().reshape(-1)
         if tokens < self._aux.block_tokens:  # a snapshot: what lies behind the tokens is somebody else's
             raw, used = np.zeros_like(raw), raw[: tokens * (len(raw) // self._aux.block_tokens)]
             raw[: len(used)] = used
-        valid = ((1 << tokens) - 1).to_bytes(8 * self._layout.valid_words, "little")
-        return OfferedRecord(key, self._layout.fingerprint, 0, valid, raw.data)
+        valid = prefix_valid(self._layout, tokens)
+        return OfferedRecord(key, self._layout.fingerprint, 0, origin, valid, raw.data)
 
 
 __all__ = ["KV", "ROWS", "CrossingBlocks"]

@@ -87,13 +87,13 @@ class _Pull:
             raise AssertionError(f"block {index} was not asked for")
         block, tokens = self.blocks[at], self.tokens_in(index)
         if part == KV:
-            placed = self.crossing.put_kv(block, tokens, header, payload)
+            placed = self.crossing.put_kv(block, self.generations[at], tokens, header, payload)
             if placed:
                 self.kv.add(index)
         else:
             rows = self.crossing.put_rows(block, self.generations[at], tokens, header, payload)
-            placed = rows is not None
-            self.rows += rows or 0
+            placed = rows > 0
+            self.rows += rows
         self.stale += not placed
         return placed
 
@@ -173,7 +173,7 @@ class DecodeEngine(Engine):
         assert self._pulls is not None, "attach() comes first"
         first, prompt = sequence.computed // self.config.block_tokens, sequence.request.prompt
         keys, blocks = self.manager.keys(owner, prompt)[first:], self.manager.table(owner)[first:]
-        generations = self.aux.generations(blocks)
+        generations = self.aux.generations(blocks).tolist()
         pull = _Pull(sequence, handover, self.crossing, self, first, blocks, generations)
         wanted = [WantedBlock(first + i, key, (ROWS, KV)) for i, key in enumerate(keys)]
         self.manager.hold(owner, pull.holder, first)

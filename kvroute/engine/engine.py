@@ -10,6 +10,7 @@ An engine belongs to one thread. Nothing here knows what a row is for.
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self
 
@@ -25,15 +26,18 @@ from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.step import PADDING
 from kvroute.capture.capture import RoutingCapture
+from kvroute.config import RoutingReplayConfig
 from kvroute.engine.kv import KVShape
 from kvroute.engine.memory import EngineMemory
 from kvroute.engine.models import BATCH_MULTIPLE
 from kvroute.engine.paged_attention import PagedBatch
+from kvroute.engine.replay import EngineReplay
 from kvroute.engine.request import EngineConfig, FinishReason, Output, Request
 from kvroute.engine.sampling import sample
 from kvroute.engine.scheduler import Scheduler, Work
 from kvroute.engine.sequence import Event, Sequence, State
 from kvroute.engine.stores import AnyStores
+from kvroute.journal import RequestJournal
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec_from_hf, weights_version_spec
 
@@ -66,6 +70,10 @@ class Engine:
     stored are reused. They stay the caller's; with :class:`RemoteStores` a cache-transfer process opens them, and moves
     KV and rows. When it is lost the engine goes on: what could not be moved is computed again. Raises
     :class:`InvalidInputError` for a model without routers.
+
+    ``replay`` says whether rows are captured, what becomes of KV without rows, and where the routes of finished samples
+    are stored; without it they are captured and come with the output only. :meth:`close` raises for a rollout that
+    could not be stored and that nobody asked about.
     """
 
     def __init__(
@@ -76,31 +84,39 @@ class Engine:
         *,
         stores: AnyStores | None = None,
         observer: Observer | None = None,
+        replay: RoutingReplayConfig | None = None,
     ) -> None:
         self.config = config
-        self.spec = routing_spec_from_hf(model.config, config.block_tokens)  # type: ignore[arg-type]
+        spec = routing_spec_from_hf(model.config, config.block_tokens)  # type: ignore[arg-type]
+        self.replay = EngineReplay(replay, spec, stores)
+        self.spec = self.replay.spec
         self._model = model
         self._positions_max: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
-        self._capture = RoutingCapture(model, self.spec)
-        self.memory = EngineMemory(KVShape.of(model), config, namespace, stores)
-        try:
+        routed = [self.spec] if self.replay.captures else []
+        closing = ExitStack()
+        closing.callback(self.replay.close)
+        with closing:
+            self._capture = RoutingCapture(model, self.spec) if routed else None
+            closing.callback(self._stop_capturing)
+            policy = self.replay.policy
+            self.memory = EngineMemory(KVShape.of(model), config, namespace, self.replay.stores, policy)
+            closing.callback(self.memory.close)
             self.aux = AuxBlocks(
-                [self.spec, weights_version_spec(config.block_tokens)],
+                [*routed, weights_version_spec(config.block_tokens)],
                 device_blocks=config.device_blocks,
                 host_blocks=config.host_blocks,
                 namespace=namespace,
                 store=self.memory.store,
-                transport=self.memory.transport,
+                kv=self.memory.kv_mover,
+                mover=self.memory.mover,
+                policy=policy,
                 memory=config.memory,
                 jobs=config.jobs,
             )
-        except BaseException:
-            self._capture.close()
-            self.memory.close()
-            raise
+            closing.pop_all()  # all is well: nothing is closed here
         self.kv = self.memory.kv
-        self.manager = BlockManager(self.aux, self.memory.mover, caching=config.caching)
-        self.scheduler = Scheduler(config, self.manager)
+        self.manager = BlockManager(self.aux, caching=config.caching)
+        self.scheduler = Scheduler(config, self.manager, losing=self._losing)
         self._observer = observer
         self._arrivals = 0
         self._done: list[Output] = []
@@ -115,6 +131,7 @@ class Engine:
         self.check_room(request)
         if self.scheduler.of(request.id):
             raise InvalidInputError("request id", "one that is not in use", request.id)
+        self.replay.check(request)
         self.scheduler.add(Sequence(request, 0, self._arrivals, list(request.prompt)))
         self._arrivals += 1
 
@@ -176,6 +193,16 @@ class Engine:
         done, self._done = self._done, []
         return done
 
+    def reset(self, *, weights_version: int) -> None:
+        """The model's weights have changed: what is unfinished is computed again with them, and goes on from there.
+
+        Call it between steps. The rows that its tokens were sampled with are kept. Where KV is still arriving from
+        another engine, the sequence goes on with that.
+        """
+        for sequence in self.scheduler.drop_all():
+            self._remember(sequence)  # its KV stays, and its rows go
+        self.manager.reset(weights_version=weights_version)
+
     def drain(self) -> bool:
         """Wait until the store has everything that is to be stored, ``config.jobs.close_s`` at most; whether it has."""
         return self.manager.drain(self.config.jobs.close_s)
@@ -184,15 +211,21 @@ class Engine:
         """Give the blocks back and take the hooks off the model; unfinished requests are aborted, others stored.
 
         Raises :class:`BlockStateError` when the store does not end what it is doing within ``config.jobs.close_s``: the
-        blocks are still its then, and closing can be tried again.
+        blocks are still its then, and closing can be tried again. What ``replay`` stores is durable when this returns;
+        :class:`StorageError` says what is not.
         """
         for sequence in list(self.scheduler.unfinished):
             self.abort(sequence.request.id)
-        self._capture.close()
+        self._stop_capturing()
         self.drain()
         self.aux.close()
         del self.kv
         self.memory.close()
+        self.replay.close()
+
+    def _stop_capturing(self) -> None:
+        if self._capture is not None:
+            self._capture.close()
 
     def __enter__(self) -> Self:
         return self
@@ -206,8 +239,9 @@ class Engine:
         return self.scheduler.plan()
 
     def _compute(self, work: list[Work]) -> None:
-        contexts = [torch.from_numpy(self.manager.slots(w.sequence.owner, 0, w.stop)) for w in work]
-        spans = [(w.start, context) for w, context in zip(work, contexts, strict=True)]
+        for item in work:
+            self.manager.slots(item.sequence.owner, item.start, item.stop)  # refuses a block that others use
+        spans = [(w.start, torch.from_numpy(self._context(w))) for w in work]
         batch = PagedBatch.of(self.kv, spans, multiple_of=BATCH_MULTIPLE)
         tokens = torch.tensor([t for w in work for t in w.sequence.tokens[w.start : w.stop]])
         slots = functional.pad(batch.slots, (0, batch.padding), value=PADDING)
@@ -218,17 +252,27 @@ class Engine:
             logits = self._forward(functional.pad(tokens, (0, batch.padding)), batch, lasts)
             if self._observer:
                 self._observer.end()
-            step.write(self.spec.name, self._capture.rows())
+            if self._capture is not None:
+                step.write(self.spec.name, self._capture.rows(self.replay.positions(batch.positions)))
+                self._capture.clear()
             step.write("weights_version", np.full(len(slots), self.aux.namespace.weights_version, dtype=np.uint32))
-        self._capture.clear()
         self.computed_tokens += len(tokens)
         for item, row in zip(work, logits, strict=True):
             if item.sequence.state is State.RUNNING:  # it may have been aborted while the pass ran
                 self._advance(item, row)
 
+    def _context(self, item: Work) -> NDArray[np.int64]:
+        """Device slots ``[stop]`` of everything that the tokens of ``item`` attend to, themselves included."""
+        positions = np.arange(item.stop)
+        blocks = np.asarray(self.manager.table(item.sequence.owner), np.int64)
+        size = self.config.block_tokens
+        slots: NDArray[np.int64] = blocks[positions // size] * size + positions % size
+        return slots
+
     def _forward(self, tokens: torch.Tensor, batch: PagedBatch, lasts: list[int]) -> NDArray[Any]:
         """Logits ``[chunks, vocabulary]`` at the last token of each chunk."""
-        self._capture.clear()
+        if self._capture is not None:
+            self._capture.clear()
         with torch.inference_mode():
             output = self._model(
                 input_ids=tokens[None],
@@ -237,8 +281,9 @@ class Engine:
                 logits_to_keep=torch.tensor(lasts),
                 paged=batch,
             )
-        logits: NDArray[Any] = output.logits[0].numpy()
-        return logits
+        logits = output.logits[0]
+        sampled: NDArray[Any] = (logits.float() if logits.dtype is torch.bfloat16 else logits).numpy()
+        return sampled
 
     def _advance(self, item: Work, logits: NDArray[Any]) -> None:
         """The sequence has KV and rows up to ``item.stop`` now; sample if that was its last token."""
@@ -273,17 +318,37 @@ class Engine:
         if sequence.state in (State.RUNNING, State.SETTLING) and reason is not FinishReason.ABORT:
             self.manager.begin_persist(sequence.owner)
         self.scheduler.finish(sequence, reason)
-        self._done.append(Output(sequence.request, sequence.sample, sequence.generated, reason, routes))
+        rollout = self.replay.submit(sequence.request, sequence.sample, routes)
+        output = Output(sequence.request, sequence.sample, sequence.generated, reason, routes, rollout=rollout)
+        self._done.append(output)
 
     def _routes(self, sequence: Sequence) -> Routes:
+        if sequence.journal is None:
+            return self._held(sequence).bind(sequence.tokens)
+        return self._remember(sequence).routes(self.config.rows)
+
+    def _losing(self, sequence: Sequence) -> None:
+        """What the sequence's blocks hold is about to go: keep the rows that its tokens were sampled with."""
+        self._remember(sequence).discard_unsettled()
+
+    def _remember(self, sequence: Sequence) -> RequestJournal:
+        """Tell the sequence's journal what its blocks hold, and which tokens were sampled with that."""
+        journal = sequence.journal = sequence.journal or RequestJournal(self.spec)
+        journal.record(self._held(sequence))
+        if sequence.generated:
+            journal.settle(sequence.tokens)
+        return journal
+
+    def _held(self, sequence: Sequence) -> Routes:
+        """The rows in the sequence's blocks."""
         stop = min(sequence.computed, len(sequence.tokens) - 1)
-        if sequence.state is State.WAITING or not stop:
+        if sequence.state is State.WAITING or not stop or self._capture is None:
             return Routes.from_rows(
                 self.spec, Rows(np.empty((0, *self.spec.row_shape), np.uint8), np.empty(0, np.bool_))
             )
         rows = self.manager.read(self.spec.name, sequence.owner, 0, stop)
         versions = self.manager.read("weights_version", sequence.owner, 0, stop)
-        return Routes.from_rows(self.spec, rows, weights_version=versions)
+        return Routes.from_rows(self.spec, rows, weights_version=versions, checked=True)
 
 
 __all__ = ["Engine", "Observer", "Span"]

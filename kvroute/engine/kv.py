@@ -7,16 +7,17 @@ and storing a block is one copy whatever the number of layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from cache_manager.keys import BlockKey
-from cache_manager.ports import StorageBackend
+from cache_manager.ports import Absence, BlockRecords, Found, RecordCounters, StorageBackend, TierName
 from cache_manager.record import RecordHeader
 from cache_manager.regions import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
@@ -52,13 +53,14 @@ class KVShape:
         return self.heads * (self.k_dim + self.v_dim)
 
     def spec(self, block_tokens: int) -> AuxBlockDataSpec:
-        """The row layout under which KV blocks are stored."""
+        """The row layout under which KV blocks are stored; bfloat16, which NumPy lacks, is stored as its bits."""
+        bits = {"bits": "bfloat16"} if self.dtype is torch.bfloat16 else {}
         return AuxBlockDataSpec(
             "kv",
             row_shape=(self.layers, self.width),
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype="uint16" if bits else str(self.dtype).removeprefix("torch."),
             block_tokens=block_tokens,
-            attrs={"heads": self.heads, "k_dim": self.k_dim, "v_dim": self.v_dim},
+            attrs={"heads": self.heads, "k_dim": self.k_dim, "v_dim": self.v_dim, **bits},
         )
 
 
@@ -118,48 +120,59 @@ class PagedKV:
 
 
 class KVMover:
-    """The engine's ``BlockMover``: carries KV blocks along the very pairs that the block manager gives to the rows.
+    """The engine's :class:`~cache_manager.ports.Mover` of KV blocks, which goes wherever their rows go.
 
-    With a ``store`` of their own, KV blocks are stored under the keys of their rows and verified when they come back;
-    a record that is absent or damaged is ``False``. Without one, nothing is stored and nothing comes back.
+    With a ``store`` of their own, KV blocks are stored under the keys of their rows, with the origins of their content,
+    and verified when they come back.
     """
 
     def __init__(self, kv: PagedKV, store: StorageBackend | None = None) -> None:
         self._kv = kv
         self._layout = RecordLayout((kv.shape.spec(kv.block_tokens),))
         self._records = RecordStore(store, self._layout) if store is not None else None
-        bits = (1 << kv.block_tokens) - 1
-        self._all_valid = bits.to_bytes(8 * self._layout.valid_words, "little")
+        self._all_valid = prefix_valid(self._layout, kv.block_tokens)
 
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        _copy_blocks(self._kv.device, self._kv.host, pairs)
+    @property
+    def stores(self) -> bool:
+        return self._records is not None
 
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        _copy_blocks(self._kv.host, self._kv.device, pairs)
+    @property
+    def counters(self) -> RecordCounters:
+        return self._store.counters
 
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        _copy_blocks(self._kv.device, self._kv.device, pairs)
+    @property
+    def _store(self) -> RecordStore:
+        assert self._records is not None, "asked for a store that there is not"
+        return self._records
 
-    def persist(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, bool]:
-        if self._records is None:
-            return dict.fromkeys(blocks, False)
-        done = dict(zip(blocks, self._records.contains(list(blocks)), strict=True))
-        new = [key for key, there in done.items() if not there]
-        payloads = [self._block(blocks[key]) for key in new]
-        stored = self._records.put(new, payloads, [self._all_valid] * len(new), [0] * len(new))
-        done.update(zip(new, stored, strict=True))
-        return done
+    def copy(self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        tiers = {"device": self._kv.device, "host": self._kv.host}
+        tiers[target][torch.from_numpy(targets)] = tiers[source][torch.from_numpy(sources)]
 
-    def restore(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, bool]:
-        if self._records is None:
-            return dict.fromkeys(blocks, False)
-        buffers = [self._block(block) for block in blocks.values()]
-        found = self._records.get_into(list(blocks), buffers)
-        return {key: isinstance(header, RecordHeader) for key, header in zip(blocks, found, strict=True)}
+    def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]:
+        payloads = [self._block(block) for block in records.blocks]
+        valid = [self._all_valid] * len(payloads)
+        stored = self._store.put(records.keys, payloads, valid, records.generations, records.origins, replace=replace)
+        return [None if header is None else Found(header.origin, b"") for header in stored]
+
+    def get_into(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
+        found = self._store.get_into(keys, [self._block(block) for block in blocks])
+        return [Found(each.origin, b"") if isinstance(each, RecordHeader) else each for each in found]
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return self._store.contains(keys)
+
+    def flush(self) -> None:
+        self._store.flush()
 
     def _block(self, block: int) -> memoryview:
         raw: np.ndarray[Any, np.dtype[np.uint8]] = self._kv.device[block].view(torch.uint8).numpy().reshape(-1)
         return raw.data
+
+
+def prefix_valid(layout: RecordLayout, tokens: int) -> bytes:
+    """A record's validity words where the first ``tokens`` tokens of the one spec are there."""
+    return ((1 << tokens) - 1).to_bytes(8 * layout.valid_words, "little")
 
 
 def _tensor(region: SharedRegion | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -171,10 +184,4 @@ def _tensor(region: SharedRegion | None, shape: tuple[int, ...], dtype: torch.dt
     return blocks.view(shape)
 
 
-def _copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    if pairs:
-        origins, targets = (torch.tensor(side) for side in zip(*pairs, strict=True))
-        target[targets] = source[origins]
-
-
-__all__ = ["KVLayer", "KVMover", "KVShape", "PagedKV"]
+__all__ = ["KVLayer", "KVMover", "KVShape", "PagedKV", "prefix_valid"]

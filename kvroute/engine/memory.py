@@ -5,48 +5,53 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-from cache_manager.carrier import Transport
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
-from cache_manager.ports import BlockMover, Region, StorageBackend
-from cache_manager.regions import Purpose, SharedRegion
+from cache_manager.ports import HitPolicy, Mover, Region, StorageBackend, TierName
+from cache_manager.regions import SharedRegion
 from cache_manager.spec import RecordLayout
-from cache_manager.transfer_manager import CacheTransferManager, FollowingMover, ProcessBlocks, SharedPart
+from cache_manager.transfer_manager import CacheTransferManager, ProcessMover, SharedPart
 from kvroute.engine.kv import KVMover, KVShape, PagedKV
 from kvroute.engine.request import EngineConfig
 from kvroute.engine.stores import AnyStores, RemoteStores
 
 
 class EngineMemory:
-    """The KV of one engine, with the ``BlockMover`` for it and what its ``AuxBlocks`` is to be made with.
+    """The KV of one engine, and what its ``AuxBlocks`` is to be made with so that KV and rows move together.
 
     With :class:`RemoteStores` the KV lies in shared regions beside the rows', and a cache-transfer process moves and
     stores both. :meth:`close` it after the ``AuxBlocks`` and after the last user of ``kv``.
     """
 
     kv: PagedKV
-    mover: BlockMover
     store: StorageBackend | None = None
-    transport: Callable[[Region, Region | None], Transport] | None = None
+    kv_mover: Mover | None = None
+    mover: Callable[[Region, Region | None], Mover] | None = None
 
-    def __init__(self, shape: KVShape, config: EngineConfig, namespace: Namespace, stores: AnyStores | None) -> None:
+    def __init__(
+        self,
+        shape: KVShape,
+        config: EngineConfig,
+        namespace: Namespace,
+        stores: AnyStores | None,
+        policy: HitPolicy = "gate",
+    ) -> None:
         self._regions: list[SharedRegion] = []
-        self._process: ProcessBlocks | None = None
+        self._process: ProcessMover | None = None
         if not isinstance(stores, RemoteStores):
             self.kv = self._paged(shape, config)
             self.store = stores.rows if stores else None
-            self.mover = KVMover(self.kv, stores.kv if stores else None)
+            self.kv_mover = KVMover(self.kv, stores.kv if stores else None)
             return
         if config.memory != "shared":
             raise ConfigError("memory", "'shared', to be seen by the cache-transfer process", repr(config.memory))
         layout = RecordLayout((shape.spec(config.block_tokens),))
-        device = self._region(layout, config.device_blocks, namespace)
-        host = self._region(layout, config.host_blocks, namespace) if config.host_blocks else None
+        device = self._region(layout, config.device_blocks, "device", namespace)
+        host = self._region(layout, config.host_blocks, "host", namespace) if config.host_blocks else None
         self.kv = self._paged(shape, config, (device, host))
         part = SharedPart("kv", device, host, stores.kv)
-        self._process = ProcessBlocks([part], store=stores.rows, settings=stores.settings)
-        self.mover = FollowingMover(self._process)
-        self.transport = self._process.start
+        self._process = ProcessMover(part, store=stores.rows, policy=policy, settings=stores.settings)
+        self.mover = self._process.start
 
     @property
     def process(self) -> CacheTransferManager:
@@ -71,9 +76,8 @@ class EngineMemory:
         for region in self._regions:
             region.close()
 
-    def _region(self, layout: RecordLayout, blocks: int, namespace: Namespace) -> SharedRegion:
-        purpose: Purpose = "swap" if self._regions else "host"
-        region = SharedRegion.create(layout, blocks, purpose=purpose, namespace=namespace.fingerprint)
+    def _region(self, layout: RecordLayout, blocks: int, tier: TierName, namespace: Namespace) -> SharedRegion:
+        region = SharedRegion.create(layout, blocks, tier=tier, namespace=namespace.fingerprint)
         self._regions.append(region)
         return region
 

@@ -126,10 +126,12 @@ MODELS: Final[dict[str, Callable[[int], Any]]] = {
 }
 
 
-def build_model(name: str, *, seed: int, vocab_size: int) -> nn.Module:
-    """The model called ``name`` with weights drawn from ``seed``: float64, on the CPU, ready for paged attention.
+def build_model(name: str, *, seed: int, vocab_size: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The model called ``name`` with weights drawn from ``seed``: on the CPU, ready for paged attention.
 
-    The global random state is left as it was. Raises :class:`InvalidInputError` for a name that is not in ``MODELS``.
+    The weights are drawn in float64 and rounded to ``dtype``; in anything narrower, tokens and routes depend on how
+    requests were batched. The global random state is left as it was. Raises :class:`InvalidInputError` for a name that
+    is not in ``MODELS``.
     """
     if name not in MODELS:
         raise InvalidInputError("model", "one of " + ", ".join(MODELS), name)
@@ -146,6 +148,10 @@ def build_model(name: str, *, seed: int, vocab_size: int) -> nn.Module:
             weight.fill_(1.0)
         else:
             weight.normal_(0.0, ROUTER_STD if id(weight) in routers else WEIGHT_STD, generator=generator)
+    # Buffers stay float32 at least, as engines keep them: rotary frequencies would lose too much.
+    model = model.to(torch.promote_types(dtype, torch.float32))
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
     return model
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cache_manager.errors import KVRouteError
+from cache_manager.records import Export
 from kvroute.engine.crossing import CrossingBlocks
 from kvroute.engine.engine import Engine
 from kvroute.engine.request import FinishReason, Request
@@ -55,7 +56,7 @@ class PrefillEngine(Engine):
         super().__init__(*args, **more)
         self.crossing = CrossingBlocks(self.aux, self.memory)
         self._offers: Offers | None = None
-        self._leased: set[TransferId] = set()
+        self._leased: dict[TransferId, Export] = {}
         self._transfers: dict[str, TransferId | None] = {}
         self._counts = dict.fromkeys(PrefillCounters.__dataclass_fields__, 0)
 
@@ -87,11 +88,18 @@ class PrefillEngine(Engine):
     def waits(self) -> bool:
         return bool(self._leased)
 
+    def close(self) -> None:
+        """See :class:`Engine`; what is still on offer is not any more: close the node first."""
+        for export in self._leased.values():
+            export.abort()
+        super().close()
+
     def _plan(self) -> list[Work]:
         assert self._offers is not None, "attach() comes first"
         for ended in self._offers.poll():
+            if (export := self._leased.pop(ended.transfer, None)) is not None:
+                export.commit()
             self.manager.free(_lessee(ended.transfer))
-            self._leased.discard(ended.transfer)
             self._counts["transfers_ended"] += 1
         return super()._plan()
 
@@ -105,15 +113,17 @@ class PrefillEngine(Engine):
         prompt, owner, size = sequence.request.prompt, sequence.owner, self.config.block_tokens
         keys = self.manager.keys(owner, prompt)
         table = self.manager.table(owner)
-        blocks = [self.crossing.take(i, key, table[i], min(size, len(prompt) - i * size)) for i, key in enumerate(keys)]
+        tokens = [min(size, len(prompt) - i * size) for i in range(len(keys))]
+        blocks, export = self.crossing.take(owner, dict(zip(keys, table, strict=False)), tokens)
         self._counts["offers"] += 1
         try:
             transfer = self._offers.offer(blocks)
         except KVRouteError:
             self._counts["offers_refused"] += 1
+            export.abort()
             return None
-        self.manager.fork(owner, _lessee(transfer))
-        self._leased.add(transfer)
+        self.manager.hold(owner, _lessee(transfer))
+        self._leased[transfer] = export
         self._counts["transfers"] += 1
         return transfer
 

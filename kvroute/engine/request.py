@@ -8,6 +8,8 @@ from typing import Literal
 
 from cache_manager.errors import ConfigError, InvalidInputError
 from cache_manager.jobs import JobLimits
+from kvroute.journal import ROW_CHOICES, RowChoice
+from kvroute.rollout.manager import Ticket
 from kvroute.routes import Routes
 
 SAMPLES_MAX = 64
@@ -21,6 +23,7 @@ class EngineConfig:
     ``sequences_max`` bounds the sequences that run at once. With ``caching=False`` nothing is reused or stored.
     ``memory`` says where rows lie: in the heap, or in SharedMemory that other processes can attach. ``jobs`` bounds
     what the store is asked to do at once, ``restore_wait_s`` how long a sequence waits for it before it is computed.
+    ``rows`` says which are handed out of positions that were computed again after a token had been sampled.
     """
 
     block_tokens: int = 16
@@ -32,6 +35,7 @@ class EngineConfig:
     memory: Literal["heap", "shared"] = "heap"
     jobs: JobLimits = field(default_factory=JobLimits)
     restore_wait_s: float = 10.0
+    rows: RowChoice = "sampled"
 
     def __post_init__(self) -> None:
         for name, low in (("device_blocks", 1), ("host_blocks", 0), ("step_tokens", 1), ("sequences_max", 1)):
@@ -42,6 +46,8 @@ class EngineConfig:
             raise ConfigError("restore_wait_s", "seconds, 0 or more", self.restore_wait_s)
         if not isinstance(self.block_tokens, int) or self.block_tokens < 8 or self.block_tokens % 8:
             raise ConfigError("block_tokens", "a multiple of 8", repr(self.block_tokens))
+        if self.rows not in ROW_CHOICES:
+            raise ConfigError("rows", "one of " + ", ".join(ROW_CHOICES), repr(self.rows))
 
     @property
     def capacity_tokens(self) -> int:
@@ -107,8 +113,9 @@ class Output:
 
     ``tokens`` are those that were generated; ``routes`` cover the positions ``[0, computed)`` of prompt and tokens
     together. Of a sample that ended by itself that is all but the last token: it was sampled, but no forward pass read
-    it. An aborted sample has the routes of what had been computed, which may be nothing. ``gaps`` say why rows are
-    missing, where the engine knows.
+    it. An aborted sample has the routes of what had been computed, which may be nothing. They are bound to these
+    tokens. ``gaps`` say why rows are missing, where the engine knows. ``rollout`` tells where the routes are stored, in
+    an engine that stores them.
     """
 
     request: Request
@@ -117,6 +124,7 @@ class Output:
     reason: FinishReason
     routes: Routes
     gaps: tuple[Gap, ...] = ()
+    rollout: Ticket | None = None
 
     @property
     def sequence(self) -> tuple[int, ...]:

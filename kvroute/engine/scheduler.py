@@ -43,10 +43,15 @@ class Scheduler:
     """The sequences that have not ended, and the plan of each step."""
 
     def __init__(
-        self, config: EngineConfig, manager: BlockManager, clock: Callable[[], float] = time.monotonic
+        self,
+        config: EngineConfig,
+        manager: BlockManager,
+        clock: Callable[[], float] = time.monotonic,
+        losing: Callable[[Sequence], None] = lambda _: None,
     ) -> None:
         self._config = config
         self._clock = clock
+        self._losing = losing
         self._manager = manager
         self._sequences: dict[str, Sequence] = {}
         self._preempted = 0
@@ -115,9 +120,15 @@ class Scheduler:
     def drop_swapped(self) -> None:
         """Give up what was swapped out; it is computed again."""
         for sequence in self._in(State.SWAPPED):
-            self._manager.free(sequence.owner)
-            sequence.on(Event.DROP)
+            self._drop(sequence)
             self.dropped += 1
+
+    def drop_all(self) -> list[Sequence]:
+        """Give up all that has been computed; those stay for whose blocks something arrives, and are answered."""
+        for sequence in self._in(State.RUNNING, State.SWAPPED, State.RESTORING):
+            if not sequence.arriving:
+                self._drop(sequence)
+        return self._in(State.RUNNING, State.LANDING, State.SETTLING)
 
     def _in(self, *states: State) -> list[Sequence]:
         return sorted((s for s in self._sequences.values() if s.state in states), key=_rank)
@@ -132,8 +143,7 @@ class Scheduler:
         for sequence in waiting:
             if now_s >= sequence.give_up_s:
                 sequence.store_gave_nothing = True
-                self._manager.free(sequence.owner)
-                sequence.on(Event.DROP)
+                self._drop(sequence)
                 self.given_up += 1
 
     def _resume(self, sequence: Sequence, budget: int) -> bool:
@@ -176,9 +186,14 @@ class Scheduler:
         if victim.computed and self._manager.preempt(victim.owner):
             victim.on(Event.SWAP_OUT)
         else:
-            self._manager.free(victim.owner)
-            victim.on(Event.DROP)
+            self._drop(victim)
             self.dropped += 1
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Its blocks go, and with them all that was computed; ``losing`` hears of it first."""
+        self._losing(sequence)
+        self._manager.free(sequence.owner)
+        sequence.on(Event.DROP)
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

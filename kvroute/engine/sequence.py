@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvroute.engine.request import FinishReason, Request
+from kvroute.journal import RequestJournal
 
 
 class State(Enum):
@@ -86,6 +87,8 @@ class Sequence:
     reason: FinishReason | None = None
     handover: Handover | None = None
     arriving: bool = False
+    journal: RequestJournal | None = None
+    """The rows from before something was lost, if something ever was."""
     owner: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ torch.set_num_threads(1)
 KEYS = {
     "requests", "tokens", "rows_expected", "rows_wrong", "rows_missing", "prefix_hit_rows", "swapped_out_rows",
     "swapped_in_rows", "restored_rows", "cow_rows", "evicted_blocks", "late_writes_dropped", "tokens_match",
-    "recompute_agreement", "seconds",
+    "recompute_agreement", "seconds", "update_samples", "update_rows_expected", "update_rows_recomputed",
 }  # fmt: skip
 
 
@@ -45,6 +46,7 @@ def test_everything_happens_and_every_row_is_right(model: str, tmp_path: Path) -
     assert found.keys() >= KEYS
     assert status == 0, found
     assert (found["rows_wrong"], found["rows_missing"], found["rows_judged_by_recompute"]) == (0, 0, 0)
+    assert (found["update_rows_wrong"], found["update_rows_missing"]) == (0, 0)
     assert found["tokens_match"] is True
     assert found["recompute_agreement"] == 1.0
     assert found["requests"] == 8
@@ -136,7 +138,7 @@ def _demo_with_a_fault(tmp_path: Path, requests: int) -> dict[str, object]:
 def test_rows_at_the_wrong_tokens_fail_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: the exit status means something. Method: hand the rows of each pass to its tokens in reverse."""
     rows = RoutingCapture.rows
-    monkeypatch.setattr(RoutingCapture, "rows", lambda capture: rows(capture)[::-1])
+    monkeypatch.setattr(RoutingCapture, "rows", lambda capture, positions=None: rows(capture, positions)[::-1])
     found = _demo_with_a_fault(tmp_path, requests=2)
     assert found["rows_wrong"] != 0
     assert found["tokens_match"] is True
@@ -144,8 +146,13 @@ def test_rows_at_the_wrong_tokens_fail_the_demo(tmp_path: Path, monkeypatch: pyt
 
 def test_a_lost_kv_block_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: KV that went astray shows in the tokens. Method: forget the first pair of every swap in."""
-    swap_in = KVMover.swap_in
-    monkeypatch.setattr(KVMover, "swap_in", lambda mover, pairs: swap_in(mover, pairs[1:]))
+    copy = KVMover.copy
+
+    def forgetful(mover: KVMover, source: str, target: str, sources: Any, targets: Any) -> None:
+        first = int(source == "host")
+        copy(mover, source, target, sources[first:], targets[first:])
+
+    monkeypatch.setattr(KVMover, "copy", forgetful)
     assert _demo_with_a_fault(tmp_path, requests=8)["tokens_match"] is False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -104,10 +105,10 @@ def test_blocks_survive_a_journey_over_the_host(model: nn.Module) -> None:
     mover = KVMover(kv)
     _paged(model, PagedBatch.of(kv, [(0, slots[:24])], multiple_of=BATCH_MULTIPLE), tokens[:24])
     blocks = [int(slots[i]) // BLOCK for i in (0, 8, 16)]
-    mover.swap_out(list(zip(blocks, (3, 0, 2), strict=True)))
+    mover.copy("device", "host", np.array(blocks), np.array([3, 0, 2]))
     kv.device.fill_(float("nan"))
-    mover.swap_in([(3, 1), (0, 3), (2, 5)])
-    mover.copy([(3, 7)])
+    mover.copy("host", "device", np.array([3, 0, 2]), np.array([1, 3, 5]))
+    mover.copy("device", "device", np.array([3]), np.array([7]))
     kv.device[3].fill_(float("nan"))
     back = torch.tensor([b * BLOCK + i for b in (1, 7, 5, 9) for i in range(BLOCK)])
     logits, routes = _paged(model, PagedBatch.of(kv, [(24, back[:25])], multiple_of=BATCH_MULTIPLE), tokens[24:25])

@@ -22,12 +22,12 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache_manager.keys import Namespace
+from kvroute.encodings.own import decode
 from kvroute.engine.engine import Engine
 from kvroute.engine.models import build_model
 from kvroute.engine.request import EngineConfig, Output, Request
 from kvroute.engine.text import END, VOCAB_SIZE, encode, paragraphs
 from kvroute.serving.bodies import DRAW
-from kvroute.serving.encodings import decode
 from kvroute.serving.server import Server
 
 DEADLINE_S = 120.0

@@ -31,7 +31,7 @@ def payload(part: int, index: int) -> bytes:
 
 
 def record(part: int, index: int) -> OfferedRecord:
-    return OfferedRecord(key(index), PARTS[part].fingerprint, 1, b"\x0f" + bytes(7), payload(part, index))
+    return OfferedRecord(key(index), PARTS[part].fingerprint, 1, 1, b"\x0f" + bytes(7), payload(part, index))
 
 
 def blocks(n: int, without: tuple[tuple[int, int], ...] = ()) -> list[OfferedBlock]:

@@ -36,7 +36,7 @@ def offered(request: int, blocks: int) -> list[OfferedBlock]:
     """Fresh memory for every block, as an engine's pool has."""
     return [
         OfferedBlock(
-            i, key, (OfferedRecord(key, PART.fingerprint, 1, VALID, memoryview(bytearray(payload_of(request, i)))),)
+            i, key, (OfferedRecord(key, PART.fingerprint, 1, 1, VALID, memoryview(bytearray(payload_of(request, i)))),)
         )
         for i in range(blocks)
         for key in (key_of(request, i),)

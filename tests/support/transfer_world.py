@@ -20,6 +20,7 @@ from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import Namespace
 from cache_manager.record import OfferedRecord
+from cache_manager.records import Export
 from cache_manager.spec import AuxBlockDataSpec
 from transfer.actions import Finished, Install, OfferedBlock, PullResult, Release, Send, WantedBlock
 from transfer.decode import DecodeSession
@@ -96,8 +97,14 @@ class Request:
     wanted: dict[int, tuple[int, ...]] = field(default_factory=dict)  # index -> parts
     kv_from_prefill: set[int] = field(default_factory=set)
     rows_from_prefill: set[int] = field(default_factory=set)
+
     wrong_prompt: bool = False
     given_away: bool = False
+
+    @property
+    def rows_alone(self) -> set[int]:
+        """Blocks whose rows have come, and whose KV has not."""
+        return self.rows_from_prefill - self.kv_from_prefill
 
 
 @dataclass(eq=False)
@@ -110,6 +117,7 @@ class Offered:
     blocks: list[int]
     at_s: float
     whole: bool
+    export: Export
     owner: tuple[Peer, bytes] | None = None
     heard_s: float = 0.0
     acked: bool = False
@@ -154,7 +162,7 @@ class Engine:
     def admit(self, tokens: tuple[int, ...], room: int, dice: random.Random) -> Request | None:
         """Blocks for ``tokens`` and ``room`` more; ``None`` when the pool is full."""
         needed = -(-(len(tokens) + room) // TOKENS)
-        unheld = self.aux.unheld(range(BLOCKS))
+        unheld = [b for b, n in enumerate(self.aux.reference_counts(range(BLOCKS))) if not n]
         if len(unheld) < needed:
             return None
         self.count += 1
@@ -168,13 +176,13 @@ class Engine:
     def slots(self, request: Request, positions: Iterable[int]) -> list[int]:
         return [request.blocks[p // TOKENS] * TOKENS + p % TOKENS for p in positions]
 
-    def compute(self, request: Request, start: int, stop: int, *, kv: bool = True) -> object:
+    def compute(self, request: Request, start: int, stop: int) -> object:
         """Begin the step that computes [start, stop) of the request; the KV is there at once."""
         step = self.aux.begin_step(self.slots(request, range(start, stop)))
         identities = [(self.name, request.tokens[: p + 1], request.version) for p in range(start, stop)]
         for spec in SPECS:
             step.write(spec.name, canary_rows(spec, identities))
-        for p in range(start, stop) if kv else ():
+        for p in range(start, stop):
             row = row_of(KV, self.name, request.tokens[: p + 1], request.version)
             self.kv[request.blocks[p // TOKENS]].reshape(TOKENS, -1)[p % TOKENS] = np.frombuffer(row, np.uint8)
         return step
@@ -186,7 +194,7 @@ class Engine:
 
     def churn(self, dice: random.Random) -> None:
         """Somebody else uses unheld blocks, with rows and KV of their own, and is gone again."""
-        for block in self.aux.unheld(range(BLOCKS))[: dice.randint(1, 3)]:
+        for block in [b for b, n in enumerate(self.aux.reference_counts(range(BLOCKS))) if not n][: dice.randint(1, 3)]:
             self.aux.allocate([block], "churn")
             with self.aux.step(range(block * TOKENS, block * TOKENS + TOKENS)) as step:
                 for spec in SPECS:
@@ -294,20 +302,21 @@ class World:
         further = dice.choice((None, "before", "after")) if len(request.blocks) * TOKENS > len(tokens) else None
         if further == "before":  # prefill has gone on in the partial block: those rows belong to another key
             self.p_goes_on(request)
-        rows = self.p.aux.export(dict(zip(request.keys, prompt, strict=True)), counts)
-        blocks = []
+        export = self.p.aux.export(dict(zip(request.keys, prompt, strict=True)), counts, owner=owner)
+        origins, blocks = self.p.aux.origins(prompt), []
         for i, (key, block) in enumerate(zip(request.keys, prompt, strict=True)):
             memory = self.p.kv[block].data if counts[i] == TOKENS else bytes(self.p.kv[block])
-            kv = OfferedRecord(key, KV_PART.fingerprint, 0, b"\x0f" + bytes(7), memory)
-            blocks.append(OfferedBlock(i, key, (rows[i], kv if i != hole else None)))
+            kv = OfferedRecord(key, KV_PART.fingerprint, 0, origins[i], b"\x0f" + bytes(7), memory)
+            blocks.append(OfferedBlock(i, key, (export.records[i], kv if i != hole else None)))
         lease_s = dice.choice((None, 3.0))
         if further == "after":
             self.p_goes_on(request)
         if not self.prefill.offer(transfer, blocks, self.now_s, lease_s):
             self.happened["prefill table full"] += 1
+            export.abort()
             self.p.aux.free(owner)
         else:
-            offered = Offered(transfer, tokens, request.version, prompt, self.now_s, whole, heard_s=self.now_s)
+            offered = Offered(transfer, tokens, request.version, prompt, self.now_s, whole, export, heard_s=self.now_s)
             if lease_s:
                 offered.heard_s -= LIMITS.lease_s - lease_s
             self.offers[transfer] = offered
@@ -412,6 +421,7 @@ class World:
         claim(name, legitimate[outcome], f"{outcome} of {offered} at {self.now_s}")
         offered.released = outcome
         self.happened[f"released {outcome.value}"] += 1
+        offered.export.commit()
         self.p.aux.free(f"transfer:{action.transfer.hex()}")
 
     # ---------------------------------------------------------------- decode
@@ -489,11 +499,11 @@ class World:
             else:
                 step.abort()
             return
-        asked = [r for r in self.d.requests if r.pull and r.wanted and not r.stepping]
-        if asked and dice.random() < 0.3:  # decode computes a row that it has asked for: its own wins
+        asked = [r for r in self.d.requests if r.pull and r.kv_from_prefill and not r.stepping]
+        if asked and dice.random() < 0.3:  # decode computes again what has come: its own wins
             request = dice.choice(asked)
-            p = dice.randrange(request.prompt)
-            self.steps.append((self.d.compute(request, p, p + 1, kv=False), request, p, p + 1))
+            p = dice.choice([p for p in range(request.prompt) if p // TOKENS in request.kv_from_prefill])
+            self.steps.append((self.d.compute(request, p, p + 1), request, p, p + 1))
             request.stepping.add(p)
             request.again.add(p)
             request.own.discard(p)
@@ -559,13 +569,14 @@ class World:
         block = request.blocks[install.index]
         generation = request.generations[install.index]
         if install.part == ROWS:
-            ok = self.d.aux.install(block, generation, install.header, install.payload)
+            ok = self.d.aux.install(block, generation, install.header, install.payload) > 0
             if ok:
                 request.rows_from_prefill.add(install.index)
         else:
-            ok = self.d.aux.generations([block]) == [generation]
+            tokens = min(TOKENS, request.prompt - install.index * TOKENS)
+            ok = self.d.aux.bind_origin(block, generation, install.header.origin, tokens)
             if ok:
-                end = min(TOKENS, request.prompt - install.index * TOKENS) * KV.row_nbytes
+                end = tokens * KV.row_nbytes
                 self.d.kv[block][:end] = np.frombuffer(install.payload, np.uint8)[:end]
                 request.kv_from_prefill.add(install.index)
         self.happened["installed" if ok else "stale"] += 1
@@ -677,21 +688,24 @@ class World:
         found = []
         for spec in SPECS:
             rows = self.d.aux.read(spec.name, range(BLOCKS))
-            raw = rows.ids.reshape(BLOCKS * TOKENS, -1).view(np.uint8).tobytes()
+            raw = rows.values.reshape(BLOCKS * TOKENS, -1).view(np.uint8).tobytes()
             found.append((spec, rows.valid.tolist(), raw, spec.row_nbytes))
         for request in live:
             tokens, version = request.tokens, request.version
             for p, slot in enumerate(self.d.slots(request, range(len(request.blocks) * TOKENS))):
-                author = "D" if p in request.own else "P"
+                kv = self.d.kv[slot // TOKENS].tobytes()[slot % TOKENS * 8 : slot % TOKENS * 8 + 8]
+                # rows_are_of_the_pass_that_made_the_kv: whose KV is there says whose row has to be.
+                author = "P" if kv == row_of(KV, "P", tokens[: p + 1], version) else "D"
+                if p < request.prompt and p not in request.own | request.again and p // TOKENS in request.rows_alone:
+                    author = "P"  # its KV has not come, or never will: nothing of this position is used
                 for spec, valid, raw, n in found:
                     if not valid[slot]:
                         continue
                     claim(name, p < request.computed and p not in request.stepping, f"row {p} of {request}")
                     expected = row_of(spec, author, tokens[: p + 1], version)
                     claim(name, raw[slot * n : slot * n + n] == expected, f"row {p} of {request}")
-                if p < request.prompt and p // TOKENS in request.kv_from_prefill:
-                    kv = self.d.kv[slot // TOKENS].tobytes()[slot % TOKENS * 8 : slot % TOKENS * 8 + 8]
-                    claim(name, kv == row_of(KV, "P", tokens[: p + 1], version), f"KV {p} of {request}")
+                if p < request.prompt and p // TOKENS in request.kv_from_prefill and p not in request.again:
+                    claim(name, author == "P", f"KV {p} of {request}")
 
     def quiescent_means_nothing_in_flight(self) -> None:
         """Faults end, time passes, nobody asks for anything new: everything comes to its end."""
@@ -712,7 +726,7 @@ class World:
         for engine in (self.p, self.d):
             for request in list(engine.requests):
                 engine.end(request)
-            unheld = engine.aux.unheld(range(BLOCKS))
+            unheld = [b for b, n in enumerate(engine.aux.reference_counts(range(BLOCKS))) if not n]
             claim("no block is lost", unheld == list(range(BLOCKS)), f"{engine.name}: {unheld}")
             claim(name, engine.aux.in_flight == 0, engine.name)
             engine.aux.assert_consistent()

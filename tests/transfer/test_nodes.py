@@ -162,7 +162,7 @@ def test_a_peer_that_never_reads_keeps_no_block(tmp_path: Path, address: str) ->
     part = Part("kv", b"k" * 16, 1 << 20, 64)
     link = ZmqLink(ZmqSettings(bind=address.format(tmp_path), silence_ms=3_600_000))
     prefill = PrefillNode(link, Party(Run(b"p" * 16), NAMESPACE, (part,)), TransferLimits(lease_s=0.5))
-    records = [OfferedRecord(key_of(1, i), part.fingerprint, 1, VALID, bytearray(part.nbytes)) for i in range(48)]
+    records = [OfferedRecord(key_of(1, i), part.fingerprint, 1, 1, VALID, bytearray(part.nbytes)) for i in range(48)]
     transfer = prefill.offer([OfferedBlock(i, record.key, (record,)) for i, record in enumerate(records)])
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0

@@ -1,0 +1,184 @@
+"""The small engine does what a routing replay configuration says, key by key."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from cache_manager.errors import ConfigError, InvalidInputError, StorageError
+from cache_manager.keys import Namespace
+from kvroute.capture.canary import canary_rows
+from kvroute.config import RoutingReplayConfig
+from kvroute.engine import text
+from kvroute.engine.engine import Engine
+from kvroute.engine.request import EngineConfig, Output, Request
+from kvroute.engine.stores import EngineStores
+from kvroute.rollout.local import LocalRollouts
+from kvroute.rollout.shard import fetch_routes
+
+CONFIG = EngineConfig(device_blocks=60, host_blocks=20)
+NAMESPACE = Namespace("tests", weights_version=3)
+UUID4 = "d9f16c5c-65f6-4815-b44d-14e2c581907c"
+
+
+def on(directory: Path, **keys: Any) -> RoutingReplayConfig:
+    """As an operator gives it: JSON."""
+    given = {"enable_routing_replay": True, "local_store_dir": str(directory / "rollouts"), **keys}
+    return RoutingReplayConfig.from_json(json.dumps(given))
+
+
+def requests(n: int = 2) -> list[Request]:
+    prompts = [tuple(text.opening(text.paragraphs()[i]) + text.turn(text.questions()[i])) for i in range(2)]
+    return [
+        Request(f"chatcmpl-task:{i}:0:0-{UUID4}_0", prompt, 6, n=n, temperature=0.8) for i, prompt in enumerate(prompts)
+    ]
+
+
+def run(engine: Engine, asked: list[Request]) -> list[Output]:
+    for request in asked:
+        engine.add(request)
+    return sorted(engine.run(), key=lambda output: (output.request.id, output.sample))
+
+
+def test_finished_samples_are_in_the_store(qwen: nn.Module, tmp_path: Path) -> None:
+    """Goal: ``enable_routing_replay`` with a local store. Method: what another reader of the directory gets, beside the
+    outputs' routes, after the engine has closed."""
+    with Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path)) as engine:
+        outputs = run(engine, requests())
+    store = LocalRollouts(tmp_path / "rollouts")
+    assert len(outputs) == 4
+    for output in outputs:
+        assert output.rollout is not None
+        name = f"task:{output.request.id[14]}:0:0" + ("_1" if output.sample else "")
+        handle = store.find(name)
+        assert handle == output.rollout.result(0)
+        assert fetch_routes(store, handle) == output.routes
+        assert output.routes.complete
+
+
+def test_off_captures_nothing(qwen: nn.Module, tmp_path: Path) -> None:
+    """Goal: ``enable_routing_replay: false`` is off. Method: the same tokens, no rows, no hooks, no directory."""
+    with Engine(qwen, CONFIG, NAMESPACE) as engine:
+        wanted = run(engine, requests())
+    off = RoutingReplayConfig(local_store_dir=str(tmp_path / "rollouts"), debug_mode=True)
+    with Engine(qwen, CONFIG, NAMESPACE, replay=off) as engine:
+        assert not any(module._forward_hooks for module in qwen.modules())
+        outputs = run(engine, requests())
+    assert [output.tokens for output in outputs] == [output.tokens for output in wanted]
+    assert all(len(output.routes) == 0 and output.rollout is None for output in outputs)
+    assert not (tmp_path / "rollouts").exists()
+
+
+def test_response_hands_the_rows_over_with_the_output(qwen: nn.Module, tmp_path: Path) -> None:
+    with Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path, routing_store_type="response")) as engine:
+        for output in run(engine, requests()):
+            assert output.rollout is not None
+            assert engine.replay.manager is not None
+            handle = output.rollout.result()
+            assert handle.inline
+            assert fetch_routes(engine.replay.manager.store, handle) == output.routes
+
+
+def test_debug_mode_carries_positions_through_swaps_and_forks(qwen: nn.Module, tmp_path: Path) -> None:
+    """Goal: ``debug_mode`` finds who moves rows to a wrong place. Method: an engine under pressure, whose rows are all
+    canaries of their own positions at the end; then one whose blocks are changed behind its back."""
+    tight = EngineConfig(device_blocks=24, host_blocks=20)
+    with Engine(qwen, tight, NAMESPACE, replay=on(tmp_path, debug_mode=True)) as engine:
+        outputs = run(engine, requests(n=3))
+        for output in outputs:
+            assert np.array_equal(output.routes.ids, canary_rows(engine.spec, np.arange(len(output.routes))))
+            assert output.rollout is not None
+            assert output.rollout.result().num_experts == 1 << 32
+    engine = Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path, debug_mode=True))
+    engine.add(requests(n=1)[0])
+    engine.step()
+    (sequence,) = engine.scheduler.unfinished
+    table = engine.manager.table(sequence.owner)
+    read = engine.manager.read
+    engine.manager.read = (
+        lambda name, owner, start, stop: engine.aux.read(  # type: ignore[method-assign]
+            name, [table[1], table[0], *table[2:]], start, stop, owner=owner
+        )
+    )
+    with pytest.raises(AssertionError, match=r"at position 0 layer . lies the row of position 16"):
+        engine.abort(sequence.request.id)
+    engine.manager.read = read  # type: ignore[method-assign]
+    engine.abort(sequence.request.id)
+    engine.close()
+
+
+def test_the_policy_says_what_kv_without_rows_becomes(qwen: nn.Module, tmp_path: Path) -> None:
+    """Goal: ``policy`` drives. Method: an engine stores KV and rows, the rows are removed; with ``gate`` the next one
+    computes all again and has all rows, with ``mask`` it takes the KV and reports the rows as missing."""
+    stored = {"block_store": f"file://{tmp_path}/blocks"}
+    found = {}
+    for policy in ("gate", "gate", "mask"):
+        if "gate" in found:
+            shutil.rmtree(tmp_path / "blocks" / "rows")
+        with Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path, policy=policy, **stored)) as engine:
+            (output,) = run(engine, requests(n=1)[:1])
+            found[policy] = engine.computed_tokens, output.routes.complete, output.tokens
+    assert found["gate"][1]
+    assert not found["mask"][1]
+    assert found["mask"][0] < found["gate"][0] / 2
+    assert found["mask"][2] == found["gate"][2]
+
+
+def test_the_block_store_is_opened_and_closed(qwen: nn.Module, tmp_path: Path) -> None:
+    """Goal: ``block_store`` keeps KV and rows. Method: a second engine finds what the first stored, rows included."""
+    replay = on(tmp_path, block_store=f"file://{tmp_path}/blocks")
+    computed = []
+    for _ in range(2):
+        with Engine(qwen, CONFIG, NAMESPACE, replay=replay) as engine:
+            (output,) = run(engine, requests(n=1)[:1])
+            assert output.routes.complete
+            computed.append(engine.computed_tokens)
+    assert computed[1] < computed[0] / 2
+    stores = EngineStores.open(f"file://{tmp_path}/blocks")
+    try:
+        with pytest.raises(ConfigError, match="block_store: wanted '', as the engine was given stores"):
+            Engine(qwen, CONFIG, NAMESPACE, stores=stores, replay=replay)
+    finally:
+        stores.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_moe_layers": 99}, "num_moe_layers: wanted"),
+        ({"moe_top_k": 99}, "moe_top_k: wanted"),
+        ({"block_store": "nowhere:"}, "store scheme"),
+        ({"rollout_store": "nowhere:", "local_store_dir": None}, "rollout store scheme"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_and_leaves_no_hook(
+    qwen: nn.Module, tmp_path: Path, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path, **keys))
+    assert not any(module._forward_hooks for module in qwen.modules())
+
+
+def test_a_request_that_names_no_rollout_is_refused_at_once(qwen: nn.Module, tmp_path: Path) -> None:
+    with Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path)) as engine:
+        with pytest.raises(InvalidInputError, match="request id: wanted chatcmpl-<user>-<uuid4>"):
+            engine.add(Request(f"chatcmpl-{UUID4}", (1, 2, 3), 2))
+        assert not engine.busy
+
+
+def test_closing_says_which_rollouts_were_lost(qwen: nn.Module, tmp_path: Path) -> None:
+    """Goal: durability is not claimed. Method: the directory becomes a file under the engine's feet."""
+    engine = Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path))
+    (tmp_path / "rollouts" / "task:0:0:0").write_bytes(b"in the way")
+    outputs = run(engine, requests(n=1))
+    with pytest.raises(StorageError, match="rollouts were lost: rollout task:0:0:0 was not stored"):
+        engine.close()
+    assert outputs[0].rollout is not None
+    with pytest.raises(StorageError):
+        outputs[0].rollout.result(0)

@@ -1,0 +1,172 @@
+"""Rollouts of the small engine after every way a row can travel, beside what transformers alone routes.
+
+    python rollouts.py FOLDER
+
+writes ``NAME.npz`` for each family, for processes that have no engine: see :func:`load`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvroute.routes import Routes
+
+FAMILIES = ("qwen3_moe", "deepseek_v3", "olmoe", "mixtral")
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A finished sequence: its tokens, its routes, and the experts that transformers routes it to by itself."""
+
+    way: str
+    tokens: tuple[int, ...]
+    routes: Routes
+    native: NDArray[Any]  # [tokens, routed layers, top_k]
+
+
+def rollouts(family: str, folder: Path) -> list[Rollout]:
+    """Sequences that were swapped, shared and copied; that went on from a store; that went from prefill to decode."""
+    from kvroute.engine.models import build_model
+    from kvroute.engine.text import VOCAB_SIZE
+
+    model = build_model(family, seed=0, vocab_size=VOCAB_SIZE)
+    outputs = [("swap", o) for o in _swapped(model, folder)]
+    outputs += [("store", o) for o in _swapped(model, folder)]
+    outputs += [("decode", o) for o in _handed_over(model)]
+    return [Rollout(way, tuple(o.sequence), o.routes, _native(model, o.sequence)) for way, o in outputs]
+
+
+def load(file: Path) -> list[Rollout]:
+    """What the script has written for one family."""
+    with np.load(file) as stored:
+        return [
+            Rollout(
+                str(way),
+                tuple(stored[f"tokens{i}"].tolist()),
+                Routes.from_bytes(stored[f"routes{i}"].tobytes()),
+                stored[f"native{i}"],
+            )
+            for i, way in enumerate(stored["ways"])
+        ]
+
+
+def _requests() -> list[Any]:
+    from kvroute.engine import text
+    from kvroute.engine.request import Request
+
+    prompts = [text.opening(text.paragraphs()[i % 2]) + text.turn(text.questions()[i]) for i in range(4)]
+    return [Request(f"r{i}", tuple(prompt), 12, n=1 + i % 2) for i, prompt in enumerate(prompts)]
+
+
+def _swapped(model: Any, folder: Path) -> list[Any]:
+    """An engine with too little room, beside a store; the second one finds the first one's blocks there."""
+    from cache_manager.keys import Namespace
+    from kvroute.engine.engine import Engine
+    from kvroute.engine.request import EngineConfig
+    from kvroute.engine.stores import EngineStores
+
+    stores = EngineStores.open(folder.joinpath("store").as_uri())
+    tight = EngineConfig(device_blocks=32, host_blocks=24)
+    with Engine(model, tight, Namespace("rollouts", weights_version=3), stores=stores) as engine:
+        for request in _requests():
+            engine.add(request)
+        outputs = engine.run()
+        assert engine.drain()
+        counters = engine.aux.counters
+        assert counters.swapped_in_rows + engine.manager.counters.restored_tokens > 0
+    stores.close()
+    return list(outputs)
+
+
+def _handed_over(model: Any) -> list[Any]:
+    """Two engines, the second of which takes over what the first has computed of the prompts."""
+    from cache_manager.keys import Namespace
+    from kvroute.engine.decode import DecodeEngine
+    from kvroute.engine.prefill import PrefillEngine
+    from kvroute.engine.request import EngineConfig
+    from kvroute.engine.sequence import Handover
+    from transfer.limits import TransferLimits
+    from transfer.messages import Run
+    from transfer.node import DecodeNode, PrefillNode
+    from transfer.party import Party
+    from transfer.zmq_link import ZmqLink
+    from transfer.zmq_settings import ZmqSettings
+
+    def party(engine: Any) -> Party:
+        return Party(Run(secrets.token_bytes(16)), engine.aux.namespace.fingerprint, engine.crossing.parts)
+
+    room, namespace, limits = EngineConfig(device_blocks=64, host_blocks=16), Namespace("m", 3), TransferLimits()
+    outputs: list[Any] = []
+    with PrefillEngine(model, room, namespace) as prefill, DecodeEngine(model, room, namespace) as decode:
+        offers = PrefillNode(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), party(prefill), limits)
+        pulls = DecodeNode(ZmqLink(ZmqSettings()), party(decode), limits)
+        prefill.attach(offers)
+        decode.attach(pulls)
+        try:
+            for request in _requests():
+                prefill.add(request)
+                first = sorted(prefill.run(), key=lambda output: output.sample)
+                transfer = prefill.transfer_of(request.id)
+                assert transfer is not None
+                decode.take_over(request, Handover(transfer, offers.address, tuple(o.tokens[0] for o in first)))
+                _until(lambda: bool(outputs.extend(decode.step()) or not decode.busy))
+            _until(lambda: bool(prefill.step() or not prefill.waits))
+            assert decode.decode_counters.transferred_rows > 0
+        finally:
+            assert pulls.close()
+            assert offers.close()
+    return outputs
+
+
+def _until(done: Callable[[], bool]) -> None:
+    """Ask again until ``done``, or the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _native(model: Any, sequence: Any) -> NDArray[Any]:
+    import torch
+
+    from kvroute.capture.capture import RoutingCapture
+    from kvroute.engine.models import BATCH_MULTIPLE
+    from kvroute.routing import routing_spec_from_hf
+
+    # Padded at the end, so that float32 products are summed in one order whatever the length; see the models.
+    tokens = torch.zeros(1, -(-len(sequence) // BATCH_MULTIPLE) * BATCH_MULTIPLE, dtype=torch.int64)
+    tokens[0, : len(sequence)] = torch.tensor(sequence)
+    kept = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        with RoutingCapture(model, routing_spec_from_hf(model.config, block_tokens=16)) as capture, torch.no_grad():
+            model(tokens, use_cache=False)
+            return capture.rows()[: len(sequence)]
+    finally:
+        model.set_attn_implementation(kept)
+
+
+def main(folder: Path) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    for family in FAMILIES:
+        made = rollouts(family, folder / family)
+        arrays = {f"tokens{i}": np.array(r.tokens) for i, r in enumerate(made)}
+        arrays |= {f"routes{i}": np.frombuffer(r.routes.to_bytes(), np.uint8) for i, r in enumerate(made)}
+        arrays |= {f"native{i}": r.native for i, r in enumerate(made)}
+        np.savez(folder / f"{family}.npz", ways=np.array([r.way for r in made]), **arrays)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
