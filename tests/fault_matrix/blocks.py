@@ -43,13 +43,13 @@ def write(aux: AuxBlocks, block: int, who: str) -> None:
 
 def holds_rows_of(aux: AuxBlocks, block: int, who: str) -> bool:
     found = aux.read(aux.layout.specs[0].name, [block])
-    return bool(found.valid.all()) and found.ids.tobytes() == rows_of(who, aux.layout.specs[0]).tobytes()
+    return bool(found.valid.all()) and found.values.tobytes() == rows_of(who, aux.layout.specs[0]).tobytes()
 
 
 def says_nothing(aux: AuxBlocks, block: int) -> bool:
     """No row is readable, and no byte of an earlier tenant shows."""
     found = aux.read(aux.layout.specs[0].name, [block])
-    return not found.valid.any() and set(found.ids.tobytes()) == {0xFF}
+    return not found.valid.any() and set(found.values.tobytes()) == {0xFF}
 
 
 def key(aux: AuxBlocks, number: int) -> BlockKey:
@@ -61,18 +61,20 @@ def persist(aux: AuxBlocks, numbers: Sequence[int]) -> list[bool]:
     """Fill and store a block for each number under its key, block ``i`` for the ``i``-th."""
     for block, number in enumerate(numbers):
         write(aux, block, f"record-{number}")
-    done = aux.persist({key(aux, number): block for block, number in enumerate(numbers)})
+    blocks = {key(aux, number): block for block, number in enumerate(numbers)}
+    done = aux.persist(blocks, generations=aux.generations(list(blocks.values())))
+    origins = aux.origins(list(blocks.values()))
     aux.flush()
     for number in numbers:
         aux.free(f"record-{number}")
-    return [done[key(aux, number)] for number in numbers]
+    return [done[key(aux, number)] == origin for number, origin in zip(numbers, origins, strict=True)]
 
 
 def restore_into_a_used_block(aux: AuxBlocks, number: int, block: int = BLOCKS - 1) -> bool:
     """Restore a record to where another tenant's rows lie; what is readable then is the record's rows or nothing."""
     write(aux, block, "an earlier tenant")
     aux.free("an earlier tenant")
-    hit = aux.restore({key(aux, number): block})[key(aux, number)]
+    hit = aux.restore({key(aux, number): block}, generations=aux.generations([block]))[key(aux, number)]
     assert holds_rows_of(aux, block, f"record-{number}") if hit else says_nothing(aux, block)
     assert aux.in_flight == 0
     aux.evict([block])

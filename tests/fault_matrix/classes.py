@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Final
 
 BUGS: Final = tuple(str(n) for n in range(1, 51))
-HAZARDS: Final = tuple(f"H{n}" for n in range(1, 22))
+HAZARDS: Final = tuple(f"H{n}" for n in range(1, 23))
 
 _AUX = "tests/cache_manager/test_aux_blocks.py::"
 _AUX_MACHINE = "tests/cache_manager/test_aux_blocks_machine.py::"
+_ROLLOUT = "tests/kvroute/rollout/"
 _CLASSES = "tests/fault_matrix/test_classes.py::"
 _CONTRACT = "cache_manager/testing/contract.py::"
 _ENGINE = "tests/engine/test_engine.py::"
@@ -20,7 +21,8 @@ _MANAGER_MACHINE = "tests/cache_manager/test_manager_machine.py::"
 _MATRIX = "tests/fault_matrix/"
 _MOONCAKE = "tests/storage/test_mooncake_faults.py::"
 _ROUTES = "tests/kvroute/test_routes.py::"
-_SHARED = "tests/regions/test_shared_region.py::"
+_REGIONS = "tests/regions/"
+_PAIRS = "tests/cache_manager/test_pair_mover.py::"
 _VOCABULARY = "tests/cache_manager/test_vocabulary.py::"
 
 
@@ -80,7 +82,7 @@ BUG_CLASSES: Final = (
         "rows read are copies; a region with a living view refuses to close",
         (
             _CLASSES + "test_rows_handed_out_are_the_readers_own",
-            "tests/regions/test_region_contract.py::test_views_that_outlive_the_region_keep_its_memory",
+            _REGIONS + "test_region_contract.py::test_views_that_outlive_the_region_keep_its_memory",
             _AUX + "test_close_waits_for_views_and_can_be_called_again",
         ),
     ),
@@ -117,7 +119,7 @@ BUG_CLASSES: Final = (
         "locks tell the living; space is allocated before it is touched",
         (
             _MATRIX + "test_regions.py::test_r18_a_crash_loop_fills_no_shared_memory",
-            _SHARED + "test_a_full_dev_shm_is_an_error_and_never_a_sigbus",
+            _REGIONS + "test_shared_room.py::test_a_full_dev_shm_is_an_error_and_never_a_sigbus",
         ),
     ),
     BugClass(
@@ -258,7 +260,7 @@ HAZARD_CLASSES: Final = (
         ("H2",),
         "a KV hit without rows",
         "FastDeploy",
-        "`gate` cuts the hit back, `mask` reports the rows; KV and rows are stored apart",
+        "`gate` cuts the hit back, `mask` reports the rows; rows of another computation than the KV are missing, too",
         (
             _MANAGER_MACHINE + "test_gate_never_counts_a_block_without_rows_as_a_hit",
             _MANAGER + "test_a_complete_block_takes_the_place_of_one_that_misses_rows",
@@ -269,7 +271,7 @@ HAZARD_CLASSES: Final = (
         ("H3",),
         "KV is moved and its rows are not",
         "FastDeploy, SGLang, LightLLM",
-        "the engine's copy stands in the body of the rows' move: both arrive or neither",
+        "one mover moves both, or the engine's copy stands in the body of the rows' move: both arrive or neither",
         (
             _AUX + "test_a_move_whose_kv_copy_fails_changes_nothing",
             _MANAGER_MACHINE + "every_sequence_finds_its_own_kv",
@@ -326,8 +328,8 @@ HAZARD_CLASSES: Final = (
         "FastDeploy",
         "random names, a header with its sum, fingerprint and size, checked before the memory is mapped",
         (
-            _SHARED + "test_a_region_of_another_kind_is_not_mapped",
-            _SHARED + "test_a_region_still_being_made_is_not_mapped",
+            _REGIONS + "test_shared_attach.py::test_a_region_of_another_layout_is_not_mapped",
+            _REGIONS + "test_shared_orphans.py::test_a_creator_killed_halfway_leaves_nothing",
         ),
     ),
     BugClass(
@@ -358,6 +360,19 @@ HAZARD_CLASSES: Final = (
         ),
     ),
     BugClass(
+        ("H16",),
+        "a rollout store that swallows failures, reorders, or takes a path from a client",
+        "FastDeploy",
+        "a put that failed or was killed is never read, and is told by its ticket, by counters and by `close`; one "
+        "thread stores in order; ids are names",
+        (
+            _ROLLOUT + "test_manager.py::test_a_failed_put_is_told_to_whoever_asks_and_at_the_end",
+            _ROLLOUT + "test_manager.py::test_only_the_last_turn_stays",
+            _ROLLOUT + "test_local_faults.py::test_a_writer_killed_anywhere_leaves_the_put_before",
+            _ROLLOUT + "test_names.py::test_a_file_name_is_one_name_and_leads_nowhere_else",
+        ),
+    ),
+    BugClass(
         ("H17",),
         "a layer that bypasses the capture",
         "FastDeploy, SGLang",
@@ -375,6 +390,16 @@ HAZARD_CLASSES: Final = (
         ),
     ),
     BugClass(
+        ("H8",),
+        "rows at the time of sampling against rows of a later computation",
+        "FastDeploy",
+        "a journal keeps the first ones, by position; those of later are handed out when they are asked for",
+        (
+            "tests/kvroute/test_journal.py::rows_are_those_that_tokens_were_sampled_with",
+            _ENGINE + "test_rows_are_those_that_the_tokens_were_sampled_with",
+        ),
+    ),
+    BugClass(
         ("H20",),
         "samples of one prompt overwrite each other's tails",
         "FastDeploy",
@@ -389,6 +414,18 @@ HAZARD_CLASSES: Final = (
         "a reader in another process sees half a change",
         "FastDeploy",
         "word, bits, bytes, word again",
-        (_SHARED + "test_a_reader_never_takes_torn_or_foreign_rows",),
+        (_REGIONS + "test_view_processes.py::test_a_view_never_takes_torn_or_foreign_rows",),
+    ),
+    BugClass(
+        ("H22",),
+        "KV of one computation comes back beside the rows of another: equal tokens, other batches, two stores",
+        "kvroute itself, before origins",
+        "every block's content, and its records of rows and of KV, name the computation; rows come beside KV of their "
+        "own only",
+        (
+            _PAIRS + "test_two_engines_racing_on_one_pool_hand_out_whole_pairs_only",
+            _PAIRS + "test_a_kv_store_that_drops_first_does_not_mix_computations",
+            "tests/cache_manager/test_origin_machine.py::rows_are_of_the_pass_that_made_the_kv",
+        ),
     ),
 )

@@ -201,7 +201,7 @@ CROSSING_HAZARDS: Final = (
             _HANDOVER + "test_what_decode_has_itself_is_not_asked_for",
             _HANDOVER + "test_rows_may_come_after_decoding_has_begun",
             _HANDOVER + "test_blocks_on_offer_are_not_given_away",
-            _INSTALL + "test_a_row_lands_where_none_is_and_none_will_be",
+            _INSTALL + "test_a_row_lands_beside_its_own_kv_and_on_no_other_row",
         ),
     ),
     BugClass(
@@ -228,25 +228,10 @@ PENDING_BUGS: Final = (
 )
 PENDING_HAZARDS: Final = (
     BugClass(
-        ("H8",),
-        "rows at the time of sampling against rows of a later computation",
-        "FastDeploy",
-        "a request that is preempted by swap keeps its rows; one that is computed again has those of the second time. "
-        "The journal that keeps the first ones is not written yet",
-        (),
-    ),
-    BugClass(
         ("H14",),
         "tokens split over tensor, expert or data parallel ranks",
         "FastDeploy",
         "rank and world are in every key, so that shards never meet; rows of several ranks are not gathered yet",
-        (),
-    ),
-    BugClass(
-        ("H16",),
-        "a rollout store that swallows failures, reorders, or takes a path from a client",
-        "FastDeploy",
-        "block stores are held to a contract; rollout stores do not exist yet",
         (),
     ),
 )

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.checks import integers
 from cache_manager.errors import BlockBusyError, BlockStateError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
-from cache_manager.step import SlotTable
 from cache_manager.storage import open_store
+from cache_manager.table import BlockTable
 from cache_manager.testing.faults import FaultyStore
 from tests.fault_matrix.blocks import holds_rows_of, key, make_aux, persist, rows_of, says_nothing, write
 
@@ -70,9 +71,9 @@ def test_a_slow_store_holds_up_nobody_else(call: str) -> None:
 
         store.during_get = store.during_put = wait
         if call == "persist":
-            assert all(aux.persist({key(aux, 7): 1}).values())
+            assert all(aux.persist({key(aux, 7): 1}, owner="r").values())
         else:
-            assert all(aux.restore({key(aux, 1): 0}).values())
+            assert all(aux.restore({key(aux, 1): 0}, generations=aux.generations([0])).values())
             assert holds_rows_of(aux, 0, "record-1")
         assert finished.is_set()
 
@@ -88,8 +89,8 @@ def test_rows_handed_out_are_the_readers_own(memory: str) -> None:
     aux.reset(weights_version=2)
     assert read.valid.all()
     aux.close()
-    assert read.ids.tobytes() == rows_of("a").tobytes()
-    read.ids[:] = 0
+    assert read.values.tobytes() == rows_of("a").tobytes()
+    read.values[:] = 0
 
 
 def test_a_swap_in_flight_holds_its_blocks_against_every_call() -> None:
@@ -105,7 +106,7 @@ def test_a_swap_in_flight_holds_its_blocks_against_every_call() -> None:
             lambda: aux.allocate([0], "b"),
             lambda: aux.evict([0]),
             lambda: aux.begin_step([0]),
-            lambda: aux.restore({key(aux, 1): 0}),
+            lambda: aux.restore({key(aux, 1): 0}, owner="a"),
             lambda: aux.begin_swap_out([(1, 0)]),
             lambda: aux.evict([0], "host"),
         ):
@@ -125,9 +126,12 @@ def test_offsets_beyond_two_gigabytes_are_right() -> None:
     """Goal: no 32-bit offset. Method: slots and keys of the last of a hundred million blocks, without the memory."""
     blocks, tokens = 100_000_000, 64
     last = np.array([(blocks - 1) * tokens + 63, 2**31 // 64 * tokens + 1])
-    table = SlotTable(last, blocks, tokens)
-    assert table.blocks.tolist() == [blocks - 1, 2**31 // 64]
-    assert table.offsets.tolist() == [63, 1]
+    for words, shift in ((1, 6), (1, -1)):
+        table = object.__new__(BlockTable)
+        table.tokens, table.words_per_block, table._shift, table._mask = tokens, words, shift, tokens - 1
+        cells, offsets = table.cells(integers(last, "slots", "integers"))
+        assert table.blocks_of(cells).tolist() == [blocks - 1, 2**31 // 64]
+        assert offsets.tolist() == [63, 1]
 
 
 def test_reading_the_rows_of_a_turn_costs_that_turn() -> None:
@@ -149,4 +153,4 @@ def test_reading_the_rows_of_a_turn_costs_that_turn() -> None:
         finally:
             tracemalloc.stop()
     assert read.valid.all()
-    assert read.ids[:, 0, 0].tolist() == [n % 251 for n in range(tokens - 20, tokens)]
+    assert read.values[:, 0, 0].tolist() == [n % 251 for n in range(tokens - 20, tokens)]

@@ -36,7 +36,7 @@ LATER = TransferId(b"the transfer id2")
 
 def in_memory(memory: bytearray, name: int) -> list[OfferedBlock]:
     """A block of ``rows`` only, as it lies in a pool, offered under the key ``name``."""
-    record = OfferedRecord(key(name), PARTS[0].fingerprint, 1, b"\x0f" + bytes(7), memoryview(memory))
+    record = OfferedRecord(key(name), PARTS[0].fingerprint, 1, 1, b"\x0f" + bytes(7), memoryview(memory))
     return [OfferedBlock(0, key(name), (record, None))]
 
 

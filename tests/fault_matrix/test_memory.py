@@ -9,7 +9,7 @@ from cache_manager.manager import BlockManager
 from cache_manager.ports import Absence
 from cache_manager.storage.memory import MemoryStore
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.contract import LAYOUT, get, key_of, payload_of, put, valid_of
+from cache_manager.testing.records import LAYOUT, get, key_of, payload_of, put, valid_of
 from tests.fault_matrix.blocks import (
     BLOCKS,
     TOKENS,
@@ -23,14 +23,12 @@ from tests.fault_matrix.blocks import (
     write,
 )
 from tests.fault_matrix.matrix import fault
-from tests.support.kv import SlotKV
 
 PROMPT = TOKENS
 
 
 def make_manager(**options: int) -> BlockManager:
-    aux = make_aux(**options)
-    return BlockManager(aux, SlotKV(aux.device_blocks, aux.host_blocks, TOKENS))
+    return BlockManager(make_aux(**options))
 
 
 @fault(
@@ -108,7 +106,7 @@ def test_r09_a_full_store_refuses_and_does_not_grow() -> None:
         step.abort()
     assert [aux.region(tier).nbytes for tier in ("device", "host")] == nbytes
     for n in range(4):
-        assert manager.read("routing", f"s{n}", 0, PROMPT).ids.tobytes() == rows_of(f"s{n}").tobytes()
+        assert manager.read("routing", f"s{n}", 0, PROMPT).values.tobytes() == rows_of(f"s{n}").tobytes()
     manager.assert_consistent()
     aux.close()
 
@@ -165,7 +163,7 @@ def test_r11_a_short_payload_registers_nothing(length: int) -> None:
     backend = MemoryStore(1 << 20)
     store = RecordStore(backend, LAYOUT)
     with pytest.raises(RecordError, match="payload size"):
-        store.put([key_of(1)], [bytes(length)], [valid_of(1)], [1])
+        store.put([key_of(1)], [bytes(length)], [valid_of(1)], [1], [1])
     assert store.contains([key_of(1)]) == [False]
     assert get(store, [1]) == [Absence.MISS]
     assert put(store, [1]) == [True]
@@ -202,7 +200,7 @@ def test_r15_a_block_freed_twice_stays_with_its_other_owner() -> None:
             aux.free("a", [0])
         assert holds_rows_of(aux, 0, "a")
         assert aux.holds("b", 0)
-        assert not aux.shared(0)
+        assert aux.reference_counts([0]).tolist() == [1]
         with pytest.raises(BlockStateError, match="device block 0"):
             aux.allocate([0], "c")
         aux.free("b")

@@ -28,8 +28,8 @@ time.sleep(600)
     peer_does="its region stays in /dev/shm; every crash adds one until there is no room to start",
     kvroute_does="the next engine's start removes it, and takes none that anybody still uses",
     also=(
-        "tests/regions/test_shared_region.py::test_a_killed_process_group_leaves_a_region_that_the_next_create_removes",
-        "tests/regions/test_shared_region.py::test_a_region_is_not_reaped_while_anyone_has_it_mapped",
+        "tests/regions/test_shared_orphans.py::test_a_killed_process_group_leaves_a_region_that_the_next_create_removes",
+        "tests/regions/test_shared_orphans.py::test_a_region_is_not_reaped_while_anyone_has_it_mapped",
     ),
 )
 def test_r18_a_crash_loop_fills_no_shared_memory() -> None:

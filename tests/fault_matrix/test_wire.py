@@ -153,7 +153,7 @@ def header_of(request: int, index: int, part: Part = PART, payload: bytes | None
     """A sealed header; of a true record unless ``part`` or ``payload`` say otherwise."""
     payload = payload_of(request, index) if payload is None else payload
     valid = b"\xff" * (BLOCK_TOKENS // 8)
-    return pack_header(OfferedRecord(key_of(request, index), part.fingerprint, 1, valid, payload).seal())
+    return pack_header(OfferedRecord(key_of(request, index), part.fingerprint, 1, 1, valid, payload).seal())
 
 
 @fault(
@@ -249,6 +249,6 @@ def test_layouts_are_compared_before_any_payload(prefill: PrefillNode) -> None:
         server.say(encode(Gone(two, GoneReason.EXPIRED)))
         assert ended(pulling, {two})[two].result.installed == 0
         assert not sink.there
-    sealed = OfferedRecord(key_of(1, 0), OTHER_LAYOUT.fingerprint, 1, b"\xff" * 8, payload_of(1, 0)).seal()
+    sealed = OfferedRecord(key_of(1, 0), OTHER_LAYOUT.fingerprint, 1, 1, b"\xff" * 8, payload_of(1, 0)).seal()
     with pytest.raises(RecordError, match="fingerprint"):
         check_record(sealed, key_of(1, 0), PART.fingerprint, b"no payload of any record")

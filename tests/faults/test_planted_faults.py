@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 from planted import FAULTS, Fault
+from planted_core import CORE_FAULTS
+from planted_memory import MEMORY_FAULTS
 
 import cache_manager
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "fault", [*FAULTS, *CORE_FAULTS, *MEMORY_FAULTS], ids=lambda fault: fault.name.replace(" ", "-")
+)
 def test_a_planted_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
     copy = tmp_path / fault.package
     original = Path(cache_manager.__file__).parents[1] / fault.package

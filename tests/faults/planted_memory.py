@@ -1,0 +1,93 @@
+"""Faults in the order that makes a read without a lock right, each caught whatever the threads do."""
+
+from __future__ import annotations
+
+from planted import Fault
+
+EACH = "tests/cache_manager/test_memory.py"
+ORDERS = "tests/cache_manager/test_memory_interleaved.py"
+ALL_ORDERS = "test_every_order_of_loads_and_stores"
+
+MEMORY_FAULTS = [
+    Fault(
+        "a rewrite does not change the word",
+        "memory.py",
+        "(word & ~SEQUENCE_MASK) | ((word + _ONE) & SEQUENCE_MASK)",
+        "word",
+        f"{ORDERS}::{ALL_ORDERS}",
+        ALL_ORDERS,
+    ),
+    Fault(
+        "the word changes before the bits are cleared",
+        "memory.py",
+        "    region.valid[ids] = 0\n    region.words[ids] = generations.astype(np.uint64) << _SHIFT\n",
+        "    region.words[ids] = generations.astype(np.uint64) << _SHIFT\n    region.valid[ids] = 0\n",
+        f"{ORDERS}::{ALL_ORDERS}",
+        ALL_ORDERS,
+    ),
+    Fault(
+        "bits are taken after the bytes",
+        "memory.py",
+        "    words, bits = region.words[ids], valid[ids]\n    rows = source[ids]\n",
+        "    words, rows = region.words[ids], source[ids]\n    bits = valid[ids]\n",
+        f"{ORDERS}::{ALL_ORDERS}",
+        ALL_ORDERS,
+    ),
+    Fault(
+        "a retry keeps the old bits",
+        "memory.py",
+        "        bits[torn] = valid[again]\n",
+        "",
+        f"{ORDERS}::{ALL_ORDERS}",
+        ALL_ORDERS,
+    ),
+    Fault(
+        "a read that gives up hands out what it has",
+        "memory.py",
+        "    bits[torn] = 0\n",
+        "",
+        f"{EACH}::test_a_block_that_never_holds_still_has_no_valid_row_and_ends",
+        "test_a_block_that_never_holds_still_has_no_valid_row_and_ends",
+    ),
+    Fault(
+        "a block is complete by its first validity word",
+        "memory.py",
+        "(region.valid[ids][:, specs] == full_bits(region.layout.block_tokens))",
+        "(region.valid[ids][:, specs, :1] == full_bits(region.layout.block_tokens)[:1])",
+        f"{EACH}::test_a_block_is_complete_with_every_row_of_every_spec_asked_for",
+        "test_a_block_is_complete_with_every_row_of_every_spec_asked_for",
+    ),
+    Fault(
+        "a view does not ask for whom a row was written",
+        "regions/view.py",
+        "        bits[words >> np.uint64(GENERATION_SHIFT) != wanted[held].astype(np.uint64)] = 0\n",
+        "",
+        "tests/regions/test_view.py::test_rows_of_the_generations_asked_for_and_no_others",
+        "test_rows_of_the_generations_asked_for_and_no_others",
+    ),
+    Fault(
+        "a view reads on after a weight update",
+        "regions/view.py",
+        "            bits[:] = 0\n",
+        "            pass\n",
+        "tests/regions/test_view.py::test_after_a_weight_update_nothing_older_is_readable",
+        "test_after_a_weight_update_nothing_older_is_readable",
+    ),
+    Fault(
+        "a region has its name before it is whole",
+        "regions/shared.py",
+        "            memory = _allocate(name, fd, extent.nbytes, huge_pages=huge_pages)\n",
+        "            directory.give_name(fd, name)\n            os.unlink(directory.region_path(name))\n"
+        "            memory = _allocate(name, fd, extent.nbytes, huge_pages=huge_pages)\n",
+        "tests/regions/test_shared_orphans.py::test_a_creator_killed_halfway_leaves_nothing",
+        "test_a_creator_killed_halfway_leaves_nothing",
+    ),
+    Fault(
+        "whoever locks a removed region keeps it",
+        "regions/directory.py",
+        "        return os.fstat(fd).st_nlink > 0\n",
+        "        return True\n",
+        "tests/regions/test_shared_attach.py::test_a_region_that_was_removed_before_the_lock_is_missing",
+        "test_a_region_that_was_removed_before_the_lock_is_missing",
+    ),
+]
