@@ -1,0 +1,213 @@
+"""kvroute inside transformers' continuous batching (5.23), without a change to transformers.
+
+Every request that finishes leaves the experts that each of its tokens was routed to: taken while its KV was computed,
+and kept with that KV wherever the engine moves it. The engine owns its blocks; kvroute is told what becomes of them:
+
+what becomes of a block   where transformers does it                        what kvroute is told
+------------------------  ------------------------------------------------  ------------------------------------------
+it is given out           CachePool.get_free_blocks, the only way out       renew: nothing in it is readable
+a pass writes it          write_index_storage of inputs_and_outputs         write_step
+a fork copies it          CacheAllocator.copy_blocks                        copy: the same pairs
+it is swapped to the CPU  OffloadingManager._offload_to_cpu                 swap_out: the block itself stays as it is
+it is swapped back        OffloadingManager.restore_scheduled_requests      swap_in: into blocks that were given out
+the weights change        nowhere: whoever changes them says so             reset
+
+Nothing needs to be said of a prefix hit (PagedAttentionCache.search_prefix_match), of a duplicate block that is given
+up for its twin (CacheAllocator.mark_complete_blocks) and of the full blocks of a fork: they are block ids in one more
+request's table, and the rows of a block are those of the pass that made its KV, whoever reads it. Nor of blocks that
+become free (finish, cancellation, preemption): they keep their rows, as they keep their KV, until they are given out
+again. After a soft reset the engine computes the request anew, in other blocks, and so its rows.
+
+The block table of a request is CacheAllocator.block_table[request_id]. It is read when Scheduler.finish_request is
+called, while those blocks are still the request's. A request that was cancelled or has failed leaves no routes.
+
+Run it:  python examples/transformers_continuous_batching.py
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+import kvroute
+from kvroute.capture.capture import RoutingCapture
+
+KIND = "full_attention"
+logger = logging.getLogger(__name__)
+
+
+class EmbeddedRoutes:
+    """The routes of every request that ``manager`` finishes are in ``routes``, by request id, before its answer is.
+
+    Takes a manager that was not started; its engine is made here. Its methods are wrapped, one by one, on the objects
+    that the engine consists of: other managers are not touched. Raises ``ConfigError`` for what is not followed: async
+    batching, CUDA graphs and compilation, because the ids are taken by a hook on the host when a pass is over; and
+    attention other than full, which has blocks of its own.
+    """
+
+    def __init__(
+        self,
+        manager: ContinuousBatchingManager,
+        namespace: kvroute.Namespace,
+        memory: Literal["heap", "shared"] = "heap",
+    ) -> None:
+        config = manager.continuous_batching_config
+        compiled = config.varlen_compile_config or config.decode_compile_config
+        if config.use_async_batching or any(config.cuda_graph_booleans) or compiled:
+            wanted = "no async batching, CUDA graphs or compilation"
+            raise kvroute.ConfigError("continuous_batching_config", wanted, config)
+        manager.warmup()  # makes the engine, which the first start would do otherwise
+        self.engine: Any = manager.batch_processor
+        cache, swap = self.engine.cache, self.engine.offloading_manager
+        if list(cache.cache_allocators) != [KIND]:
+            raise kvroute.ConfigError("attention", KIND, ", ".join(cache.cache_allocators))
+        self.allocator = cache.cache_allocators[KIND]
+        self.namespace = namespace
+        self.spec = kvroute.routing_spec_from_hf(manager.model.config, block_tokens=self.allocator.tokens_per_page)
+        self.rows = kvroute.EngineBlocks(
+            [self.spec],
+            blocks=(cache.num_sectors + cache.pool.num_reserved_sectors) * self.allocator.blocks_per_sector,
+            host_blocks=swap._num_cpu_sectors * self.allocator.blocks_per_sector,
+            namespace=namespace,
+            memory=memory,
+        )
+        self.capture = RoutingCapture(manager.model, self.spec)
+        self.routes: dict[str, kvroute.Routes] = {}
+        self.passes_without_rows = 0
+        _wrap(cache.pool, "get_free_blocks", self._given_out)
+        _wrap(self.allocator, "copy_blocks", self._copied)
+        _wrap(swap, "_offload_to_cpu", self._swapped_out)
+        _wrap(swap, "restore_scheduled_requests", self._swapped_in)
+        _wrap(self.engine, "_generation_step", self._passed)
+        _wrap(self.engine.scheduler, "finish_request", self._finished)
+
+    def reset(self, weights_version: int) -> None:
+        """The weights are others now: call it inside ``manager.pause()``, or between sessions. No row is readable.
+
+        transformers would go on to hit the blocks that it keeps for later prompts, KV of the old weights: they are
+        given up. What running requests hold can still be hit; its rows are missing, as it is not the new weights' KV.
+        """
+        self.engine.cache.evict_cached_blocks()
+        self.namespace = replace(self.namespace, weights_version=weights_version)
+        self.rows.reset(weights_version=weights_version)
+
+    def close(self) -> None:
+        """Take the hooks off the model and give the memory back; after the manager has stopped."""
+        self.capture.close()
+        self.rows.close()
+
+    def _given_out(self, give: Callable[[int, int], list[int]], index: int, count: int) -> list[int]:
+        blocks = give(index, count)
+        self.rows.renew(blocks)
+        return blocks
+
+    def _copied(self, copy: Callable[..., None], sources: Sequence[int], targets: Sequence[int]) -> None:
+        copy(sources, targets)
+        self.rows.copy(_pairs(sources, targets))
+
+    def _swapped_out(self, swap_out: Callable[..., set[str]], victims: list[Any], tables: dict[str, Any]) -> set[str]:
+        """``tables`` are from before the victims' blocks became free; nobody has been given those blocks since."""
+        swapped = swap_out(victims, tables)
+        for request in swapped:
+            self.rows.swap_out(_pairs(tables[request][KIND], self._host_blocks(request)))
+        return swapped
+
+    def _swapped_in(self, swap_in: Callable[[list[Any]], None], scheduled: list[Any]) -> None:
+        """The requests have their new blocks already, perhaps more than they had: pairs count from the first."""
+        back = [each.state.request_id for each in scheduled if each.state.is_cpu_offloaded]
+        pairs = [_pairs(self._host_blocks(request), self.allocator.block_table[request]) for request in back]
+        swap_in(scheduled)
+        for each in pairs:
+            self.rows.swap_in(each)
+
+    def _host_blocks(self, request: str) -> Sequence[int]:
+        blocks: Sequence[int] = self.engine.offloading_manager._request_id_to_cpu_blocks[request][KIND]
+        return blocks
+
+    def _passed(self, forward: Callable[[Any], None], model: Any) -> None:
+        """A pass writes its rows when it is over. Where they could not be taken they are missing, which is counted."""
+        slots = self.slots(self.engine.inputs_and_outputs)
+        self.capture.clear()
+        forward(model)
+        try:
+            rows = self.capture.rows()
+        except kvroute.KVRouteError as error:
+            self.passes_without_rows += 1
+            logger.warning("%d tokens stay without rows: %s", len(slots), error)
+        else:
+            self.rows.write_step(slots, {self.spec.name: rows})
+
+    def slots(self, io: Any) -> NDArray[np.int64]:
+        """Where each token of a pass is written, ``[num_q_tokens]``: block * block_tokens + offset, -1 for padding.
+
+        transformers counts in rows of its cache tensor. A block takes ``block_physical_stride`` of them: for each layer
+        a page of keys and one of values. A token's write index is its row in the first of these pages. Padding goes to
+        the reserved sectors, which come before every block that is given out. The decode path of flash attention has no
+        write indices; there a request's table, which counts in pages, and the position of its one token say where.
+        """
+        tokens, stride = self.allocator.tokens_per_page, self.allocator.block_physical_stride
+        slots = np.full(io.num_q_tokens, -1, np.int64)
+        if io.use_block_table:
+            count = io.num_request_in_batch
+            at = io.position_ids[:count].numpy(force=True)
+            first_pages = io.block_table[0, :count].numpy(force=True)[np.arange(count), at // tokens]
+            slots[:count] = first_pages // (stride // tokens) * tokens + at % tokens
+        else:
+            written = io.write_index_storage[0, : io.num_q_tokens].numpy(force=True)
+            real = written >= self.engine.cache.pool.num_reserved_sectors * self.allocator.blocks_per_sector * stride
+            slots[real] = written[real] // stride * tokens + written[real] % stride
+        return slots
+
+    def _finished(self, finish: Callable[[str], None], request: str) -> None:
+        """Called for preempted requests too, which have no blocks any more, and for those that failed."""
+        state, table = self.engine.scheduler.active_requests.get(request), self.allocator.block_table.get(request)
+        if state is not None and table and state.status.name == "FINISHED":
+            rows = self.rows.read(self.spec.name, table, 0, state.current_len())
+            version = self.namespace.weights_version
+            self.routes[request] = kvroute.Routes.from_rows(self.spec, rows, weights_version=version, checked=True)
+        finish(request)
+
+
+def _wrap(part: Any, method: str, around: Callable[..., Any]) -> None:
+    """Calls of the method go to ``around``, which gets the engine's own method before the arguments."""
+    setattr(part, method, partial(around, getattr(part, method)))
+
+
+def _pairs(sources: Sequence[int], targets: Sequence[int]) -> NDArray[np.int64]:
+    return np.array(list(zip(sources, targets, strict=False)), np.int64).reshape(-1, 2)
+
+
+def main() -> None:
+    import torch
+    from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=8, num_experts_per_tok=2))
+    manager = model.init_continuous_batching(
+        GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        ContinuousBatchingConfig(page_size=8, num_blocks=64, max_batch_tokens=64, use_cuda_graph=False),
+    )
+    embedded = EmbeddedRoutes(manager, kvroute.Namespace("tiny-qwen3-moe", weights_version=1))
+    manager.start()
+    waiting = set(manager.add_requests([[*range(2, 34), 50 + i] for i in range(4)]))
+    while waiting and manager.is_running():
+        if answer := manager.get_result(timeout=1):
+            waiting.remove(answer.request_id)
+            tokens = f"{len(answer.prompt_ids)} + {len(answer.generated_tokens)} tokens"
+            print(answer.request_id, tokens, embedded.routes.pop(answer.request_id))
+    manager.stop()
+    embedded.close()
+
+
+if __name__ == "__main__":
+    main()

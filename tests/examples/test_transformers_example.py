@@ -1,0 +1,439 @@
+"""transformers' continuous batching with kvroute embedded, on a CPU: every row of every request judged.
+
+The judge is an independent forward of the same weights (``salted_moe``). The scenarios run twice: with attention as
+usual, where a row depends on all tokens before it; and with routes and KV that depend on a salt drawn for each token of
+each pass, where only the rows of the very pass that made the KV in use are right.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from salted_moe import SaltedMoe, Verdict
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import offloading_manager
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
+
+import kvroute
+
+PAGE = 8
+EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_continuous_batching.py"
+
+
+def load_example() -> Any:
+    spec = importlib.util.spec_from_file_location("transformers_continuous_batching", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+example = load_example()
+
+
+@pytest.fixture(autouse=True)
+def _no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The swap pool is pinned memory, which torch has only where there is an accelerator."""
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def empty(self, *sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            return torch.empty(*sizes, **options)
+
+    monkeypatch.setattr(offloading_manager, "torch", Torch())
+
+
+class Served:
+    """An engine that runs, the rows embedded in it, and a witness of the KV that each finished request ended with."""
+
+    def __init__(self, moe: SaltedMoe, embed: Callable[..., Any], new: int, returns: int, **config: Any) -> None:
+        self.moe, self.seen = moe, Counter()
+        self.finished: dict[str, tuple[list[int], Any]] = {}  # tokens that were computed, and their KV's salts
+        generation = GenerationConfig(
+            max_new_tokens=new, do_sample=returns > 1, num_return_sequences=returns, eos_token_id=-1, pad_token_id=0
+        )
+        options = {"page_size": PAGE, "use_cuda_graph": False, "use_async_batching": False, "seed": 0, **config}
+        self.manager = moe.model.init_continuous_batching(generation, ContinuousBatchingConfig(**options))
+        self.embedded = embed(self.manager, kvroute.Namespace("small", weights_version=1))
+        engine = self.engine = self.embedded.engine
+        self._passes, self._hold_at, self._until = 0, -1, lambda: True
+        self._held = threading.Event()
+        self._wrap(engine, "_generation_step", self._passing)
+        self._wrap(engine.scheduler, "finish_request", self._finishing)
+        self._wrap(engine.cache, "search_prefix_match", self._matching)
+        self._wrap(self.embedded.allocator, "copy_blocks", self._copying)
+        self._wrap(self.embedded.allocator.ledger, "register_new_hash", self._registering)
+
+    def ask(self, prompts: Sequence[list[int]]) -> None:
+        """All of them, to the end."""
+        waiting = self.begin(prompts)
+        while waiting:
+            answer = self.manager.get_result(timeout=60)
+            assert answer is not None, "the engine answers"
+            assert answer.error is None, answer.error
+            waiting.discard(answer.request_id)
+
+    def begin(self, prompts: Sequence[list[int]]) -> set[str]:
+        """The names of all requests, children too."""
+        if not self.manager.is_running():
+            self.manager.start()
+        names = self.manager.add_requests([list(each) for each in prompts])
+        children = range(self.manager.num_return_sequences - 1)
+        return {*names, *(f"{name}__child#{i}" for name in names for i in children)}
+
+    def hold(self, passes: int, until: Callable[[], bool]) -> None:
+        """After so many passes more, do not begin another until it is so; before any request is asked."""
+        self._held.clear()
+        self._hold_at, self._until = self._passes + passes, until
+
+    def held(self) -> None:
+        assert self._held.wait(timeout=120), "the engine comes to that pass"
+
+    def running(self, request: str) -> int:
+        """How many tokens of the request are computed; 0 when it does not run."""
+        state = self.engine.scheduler.active_requests.get(request)
+        return state.current_len() if state is not None else 0
+
+    def verdict(self) -> Verdict:
+        """Of everything that has finished since the last verdict."""
+        verdict = Verdict()
+        for request, (tokens, salts) in self.finished.items():
+            verdict.add(self.embedded.routes.pop(request), self.moe.expected(tokens, salts))
+        self.finished.clear()
+        assert not self.embedded.routes, "routes of requests that did not finish"
+        return verdict
+
+    def stop(self, **options: Any) -> None:
+        self.manager.stop(**options)
+
+    def _wrap(self, part: Any, method: str, around: Callable[..., Any]) -> None:
+        inner = getattr(part, method)
+        setattr(part, method, lambda *args, **kwargs: around(inner, *args, **kwargs))
+
+    def _passing(self, forward: Callable[..., None], *args: Any) -> None:
+        if self._passes == self._hold_at:
+            self._held.set()
+            while not self._until():
+                time.sleep(0.002)
+        self._passes += 1
+        forward(*args)
+
+    def _finishing(self, finish: Callable[[str], None], request: str) -> None:
+        state: RequestState = self.engine.scheduler.active_requests[request]
+        table = self.embedded.allocator.block_table.get(request)
+        if table is None:
+            self.seen["swapped" if state.is_cpu_offloaded else "soft reset"] += 1
+        else:
+            tokens = [*state.initial_tokens, *state.generated_tokens][: state.current_len()]
+            self.finished[request] = tokens, self._salts(table, len(tokens)) if self.moe.salted else None
+        finish(request)
+
+    def _salts(self, table: list[int], count: int) -> Any:
+        """Which pass made the KV: read from the engine's own cache tensor, through its own block table."""
+        stride = self.embedded.allocator.block_physical_stride
+        at = [table[i // PAGE] * stride + i % PAGE for i in range(count)]
+        _, values = self.embedded.allocator._kv_token_views[0]
+        return self.moe.salts(values[torch.tensor(at)])
+
+    def _matching(self, match: Callable[..., int], *args: Any) -> int:
+        self.seen["hit"] += (tokens := match(*args))
+        return tokens
+
+    def _registering(self, register: Callable[..., int | None], *args: Any) -> int | None:
+        twin = register(*args)
+        self.seen["duplicate"] += twin is not None
+        return twin
+
+    def _copying(self, copy: Callable[..., None], sources: list[int], targets: list[int]) -> None:
+        self.seen["copied"] += len(sources)
+        copy(sources, targets)
+
+
+@contextmanager
+def served(
+    moe: SaltedMoe, embed: Callable[..., Any] = example.EmbeddedRoutes, new: int = 20, returns: int = 1, **config: Any
+) -> Iterator[Served]:
+    engine = Served(moe, embed, new, returns, **config)
+    try:
+        yield engine
+    finally:
+        if engine.manager.is_running():
+            engine.stop()
+        engine.manager.destroy()
+        engine.embedded.close()
+
+
+def prompts(lengths: Sequence[int], shared: int = 0, seed: int = 0) -> list[list[int]]:
+    """Random tokens, the first ``shared`` of them the same in all."""
+    rng = np.random.default_rng(seed)
+    common = rng.integers(2, 128, shared).tolist()
+    return [common + rng.integers(2, 128, n).tolist() for n in lengths]
+
+
+@pytest.fixture(params=[False, True], ids=["attention", "salted"])
+def moe(request: pytest.FixtureRequest) -> SaltedMoe:
+    return SaltedMoe(salted=request.param)
+
+
+def all_right(verdict: Verdict, due: int) -> None:
+    assert verdict.due == due
+    assert verdict.wrong == verdict.missing == 0, verdict
+    assert verdict.close <= due // 50, verdict  # else nothing was judged
+
+
+def test_plain_batches(moe: SaltedMoe) -> None:
+    """Goal: every row of a batch is right. Method: ragged prompts, room for all; prompts end within and at a block."""
+    with served(moe, num_blocks=64, max_batch_tokens=256) as engine:
+        engine.ask(prompts([5, 33, 8, 17, 64]))
+        all_right(engine.verdict(), due=127 + 5 * 19)
+
+
+def test_prompts_in_chunks(moe: SaltedMoe) -> None:
+    """Goal: rows of a prompt that takes many passes fit together. Method: 24 tokens a pass, decodes beside them."""
+    with served(moe, num_blocks=96, max_batch_tokens=24) as engine:
+        engine.ask(prompts([100, 37, 3, 90]))
+        all_right(engine.verdict(), due=230 + 4 * 19)
+
+
+def test_prefix_hits_and_duplicates(moe: SaltedMoe) -> None:
+    """Goal: a request that did not compute its prefix has the rows of the KV that it reads. Method: prompts with a
+    common prefix, two at a time, so that some duplicate each other's blocks and later ones hit them."""
+    with served(moe, num_blocks=48, max_batch_tokens=256, max_requests_per_batch=2) as engine:
+        engine.ask(prompts([9, 14, 4, 8, 30, 1], shared=40))
+        assert engine.seen["hit"] >= 80
+        assert engine.seen["duplicate"] >= 2
+        all_right(engine.verdict(), due=6 * 40 + 66 + 6 * 19)
+
+
+def test_the_next_turn_hits_generated_blocks(moe: SaltedMoe) -> None:
+    """Goal: rows of generated tokens outlive their request. Method: a second turn on the answer of the first."""
+    with served(moe, num_blocks=48, max_batch_tokens=256) as engine:
+        engine.ask(prompts([20]))
+        ((tokens, _),) = engine.finished.values()
+        engine.verdict()
+        engine.ask([[*tokens, 5, 6, 7]])
+        assert engine.seen["hit"] == 39 // PAGE * PAGE
+        all_right(engine.verdict(), due=42 + 19)
+
+
+def test_forks(moe: SaltedMoe) -> None:
+    """Goal: children have their parent's rows as far as they are its copy. Method: three answers a prompt, sampled; the
+    last block of a prompt is full, or not, when they part."""
+    with served(moe, returns=3, num_blocks=128, max_batch_tokens=128) as engine:
+        engine.ask(prompts([13, 17, 42, 90]))
+        assert engine.seen["copied"] >= 2
+        all_right(engine.verdict(), due=3 * (162 + 4 * 19))
+
+
+def test_swap_to_the_cpu_and_back(moe: SaltedMoe) -> None:
+    """Goal: rows go to the CPU with their KV and come back. Method: 16 blocks for 8 requests that each grow to 8."""
+    with served(moe, new=40, num_blocks=16, max_batch_tokens=128, cpu_offload_space=0.01) as engine:
+        engine.ask(prompts([20] * 8))
+        assert engine.seen["swapped"] >= 2
+        assert engine.seen["soft reset"] == 0
+        all_right(engine.verdict(), due=8 * 59)
+
+
+def test_soft_reset(moe: SaltedMoe) -> None:
+    """Goal: a request that is computed again has the rows of its new KV. Method: as above, with nowhere to swap to."""
+    with served(moe, new=40, num_blocks=16, max_batch_tokens=128) as engine:
+        engine.ask(prompts([20] * 8))
+        assert engine.seen["soft reset"] >= 2
+        all_right(engine.verdict(), due=8 * 59)
+
+
+def test_cancelled_requests_leave_their_blocks_to_others(moe: SaltedMoe) -> None:
+    """Goal: nobody reads what a cancelled request left. Method: two that decode without end are cancelled, twice, and
+    others are given their blocks."""
+    with served(moe, new=1000, num_blocks=24, max_batch_tokens=64) as engine:
+        for turn in range(2):
+            engine.hold(passes=15, until=lambda: engine.manager.cancel_queue.qsize() == 2)
+            names = engine.begin(prompts([40, 30], seed=turn))
+            engine.held()
+            assert all(engine.running(name) > 32 for name in names)
+            for name in names:
+                engine.manager.cancel_request(name)
+        while engine.engine.has_pending_requests():
+            assert engine.manager.get_result(timeout=0.01) is None
+        assert not engine.embedded.routes
+        engine.manager.generation_config.max_new_tokens = 20
+        engine.ask(prompts([40, 11, 12, 13, 14, 41], seed=9))
+        all_right(engine.verdict(), due=131 + 6 * 19)
+
+
+def test_new_weights(moe: SaltedMoe) -> None:
+    """Goal: after a weight update no row of the old weights is handed out, and none of the new is missing. Method: the
+    same prompts before and after, in a second session of one engine, whose cache remembers the first."""
+    asked = prompts([20, 30], shared=24)
+    with served(moe, num_blocks=64, max_batch_tokens=256) as engine:
+        engine.ask(asked)
+        all_right(engine.verdict(), due=98 + 2 * 19)
+        engine.stop(keep_for_next_session=True)
+        moe.change_weights(seed=7)
+        engine.embedded.reset(weights_version=2)
+        engine.ask(asked)
+        assert {v for each in engine.embedded.routes.values() for _, _, v in each.weights_versions} == {2}
+        all_right(engine.verdict(), due=98 + 2 * 19)
+
+
+def test_new_weights_in_the_middle_of_a_request() -> None:
+    """Goal: a request across a weight update has only rows of the new weights. Method: the engine is paused while it
+    decodes; what was computed before is missing, and what comes after is right."""
+    moe = SaltedMoe(salted=True)  # with attention the new weights would see KV of the old ones, here as anywhere
+    with served(moe, new=120, num_blocks=64, max_batch_tokens=64) as engine:
+        engine.hold(passes=10, until=engine.manager.background_thread_status.is_pause_requested)
+        (name,) = engine.begin(prompts([30]))
+        engine.held()
+        with engine.manager.pause():
+            before = engine.running(name)
+            moe.change_weights(seed=7)
+            engine.embedded.reset(weights_version=2)
+        assert engine.manager.get_result(timeout=60) is not None
+        assert engine.embedded.routes[name].missing == ((0, before),)
+        verdict = engine.verdict()
+        assert (verdict.wrong, verdict.missing) == (0, before)
+
+
+def test_a_block_that_the_engine_hits_wrongly_has_no_rows(moe: SaltedMoe) -> None:
+    """Goal: KV of old weights, which transformers hits in a second session when nobody evicts it, comes without rows.
+    Method: the weights change and kvroute is told, but the engine keeps its idle blocks."""
+    with served(moe, num_blocks=64, max_batch_tokens=256) as engine:
+        engine.ask(prompts([20], shared=24))
+        engine.verdict()
+        engine.stop(keep_for_next_session=True)
+        moe.change_weights(seed=7)
+        engine.embedded.rows.reset(weights_version=2)
+        engine.ask(prompts([20], shared=24))
+        stale = engine.seen["hit"]
+        assert stale == 40
+        assert [each.missing for each in engine.embedded.routes.values()] == [((0, stale),)]
+
+
+class Stubborn(example.EmbeddedRoutes):
+    """Reads the blocks that a request was computed into, and not those that it ends with."""
+
+    def _passed(self, forward: Callable[[Any], None], model: Any) -> None:
+        for each in self.engine.inputs_and_outputs.requests_in_batch:
+            request = each.state.request_id
+            own = self.__dict__.setdefault("_own", {}).setdefault(request, [])
+            own += self.allocator.block_table[request][len(own) :]
+        super()._passed(forward, model)
+
+    def _finished(self, finish: Callable[[str], None], request: str) -> None:
+        tables = self.allocator.block_table
+        kept, tables[request] = tables[request], self._own[request]
+        super()._finished(lambda _: None, request)
+        tables[request] = kept
+        finish(request)
+
+
+def test_the_judge_sees_rows_of_another_pass() -> None:
+    """Goal: the judge can tell two passes over the same tokens apart. Method: an embedding that does not notice when a
+    request gives a duplicate block up for its twin; only the KV's own witness knows whose pass it is."""
+    moe = SaltedMoe(salted=True)
+    with served(moe, embed=Stubborn, num_blocks=64, max_batch_tokens=256) as engine:
+        engine.ask(prompts([2, 3], shared=40))
+        assert engine.seen["duplicate"] >= 2
+        assert engine.verdict().wrong > 20
+
+
+def test_the_judge_sees_rows_in_another_block(moe: SaltedMoe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: rows that were swapped into the wrong blocks are seen. Method: every move goes one block too far."""
+
+    def shifted(sources: Sequence[int], targets: Sequence[int]) -> Any:
+        return np.array(list(zip(sources, np.roll(targets[: len(sources)], 1), strict=True)), np.int64).reshape(-1, 2)
+
+    monkeypatch.setattr(example, "_pairs", shifted)
+    with served(moe, new=40, num_blocks=16, max_batch_tokens=128, cpu_offload_space=0.01) as engine:
+        engine.ask(prompts([20] * 8))
+        assert engine.verdict().wrong > 8
+
+
+def test_the_judge_sees_rows_at_another_position(moe: SaltedMoe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a row that is one token late is seen. Method: slots are rotated within a pass."""
+    slots = example.EmbeddedRoutes.slots
+    monkeypatch.setattr(example.EmbeddedRoutes, "slots", lambda self, io: np.roll(slots(self, io), 1))
+    with served(moe, num_blocks=64, max_batch_tokens=256) as engine:
+        engine.ask(prompts([30, 12]))
+        assert engine.verdict().wrong > 30
+
+
+def test_a_fork_that_is_not_followed_has_missing_rows(moe: SaltedMoe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a hook that is forgotten makes rows missing, not wrong. Method: copies of blocks are not told."""
+    monkeypatch.setattr(example.EmbeddedRoutes, "_copied", lambda _self, copy, *pairs: copy(*pairs))
+    with served(moe, returns=2, num_blocks=64, max_batch_tokens=128) as engine:
+        engine.ask(prompts([13]))
+        verdict = engine.verdict()
+        assert (verdict.wrong, verdict.missing) == (0, 12 % PAGE)
+
+
+def test_a_router_that_does_not_run_makes_rows_missing(moe: SaltedMoe) -> None:
+    """Goal: a pass whose rows cannot be taken does not stop the engine, and is counted. Method: a hook is lost."""
+    with served(moe, num_blocks=64, max_batch_tokens=256) as engine:
+        engine.embedded.capture._hooks[1].remove()
+        engine.ask(prompts([9]))
+        assert engine.embedded.passes_without_rows == 20
+        assert engine.verdict().missing == 9 + 19
+
+
+def test_padding_and_the_decode_path_have_slots(moe: SaltedMoe) -> None:
+    """Goal: slots are right where a GPU pads its batches, and where flash attention reads block tables. Method: the
+    engine's own inputs, prepared as it would there, against the block tables."""
+    with served(moe, num_blocks=32, max_batch_tokens=64) as engine:
+        cache, processor = engine.engine.cache, engine.engine.logit_processor
+        cache.max_blocks_per_request = 8
+        states = [RequestState(request_id=f"r{i}", initial_tokens=list(range(n))) for i, n in enumerate((11, 16, 5))]
+        io = ContinuousBatchingIOs(
+            cache, cache.config, engine.engine.cb_config, torch.device("cpu"), torch.float32, processor
+        )
+        tables = engine.embedded.allocator.block_table
+
+        def prepared(counts: Sequence[int], fast: bool, padded: int) -> tuple[list[int], list[int]]:
+            wanted = []
+            for state, n in zip(states, counts, strict=True):
+                state.tokens_to_process = [1] * n
+                assert cache.can_store_request_tokens(state, n)
+                at = range(state.current_len(), state.current_len() + n)
+                wanted += [tables[state.request_id][i // PAGE] * PAGE + i % PAGE for i in at]
+            batch = [FutureRequestState(state, True, {}, n) for state, n in zip(states, counts, strict=True)]
+            io.prepare_batch_tensors(batch, processor, fast, padded, 0, use_padding=True)
+            assert io.use_block_table == fast
+            return engine.embedded.slots(io).tolist(), wanted + [-1] * (padded - len(wanted))
+
+        for counts, fast, padded in (((11, 16, 5), False, 64), ((1, 1, 1), True, 4), ((3, 2, 9), False, 16)):
+            found, wanted = prepared(counts, fast, padded)
+            assert found == wanted
+
+
+@pytest.mark.parametrize("unfit", [{"use_async_batching": True}, {"default_compile_level": 1}, {}])
+def test_what_is_not_followed_is_refused(unfit: dict[str, Any]) -> None:
+    """Goal: an engine whose rows would be missing or wrong is refused by name, before it runs. Method: batches that
+    overlap, compiled passes; and, with neither, layers with a sliding window."""
+    moe = SaltedMoe(salted=False)
+    if not unfit:
+        moe.model.config.sliding_window = 16
+        moe.model.config.layer_types = ["sliding_attention", "full_attention", "full_attention"]
+    wanted = "no async batching, CUDA graphs or compilation" if unfit else "wanted full_attention"
+    with pytest.raises(kvroute.ConfigError, match=wanted), served(moe, num_blocks=16, max_batch_tokens=64, **unfit):
+        pass
+
+
+def test_the_example_runs_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """Goal: what the docs tell to run works. Method: its main."""
+    example.main()
+    assert capsys.readouterr().out.count("33 + 12 tokens Routes(positions 0..43, 3 of 3 layers") == 4
