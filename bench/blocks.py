@@ -112,7 +112,9 @@ class KVRoute:
     def put(self, start: int, stop: int) -> None:
         load = self.load
         part = slice(start, stop)
-        assert all(self.store.put(load.keys[part], load.sources[part], load.valid[part], load.generations[part]))
+        keys, sources = load.keys[part], load.sources[part]
+        stored = self.store.put(keys, sources, load.valid[part], load.generations[part], [1] * len(keys))
+        assert None not in stored
 
     def get(self, start: int, stop: int) -> None:
         found = self.store.get_into(self.load.keys[start:stop], self.load.buffers[: stop - start])
@@ -140,7 +142,7 @@ class Lmdb:
                 source = load.sources[i]
                 if self.verify:
                     header = RecordHeader(
-                        load.keys[i], load.layout.fingerprint, i, load.valid[i], len(source), checksum(source)
+                        load.keys[i], load.layout.fingerprint, i, 1, load.valid[i], len(source), checksum(source)
                     )
                     transaction.put(load.keys[i], b"".join((pack_header(header), source)))
                 else:

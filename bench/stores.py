@@ -36,6 +36,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.blocks import Files, KVRoute, Lmdb, Load, Slab, scratch
+from bench.peers import VENVS
 from bench.table import Table, machine
 from bench.turns import ROOT, Contestant, Peer, PeerError, Took, Turn, take
 from cache_manager.ports import StorageBackend
@@ -49,7 +50,6 @@ from mooncake_pool import Master, Owner, running_master, running_owner
 BATCH = 32
 LEASE_MS = 5_000
 TIMEOUT_MS = 10_000
-VENVS = ROOT / "bench" / ".venvs"
 
 BASES = {"in memory": "slab, memcpy", "in files": "LMDB", "in a Mooncake pool": "raw batch calls"}
 COPY = "copy"

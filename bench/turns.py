@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -100,23 +100,32 @@ Opener = Callable[[Records, Turn], Contestant]
 
 
 def serve(version: str, openers: Mapping[str, Opener]) -> None:
-    """Take turns until standard input ends. What libraries print goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    print(json.dumps({"version": version}), file=answers)
+    """Take turns of stores until standard input ends."""
     prepared: tuple[tuple[int, int, int, int], Records] | None = None
-    for line in sys.stdin:
-        turn = Turn(**json.loads(line))
+
+    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+        nonlocal prepared
+        turn = Turn(**asked)
         like = (turn.record_nbytes, turn.records, turn.batch, turn.seed)
         if prepared is None or prepared[0] != like:
             prepared = like, Records(turn)
         records = prepared[1]
         contestant = openers[turn.what](records, turn)
         try:
-            took = take(contestant, records.stamps, records.buffers, turn.batch)
+            return asdict(take(contestant, records.stamps, records.buffers, turn.batch))
         finally:
             contestant.close()
-        print(json.dumps(asdict(took)), file=answers)
+
+    serve_answers(version, answer)
+
+
+def serve_answers(version: str, answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    """Answer each line of standard input until it ends. What libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    print(json.dumps({"version": version}), file=answers)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=answers)
 
 
 class PeerError(Exception):
@@ -141,17 +150,21 @@ class Peer:
         self.version = str(self._answer()["version"])
 
     def take(self, turn: Turn) -> Took:
+        return Took(**self.ask(asdict(turn)))
+
+    def ask(self, what: Mapping[str, Any]) -> dict[str, Any]:
+        """What the peer answers to ``what``; both are JSON objects."""
         assert self._process.stdin is not None
         if self._process.returncode is None:
-            self._process.stdin.write(json.dumps(asdict(turn)) + "\n")
+            self._process.stdin.write(json.dumps(what) + "\n")
             self._process.stdin.flush()
-        return Took(**self._answer())
+        return self._answer()
 
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
 
-    def _answer(self) -> dict[str, float]:
+    def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = "" if self._process.returncode is not None else self._process.stdout.readline()
         if not line:
@@ -159,5 +172,5 @@ class Peer:
                 self.close()
             said = self._log.read_text(errors="replace").strip().splitlines()
             raise PeerError(said[-1] if said else f"ended with code {self._process.returncode}")
-        answer: dict[str, float] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         return answer

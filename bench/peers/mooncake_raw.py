@@ -85,7 +85,7 @@ class Sealed(Raw):
 
     def _header(self, i: int) -> RecordHeader:
         payload = self._payloads[i]
-        return RecordHeader(self._keys[i], FINGERPRINT, i, VALID, payload.nbytes, checksum(payload))
+        return RecordHeader(self._keys[i], FINGERPRINT, i, 1, VALID, payload.nbytes, checksum(payload))
 
 
 def main(master: str) -> None:

