@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by whichever test: kernels run on the CPU
+
 from hypothesis import HealthCheck, Phase, settings
 
 # The machines these run on are shared, so that no example is failed for being slow.

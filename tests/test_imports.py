@@ -31,7 +31,7 @@ def test_importing_kvroute_loads_nothing_heavy() -> None:
         "import kvroute; [getattr(kvroute, name) for name in kvroute.__all__]",
         "import kvroute.routing, kvroute.routes, kvroute.config, kvroute.capture",
         "import kvroute.capture.canary, kvroute.capture.errors",
-        "import kvroute.cli, kvroute.serving.config, kvroute.serving.encodings",
+        "import kvroute.cli, kvroute.serving.config, kvroute.encodings",
     ],
 )
 def test_nothing_optional_is_loaded_before_it_is_used(code: str) -> None:
