@@ -18,8 +18,7 @@ from cache_manager.lifecycle import State
 from cache_manager.move import Follow, Move, Pairs, split_pairs
 from cache_manager.mover import PairMover, RowsMover
 from cache_manager.ports import HitPolicy, Mover, RecordCounters, Region, StorageBackend, TierName
-from cache_manager.record import Buffer, RecordHeader
-from cache_manager.records import Export, LifeClaim, bind_origin, install_record, read_rows
+from cache_manager.records import Export, LifeClaim, read_rows
 from cache_manager.rows import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Step
@@ -352,25 +351,6 @@ class AuxBlocks(BlockSet):
         """
         claim = LifeClaim(owner, generations, len(blocks))
         return Export(self._tiers.device, self._books, blocks, claim, rows)
-
-    def bind_origin(self, block: int, generation: int, origin: int, tokens: int) -> bool:
-        """The KV of the block's first ``tokens`` tokens has come from elsewhere, where it had this ``origin``.
-
-        Rows of another origin that had come before are dropped. ``False``: the block is in another life than
-        ``generation`` or nobody holds it. Raises ``BlockBusyError`` while the block is in motion.
-        """
-        return bind_origin(self._tiers.device, self._books, block, generation, origin, tokens)
-
-    def install(self, block: int, generation: int, header: RecordHeader, payload: Buffer) -> int:
-        """Put the rows of a record into a held device block, where no row is readable and no step will write one.
-
-        How many rows landed. The record's sum and key were verified by the caller. A row lands beside KV of its own
-        origin only: KV that was computed here, or came under another origin (:meth:`bind_origin`), gets none of it. A
-        block in another life than ``generation``, one that nobody holds, and a record of another namespace get nothing
-        either; all that is counted. Steps may write other rows of the block meanwhile. Raises ``BlockBusyError`` while
-        the block is in motion and ``RecordError`` for a record that does not fit the layout.
-        """
-        return install_record(self._tiers.device, self._books, block, generation, header, payload)
 
     # ---------------------------------------------------------------- reading
 

@@ -29,8 +29,7 @@ from cache_manager.lifecycle import ALLOWED, Event, State
 from cache_manager.move import Move, Pairs, split_pairs
 from cache_manager.mover import RowsMover
 from cache_manager.ports import RecordCounters, StorageBackend, TierName
-from cache_manager.record import Buffer, RecordHeader
-from cache_manager.records import bind_origin, install_record, read_rows
+from cache_manager.records import read_rows
 from cache_manager.rows import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Keep, Step
@@ -290,16 +289,6 @@ class EngineBlocks(BlockSet):
         if self._archive is None:
             raise ConfigError("store", "a storage backend", "none was given to EngineBlocks")
         return self._archive
-
-    # ---------------------------------------------------------------- crossing
-
-    def bind_origin(self, block: int, generation: int, origin: int, tokens: int) -> bool:
-        """The KV of the block's first ``tokens`` tokens has come from elsewhere; see :meth:`AuxBlocks.bind_origin`."""
-        return bind_origin(self._tiers.device, self._books, block, generation, origin, tokens)
-
-    def install(self, block: int, generation: int, header: RecordHeader, payload: Buffer) -> int:
-        """Put the rows of a verified record into a block; see :meth:`AuxBlocks.install`."""
-        return install_record(self._tiers.device, self._books, block, generation, header, payload)
 
     # ---------------------------------------------------------------- reading
 
