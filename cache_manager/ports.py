@@ -6,9 +6,11 @@ A contract is executable: ``cache_manager.testing`` ships the test classes that 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, Protocol
+from types import TracebackType
+from typing import Literal, Protocol, Self, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -94,6 +96,42 @@ class StorageBackend(Protocol):
         """At least ``records``, ``used_nbytes``, ``free_nbytes``, ``capacity_nbytes``; used + free = capacity."""
 
     def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        """Close; :class:`cache_manager.storage.guard.ClosingStore` has both methods."""
+
+
+Lent = tuple[RecordHeader, memoryview]
+"""A stored record's header and its payload where it lies."""
+
+
+@runtime_checkable
+class LendingBackend(Protocol):
+    """A :class:`StorageBackend` whose payloads can be read where they lie.
+
+    * Within ``with backend.borrow(keys) as found:`` the bytes of what was found do not change and are not reused:
+      whoever wants their room waits, takes another record's, or answers that there is none.
+    * As many bytes may be lent at once as the backend says (``lent_nbytes_max``, all calls together); ``borrow`` raises
+      ``NoSpaceError`` for more, and the caller reads in smaller batches or copies with ``get_into``.
+    * A view must not be used after the block, and is released by it. Payloads are not verified yet.
+    """
+
+    @property
+    def lent_nbytes_max(self) -> int: ...
+
+    def borrow(self, keys: Sequence[BlockKey]) -> AbstractContextManager[list[Lent | Absence]]: ...
+
+
+@runtime_checkable
+class BoundedBackend(Protocol):
+    """A :class:`StorageBackend` that knows at opening how large a record's payload may be."""
+
+    @property
+    def record_nbytes_max(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +224,11 @@ class Mover(Protocol):
 __all__ = [
     "Absence",
     "BlockRecords",
+    "BoundedBackend",
     "Found",
     "HitPolicy",
+    "LendingBackend",
+    "Lent",
     "Mover",
     "RecordCounters",
     "Region",

@@ -20,10 +20,14 @@ from cache_manager.spec import RecordLayout, align
 
 MAGIC: Final = b"KVRR"
 VERSION: Final = 2
+START: Final = MAGIC + VERSION.to_bytes(2, "little")
+"""What every header of this version starts with."""
 # magic, version, header bytes, payload bytes, fingerprint, key, generation, origin, payload xxh3, valid rows, bitmap
 # bytes
 _FIXED = struct.Struct("<4sHHQ16s32sQQQII")
 _CRC = struct.Struct("<I")
+_PAYLOAD_SUM = struct.Struct("<Q")
+_PAYLOAD_SUM_AT: Final = 80
 HEADER_NBYTES_MIN: Final = align(_FIXED.size + _CRC.size)
 HEADER_NBYTES_MAX: Final = 65_472
 
@@ -147,6 +151,19 @@ def unpack_header(buffer: Buffer) -> RecordHeader:
     if count != rows:
         raise RecordError("valid rows", rows, count)
     return RecordHeader(BlockKey(key), fingerprint, generation, origin, valid, payload_nbytes, xxh3)
+
+
+def unpack_checked_header(raw: Buffer) -> RecordHeader:
+    """The header in bytes that :func:`unpack_header` took once, by their sum; nothing is checked again."""
+    _, _, _, payload_nbytes, fingerprint, key, generation, origin, xxh3, _, valid_nbytes = _FIXED.unpack_from(raw)
+    valid = bytes(raw[_FIXED.size : _FIXED.size + valid_nbytes])
+    return RecordHeader(BlockKey(key), fingerprint, generation, origin, valid, payload_nbytes, xxh3)
+
+
+def payload_sum(raw: Buffer) -> int:
+    """The payload's sum in a packed header that was checked before."""
+    found: int = _PAYLOAD_SUM.unpack_from(raw, _PAYLOAD_SUM_AT)[0]
+    return found
 
 
 def takes_the_place(offered: RecordHeader, stored: RecordHeader, *, replace: bool) -> bool:

@@ -72,12 +72,12 @@ class SystemDisk:
         return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
 
-def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of a regular file, created with mode 0644 if ``flags`` say so; ``OSError`` for anything else.
+def open_regular(path: Path | str, flags: int, *, mode: int = 0o644, dir_fd: int | None = None) -> int:
+    """A descriptor of a regular file, created with ``mode`` if ``flags`` say so; ``OSError`` for anything else.
 
     A store's directory may be a stranger's: a link is not followed, and a pipe, which could be waited for, is not.
     """
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=dir_fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final, TypeVar
 
-from cache_manager.errors import RecordError, StorageError
+from cache_manager.errors import ConfigError, NoSpaceError, RecordError, StorageError
 from cache_manager.keys import BlockKey
-from cache_manager.ports import Absence, RecordCounters, StorageBackend
+from cache_manager.ports import Absence, BoundedBackend, LendingBackend, RecordCounters, StorageBackend
 from cache_manager.record import Buffer, RecordHeader, check_record, checksum
 from cache_manager.spec import RecordLayout
 
@@ -23,7 +24,7 @@ class RecordStore:
     A record that fails its checks is counted as ``corrupt``, deleted from the backend and reported as
     ``Absence.CORRUPT``: it does not come back, and the same key can be stored anew. Where the backend cannot delete it,
     that is counted too, and it is found corrupt again. One bad record fails its own key only. Every method may be
-    called from several threads.
+    called from several threads. :class:`ConfigError` for a layout whose records the backend could never store.
     """
 
     __slots__ = (
@@ -32,6 +33,7 @@ class RecordStore:
         "_fingerprint",
         "_hits",
         "_kept",
+        "_lending",
         "_lock",
         "_misses",
         "_nbytes",
@@ -47,6 +49,10 @@ class RecordStore:
     def __init__(self, backend: StorageBackend, layout: RecordLayout) -> None:
         self.layout = layout
         self.backend = backend
+        self._lending = backend if isinstance(backend, LendingBackend) else None
+        if isinstance(backend, BoundedBackend) and layout.nbytes > backend.record_nbytes_max:
+            remedy = "give the store a larger quota"
+            raise ConfigError("record", f"{backend.record_nbytes_max} bytes at most; {remedy}", layout.nbytes)
         self._fingerprint = layout.fingerprint
         self._nbytes = layout.nbytes
         self._valid_nbytes = 8 * layout.valid_words * len(layout.specs)
@@ -128,24 +134,17 @@ class RecordStore:
         After an :class:`Absence` the buffer's content means nothing. :class:`RecordError` when a buffer does not fit
         the layout (nothing is read then) and :class:`StorageError` when the backend fails.
         """
-        fingerprint, nbytes = self._fingerprint, self._nbytes
+        nbytes = self._nbytes
         for buffer in buffers:
             if buffer.nbytes != nbytes:
                 raise RecordError("buffer size", nbytes, buffer.nbytes)
-        found = _one_each(self.backend.get_into(keys, buffers), keys)
+        found = self._read(keys, buffers)
         misses = 0
         bad: list[BlockKey] = []
         for i, header in enumerate(found):
             if isinstance(header, Absence):
                 misses += header is Absence.MISS
                 if header is Absence.CORRUPT:
-                    bad.append(keys[i])
-            else:
-                try:
-                    check_record(header, keys[i], fingerprint, buffers[i])
-                    self._check_bitmap(header.valid)
-                except RecordError:
-                    found[i] = Absence.CORRUPT
                     bad.append(keys[i])
         with self._lock:
             self._hits += len(found) - misses - len(bad)
@@ -154,6 +153,34 @@ class RecordStore:
         if bad:
             self._quarantine(bad)
         return found
+
+    def _read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        """Every record verified and in its buffer; from where it lies, if the backend lends, else behind a copy."""
+        lending = self._lending
+        if lending is not None and 0 < len(keys) * self._nbytes <= lending.lent_nbytes_max:
+            with suppress(NoSpaceError), lending.borrow(keys) as lent:
+                return [
+                    self._verified(*each, key, buffer) if isinstance(each, tuple) else each
+                    for each, key, buffer in zip(_one_each(lent, keys), keys, buffers, strict=True)
+                ]
+        found = _one_each(self.backend.get_into(keys, buffers), keys)
+        for i, header in enumerate(found):
+            if not isinstance(header, Absence):
+                found[i] = self._verified(header, buffers[i], keys[i])
+        return found
+
+    def _verified(
+        self, header: RecordHeader, payload: memoryview, key: BlockKey, buffer: memoryview | None = None
+    ) -> RecordHeader | Absence:
+        """The header of a record that passes its checks, copied to ``buffer`` then if there is one."""
+        try:
+            check_record(header, key, self._fingerprint, payload)
+            self._check_bitmap(header.valid)
+        except RecordError:
+            return Absence.CORRUPT
+        if buffer is not None:
+            buffer[:] = payload  # verified a moment ago, and so still in the processor's cache
+        return header
 
     def _check_bitmap(self, valid: bytes) -> None:
         if len(valid) != self._valid_nbytes:

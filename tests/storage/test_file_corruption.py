@@ -21,11 +21,9 @@ from cache_manager.errors import RecordError, StoreFormatError
 from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader, check_record, header_nbytes, pack_header
 from cache_manager.spec import ALIGNMENT, align
-from cache_manager.storage.file import FileStore
-from cache_manager.storage.fsck import fsck
-from cache_manager.storage.reader import FileReader
+from cache_manager.storage.file import FileReader, FileStore, fsck
+from cache_manager.storage.file.segment import PAGE_NBYTES
 from cache_manager.storage.records import RecordStore
-from cache_manager.storage.segment import PAGE_NBYTES
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 from tests.storage.file_stores import RECORD_NBYTES, Clock, opened, reading, segments
 
@@ -306,9 +304,9 @@ def test_a_damaged_page_costs_no_record_unless_its_age_counts(
             assert store.counters.misses == 6
 
 
-def version_two(raw: bytearray, nbytes: int) -> None:
-    """The page or marker of version 2 of the format, whose records had no origin, with a sum that holds."""
-    raw[8:10] = struct.pack("<H", 2)
+def set_version(raw: bytearray, nbytes: int, version: int) -> None:
+    """The page or marker of another version of the format, with a sum that holds."""
+    raw[8:10] = struct.pack("<H", version)
     raw[nbytes - 4 : nbytes] = zlib.crc32(raw[: nbytes - 4]).to_bytes(4, "little")
 
 
@@ -316,17 +314,43 @@ def version_two(raw: bytearray, nbytes: int) -> None:
 def test_a_store_of_an_older_format_is_refused_by_name_and_left_alone(tmp_path: Path, name: str) -> None:
     with opened(tmp_path) as store:
         assert all(put(store, range(RECORDS)))
-    change(tmp_path / name, lambda raw: version_two(raw, 64 if name == "kvroute.store" else PAGE_NBYTES))
+    change(tmp_path / name, lambda raw: set_version(raw, 64 if name == "kvroute.store" else PAGE_NBYTES, 2))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "kvroute.lock"}
     for kind in (FileStore, FileReader):
-        with pytest.raises(StoreFormatError, match=rf"{name}: version: wanted 3, got 2"):
+        with pytest.raises(StoreFormatError, match=rf"{name}: version: wanted 3 or 4, got 2"):
             kind(tmp_path)
     if name == "kvroute.store":
-        with pytest.raises(StoreFormatError, match="version: wanted 3, got 2"):
+        with pytest.raises(StoreFormatError, match="version: wanted 3 or 4, got 2"):
             fsck(tmp_path, repair=True)
     else:
-        assert "version: wanted 3, got 2" in str(fsck(tmp_path, repair=True).segments[0].refused)
+        assert "version: wanted 3 or 4, got 2" in str(fsck(tmp_path, repair=True).segments[0].refused)
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "kvroute.lock"}
+
+
+def test_a_store_of_version_three_is_read_and_its_segments_get_indexes(tmp_path: Path) -> None:
+    """Goal: what was stored by the release before is there. Method: its pages and marker, no index and no journal."""
+    with opened(tmp_path) as store:
+        assert all(put(store, range(RECORDS)))
+    change(tmp_path / "kvroute.store", lambda raw: set_version(raw, 64, 3))
+    for path in tmp_path.glob("*.journal"):
+        path.unlink()
+    for path in segments(tmp_path):
+
+        def as_it_was(
+            raw: bytearray, end: int = PAGE_NBYTES + (6 if path == segments(tmp_path)[0] else 3) * RECORD_NBYTES
+        ):
+            raw[end:] = bytes(-end % PAGE_NBYTES)
+            set_version(raw, PAGE_NBYTES, 3)
+
+        change(path, as_it_was)
+    assert fsck(tmp_path).sound
+    for opener in (reading, opened, opened, reading):
+        with opener(tmp_path) as store:
+            assert get(store, range(RECORDS)) == [payload_of(n) for n in range(RECORDS)]
+            if opener is opened:
+                assert b"KVRINDEX" in segments(tmp_path)[0].read_bytes()
+                assert store.usage()["damaged_segments"] == 0
+                assert put(store, [RECORDS]) == [True]
 
 
 @pytest.mark.parametrize("keep", [0, 1, 7, 8, 48, PAGE_NBYTES - 1, PAGE_NBYTES, PAGE_NBYTES + 1, AT, AT + 1, 30_000])

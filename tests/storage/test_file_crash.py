@@ -18,13 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer
-from cache_manager.storage.file import FileStore
+from cache_manager.storage.file import FileStore, Sync
 from cache_manager.storage.records import RecordStore
-from cache_manager.storage.segments import Sync
 from cache_manager.testing.contract import numbers
 from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import LAYOUT, get, key_of, payload_of, put
-from tests.storage.file_stores import RECORD_NBYTES, SEGMENT_NBYTES
+from tests.storage.file_stores import RECORD_NBYTES, SEGMENT_NBYTES, segments
 from tests.storage.kills import LIFE_RECORDS, check, fill, in_child, kill_me
 
 EVERYTHING = range(24)
@@ -35,11 +34,11 @@ MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - names
 class CrashMachine(RuleBasedStateMachine):
     """A crash is a copy of the directory as it is, opened while the first store still runs."""
 
-    @initialize(segments=st.integers(2, 8), sync=st.sampled_from(Sync))
-    def start(self, segments: int, sync: Sync) -> None:
+    @initialize(quota=st.integers(2, 8), sync=st.sampled_from(Sync))
+    def start(self, quota: int, sync: Sync) -> None:
         self.scratch = Path(tempfile.mkdtemp(dir=MEMORY))
         self.lives = 0
-        self.quota_nbytes = segments * SEGMENT_NBYTES
+        self.quota_nbytes = quota * SEGMENT_NBYTES
         self.sync = sync
         self.put_since_deleted: set[int] = set()
         self.certain: set[int] = set()  # acknowledged, and neither dropped nor damaged since
@@ -141,7 +140,7 @@ class CrashMachine(RuleBasedStateMachine):
         usage = self.store.usage()
         assert usage["used_nbytes"] + usage["free_nbytes"] == usage["capacity_nbytes"] == self.quota_nbytes
         assert usage["free_nbytes"] >= 0
-        assert usage["used_nbytes"] == sum(path.stat().st_size for path in self.directory.glob("segment-*"))
+        assert usage["used_nbytes"] == sum(path.stat().st_size for path in segments(self.directory))
 
     @invariant()
     def what_was_acknowledged_is_there_and_what_was_deleted_is_not(self) -> None:

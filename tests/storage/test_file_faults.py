@@ -10,7 +10,7 @@ import pytest
 
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
-from cache_manager.storage.segments import Sync
+from cache_manager.storage.file import Sync
 from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import get, payload_of, put
 from tests.storage.file_stores import FILL, RECORD_NBYTES, child, opened, segments
@@ -77,7 +77,7 @@ def test_space_that_cannot_be_given_back_stays_counted(tmp_path: Path) -> None:
             assert answer == payload_of(n) or (n == 2 and answer is not None)
 
 
-def test_an_unreadable_record_is_corrupt_and_a_failing_disk_is_an_error(tmp_path: Path) -> None:
+def test_an_unreadable_record_is_missing_and_a_failing_disk_is_an_error(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with opened(tmp_path, disk) as store:
         put(store, [1, 2])
@@ -85,9 +85,9 @@ def test_an_unreadable_record_is_corrupt_and_a_failing_disk_is_an_error(tmp_path
         with pytest.raises(StorageError, match="cannot read"):
             get(store, [1, 2])
         disk.read_errno = errno.EIO
-        assert get(store, [1]) == [Absence.CORRUPT]
+        assert get(store, [1]) == [Absence.MISS]
         disk.read_errno = None
-        assert get(store, [1, 2]) == [Absence.MISS, payload_of(2)]
+        assert get(store, [1, 2]) == [payload_of(1), payload_of(2)]
 
 
 def test_a_flush_that_fails_is_an_error_and_is_tried_again(tmp_path: Path) -> None:
@@ -133,17 +133,19 @@ def test_a_file_size_limit_of_the_process_is_no_room(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_full_disk_is_no_room_and_later_puts_work_again(tiny_disk: Path) -> None:
-    """A real file system that others have filled: what is stored stays readable."""
+def test_on_a_full_disk_the_stores_own_oldest_segment_makes_room(tiny_disk: Path) -> None:
+    """A real file system that others have filled; without a segment that could go, what is stored stays readable."""
     directory = tiny_disk / "store"
     with opened(directory) as store:
         assert all(put(store, range(6)))
         hog = tiny_disk / "hog"
         with hog.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
             file.writelines(bytes(4096) for _ in range(100))
-        assert put(store, range(8)) == [True] * 6 + [False] * 2
-        assert get(store, range(6)) == [payload_of(n) for n in range(6)]
+        assert put(store, [6, 7]) == [True, True]
+        assert store.usage()["dropped_segments"] == 1
+        assert get(store, range(6)) == [Absence.MISS] * 6
         hog.unlink()
+        assert put(store, range(6)) == [True] * 6
         assert put(store, [6, 7]) == [True, True]
         assert get(store, range(8)) == [payload_of(n) for n in range(8)]
     with opened(directory) as store:

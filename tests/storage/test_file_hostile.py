@@ -13,10 +13,9 @@ import pytest
 from cache_manager.errors import StorageError, StoreFormatError
 from cache_manager.record import pack_header
 from cache_manager.storage.disk import SystemDisk
-from cache_manager.storage.file import FileStore
-from cache_manager.storage.fsck import fsck
-from cache_manager.storage.reader import FileReader
-from cache_manager.storage.segment import PAGE_NBYTES, scan
+from cache_manager.storage.file import FileReader, FileStore, fsck
+from cache_manager.storage.file.recovery import read_on
+from cache_manager.storage.file.segment import PAGE_NBYTES, UNSOUND
 from cache_manager.testing.records import get, header_of, payload_of, put
 from tests.storage.file_stores import opened, segments
 
@@ -77,12 +76,12 @@ def test_a_payload_is_checked_in_pieces(tmp_path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     tracemalloc.start()
     try:
-        found = scan(SystemDisk(), fd, 65 << 20, payloads=True)
+        found = read_on(SystemDisk(), fd, 65 << 20, PAGE_NBYTES, payloads=True)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
         os.close(fd)
-    assert [offset for offset, _ in found.torn] == [PAGE_NBYTES]
+    assert [entry.offset for _, entry in found.entries(UNSOUND)] == [PAGE_NBYTES]
     assert peak < 4 << 20
 
 
@@ -100,5 +99,6 @@ def test_a_check_does_not_read_holes(tmp_path: Path) -> None:
         file.write(b"x")
     (report,) = fsck(tmp_path, repair=True).segments
     assert far - used < report.lost_nbytes <= far
-    assert path.stat().st_size == used
+    (aside,) = segments(tmp_path)
+    assert (aside.suffix, aside.stat().st_size) == (".aside", 1 << 42)  # nothing is erased
     assert fsck(tmp_path).sound

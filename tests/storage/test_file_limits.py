@@ -14,8 +14,8 @@ from cache_manager.ports import Absence
 from cache_manager.storage import open_store
 from cache_manager.storage.disk import Space
 from cache_manager.storage.file import FileStore
-from cache_manager.storage.limits import Limits, is_older
-from cache_manager.storage.segment import PAGE_NBYTES
+from cache_manager.storage.file.limits import Limits, is_older
+from cache_manager.storage.file.segment import PAGE_NBYTES
 from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import get, key_of, payload_of, put
 from tests.storage.file_stores import SEGMENT_NBYTES, Clock, flip, opened, reading, segments
@@ -187,9 +187,9 @@ def test_a_limit_that_cannot_be_kept_is_a_config_error(tmp_path: Path, options: 
 
 def test_a_url_sets_the_limits(tmp_path: Path) -> None:
     for text, wanted in {
-        "ttl=6h&min_free=5%25": Limits(4 << 30, 64 << 20, 21_600, 0, 5),
-        "ttl=500ms&min_free=1GiB&quota=8MiB": Limits(8 << 20, 2 << 20, 0.5, 1 << 30, 0),
-        "mode=write": Limits(4 << 30, 64 << 20),
+        "ttl=6h&min_free=5%25": Limits(4 << 30, 16 << 20, 21_600, 0, 5),
+        "ttl=500ms&min_free=1GiB&quota=8MiB": Limits(8 << 20, 128 << 10, 0.5, 1 << 30, 0),
+        "mode=write": Limits(4 << 30, 16 << 20),
     }.items():
         store = open_store(f"file://{tmp_path}?{text}")
         assert isinstance(store, FileStore)
@@ -312,7 +312,7 @@ def test_a_real_file_system_keeps_its_reserve(tiny_disk: Path) -> None:
     with opened(directory, min_free_nbytes=reserve_nbytes) as store:
         for n in range(60):
             assert put(store, [n]) == [True]
-            assert FaultyDisk().space(store.backend._directory.lock_fd).free_nbytes >= reserve_nbytes  # type: ignore[attr-defined]
+            assert FaultyDisk().space(store.backend._directory.fd).free_nbytes >= reserve_nbytes  # type: ignore[attr-defined]
         assert store.usage()["dropped_segments"] > 0
         answers = get(store, range(60))
         assert answers[59] == payload_of(59)

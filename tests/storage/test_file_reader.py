@@ -26,10 +26,9 @@ from cache_manager.errors import (
 from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader, checksum, header_nbytes, pack_header
 from cache_manager.storage import open_store
-from cache_manager.storage.file import FileStore
-from cache_manager.storage.reader import FileReader
+from cache_manager.storage.file import FileReader, FileStore
+from cache_manager.storage.file.segment import PAGE_NBYTES
 from cache_manager.storage.records import RecordStore
-from cache_manager.storage.segment import PAGE_NBYTES
 from cache_manager.testing.contract import numbers
 from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put, valid_of
@@ -147,8 +146,8 @@ def test_a_reader_of_a_store_that_it_may_not_write() -> None:
     """
     code = (
         "import os, sys\n"
-        "from cache_manager.storage.reader import FileReader\n"
-        "from cache_manager.storage.fsck import fsck\n"
+        "from cache_manager.storage.file import FileReader\n"
+        "from cache_manager.storage.file import fsck\n"
         "from cache_manager.storage.records import RecordStore\n"
         "from cache_manager.testing.records import LAYOUT, get, payload_of\n"
         "from pathlib import Path\n"
@@ -319,7 +318,7 @@ def test_readers_beside_a_writer_that_is_killed_again_and_again(tmp_path: Path) 
             failures.append(error)
 
     lives = begin_lives(write, delays_s)
-    threads = [threading.Thread(target=read, args=(which,)) for which in range(2)]
+    threads = [threading.Thread(target=read, args=(which,), daemon=True) for which in range(2)]
     for thread in threads:
         thread.start()
     _, status = os.waitpid(lives, 0)
@@ -425,11 +424,11 @@ TestReaders = ReaderMachine.TestCase
 TestReaders.settings = settings(max_examples=30, stateful_step_count=20)
 
 
-def test_a_reader_sees_what_a_writer_appends_to_a_segment_that_was_full_once(tmp_path: Path) -> None:
+def test_a_reader_sees_what_is_written_under_a_sequence_that_went_and_came_again(tmp_path: Path) -> None:
     """Goal: no record is overlooked for good.
 
-    Method: between two looks of a reader the second of two segments goes, and a writer that opens then goes on in the
-    first, before it makes a second one again.
+    Method: between two looks of a reader the second of two segments goes, and a writer that opens then makes a second
+    one again, and a third.
     """
     clock = Clock()
     with opened(tmp_path, ttl_s=800, clock=clock) as store:
@@ -443,6 +442,6 @@ def test_a_reader_sees_what_a_writer_appends_to_a_segment_that_was_full_once(tmp
             pass
         with opened(tmp_path) as store:
             put(store, range(2, 10))
-        assert len(segments(tmp_path)) == 2
+        assert len(segments(tmp_path)) == 3
         reader.backend.refresh()  # type: ignore[attr-defined]
         assert get(reader, range(2, 10)) == [payload_of(n) for n in range(2, 10)]

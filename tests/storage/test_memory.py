@@ -9,10 +9,11 @@ import pytest
 
 from cache_manager.errors import NoSpaceError, RecordError
 from cache_manager.ports import Absence, StorageBackend
+from cache_manager.spec import align
 from cache_manager.storage.memory import MemoryStore
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.contract import StorageContract
-from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
+from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put, valid_of
 
 
 class TestMemoryStore(StorageContract):
@@ -71,3 +72,56 @@ def test_a_payload_that_is_not_bytes_leaves_no_slot_behind() -> None:
 def test_more_memory_than_there_can_be_is_a_typed_error() -> None:
     with pytest.raises(NoSpaceError, match=r"memory: wanted \d+ bytes"):
         MemoryStore(1 << 62)
+
+
+def test_what_is_lent_keeps_its_bytes_while_others_come_and_go() -> None:
+    """Goal: a view is one record's until it is given back. Method: evict, delete and replace while records are lent."""
+    nbytes = align(LAYOUT.nbytes)
+    with MemoryStore(8 * nbytes) as backend:
+        store = RecordStore(backend, LAYOUT)
+        assert all(put(store, range(8)))
+        with backend.borrow([key_of(0), key_of(1), key_of(99), key_of(2)]) as found:
+            assert found[2] is Absence.MISS
+            backend.delete([key_of(1)])
+            assert store.put([key_of(2)], [payload_of(7)], [valid_of(2)], [2], [5], replace=True) != [None]
+            for n in range(100, 140):
+                assert put(store, [n]) == [True]
+            lent = [each for each in found if isinstance(each, tuple)]
+            assert [bytes(view) for _, view in lent] == [payload_of(0), payload_of(1), payload_of(2)]
+            assert all(view.readonly for _, view in lent)
+            usage = backend.usage()
+            assert usage["lent_nbytes"] == 3 * nbytes
+            assert usage["used_nbytes"] + usage["free_nbytes"] == usage["capacity_nbytes"] == 8 * nbytes
+            with (
+                pytest.raises(NoSpaceError, match="borrow fewer"),
+                backend.borrow([key_of(138), key_of(139)]),
+            ):
+                pass
+        with pytest.raises(ValueError, match="released"):
+            bytes(lent[0][1])
+        for n in range(200, 240):
+            assert put(store, [n]) == [True]
+        assert backend.usage()["lent_nbytes"] == 0
+        assert backend.usage()["records"] == 8
+        assert get(store, [0, *range(232, 240)]) == [Absence.MISS, *(payload_of(n) for n in range(232, 240))]
+
+
+def test_where_everything_is_lent_there_is_no_room_and_larger_reads_are_copied() -> None:
+    nbytes = align(LAYOUT.nbytes)
+    with MemoryStore(2 * nbytes) as backend:
+        store = RecordStore(backend, LAYOUT)
+        assert all(put(store, range(2)))
+        with backend.borrow([key_of(0)]):
+            assert get(store, [1, 0]) == [payload_of(1), payload_of(0)]
+            assert put(store, [2]) == [True]
+            assert get(store, [0, 1, 2]) == [payload_of(0), Absence.MISS, payload_of(2)]
+
+
+def test_a_store_that_is_closed_leaves_what_it_has_lent() -> None:
+    backend = MemoryStore(1 << 20)
+    put(RecordStore(backend, LAYOUT), [1])
+    with backend.borrow([key_of(1)]) as found:
+        backend.close()
+        assert isinstance(found[0], tuple)
+        assert bytes(found[0][1]) == payload_of(1)
+    backend.close()

@@ -61,7 +61,7 @@ def test_a_directory_may_be_written_as_it_is(tmp_path: Path) -> None:
         ("file:///a%00b", "file: store path"),
         (
             "file:///tmp/x?qouta=1GiB",
-            "file: store parameter: wanted one of mode, ttl, quota, segment, sync, min_free, got 'qouta'",
+            "file: store parameter: wanted one of mode, ttl, quota, segment, sync, min_free, files, got 'qouta'",
         ),
         ("file:///tmp/x?sync=always", "file: store parameter sync: wanted one of none, batch, got 'always'"),
         ("file:///tmp/x?quota=1MiB&segment=1MiB", "quota: wanted 2 to 512 segments of 1048576 bytes"),

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
 from cache_manager.errors import ConfigError
+from cache_manager.spec import align
 from cache_manager.storage.disk import Space
-from cache_manager.storage.segment import PAGE_NBYTES
+from cache_manager.storage.file.segment import PAGE_NBYTES
 
 QUOTA_NBYTES: Final = 4 << 30
-SEGMENT_NBYTES: Final = 64 << 20
+SEGMENT_NBYTES: Final = 128 << 10
+"""Of the default segments, where the quota has room for 16 of them."""
 SEGMENT_NBYTES_MIN: Final = 16 << 10
 SEGMENTS_MAX: Final = 512
 WRITTEN_SHARE: Final = 1 / 8
@@ -29,9 +31,12 @@ WRITTEN_SHARE: Final = 1 / 8
 
 
 def default_segment_nbytes(quota_nbytes: int) -> int:
-    """64 MiB, less where that is much of the quota, more where it would make too many files."""
-    wanted = max(min(SEGMENT_NBYTES, quota_nbytes // 4), -(-quota_nbytes // (SEGMENTS_MAX // 2)))
-    return max(wanted // PAGE_NBYTES * PAGE_NBYTES, SEGMENT_NBYTES_MIN)
+    """A 256th of the quota: with so many the segment used least recently is nearly the record used least recently.
+
+    Small quotas have fewer, so that pages and indexes take little of them.
+    """
+    wanted = max(-(-quota_nbytes // 256), min(SEGMENT_NBYTES, quota_nbytes // 16))
+    return max(align(wanted, PAGE_NBYTES), SEGMENT_NBYTES_MIN)
 
 
 def is_older(created_s: float | None, now_s: float, limit_s: float | None) -> bool:
@@ -64,12 +69,32 @@ class Limits:
             raise ConfigError("segment", f"a multiple of {PAGE_NBYTES}, {SEGMENT_NBYTES_MIN} or more", segment_nbytes)
         if not 2 <= quota_nbytes // segment_nbytes <= SEGMENTS_MAX:
             wanted = f"2 to {SEGMENTS_MAX} segments of {segment_nbytes} bytes"
-            raise ConfigError("quota", wanted, f"{quota_nbytes} bytes")
+            fitting = default_segment_nbytes(quota_nbytes)
+            if quota_nbytes < 2 * SEGMENT_NBYTES_MIN:
+                remedy = f"give quota={2 * SEGMENT_NBYTES_MIN} or more"
+            else:
+                remedy = f"leave segment out, or give segment={fitting}"
+            raise ConfigError("quota", f"{wanted}; {remedy}", f"{quota_nbytes} bytes")
         check_ttl(self.ttl_s)
         if self.min_free_nbytes < 0:
             raise ConfigError("min_free", "0 bytes or more", self.min_free_nbytes)
         if not 0 <= self.min_free_percent < 100:
             raise ConfigError("min_free", "0 to 99 per cent", f"{self.min_free_percent}%")
+
+    def check_space(self, space: Space | None) -> None:
+        """:class:`ConfigError` where the file system cannot hold the reserve and one segment, even if it is empty."""
+        if space is not None and self.reserve_nbytes(space) + self.segment_nbytes > space.total_nbytes:
+            wanted = f"at most {max(space.total_nbytes - self.segment_nbytes, 0)} bytes, so that a segment of"
+            remedy = "lower min_free or segment, or use a larger file system"
+            raise ConfigError(
+                "min_free",
+                f"{wanted} {self.segment_nbytes} bytes fits; {remedy}",
+                f"{self.reserve_nbytes(space)} bytes",
+            )
+
+    def reserve_nbytes(self, space: Space) -> int:
+        """What the file system has to keep free."""
+        return max(self.min_free_nbytes, -(-space.total_nbytes * self.min_free_percent // 100))
 
     @property
     def asks_for_space(self) -> bool:
@@ -85,8 +110,7 @@ class Limits:
         """
         short = used_nbytes + new_nbytes - self.quota_nbytes
         if space is not None:
-            reserve = max(self.min_free_nbytes, -(-space.total_nbytes * self.min_free_percent // 100))
-            short = max(short, reserve + new_nbytes - space.free_nbytes)
+            short = max(short, self.reserve_nbytes(space) + new_nbytes - space.free_nbytes)
         return max(short, 0)
 
     def is_fully_written(self, created_s: float | None, now_s: float) -> bool:
@@ -105,7 +129,9 @@ class Used(Protocol):
 
     sequence: int
     size: int
-    used_at: int
+    used_at: float
+    touched_at: int
+    aside: bool
 
 
 S = TypeVar("S", bound=Used)
@@ -114,10 +140,17 @@ S = TypeVar("S", bound=Used)
 def victims(segments: Iterable[S], short_nbytes: int, short_files: int) -> list[S] | None:
     """The least recently used segments that give back so many bytes and files.
 
+    Those set aside go last, and before them those that the last call has used.
     ``None`` when all of them together would not: then nothing should go, because nothing would be gained.
     """
     chosen: list[S] = []
-    for segment in sorted(segments, key=lambda segment: (segment.used_at, segment.sequence)):
+    segments = list(segments)
+    now = max((segment.touched_at for segment in segments), default=0)
+
+    def rank(segment: S) -> tuple[bool, bool, float, int]:
+        return segment.aside, segment.touched_at == now, segment.used_at, segment.sequence
+
+    for segment in sorted(segments, key=rank):
         if short_nbytes <= 0 and short_files <= len(chosen):
             break
         chosen.append(segment)

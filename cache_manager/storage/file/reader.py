@@ -20,35 +20,31 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from cache_manager.errors import StorageError, StoreClosedError, StoreFormatError, StoreReadOnlyError
+from cache_manager.errors import StorageError, StoreClosedError, StoreReadOnlyError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
-from cache_manager.record import MAGIC, Buffer, RecordHeader, pack_header
-from cache_manager.storage.directory import existing_store, segment_sequences
-from cache_manager.storage.disk import Disk, SystemDisk, open_regular, read_all
-from cache_manager.storage.limits import check_ttl
-from cache_manager.storage.segment import (
-    DEAD_MAGIC,
-    PAGE_NBYTES,
-    page_is_missing,
-    read_segment_page,
-    scan,
-    segment_name,
-)
-from cache_manager.storage.segment_index import Segment, SegmentIndex
+from cache_manager.record import Buffer, RecordHeader
+from cache_manager.storage.disk import Disk, SystemDisk, read_all
+from cache_manager.storage.file.directory import StoreDirectory
+from cache_manager.storage.file.index import Segment, SegmentIndex
+from cache_manager.storage.file.limits import check_ttl
+from cache_manager.storage.file.recovery import Content, read_journal, read_on, recover
+from cache_manager.storage.file.segment import ENTRY_NBYTES, PAGE_NBYTES, UNSOUND, header_is_dead, header_is_sound
+from cache_manager.storage.guard import ClosingStore, Guard
 
 REFRESH_S: Final = 0.05
 KEEP_S: Final = 10.0
 """A reader in use looks at least this often, so that what the writer dropped takes no space for longer."""
 
 
-class FileReader:
+class FileReader(ClosingStore):
     """A ``StorageBackend`` that only reads; ``put`` is :class:`StoreReadOnlyError`.
 
     ``delete``, which is what a quarantine does, hides a record from this reader; its bytes are the writer's to judge.
     ``ttl_s`` is the reader's own: no record of a segment that is older is served, whatever the writer keeps. ``clock``
     is a wall clock, ``ticks`` a monotonic one. A record that the writer took back, because the rest of its batch could
-    not be written, is found corrupt by a reader that had seen it.
+    not be written, is found corrupt by a reader that had seen it. A store that is made anew at the same path is read
+    from the next look on; one that was only moved is read on where it is.
 
     :class:`StoreMissingError` where there is no store, :class:`StoreFormatError` for something else or another
     version of the format.
@@ -66,22 +62,22 @@ class FileReader:
     ) -> None:
         check_ttl(ttl_s)
         self._path = directory
-        self._store_id = existing_store(directory)
+        self._directory, self._store_id = StoreDirectory.existing(directory)
         self._disk: Disk = disk or SystemDisk()
         self._clock, self._ticks = clock, ticks
         self._refresh_s = refresh_s
+        self._guard = Guard(directory)
         self._refresh = threading.Lock()  # one look at a time; taken before the index lock
-        self._shelf = SegmentIndex(self._disk, ttl_s)
-        self._last: dict[Segment, tuple[int, RecordHeader]] = {}  # the record that ends where reading goes on
+        self._shelf = SegmentIndex(self._disk, ttl_s, directory)
         self._complete: set[Segment] = set()  # retired by the writer and read to their end
         self._damaged: set[Segment] = set()
         self._refreshes = self._refresh_failures = 0
         self._looked_at = ticks()
-        self._closed = False
         try:
             self._look()
         except BaseException:
             self._shelf.release()
+            self._directory.close()
             raise
 
     def put(
@@ -91,7 +87,7 @@ class FileReader:
         *,
         replace: bool = False,  # noqa: ARG002 - the port's
     ) -> list[RecordHeader | None]:
-        self._check_open()
+        self._guard.check()
         if not headers and not payloads:
             return []
         raise StoreReadOnlyError(f"{self._path}: opened with mode=read; nothing can be put here")
@@ -113,36 +109,42 @@ class FileReader:
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Hide records from this reader, until it is opened anew or the writer stores them anew."""
+        self._guard.check()
         with self._shelf.index_lock:
-            self._check_open()
+            self._guard.check()
             for key in keys:
-                self._shelf.index.pop(key, None)
+                if (found := self._shelf.table.find(key)) is not None:
+                    self._shelf.table.remove(*found)
 
     def flush(self) -> None:
-        self._check_open()
+        self._guard.check()
 
     def refresh(self) -> None:
         """See what the writer has stored and dropped since the last look.
 
-        Costs a listing of the directory, the headers of new segments and the new payloads of the newest.
-        :class:`StorageError` when the directory or a segment in it cannot be read; what was there is still served.
+        Costs a listing of the directory, the indexes of new segments and the new records of the newest, payloads
+        included. :class:`StorageError` when the directory or a segment in it cannot be read; what was there is still
+        served.
         """
+        self._guard.check()
         with self._refresh:
-            self._check_open()
+            self._guard.check()
             self._looked_at = self._ticks()
             self._look()
 
     def usage(self) -> Mapping[str, int]:
         """Beside the port's four, where used is all there is: ``segments``, what expired, ``damaged_segments``.
 
-        And the looks at the directory: ``refreshes``, and ``refresh_failures`` of those that a miss caused.
+        ``failed_reads`` as the writer's. And the looks at the directory: ``refreshes``, and ``refresh_failures`` of
+        those that a miss caused.
         """
+        self._guard.check()
         shelf, now_s = self._shelf, self._clock()
         with shelf.index_lock:
-            self._check_open()
+            self._guard.check()
             shelf.expire(now_s)
             return {
-                "records": len(shelf.index),
+                "records": shelf.table.records,
                 "used_nbytes": shelf.used_nbytes,
                 "free_nbytes": 0,
                 "capacity_nbytes": shelf.used_nbytes,
@@ -150,39 +152,41 @@ class FileReader:
                 "expired_segments": shelf.expired_segments,
                 "expired_records": shelf.expired_records,
                 "damaged_segments": len(self._damaged),
+                "failed_reads": shelf.failed_reads,
                 "refreshes": self._refreshes,
                 "refresh_failures": self._refresh_failures,
             }
 
     def close(self) -> None:
         """Close the files, those in use when their last call ends; idempotent."""
+        if not self._guard.closable:
+            return
         with self._refresh:
             with self._shelf.index_lock:
-                if self._closed:
+                if not self._guard.closable:
                     return
-                self._closed = True
+                self._guard.close()
             self._shelf.release()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError(f"{self._path}: the store is closed")
+            self._directory.close()
 
     def _get(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        return self._shelf.get_into(keys, buffers, self._clock(), self._check_open)
+        self._guard.check()
+        return self._shelf.get_into(keys, buffers, self._clock(), self._guard.check)
 
     def _contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self._guard.check()
         now_s = self._clock()
         with self._shelf.index_lock:
-            self._check_open()
+            self._guard.check()
             self._shelf.expire(now_s)
-            return [key in self._shelf.index for key in keys]
+            return [self._shelf.table.find(key) is not None for key in keys]
 
     def _refresh_if_due(self, due_s: float) -> bool:
         """Refresh unless that was done less than ``due_s`` ago or is being done; whether it was done now."""
         if self._ticks() - self._looked_at < due_s or not self._refresh.acquire(blocking=False):
             return False
         try:
-            self._check_open()
+            self._guard.check()
             self._looked_at = self._ticks()
             self._look()
         except StoreClosedError:
@@ -197,83 +201,107 @@ class FileReader:
     def _look(self) -> None:
         """Let go of what was dropped, read on in what is there. Held: refresh (or not yet shared)."""
         self._refreshes += 1
+        self._follow()
         shelf = self._shelf
         try:
-            sequences = segment_sequences(self._path)
+            files = self._directory.files()
             gone = [segment for segment in shelf.segments.values() if os.fstat(segment.fd).st_nlink == 0]
             for segment in gone:
                 self._let_go(segment)
             if gone and shelf.segments:  # a writer that finds no later one when it opens goes on in this
                 self._complete.discard(shelf.segments[max(shelf.segments)])
-            for sequence in sequences:
-                newest = sequence == sequences[-1]
-                known = shelf.segments.get(sequence) or self._open(sequence)
-                if known is not None and not known.expired and (newest or known not in self._complete):
+            for sequence, name in files.items():
+                newest = sequence == max(files)
+                known = shelf.segments.get(sequence)
+                if known is None:
+                    self._open(sequence, name, newest=newest)
+                elif not known.expired and (newest or known not in self._complete):
                     self._read_on(known, newest=newest)
         except OSError as error:
             raise StorageError(f"{self._path}: cannot read the store: {error}") from error
 
+    def _follow(self) -> None:
+        """Read the store that is at the path now, if there is another one than that which is open."""
+        if self._directory.is_in_place():
+            return
+        try:
+            directory, store_id = StoreDirectory.existing(self._path)
+        except StorageError:
+            return  # moved away, and nothing is in its place
+        for segment in list(self._shelf.segments.values()):
+            self._let_go(segment)
+        self._directory.close()
+        self._directory, self._store_id = directory, store_id
+
     def _let_go(self, segment: Segment) -> None:
         self._shelf.let_go(segment)
-        self._last.pop(segment, None)
         self._complete.discard(segment)
         self._damaged.discard(segment)
 
-    def _open(self, sequence: int) -> Segment | None:
-        """A segment that was not open yet; ``None`` when it is gone already or nothing can be in it."""
-        path = self._path / segment_name(sequence)
+    def _open(self, sequence: int, name: str, *, newest: bool) -> None:
+        """Read a segment that was not open yet, unless it is gone already or nothing is in it."""
         try:
-            fd = open_regular(path, os.O_RDONLY)
+            fd = self._directory.open(name, os.O_RDONLY)
         except FileNotFoundError:
-            return None
-        try:
-            raw = bytearray(PAGE_NBYTES)
-            found = read_all(self._disk, fd, [memoryview(raw)], 0, PAGE_NBYTES)
-            if page_is_missing(raw, found):
-                os.close(fd)
-                return None
-            page = read_segment_page(bytes(raw), str(path), sequence, self._store_id)
-        except (OSError, StoreFormatError):
-            os.close(fd)
-            raise
-        segment = Segment(sequence, path, fd, 0, PAGE_NBYTES, 0, page.created_s)
-        if not page.sound:
+            return
+        segment = Segment(sequence, name, fd, os.fstat(fd).st_size)
+        content = recover(
+            *(self._disk, fd, segment.size),
+            path=str(self._path / name),
+            sequence=sequence,
+            store_id=self._store_id,
+            journal=read_journal(self._directory, self._disk, sequence),
+            payloads=newest,
+        )
+        if content.empty:
+            return
+        segment.created_s, segment.end = content.page.created_s, content.end
+        if not content.page.sound or (content.damaged and not newest):
             self._damaged.add(segment)
         with self._shelf.index_lock:
-            self._shelf.add(segment)
-        return segment
+            self._shelf.failed_reads += content.failed_reads
+            self._shelf.join(segment)
+            self._take(segment, content)
+        if not newest:
+            self._complete.add(segment)
+
+    def _take(self, segment: Segment, content: Content) -> None:
+        """Serve what was read on, but for a record at its end that may be in the middle of its write."""
+        keep = len(content.states)
+        while keep and content.states[keep - 1] == UNSOUND:
+            keep -= 1
+        rows, states = content.rows[: keep * ENTRY_NBYTES], content.states[:keep]
+        if segment.states:
+            self._shelf.extend(segment, rows, states)
+        else:
+            segment.rows, segment.states = rows, states
+            self._shelf.take(segment)
 
     def _read_on(self, segment: Segment, *, newest: bool) -> None:
-        shelf, last = self._shelf, self._last.get(segment)
-        if not self._is_in_place(segment, last):
-            last = None
-            self._last.pop(segment, None)
+        shelf = self._shelf
+        if not self._is_in_place(segment):
             with shelf.index_lock:
                 shelf.forget(segment)
-            segment.end = PAGE_NBYTES
+                segment.rows, segment.states, segment.end = bytearray(), bytearray(), PAGE_NBYTES
+                shelf.table.join(segment)
         size = os.fstat(segment.fd).st_size
-        content = scan(self._disk, segment.fd, size, payloads=newest, start=segment.end)
-        if not self._is_in_place(segment, last):  # changed while it was read: the next look begins anew
+        content = read_on(self._disk, segment.fd, size, segment.end, payloads=newest)
+        if not self._is_in_place(segment):  # changed while it was read: the next look begins anew
             return
-        segment.end = content.end
-        if content.last is not None:
-            self._last[segment] = content.last
-        if content.damaged and not newest:
-            self._damaged.add(segment)
         with shelf.index_lock:
-            if not segment.expired:
-                shelf.take(segment, content.records, content.dead)
+            if not segment.expired and content.states:
+                self._take(segment, content)
+            segment.end = content.end
             shelf.used_nbytes += size - segment.size
             segment.size = size
         (self._complete.discard if newest else self._complete.add)(segment)
 
-    def _is_in_place(self, segment: Segment, last: tuple[int, RecordHeader] | None) -> bool:
+    def _is_in_place(self, segment: Segment) -> bool:
         """Whether the record that was read last is where it was, alive or dead, so that another may begin behind it."""
-        if last is None:
+        if not segment.states:
             return True  # reading begins behind the page
-        offset, header = last
-        raw = bytearray(header.nbytes)
-        if read_all(self._disk, segment.fd, [memoryview(raw)], offset, len(raw)) < len(raw):
+        entry = segment.entry(len(segment.states) - 1)
+        raw = bytearray(entry.header_nbytes)
+        if read_all(self._disk, segment.fd, [memoryview(raw)], entry.offset, len(raw)) < len(raw):
             return False
-        magic, rest = bytes(raw[: len(MAGIC)]), raw[len(MAGIC) :]
-        return magic in (MAGIC, DEAD_MAGIC) and rest == pack_header(header)[len(MAGIC) :]
+        return header_is_sound(raw, entry) or header_is_dead(raw, entry)

@@ -1,0 +1,88 @@
+"""Does a file store that evicts whole segments keep what a cache that evicts single records would keep?
+
+A trace of requests (one JSON object a line with ``hash_ids``, as published with Mooncake's FAST'25 paper) runs through
+``file:`` stores of several quotas with the segments that go with them: a request gets its blocks, and puts those that
+are missing. Beside it, in the same run, a model that evicts the record used least recently and stores as many records
+as the quota has bytes for, header included. A ratio is the store's hit rate by the model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+
+from bench.table import Table
+from cache_manager.keys import BlockKey
+from cache_manager.record import RecordHeader, checksum
+from cache_manager.storage.file import FileStore, default_segment_nbytes
+
+
+class LeastRecent:
+    """As many keys as fit, of which the one used least recently goes."""
+
+    def __init__(self, records: int) -> None:
+        self.records = records
+        self.keys: OrderedDict[int, None] = OrderedDict()
+
+    def ask(self, blocks: list[int]) -> int:
+        hits = 0
+        for block in blocks:
+            if block in self.keys:
+                hits += 1
+                self.keys.move_to_end(block)
+        for block in blocks:
+            self.keys[block] = None
+            if len(self.keys) > self.records:
+                self.keys.popitem(last=False)
+        return hits
+
+
+class Stored:
+    """The store itself."""
+
+    def __init__(self, directory: Path, quota_nbytes: int, payload: bytes) -> None:
+        self.store = FileStore(directory, quota_nbytes=quota_nbytes)
+        self.payload, self.sum = payload, checksum(payload)
+
+    def ask(self, blocks: list[int]) -> int:
+        keys = [BlockKey(b"trace---" + block.to_bytes(24, "big")) for block in blocks]
+        room = memoryview(bytearray(len(self.payload)))
+        found = self.store.get_into(keys, [room] * len(keys))
+        missing = [key for key, answer in zip(keys, found, strict=True) if not isinstance(answer, RecordHeader)]
+        nbytes = len(self.payload)
+        headers = [RecordHeader(key, b"f" * 16, 0, 1, b"\xff" * 8, nbytes, self.sum) for key in missing]
+        self.store.put(headers, [self.payload] * len(headers))
+        return len(keys) - len(missing)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--quota-mib", type=int, nargs="+", default=[16, 64, 156])
+    parser.add_argument("--kib", type=int, default=4, help="of a record")
+    parser.add_argument("--requests", type=int, default=4000)
+    args = parser.parse_args()
+    requests = [json.loads(line)["hash_ids"] for line in args.trace.open()][: args.requests]
+    total = sum(map(len, requests))
+    table = Table(
+        f"{len(requests)} requests for {total} blocks of {args.kib} KiB",
+        ["quota", "segment", "hit rate", "of records", "ratio"],
+    )
+    for quota_mib in args.quota_mib:
+        quota_nbytes, payload = quota_mib << 20, bytes(args.kib << 10)
+        with tempfile.TemporaryDirectory() as directory:
+            stored = Stored(Path(directory), quota_nbytes, payload)
+            model = LeastRecent(quota_nbytes // (len(payload) + 128))
+            hits = [(stored.ask(blocks), model.ask(blocks)) for blocks in requests]
+            stored.store.close()
+        ours, theirs = (sum(column) / total for column in zip(*hits, strict=True))
+        segment = f"{default_segment_nbytes(quota_nbytes) >> 10} KiB"
+        table.row(f"{quota_mib} MiB", segment, f"{ours:.4f}", f"{theirs:.4f}", f"{ours / theirs:.3f}")
+    table.print()
+
+
+if __name__ == "__main__":
+    main()

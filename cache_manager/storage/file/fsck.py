@@ -1,0 +1,272 @@
+"""Is a file store sound? Every header and every payload is read; with ``repair``, what is not sound is taken away.
+
+Without ``repair`` nothing is written, and a live writer is no obstacle: what it is writing at the end of its newest
+segment is then not held against the store. A repair locks the store like a writer and does what opening does
+(:mod:`cache_manager.storage.file.pool`): older copies of records are marked as deleted, a segment with bytes that are
+no record's is set aside, a damaged header page is written anew, and what crashes left unfinished is removed. Beyond
+that it marks the records as deleted whose payload is not the one of its sum.
+
+A sound record, which is one that a store would serve, is never touched. Files that are no part of the store, or
+segments of another one, are named and left alone; while there are any of the latter, nothing is repaired.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from cache_manager.errors import StorageError, StoreFormatError, StoreLockedError
+from cache_manager.storage.disk import Disk, SystemDisk
+from cache_manager.storage.file.directory import LockedDirectory, StoreDirectory, StoreLock
+from cache_manager.storage.file.files import Sync
+from cache_manager.storage.file.index import Place, Segment, SegmentIndex
+from cache_manager.storage.file.limits import Limits
+from cache_manager.storage.file.pool import SegmentPool
+from cache_manager.storage.file.recovery import Content, read_journal, recover, verify
+from cache_manager.storage.file.segment import (
+    DELETED,
+    LIVING,
+    LOCK_NAME,
+    MARKER_NAME,
+    UNREADABLE,
+    UNSOUND,
+    parse_name,
+)
+
+_COLUMNS: Final = {
+    "bytes": "nbytes",
+    "records": "records",
+    "deleted": "deleted",
+    "corrupt": "corrupt",
+    "torn": "torn",
+    "older": "older",
+    "unreadable": "unreadable",
+    "lost bytes": "lost_nbytes",
+}
+_NO_LIMIT: Final = Limits(1 << 62, 1 << 54)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReport:
+    """What one segment file holds. ``lost_nbytes`` are not zeros and no record's."""
+
+    name: str
+    nbytes: int
+    records: int = 0
+    deleted: int = 0
+    corrupt: int = 0  # sound header, wrong payload, another record behind
+    torn: int = 0  # sound header, wrong payload or none, no sound record behind
+    older: int = 0  # copies for which there is a newer one, here or in a later segment
+    unreadable: int = 0  # records that the disk does not give back
+    lost_nbytes: int = 0
+    page_damaged: bool = False
+    page_missing: bool = False
+    aside: bool = False  # set aside, which is what becomes of a segment with lost bytes
+    refused: str | None = None  # why this is no segment of this store
+
+    @property
+    def sound(self) -> bool:
+        lost = self.lost_nbytes and not self.aside
+        bad = self.corrupt or self.torn or self.older or self.unreadable or lost
+        return not (bad or self.page_damaged or self.page_missing) and self.refused is None
+
+
+@dataclass(frozen=True, slots=True)
+class FsckReport:
+    """What a check found, before any repair; ``writer`` says who was writing meanwhile."""
+
+    directory: str
+    segments: tuple[SegmentReport, ...]
+    leftovers: tuple[str, ...]
+    foreign: tuple[str, ...]  # other entries of the directory; they are no fault
+    writer: str | None
+    repaired: bool
+
+    @property
+    def sound(self) -> bool:
+        return not self.leftovers and all(segment.sound for segment in self.segments)
+
+    def total(self, count: str) -> int:
+        """The sum of one of the segments' numbers, by its name."""
+        return sum(int(getattr(segment, count)) for segment in self.segments)
+
+    def to_json(self) -> str:
+        """The report as one JSON object: its fields, and ``sound``."""
+        return json.dumps({"sound": self.sound, **asdict(self)}, indent=2) + "\n"
+
+    def to_text(self) -> str:
+        """The report for people: a line a segment, what else is there, and a verdict."""
+        width = max((len(segment.name) for segment in self.segments), default=0)
+        lines = [f"{'segment':{width}}" + "".join(f"{title:>11}" for title in _COLUMNS)]
+        for segment in self.segments:
+            counts = "".join(f"{int(getattr(segment, name)):>11,}" for name in _COLUMNS.values())
+            lines.append(f"{segment.name:{width}}{counts}{_remark(segment)}")
+        lines.append(f"{'all':{width}}" + "".join(f"{self.total(name):>11,}" for name in _COLUMNS.values()))
+        lines += [f"left unfinished by a crash: {name}" for name in self.leftovers]
+        lines += [f"no part of the store: {name}" for name in self.foreign]
+        if self.writer is not None:
+            lines.append(f"checked beside a writer, the end of the newest segment not judged: {self.writer}")
+        lines.append(f"{self.directory}: {self._verdict()}")
+        return "\n".join(lines) + "\n"
+
+    def _verdict(self) -> str:
+        aside = self.total("aside")
+        beside = f"; {aside} segments are set aside, remove them when you have what you want of them" if aside else ""
+        if self.sound:
+            return "sound" + beside
+        if left := sum(segment.refused is not None for segment in self.segments):
+            return f"not sound; {left} files are not this store's: move them away, then kvroute fsck --repair"
+        if not self.repaired:
+            return "not sound; kvroute fsck --repair takes away what is wrong" + beside
+        return "was not sound and is repaired" + beside
+
+
+def _remark(segment: SegmentReport) -> str:
+    if segment.refused is not None:
+        return f"  left alone: {segment.refused}"
+    if segment.aside:
+        return "  set aside"
+    if segment.page_missing:
+        return "  no header page"
+    return "  header page damaged" if segment.page_damaged else ""
+
+
+def fsck(directory: Path, *, repair: bool = False, disk: Disk | None = None) -> FsckReport:
+    """Check the store in ``directory``; with ``repair`` leave it sound, as far as bytes can tell.
+
+    :class:`StoreMissingError` and :class:`StoreFormatError` when there is no store of this format;
+    :class:`StoreLockedError` for a repair while somebody writes; :class:`StorageError` when the disk fails in another
+    way than by sectors that it cannot read, which leaves repaired what was repaired before.
+    """
+    disk = disk or SystemDisk()
+    opened, store_id = StoreDirectory.existing(directory)
+    with ExitStack() as stack:
+        stack.callback(opened.close)
+        lock, writer = _lock(opened, repair=repair)
+        try:
+            unfinished = () if writer else tuple(opened.leftovers())
+            check = _Check(opened, store_id, disk, judged=writer is None)
+            stack.callback(check.index.release)
+            files = opened.files()
+            for sequence, name in files.items():
+                check.look(sequence, name, newest=sequence == max(files), live=writer is not None)
+            foreign = tuple(name for name in opened.names() if not _is_ours(name, unfinished))
+        except OSError as error:
+            raise StorageError(f"{directory}: cannot check the store: {error}") from error
+        finally:
+            if lock is not None:
+                lock.close()
+        reports = check.reports()
+        may = repair and not any(report.refused for report in reports)
+        if may:
+            _repair(directory, disk, check.unsound)
+        return FsckReport(str(directory), reports, unfinished, foreign, writer, may)
+
+
+def _lock(directory: StoreDirectory, *, repair: bool) -> tuple[StoreLock | None, str | None]:
+    """The lock for the job, and for a report without one who writes."""
+    try:
+        return StoreLock(directory, shared=not repair), None
+    except FileNotFoundError:
+        return None, None  # a copy without its lock file: nobody writes it
+    except StoreLockedError as error:
+        if repair:
+            raise
+        return None, str(error)
+    except OSError as error:
+        raise StorageError(f"{directory.path}: cannot lock the store: {error}") from error
+
+
+def _is_ours(name: str, unfinished: tuple[str, ...]) -> bool:
+    return name in (MARKER_NAME, LOCK_NAME, *unfinished) or parse_name(name) is not None
+
+
+class _Check:
+    """Reads segments, oldest first, and gathers what is to be said of them."""
+
+    def __init__(self, directory: StoreDirectory, store_id: bytes, disk: Disk, *, judged: bool) -> None:
+        self.index = SegmentIndex(disk, None, directory.path)
+        self.unsound: list[tuple[int, int]] = []  # sequence and number of records that a repair marks
+        self._directory, self._store_id, self._disk = directory, store_id, disk
+        self._judged = judged
+        self._older: Counter[int] = Counter()
+        self._found: list[SegmentReport | tuple[Segment, Content, bool]] = []
+
+    def look(self, sequence: int, name: str, *, newest: bool, live: bool) -> None:
+        try:
+            fd = self._directory.open(name, os.O_RDONLY)
+        except FileNotFoundError:
+            return  # a live writer has dropped it
+        segment = Segment(sequence, name, fd, os.fstat(fd).st_size, aside=name.endswith(".aside"))
+        try:
+            content = recover(
+                *(self._disk, fd, segment.size),
+                path=str(self._directory.path / name),
+                sequence=sequence,
+                store_id=self._store_id,
+                journal=read_journal(self._directory, self._disk, sequence),
+                payloads=True,
+            )
+        except StoreFormatError as error:
+            self._found.append(SegmentReport(name, segment.size, refused=str(error)))
+            return
+        if content.indexed:
+            before = bytes(content.states)
+            verify(self._disk, fd, segment.size, content)
+            changed = [n for n, (was, now) in enumerate(zip(before, content.states, strict=True)) if was != now]
+            self.unsound += [(sequence, n) for n in changed if content.states[n] != UNREADABLE]
+        elif not newest:
+            self.unsound += [(sequence, n) for n, _ in content.entries(UNSOUND)]
+        segment.rows, segment.states = bytearray(content.rows), bytearray(content.states)
+        self.index.join(segment)
+        for place in self.index.take(segment):
+            self._older[place.segment.sequence] += self._judged
+        self._found.append((segment, content, newest and live))
+
+    def reports(self) -> tuple[SegmentReport, ...]:
+        return tuple(each if isinstance(each, SegmentReport) else self._report(*each) for each in self._found)
+
+    def _report(self, segment: Segment, content: Content, live: bool) -> SegmentReport:
+        torn = 0
+        while torn < len(content.states) and content.states[-1 - torn] == UNSOUND and not content.indexed:
+            torn += 1
+        older = self._older[segment.sequence]
+        return SegmentReport(
+            segment.name,
+            segment.size,
+            records=content.states.count(LIVING) - older,
+            deleted=content.states.count(DELETED),
+            corrupt=content.states.count(UNSOUND) - torn,
+            torn=0 if live else torn + (content.cut_short and not segment.aside),
+            older=older,
+            unreadable=content.states.count(UNREADABLE),
+            lost_nbytes=0 if live else content.lost_nbytes,
+            page_damaged=not content.page.sound and not content.empty,
+            page_missing=content.empty,
+            aside=segment.aside,
+        )
+
+
+def _repair(path: Path, disk: Disk, unsound: list[tuple[int, int]]) -> None:
+    directory = LockedDirectory(path)
+    try:
+        pool = SegmentPool(directory, disk, _NO_LIMIT, Sync.NONE, time.time)
+        try:
+            for sequence, number in unsound:
+                segment = pool.segments.get(sequence)
+                if segment is not None and number < len(segment.states):
+                    pool.mark(Place(segment, number, segment.entry(number)))
+            pool.leave_active()
+            pool.sync_all([segment for segment in pool.segments.values() if segment.dirty])
+        finally:
+            pool.release()
+    except OSError as error:
+        raise StorageError(f"{path}: cannot repair the store: {error}") from error
+    finally:
+        directory.close()

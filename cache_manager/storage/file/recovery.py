@@ -1,0 +1,346 @@
+"""What is in a segment: the one way in which writers, readers and checks read a segment back. Nothing is changed here.
+
+A segment with an index is what its index says. One without is scanned from header to header. A scan ends where zeros
+or an index begin; where something else follows, or the disk does not give a header back, it goes on at the next place
+where the segment's journal says that a record begins, and what lies between is *lost*: damaged, and no record's.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from cache_manager.errors import RecordError
+from cache_manager.record import (
+    HEADER_NBYTES_MAX,
+    HEADER_NBYTES_MIN,
+    MAGIC,
+    RecordHeader,
+    RunningChecksum,
+    checksum,
+    payload_sum,
+    unpack_header,
+)
+from cache_manager.storage.disk import Disk, read_all
+from cache_manager.storage.file.directory import StoreDirectory
+from cache_manager.storage.file.segment import (
+    DEAD_MAGIC,
+    DELETED,
+    ENTRY,
+    ENTRY_NBYTES,
+    INDEX_MAGIC,
+    LIVING,
+    PAGE_NBYTES,
+    SEGMENT_MAGIC,
+    UNREADABLE,
+    UNSOUND,
+    Entry,
+    SegmentPage,
+    header_is_dead,
+    header_is_sound,
+    pack_entry,
+    read_index,
+    read_segment_page,
+    record_nbytes,
+    segment_name,
+    unpack_entry,
+)
+
+_WINDOW_NBYTES: Final = 1 << 20
+_HEADER_NBYTES: Final = 1024
+_JOURNAL_NBYTES_MAX: Final = 64 << 20
+"""A million records in one segment."""
+RECORD_NBYTES_MAX: Final = 1 << 36
+"""A header that claims more than this is not sound, whatever its sum says."""
+
+
+@dataclass(slots=True)
+class Content:
+    """The records of a segment in the order of their offsets, and what else was found."""
+
+    rows: bytearray = field(default_factory=bytearray)  # an entry of 64 bytes each
+    states: bytearray = field(default_factory=bytearray)
+    end: int = PAGE_NBYTES  # of the last record that can be told from what follows it
+    indexed: bool = False
+    page: SegmentPage = field(default_factory=lambda: SegmentPage(True, None))
+    empty: bool = False  # no page, and nothing behind it
+    cut_short: bool = False  # the file ends within the last record
+    lost_nbytes: int = 0  # that are not zeros and no record's
+    failed_reads: int = 0  # places that the disk did not give back
+
+    @property
+    def damaged(self) -> bool:
+        """Whether something is in it that no record accounts for, so that nothing should be written behind it."""
+        return self.lost_nbytes > 0 or self.failed_reads > 0
+
+    def count(self, error: OSError) -> None:
+        """A sector that cannot be read is counted; any other failure is raised again."""
+        if error.errno != errno.EIO:
+            raise error
+        self.failed_reads += 1
+
+    def add(self, header: RecordHeader, offset: int, packed: bytes | memoryview, state: int) -> None:
+        self.rows += pack_entry(header, offset, packed)
+        self.states.append(state)
+
+    def entries(self, state: int) -> Iterator[tuple[int, Entry]]:
+        """Those in a state, with their numbers."""
+        at = self.states.find(state)
+        while at >= 0:
+            yield at, unpack_entry(self.rows, at)
+            at = self.states.find(state, at + 1)
+
+
+class _Window:
+    """A file of ``size`` bytes, read ahead through one buffer."""
+
+    def __init__(self, disk: Disk, fd: int, size: int, ahead_nbytes: int) -> None:
+        self._disk, self._fd, self._size = disk, fd, size
+        self._ahead_nbytes = ahead_nbytes
+        self._buffer = bytearray(min(max(ahead_nbytes, 2 * HEADER_NBYTES_MAX), max(size, 1)))
+        self._view = memoryview(self._buffer)
+        self._start = self._stop = 0
+
+    def at(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes there; fewer only where the file ends. ``nbytes`` is no more than the window; ``OSError``."""
+        if not self._start <= offset <= offset + nbytes <= self._stop:
+            wanted = min(max(nbytes, self._ahead_nbytes), len(self._buffer), max(self._size - offset, 0))
+            self._start = self._stop = offset
+            try:
+                self._stop += read_all(self._disk, self._fd, [self._view[:wanted]], offset, wanted)
+            except OSError:
+                if wanted <= nbytes:
+                    raise
+                self._stop += read_all(self._disk, self._fd, [self._view[:nbytes]], offset, nbytes)  # no further
+        at = offset - self._start
+        return self._view[at : min(at + nbytes, self._stop - self._start)]
+
+    def payload_is(self, offset: int, nbytes: int, sum_: int) -> bool:
+        """Whether the payload there is the one of that sum; a header can claim more than memory holds."""
+        left = nbytes
+        if left <= len(self._buffer):
+            return checksum(self.at(offset, left)) == sum_
+        found = RunningChecksum()
+        while left:
+            piece = self.at(offset, min(left, len(self._buffer)))
+            if not piece:
+                return False
+            found.update(piece)
+            offset, left = offset + len(piece), left - len(piece)
+        return bool(found.intdigest() == sum_)
+
+
+def recover(
+    disk: Disk,
+    fd: int,
+    size: int,
+    *,
+    path: str,
+    sequence: int,
+    store_id: bytes,
+    journal: bytes = b"",
+    payloads: bool = False,
+    record_nbytes_max: int = RECORD_NBYTES_MAX,
+) -> Content:
+    """Read a segment's file of ``size`` bytes. With ``payloads`` a record without an index has to have its payload.
+
+    :class:`StoreFormatError` for a file that is no segment of this store; ``OSError`` only where the disk fails in
+    another way than by a sector that it cannot read.
+    """
+    content, raw, index = Content(), bytearray(PAGE_NBYTES), None
+    try:
+        found = read_all(disk, fd, [raw], 0, PAGE_NBYTES)
+        start = bytes(raw[: min(found, len(SEGMENT_MAGIC))])
+        if not any(raw) or (found < PAGE_NBYTES and SEGMENT_MAGIC.startswith(start)):
+            content.page = SegmentPage(False, None)
+            content.empty = _data_behind(disk, fd, PAGE_NBYTES, size) == 0
+        else:
+            content.page = read_segment_page(bytes(raw), path, sequence, store_id)
+    except OSError as error:
+        content.count(error)
+        content.page = SegmentPage(False, None)
+    try:
+        index = read_index(disk, fd, size, sequence, store_id)
+    except OSError as error:
+        content.count(error)
+    if index is not None:
+        content.rows, content.states, content.end, content.indexed = *index, True
+        return content
+    if not content.empty:
+        _Scan(disk, fd, size, content, payloads=payloads, record_nbytes_max=record_nbytes_max).run(journal)
+    return content
+
+
+class _Scan:
+    def __init__(
+        self, disk: Disk, fd: int, size: int, content: Content, *, payloads: bool, record_nbytes_max: int
+    ) -> None:
+        self._disk, self._fd, self._size = disk, fd, size
+        self._content = content
+        self._payloads = payloads
+        self._record_nbytes_max = record_nbytes_max
+        self._window = _Window(disk, fd, size, _WINDOW_NBYTES if payloads else 64 * _HEADER_NBYTES)
+
+    def run(self, journal: bytes) -> None:
+        at = self.read_on(PAGE_NBYTES)
+        while at is not None and _data_behind(self._disk, self._fd, at, self._size):
+            resumed = self._resume(journal, at)
+            stop = self._size if resumed is None else resumed
+            self._content.lost_nbytes += _data_behind(self._disk, self._fd, at, stop)
+            at = None if resumed is None else self.read_on(resumed)
+
+    def read_on(self, at: int) -> int | None:
+        """Read record after record from ``at``; where something follows that is neither a record nor an index."""
+        content, window, size = self._content, self._window, self._size
+        while at + HEADER_NBYTES_MIN <= size:
+            try:
+                header, packed, dead = _header(window, at)
+            except RecordError:
+                return at
+            except OSError as error:
+                content.count(error)
+                return at
+            if header is None:
+                return None
+            after = at + record_nbytes(header)
+            if header.payload_nbytes > self._record_nbytes_max:
+                return at
+            if after > size:
+                content.cut_short = True
+                return None
+            state = DELETED if dead else LIVING
+            if self._payloads and not dead:
+                entry = bytes(packed)  # the window moves
+                try:
+                    sound = window.payload_is(at + header.nbytes, header.payload_nbytes, header.payload_xxh3)
+                    state = LIVING if sound else UNSOUND
+                except OSError as error:
+                    content.count(error)
+                    state = UNREADABLE
+                packed = memoryview(entry)
+            content.add(header, at, packed, state)
+            at = after
+            if state != UNSOUND:
+                content.end = after
+        return at
+
+    def _resume(self, journal: bytes, at: int) -> int | None:
+        """Where behind ``at`` the journal has a record whose header is the one that it says."""
+        for number in range(len(journal) // ENTRY_NBYTES):
+            entry = unpack_entry(journal, number)
+            if not at < entry.offset <= self._size - HEADER_NBYTES_MIN or entry.header_nbytes > HEADER_NBYTES_MAX:
+                continue
+            raw = bytearray(entry.header_nbytes)
+            try:
+                read_all(self._disk, self._fd, [raw], entry.offset, len(raw))
+            except OSError as error:
+                self._content.count(error)
+                continue
+            if header_is_sound(raw, entry) or header_is_dead(raw, entry):
+                return entry.offset
+        return None
+
+
+def read_on(disk: Disk, fd: int, size: int, start: int, *, payloads: bool) -> Content:
+    """The records from ``start`` on, where one begins, up to whatever is none."""
+    content = Content(end=start)
+    _Scan(disk, fd, size, content, payloads=payloads, record_nbytes_max=RECORD_NBYTES_MAX).read_on(start)
+    return content
+
+
+def _header(window: _Window, at: int) -> tuple[RecordHeader | None, memoryview, bool]:
+    """The header there, its bytes, and whether its record is deleted; :class:`RecordError` when it is not sound.
+
+    ``None`` where the records end and an index begins.
+    """
+    raw = window.at(at, _HEADER_NBYTES)
+    start = bytes(raw[: len(INDEX_MAGIC)])
+    if start == INDEX_MAGIC:
+        return None, raw, False
+    dead = start.startswith(DEAD_MAGIC)
+    for nbytes in (len(raw), HEADER_NBYTES_MAX):
+        if nbytes > len(raw):
+            raw = window.at(at, nbytes)
+        try:
+            header = unpack_header(MAGIC + bytes(raw[len(MAGIC) :]) if dead else raw)
+        except RecordError as error:
+            if error.field != "size" or nbytes == HEADER_NBYTES_MAX:
+                raise
+            continue
+        return header, raw[: header.nbytes], dead
+    raise RecordError("size", f"at most {HEADER_NBYTES_MAX} bytes", "more")
+
+
+def verify(disk: Disk, fd: int, size: int, content: Content) -> int:
+    """Look at every living record that an index names: header and payload. Changes the states of those not sound.
+
+    Answers how many deleted ones the index takes for living: they become ``DELETED``.
+    """
+    window, late = _Window(disk, fd, size, _WINDOW_NBYTES), 0
+    for number, fields in enumerate(ENTRY.iter_unpack(content.rows)):
+        if content.states[number] != LIVING:
+            continue
+        try:
+            state = _state_of(window, Entry._make(fields))
+        except OSError as error:
+            content.count(error)
+            state = UNREADABLE
+        late += state == DELETED
+        content.states[number] = state
+    return late
+
+
+def _state_of(window: _Window, entry: Entry) -> int:
+    start = entry.header_nbytes
+    whole = window.at(entry.offset, min(start + entry.payload_nbytes, _WINDOW_NBYTES))
+    raw = bytes(whole[:start])
+    if not header_is_sound(raw, entry):
+        return DELETED if header_is_dead(raw, entry) else UNSOUND
+    sum_ = payload_sum(raw)
+    if len(whole) == start + entry.payload_nbytes:
+        return LIVING if checksum(whole[start:]) == sum_ else UNSOUND
+    return LIVING if window.payload_is(entry.offset + start, entry.payload_nbytes, sum_) else UNSOUND
+
+
+def _data_behind(disk: Disk, fd: int, start: int, stop: int) -> int:
+    """Bytes from ``start`` to the last one before ``stop`` that is not zero; holes are not read."""
+    last, at = start, start
+    window = bytearray(_WINDOW_NBYTES)
+    while (at := _data_from(fd, at, stop)) < stop:
+        wanted = min(len(window), stop - at)
+        try:
+            found = read_all(disk, fd, [memoryview(window)[:wanted]], at, wanted)
+        except OSError:
+            return stop - start  # nobody knows what is there
+        if used := len(window[:found].rstrip(b"\0")):
+            last = at + used
+        if found < wanted:
+            break
+        at += wanted
+    return last - start
+
+
+def _data_from(fd: int, at: int, stop: int) -> int:
+    """Where after ``at`` there may be something; a hole of a sparse file is not read."""
+    try:
+        return os.lseek(fd, at, os.SEEK_DATA)
+    except OSError as error:
+        return stop if error.errno == errno.ENXIO else at
+
+
+def read_journal(directory: StoreDirectory, disk: Disk, sequence: int) -> bytes:
+    """The journal of a segment; empty where there is none, or it cannot be read."""
+    try:
+        fd = directory.open(segment_name(sequence, "journal"), os.O_RDONLY)
+    except OSError:
+        return b""
+    try:
+        raw = bytearray(min(os.fstat(fd).st_size, _JOURNAL_NBYTES_MAX) // ENTRY_NBYTES * ENTRY_NBYTES)
+        return bytes(raw[: read_all(disk, fd, [raw], 0, len(raw))])
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)

@@ -1,0 +1,268 @@
+"""The bytes of a file store: its marker, and its segments with their pages, records and indexes.
+
+A segment is a header page, then records without holes between them (header, payload, zeros up to 64 bytes), then, once
+no more records come, an index of them. The layout is in ``docs/format.md`` byte by byte. A record is deleted by turning
+its magic from ``KVRR`` into ``KVRX`` in place, which needs no room, survives a restart, and leaves every other byte as
+it was; in an index by the byte that stands for it.
+
+**Payload bytes are never taken for headers**, or a payload could carry a record of somebody else's making: a record is
+found behind another, or where an index or the segment's journal says that one begins.
+
+A record that is replaced is appended anew and its older copy deleted. Where a crash leaves two copies, **the newer one
+decides**: the one with the higher sequence of its segment and, in one segment, the higher offset. If it is deleted or
+its payload is not sound, its key has no record: an older copy never comes back.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from cache_manager.errors import StoreFormatError
+from cache_manager.keys import BlockKey
+from cache_manager.record import MAGIC, START, Buffer, RecordHeader, checksum, pack_header
+from cache_manager.spec import align
+from cache_manager.storage.disk import Disk, read_all
+
+PAGE_NBYTES: Final = 4096
+VERSION: Final = 4
+READABLE: Final = (3, 4)
+"""Version 3 had no indexes and no journals; everything else is the same."""
+DEAD_MAGIC: Final = b"KVRX"
+MARKER_NAME: Final = "kvroute.store"
+LOCK_NAME: Final = "kvroute.lock"
+TEMP_SUFFIX: Final = ".tmp"
+SEQUENCE_MAX: Final = (1 << 63) - 1
+
+_MARKER_MAGIC: Final = b"KVRSTORE"
+SEGMENT_MAGIC: Final = b"KVRSEGMT"
+INDEX_MAGIC: Final = b"KVRINDEX"
+CRC_RESIDUE: Final = 0x2144DF1C
+"""The CRC-32 of any bytes that end in their own CRC-32, little-endian."""
+_FIXED = struct.Struct("<8sHHIQ16sQ")  # magic, version, header bytes, zero, sequence, store id, created
+_CRC = struct.Struct("<I")
+_FRAME = struct.Struct(
+    "<8sHHIQQQ16sI"
+)  # magic, version, zero, entries, sequence, offset, entries' xxh3, store id, zero
+FRAME_NBYTES: Final = _FRAME.size + _CRC.size
+_MARKER_NBYTES: Final = 64
+_NAME = re.compile(r"segment-([0-9a-f]{16})\.(kvr|aside|journal)")
+_KEY_AT: Final = 32
+_UNKNOWN_MS: Final = 0
+
+ENTRY: Final = struct.Struct("<32sQQQII")
+ENTRY_NBYTES: Final = ENTRY.size
+ENTRY_DTYPE: Final = np.dtype(
+    [
+        ("key", "<u8", (4,)),
+        ("offset", "<u8"),
+        ("payload_nbytes", "<u8"),
+        ("origin", "<u8"),
+        ("header_nbytes", "<u4"),
+        ("header_sum", "<u4"),
+    ]
+)
+
+LIVING, DELETED, UNSOUND, UNREADABLE = range(4)
+"""What has become of a record: served; deleted, or given way; its payload is not the one of its sum; the disk does not
+give it back now."""
+
+
+class Entry(NamedTuple):
+    """What an index says about a record: 64 bytes, in the order of :data:`ENTRY`."""
+
+    key: BlockKey
+    offset: int
+    payload_nbytes: int
+    origin: int
+    header_nbytes: int
+    header_sum: int  # the CRC-32 that the packed header ends in
+
+    @property
+    def nbytes(self) -> int:
+        """Of header, payload and padding."""
+        return self.header_nbytes + (self.payload_nbytes + 63 & -64)  # align, inlined: every read comes here
+
+
+def segment_name(sequence: int, kind: str = "kvr") -> str:
+    """``kvr`` is a segment, ``aside`` a damaged one, ``journal`` says where the records of an unfinished one begin.
+
+    >>> segment_name(26), parse_name("segment-000000000000001a.aside"), parse_name("notes.txt")
+    ('segment-000000000000001a.kvr', (26, 'aside'), None)
+    """
+    return f"segment-{sequence:016x}.{kind}"
+
+
+def parse_name(name: str) -> tuple[int, str] | None:
+    """The sequence and the kind in a file's name; ``None`` for any other name."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1], 16), match[2]) if match else None
+
+
+def _pack(magic: bytes, nbytes: int, sequence: int, store_id: bytes, created_ms: int) -> bytes:
+    body = _FIXED.pack(magic, VERSION, nbytes, 0, sequence, store_id, created_ms).ljust(nbytes - _CRC.size, b"\0")
+    return body + _CRC.pack(zlib.crc32(body))
+
+
+def pack_marker(store_id: bytes) -> bytes:
+    """The 64 bytes that say: this directory is a store of this format, with this id (16 bytes)."""
+    return _pack(_MARKER_MAGIC, _MARKER_NBYTES, 0, store_id, _UNKNOWN_MS)
+
+
+def unpack_marker(raw: bytes, path: str) -> bytes:
+    """The store's id; :class:`StoreFormatError` names the first field that is not right."""
+    if len(raw) != _MARKER_NBYTES:
+        raise StoreFormatError(path, "size", f"{_MARKER_NBYTES} bytes", len(raw))
+    magic, version, _, _, _, store_id, _ = _FIXED.unpack_from(raw)
+    if magic != _MARKER_MAGIC:
+        raise StoreFormatError(path, "magic", _MARKER_MAGIC, magic)
+    if version not in READABLE:
+        raise StoreFormatError(path, "version", " or ".join(map(str, READABLE)), version)
+    if zlib.crc32(raw) != CRC_RESIDUE:
+        raise StoreFormatError(path, "crc", zlib.crc32(raw[: -_CRC.size]), _CRC.unpack_from(raw, len(raw) - 4)[0])
+    return bytes(store_id)
+
+
+def pack_segment_page(sequence: int, store_id: bytes, created_s: float | None) -> bytes:
+    """The header page of a segment; ``created_s`` is wall-clock time, ``None`` where nobody knows it any more."""
+    created_ms = _UNKNOWN_MS if created_s is None else min(max(int(created_s * 1000), 1), (1 << 64) - 1)
+    return _pack(SEGMENT_MAGIC, PAGE_NBYTES, sequence, store_id, created_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPage:
+    """What a header page says: whether it is whole, and when its segment was created (wall clock) if it says so."""
+
+    sound: bool
+    created_s: float | None
+
+
+def read_segment_page(raw: bytes, path: str, sequence: int, store_id: bytes) -> SegmentPage:
+    """Damage of the page is no error and costs no record its checks, but nobody knows then how old the records are.
+
+    :class:`StoreFormatError` for a file that is not a segment of this store or is in another version of the format.
+    """
+    magic, version, _, _, found, owner, created_ms = _FIXED.unpack_from(raw)
+    if zlib.crc32(SEGMENT_MAGIC + raw[len(SEGMENT_MAGIC) :]) != CRC_RESIDUE:
+        if magic != SEGMENT_MAGIC and any(magic):  # zeros: a power cut took its first sector
+            raise StoreFormatError(path, "magic", SEGMENT_MAGIC, magic)
+        return SegmentPage(False, None)
+    if version not in READABLE:
+        raise StoreFormatError(path, "version", " or ".join(map(str, READABLE)), version)
+    if owner != store_id:
+        raise StoreFormatError(path, "store id", store_id.hex(), owner.hex())
+    if found != sequence:
+        raise StoreFormatError(path, "sequence", sequence, found)
+    return SegmentPage(magic == SEGMENT_MAGIC, None if created_ms == _UNKNOWN_MS else created_ms / 1000)
+
+
+def pack_entry(header: RecordHeader, offset: int, packed: Buffer) -> bytes:
+    """The index entry of the record at ``offset``; ``packed`` is its packed header."""
+    (sum_,) = _CRC.unpack_from(packed, len(packed) - _CRC.size)
+    return ENTRY.pack(header.key, offset, header.payload_nbytes, header.origin, len(packed), sum_)
+
+
+def unpack_entry(rows: Buffer, number: int) -> Entry:
+    return Entry._make(ENTRY.unpack_from(rows, number * ENTRY_NBYTES))
+
+
+def record_nbytes(header: RecordHeader) -> int:
+    """Bytes that a record takes in a segment."""
+    return header.nbytes + align(header.payload_nbytes)
+
+
+def index_nbytes(entries: int) -> int:
+    """Bytes of an index, without the zeros before its last frame."""
+    return 2 * FRAME_NBYTES + entries * ENTRY_NBYTES + (entries + 63 & -64)
+
+
+def states_at(end: int, entries: int) -> int:
+    """Where the bytes are that stand for the records of an index that begins at ``end``."""
+    return end + FRAME_NBYTES + entries * ENTRY_NBYTES
+
+
+def pack_index(sequence: int, store_id: bytes, end: int, rows: Buffer, states: Buffer) -> bytes:
+    """The index of a segment whose last record ends at ``end``: what follows there, up to the file's last byte."""
+    count = len(states)
+    fixed = _FRAME.pack(INDEX_MAGIC, VERSION, 0, count, sequence, end, checksum(rows), store_id, 0)
+    frame = fixed + _CRC.pack(zlib.crc32(fixed))
+    body = b"".join((frame, rows, bytes(state and DELETED for state in states)))
+    nbytes = align(end + index_nbytes(count), PAGE_NBYTES) - end
+    return body.ljust(nbytes - FRAME_NBYTES, b"\0") + frame
+
+
+class Index(NamedTuple):
+    """What the index of a segment holds."""
+
+    rows: bytearray  # entries of 64 bytes, in the order of their offsets
+    states: bytearray  # LIVING or DELETED
+    end: int
+
+
+def read_index(disk: Disk, fd: int, size: int, sequence: int, store_id: bytes) -> Index | None:
+    """The index at the end of a segment's file of ``size`` bytes; ``None`` where there is none, or not a sound one.
+
+    ``OSError`` where the disk does not give it back.
+    """
+    frame = bytearray(FRAME_NBYTES)
+    if size < PAGE_NBYTES + FRAME_NBYTES or read_all(disk, fd, [frame], size - FRAME_NBYTES, len(frame)) < len(frame):
+        return None
+    magic, version, _, count, found, end, sum_, owner, _ = _FRAME.unpack_from(frame)
+    if magic != INDEX_MAGIC or version != VERSION or zlib.crc32(frame) != CRC_RESIDUE:
+        return None
+    if (found, owner) != (sequence, store_id) or end + index_nbytes(count) > size or end < PAGE_NBYTES:
+        return None
+    rows, states = bytearray(count * ENTRY_NBYTES), bytearray(count)
+    nbytes = len(rows) + count
+    if read_all(disk, fd, [rows, states], end + FRAME_NBYTES, nbytes) < nbytes or checksum(rows) != sum_:
+        return None
+    return Index(rows, states, end) if _is_in_order(rows, end) else None
+
+
+def _is_in_order(rows: bytearray, end: int) -> bool:
+    """Whether records lie behind each other, within the page and ``end``."""
+    table = np.frombuffer(rows, ENTRY_DTYPE)
+    sizes = table["header_nbytes"].astype(np.uint64) + (table["payload_nbytes"] + np.uint64(63)) // 64 * np.uint64(64)
+    after = np.concatenate([np.array([PAGE_NBYTES], np.uint64), table["offset"] + sizes])
+    starts = np.concatenate([table["offset"], np.array([end], np.uint64)])
+    last = np.uint64(end)
+    bounded = (table["payload_nbytes"] <= last).all() and (table["offset"] <= last).all()
+    return bool(bounded and (after <= starts).all())
+
+
+def pack_dead_header(header: RecordHeader) -> bytes:
+    """The header of a deleted record: all bytes as they were but the magic, so that a torn rewrite does no harm."""
+    return DEAD_MAGIC + pack_header(header)[len(MAGIC) :]
+
+
+def header_is_sound(raw: bytes | bytearray, entry: Entry) -> bool:
+    """Whether the header bytes read back are whole, of the entry's key, and by their sum the very ones that were put.
+
+    Nothing is unpacked: the CRC-32 of bytes that end in their own CRC-32 (little-endian) is one constant.
+    """
+    return (
+        raw.startswith(START)
+        and zlib.crc32(raw) == CRC_RESIDUE
+        and _CRC.unpack_from(raw, len(raw) - _CRC.size)[0] == entry.header_sum
+        and raw.startswith(entry.key, _KEY_AT)
+    )
+
+
+def header_is_dead(raw: bytes | bytearray, entry: Entry) -> bool:
+    """Whether the header bytes read back say that the record was deleted."""
+    return raw.startswith(DEAD_MAGIC) and header_is_sound(MAGIC + raw[len(MAGIC) :], entry)
+
+
+def stand_in_header(entry: Entry) -> bytes:
+    """A deleted record's header for a place whose own one is not sound: a scan gets past it by its size."""
+    bitmap = (entry.header_nbytes - _FIXED_RECORD) // 8 * 8
+    return pack_dead_header(RecordHeader(entry.key, bytes(16), 0, entry.origin, bytes(bitmap), entry.payload_nbytes, 0))
+
+
+_FIXED_RECORD: Final = 100
+"""Bytes of a record's header beside its bitmaps and its padding."""

@@ -1,0 +1,355 @@
+"""Records in files: append-only packed segments in a directory, an index in arrays, a quota that drops whole segments.
+
+Locks, in the order in which they are taken:
+
+* ``append``: one batch is written at a time; held over the write, and over ``fdatasync`` with ``sync=batch``.
+* ``flush``: one flush at a time; held over ``fdatasync``.
+* ``index_lock``: guards the index and the segments' counts; never held over I/O.
+
+A reader takes only ``index_lock``, to pin the segments that it reads; a segment that is dropped meanwhile keeps its
+bytes until the last pin is gone. A record's bytes never change once it is in the index, but for the mark of deletion: a
+record that takes another's place is appended first, then the older copy is marked as deleted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cache_manager.errors import RecordError, StorageError
+from cache_manager.keys import BlockKey
+from cache_manager.ports import Absence
+from cache_manager.record import Buffer, RecordHeader, pack_header, takes_the_place
+from cache_manager.spec import ALIGNMENT, align
+from cache_manager.storage.disk import Disk, SystemDisk
+from cache_manager.storage.file.directory import FILE_MODE, LockedDirectory
+from cache_manager.storage.file.files import Sync
+from cache_manager.storage.file.index import Place, Segment
+from cache_manager.storage.file.limits import QUOTA_NBYTES, Limits, default_segment_nbytes
+from cache_manager.storage.file.pool import NO_ROOM, SegmentPool
+from cache_manager.storage.file.segment import ENTRY_NBYTES, PAGE_NBYTES, pack_entry
+from cache_manager.storage.guard import ClosingStore, Guard
+
+_ZEROS: Final = bytes(ALIGNMENT)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Records that are to be written behind each other in one segment."""
+
+    headers: list[RecordHeader]
+    vector: list[Buffer]
+    rows: bytearray
+    nbytes: int = 0
+
+
+Held = dict[BlockKey, tuple[Segment, RecordHeader]]
+"""What is stored under the keys of a put."""
+
+
+class FileStore(ClosingStore):
+    """A ``StorageBackend`` in a directory, for one process at a time; others may read (:class:`FileReader`).
+
+    Records are packed into segments of ``segment_nbytes``. When a new one would pass ``quota_nbytes``, or leave the
+    file system less than ``min_free_nbytes`` or ``min_free_percent`` of it, whichever is more, or when the disk is
+    full, the segments that were used least recently go, whole; ``put`` answers ``None`` for a record that still has no
+    room. With ``ttl_s`` no record is served that is older by ``clock``, a wall clock; what its jumps can do is in
+    :mod:`cache_manager.storage.file.limits`. A deleted record keeps its bytes until its segment goes, and does not come
+    back after a restart.
+
+    Opening reads the indexes of finished segments, and headers and payloads of the newest; nothing that could be a
+    record is erased (:mod:`cache_manager.storage.file.pool`). Headers are checked here on every read, payloads by
+    :class:`RecordStore`. :class:`StorageError` when the disk fails: the store still has every record that it had, and
+    later calls are tried anew.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        quota_nbytes: int = QUOTA_NBYTES,
+        segment_nbytes: int | None = None,
+        sync: Sync = Sync.NONE,
+        ttl_s: float | None = None,
+        min_free_nbytes: int = 0,
+        min_free_percent: int = 0,
+        file_mode: int = FILE_MODE,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        segment_nbytes = segment_nbytes or default_segment_nbytes(quota_nbytes)
+        self.limits = Limits(quota_nbytes, segment_nbytes, ttl_s, min_free_nbytes, min_free_percent)
+        self._path = directory
+        self._sync = sync
+        self._clock = clock
+        self._guard = Guard(directory)
+        self._flush = threading.Lock()
+        self._directory = LockedDirectory(directory, file_mode=file_mode)
+        try:
+            self._pool = SegmentPool(self._directory, disk or SystemDisk(), self.limits, sync, clock)
+        except BaseException:
+            self._directory.close()
+            raise
+
+    @property
+    def record_nbytes_max(self) -> int:
+        """Of a payload: a segment of its own, with page and index, has to fit the quota."""
+        return self.limits.quota_nbytes // PAGE_NBYTES * PAGE_NBYTES - 2 * PAGE_NBYTES
+
+    def put(
+        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
+    ) -> list[RecordHeader | None]:
+        for header, payload in zip(headers, payloads, strict=True):
+            if (found := payload.nbytes if isinstance(payload, memoryview) else len(payload)) != header.payload_nbytes:
+                raise RecordError("payload size", header.payload_nbytes, found)
+        self._guard.check()
+        pool, now_s = self._pool, self._clock()
+        with pool.append:
+            held = self._held(headers, now_s)
+            pool.sweep(now_s)
+            self._append(_to_write(headers, held, replace=replace), headers, payloads, held)
+            for key in [key for key, (segment, _) in held.items() if segment.dropped or segment.expired]:
+                del held[key]  # it made room for a later record
+        return [place and place[1] for place in map(held.get, [header.key for header in headers])]
+
+    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        """Keys that are asked for in the order in which they were put are read in one call.
+
+        A record that the disk does not give back is a miss, for now (``usage()["failed_reads"]``).
+        """
+        self._guard.check()
+        now_s = self._clock()
+        found = self._pool.get_into(keys, buffers, now_s, self._guard.check)
+        self._sweep_unless_writing(now_s)
+        return found
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self._guard.check()
+        pool, now_s = self._pool, self._clock()
+        with pool.index_lock:
+            self._guard.check()
+            pool.expire(now_s)
+            found = [pool.table.find(key) is not None for key in keys]
+        self._sweep_unless_writing(now_s)
+        return found
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Gone from this process in any case; :class:`StorageError` when a record may be back after a restart."""
+        self._guard.check()
+        pool, places = self._pool, []
+        with pool.index_lock:
+            self._guard.check()
+            for key in keys:
+                if (place := pool.find(key)) is not None:
+                    pool.table.remove(place.segment, place.number)
+                    place.segment.pins += 1
+                    places.append(place)
+        failure: OSError | None = None
+        for place in places:
+            try:
+                pool.mark(place)
+            except OSError as error:
+                failure = error
+        pool.unpin(place.segment for place in places)
+        if failure is not None:
+            raise StorageError(f"{self._path}: cannot mark a record as deleted: {failure}") from failure
+
+    def flush(self) -> None:
+        """Return when all that was put before is on stable storage, also where an earlier flush has failed.
+
+        :class:`StorageError` when that cannot be; what is not there any more, because the disk has lost it after a
+        failed flush, is served no longer and counted as ``lost_records``.
+        """
+        self._guard.check()
+        pool = self._pool
+        with self._flush:
+            with pool.index_lock:
+                self._guard.check()
+                dirty = [segment for segment in pool.segments.values() if segment.dirty]
+                for segment in dirty:
+                    segment.pins += 1
+            try:
+                pool.sync_all(dirty)
+            finally:
+                pool.unpin(dirty)
+
+    def usage(self) -> Mapping[str, int]:
+        """Beside the port's four ``segments``, and since opening what went and what was refused.
+
+        ``dropped_segments`` to make room; ``expired_segments`` and ``expired_records`` for their age, of whose files
+        ``sweep_failures`` times one could not be removed; ``short_of_free``, how often the file system's reserve
+        forbade a segment; ``replaced_records``, older copies that were deleted for a newer one; ``failed_reads``,
+        records or sectors that the disk did not give back; ``lost_records``, after a failed flush. What opening found:
+        ``damaged_segments``, ``torn_records``, and ``lost_nbytes`` that are no record's. Now: ``aside_segments`` and
+        ``aside_nbytes``, which are part of what is used; ``moved``, 1 when the directory is not at its path any more.
+        """
+        self._guard.check()
+        pool, quota_nbytes, now_s = self._pool, self.limits.quota_nbytes, self._clock()
+        moved = not self._directory.is_in_place()
+        with pool.index_lock:
+            self._guard.check()
+            pool.expire(now_s)
+            aside = [segment.size for segment in pool.segments.values() if segment.aside]
+            return {
+                "records": pool.table.records,
+                "used_nbytes": pool.used_nbytes,
+                "free_nbytes": quota_nbytes - pool.used_nbytes,
+                "capacity_nbytes": quota_nbytes,
+                "segments": len(pool.segments),
+                "dropped_segments": pool.dropped_segments,
+                "expired_segments": pool.expired_segments,
+                "expired_records": pool.expired_records,
+                "sweep_failures": pool.sweep_failures,
+                "short_of_free": pool.short_of_free,
+                "damaged_segments": pool.damaged_segments,
+                "torn_records": pool.torn_records,
+                "replaced_records": pool.replaced_records,
+                "lost_nbytes": pool.lost_nbytes,
+                "lost_records": pool.lost_records,
+                "failed_reads": pool.failed_reads,
+                "aside_segments": len(aside),
+                "aside_nbytes": sum(aside),
+                "moved": int(moved),
+            }
+
+    def close(self) -> None:
+        """Flush, then let the directory go; idempotent. :class:`StorageError`: closed, but not all was flushed."""
+        pool = self._pool
+        if not self._guard.closable:
+            return
+        with pool.append, self._flush:
+            with pool.index_lock:
+                if not self._guard.closable:
+                    return
+                self._guard.close()
+            try:
+                pool.leave_active()
+                pool.sync_all([segment for segment in pool.segments.values() if segment.dirty])
+            finally:
+                pool.release()
+                self._directory.close()
+
+    def _held(self, headers: Sequence[RecordHeader], now_s: float) -> Held:
+        """What is stored under these keys; storing it again is a use. Held: append.
+
+        A record that the disk does not give back, or not sound, is none: what is put takes its place.
+        """
+        pool, places, held = self._pool, list[Place](), Held()
+        with pool.index_lock:
+            self._guard.check()
+            pool.tick += 1
+            pool.expire(now_s)
+            for key in {header.key for header in headers}:
+                if (place := pool.find(key)) is not None and place.number not in place.segment.suspects:
+                    place.segment.use(pool.tick)
+                    place.segment.pins += 1
+                    places.append(place)
+        try:
+            for place in places:
+                if (stored := pool.header_of(place)) is not None:
+                    held[place.entry.key] = (place.segment, stored)
+        finally:
+            pool.unpin(place.segment for place in places)
+        return held
+
+    def _append(
+        self, wanted: Sequence[int], headers: Sequence[RecordHeader], payloads: Sequence[Buffer], held: Held
+    ) -> None:
+        """Store the records numbered ``wanted``, as far as there is room. Held: append."""
+        pool, batch = self._pool, _Batch([], [], bytearray())
+        for header, payload in ((headers[i], payloads[i]) for i in wanted):
+            nbytes = header.nbytes + align(header.payload_nbytes)
+            if not pool.fits(nbytes):
+                continue
+            active = pool.active
+            if active is None or not pool.has_room(active, batch.nbytes + nbytes, len(batch.headers) + 1):
+                self._write(batch, held)
+                batch = _Batch([], [], bytearray())
+                if (active := pool.activate(nbytes)) is None:
+                    break
+            packed = pack_header(header)
+            batch.headers.append(header)
+            batch.rows += pack_entry(header, active.end + batch.nbytes, packed)
+            batch.vector.append(packed)
+            batch.vector.append(payload)
+            if pad := -header.payload_nbytes % ALIGNMENT:
+                batch.vector.append(_ZEROS[:pad])
+            batch.nbytes += nbytes
+        self._write(batch, held)
+
+    def _sweep_unless_writing(self, now_s: float) -> None:
+        """Remove expired files now, so that a store that is only read gives them back; a writer would do it itself."""
+        pool = self._pool
+        if pool.sweepable and pool.append.acquire(blocking=False):
+            try:
+                if self._guard.closable:
+                    pool.sweep(now_s)
+            finally:
+                pool.append.release()
+
+    def _write(self, batch: _Batch, held: Held) -> None:
+        """Append ``batch``, which fits the active segment; only then does the index know of it, and older copies go.
+
+        A failure retires the segment, so that nothing of the batch is read back, and the next put starts another one.
+        Held: append.
+        """
+        if not batch.headers:
+            return
+        pool, segment = self._pool, self._pool.active
+        assert segment is not None, "a batch is for a segment that has room for it"
+        where = f"{self._path}/{segment.name}"
+        try:
+            pool.write(segment, batch.vector, batch.nbytes, batch.rows)
+        except OSError as error:
+            pool.retire(segment)
+            if error.errno in NO_ROOM:
+                return
+            raise StorageError(f"{where}: cannot write: {error}") from error
+        first, end = len(segment.states), segment.end + batch.nbytes
+        with pool.index_lock:
+            segment.dirty = segment.dirty or self._sync is Sync.NONE
+            if segment.expired:  # the clock jumped while this was written: it would never be swept with the others
+                return
+            older = pool.extend(segment, batch.rows, bytes(len(batch.headers)))
+            held.update((header.key, (segment, header)) for header in batch.headers)
+            segment.use(pool.tick, len(batch.headers))
+            segment.end = end
+        try:
+            replaced, back = len(older), list(older)
+            pool.give_way(older)
+        except OSError as error:
+            self._take_back(segment, first, end - batch.nbytes, back[: len(older)])
+            raise StorageError(f"{where}: cannot replace a record: {error}") from error
+        pool.replaced_records += replaced
+
+    def _take_back(self, segment: Segment, first: int, end: int, older: Sequence[Place]) -> None:
+        """Cut away what was just appended; the ``older`` copies that were not deleted yet stand. Held: append."""
+        pool = self._pool
+        with pool.index_lock:
+            ours = set()
+            for number in range(first, len(segment.states)):
+                if not segment.states[number]:
+                    pool.table.remove(segment, number)
+                    ours.add(segment.entry(number).key)
+            for place in older:
+                if place.entry.key in ours and not place.segment.expired:
+                    pool.table.add(place.segment, place.number, place.entry.key)
+            del segment.rows[first * ENTRY_NBYTES :], segment.states[first:]
+            segment.end = end
+        pool.retire(segment)
+
+
+def _to_write(headers: Sequence[RecordHeader], held: Held, *, replace: bool) -> list[int]:
+    """Which of these are to be stored beside what is ``held``: of each key at most one."""
+    wanted: dict[BlockKey, int] = {}
+    for i, header in enumerate(headers):
+        stored = headers[wanted[header.key]] if header.key in wanted else None
+        if stored is None and (place := held.get(header.key)) is not None:
+            stored = place[1]
+        if stored is None or takes_the_place(header, stored, replace=replace):
+            wanted[header.key] = i
+    return sorted(wanted.values())
