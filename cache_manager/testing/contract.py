@@ -328,11 +328,11 @@ class StorageContract(OriginLaw):
                 except BaseException as error:  # noqa: BLE001 - shown below, in the test's own thread
                     failures.append(error)
 
-            threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+            threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(4)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join(60)
-            assert not failures
             assert not any(thread.is_alive() for thread in threads)
+            assert not failures, failures[0]
             assert store.counters.corrupt == 0

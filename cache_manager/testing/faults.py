@@ -11,9 +11,10 @@ from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage.disk import Disk, Room, Space, SystemDisk
+from cache_manager.storage.guard import ClosingStore
 
 
-class FaultyStore:
+class FaultyStore(ClosingStore):
     """A storage backend that fails, corrupts or interleaves when told to; otherwise the one it wraps."""
 
     def __init__(self, backend: StorageBackend) -> None:

@@ -85,8 +85,7 @@ class ProcessMover:
     def copy(self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Copy every part of blocks, in the generations that the targets are in now."""
         wanted = self._generations(target, targets.tolist())
-        answer = self.process.call(Move(source, target, sources.tolist(), targets.tolist(), wanted))
-        assert answer.generations == wanted
+        self.process.call(Move(source, target, sources.tolist(), targets.tolist(), wanted))
 
     def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]:
         assert not replace, "the process itself knows when a pair is to be replaced"

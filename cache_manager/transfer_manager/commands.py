@@ -84,14 +84,12 @@ class Asked(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """How a command ended. A failed one has changed nothing that anyone may read.
 
-    ``generations`` are those that the command was done for. ``stored`` is, key by key, what is stored now;
-    ``restored`` what has come, or the name of the ``Absence``; ``there`` which keys seem to be stored.
-    ``counters`` are those of the first part's ``RecordStore``, in the order of its fields. ``error`` is empty or says
-    what failed; ``of_store`` that it was a store.
+    ``stored`` is, key by key, what is stored now; ``restored`` what has come, or the name of the ``Absence``; ``there``
+    which keys seem to be stored. ``counters`` are those of the first part's ``RecordStore``, in the order of its
+    fields. ``error`` is empty or says what failed; ``of_store`` that it was a store.
     """
 
-    number: int
-    generations: list[int] = []
+    number: int = 0
     stored: list[Found | None] = []
     restored: list[Found | str] = []
     there: list[bool] = []
@@ -100,10 +98,6 @@ class Answer(msgspec.Struct, frozen=True):
     of_store: bool = False
 
 
-_encoder = msgspec.msgpack.Encoder()
-_asked = msgspec.msgpack.Decoder(Asked)
-_answer = msgspec.msgpack.Decoder(Answer)
-
-encode = _encoder.encode
-decode_asked = _asked.decode
-decode_answer = _answer.decode
+encode = msgspec.msgpack.Encoder().encode
+decode_asked = msgspec.msgpack.Decoder(Asked).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode

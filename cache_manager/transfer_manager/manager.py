@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
-import select
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import Full
 from typing import Final, Self
 
-import msgspec
-
+from cache_manager.child import LOOK_S, AskedChild, Child
 from cache_manager.errors import (
     BlockStateError,
     ConfigError,
@@ -26,17 +22,21 @@ from cache_manager.errors import (
     TransferProcessError,
     TransferProcessFullError,
 )
-from cache_manager.framing import receive_frame, send_frame
 from cache_manager.ports import HitPolicy
 from cache_manager.regions import SharedRegion
 from cache_manager.storage.breaker import Breaker
-from cache_manager.transfer_manager import commands
-from cache_manager.transfer_manager.commands import Answer, Asked
+from cache_manager.transfer_manager.commands import (
+    Answer,
+    Asked,
+    Close,
+    Command,
+    PartSetUp,
+    SetUp,
+    decode_answer,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
-
-LOOK_S: Final = 0.1
-"""How often the watcher looks at deadlines and at the clock of a restart."""
 
 FRAME_S_MAX: Final = 5
 """The process reads its socket at once, and ends a frame that it has begun; one that does not is stopped."""
@@ -108,25 +108,17 @@ class CacheTransferManager:
         policy: HitPolicy = "gate",
         required: Sequence[int] = (0,),
     ) -> None:
-        self.settings = settings or TransferSettings()
+        self.settings = s = settings or TransferSettings()
         self._setup = _setup_of(parts, policy, required)
-        self._lock = threading.Lock()  # the counts, the process of the moment and what it was asked
+        self._lock = threading.Lock()  # the counts, the breaker and the process of the moment
         self._counts = dict.fromkeys(TransferCounters.__dataclass_fields__, 0)
-        s = self.settings
         self._breaker = Breaker(1, s.restart_pause_s, s.restart_pause_max_s)
-        self._stopping, self._up = threading.Event(), threading.Event()
+        self._stopping, self._up, self._down = threading.Event(), threading.Event(), threading.Event()
         self._pid = os.getpid()
         self._worker: _Worker | None = None
-        worker = _Worker()
-        try:
-            self._begin(worker)
-        except BaseException:
-            worker.end()
-            raise
-        self._worker = worker
-        self._up.set()
-        self._watcher = threading.Thread(target=self._watch, name="kvroute-cache-transfer", daemon=True)
-        self._watcher.start()
+        self._start()
+        self._starter = threading.Thread(target=self._keep, name="kvroute-cache-transfer-starter", daemon=True)
+        self._starter.start()
 
     @property
     def counters(self) -> TransferCounters:
@@ -136,8 +128,8 @@ class CacheTransferManager:
     @property
     def pid(self) -> int | None:
         """The process of the moment; ``None`` while there is none."""
-        with self._lock:
-            return None if self._worker is None else self._worker.pid
+        worker = self._worker
+        return None if worker is None else worker.pid
 
     @property
     def running(self) -> bool:
@@ -150,57 +142,55 @@ class CacheTransferManager:
 
     @property
     def in_flight(self) -> int:
-        with self._lock:
-            return 0 if self._worker is None else len(self._worker.waiting)
+        worker = self._worker
+        return 0 if worker is None else worker.in_flight
 
-    def submit(self, command: commands.Command) -> Future[Answer]:
+    def submit(self, command: Command) -> Future[Answer]:
         """Ask.
 
         Raises :class:`TransferProcessFullError` at ``commands_max``, :class:`TransferProcessError` while there is no
         process.
         """
+        return self._submit(command, waits=False)[1]
+
+    def call(self, command: Command) -> Answer:
+        """:meth:`submit` and wait; bounded by ``command_s`` and the end of the process."""
+        worker, future = self._submit(command, waits=True)
+        return worker.wait(future)
+
+    def _submit(self, command: Command, *, waits: bool) -> tuple[_Worker, Future[Answer]]:
         if os.getpid() != self._pid:
             raise BlockStateError("cache-transfer process", "the process that started it", f"a fork, {os.getpid()}")
         with self._lock:
             worker = self._worker
-            if worker is None or not self._breaker.closed or self._stopping.is_set():
+            if worker is None or self._stopping.is_set():
                 self._counts["commands_refused"] += 1
                 cause = "it was closed" if self._stopping.is_set() else self._breaker.cause
                 raise TransferProcessError(f"the cache-transfer process is not running: {cause}")
-            if len(worker.waiting) >= self.settings.commands_max:
-                self._counts["commands_refused"] += 1
-                raise TransferProcessFullError(f"{self.settings.commands_max} commands are in flight")
-            number, future = self._expect(worker, self.settings.command_s)
         try:
-            worker.send(number, command)
-        except (AssertionError, TypeError, ValueError, OverflowError):  # no message, or too large for one: not sent
+            return worker, worker.submit(command, self.settings.command_s, self.settings.commands_max, waits=waits)
+        except Full:
             with self._lock:
-                worker.take(number)
-            raise
-        return future
-
-    def call(self, command: commands.Command) -> Answer:
-        """:meth:`submit` and wait; bounded by ``command_s`` and the end of the process."""
-        return self.submit(command).result()
+                self._counts["commands_refused"] += 1
+            raise TransferProcessFullError(f"{self.settings.commands_max} commands are in flight") from None
 
     def close(self) -> None:
         """End the process: properly within ``close_s``, by force after. Commands in flight end first. Idempotent."""
         if self._stopping.is_set():
             return
         self._stopping.set()
-        with self._lock:
-            worker = self._worker
-            number, future = self._expect(worker, self.settings.close_s) if worker else (0, None)
-        if worker is not None and future is not None:
-            worker.send(number, commands.Close())
-            try:
-                future.result(self.settings.close_s)
-            except (TransferProcessError, StorageError, TimeoutError) as error:
-                logger.warning("the cache-transfer process did not close: %s", error)
-                worker.kill()
-            self._watcher.join(self.settings.close_s)
-            worker.kill()  # should it have answered and not ended
-        self._watcher.join()
+        self._down.set()
+        self._starter.join()
+        worker = self._worker
+        if worker is None:
+            return
+        try:
+            worker.wait(worker.submit(Close(), self.settings.close_s))
+        except (TransferProcessError, StorageError) as error:
+            logger.warning("the cache-transfer process did not close: %s", error)
+        if not worker.join(self.settings.close_s):  # should it have answered and not ended
+            worker.kill()
+            worker.join()
 
     def __enter__(self) -> Self:
         return self
@@ -208,215 +198,128 @@ class CacheTransferManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _expect(self, worker: _Worker, within_s: float) -> tuple[int, Future[Answer]]:
-        """The lock is held."""
-        self._counts["commands"] += 1
-        return worker.expect(time.monotonic() + within_s)
+    # ---------------------------------------------------------------- starting it, and what it tells
 
-    # ---------------------------------------------------------------- the watcher's thread
-
-    def _begin(self, worker: _Worker) -> None:
-        """Set ``worker`` up, or raise :class:`TransferProcessError`."""
-        with self._lock:
-            number, future = self._expect(worker, self.settings.set_up_s)
-        worker.send(number, self._setup)
-        while not future.done():
-            if self._stopping.is_set() or not self._listen(worker):
-                self._lose(worker, "it ended during set-up")
+    def _start(self) -> None:
+        """Start a process and set it up, or raise :class:`TransferProcessError`; ``OSError`` when there is no room."""
+        worker = _Worker(self)
+        future = worker.submit(self._setup, self.settings.set_up_s)
         try:
+            while not future.done() and not self._stopping.is_set():
+                with contextlib.suppress(TimeoutError):
+                    worker.wait(future, LOOK_S)
             future.result(0)
-        except StorageError as error:
-            raise TransferProcessError(f"the cache-transfer process cannot open its store: {error}") from error
-        with self._lock:
-            self._counts["starts"] += 1
-
-    def _watch(self) -> None:
-        while True:
             with self._lock:
-                worker = self._worker
-            if worker is None:
-                if self._stopping.wait(LOOK_S):
-                    return
-                self._restart()
-            elif not self._listen(worker):
-                self._lose(worker, "it has ended")
-                if self._stopping.is_set():
-                    return
-
-    def _listen(self, worker: _Worker) -> bool:
-        """Take one answer, if one comes; ``False`` when the process is gone or must go."""
-        if worker.readable(LOOK_S):
-            answer = worker.receive()
-            if answer is None:
-                return False
-            with self._lock:
-                future = worker.take(answer.number)
-                if future is None:
-                    return False
-                self._counts["commands_failed" if answer.error else "commands_done"] += 1
-                if not answer.error:
-                    self._breaker.succeeded()
-            _end(future, answer)
-        with self._lock:
-            overdue = worker.overdue(time.monotonic())
-        if overdue:
-            logger.error("the cache-transfer process did not answer in time; it is ended")
-        return not overdue
-
-    def _lose(self, worker: _Worker, cause: str) -> None:
-        """The process is ended and reaped, and then what it was asked has failed."""
-        status = worker.end()
-        with self._lock:
-            self._worker = None
-            self._up.clear()
-            lost = worker.take_all()
-            self._counts["commands_lost"] += len(lost)
-            if not self._stopping.is_set() and self._breaker.closed:
-                self._breaker.failed(time.monotonic(), f"{cause} (status {status})", fatal=True)
-        if lost:
-            logger.error("the cache-transfer process was lost (status %s) with %d commands", status, len(lost))
-        for future in lost:
-            future.set_exception(TransferProcessError(f"the cache-transfer process was lost: {cause} ({status})"))
-
-    def _restart(self) -> None:
-        with self._lock:
-            if not self._breaker.due(time.monotonic()):
-                return
-            self._breaker.begin_probe()
-        worker = None
-        try:
-            worker = _Worker()
-            self._begin(worker)
-        except (TransferProcessError, OSError) as error:  # OSError: the machine has no process or descriptor left
-            if worker is not None:
-                worker.end()
-            with self._lock:
-                self._counts["start_failures"] += 1
-                self._breaker.end_probe(time.monotonic(), good=False, cause=str(error))
-            return
-        with self._lock:
-            self._breaker.end_probe(time.monotonic(), good=True)
-            if not self._stopping.is_set():  # else close() has not seen this worker, and waits
+                if worker.gone:
+                    raise TransferProcessError("the cache-transfer process ended when it was set up")
+                if not self._breaker.closed:
+                    self._breaker.end_probe(time.monotonic(), good=True)
+                self._counts["starts"] += 1
                 self._worker = worker
                 self._up.set()
+        except BaseException as error:
+            worker.kill()
+            worker.join()
+            if isinstance(error, StorageError):
+                raise TransferProcessError(f"the cache-transfer process cannot open its store: {error}") from error
+            if isinstance(error, TimeoutError):
+                raise TransferProcessError("the cache-transfer process is being closed") from None
+            raise
+
+    def _keep(self) -> None:
+        """The starter's loop: when the process is gone and its pause is over, start another."""
+        while not self._stopping.is_set():  # asked after every clear(): close() sets this before it sets _down
+            self._down.wait()
+            with self._lock:
+                pause_s = self._breaker.until - time.monotonic()
+            if self._stopping.wait(max(pause_s, 0)):
                 return
-        worker.end()
+            with self._lock:
+                self._breaker.begin_probe()
+                self._down.clear()
+            try:
+                self._start()
+            except (TransferProcessError, OSError) as error:  # OSError: the machine has no process or descriptor left
+                with self._lock:
+                    self._counts["start_failures"] += 1
+                    self._breaker.end_probe(time.monotonic(), good=False, cause=str(error))
+                    self._down.set()
+
+    def _count(self, counter: str) -> None:
+        with self._lock:
+            self._counts[counter] += 1
+            if counter == "commands_done":
+                self._breaker.succeeded()
+
+    def _gone(self, worker: _Worker, cause: str) -> None:
+        """The process is ended and reaped; what it was asked fails after this."""
+        with self._lock:
+            if worker is self._worker:
+                self._worker = None
+                self._up.clear()
+                self._down.set()
+                if not self._stopping.is_set():
+                    self._breaker.failed(time.monotonic(), cause, fatal=True)
 
 
-class _Worker:
-    """One process, its socket, and the futures of what it was asked. The manager's lock guards the futures."""
+class _Worker(AskedChild[Answer]):
+    """One process of a manager."""
 
-    def __init__(self) -> None:
-        self.waiting: dict[int, tuple[float, Future[Answer]]] = {}
-        self._number = 0
-        self._sending = threading.Lock()
-        self._end, theirs = socket.socketpair()
-        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            self._end.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", FRAME_S_MAX, 0))
-        with theirs, contextlib.ExitStack() as undo:
-            undo.callback(self._end.close)
-            self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-P", "-m", "cache_manager.transfer_manager.process", str(theirs.fileno())],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C is the engine's to handle
-            )
-            undo.pop_all()
+    def __init__(self, manager: CacheTransferManager) -> None:
+        self._manager = manager
+        child = Child("cache_manager.transfer_manager.process", inherit=True, frame_s=FRAME_S_MAX)
+        super().__init__(child, "kvroute-cache-transfer")
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def expect(self, deadline_s: float) -> tuple[int, Future[Answer]]:
-        self._number += 1
-        future: Future[Answer] = Future()
-        future.set_running_or_notify_cancel()  # it cannot be cancelled: the process is at work
-        self.waiting[self._number] = deadline_s, future
-        return self._number, future
-
-    def take(self, number: int) -> Future[Answer] | None:
-        """``None``: nothing was asked under that number, or it was answered before."""
-        _, future = self.waiting.pop(number, (0.0, None))
+    def submit(
+        self, command: Command, within_s: float, most: float = math.inf, *, waits: bool = True
+    ) -> Future[Answer]:
+        future = self.ask(lambda number: encode(Asked(number, command)), within_s, waits=waits, waiting_max=most)
+        self._manager._count("commands")
         return future
 
-    def take_all(self) -> list[Future[Answer]]:
-        lost = [future for _, future in self.waiting.values()]
-        self.waiting.clear()
-        return lost
+    def _decoded(self, body: bytes) -> tuple[int, Answer | Exception]:
+        answer = decode_answer(body)
+        if not answer.error:
+            return answer.number, answer
+        return answer.number, (StorageError if answer.of_store else TransferProcessError)(answer.error)
 
-    def overdue(self, now_s: float) -> bool:
-        return any(deadline_s <= now_s for deadline_s, _ in self.waiting.values())
+    def _answered(self, answer: Answer | Exception) -> None:
+        self._manager._count("commands_failed" if isinstance(answer, Exception) else "commands_done")
 
-    def send(self, number: int, command: commands.Command) -> None:
-        try:
-            with self._sending:
-                send_frame(self._end, commands.encode(Asked(number, command)))
-        except OSError:
-            self.kill()  # half a frame may be out; the watcher ends the future
+    def _ended(self, cause: str, lost: int) -> None:
+        self._manager._gone(self, cause)
+        if lost:
+            logger.error("the cache-transfer process was lost with %d commands: %s", lost, cause)
 
-    def readable(self, wait_s: float) -> bool:
-        poll = select.poll()
-        poll.register(self._end, select.POLLIN)
-        return bool(poll.poll(wait_s * 1e3))
-
-    def receive(self) -> Answer | None:
-        """An answer; ``None`` when the process is gone, stopped within one, or says what is none."""
-        try:
-            body = receive_frame(self._end)
-            return None if body is None else commands.decode_answer(body)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            return None
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def end(self) -> int:
-        """Kill and reap; from here on nothing of it touches the regions. Its exit status."""
-        self._process.kill()
-        status = self._process.wait()
-        with self._sending:
-            self._end.close()
-        return status
+    def _lost(self, cause: str) -> Exception:
+        self._manager._count("commands_lost")
+        return TransferProcessError(f"the cache-transfer process was lost: {cause}")
 
 
-def _end(future: Future[Answer], answer: Answer) -> None:
-    if not answer.error:
-        future.set_result(answer)
-    elif answer.of_store:
-        future.set_exception(StorageError(answer.error))
-    else:
-        future.set_exception(TransferProcessError(answer.error))
-
-
-def _setup_of(parts: Sequence[SharedPart], policy: HitPolicy, required: Sequence[int]) -> commands.SetUp:
+def _setup_of(parts: Sequence[SharedPart], policy: HitPolicy, required: Sequence[int]) -> SetUp:
     if not parts:
         raise ConfigError("parts", "at least one", "none")
     first = parts[0]
     for part in parts:
         for tier in ("device", "host"):
-            region, wanted = getattr(part, tier), getattr(first, tier)
-            if (region is None) != (wanted is None) or (region is not None and region.blocks != wanted.blocks):
-                got = "none" if region is None else region.blocks
-                raise ConfigError(
-                    f"part {part.name}: {tier} blocks", f"{wanted.blocks if wanted else 'none'}, as {first.name}", got
-                )
+            wanted, got = (
+                "none" if each is None else each.blocks for each in (getattr(first, tier), getattr(part, tier))
+            )
+            if got != wanted:
+                raise ConfigError(f"part {part.name}: {tier} blocks", f"{wanted}, as {first.name}", got)
         if bool(part.store) != bool(first.store):
             raise ConfigError(f"part {part.name}: store", "one for every part, or none", repr(part.store))
-    return commands.SetUp(
-        [
-            commands.PartSetUp(
-                part.name,
-                [spec.to_json() for spec in part.device.layout.specs],
-                part.device.name,
-                part.host.name if part.host else "",
-                part.store,
-            )
-            for part in parts
-        ],
-        policy,
-        list(required),
-    )
+    named = [
+        PartSetUp(
+            part.name,
+            [spec.to_json() for spec in part.device.layout.specs],
+            part.device.name,
+            part.host.name if part.host else "",
+            part.store,
+        )
+        for part in parts
+    ]
+    return SetUp(named, policy, list(required))
 
 
 __all__ = ["CacheTransferManager", "SharedPart", "TransferCounters", "TransferSettings"]

@@ -1,4 +1,4 @@
-"""The cache-transfer process: ``python -m cache_manager.transfer_manager.process SOCKET_FD``.
+"""The cache-transfer process: ``python -m cache_manager.transfer_manager.process SOCKET_FD PARENT_PID``.
 
 It moves bytes between shared regions and stores when its engine says so, and decides nothing: which blocks may be
 touched, and what becomes readable, is the engine's business. Moves have a thread of their own, so that a slow store
@@ -8,10 +8,7 @@ does not hold up a swap. When the engine is gone the process ends.
 from __future__ import annotations
 
 import os
-import select
-import socket
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
@@ -21,8 +18,8 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
+from cache_manager.child import Parent
 from cache_manager.errors import BlockStateError, StorageError
-from cache_manager.framing import receive_frame, send_frame
 from cache_manager.keys import BlockKey
 from cache_manager.memory import GENERATION_SHIFT
 from cache_manager.mover import PairMover, RowsMover
@@ -35,7 +32,6 @@ from cache_manager.transfer_manager import commands
 from cache_manager.transfer_manager.commands import Answer, Asked
 
 STORE_THREADS: Final = 2
-ORPHAN_CHECK_MS: Final = 2_000
 
 
 class Transfers:
@@ -57,59 +53,48 @@ class Transfers:
         if more:
             self._mover = PairMover(rows, more[0], setup.policy, layout, [layout.specs[i].name for i in setup.required])
 
-    def move(self, asked: commands.Move) -> Answer:
-        for place, blocks in ((asked.source, asked.sources), (asked.target, asked.targets)):
-            self._check_blocks(place, blocks)
-        self._check_generations(asked.target, asked.targets, asked.generations)
-        self._mover.copy(asked.source, asked.target, np.array(asked.sources), np.array(asked.targets))
-        self._check_generations(asked.target, asked.targets, asked.generations)
-        return Answer(0, asked.generations)
-
-    def persist(self, asked: commands.Persist) -> Answer:
-        self._check_device(asked.blocks, asked.generations)
-        keys = [BlockKey(key) for key in asked.keys]
-        stored = self._mover.put(BlockRecords(keys, asked.blocks, asked.origins, asked.valid, asked.generations))
-        self._check_device(asked.blocks, asked.generations)
-        return Answer(0, asked.generations, stored=stored, counters=self._counters())
-
-    def restore(self, asked: commands.Restore) -> Answer:
-        self._check_device(asked.blocks, asked.generations)
-        found = self._mover.get_into([BlockKey(key) for key in asked.keys], asked.blocks)
-        self._check_device(asked.blocks, asked.generations)
-        restored = [each.value if isinstance(each, Absence) else each for each in found]
-        return Answer(0, asked.generations, restored=restored, counters=self._counters())
-
-    def contains(self, asked: commands.Contains) -> Answer:
-        there = self._mover.contains([BlockKey(key) for key in asked.keys])
-        return Answer(0, there=there, counters=self._counters())
-
-    def flush(self) -> Answer:
-        self._mover.flush()
-        return Answer(0, counters=self._counters())
+    def do(self, command: commands.Command) -> Answer:
+        """Do a command other than the first and the last. What it is asked of blocks holds before and after."""
+        answer = Answer()
+        match command:
+            case commands.Move(source, target, sources, targets, generations):
+                self._check(source, sources)
+                self._check(target, targets, generations)
+                self._mover.copy(source, target, np.array(sources), np.array(targets))
+                self._check(target, targets, generations)
+                return answer
+            case commands.Persist(names, blocks, origins, valid, generations):
+                self._check("device", blocks, generations)
+                keys = [BlockKey(name) for name in names]
+                answer = Answer(stored=self._mover.put(BlockRecords(keys, blocks, origins, valid, generations)))
+                self._check("device", blocks, generations)
+            case commands.Restore(names, blocks, generations):
+                self._check("device", blocks, generations)
+                found = self._mover.get_into([BlockKey(name) for name in names], blocks)
+                self._check("device", blocks, generations)
+                answer = Answer(restored=[each.value if isinstance(each, Absence) else each for each in found])
+            case commands.Contains(names):
+                answer = Answer(there=self._mover.contains([BlockKey(name) for name in names]))
+            case commands.Flush():
+                self._mover.flush()
+            case _:
+                raise AssertionError(f"no command: {type(command).__name__}")
+        return structs.replace(answer, counters=list(astuple(self._mover.counters)))
 
     def close(self) -> Answer:
         for records in self._records:
             if records is not None:
                 records.close()
-        return Answer(0)
+        return Answer()
 
-    def _counters(self) -> list[int]:
-        return list(astuple(self._mover.counters))
-
-    def _check_blocks(self, tier: TierName, blocks: list[int]) -> None:
+    def _check(self, tier: TierName, blocks: list[int], generations: list[int] | None = None) -> None:
+        """Whether there are such blocks, and whether they are still in the life that the command was made for."""
         for regions in self._regions:
             count = regions[tier].blocks
             assert all(0 <= block < count for block in blocks), f"{tier} blocks {blocks} of {count}"
-
-    def _check_device(self, blocks: list[int], generations: list[int]) -> None:
-        self._check_blocks("device", blocks)
-        self._check_generations("device", blocks, generations)
-
-    def _check_generations(self, tier: TierName, blocks: list[int], generations: list[int]) -> None:
-        """Whether ``blocks`` are still in the life that the command was made for."""
         words: NDArray[np.uint64] = self._regions[0][tier].words
         now = (words[blocks] >> np.uint64(GENERATION_SHIFT)).tolist()
-        for block, found, wanted in zip(blocks, now, generations, strict=True):
+        for block, found, wanted in zip(blocks, now, now if generations is None else generations, strict=True):
             if found != wanted:
                 raise BlockStateError(f"{tier} block {block}", f"generation {wanted}", found)
 
@@ -123,26 +108,16 @@ def _regions(setup: commands.PartSetUp) -> dict[TierName, SharedRegion]:
 class Process:
     """Answers commands from one socket until it is told to close or the engine is gone."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._parent = os.getppid()
-        self._sending = threading.Lock()
+    def __init__(self, engine: Parent) -> None:
+        self._engine = engine
         self._moves = ThreadPoolExecutor(1, "moves")
         self._stores = ThreadPoolExecutor(STORE_THREADS, "stores")
         self._transfers: Transfers | None = None
 
     def serve(self) -> NoReturn:
-        poll = select.poll()
-        poll.register(self._end, select.POLLIN)
-        while True:
-            if not poll.poll(ORPHAN_CHECK_MS):
-                if os.getppid() != self._parent:  # a fork of the engine may hold the socket open
-                    os._exit(1)
-                continue
-            body = receive_frame(self._end)
-            if body is None:
-                os._exit(1)  # stores are crash-safe, and nobody waits for an answer any more
+        while (body := self._engine.receive()) is not None:
             self._take(commands.decode_asked(body))
+        os._exit(1)  # stores are crash-safe, and nobody waits for an answer any more
 
     def _take(self, asked: Asked) -> None:
         match asked.command:
@@ -153,21 +128,14 @@ class Process:
                 self._stores.shutdown()
                 self._answer(asked.number, self._ready().close)
                 os._exit(0)
-            case commands.Move() as move:
-                self._moves.submit(self._answer, asked.number, lambda: self._ready().move(move))
-            case commands.Persist() as persist:
-                self._stores.submit(self._answer, asked.number, lambda: self._ready().persist(persist))
-            case commands.Restore() as restore:
-                self._stores.submit(self._answer, asked.number, lambda: self._ready().restore(restore))
-            case commands.Contains() as contains:
-                self._stores.submit(self._answer, asked.number, lambda: self._ready().contains(contains))
-            case commands.Flush():
-                self._stores.submit(self._answer, asked.number, lambda: self._ready().flush())
+            case command:
+                threads = self._moves if isinstance(command, commands.Move) else self._stores
+                threads.submit(self._answer, asked.number, lambda: self._ready().do(command))
 
     def _set_up(self, setup: commands.SetUp) -> Answer:
         assert self._transfers is None, "set up once"
         self._transfers = Transfers(setup)
-        return Answer(0)
+        return Answer()
 
     def _ready(self) -> Transfers:
         assert self._transfers is not None, "a command before set-up"
@@ -179,12 +147,8 @@ class Process:
         except Exception as error:  # noqa: BLE001 - this process's loop edge: the asker gets the reason
             of_store = isinstance(error, StorageError)
             answer = Answer(number, error=f"{type(error).__name__}: {error}", of_store=of_store)
-        with self._sending:
-            try:
-                send_frame(self._end, commands.encode(answer))
-            except OSError:  # the engine is gone; serve() sees the same
-                return
+        self._engine.send(commands.encode(answer))
 
 
 if __name__ == "__main__":
-    Process(socket.socket(fileno=int(sys.argv[1]))).serve()
+    Process(Parent(*map(int, sys.argv[1:3]))).serve()

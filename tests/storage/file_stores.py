@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_manager.record import header_nbytes
-from cache_manager.storage.file import FileStore
-from cache_manager.storage.reader import FileReader
+from cache_manager.storage.file import FileReader, FileStore
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import LAYOUT
@@ -52,7 +51,8 @@ def reading(directory: Path, **options: Any) -> Iterator[RecordStore]:
 
 
 def segments(directory: Path) -> list[Path]:
-    return sorted(directory.glob("segment-*.kvr"))
+    """Whole ones and those set aside, oldest first."""
+    return sorted([*directory.glob("segment-*.kvr"), *directory.glob("segment-*.aside")])
 
 
 def flip(path: Path, offset: int) -> None:

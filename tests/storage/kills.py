@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cache_manager.ports import Absence
-from cache_manager.storage.file import FileStore
+from cache_manager.storage.file import FileStore, Sync
 from cache_manager.storage.records import RecordStore
-from cache_manager.storage.segments import Sync
 from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import LAYOUT, get, key_of, payload_of, put
 

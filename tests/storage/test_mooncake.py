@@ -34,7 +34,7 @@ class TestMooncakeStore(StorageContract):
     @contextmanager
     def rival(self, backend: StorageBackend) -> Iterator[StorageBackend]:
         """Another client of the same pool, as another process has it."""
-        other = open_store(self.master.url(full_ms=3000, delete_ms=2000, timeout_ms=6000))
+        other = open_store(self.master.url(full_ms=3000, timeout_ms=6000))
         try:
             yield other
         finally:
@@ -42,4 +42,4 @@ class TestMooncakeStore(StorageContract):
 
     def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
         self.owner.segment(directory / "segment", capacity_nbytes)
-        return open_store(self.master.url(full_ms=3000, delete_ms=2000, timeout_ms=6000))
+        return open_store(self.master.url(full_ms=3000, timeout_ms=6000))

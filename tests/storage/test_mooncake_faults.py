@@ -25,8 +25,8 @@ from cache_manager.testing.origins import Content, held, offer
 from cache_manager.testing.records import BOTH, LAYOUT, get, header_of, key_of, payload_of, put
 
 TIMEOUT_MS = 1_000
-GRACE_S = 1.0
-"""For a machine that is shared."""
+GRACE_S = 8.0
+"""For a machine that is shared. What no deadline bounds takes 10 s and more in the native client."""
 
 SEGMENT_NBYTES = 1 << 20
 
@@ -69,7 +69,7 @@ def timed(call: Callable[[], object]) -> object:
     return answer
 
 
-def until(what: str, holds: Callable[[], bool], limit_s: float = 20.0) -> None:
+def until(what: str, holds: Callable[[], bool], limit_s: float = 60.0) -> None:
     give_up_s = time.monotonic() + limit_s
     while not holds():
         assert time.monotonic() < give_up_s, f"not within {limit_s} s: {what}"
@@ -97,7 +97,7 @@ def test_every_call_after_close_says_closed(backend: MooncakeStore) -> None:
         while not seen or not isinstance(seen[-1], StoreClosedError):
             seen.append(timed(lambda: get(RecordStore(backend, LAYOUT), [1])))
 
-    threads = [threading.Thread(target=ask) for _ in range(2)]
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
     backend.close()
@@ -124,7 +124,7 @@ def test_a_master_that_is_not_there_is_an_error_in_time(listening: bool) -> None
         port, begun_s = server.getsockname()[1], time.monotonic()
         with pytest.raises(StorageError, match=f"127.0.0.1:{port}"):
             open_store(f"mooncake://127.0.0.1:{port}/x?admin=127.0.0.1:{free_port()}&connect_ms=2000")
-        assert time.monotonic() - begun_s < 2.0 + 2 * GRACE_S
+        assert time.monotonic() - begun_s < 2.0 + GRACE_S
 
 
 @pytest.mark.parametrize(
@@ -202,65 +202,71 @@ def test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew(backend: Moon
     assert get(store, range(20)) == [payload_of(n) for n in range(20)]
 
 
-def test_a_deleted_record_stays_hidden_while_a_reader_holds_its_lease(master: Master, owner: Owner) -> None:
-    """Goal: a quarantined record never comes back. Method: another process reads it on and on."""
-    backend = opened(master, delete_ms=50)
-    store = RecordStore(backend, LAYOUT)
-    put(store, [1])
-    stop, held = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        while not stop.is_set():
-            owner.ask("is_exist", name_of(1))
-            held.set()
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    try:
-        assert held.wait(10)
-        backend.delete([key_of(1)])
-        assert backend.counters.hidden == 1
-        assert get(store, [1]) == [Absence.MISS]
-        assert store.contains([key_of(1)]) == [False]
-        assert put(store, [1]) == [False]
-    finally:
-        stop.set()
-        holder.join(10)
-    until("the sweeper removes it", lambda: backend.counters.hidden == 0)
-    assert owner.ask("is_exist", name_of(1)) == 0
-    assert put(store, [1]) == [True]
-    backend.close()
-
-
-def test_a_record_that_others_read_is_replaced_when_they_stop(master: Master, owner: Owner) -> None:
-    """Goal: no answer names a record that is not stored. Method: another process reads the older one on and on."""
+def test_a_record_that_others_read_can_be_deleted_and_replaced(master: Master, owner: Owner) -> None:
+    """Goal: a lease keeps no record that was denied. Method: another process leases it on and on."""
     backend, other = opened(master), opened(master)
     old, new = Content(1, BOTH), Content(2, BOTH)
-    assert offer(backend, [(1, old)], replace=False) == [old]
-    stop, held_on = threading.Event(), threading.Event()
+    assert offer(backend, [(1, old), (2, old)], replace=False) == [old, old]
+    stop, asked = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def lease() -> None:
         while not stop.is_set():
             owner.ask("is_exist", name_of(1))
-            held_on.set()
+            owner.ask("is_exist", name_of(2))
+            asked.set()
 
-    holder = threading.Thread(target=hold)
-    holder.start()
+    reader = threading.Thread(target=lease, daemon=True)
+    reader.start()
     try:
-        assert held_on.wait(10)
-        assert offer(backend, [(1, new)], replace=True) == [None]
-        assert held(backend, [1]) == [Absence.MISS]
-        assert held(other, [1]) == [old]
-        assert offer(other, [(1, new)], replace=False) == [old]
+        assert asked.wait(10)
+        backend.delete([key_of(1)])
+        assert held(other, [1]) == [Absence.MISS]
+        assert offer(backend, [(2, new)], replace=True) == [new]
+        assert held(other, [1, 2]) == [Absence.MISS, new]
     finally:
         stop.set()
-        holder.join(10)
-    until("the sweeper removes it", lambda: backend.counters.hidden == 0)
-    assert held(other, [1]) == [Absence.MISS]
-    assert offer(backend, [(1, new)], replace=False) == [new]
-    assert held(other, [1]) == [new]
+        reader.join(10)
     backend.close()
     other.close()
+
+
+@pytest.mark.usefixtures("owner")
+def test_a_record_that_is_replaced_while_it_is_read_is_whole_or_missing(master: Master) -> None:
+    """Goal: memory that was given away is never handed out.
+
+    Method: two origins take turns under four keys, in a small pool, so that freed memory is used again at once, while
+    two other clients read; whatever they get is one of the two.
+    """
+    backend, readers = opened(master), [opened(master) for _ in range(2)]
+    wanted = list(range(4))
+    stop, failures, reads = threading.Event(), [], [0, 0]
+    offer(backend, [(n, Content(1, BOTH)) for n in wanted], replace=True)
+
+    def read(i: int) -> None:
+        try:
+            while not stop.is_set():
+                for content in held(readers[i], wanted):  # asserts that header and bytes are of one record
+                    assert content in (Content(1, BOTH), Content(2, BOTH), Absence.MISS)
+                reads[i] += 1
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=read, args=(i,), daemon=True) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for turn in range(30):
+            batch = [(n, Content(1 + turn % 2, BOTH)) for n in wanted]
+            assert offer(backend, batch, replace=True) == [content for _, content in batch]
+        until("both have read", lambda: min(reads) > 2 or bool(failures))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+    assert not failures, failures[0]
+    for store in (backend, *readers):
+        store.close()
 
 
 def test_a_damaged_object_gives_way_to_what_is_put(backend: MooncakeStore, owner: Owner) -> None:
@@ -316,20 +322,20 @@ def test_the_master_is_killed_and_restarted_under_load(backend: MooncakeStore, m
             raise
 
     payloads = {payload_of(n) for n in range(40)}
-    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 20)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.3)
-    master.kill()
-    until("a breaker opens", lambda: backend.counters.read_openings + backend.counters.write_openings > 0)
-    time.sleep(0.5)
-    master.start()
-    until("the store works again", lambda: stores_again(store, 41))
-    stop.set()
-    for thread in threads:
-        thread.join(10)
-    assert not failures
-    assert StoreUnavailableError in causes
+    threads = [threading.Thread(target=work, args=(first,), daemon=True) for first in (0, 20)]
+    try:
+        for thread in threads:
+            thread.start()
+        until("it is under load", lambda: store.counters.hits > 40)
+        master.kill()
+        until("a call is not made", lambda: StoreUnavailableError in causes or bool(failures))
+        master.start()
+        until("the store works again", lambda: stores_again(store, 41))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+    assert not failures, failures[0]
     assert backend.counters.rebuilds >= 1
     assert store.counters.corrupt == 0
 
@@ -358,7 +364,7 @@ def test_closing_beside_a_hung_master_ends(master: Master) -> None:
     master.signal(signal.SIGSTOP)
     begun_s = time.monotonic()
     backend.close()
-    assert time.monotonic() - begun_s < 2 * 0.5 + 2 * GRACE_S
+    assert time.monotonic() - begun_s < 2 * 0.5 + GRACE_S
     assert isinstance(timed(lambda: backend.contains([key_of(1)])), StoreClosedError)
     master.signal(signal.SIGCONT)
 
@@ -375,10 +381,11 @@ def test_a_segment_owner_that_fails(
         answer = timed(lambda: get(store, range(20)))
         assert isinstance(answer, StorageError) or set(answer) <= {Absence.MISS}
         timed(lambda: put(store, [31, 32]))
-    assert backend.counters.read_openings > 0
+    opened_breaker = backend.counters.read_openings > 0
+    assert opened_breaker or answer == [Absence.MISS] * 20, "the master may have noticed first"
     with running_owner(master, tmp_path / "other", SEGMENT_NBYTES):
-        until("the store works again", lambda: stores_again(store, 40), 30)
-        assert backend.counters.rebuilds > 0
+        until("the store works again", lambda: stores_again(store, 40))
+        assert backend.counters.rebuilds > 0 or not opened_breaker
     assert store.counters.corrupt == 0
 
 
@@ -388,8 +395,11 @@ def test_the_native_client_may_crash_or_hang(number: int, backend: MooncakeStore
     store = RecordStore(backend, LAYOUT)
     assert all(put(store, range(10)))
     send(backend.native_pid, number)
-    assert isinstance(timed(lambda: get(store, range(10))), StorageError)
-    until("a new client reads", lambda: timed(lambda: get(store, range(10))) == [payload_of(n) for n in range(10)])
+    whole = [payload_of(n) for n in range(10)]
+    answer = timed(lambda: get(store, range(10)))
+    assert isinstance(answer, StorageError) or answer == whole, "another client may be there already"
+    until("a new client reads", lambda: timed(lambda: get(store, range(10))) == whole)
+    assert backend.counters.rebuilds > 0
 
 
 def test_memory_is_lent_by_a_process_of_its_own(master: Master) -> None:
@@ -400,9 +410,10 @@ def test_memory_is_lent_by_a_process_of_its_own(master: Master) -> None:
     put(RecordStore(backend, LAYOUT), [1])
     assert get(RecordStore(other, LAYOUT), [1]) == [payload_of(1)]
     backend.close()
-    assert other.usage()["capacity_nbytes"] == 0
+    until("the segment is gone", lambda: other.usage()["capacity_nbytes"] == 0)
     assert get(RecordStore(other, LAYOUT), [1]) == [Absence.MISS]
-    assert put(RecordStore(other, LAYOUT), [1]) == [False]
+    with pytest.raises(StorageError, match="no memory"):
+        put(RecordStore(other, LAYOUT), [1])
     other.close()
 
 

@@ -17,7 +17,7 @@ from cache_manager.errors import StorageError
 from cache_manager.ports import StorageBackend
 from cache_manager.storage import GROUP
 from cache_manager.storage.memory import MemoryStore
-from cache_manager.storage.tiered import TieredSettings, TieredStore
+from cache_manager.storage.tiered import TieredStore
 from cache_manager.testing.contract import StorageContract
 
 ROOT = Path(__file__).parents[2]
@@ -58,16 +58,12 @@ def test_what_sqlite_cannot_do_is_a_storage_error(tmp_path: Path) -> None:
 class TestSqliteStoreBehindMemory(StorageContract):
     """A stranger's store is as good a tier as any."""
 
-    copies_max = 4
+    copies_max = 2
     machine_settings = settings(max_examples=5, stateful_step_count=15)
-
-    def settle(self, backend: StorageBackend) -> None:
-        backend.flush()
 
     def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
         back = sqlite_store.SqliteStore(directory / "x.db", capacity_nbytes)
-        limits = TieredSettings(queue_nbytes=1 << 20, promote_nbytes=1 << 20)
-        return TieredStore({"memory": MemoryStore(capacity_nbytes), "sqlite": back}, limits)
+        return TieredStore({"memory": MemoryStore(capacity_nbytes), "sqlite": back})
 
 
 OPEN = """

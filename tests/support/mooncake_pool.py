@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -17,7 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-START_S = 20.0
+START_S = 60.0
+PORTS = 18_000, 32_000  # below those of outgoing connections, above those of Mooncake's clients
 LEASE_MS = 60
 
 TIED = """
@@ -68,9 +70,14 @@ os._exit(0)
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that no outgoing connection takes, also while its listener is away."""
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", random.randrange(*PORTS)))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
 
 
 def tied(*command: str) -> list[str]:

@@ -65,8 +65,7 @@ def restore(memory: Memory, first: int, blocks: list[int]) -> Restore:
 
 def test_a_move_copies_every_part_and_nothing_else(memory: Memory, process: CacheTransferManager) -> None:
     before = {(p, b): memory.rows(p, "host", b) for p in range(2) for b in range(HOST_BLOCKS)}
-    answer = process.call(out(memory, [(3, 0), (4, 5)]))
-    assert answer.generations == [1, 6]
+    process.call(out(memory, [(3, 0), (4, 5)]))
     for part in range(2):
         assert memory.rows(part, "host", 0) == memory.rows(part, "device", 3)
         assert memory.rows(part, "host", 5) == memory.rows(part, "device", 4)
@@ -270,10 +269,10 @@ def test_a_store_that_cannot_be_opened_is_said_at_the_start(memory: Memory) -> N
 ODD_PROCESS = """#!{python}
 import os, socket, struct, sys, time
 sys.path[:0] = {path!r}
-from cache_manager.framing import receive_frame, send_frame
+from cache_manager.child import receive_frame, send_frame
 from cache_manager.transfer_manager.commands import Answer, Close, SetUp, decode_asked, encode
 
-end = socket.socket(fileno=int(sys.argv[-1]))
+end = socket.socket(fileno=int(sys.argv[-2]))
 while (body := receive_frame(end)) is not None:
     asked = decode_asked(body)
     answer = encode(Answer(asked.number))

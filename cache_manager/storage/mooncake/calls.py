@@ -72,6 +72,18 @@ class Calls:
             raise StorageError("the Mooncake arena stayed full; a larger one is the parameter arena")
         return [start + at for at in ends], start
 
+    def remove(self, keys: Sequence[BlockKey], give_up_s: float) -> list[BlockKey]:
+        """Remove the objects of ``keys``; those that the pool failed to remove. What is not there is removed."""
+        left: list[BlockKey] = []
+
+        def send(chunk: list[BlockKey]) -> list[int]:
+            codes = self.link.call(self.link.writes, wire.Remove([self.name(key) for key in chunk]), None, give_up_s)
+            left.extend(key for key, code in zip(chunk, codes, strict=True) if is_failure(code))
+            return codes
+
+        self.each("failed_writes", by_count(keys), send)
+        return left
+
     def name(self, key: BlockKey) -> str:
         return f"{self.settings.prefix}/{FORMAT}/{key.hex()}"
 

@@ -1,4 +1,4 @@
-"""The native client's own process: ``python -m cache_manager.storage.mooncake.child SOCKET_FD ARENA_FD``.
+"""The native client's own process: ``python -m cache_manager.storage.mooncake.child SOCKET_FD PARENT_PID [ARENA_FD]``.
 
 The native library ends the process that misuses it, holds the interpreter's lock for seconds in set-up and close, hangs
 after ``fork`` and has no deadlines. Here it may: the store that started this process waits with a deadline, kills it
@@ -13,16 +13,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import select
-import socket
 import sys
 import threading
 from typing import Any, Final, NoReturn
 
+from cache_manager.child import Parent
 from cache_manager.storage.mooncake import wire
 
 LOCAL_BUFFER_NBYTES: Final = 16 << 20
-ORPHAN_CHECK_MS: Final = 2_000
 LOST: Final = -800
 """What is answered for an object that was begun and not finished."""
 
@@ -30,11 +28,9 @@ LOST: Final = -800
 class Child:
     """Answers requests from one socket until it is told to close or the other end is gone."""
 
-    def __init__(self, end: socket.socket, arena_fd: int) -> None:
-        self._end = end
+    def __init__(self, parent: Parent, arena_fd: int) -> None:
+        self._parent = parent
         self._arena_fd = arena_fd
-        self._parent = os.getppid()
-        self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._in_flight = 0
         self._counting = threading.Condition()
@@ -66,12 +62,8 @@ class Child:
                     self._counting.notify_all()
 
     def _receive(self) -> wire.Asked:
-        poll = select.poll()
-        poll.register(self._end, select.POLLIN)
-        while not poll.poll(ORPHAN_CHECK_MS):
-            if os.getppid() != self._parent:  # a fork of the parent may hold the socket open
-                self._leave()
-        return wire.receive_asked(self._end) or self._leave()
+        body = self._parent.receive()
+        return self._leave() if body is None else wire.decode_asked(body)
 
     def _begin_or_end(self, number: int, request: wire.SetUp | wire.Close) -> None:
         """Nothing else is received meanwhile."""
@@ -88,11 +80,7 @@ class Child:
             answer = wire.Answer(number, list(call()))
         except Exception as error:  # noqa: BLE001 - this process's loop edge: the asker gets the reason
             answer = wire.Answer(number, [], f"{type(error).__name__}: {error}")
-        with self._sending:
-            try:
-                wire.send(self._end, answer)
-            except OSError:  # nobody waits for it any more; serve() sees the same
-                return
+        self._parent.send(wire.encode(answer))
 
     def _set_up(self, request: wire.SetUp) -> list[int]:
         from mooncake.store import MooncakeDistributedStore
@@ -134,7 +122,7 @@ class Child:
             case wire.Exist(names):
                 return list(store.batch_is_exist(names))
             case wire.Remove(names):
-                return list(store.batch_remove(names))
+                return list(store.batch_remove(names, True))
             case wire.WarmUp(name, offset, nbytes):
                 return [self._warm_up(name, offset, nbytes)]
             case _:
@@ -217,4 +205,4 @@ class Child:
 
 
 if __name__ == "__main__":
-    Child(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).serve()
+    Child(Parent(*map(int, sys.argv[1:3])), int(sys.argv[-1])).serve()

@@ -23,7 +23,7 @@ UNGROUPED: Final = GroupFormat()
 
 _PREFIX = re.compile(r"[A-Za-z0-9._@:-]+(/[A-Za-z0-9._@:-]+)*")
 _ADDRESS = re.compile(r"([A-Za-z0-9.-]{1,253}):([0-9]{1,5})")
-_DURATIONS: Final = ("timeout_ms", "connect_ms", "full_ms", "delete_ms", "pause_ms", "pause_max_ms", "close_ms")
+_DURATIONS: Final = ("timeout_ms", "connect_ms", "full_ms", "pause_ms", "pause_max_ms", "close_ms")
 
 
 def parse_address(text: str, field: str) -> tuple[str, int]:
@@ -43,8 +43,8 @@ class MooncakeSettings:
     """One store's settings; :class:`ConfigError` names what cannot be.
 
     ``segment_nbytes`` above 0 lends that much of this machine's memory to the pool, in a process of its own.
-    ``timeout_ms`` bounds every call of the store. A put that finds the pool full tries again for ``full_ms``; a delete
-    waits ``delete_ms`` for readers' leases to end and goes on in the background.
+    ``timeout_ms`` bounds every call of the store. A put that finds the pool full, or somebody in the middle of its
+    key, tries again for ``full_ms``.
     """
 
     master: str
@@ -59,7 +59,6 @@ class MooncakeSettings:
     timeout_ms: int = 3_000
     connect_ms: int = 15_000
     full_ms: int = 1_000
-    delete_ms: int = 100
     pause_ms: int = 500
     pause_max_ms: int = 10_000
     close_ms: int = 3_000

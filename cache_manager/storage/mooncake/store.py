@@ -1,11 +1,9 @@
 """The storage backend over a Mooncake pool: what callers see; :mod:`.writer` and :mod:`.reader` do it.
 
 An object is a record: its packed header, then the payload. Its name is the key's; it is written once and never changed:
-a record that takes another's place is put when the older object has been removed. Whether the bytes that come back are
-those of the key is decided by the header here and by the payload's sum in :class:`RecordStore`, never by a result code.
-
-A key that was deleted or is to be replaced while a reader's lease holds the object is *hidden*: absent for this store
-until the object is gone, which the pool allows when the lease ends.
+a record that takes another's place is put when the older object has been removed, by force. Whoever reads the older one
+just then may get bytes of whatever took its memory, so that what is read counts when its sums are right, never because
+of a result code.
 """
 
 from __future__ import annotations
@@ -17,27 +15,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from cache_manager.errors import StoreClosedError
+from cache_manager.errors import StorageError, StoreClosedError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage.breaker import State
+from cache_manager.storage.guard import ClosingStore
 from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.calls import Calls, by_count
 from cache_manager.storage.mooncake.groups import GroupNames
-from cache_manager.storage.mooncake.hidden import Hidden
 from cache_manager.storage.mooncake.link import Link
 from cache_manager.storage.mooncake.master import pool_usage
 from cache_manager.storage.mooncake.reader import Reader
 from cache_manager.storage.mooncake.settings import MooncakeSettings
-from cache_manager.storage.mooncake.writer import BACK_OFF_S, Writer
+from cache_manager.storage.mooncake.writer import Writer
 
 
 @dataclass(frozen=True, slots=True)
 class MooncakeCounters:
     """What a store has met so far; records unless it says otherwise."""
 
-    refused: int = 0  # the pool stayed full, or an older object of the key cannot be removed yet
+    refused: int = 0  # the pool stayed full, or somebody was in the middle of the key
     too_large: int = 0  # for the arena, or for the pool
     failed_reads: int = 0  # answered as misses beside others that were read
     failed_writes: int = 0
@@ -48,19 +46,18 @@ class MooncakeCounters:
     owner_failures: int = 0
     read_openings: int = 0
     write_openings: int = 0
-    hidden: int = 0  # now
+    torn: int = 0  # records that changed while they were read, twice in a row: misses
 
 
-class MooncakeStore:
+class MooncakeStore(ClosingStore):
     """A ``StorageBackend`` in a Mooncake pool that other processes, and KV caches, share.
 
     Every call ends within ``settings.timeout_ms``. Records of one call that the pool fails to deliver beside others
     that it delivers are misses (or not stored) and are counted; when all fail, :class:`StorageError` has the cause,
     and while a breaker is open :class:`StoreUnavailableError` is raised at once. ``put`` answers the header that the
-    pool has, which it may evict at any time, and ``None`` where it has no room, where another writer is in the middle
-    of the key, and where an older object that is to be replaced cannot be removed yet: its key is hidden then, and a
-    later put stores the record. A replacement is no single step: between the two, other writers may store theirs, and
-    the answer names it. ``usage`` is the whole pool's.
+    pool has, which it may evict at any time, and ``None`` where it has no room, or another writer is in the middle of
+    the key. A replacement is no single step: between removal and put, other writers may store theirs, and the answer
+    names it. ``usage`` is the whole pool's.
 
     For the process that opened it: after ``fork`` every call raises :class:`StoreClosedError`.
     """
@@ -74,11 +71,8 @@ class MooncakeStore:
         self._groups = GroupNames(settings.groups)
         self._link = Link(settings)
         self._calls = Calls(settings, self._link)
-        self._hidden = Hidden(self._calls)
-        self._writer = Writer(self._calls, self._hidden, self._groups)
-        self._reader = Reader(self._calls, self._hidden)
-        self._sweeper = threading.Thread(target=self._hidden.sweep, name="kvroute-mooncake-sweep", daemon=True)
-        self._sweeper.start()
+        self._writer = Writer(self._calls, self._groups)
+        self._reader = Reader(self._calls)
 
     @property
     def counters(self) -> MooncakeCounters:
@@ -89,7 +83,6 @@ class MooncakeStore:
                 **link.counts,
                 read_openings=link.reads.opened,
                 write_openings=link.writes.opened,
-                hidden=len(self._hidden),
             )
 
     @property
@@ -121,7 +114,6 @@ class MooncakeStore:
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         with self._calling() as give_up_s:
             there = [False] * len(keys)
-            wanted = [i for i, key in enumerate(keys) if key not in self._hidden]
 
             def ask(chunk: list[int]) -> list[int]:
                 request = wire.Exist([self._calls.name(keys[i]) for i in chunk])
@@ -130,17 +122,13 @@ class MooncakeStore:
                     there[i] = code == 1
                 return codes
 
-            self._calls.each("failed_reads", by_count(wanted), ask)
+            self._calls.each("failed_reads", by_count(range(len(keys))), ask)
             return there
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         with self._calling() as give_up_s:
-            self._hidden.hide(keys)
-            wait_s = min(time.monotonic() + self.settings.delete_ms / 1e3, give_up_s)
-            left = list(dict.fromkeys(keys))
-            while left := self._hidden.remove(left, give_up_s):
-                if time.monotonic() > wait_s or self._link.stopping.wait(BACK_OFF_S):
-                    break
+            if left := self._calls.remove(list(dict.fromkeys(keys)), give_up_s):
+                raise StorageError(f"the Mooncake pool failed to remove {len(left)} of {len(keys)} records")
 
     def flush(self) -> None:
         """Nothing to wait for: the pool is memory, and has every record that ``put`` answered ``True`` for."""
@@ -161,7 +149,6 @@ class MooncakeStore:
             self._closed = True
             self._link.stopping.set()
             self._idle.wait_for(lambda: self._users == 0, self.settings.timeout_s + 1.0)
-        self._sweeper.join(self.settings.timeout_s + 1.0)
         self._link.close()
 
     @contextmanager

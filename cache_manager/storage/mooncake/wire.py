@@ -1,13 +1,10 @@
-"""What a store and its native client say to each other: a length, then MessagePack, over a socket pair."""
+"""What a store and its native client say to each other: MessagePack, one message a frame."""
 
 from __future__ import annotations
 
-import socket
 from typing import Final
 
 import msgspec
-
-from cache_manager.framing import receive_frame, send_frame
 
 CALLS_MAX: Final = 3
 """Native calls at a time."""
@@ -51,6 +48,8 @@ class Exist(msgspec.Struct, frozen=True, tag="exist"):
 
 
 class Remove(msgspec.Struct, frozen=True, tag="remove"):
+    """By force: a lease does not keep an object; one that is being written stays."""
+
     names: list[str]
 
 
@@ -82,20 +81,6 @@ class Answer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_asked = msgspec.msgpack.Decoder(Asked)
-_answer = msgspec.msgpack.Decoder(Answer)
-
-
-def send(end: socket.socket, message: Asked | Answer) -> None:
-    send_frame(end, _encoder.encode(message))
-
-
-def receive_asked(end: socket.socket) -> Asked | None:
-    body = receive_frame(end)
-    return None if body is None else _asked.decode(body)
-
-
-def receive_answer(end: socket.socket) -> Answer | None:
-    body = receive_frame(end)
-    return None if body is None else _answer.decode(body)
+encode = msgspec.msgpack.Encoder().encode
+decode_asked = msgspec.msgpack.Decoder(Asked).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode

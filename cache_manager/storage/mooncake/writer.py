@@ -1,7 +1,7 @@
 """Putting records: into the arena, then into the pool; a pool that is full is asked again for a while.
 
-A name that exists is not written. The header of what it has is read then, which the pool takes for a read: it grants a
-lease, and an object that is to be replaced can be removed only when that has ended. So only names that exist are read.
+A name that exists is not written. The header of what it has is read then; an object that is to be replaced is removed,
+and the record put again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.calls import Calls, bytes_of
 from cache_manager.storage.mooncake.codes import EXISTS, FULL, INVALID, describe, is_bug
 from cache_manager.storage.mooncake.groups import GroupNames
-from cache_manager.storage.mooncake.hidden import Hidden
 from cache_manager.storage.mooncake.master import pool_usage
 from cache_manager.storage.rounds import rounds
 
@@ -55,10 +54,9 @@ Answers = dict[BlockKey, RecordHeader]
 class Writer:
     """The puts of one store; of one key one at a time, because the native client bears no more."""
 
-    def __init__(self, calls: Calls, hidden: Hidden, groups: GroupNames) -> None:
+    def __init__(self, calls: Calls, groups: GroupNames) -> None:
         self._calls = calls
         self._link = calls.link
-        self._hidden = hidden
         self._groups = groups
         self._busy: set[BlockKey] = set()
         self._free = threading.Condition()
@@ -100,21 +98,30 @@ class Writer:
                 self._free.notify_all()
 
     def _put_all(self, todo: dict[BlockKey, Outgoing], answers: Answers, give_up_s: float, *, replace: bool) -> None:
-        """Put, and again for a while what the pool cannot take now: it is full, or an older object is in the way."""
+        """Put, and again for a while what the pool cannot take now: it is full, or an older object was in the way."""
         full_s = min(time.monotonic() + self._calls.settings.full_ms / 1e3, give_up_s)
         pause_s = BACK_OFF_S
         for key in todo:
             answers.pop(key, None)
         while True:
-            self._hidden.remove([key for key in todo if key in self._hidden], give_up_s)
-            later = {key: record for key, record in todo.items() if key in self._hidden}
-            ready = [record for key, record in todo.items() if key not in later]
-            full, taken = self._put(ready, answers, give_up_s)
-            later |= full | self._settle(taken, answers, give_up_s, replace=replace)
-            if not later or time.monotonic() + pause_s > full_s or self._link.stopping.wait(pause_s):
+            full, taken = self._put(list(todo.values()), answers, give_up_s)
+            later, removed = self._settle(taken, answers, give_up_s, replace=replace)
+            later |= full
+            wait_s = 0.0 if removed else pause_s
+            if not later or time.monotonic() + wait_s > full_s or self._link.stopping.wait(wait_s):
                 break
-            todo, pause_s = later, min(2 * pause_s, BACK_OFF_MAX_S)
+            todo, pause_s = later, pause_s if removed else min(2 * pause_s, BACK_OFF_MAX_S)
         self._calls.count("refused", len(later))
+        if later and not answers and self._has_no_memory(give_up_s):
+            raise StorageError("the Mooncake pool has no memory: none of its owners is there, or back yet")
+
+    def _has_no_memory(self, give_up_s: float) -> bool:
+        """Whether the pool is not full but without owners, as it is for a while after its master has come back."""
+        try:
+            usage = pool_usage(self._calls.settings.admin_address, max(give_up_s - time.monotonic(), 0.1))
+        except StorageError:
+            return False
+        return usage["capacity_nbytes"] == 0
 
     def _record_nbytes_max(self, largest_nbytes: int, give_up_s: float) -> int:
         """What a record may have, as far as it matters for records of at most ``largest_nbytes``."""
@@ -169,12 +176,14 @@ class Writer:
 
     def _settle(
         self, records: list[Outgoing], answers: Answers, give_up_s: float, *, replace: bool
-    ) -> dict[BlockKey, Outgoing]:
-        """What becomes of records whose names exist: the older one stays, or is hidden and goes; those to try again.
+    ) -> tuple[dict[BlockKey, Outgoing], bool]:
+        """What becomes of records whose names exist: the older one stays, or is removed.
 
-        An object that somebody is writing, or that went meanwhile, is looked at again.
+        Answers those to try again, and whether any was removed. An object that somebody is writing, or that went
+        meanwhile, is looked at again.
         """
         again: dict[BlockKey, Outgoing] = {}
+        older: list[BlockKey] = []
 
         def look(chunk: list[Outgoing]) -> list[int]:
             sizes = [len(record.packed) for record in chunk]
@@ -191,12 +200,12 @@ class Writer:
                     answers[record.key] = stored
                     continue
                 if code >= 0 or code == INVALID:  # there, to be replaced; or shorter than a header: no record
-                    self._hidden.hide([record.key])
+                    older.append(record.key)
                 again[record.key] = record
             return [0 if code == INVALID else code for code in codes]
 
         self._calls.each("failed_reads", self._calls.by_bytes(records, lambda record: len(record.packed)), look)
-        return again
+        return again, len(self._calls.remove(older, give_up_s)) < len(older)
 
 
 def _header(raw: bytes, key: BlockKey) -> RecordHeader | None:

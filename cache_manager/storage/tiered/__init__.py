@@ -1,20 +1,19 @@
-"""Stores in front of each other: reads go through, writes go back, what is asked for moves to the front.
+"""Stores in front of each other: reads go through, writes go to all, what is asked for moves to the front.
 
-:mod:`.store` is what callers see, :mod:`.lane` one tier with its queue and worker.
+:mod:`.store` is what callers see, :mod:`.tier` one tier with its breakers and its debts.
 """
 
 from __future__ import annotations
 
 from cache_manager.errors import ConfigError
 from cache_manager.ports import StorageBackend
-from cache_manager.storage.tiered.counters import TierCounters, TieredCounters
-from cache_manager.storage.tiered.settings import TieredSettings, WhenFull
 from cache_manager.storage.tiered.store import TieredStore
+from cache_manager.storage.tiered.tier import TierCounters, TieredCounters, TieredSettings
 from cache_manager.storage.url import StoreUrl
 
 
 def open_tiered_store(url: StoreUrl) -> TieredStore:
-    """``tiered:file:///dir,mooncake://HOST:PORT/PREFIX``; parameters as ``tiered:?queue=64MiB,file:///dir,…``."""
+    """``tiered:file:///dir,mooncake://HOST:PORT/PREFIX``; parameters as ``tiered:?pause_ms=100,file:///dir,…``."""
     from cache_manager.storage import open_store  # it imports this module by name
 
     settings = TieredSettings.from_url(url)
@@ -34,4 +33,4 @@ def open_tiered_store(url: StoreUrl) -> TieredStore:
         raise
 
 
-__all__ = ["TierCounters", "TieredCounters", "TieredSettings", "TieredStore", "WhenFull", "open_tiered_store"]
+__all__ = ["TierCounters", "TieredCounters", "TieredSettings", "TieredStore", "open_tiered_store"]

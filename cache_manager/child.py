@@ -1,0 +1,331 @@
+"""A child process of our own: whole messages both ways, requests with deadlines, and an end that always comes.
+
+What may hang, crash or hold the interpreter's lock for seconds lives in a child. When that is lost, it is killed *and
+reaped* before anybody hears of it: from then on it touches none of the memory that it shared. A child whose parent is
+gone ends by itself.
+
+A message is a length (u32, little-endian) and that many bytes, MessagePack where this is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Full
+from typing import Final, Generic, TypeVar
+
+import msgspec
+
+FRAME_NBYTES_MAX: Final = 16 << 20
+ORPHAN_CHECK_MS: Final = 2_000
+LOOK_S: Final = 0.1
+"""How often it is looked whether an idle child has ended, and whether a deadline is over."""
+
+_LENGTH: Final = struct.Struct("<I")
+_T = TypeVar("_T")
+
+
+def send_frame(end: socket.socket, body: bytes) -> None:
+    """Send one message whole; ``OSError`` when the other end is gone, and then part of it may be out."""
+    assert len(body) <= FRAME_NBYTES_MAX, f"a message of {len(body)} bytes"
+    end.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def receive_frame(end: socket.socket) -> bytes | None:
+    """One message; ``None`` when the other end is gone or says a length that cannot be."""
+    head = _exactly(end, _LENGTH.size)
+    if head is None:
+        return None
+    (nbytes,) = _LENGTH.unpack(head)
+    return _exactly(end, nbytes) if nbytes <= FRAME_NBYTES_MAX else None
+
+
+def _exactly(end: socket.socket, nbytes: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < nbytes:
+        try:
+            part = end.recv(min(nbytes - len(parts), 1 << 20))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def _polled(end: socket.socket, event: int = select.POLLIN) -> select.poll:
+    poll = select.poll()
+    poll.register(end, event)
+    return poll
+
+
+class Parent:
+    """In the child: the process ``pid`` that started it, at the socket ``fd``. One thread at a time receives."""
+
+    def __init__(self, fd: int, pid: int) -> None:
+        self._end = socket.socket(fileno=fd)
+        self._pid = pid  # not getppid(): it may have ended before this line
+        self._sending = threading.Lock()
+
+    def receive(self) -> bytes | None:
+        """The next message; ``None`` when the parent is gone."""
+        poll = _polled(self._end)
+        while not poll.poll(ORPHAN_CHECK_MS):
+            if os.getppid() != self._pid:  # a fork of the parent may hold the socket open
+                return None
+        return receive_frame(self._end)
+
+    def send(self, body: bytes) -> None:
+        """From any thread. Where nobody listens any more nothing happens: :meth:`receive` tells it, too."""
+        with self._sending, contextlib.suppress(OSError):
+            send_frame(self._end, body)
+
+
+class Child:
+    """``python -m module SOCKET_FD PARENT_PID *fds``, descriptors of ours. Any thread sends, one at a time receives.
+
+    ``environment`` is what it has besides ours, which stands. What it prints is appended to the file ``log``, thrown
+    away (``None``), or goes where ours goes (``inherit``). A child reads its socket at once and writes whole messages:
+    one that lets half a message wait for ``frame_s`` is stopped or wedged, and killed.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *fds: int,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        inherit: bool = False,
+        frame_s: int = 1,
+    ) -> None:
+        self._sending = threading.Lock()
+        self._end, theirs = socket.socketpair()
+        for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._end.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", frame_s, 0))
+        self._readable, self._writable = _polled(self._end), _polled(self._end, select.POLLOUT)
+        passed, arguments = (theirs.fileno(), *fds), (theirs.fileno(), os.getpid(), *fds)
+        path = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        with theirs, contextlib.ExitStack() as undo, contextlib.ExitStack() as files:
+            undo.callback(self._end.close)
+            output = files.enter_context(open(log, "ab")) if log else None if inherit else subprocess.DEVNULL
+            self._process = subprocess.Popen(  # noqa: S603 - our own module
+                [sys.executable, "-P", "-m", module, *map(str, arguments)],
+                env={**(environment or {}), **os.environ, **path},
+                pass_fds=passed,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,  # Ctrl-C is the parent's to handle
+            )
+            undo.pop_all()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def writable(self) -> bool:
+        """Whether a small message can be sent without waiting."""
+        return self._writable.poll(0) == [(self._end.fileno(), select.POLLOUT)]
+
+    def send(self, body: bytes) -> None:
+        """Send one message; a child that does not take it is killed, and :meth:`receive` finds it gone."""
+        try:
+            with self._sending:
+                send_frame(self._end, body)
+        except OSError:
+            self.kill()  # half a message may be out
+
+    def receive(self, wait_s: float) -> bytes | None:
+        """A message; ``b""`` when none began within ``wait_s``; ``None`` when it is gone or has stopped within one."""
+        if not self._readable.poll(1e3 * wait_s):
+            return b""
+        try:
+            return receive_frame(self._end)
+        except OSError:  # frame_s is over
+            return None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> int:
+        """Kill and reap it: from here on nothing of it touches our memory. Its exit status; harmless again."""
+        self._process.kill()
+        status = self._process.wait()
+        with self._sending:
+            self._end.close()
+        return status
+
+
+class AskedChild(Generic[_T]):
+    """A child that answers each numbered request with one message. Safe from several threads.
+
+    A request's future ends with its answer, or with :meth:`_lost` when the child is gone and reaped. The child is ended
+    when an answer is overdue, when it answers what it was not asked, and by :meth:`kill`.
+
+    Answers are received by a thread that waits for one of them, which spares it the switch from another thread, and for
+    the others' by the listener: whoever holds ``_receiving``. Who lets it go while answers are outstanding calls the
+    listener.
+    """
+
+    def __init__(self, child: Child, name: str) -> None:
+        self._child = child
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # the next two
+        self._waiting: dict[int, tuple[float, Future[_T]]] = {}  # deadline and future
+        self._gone = False
+        self._receiving = threading.Lock()
+        self._cause = ""  # why it is to end; written by who holds _receiving
+        self._look = threading.Event()
+        self._listener = threading.Thread(target=self._listen, name=name, daemon=True)
+        self._listener.start()
+
+    def _decoded(self, body: bytes) -> tuple[int, _T | Exception]:
+        """The number of the request that a message answers, and how its future ends."""
+        raise NotImplementedError
+
+    def _answered(self, answer: _T | Exception) -> None:
+        """Called before a future ends with ``answer``."""
+
+    def _ended(self, cause: str, lost: int) -> None:
+        """Called once, when the child is reaped, before the ``lost`` futures end."""
+
+    def _lost(self, cause: str) -> Exception:
+        raise NotImplementedError
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended and was reaped."""
+        return self._gone
+
+    @property
+    def in_flight(self) -> int:
+        with self._lock:
+            return len(self._waiting)
+
+    def ask(
+        self,
+        encode: Callable[[int], bytes],
+        within_s: float = math.inf,
+        *,
+        waits: bool = False,
+        waiting_max: float = math.inf,
+    ) -> Future[_T]:
+        """Send the request that ``encode`` makes with its number; it is not sent where that raises.
+
+        The caller who ``waits`` goes on to :meth:`wait`; else the listener receives the answer. Raises ``queue.Full``
+        where ``waiting_max`` requests are in flight.
+        """
+        number = next(self._numbers)
+        body = encode(number)
+        assert len(body) <= FRAME_NBYTES_MAX, f"a message of {len(body)} bytes"
+        future: Future[_T] = Future()
+        future.set_running_or_notify_cancel()  # it cannot be cancelled: the child is at work
+        with self._lock:
+            if len(self._waiting) >= waiting_max:
+                raise Full
+            gone = self._gone
+            if not gone:
+                self._waiting[number] = time.monotonic() + within_s, future
+        if gone:
+            future.set_exception(self._lost(self._cause))
+            return future
+        self._child.send(body)
+        if not waits:
+            self._look.set()
+        return future
+
+    def wait(self, future: Future[_T], wait_s: float = math.inf) -> _T:
+        """How a future of this child ends; ``TimeoutError`` when it has not within ``wait_s``."""
+        give_up_s = time.monotonic() + wait_s
+        if self._receiving.acquire(blocking=False):
+            try:
+                while not (future.done() or self._cause) and (left_s := give_up_s - time.monotonic()) > 0:
+                    self._receive(min(left_s, LOOK_S))
+            finally:
+                self._stop_receiving()
+        return future.result(None if wait_s == math.inf else max(give_up_s - time.monotonic(), 0))
+
+    def kill(self) -> None:
+        """End the child; its futures end when it is reaped. Harmless when it is gone."""
+        self._child.kill()
+
+    def join(self, wait_s: float | None = None) -> bool:
+        """Wait until it is gone and its futures have ended; whether it is."""
+        self._listener.join(wait_s)
+        return self._gone
+
+    def _listen(self) -> None:
+        try:
+            while not self._cause:
+                self._look.wait(LOOK_S)
+                self._look.clear()
+                self._receiving.acquire()
+                try:
+                    self._receive(0)
+                    while self._waiting and not self._cause:
+                        self._receive(LOOK_S)
+                finally:
+                    self._stop_receiving()
+        finally:
+            status = self._child.end()
+            with self._lock:
+                self._gone = True
+                self._cause = f"{self._cause or 'its listener failed'} (status {status})"
+                lost, self._waiting = list(self._waiting.values()), {}
+            self._ended(self._cause, len(lost))
+            for _, future in lost:
+                future.set_exception(self._lost(self._cause))
+
+    def _receive(self, wait_s: float) -> None:
+        """One answer, if one comes within ``wait_s``. Held: _receiving."""
+        body = None if self._cause else self._child.receive(wait_s)
+        if body:
+            self._cause = self._take(body)
+        elif body is None:
+            self._cause = self._cause or "it has ended"
+        with self._lock:
+            if any(deadline_s <= time.monotonic() for deadline_s, _ in self._waiting.values()):
+                self._cause = self._cause or "it did not answer in time"
+
+    def _take(self, body: bytes) -> str:
+        """End the future that a message answers; or why the child has to go."""
+        try:
+            number, answer = self._decoded(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return "it said what is no answer"
+        with self._lock:
+            _, future = self._waiting.pop(number, (0.0, None))
+        if future is None:
+            return "it answered what it was not asked"
+        self._answered(answer)
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+        return ""
+
+    def _stop_receiving(self) -> None:
+        """Held: _receiving, and not from here on. Whoever found it held has its future in ``_waiting`` already."""
+        self._receiving.release()
+        if self._waiting or self._cause:
+            self._look.set()
+
+
+__all__ = ["FRAME_NBYTES_MAX", "AskedChild", "Child", "Parent", "receive_frame", "send_frame"]

@@ -1,0 +1,57 @@
+"""What every store asks first, before it touches a lock: is it open, and is this the process that opened it?
+
+A forked child has its parent's locks as they were at the fork, held by threads that it does not have. So the question
+comes before any lock, in every method, and once more under the lock where another thread may close meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Self
+
+from cache_manager.errors import StoreClosedError
+
+
+class Guard:
+    """Whether calls may go on; ``name`` is what messages begin with."""
+
+    __slots__ = ("_name", "_open", "_pid")
+
+    def __init__(self, name: object) -> None:
+        self._name = name
+        self._open = True
+        self._pid = os.getpid()
+
+    def check(self) -> None:
+        """:class:`StoreClosedError` after :meth:`close`, and in a child of the process that opened the store."""
+        if os.getpid() != self._pid:
+            raise StoreClosedError(f"{self._name}: opened before fork; open it in the process that uses it")
+        if not self._open:
+            raise StoreClosedError(f"{self._name}: the store is closed")
+
+    @property
+    def closable(self) -> bool:
+        """Whether closing has anything to do: not in a forked child, whose parent goes on, and not twice."""
+        return self._open and os.getpid() == self._pid
+
+    def close(self) -> None:
+        self._open = False
+
+
+class ClosingStore:
+    """``with open_store(url) as store:`` closes the store at the end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+__all__ = ["ClosingStore", "Guard"]
