@@ -7,8 +7,8 @@ Records of 32 KiB and 1 MiB are put and got in batches of 32, in three places, e
   ``LocalDiskBackend``; and with every batch on stable storage, ``file:`` and LMDB;
 * in a Mooncake pool on this machine whose segment another process holds, against Mooncake's own ``batch_put_from`` and
   ``batch_get_into`` from a client in the caller's process with registered memory: ``mooncake:``, the same calls with
-  kvroute's header and checksum made in one process, and ``tiered:`` (a file store in front of the pool; its put is done
-  when the file store has the record, and its gets are answered by it).
+  kvroute's header and checksum made in one process, and ``tiered:`` (a file store in front of the pool; a put goes to
+  both, and gets are answered by the file store).
 
 All take turns within a round, in an order that rotates, and so meet the same noise; a round before the first is not
 counted. A cell is the median of the rounds and, in brackets, the slowest and the fastest; a ratio is the median of the
@@ -142,9 +142,9 @@ def rows_in_pool(stack: ExitStack, total_nbytes: int, tiered: bool, parent: Path
     master = stack.enter_context(running_master(LEASE_MS))
     held = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
     owner = stack.enter_context(running_owner(master, held / "segment", max(4 * total_nbytes, 256 << 20)))
-    peer = Peer(
-        Path(sys.executable), "bench.peers.mooncake_raw", logs / "raw", native_environment(TIMEOUT_MS), master.address
-    )
+    path = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = {**native_environment(TIMEOUT_MS), **os.environ, **path}
+    peer = Peer(Path(sys.executable), "bench.peers.mooncake_raw", logs / "raw", environment, master.address)
     stack.callback(peer.close)
     store = open_store(master.url("bench", timeout_ms=TIMEOUT_MS))
     stack.callback(store.close)
@@ -167,7 +167,7 @@ def tiered_turn(master: Master, owner: Owner, parent: Path | None) -> Callable[[
     def turn(load: Load) -> Took:
         def opened(load: Load, directory: Path) -> Contestant:
             back = master.url("bench", timeout_ms=TIMEOUT_MS)
-            return KVRoute(load, f"tiered:?queue=1GiB,file://{directory}?quota=4GiB,{back}")
+            return KVRoute(load, f"tiered:file://{directory}?quota=4GiB,{back}")
 
         took = in_directory(opened, parent, load)
         assert owner.ask("remove_all", True) >= 0

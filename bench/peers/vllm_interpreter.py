@@ -1,0 +1,115 @@
+"""Lets vLLM's Model Runner V2 run on a CPU, through Triton's interpreter: only it has vLLM's own routed experts.
+
+vLLM takes Triton for usable on a CPU when it has a backend of that name; the interpreter needs none. So the backend
+that is written here can be found and can do nothing. For answers, never for times.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+ENVIRONMENT = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+_COMPILER = """
+from triton.backends.compiler import BaseBackend
+
+
+class Backend(BaseBackend):
+    binary_ext = "none"
+
+    @staticmethod
+    def supports_target(target):
+        return target.backend == "cpu"
+
+    def hash(self):
+        return "interpreted"
+
+    def get_module_map(self):
+        return {}
+
+    def load_dialects(self, context):
+        pass
+
+    def parse_options(self, options):
+        raise NotImplementedError("kernels are interpreted here")
+
+    def add_stages(self, stages, options, language=None):
+        raise NotImplementedError("kernels are interpreted here")
+"""
+
+_DRIVER = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+
+class Driver(DriverBase):
+    def __init__(self):
+        pass
+
+    @classmethod
+    def is_active(cls):
+        return True
+
+    def get_current_target(self):
+        return GPUTarget("cpu", "x86_64", 1)
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_device_interface(self):
+        return torch.cpu
+
+    def map_python_to_cpp_type(self, name):
+        return name
+
+    def clear_cache(self, cache):
+        pass
+
+    def get_benchmarker(self):
+        raise NotImplementedError("nothing is timed here")
+
+    def get_empty_cache_for_benchmark(self):
+        raise NotImplementedError("nothing is timed here")
+"""
+
+
+def written(directory: Path) -> Path:
+    """A directory for ``PYTHONPATH`` that has the backend and says so."""
+    package = directory / "interpreted_triton"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "compiler.py").write_text(_COMPILER)
+    (package / "driver.py").write_text(_DRIVER)
+    about = directory / "interpreted_triton-0.0.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: interpreted-triton\nVersion: 0.0.1\n")
+    (about / "entry_points.txt").write_text("[triton.backends]\ncpu = interpreted_triton\n")
+    return directory
+
+
+def on_cpu(newer: Path, older: Path, version: str, directory: Path) -> Path:
+    """A directory for ``PYTHONPATH`` with the Python code of vLLM ``version`` and an older wheel's code for CPUs.
+
+    ``newer`` and ``older`` are the ``vllm`` packages. The native code is called by name, so what a release adds to it
+    is missing; eager mode works.
+    """
+    shutil.copytree(newer, directory / "vllm", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for library in older.glob("*.so"):
+        shutil.copy(library, directory / "vllm")
+    about = directory / f"vllm-{version}+cpu.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    points = next(newer.parent.glob("vllm-*.dist-info")) / "entry_points.txt"
+    shutil.copy(points, about)
+    return directory
+
+
+__all__ = ["ENVIRONMENT", "on_cpu", "written"]
