@@ -24,6 +24,7 @@ from cache_manager.record import Buffer, check_record, unpack_header
 from transfer.actions import DecodeAction, Finished, Install, Missing, PullResult, Reason, Send, WantedBlock
 from transfer.errors import IncompatiblePeerError, LocalProtocolError, RemoteProtocolError
 from transfer.frames import split
+from transfer.identity import Identity, check_peer
 from transfer.limits import TransferLimits
 from transfer.link import Peer
 from transfer.messages import (
@@ -46,7 +47,6 @@ from transfer.messages import (
     Welcome,
     decode,
 )
-from transfer.party import Party, check_peer
 from transfer.pull import DecodeCounters, Event, Greeting, Place, Pulling, State
 
 RENEWALS_A_LEASE: Final = 3
@@ -62,12 +62,14 @@ class DecodeSession:
     :class:`LocalProtocolError` is for mistakes of this side.
     """
 
-    def __init__(self, party: Party, limits: TransferLimits) -> None:
-        if limits.credit_nbytes < 2 * party.nbytes_max:  # so that what is left of it when none is due holds a record
-            raise ConfigError("credit_nbytes", f"at least 2 records of {party.nbytes_max}", limits.credit_nbytes)
-        if limits.frame_nbytes_max < party.nbytes_max:
-            raise ConfigError("frame_nbytes_max", f"at least one record of {party.nbytes_max}", limits.frame_nbytes_max)
-        self.party = party
+    def __init__(self, identity: Identity, limits: TransferLimits) -> None:
+        if limits.credit_nbytes < 2 * identity.nbytes_max:  # so that what is left of it when none is due holds a record
+            raise ConfigError("credit_nbytes", f"at least 2 records of {identity.nbytes_max}", limits.credit_nbytes)
+        if limits.frame_nbytes_max < identity.nbytes_max:
+            raise ConfigError(
+                "frame_nbytes_max", f"at least one record of {identity.nbytes_max}", limits.frame_nbytes_max
+            )
+        self.identity = identity
         self.limits = limits
         self._pulls: dict[TransferId, Pulling] = {}
         self._peers: dict[Peer, Greeting] = {}  # of pulls in flight, and a few more
@@ -110,8 +112,8 @@ class DecodeSession:
             if not 0 <= block.index < BLOCKS_MAX or not block.parts:
                 raise LocalProtocolError(f"wanted: wanted parts of an index in [0, {BLOCKS_MAX}), got {block}")
             for part in block.parts:
-                if not 0 <= part < len(self.party.parts):
-                    raise LocalProtocolError(f"wanted: wanted a part in [0, {len(self.party.parts)}), got {part}")
+                if not 0 <= part < len(self.identity.parts):
+                    raise LocalProtocolError(f"wanted: wanted a part in [0, {len(self.identity.parts)}), got {part}")
                 keys[part, block.index] = block.key
         if len(self._pulls) >= self.limits.transfers_max or not self._make_room(peer):
             return None
@@ -122,7 +124,7 @@ class DecodeSession:
         self._schedule(pull)
         if not keys:
             pull.apply(Event.ALL_SETTLED)
-        return self._speak(pull, now_s)
+        return self._send_next(pull, now_s)
 
     def abort(self, transfer: TransferId) -> list[DecodeAction]:
         """Give a pull up; harmless when it has finished."""
@@ -131,7 +133,7 @@ class DecodeSession:
 
     def reset(self, namespace: bytes) -> list[DecodeAction]:
         """This side's rows belong to another namespace from here on: every pull ends, every peer is greeted anew."""
-        self.party = Party(self.party.run, namespace, self.party.parts)
+        self.identity = Identity(self.identity.boot_id, namespace, self.identity.parts)
         actions = [a for p in list(self._pulls.values()) for a in self._fail(p, Reason.RESET, "")]
         self._peers.clear()
         return actions
@@ -139,7 +141,9 @@ class DecodeSession:
     def close(self) -> list[DecodeAction]:
         """End every pull and say goodbye."""
         actions = [a for p in list(self._pulls.values()) for a in self._fail(p, Reason.ABORTED, "closed")]
-        return actions + [Send(peer, Bye(self.party.run)) for peer, known in self._peers.items() if known.run]
+        return actions + [
+            Send(peer, Bye(self.identity.boot_id)) for peer, known in self._peers.items() if known.boot_id
+        ]
 
     def installed(self, install: Install, ok: bool, now_s: float) -> list[DecodeAction]:
         """The record is in place, or (``ok`` false) its block has another owner now and it was dropped."""
@@ -168,7 +172,7 @@ class DecodeSession:
         """The record could not be placed now (its block is in motion): it is asked for again with the next epoch."""
         pull, place = self._pulls.get(install.transfer), (install.part, install.index)
         if pull is not None and (key := pull.installing.pop(place, None)) is not None:
-            pull.keys[place] = key
+            pull.outstanding[place] = key
             self._count("postponed_records")
 
     # ---------------------------------------------------------------- the link's side
@@ -196,7 +200,7 @@ class DecodeSession:
                 return self._on_pull_message(pull, message, bulk, now_s)
             case Welcome() | Refuse():
                 known = self._peers.get(peer)
-                if known is None or message.to != self.party.run:
+                if known is None or message.to != self.identity.boot_id:
                     self._count("stale_messages")
                     return []
                 if isinstance(message, Welcome):
@@ -215,7 +219,7 @@ class DecodeSession:
             again = [pull for transfer in self._unsaid if (pull := self._pulls.get(transfer))]
             self._unsaid.clear()
             for pull in again:
-                actions += self._speak(pull, now_s)
+                actions += self._send_next(pull, now_s)
         due: list[Pulling] = []
         while self._due and self._due[0][0] <= now_s:
             wake_s, transfer = heapq.heappop(self._due)
@@ -226,7 +230,7 @@ class DecodeSession:
             if late.due_s <= now_s:
                 actions += self._retry(late, now_s)
             elif self._silent(late, now_s):
-                actions += self._speak(late, now_s)
+                actions += self._send_next(late, now_s)
             self._schedule(late)
         return actions
 
@@ -253,46 +257,46 @@ class DecodeSession:
     def peer_lost(self, peer: Peer) -> None:
         """The link lost ``peer``: it is greeted again, and what is missing asked for again, when that is due."""
         if known := self._peers.get(peer):
-            known.run = None
+            known.boot_id = None
 
     # ---------------------------------------------------------------- messages
 
     def _on_welcome(self, known: Greeting, welcome: Welcome, now_s: float) -> list[DecodeAction]:
-        if known.run == welcome.run:
+        if known.boot_id == welcome.boot_id:
             return []
         try:
-            check_peer(self.party, welcome.namespace, welcome.parts)
+            check_peer(self.identity, welcome.namespace, welcome.parts)
         except IncompatiblePeerError as error:
             return self._refused(known, str(error))
-        known.run = welcome.run
+        known.boot_id = welcome.boot_id
         known.renew_s = max(welcome.lease_ms / 1000 / RENEWALS_A_LEASE, RENEW_S_MIN)
         actions: list[DecodeAction] = []
         for transfer in list(known.pulls):
             self._pulls[transfer].asked = False
-            actions += self._speak(self._pulls[transfer], now_s)
+            actions += self._send_next(self._pulls[transfer], now_s)
             self._schedule(self._pulls[transfer])
         return actions
 
     def _on_refuse(self, peer: Peer, known: Greeting, refuse: Refuse, now_s: float) -> list[DecodeAction]:
         if refuse.field != "hello":
             return self._refused(known, f"{refuse.field}: wanted {refuse.wanted}, got {refuse.got}")
-        if known.run is None:
+        if known.boot_id is None:
             return []  # a hello is on its way
-        known.run = known.hello_s = None
+        known.boot_id = known.hello_s = None
         return self._greet(peer, known, now_s) if known.pulls else []
 
     def _refused(self, known: Greeting, detail: str) -> list[DecodeAction]:
         self._count("refusals")
-        known.run = None
+        known.boot_id = None
         pulls = [self._pulls[transfer] for transfer in known.pulls]
         return [a for p in pulls for a in self._fail(p, Reason.REFUSED, detail)]
 
     def _on_bye(self, peer: Peer, bye: Bye) -> list[DecodeAction]:
         known = self._peers.get(peer)
-        if known is None or known.run != bye.run:
+        if known is None or known.boot_id != bye.boot_id:
             self._count("stale_messages")
             return []
-        known.run = None
+        known.boot_id = None
         pulls = [self._pulls[transfer] for transfer in known.pulls]
         return [a for p in pulls for a in self._fail(p, Reason.GONE, "bye")]
 
@@ -319,7 +323,7 @@ class DecodeSession:
         came = False
         for entry in absent.entries:
             place = entry.part, entry.index
-            if pull.keys.pop(place, None) is not None:
+            if pull.outstanding.pop(place, None) is not None:
                 came = True
                 pull.owed.discard(place)
                 pull.missing.append(Missing(*place, Reason.ABSENT))
@@ -327,7 +331,7 @@ class DecodeSession:
         return self._settled(pull, now_s) if came else []
 
     def _payloads(self, records: Records, bulk: Sequence[memoryview]) -> Sequence[memoryview]:
-        parts = self.party.parts
+        parts = self.identity.parts
         try:
             sizes = [parts[entry.part].nbytes for entry in records.entries]
         except IndexError as error:
@@ -338,8 +342,8 @@ class DecodeSession:
         self, pull: Pulling, records: Records, bulk: Sequence[memoryview], now_s: float
     ) -> list[DecodeAction]:
         actions: list[DecodeAction] = []
-        current, parts = records.epoch == pull.epoch, self.party.parts
-        owed, keys, installing = pull.owed, pull.keys, pull.installing
+        current, parts = records.epoch == pull.epoch, self.identity.parts
+        owed, keys, installing = pull.owed, pull.outstanding, pull.installing
         for entry, payload in zip(records.entries, bulk, strict=True):
             place = entry.part, entry.index
             part = parts[entry.part]
@@ -362,10 +366,10 @@ class DecodeSession:
             actions.append(Install(pull.id, *place, header, payload))
         if not current:
             self._count("stale_messages")
-        elif pull.keys and 2 * pull.consumed_nbytes >= self.limits.credit_nbytes:
+        elif pull.outstanding and 2 * pull.consumed_nbytes >= self.limits.credit_nbytes:
             pull.granted_nbytes += pull.consumed_nbytes
             pull.consumed_nbytes, pull.spoken_s = 0, now_s
-            credit = Credit(self.party.run, pull.id, pull.epoch, pull.granted_nbytes)
+            credit = Credit(self.identity.boot_id, pull.id, pull.epoch, pull.granted_nbytes)
             actions.append(Send(pull.peer, credit))
         return actions
 
@@ -376,11 +380,11 @@ class DecodeSession:
         pull.apply(Event.ARRIVED)
         pull.retries = 0
         pull.due_s = now_s + self.limits.retry_s
-        if pull.keys or pull.installing:
+        if pull.outstanding or pull.installing:
             return []
         pull.apply(Event.ALL_SETTLED)
         pull.asked = False
-        return self._speak(pull, now_s)
+        return self._send_next(pull, now_s)
 
     def _retry(self, pull: Pulling, now_s: float) -> list[DecodeAction]:
         if pull.retries >= self.limits.retries_max:
@@ -392,43 +396,43 @@ class DecodeSession:
         pull.retries += 1
         pull.due_s = now_s + self.limits.retry_s
         pull.asked = False
-        return self._speak(pull, now_s)
+        return self._send_next(pull, now_s)
 
-    def _speak(self, pull: Pulling, now_s: float) -> list[DecodeAction]:
+    def _send_next(self, pull: Pulling, now_s: float) -> list[DecodeAction]:
         """The message that the pull's state asks for: a hello before all, a renewal where all was said."""
         known = self._peers[pull.peer]
-        if known.run is None:
+        if known.boot_id is None:
             return self._greet(pull.peer, known, now_s)
-        run = self.party.run
+        boot_id = self.identity.boot_id
         pull.spoken_s = now_s
         if pull.asked:
-            return [Send(pull.peer, Renew(run, pull.id))]
+            return [Send(pull.peer, Renew(boot_id, pull.id))]
         pull.asked = True
         if pull.state is State.ACKING:
-            ack = Ack(run, pull.id, max(1, pull.epoch), pull.installed, len(pull.missing))
+            ack = Ack(boot_id, pull.id, max(1, pull.epoch), pull.installed, len(pull.missing))
             return [Send(pull.peer, ack)]
         pull.epoch += 1
         self._count("attempts")
-        pull.owed = set(pull.keys)
+        pull.owed = set(pull.outstanding)
         pull.granted_nbytes, pull.consumed_nbytes = self.limits.credit_nbytes, 0
-        return [Send(pull.peer, Pull(run, pull.id, pull.epoch, pull.wants(), pull.granted_nbytes))]
+        return [Send(pull.peer, Pull(boot_id, pull.id, pull.epoch, pull.wants(), pull.granted_nbytes))]
 
     def _greet(self, peer: Peer, known: Greeting, now_s: float) -> list[DecodeAction]:
         if known.hello_s is not None and now_s < known.hello_s + self.limits.retry_s:
             return []  # on its way
         known.hello_s = now_s
-        own = self.party
-        hello = Hello(own.run, own.namespace, list(own.parts), MINOR, self.limits.frame_nbytes_max)
+        own = self.identity
+        hello = Hello(own.boot_id, own.namespace, list(own.parts), MINOR, self.limits.frame_nbytes_max)
         return [Send(peer, hello)]
 
     def _silent(self, pull: Pulling, now_s: float) -> bool:
         known = self._peers[pull.peer]
-        return known.run is not None and now_s >= pull.spoken_s + known.renew_s
+        return known.boot_id is not None and now_s >= pull.spoken_s + known.renew_s
 
     def _schedule(self, pull: Pulling) -> None:
         """See to it that the pull is looked at when it has something to do, be that earlier than thought before."""
         known = self._peers[pull.peer]
-        wake_s = pull.due_s if known.run is None else min(pull.due_s, pull.spoken_s + known.renew_s)
+        wake_s = pull.due_s if known.boot_id is None else min(pull.due_s, pull.spoken_s + known.renew_s)
         if pull.id in self._pulls and wake_s < pull.wake_s:
             pull.wake_s = wake_s
             heapq.heappush(self._due, (wake_s, pull.id))
@@ -449,12 +453,12 @@ class DecodeSession:
         """The pull is over before its end; prefill is told unless it knows. Where all was in place, it is done."""
         if pull.state is State.ACKING:
             return self._finish(pull, Event.HEARD if reason is Reason.GONE and detail == "acked" else Event.GIVE_UP)
-        places = [*pull.keys, *pull.installing]
+        places = [*pull.outstanding, *pull.installing]
         pull.missing += [Missing(part, index, reason) for part, index in places]
         known = self._peers[pull.peer]
         told: list[DecodeAction] = []
-        if known.run is not None and reason is not Reason.GONE:
-            told.append(Send(pull.peer, Abort(self.party.run, pull.id, reason.value)))
+        if known.boot_id is not None and reason is not Reason.GONE:
+            told.append(Send(pull.peer, Abort(self.identity.boot_id, pull.id, reason.value)))
         return told + self._finish(pull, Event.FAIL, reason, detail)
 
     def _finish(

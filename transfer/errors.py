@@ -16,7 +16,7 @@ class LocalProtocolError(TransferError):
 class RemoteProtocolError(TransferError):
     """The other side sent something that is no message, or none that may come now; nothing was changed.
 
-    Sessions count it and go on: only :func:`transfer.messages.decode` lets it out.
+    What decodes bytes raises it; sessions and links count it and go on.
     """
 
 

@@ -26,7 +26,7 @@ MINOR: Final = 0
 
 PREFIX: Final = struct.Struct("<4sBBH")  # magic, major, kind, reserved
 CONTROL_NBYTES_MAX: Final = 1 << 20
-RUN_NBYTES: Final = 16
+BOOT_ID_NBYTES: Final = 16
 PARTS_MAX: Final = 8
 BLOCKS_MAX: Final = 16_384
 """Blocks of one transfer: a million tokens in blocks of 64."""
@@ -37,8 +37,8 @@ ENTRIES_MAX: Final = 1024
 TransferId = NewType("TransferId", bytes)
 """16 random bytes, made by the prefill side for one request."""
 
-Run = NewType("Run", bytes)
-"""16 random bytes, made when a process starts: a restarted peer is another run."""
+BootId = NewType("BootId", bytes)
+"""16 random bytes, made when a process starts: a restarted peer has another one."""
 
 _Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Key = Annotated[bytes, Meta(min_length=KEY_NBYTES, max_length=KEY_NBYTES)]
@@ -112,7 +112,7 @@ _Parts = Annotated[list[Part], Meta(min_length=1, max_length=PARTS_MAX)]
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """D's first message: who it is and what it takes. ``namespace`` is a fingerprint; a frame is a bulk frame."""
 
-    run: _Id
+    boot_id: _Id
     namespace: _Id
     parts: _Parts
     minor: _Count
@@ -123,7 +123,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """P's answer: who it is, and after how long a silence it gives a transfer up. ``to`` is the run that said hello."""
 
-    run: _Id
+    boot_id: _Id
     namespace: _Id
     parts: _Parts
     minor: _Count
@@ -144,7 +144,7 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=3):
 class Pull(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """D's attempt number ``epoch`` for what it still wants. P may send ``credit_nbytes`` of payload before more."""
 
-    run: _Id
+    boot_id: _Id
     transfer: _Id
     epoch: _Epoch
     wanted: Annotated[list[Want], Meta(max_length=BLOCKS_MAX)]
@@ -154,7 +154,7 @@ class Pull(msgspec.Struct, frozen=True, array_like=True, tag=4):
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
     """All that P may send in this epoch, counted from its beginning: a lost one is made up for by the next."""
 
-    run: _Id
+    boot_id: _Id
     transfer: _Id
     epoch: _Epoch
     nbytes: _Nbytes
@@ -163,14 +163,14 @@ class Credit(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
     """D is still there and still wants the transfer."""
 
-    run: _Id
+    boot_id: _Id
     transfer: _Id
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
     """D will ask for nothing more: so many records are in place, so many it does without."""
 
-    run: _Id
+    boot_id: _Id
     transfer: _Id
     epoch: _Epoch
     installed: _Count
@@ -180,7 +180,7 @@ class Ack(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
     """D gives the transfer up."""
 
-    run: _Id
+    boot_id: _Id
     transfer: _Id
     reason: _Text
 
@@ -218,7 +218,7 @@ class Released(msgspec.Struct, frozen=True, array_like=True, tag=12, gc=False):
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag=13, gc=False):
     """The run ends; what it owned or offered is over."""
 
-    run: _Id
+    boot_id: _Id
 
 
 Message = Hello | Welcome | Refuse | Pull | Credit | Renew | Ack | Abort | Records | Absent | Gone | Released | Bye

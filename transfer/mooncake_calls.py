@@ -1,4 +1,4 @@
-"""What a Mooncake link and its native engine's process say to each other: one message a packet, each a few dozen bytes.
+"""What a Mooncake link and its native engine's process say to each other: a few dozen bytes a message.
 
 The link says START once, then any number of WRITE. The process answers READY once, then DONE for every WRITE.
 """
@@ -6,8 +6,6 @@ The link says START once, then any number of WRITE. The process answers READY on
 from __future__ import annotations
 
 import msgspec
-
-PACKET_NBYTES_MAX = 16 << 10
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):

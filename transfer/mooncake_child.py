@@ -1,4 +1,4 @@
-"""The native engine's own process: ``python -m transfer.mooncake_child SOCKET_FD ARENA_FD WAKE_FD``.
+"""The native engine's own process: ``python -m transfer.mooncake_child SOCKET_FD PARENT_PID ARENA_FD WAKE_FD``.
 
 A first write to a peer that is stopped keeps its caller for a minute, the end of an engine stops every thread of its
 process for up to a second, and a batch that is asked about once too often is a segmentation fault (all seen with
@@ -15,29 +15,26 @@ import ctypes
 import mmap
 import os
 import queue
-import select
-import socket
 import sys
 import threading
 import time
 from typing import Any, Final, NoReturn
 
+from cache_manager.child import Parent
 from transfer import mooncake_calls as calls
 
 CHECK_S: Final = 0.0002
 IDLE_S: Final = 60.0
-ORPHAN_CHECK_MS: Final = 2_000
 TARGETS_MAX: Final = 64
 
 
 class Child:
     """Answers one socket until the other end is gone."""
 
-    def __init__(self, end: socket.socket, arena_fd: int, wake_fd: int) -> None:
-        self._end = end
+    def __init__(self, link: Parent, arena_fd: int, wake_fd: int) -> None:
+        self._link = link
         self._arena_fd = arena_fd
         self._wake_fd = wake_fd
-        self._parent = os.getppid()
         self._entering = threading.Lock()
         self._queues: dict[str, queue.SimpleQueue[calls.Write]] = {}
         self._engine: Any = None
@@ -45,23 +42,13 @@ class Child:
         self._base = 0
 
     def serve(self) -> NoReturn:
-        poll = select.poll()
-        poll.register(self._end, select.POLLIN)
-        while True:
-            while not poll.poll(ORPHAN_CHECK_MS):
-                if os.getppid() != self._parent:  # a fork of the parent may hold the socket open
-                    os._exit(1)
-            try:
-                packet = self._end.recv(calls.PACKET_NBYTES_MAX)
-            except OSError:  # it went with answers unread
-                packet = b""
-            if not packet:
-                os._exit(0)  # without the engine's own end, which takes a second and hands nothing back
-            match calls.decode_asked(packet):
+        while (body := self._link.receive()) is not None:
+            match calls.decode_asked(body):
                 case calls.Start() as start:
                     self._say(self._start(start))
                 case calls.Write() as write:
                     self._queue(write)
+        os._exit(0)  # without the engine's own end, which takes a second and hands nothing back
 
     def _start(self, start: calls.Start) -> calls.Ready:
         assert self._engine is None
@@ -129,14 +116,10 @@ class Child:
             return None
 
     def _say(self, answer: calls.Ready | calls.Done) -> None:
-        try:
-            self._end.send(calls.encode(answer))
+        self._link.send(calls.encode(answer))
+        with contextlib.suppress(BlockingIOError):  # woken so often that it wakes anyway
             os.eventfd_write(self._wake_fd, 1)
-        except BlockingIOError:  # woken so often that it wakes anyway
-            return
-        except OSError:  # nobody is there any more
-            os._exit(0)
 
 
 if __name__ == "__main__":
-    Child(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])).serve()
+    Child(Parent(*map(int, sys.argv[1:3])), *map(int, sys.argv[3:])).serve()

@@ -1,24 +1,19 @@
-"""The native engine, held at arm's length: a process, memory that it shares, and an end that always comes."""
+"""Runs TransferEngine in a killable child, which shares memory with its link."""
 
 from __future__ import annotations
 
 import math
 import mmap
 import os
-import select
-import socket
-import subprocess
-import sys
 import time
 from typing import Final
 
+from cache_manager.child import Child
 from cache_manager.spec import align
 from transfer import mooncake_calls as calls
 from transfer.errors import TransferError
 
 PAGE_NBYTES: Final = 4096
-REAPED_S: Final = 10.0
-"""A killed process is gone at once; this is for a machine that swaps."""
 
 
 class MooncakeUnavailableError(TransferError):
@@ -59,38 +54,18 @@ class EngineProcess:
     def __init__(self, arena: Arena, start: calls.Start, wake_fd: int, timeout_s: float) -> None:
         self.ready: calls.Ready | None = None
         self.gone = False
-        self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._end.setblocking(False)
-        fds = (theirs.fileno(), arena.fd, wake_fd)
-        try:
-            self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-P", "-m", "transfer.mooncake_child", *map(str, fds)],
-                env=_environment(timeout_s),
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C is the parent's to handle
-            )
-        except BaseException:
-            self._end.close()
-            raise
-        finally:
-            theirs.close()
-        self._end.send(calls.encode(start))
+        self._child = Child("transfer.mooncake_child", arena.fd, wake_fd, environment=_environment(timeout_s))
+        self._child.send(calls.encode(start))
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     def wait_ready(self, wait_s: float) -> None:
         """Wait until it runs; :class:`TransferError` or :class:`MooncakeUnavailableError` says why it does not."""
         give_up_s = time.monotonic() + wait_s
-        poll = select.poll()
-        poll.register(self._end, select.POLLIN)
         while self.ready is None and not self.gone and (left_s := give_up_s - time.monotonic()) > 0:
-            poll.poll(1e3 * left_s)
-            assert self.take() == []
+            assert self.take(left_s) == []
         ready = self.ready or calls.Ready(error=f"no answer within {wait_s} s" if not self.gone else "it ended")
         if ready.missing:
             raise MooncakeUnavailableError(
@@ -102,52 +77,41 @@ class EngineProcess:
 
     def write(self, write: calls.Write) -> bool:
         """Have bytes written; ``False``: not now. Who is told ``True`` is told of its end, unless ``gone`` is."""
-        if self.gone or self.ready is None or self.ready.error:
+        if self.gone or self.ready is None or self.ready.error or not self._child.writable:
             return False
-        try:
-            self._end.send(calls.encode(write))
-        except OSError:  # full, or gone, which take() notices
-            return False
+        self._child.send(calls.encode(write))
         return True
 
-    def take(self) -> list[calls.Done]:
-        """What has ended since the last call."""
+    def take(self, wait_s: float = 0.0) -> list[calls.Done]:
+        """What has ended since the last call; waits for something up to ``wait_s``."""
         done: list[calls.Done] = []
         while not self.gone:
-            try:
-                packet = self._end.recv(calls.PACKET_NBYTES_MAX)
-            except BlockingIOError:
-                break
-            except OSError:
-                packet = b""
-            if not packet:
+            body = self._child.receive(0.0 if done else wait_s)
+            if body is None:
                 self.end()
+            if not body:
                 break
-            answer = calls.decode_answer(packet)
+            answer = calls.decode_answer(body)
             if isinstance(answer, calls.Done):
                 done.append(answer)
             else:
                 self.ready = answer
+                wait_s = 0.0
         return done
 
     def end(self) -> None:
         """Kill it and see it gone. Harmless the second time."""
-        if self.gone:
-            return
-        self._process.kill()
-        self._process.wait(REAPED_S)
-        self.gone = True
-        self._end.close()
+        if not self.gone:
+            self._child.end()
+            self.gone = True
 
 
 def _environment(timeout_s: float) -> dict[str, str]:
-    """What the operator has set stands, the rest is set for short waits."""
+    """What the process has besides what the operator has set: short waits."""
     seconds = str(max(5, math.ceil(timeout_s)))
-    wanted = {
+    return {
         "MC_LOG_LEVEL": "ERROR",
         "MC_TRANSFER_TIMEOUT": seconds,
         "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
         "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    return {**wanted, **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
@@ -73,7 +73,7 @@ class Write:
     phase: Phase = Phase.WRITING
     answered: bool = False
     rest_s: float = 0.0
-    by_zmq: int = field(default=0)  # messages out of the staged memory that ZeroMQ still has
+    zmq_holds: bool = False  # a message out of the staged memory
 
     def step(self, phase: Phase) -> None:
         assert phase in NEXT[self.phase], (self.phase, phase)
@@ -124,7 +124,7 @@ class BulkSender:
         self.granted.pop(peer, None)
         for write in self._writes.values():
             if write.peer == peer:
-                self._forsake(write)
+                self._peer_gone(write)
 
     def send(
         self,
@@ -200,7 +200,7 @@ class BulkSender:
                 self._say_landed(number, write)
             if write.phase is Phase.FAILED:
                 self._send_plain(write)
-            if write.phase is Phase.RESTING and write.answered and not write.by_zmq and now_s >= write.rest_s:
+            if write.phase is Phase.RESTING and write.answered and not write.zmq_holds and now_s >= write.rest_s:
                 write.step(Phase.ENDED)
                 del self._writes[number]
                 self._give(number, write.granted)
@@ -239,10 +239,10 @@ class BulkSender:
 
     def _send_plain(self, write: Write) -> None:
         def sent() -> None:
-            write.by_zmq = 0
+            write.zmq_holds = False
 
         if self._zmq.send(write.peer, PLAIN + write.control, write.staged, sent):
-            write.by_zmq = 1
+            write.zmq_holds = True
             write.step(Phase.RESTING)
 
     def _fail(self, write: Write) -> None:
@@ -254,7 +254,7 @@ class BulkSender:
             granted.pause_s = min(2 * granted.pause_s, self._settings.pause_max_s)
         write.step(Phase.FAILED)
 
-    def _forsake(self, write: Write) -> None:
+    def _peer_gone(self, write: Write) -> None:
         """Its peer is gone."""
         if write.phase is Phase.WRITTEN:
             write.step(Phase.FAILED)

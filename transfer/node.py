@@ -33,12 +33,12 @@ from transfer.actions import (
 )
 from transfer.decode import DecodeSession
 from transfer.errors import LocalProtocolError
+from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import Arrival, Link, Peer
 from transfer.messages import Outcome, TransferId, encode
 from transfer.node_thread import NodeClosedError, NodeCounters, NodeFullError, NodeThread
 from transfer.offer import PrefillCounters
-from transfer.party import Party
 from transfer.prefill import PrefillSession
 from transfer.pull import DecodeCounters
 
@@ -131,14 +131,14 @@ class PrefillNode:
     def __init__(
         self,
         link: ServingLink,
-        party: Party,
+        identity: Identity,
         limits: TransferLimits | None = None,
         *,
         commands_max: int = 4096,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = link.address
-        self._worker = _PrefillWorker(link, PrefillSession(party, limits or TransferLimits()), notify)
+        self._worker = _PrefillWorker(link, PrefillSession(identity, limits or TransferLimits()), notify)
         self._thread = NodeThread(link, self._worker, "kvroute-prefill-node", commands_max)
 
     @property
@@ -194,13 +194,13 @@ class DecodeNode:
     def __init__(
         self,
         link: Link,
-        party: Party,
+        identity: Identity,
         limits: TransferLimits | None = None,
         *,
         commands_max: int = 4096,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
-        self._worker = _DecodeWorker(link, DecodeSession(party, limits or TransferLimits()), notify)
+        self._worker = _DecodeWorker(link, DecodeSession(identity, limits or TransferLimits()), notify)
         self._thread = NodeThread(link, self._worker, "kvroute-decode-node", commands_max)
 
     @property

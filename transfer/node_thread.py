@@ -134,35 +134,35 @@ class NodeThread:
             with self._entering:
                 self._stopping = True
             self._commands_now()
-            self._bear(lambda: self._worker.begin_close(time.monotonic()))
-            self._bear(lambda: self._link.close(self._linger_s))
-            self._bear(self._worker.end_close)
+            self._attempt(lambda: self._worker.begin_close(time.monotonic()))
+            self._attempt(lambda: self._link.close(self._linger_s))
+            self._attempt(self._worker.end_close)
 
     def _once(self, timeout_s: float) -> float:
         """One round; how long the next may wait for something to happen."""
-        came = self._bear(lambda: self._link.poll(timeout_s, ARRIVALS_MAX))
+        came = self._attempt(lambda: self._link.poll(timeout_s, ARRIVALS_MAX))
         if came is None:  # the link itself failed: no faster than this
             time.sleep(self._turn_max_s)
         self._commands_now()  # first: a message may be about what the engine asked for just before
         for item in came or ():
             if isinstance(item, PeerLost):
                 self._counts["peers_lost"] += 1
-                self._bear(partial(self._worker.lost, item.peer))
+                self._attempt(partial(self._worker.lost, item.peer))
             else:
                 self._arrived(item)
-        due_s = self._bear(lambda: self._worker.turn(time.monotonic()))
+        due_s = self._attempt(lambda: self._worker.turn(time.monotonic()))
         return self._turn_max_s if due_s is None else min(max(due_s - time.monotonic(), 0.0), self._turn_max_s)
 
     def _commands_now(self) -> None:
         for _ in range(len(self._commands)):
             command = self._commands.popleft()
             self._counts["commands"] += 1
-            self._bear(partial(command, time.monotonic()))
+            self._attempt(partial(command, time.monotonic()))
 
     def _arrived(self, arrival: Arrival) -> None:
         self._counts["arrivals"] += 1
         try:
-            sense = self._bear(lambda: self._worker.arrived(arrival, time.monotonic()))
+            sense = self._attempt(lambda: self._worker.arrived(arrival, time.monotonic()))
         finally:
             arrival.release()
         if sense is False and arrival.peer not in self._logged:
@@ -171,7 +171,7 @@ class NodeThread:
                 self._logged.popitem(last=False)
             log.warning("%s: %r sends what is no message; it is counted from now on", self._thread.name, arrival.peer)
 
-    def _bear(self, act: Callable[[], _T]) -> _T | None:
+    def _attempt(self, act: Callable[[], _T]) -> _T | None:
         try:
             return act()
         except Exception as error:

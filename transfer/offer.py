@@ -98,7 +98,7 @@ class PrefillCounters:
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """What is kept for a transfer. ``peer`` and ``run`` own it; times are monotonic seconds."""
+    """What is kept for a transfer. ``peer`` and ``boot_id`` own it; times are monotonic seconds."""
 
     id: TransferId
     blocks: dict[int, OfferedBlock]
@@ -106,22 +106,22 @@ class Offer:
     expires_max_s: float
     state: State = State.OFFERED
     peer: Peer | None = None
-    run: bytes = b""
+    boot_id: bytes = b""
     epoch: int = 0
     granted_nbytes: int = 0
     used_nbytes: int = 0
     in_link: int = 0  # messages whose buffers the link holds
     outcome: Outcome | None = None
     wanted: deque[tuple[int, int]] = field(default_factory=deque)  # (part, index) not yet sent in this epoch
-    unsealed: list[tuple[int, int]] = field(default_factory=list)  # what may be sealed before it is asked for
+    unsummed: list[tuple[int, int]] = field(default_factory=list)  # what may be sealed before it is asked for
     sealed: dict[tuple[int, int], bytes] = field(default_factory=dict)  # packed headers, of what was sent at least
 
     def seal_next(self) -> bool:
         """Have one more header packed before it is needed; whether more may be left."""
-        if not self.unsealed:
+        if not self.unsummed:
             return False
-        self.header(*self.unsealed.pop())
-        return bool(self.unsealed)
+        self.header(*self.unsummed.pop())
+        return bool(self.unsummed)
 
     def header(self, part: int, index: int) -> bytes:
         """The packed header of a record that is there; the first call reads its payload."""
@@ -146,4 +146,4 @@ class Ended:
 
     outcome: Outcome
     peer: Peer | None
-    run: bytes
+    boot_id: bytes

@@ -18,6 +18,7 @@ from cache_manager.record import Buffer
 from transfer.actions import OfferedBlock, PrefillAction, Release, Send
 from transfer.errors import IncompatiblePeerError, LocalProtocolError, RemoteProtocolError
 from transfer.frames import join
+from transfer.identity import Identity, check_peer
 from transfer.limits import TransferLimits
 from transfer.link import Peer
 from transfer.messages import (
@@ -45,7 +46,6 @@ from transfer.messages import (
     decode,
 )
 from transfer.offer import PULLED, Ended, Event, Offer, PrefillCounters, State
-from transfer.party import Party, check_peer
 
 ENTRY_NBYTES_MAX: Final = 64
 """Of an entry in a message beside its header, with a share of what is in the message once."""
@@ -59,8 +59,8 @@ class PrefillSession:
     method raises because of it. :class:`LocalProtocolError` is for mistakes of this side.
     """
 
-    def __init__(self, party: Party, limits: TransferLimits) -> None:
-        self.party = party
+    def __init__(self, identity: Identity, limits: TransferLimits) -> None:
+        self.identity = identity
         self.limits = limits
         self._transfers: dict[TransferId, Offer] = {}  # every state but RELEASED
         self._ended: OrderedDict[TransferId, Ended] = OrderedDict()  # those in ENDING among them
@@ -106,7 +106,7 @@ class PrefillSession:
         lease_s = self.limits.lease_s if lease_s is None else lease_s
         end_s = now_s + self.limits.lease_max_s
         offered = Offer(transfer, {b.index: b for b in blocks}, min(now_s + lease_s, end_s), end_s)
-        offered.unsealed = [
+        offered.unsummed = [
             (part, b.index) for b in reversed(blocks) for part, record in enumerate(b.records) if record is not None
         ]
         self._transfers[transfer] = offered
@@ -125,18 +125,18 @@ class PrefillSession:
 
     def reset(self, namespace: bytes) -> list[PrefillAction]:
         """This side's rows belong to another namespace from here on: every transfer ends, every peer must say hello."""
-        self.party = Party(self.party.run, namespace, self.party.parts)
+        self.identity = Identity(self.identity.boot_id, namespace, self.identity.parts)
         actions = self._end_all(Outcome.RESET)
         self._peers.clear()
         return actions
 
     def close(self) -> list[PrefillAction]:
         """End every transfer and say goodbye. Close the link after this, and tell what it lets go of."""
-        byes: list[PrefillAction] = [Send(peer, Bye(self.party.run)) for peer in self._peers]
+        byes: list[PrefillAction] = [Send(peer, Bye(self.identity.boot_id)) for peer in self._peers]
         return self._end_all(Outcome.ABORTED) + byes
 
     def _check_blocks(self, blocks: Sequence[OfferedBlock]) -> None:
-        parts = self.party.parts
+        parts = self.identity.parts
         if len(blocks) > BLOCKS_MAX or len({b.index for b in blocks}) != len(blocks):
             raise LocalProtocolError(f"blocks: wanted at most {BLOCKS_MAX}, each index once, got {len(blocks)}")
         for block in blocks:
@@ -193,7 +193,7 @@ class PrefillSession:
         """The next records to send, transfers taking turns; ``None``: nothing, or no credit, or the link was full."""
         while self._ready:
             found = self._transfers[next(iter(self._ready))]
-            if found.peer is None or self._run_of(found.peer) != found.run:
+            if found.peer is None or self._boot_id_of(found.peer) != found.boot_id:
                 del self._ready[found.id]  # lost: it will say hello and pull again
             elif send := self._batch(found, found.peer):
                 return send
@@ -223,7 +223,7 @@ class PrefillSession:
         assert found.epoch == message.epoch, "the link refuses at once: nothing can have come between"
         found.apply(Event.TAKEN_BACK)
         found.wanted.extendleft((e.part, e.index) for e in reversed(message.entries))
-        found.used_nbytes -= sum(self.party.parts[e.part].nbytes for e in message.entries)
+        found.used_nbytes -= sum(self.identity.parts[e.part].nbytes for e in message.entries)
         found.in_link -= 1
         self._ready.pop(found.id, None)
         self._stalled.append(found.id)
@@ -260,7 +260,7 @@ class PrefillSession:
     # ---------------------------------------------------------------- messages
 
     def _on_hello(self, peer: Peer, hello: Hello) -> list[PrefillAction]:
-        own = self.party
+        own = self.identity
         try:
             check_peer(own, hello.namespace, hello.parts)
             if hello.frame_nbytes_max < own.nbytes_max:
@@ -270,16 +270,16 @@ class PrefillSession:
         except IncompatiblePeerError as error:
             self._peers.pop(peer, None)
             self._count("refused_peers")
-            return [Send(peer, Refuse(error.field[:256], str(error.wanted)[:256], str(error.got)[:256], hello.run))]
+            return [Send(peer, Refuse(error.field[:256], str(error.wanted)[:256], str(error.got)[:256], hello.boot_id))]
         self._peers[peer] = hello
         self._peers.move_to_end(peer)
-        welcome = Welcome(own.run, own.namespace, list(own.parts), MINOR, self.limits.lease_ms, hello.run)
+        welcome = Welcome(own.boot_id, own.namespace, list(own.parts), MINOR, self.limits.lease_ms, hello.boot_id)
         return [Send(peer, welcome)]
 
-    def _run_of(self, peer: Peer) -> bytes | None:
+    def _boot_id_of(self, peer: Peer) -> bytes | None:
         """The run that ``peer`` said hello with, if it is remembered."""
         hello = self._peers.get(peer)
-        return None if hello is None else hello.run
+        return None if hello is None else hello.boot_id
 
     def _make_room(self, peer: Peer) -> bool:
         """Whether ``peer`` can be remembered; forgets the one that was silent longest and owns nothing."""
@@ -294,9 +294,9 @@ class PrefillSession:
     def _on_transfer_message(
         self, peer: Peer, message: Pull | Credit | Renew | Ack | Abort, now_s: float
     ) -> list[PrefillAction]:
-        if self._run_of(peer) != message.run:
+        if self._boot_id_of(peer) != message.boot_id:
             self._count("stranger_messages")
-            return [Send(peer, Refuse("hello", "a hello of this run first", type(message).__name__, message.run))]
+            return [Send(peer, Refuse("hello", "a hello of this run first", type(message).__name__, message.boot_id))]
         self._peers.move_to_end(peer)
         found = self._live(TransferId(message.transfer))
         if found is None:
@@ -305,7 +305,7 @@ class PrefillSession:
             if not isinstance(message, (Pull, Abort)) and not (isinstance(message, Ack) and not message.installed):
                 self._count("stale_messages")  # only a pull makes an owner
                 return []
-        elif (found.peer, found.run) != (peer, message.run):
+        elif (found.peer, found.boot_id) != (peer, message.boot_id):
             self._count("foreign_messages")
             return [Send(peer, Gone(message.transfer, GoneReason.FOREIGN))]
         found.expires_s = max(found.expires_s, min(now_s + self.limits.lease_s, found.expires_max_s))
@@ -327,7 +327,7 @@ class PrefillSession:
             self._count("stale_messages")
             return []
         if found.peer is None:
-            found.peer, found.run = peer, pull.run
+            found.peer, found.boot_id = peer, pull.boot_id
             self._owned[peer] = self._owned.get(peer, 0) + 1
             self._count("pulled")
         found.apply(Event.PULL)
@@ -370,7 +370,7 @@ class PrefillSession:
             return []
         heard: list[PrefillAction] = [Send(peer, Released(found.id, Outcome.ACKED))]
         if found.peer is None:  # nothing was wanted; an ack again is then heard from this peer only
-            found.peer, found.run = peer, ack.run
+            found.peer, found.boot_id = peer, ack.boot_id
         return heard + self._end(found, Outcome.ACKED, tell=False)
 
     def _on_late(self, peer: Peer, message: Pull | Credit | Renew | Ack | Abort) -> list[PrefillAction]:
@@ -378,7 +378,7 @@ class PrefillSession:
         if ended is None:
             self._count("unknown_transfers")
             reason = GoneReason.UNKNOWN
-        elif ended.peer is not None and (ended.peer, ended.run) != (peer, message.run):
+        elif ended.peer is not None and (ended.peer, ended.boot_id) != (peer, message.boot_id):
             self._count("foreign_messages")
             reason = GoneReason.FOREIGN
         else:
@@ -389,18 +389,18 @@ class PrefillSession:
         return [] if isinstance(message, (Abort, Credit)) else [Send(peer, Gone(message.transfer, reason))]
 
     def _on_bye(self, peer: Peer, bye: Bye) -> list[PrefillAction]:
-        if self._run_of(peer) != bye.run:
+        if self._boot_id_of(peer) != bye.boot_id:
             self._count("stranger_messages")
             return []
         del self._peers[peer]
-        own = [t for t in self._transfers.values() if (t.peer, t.run) == (peer, bye.run) and t.state in PULLED]
+        own = [t for t in self._transfers.values() if (t.peer, t.boot_id) == (peer, bye.boot_id) and t.state in PULLED]
         return [a for t in own for a in self._end(t, Outcome.ABORTED, tell=False)]
 
     # ---------------------------------------------------------------- sending and ending
 
     def _batch(self, found: Offer, peer: Peer) -> Send | None:
         """Records that fit one message and the credit, with the link from now on; ``None`` if not one does."""
-        parts, limits = self.party.parts, self.limits
+        parts, limits = self.identity.parts, self.limits
         free_nbytes = found.granted_nbytes - found.used_nbytes
         entries: list[Entry] = []
         bulk: list[Buffer] = []
@@ -460,7 +460,7 @@ class PrefillSession:
         """The transfer is over. Its owner is told unless it knows; its blocks go now or when the link lets go."""
         found.outcome = outcome
         self._count(outcome.value)
-        self._ended[found.id] = Ended(outcome, found.peer, found.run)
+        self._ended[found.id] = Ended(outcome, found.peer, found.boot_id)
         while len(self._ended) > self.limits.remembered_max:
             self._ended.popitem(last=False)
         self._ready.pop(found.id, None)
@@ -471,7 +471,7 @@ class PrefillSession:
             if not self._owned[found.peer]:
                 del self._owned[found.peer]
         told: list[PrefillAction] = []
-        if tell and found.peer is not None and self._run_of(found.peer) == found.run:
+        if tell and found.peer is not None and self._boot_id_of(found.peer) == found.boot_id:
             told.append(Send(found.peer, Gone(found.id, GoneReason(outcome.value))))
         if found.in_link:
             found.apply(Event.END_HELD)

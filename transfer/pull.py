@@ -87,7 +87,7 @@ class DecodeCounters:
 class Greeting:
     """Where this side stands with a peer."""
 
-    run: bytes | None = None  # the prefill run that welcomed us; None: not (or no longer) welcomed
+    boot_id: bytes | None = None  # the prefill run that welcomed us; None: not (or no longer) welcomed
     renew_s: float = 0.0
     hello_s: float | None = None  # when the last hello was sent
     pulls: dict[TransferId, None] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Pulling:
 
     id: TransferId
     peer: Peer
-    keys: dict[Place, BlockKey]  # of what is neither settled nor being installed
+    outstanding: dict[Place, BlockKey]  # of what is neither settled nor being installed
     due_s: float
     spoken_s: float
     wake_s: float = math.inf  # when the session looks at it next
@@ -123,6 +123,6 @@ class Pulling:
     def wants(self) -> list[Want]:
         """What is missing, block by block."""
         blocks: dict[int, tuple[BlockKey, int]] = {}
-        for (part, index), key in self.keys.items():
+        for (part, index), key in self.outstanding.items():
             blocks[index] = key, blocks.get(index, (key, 0))[1] | 1 << part
         return [Want(index, key, parts) for index, (key, parts) in blocks.items()]

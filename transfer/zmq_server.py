@@ -11,7 +11,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from transfer.link import Peer
-from transfer.zmq_guard import Connections
+from transfer.zmq_connections import Connections
 from transfer.zmq_settings import ZmqSettings
 from transfer.zmq_sockets import ZAP_DOMAIN, BoundPath, bind, router
 
@@ -38,7 +38,7 @@ class ZmqServer:
         self._clients: OrderedDict[Peer, _Client] = OrderedDict()
         self._by_fd: dict[int, Peer] = {}
         self.zap: Socket | None = None
-        if settings.curve_server is not None:  # there before anybody can knock
+        if settings.curve_server is not None:  # bind ZAP first: nobody enters unchecked
             self.zap = context.socket(zmq.ROUTER)
             self.zap.bind("inproc://zeromq.zap.01")
         self.socket = router(context, settings)

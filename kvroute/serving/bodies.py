@@ -52,7 +52,7 @@ class PrefillBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sampling: Sampling
 
 
-class KVTransfer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HandoverBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a prompt's blocks are: the prefill server by the name that decode's configuration has for it.
 
     ``transfer`` is the transfer's id, 32 hex digits; ``namespace`` the fingerprint of prefill's namespace.
@@ -68,7 +68,7 @@ class KVTransfer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class PrefillAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """``kv_transfer`` is ``None`` when the blocks could not be offered; decode computes the prompt then."""
 
-    kv_transfer: KVTransfer | None
+    kv_transfer: HandoverBody | None
 
 
 class ReleaseBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,7 +83,7 @@ class DecodeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     id: str
     prompt: list[int]
     sampling: Sampling
-    kv_transfer: KVTransfer | None = None
+    kv_transfer: HandoverBody | None = None
     stream: bool = False
 
 

@@ -1,4 +1,4 @@
-"""``kvroute prefill``, ``decode`` and ``route``: one server in this process until it is told to end."""
+"""``kvroute prefill``, ``decode`` and ``front``: one server in this process until it is told to end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 
-from kvroute.serving.config import DecodeConfig, PrefillConfig, RouteConfig, ServerConfig
+from kvroute.serving.config import DecodeConfig, FrontConfig, PrefillConfig, ServerConfig
 from kvroute.serving.server import Server
 
 
@@ -33,10 +33,10 @@ def _made(config: ServerConfig) -> Server:
             from kvroute.serving.decode import DecodeServer
 
             return DecodeServer(config)
-        case RouteConfig():
-            from kvroute.serving.route import RouteServer
+        case FrontConfig():
+            from kvroute.serving.front import FrontServer
 
-            return RouteServer(config)
+            return FrontServer(config)
         case _:
             raise AssertionError(config)
 

@@ -35,7 +35,7 @@ _TEXT, _NAMES = "a string", "a table of names and addresses"
 _FLAG = "true or false"
 _PORT, _MODEL = "a port, 0 to 65535 (0: any)", "one of " + ", ".join(MODEL_NAMES)
 _MEMORY = "'heap' or 'shared'"
-_TRANSPORT = "'zmq' or 'mooncake'"
+_LINK = "'zmq' or 'mooncake'"
 
 
 def _is_names(value: Any) -> bool:
@@ -52,7 +52,7 @@ _WANTED: Final[Mapping[str, Callable[[Any], bool]]] = {
     _PORT: lambda v: type(v) is int and 0 <= v <= PORT_MAX,
     _MODEL: lambda v: v in MODEL_NAMES,
     _MEMORY: lambda v: v in ("heap", "shared"),
-    _TRANSPORT: lambda v: v in ("zmq", "mooncake"),
+    _LINK: lambda v: v in ("zmq", "mooncake"),
 }
 
 
@@ -67,7 +67,7 @@ class ServerConfig:
 
     host: str = _key("127.0.0.1", _TEXT, "address that HTTP is served on")
     port: int = _key(MISSING, _PORT, "port that HTTP is served on")
-    requests_max: int = _key(64, _COUNT, "requests in care at once; more are answered 503")
+    requests_max: int = _key(64, _COUNT, "requests in flight at once; more are answered 503")
     body_max_nbytes: int = _key(16 << 20, _COUNT, "longest request body")
     request_timeout_s: float = _key(300.0, _SECONDS, "longest life of a request; then it ends with 504")
     drain_s: float = _key(10.0, _SECONDS, "time to finish requests after SIGTERM; then they are aborted")
@@ -127,7 +127,7 @@ class PrefillConfig(EngineServerConfig):
 
     transfer_address: str = _key(MISSING, _TEXT, "address that decode pulls blocks from, such as tcp://127.0.0.1:7001")
     transfer_bind_any: bool = _key(False, _FLAG, "transfer_address may be one that other machines reach")
-    transport: str = _key("zmq", _TRANSPORT, "what carries the blocks; prefill and decode need the same")
+    link: str = _key("zmq", _LINK, "what carries the blocks; prefill and decode need the same")
     curve_secret: str = _key("", _TEXT, "file of the own key pair (`kvroute keys`): transfers are encrypted")
     curve_clients: str = _key("", _TEXT, "directory with the public keys of the decodes that may pull")
     lease_s: float = _key(30.0, _SECONDS, "how long blocks wait for a decode that says nothing")
@@ -138,7 +138,7 @@ class PrefillConfig(EngineServerConfig):
         super(PrefillConfig, self).__post_init__()
         check_address(self.transfer_address, "transfer_address")
         _both("curve_secret", self.curve_secret, "curve_clients", self.curve_clients)
-        _encryptable(self.transport, self.curve_secret)
+        _encryptable(self.link, self.curve_secret)
         if self.lease_max_s < self.lease_s:
             raise ConfigError("lease_max_s", f"at least lease_s ({self.lease_s})", self.lease_max_s)
 
@@ -153,7 +153,7 @@ class DecodeConfig(EngineServerConfig):
         default_factory=dict,
         metadata=_doc(_NAMES, "transfer addresses of the prefills to pull from, and no other"),
     )
-    transport: str = _key("zmq", _TRANSPORT, "what carries the blocks; prefill and decode need the same")
+    link: str = _key("zmq", _LINK, "what carries the blocks; prefill and decode need the same")
     curve_secret: str = _key("", _TEXT, "file of the own key pair (`kvroute keys`): transfers are encrypted")
     curve_server: str = _key("", _TEXT, "file with the public key that the prefills must have")
     retry_s: float = _key(2.0, _SECONDS, "a pull without progress for so long is asked for again")
@@ -163,16 +163,16 @@ class DecodeConfig(EngineServerConfig):
     def __post_init__(self) -> None:
         super(DecodeConfig, self).__post_init__()
         _both("curve_secret", self.curve_secret, "curve_server", self.curve_server)
-        _encryptable(self.transport, self.curve_secret)
+        _encryptable(self.link, self.curve_secret)
         for name, address in self.prefills.items():
             check_address(address, f"prefills.{name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouteConfig(ServerConfig):
-    """``kvroute route``."""
+class FrontConfig(ServerConfig):
+    """``kvroute front``."""
 
-    command: ClassVar[str] = "route"
+    command: ClassVar[str] = "front"
 
     prefills: dict[str, str] = field(default_factory=dict, metadata=_doc(_NAMES, "URLs of the prefill servers"))
     decodes: dict[str, str] = field(default_factory=dict, metadata=_doc(_NAMES, "URLs of the decode servers"))
@@ -183,7 +183,7 @@ class RouteConfig(ServerConfig):
     health_s: float = _key(1.0, _SECONDS, "pause between looks at the servers' readiness")
 
     def __post_init__(self) -> None:
-        super(RouteConfig, self).__post_init__()
+        super(FrontConfig, self).__post_init__()
         for key in ("prefills", "decodes"):
             servers = getattr(self, key)
             if not servers:
@@ -195,7 +195,7 @@ class RouteConfig(ServerConfig):
 
 
 KINDS: Final[Mapping[str, type[ServerConfig]]] = {
-    kind.command: kind for kind in (PrefillConfig, DecodeConfig, RouteConfig)
+    kind.command: kind for kind in (PrefillConfig, DecodeConfig, FrontConfig)
 }
 AnyConfig = TypeVar("AnyConfig", bound=ServerConfig)
 
@@ -269,9 +269,9 @@ def _flag(key: Field[Any], text: str | Sequence[str]) -> Any:
     return text
 
 
-def _encryptable(transport: str, curve_secret: str) -> None:
-    if curve_secret and transport != "zmq":
-        raise ConfigError("transport", "'zmq' where transfers are encrypted", f"{transport!r} and curve_secret")
+def _encryptable(link: str, curve_secret: str) -> None:
+    if curve_secret and link != "zmq":
+        raise ConfigError("link", "'zmq' where transfers are encrypted", f"{link!r} and curve_secret")
 
 
 def _both(first: str, given: str, second: str, with_it: str) -> None:
@@ -300,5 +300,5 @@ def _toml(value: Any) -> str:
     return "{}" if isinstance(value, dict) else str(value).lower()
 
 
-__all__ = ["KINDS", "DecodeConfig", "EngineServerConfig", "PrefillConfig", "RouteConfig", "ServerConfig"]
+__all__ = ["KINDS", "DecodeConfig", "EngineServerConfig", "FrontConfig", "PrefillConfig", "ServerConfig"]
 __all__ += ["add_flags", "load", "table"]

@@ -23,7 +23,7 @@ from kvroute.serving.bodies import (
     DecodeBody,
     ErrorLine,
     GapBody,
-    KVTransfer,
+    HandoverBody,
     SampleAnswer,
     TokensLine,
     check_sampling,
@@ -79,7 +79,7 @@ class DecodeServer(EngineServer):
             return await self._stream(request, asked, add)
         return json_response(await self.generate(asked, add, _answer))
 
-    def _adding(self, asked: Request, given: KVTransfer | None) -> Callable[[], None]:
+    def _adding(self, asked: Request, given: HandoverBody | None) -> Callable[[], None]:
         if given is None:
             return lambda: self.engine.add(asked)
         if given.prefill not in self.config.prefills:

@@ -41,7 +41,7 @@ class EngineCounters:
 class EngineServer(Server):
     """A server with an engine: built before HTTP is served, closed after it has ended.
 
-    Subclasses make the engine (:meth:`make_engine`) and connect it (:meth:`connect`); both happen once.
+    Subclasses make the engine (:meth:`make_engine`), once.
     """
 
     config: EngineServerConfig

@@ -12,7 +12,7 @@ class ServingError(KVRouteError):
 
 
 class BusyError(ServingError):
-    """As many requests are in care as may be; try again later."""
+    """As many requests are in flight as may be; try again later."""
 
     status = 503
 

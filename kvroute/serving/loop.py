@@ -1,7 +1,7 @@
 """The thread that an engine lives in, and the way to it from others.
 
 An engine belongs to one thread. Everything that is asked of it goes through a queue with a limit; what it answers comes
-back as futures. When the engine fails, every request in care fails with the reason, and so does every later one.
+back as futures. When the engine fails, every request in flight fails with the reason, and so does every later one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class LoopCounters:
-    """Requests so far; ``submitted`` is the sum of the others and of those in care."""
+    """Requests so far; ``submitted`` is the sum of the others and of those in flight."""
 
     submitted: int = 0
     answered: int = 0
@@ -52,7 +52,7 @@ class LoopCounters:
 
 
 class EngineLoop:
-    """Runs ``engine`` in a thread of its own, with at most ``requests_max`` requests in care.
+    """Runs ``engine`` in a thread of its own, with at most ``requests_max`` requests in flight.
 
     :meth:`submit`, :meth:`abort` and the properties may be used from any thread.
     """
@@ -61,7 +61,7 @@ class EngineLoop:
         self._engine = engine
         self._requests_max = requests_max
         self._lock = threading.Lock()
-        self._jobs: dict[str, _Job] = {}  # in care, the queued ones too
+        self._jobs: dict[str, _Job] = {}  # in flight, the queued ones too
         self._commands: deque[Callable[[], None]] = deque()  # at most one add and one abort a job
         self._wake = threading.Event()
         self._closing = False
@@ -79,7 +79,7 @@ class EngineLoop:
         return self._failure
 
     @property
-    def in_care(self) -> int:
+    def in_flight(self) -> int:
         """Requests that have not been answered."""
         return len(self._jobs)
 
@@ -131,7 +131,7 @@ class EngineLoop:
             self.abort(request_id)
 
     def close(self, timeout_s: float) -> bool:
-        """Stop the thread; requests in care fail. Whether it has ended: only then may the engine be closed."""
+        """Stop the thread; requests in flight fail. Whether it has ended: only then may the engine be closed."""
         self._closing = True
         self._wake.set()
         if self._thread.is_alive():
@@ -147,9 +147,9 @@ class EngineLoop:
         if self._closing:
             raise DrainingError("the server is about to end")
         if len(self._jobs) >= self._requests_max:
-            raise BusyError(f"{self._requests_max} requests are in care already")
+            raise BusyError(f"{self._requests_max} requests are in flight already")
         if request.id in self._jobs:
-            raise BusyError(f"request {request.id} is in care already")
+            raise BusyError(f"request {request.id} is in flight already")
 
     def _run(self) -> None:
         try:

@@ -18,7 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(slots=True)
 class HttpCounters:
-    """Requests of the server's own job by how they ended: ``requests`` is the sum of the others and those in care."""
+    """Requests of the server's own job by how they ended: ``requests`` is the sum of the others and those in flight."""
 
     requests: int = 0
     completed: int = 0

@@ -9,11 +9,11 @@ from kvroute.engine.decode import DecodeEngine
 from kvroute.engine.prefill import PrefillEngine
 from kvroute.serving.config import DecodeConfig, PrefillConfig
 from transfer.curve import CurveClient, CurveServer, read_clients, read_keys, read_public
+from transfer.identity import Identity
 from transfer.limits import TransferLimits
-from transfer.messages import Run
+from transfer.links import open_link
+from transfer.messages import BootId
 from transfer.node import DecodeNode, PrefillNode
-from transfer.party import Party
-from transfer.transport import open_link
 from transfer.zmq_settings import ZmqSettings
 
 
@@ -24,7 +24,7 @@ def prefill_node(config: PrefillConfig, engine: PrefillEngine) -> PrefillNode:
     if config.curve_secret:
         curve = CurveServer(read_keys(Path(config.curve_secret)), read_clients(Path(config.curve_clients)))
     settings = ZmqSettings(bind=config.transfer_address, bind_any=config.transfer_bind_any, curve_server=curve)
-    return PrefillNode(open_link(config.transport, settings), _party(engine), limits)
+    return PrefillNode(open_link(config.link, settings), _identity(engine), limits)
 
 
 def decode_node(config: DecodeConfig, engine: DecodeEngine) -> DecodeNode:
@@ -33,12 +33,12 @@ def decode_node(config: DecodeConfig, engine: DecodeEngine) -> DecodeNode:
     curve = None
     if config.curve_secret:
         curve = CurveClient(read_keys(Path(config.curve_secret)), read_public(Path(config.curve_server)))
-    link = open_link(config.transport, ZmqSettings(curve_client=curve))
-    return DecodeNode(link, _party(engine), limits)
+    link = open_link(config.link, ZmqSettings(curve_client=curve))
+    return DecodeNode(link, _identity(engine), limits)
 
 
-def _party(engine: PrefillEngine | DecodeEngine) -> Party:
-    return Party(Run(secrets.token_bytes(16)), engine.aux.namespace.fingerprint, engine.crossing.parts)
+def _identity(engine: PrefillEngine | DecodeEngine) -> Identity:
+    return Identity(BootId(secrets.token_bytes(16)), engine.aux.namespace.fingerprint, engine.transfer_blocks.parts)
 
 
 __all__ = ["decode_node", "prefill_node"]

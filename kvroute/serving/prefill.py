@@ -16,7 +16,7 @@ from kvroute.engine.request import FinishReason, Output
 from kvroute.engine.stores import AnyStores
 from kvroute.engine.text import VOCAB_SIZE
 from kvroute.serving.bodies import (
-    KVTransfer,
+    HandoverBody,
     PrefillAnswer,
     PrefillBody,
     ReleaseBody,
@@ -88,7 +88,7 @@ class PrefillServer(EngineServer):
                 return PrefillAnswer(kv_transfer=None)
             first = [output.tokens[0] for output in outputs]
             return PrefillAnswer(
-                kv_transfer=KVTransfer(
+                kv_transfer=HandoverBody(
                     transfer=transfer.hex(),
                     prefill=self.config.name,
                     namespace=self.namespace,

@@ -41,11 +41,11 @@ class Server:
         self.config = config
         self.url = ""
         self.draining = False
-        self.in_care = 0
+        self.in_flight = 0
         self.http = HttpCounters()
         self.sources = Sources()
         self.sources.count("http", lambda: self.http)
-        self.sources.gauge("http_requests", "Requests in care.", "state", lambda: {"in_care": self.in_care})
+        self.sources.gauge("http_requests", "Requests in flight.", "state", lambda: {"in_flight": self.in_flight})
         self.app = web.Application(client_max_size=config.body_max_nbytes, middlewares=[self._errors_as_json])
         self.app.router.add_get("/healthz", self._healthz)
         self.app.router.add_get("/readyz", self._readyz)
@@ -64,7 +64,7 @@ class Server:
         """Requests have been answered: wait, ``within_s`` long, for what others still need of this server."""
 
     async def abort_requests(self) -> None:
-        """The time to finish is over: end what is still in care."""
+        """The time to finish is over: end what is still in flight."""
 
     async def stop(self) -> None:
         """Called after HTTP has ended; gives everything back."""
@@ -92,9 +92,9 @@ class Server:
     async def _limited(self, handler: Handler, request: web.Request) -> web.StreamResponse:
         if self.draining:
             raise DrainingError("the server is about to end")
-        if self.in_care >= self.config.requests_max:
-            raise BusyError(f"{self.config.requests_max} requests are in care already")
-        self.in_care += 1
+        if self.in_flight >= self.config.requests_max:
+            raise BusyError(f"{self.config.requests_max} requests are in flight already")
+        self.in_flight += 1
         try:
             async with asyncio.timeout(self.config.request_timeout_s):
                 return await handler(request)
@@ -102,7 +102,7 @@ class Server:
             limit = f"no answer within request_timeout_s, {self.config.request_timeout_s} s"
             raise UpstreamTimeoutError(limit) from error
         finally:
-            self.in_care -= 1
+            self.in_flight -= 1
 
     # ---------------------------------------------------------------- health
 
@@ -153,7 +153,7 @@ class Server:
         await self.serve(ended)
 
     async def serve(self, ended: asyncio.Event) -> None:
-        """Serve until ``ended``; then finish what is in care, at most ``drain_s`` long, and give everything back."""
+        """Serve until ``ended``; then finish what is in flight, at most ``drain_s`` long, and give everything back."""
         # A disconnect cancels the handler, so that nothing is computed for somebody who is not there.
         runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         try:
@@ -170,7 +170,7 @@ class Server:
             self._say(f"listening on {self.url}{self.banner()}")
             await ended.wait()
             self.draining = True
-            self._say(f"draining {self.in_care} requests, for at most {self.config.drain_s} s")
+            self._say(f"draining {self.in_flight} requests, for at most {self.config.drain_s} s")
             await self._finish()
         finally:
             await runner.cleanup()
@@ -182,14 +182,14 @@ class Server:
         deadline_s = loop.time() + self.config.drain_s
         await self._drain(self.config.drain_s)
         await self.finish_others(max(0.0, deadline_s - loop.time()))
-        if self.in_care:
+        if self.in_flight:
             await self.abort_requests()
             await self._drain(ABORT_S)
 
     async def _drain(self, within_s: float) -> None:
         try:
             async with asyncio.timeout(within_s):
-                while self.in_care:
+                while self.in_flight:
                     await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
             pass

@@ -54,7 +54,7 @@ class Servers:
 
     async def open(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s)
-        connector = aiohttp.TCPConnector(limit=0)  # what is in care is limited by the server
+        connector = aiohttp.TCPConnector(limit=0)  # what is in flight is limited by the server
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 20)
 
     async def close(self) -> None:

@@ -11,14 +11,14 @@ import pytest
 
 from cache_manager.errors import ConfigError
 from kvroute.cli import main
-from kvroute.serving.config import KINDS, DecodeConfig, PrefillConfig, RouteConfig, ServerConfig, add_flags, load
+from kvroute.serving.config import KINDS, DecodeConfig, FrontConfig, PrefillConfig, ServerConfig, add_flags, load
 
 CURVE = ("curve_secret", "curve_clients", "curve_server")
 ROOT = Path(__file__).parents[2]
 LEAST = {
     "prefill": ["--port", "1", "--name", "p", "--transfer-address", "tcp://127.0.0.1:5"],
     "decode": ["--port", "1", "--name", "d"],
-    "route": ["--port", "1", "--prefill", "p=http://h:1", "--decode", "d=http://h:2"],
+    "front": ["--port", "1", "--prefill", "p=http://h:1", "--decode", "d=http://h:2"],
 }
 
 
@@ -43,12 +43,12 @@ def test_every_key_has_a_flag_that_reaches_it(command: str) -> None:
     kind = KINDS[command]
     values = {int: "5", float: "31.5", bool: "true", str: "x"}
     special = {"model": "olmoe", "memory": "heap", "block_tokens": "24", "lease_max_s": "600", "lease_s": "31.5"}
-    special |= {"transfer_address": "ipc:///tmp/x", "store": "memory:", "transport": "mooncake"}
+    special |= {"transfer_address": "ipc:///tmp/x", "store": "memory:", "link": "mooncake"}
     for f in fields(kind):
         flag = "--" + f.name.replace("_", "-")
         default = getattr(loaded(kind, *LEAST[command]), f.name)
         if isinstance(default, dict):
-            address = "http://h:9" if command == "route" else "tcp://h:9"
+            address = "http://h:9" if command == "front" else "tcp://h:9"
             config = loaded(kind, *LEAST[command], flag.removesuffix("s"), f"other={address}")
             assert getattr(config, f.name)["other"] == address
             continue
@@ -63,12 +63,12 @@ def test_every_key_has_a_flag_that_reaches_it(command: str) -> None:
 @pytest.mark.parametrize(
     ("command", "flags", "wanted"),
     [
-        ("route", ["--port", "70000"], "port: wanted a port, 0 to 65535 (0: any), got 70000"),
-        ("route", ["--port", "x"], "port: wanted a port, 0 to 65535 (0: any), got 'x'"),
-        ("route", ["--prefill", "p0"], "prefills: wanted NAME=ADDRESS, got 'p0'"),
-        ("route", ["--prefill", "p=ftp://h"], "prefills.p: wanted a URL http://host:port, got 'ftp://h'"),
-        ("route", ["--drain-s", "0"], "drain_s: wanted a number of seconds above 0, got 0"),
-        ("route", ["--drain-s", "nan"], "drain_s: wanted a number of seconds above 0, got nan"),
+        ("front", ["--port", "70000"], "port: wanted a port, 0 to 65535 (0: any), got 70000"),
+        ("front", ["--port", "x"], "port: wanted a port, 0 to 65535 (0: any), got 'x'"),
+        ("front", ["--prefill", "p0"], "prefills: wanted NAME=ADDRESS, got 'p0'"),
+        ("front", ["--prefill", "p=ftp://h"], "prefills.p: wanted a URL http://host:port, got 'ftp://h'"),
+        ("front", ["--drain-s", "0"], "drain_s: wanted a number of seconds above 0, got 0"),
+        ("front", ["--drain-s", "nan"], "drain_s: wanted a number of seconds above 0, got nan"),
         ("prefill", ["--model", "gpt"], "model: wanted one of qwen3_moe, deepseek_v3, olmoe, mixtral, got 'gpt'"),
         ("prefill", ["--block-tokens", "12"], "block_tokens: wanted a multiple of 8, got 12"),
         ("prefill", ["--lease-s", "900"], "lease_max_s: wanted at least lease_s (900), got 300.0"),
@@ -79,14 +79,14 @@ def test_every_key_has_a_flag_that_reaches_it(command: str) -> None:
         ("prefill", ["--curve-secret", "k"], "curve_clients: wanted a file, as curve_secret is given, got ''"),
         ("decode", ["--curve-server", "k"], "curve_secret: wanted a file, as curve_server is given, got ''"),
         ("decode", ["--name", ""], "name: wanted a non-empty string, got ''"),
-        ("decode", ["--transport", "rdma"], "transport: wanted 'zmq' or 'mooncake', got 'rdma'"),
+        ("decode", ["--link", "rdma"], "link: wanted 'zmq' or 'mooncake', got 'rdma'"),
         ("decode", ["--transfer-process", "true"], "transfer_process: wanted a store, and memory = 'shared'"),
     ],
 )
 def test_bad_values_are_one_line_that_names_the_key(
     command: str, flags: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    least = [] if "--prefill" in flags and command == "route" else LEAST[command]
+    least = [] if "--prefill" in flags and command == "front" else LEAST[command]
     others = ["--port", "1", "--decode", "d=http://h:2"] if not least else []
     assert main([command, *least, *others, *flags]) == 2
     complaint = capsys.readouterr().err
@@ -109,7 +109,7 @@ def test_a_bad_file_is_named(text: str, wanted: str, tmp_path: Path) -> None:
     file = tmp_path / "route.toml"
     file.write_text(text)
     with pytest.raises(ConfigError) as refused:
-        loaded(RouteConfig, "--config", str(file))
+        loaded(FrontConfig, "--config", str(file))
     assert wanted in str(refused.value)
 
 

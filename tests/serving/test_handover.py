@@ -18,17 +18,17 @@ from serving import DEADLINE_S, Plain, completion, plain_model, prompt, wait_unt
 from cache_manager.errors import BlockBusyError, InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.record import RecordHeader
-from kvroute.engine.crossing import KV, ROWS
 from kvroute.engine.decode import DecodeEngine
 from kvroute.engine.prefill import PrefillEngine
 from kvroute.engine.request import EngineConfig, FinishReason, Output, Request
 from kvroute.engine.sequence import Handover, State
+from kvroute.engine.transfer_blocks import KV, ROWS
 from kvroute.serving.bodies import DRAW
 from transfer.actions import WantedBlock
+from transfer.identity import Identity
 from transfer.limits import TransferLimits
-from transfer.messages import Run, TransferId
+from transfer.messages import BootId, TransferId
 from transfer.node import BlockSink, DecodeNode, PrefillNode, PullDone, PullProgress
-from transfer.party import Party
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
@@ -117,15 +117,15 @@ class Pair:
         return sorted(outputs, key=lambda output: (output.request.id, output.sample))
 
 
-def party(engine: PrefillEngine | DecodeEngine) -> Party:
-    return Party(Run(secrets.token_bytes(16)), engine.aux.namespace.fingerprint, engine.crossing.parts)
+def identity_of(engine: PrefillEngine | DecodeEngine) -> Identity:
+    return Identity(BootId(secrets.token_bytes(16)), engine.aux.namespace.fingerprint, engine.transfer_blocks.parts)
 
 
 @contextmanager
 def pair(config: EngineConfig = SMALL, limits: TransferLimits = PATIENT, **faults: Any) -> Iterator[Pair]:
     with PrefillEngine(MODEL, config, NAMESPACE) as prefill, DecodeEngine(MODEL, config, NAMESPACE) as decode:
-        offers = PrefillNode(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), party(prefill), limits)
-        node = DecodeNode(ZmqLink(ZmqSettings()), party(decode), limits)
+        offers = PrefillNode(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), identity_of(prefill), limits)
+        node = DecodeNode(ZmqLink(ZmqSettings()), identity_of(decode), limits)
         pulls = FaultyPulls(node, **faults)
         prefill.attach(offers)
         decode.attach(pulls)

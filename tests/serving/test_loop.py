@@ -93,11 +93,11 @@ def test_tokens_are_told_as_they_come_each_once() -> None:
 
 
 def test_a_full_queue_refuses_and_takes_again() -> None:
-    """Goal: full is a normal result. Method: a held engine with two requests in care; the third is told at once."""
+    """Goal: full is a normal result. Method: a held engine with two requests in flight; the third is told at once."""
     with looping(requests_max=2) as (loop, engine, gate):
         gate.open.clear()
         futures = [submit(loop, engine, request(number)) for number in range(2)]
-        with pytest.raises(BusyError, match="2 requests are in care already"):
+        with pytest.raises(BusyError, match="2 requests are in flight already"):
             submit(loop, engine, request(2))
         gate.open.set()
         for future in futures:
@@ -122,7 +122,7 @@ def test_an_abort_ends_a_request_wherever_it_is() -> None:
 
 
 def test_a_failed_engine_answers_everybody() -> None:
-    """Goal: no request hangs. Method: a pass raises; those in care fail with the reason, later ones at once."""
+    """Goal: no request hangs. Method: a pass raises; those in flight fail with the reason, later ones at once."""
     with looping() as (loop, engine, gate):
         gate.open.clear()
         futures = [submit(loop, engine, request(number)) for number in range(3)]

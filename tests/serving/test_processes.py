@@ -36,7 +36,7 @@ class Cluster:
         self.decode = Process("decode", directory, [
             "--name", "d0", "--prefill", f"p0={transfer}", "--retry-s", "0.5", "--requests-max", "6", *sizes,
         ])  # fmt: skip
-        self.route = Process("route", directory, [
+        self.route = Process("front", directory, [
             "--prefill", f"p0={self.prefill.url}", "--decode", f"d0={self.decode.url}",
             "--health-s", "0.1", "--prefill-timeout-s", "10", "--request-timeout-s", "60",
         ])  # fmt: skip
@@ -197,11 +197,11 @@ def test_what_was_killed_leaves_shared_memory_that_can_be_reaped(cluster: Cluste
 
 
 def test_the_route_is_killed_under_load(cluster: Cluster, plain: Plain) -> None:
-    """Goal: the others forget the requests of a front that is gone. Method: SIGKILL; nothing stays in care."""
+    """Goal: the others forget the requests of a front that is gone. Method: SIGKILL; nothing stays in flight."""
     judge(plain, load(cluster, 12, 400, cluster.route.kill))
     wait_until(cluster.quiet, "all blocks are back")
     for server in (cluster.prefill, cluster.decode):
-        assert metrics(server.url)["http_requests{in_care}"] == 0
+        assert metrics(server.url)["http_requests{in_flight}"] == 0
 
 
 def test_decode_is_stopped_for_longer_than_the_lease(cluster: Cluster, plain: Plain) -> None:
@@ -230,7 +230,7 @@ def test_prefill_is_stopped_for_longer_than_the_lease(cluster: Cluster, plain: P
 
 
 def test_a_full_queue_says_so(cluster: Cluster, plain: Plain) -> None:
-    """Goal: full is a normal result. Method: a stopped decode has six requests in care, more than it takes come."""
+    """Goal: full is a normal result. Method: a stopped decode has six requests in flight, more than it takes come."""
     bodies = [completion(700 + number, max_tokens=60, ignore_eos=True) for number in range(12)]
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(cluster.complete, bodies))
@@ -238,7 +238,7 @@ def test_a_full_queue_says_so(cluster: Cluster, plain: Plain) -> None:
     assert whole >= 6
     for status, answer in answers:
         if status != 200:
-            assert (status, "6 requests are in care already" in answer["error"]["message"]) == (503, True)
+            assert (status, "6 requests are in flight already" in answer["error"]["message"]) == (503, True)
     assert whole + failed == 12
 
 
@@ -255,7 +255,7 @@ def test_the_same_identity_again(cluster: Cluster, plain: Plain) -> None:
 
 
 def test_sigterm_finishes_what_is_in_care(cluster: Cluster, plain: Plain) -> None:
-    """Goal: a clean end. Method: SIGTERM to all with requests in care: they are answered, status 0, /dev/shm clean."""
+    """Goal: a clean end. Method: SIGTERM to all with requests in flight: all answered, status 0, /dev/shm clean."""
     regions = cluster.shm()
     assert len(regions) == 4  # rows of device and host blocks, of prefill and decode
     assert all(region.exists() for region in regions)
@@ -263,7 +263,7 @@ def test_sigterm_finishes_what_is_in_care(cluster: Cluster, plain: Plain) -> Non
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(cluster.complete, body) for body in bodies]
         wait_until(lambda: metrics(cluster.decode.url)["requests_submitted_total"] > 0, "decode has begun")
-        wait_until(lambda: metrics(cluster.route.url)["http_requests{in_care}"] > 0, "the route has begun")
+        wait_until(lambda: metrics(cluster.route.url)["http_requests{in_flight}"] > 0, "the route has begun")
         cluster.route.signal(signal.SIGTERM)
         answers = [future.result() for future in futures]
     whole, _ = judge(plain, list(zip(bodies, answers, strict=True)))
@@ -273,7 +273,7 @@ def test_sigterm_finishes_what_is_in_care(cluster: Cluster, plain: Plain) -> Non
 
 
 def test_sigterm_aborts_what_takes_too_long(cluster: Cluster) -> None:
-    """Goal: the drain has an end. Method: decode is told to end with a request of thousands of tokens in care."""
+    """Goal: the drain has an end. Method: decode is told to end with a request of thousands of tokens in flight."""
     body = completion(950, max_tokens=700, ignore_eos=True, prompt=[1, 2, 3])
     asked = prefilled(cluster, body)
     asked["sampling"]["max_tokens"] = 700

@@ -21,10 +21,10 @@ from serving import Plain, all_blocks_are_back, ask, completion, free_port, metr
 
 from cache_manager.errors import ConfigError
 from kvroute.encodings.own import decode
-from kvroute.serving.config import DecodeConfig, PrefillConfig, RouteConfig
+from kvroute.serving.config import DecodeConfig, FrontConfig, PrefillConfig
 from kvroute.serving.decode import DecodeServer
+from kvroute.serving.front import FrontServer
 from kvroute.serving.prefill import PrefillServer
-from kvroute.serving.route import RouteServer
 from transfer.curve import make_keys
 
 SIZES: dict[str, Any] = {"device_blocks": 48, "host_blocks": 16, "memory": "heap", "port": 0}
@@ -37,7 +37,7 @@ class Front:
     prefill: str
     decode: str
     route: str
-    servers: tuple[PrefillServer, DecodeServer, RouteServer]
+    servers: tuple[PrefillServer, DecodeServer, FrontServer]
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         status, answer = ask(self.route, "/v1/completions", body)
@@ -54,8 +54,8 @@ def front() -> Iterator[Front]:
     decodes = DecodeServer(DecodeConfig(name="d0", prefills={"p0": prefill.node.address}, retry_s=0.5, **SIZES))
     with served(prefill) as prefill_url, served(decodes) as decode_url:
         nobody = f"http://127.0.0.1:{free_port()}"
-        route = RouteServer(
-            RouteConfig(
+        route = FrontServer(
+            FrontConfig(
                 port=0,
                 prefills={"dead": nobody, "p": prefill_url},
                 decodes={"dead": nobody, "d": decode_url},
@@ -145,7 +145,7 @@ def test_a_client_that_goes_away_is_forgotten(front: Front) -> None:
     connection.close()
     wait_until(lambda: metrics(front.route)["http_disconnects_total"] == before + 1, "it was noticed")
     wait_until(front.quiet, "all blocks are back")
-    assert metrics(front.decode)["http_requests{in_care}"] == 0
+    assert metrics(front.decode)["http_requests{in_flight}"] == 0
     generated = metrics(front.decode)
     assert generated["sequences{running}"] == 0
 
@@ -212,8 +212,8 @@ def test_prefill_is_told_when_no_decode_will_come(front: Front) -> None:
     """Goal: blocks are not held for a request that has failed. Method: no decode is there; no lease has to end."""
     wait_until(front.quiet, "all blocks are back")
     before = metrics(front.prefill)
-    config = RouteConfig(port=0, prefills={"p": front.prefill}, decodes={"dead": f"http://127.0.0.1:{free_port()}"})
-    with served(RouteServer(config)) as route:
+    config = FrontConfig(port=0, prefills={"p": front.prefill}, decodes={"dead": f"http://127.0.0.1:{free_port()}"})
+    with served(FrontServer(config)) as route:
         status, answer = ask(route, "/v1/completions", completion(40))
         assert (status, "no decode server could do it" in answer["error"]["message"]) == (503, True)
         wait_until(front.quiet, "all blocks are back")
@@ -230,7 +230,7 @@ def test_counters_add_up(front: Front) -> None:
         found = metrics(url)
         outcomes = ("completed", "bad_requests", "refused", "failed", "timeouts", "disconnects")
         ended = sum(found[f"http_{outcome}_total"] for outcome in outcomes)
-        assert found["http_requests_total"] == ended + found["http_requests{in_care}"]
+        assert found["http_requests_total"] == ended + found["http_requests{in_flight}"]
     decoded, prefilled = metrics(front.decode), metrics(front.prefill)
     assert decoded["decode_pulls_total"] == decoded["decode_pulls_finished_total"]
     assert prefilled["prefill_transfers_total"] == prefilled["prefill_transfers_ended_total"]
@@ -252,7 +252,7 @@ def test_an_address_that_is_taken_is_named_and_nothing_stays(front: Front) -> No
     assert taken in str(refused.value)
     assert regions_of_this_process() == before
     port = urlsplit(front.prefill).port
-    route = RouteServer(RouteConfig(port=port, prefills={"p": "http://h:1"}, decodes={"d": "http://h:1"}))
+    route = FrontServer(FrontConfig(port=port, prefills={"p": "http://h:1"}, decodes={"d": "http://h:1"}))
     with pytest.raises(AssertionError, match="host, port: wanted an address that can be listened on"), served(route):
         pass
 
@@ -289,7 +289,7 @@ def test_with_curve_only_known_keys_get_blocks(tmp_path: Path, plain: Plain) -> 
                 **SIZES,
             )
             with served(DecodeServer(config)) as d:
-                route = RouteServer(RouteConfig(port=0, prefills={"p": p}, decodes={"d": d}, health_s=0.1))
+                route = FrontServer(FrontConfig(port=0, prefills={"p": p}, decodes={"d": d}, health_s=0.1))
                 with served(route) as url:
                     body = completion(31)
                     wait_until(lambda url=url: ask(url, "/readyz")[0] == 200, "the route is ready")
@@ -312,8 +312,8 @@ def test_a_failed_engine_is_not_ready_and_says_why() -> None:
         raise MemoryError("planted")
 
     with served(prefill) as p, served(decodes) as d:
-        config = RouteConfig(port=0, prefills={"p": p}, decodes={"d": d}, health_s=0.1)
-        with served(RouteServer(config)) as route:
+        config = FrontConfig(port=0, prefills={"p": p}, decodes={"d": d}, health_s=0.1)
+        with served(FrontServer(config)) as route:
             wait_until(lambda: ask(route, "/readyz")[0] == 200, "the route is ready")
             assert ask(route, "/v1/completions", completion(1))[0] == 200
             decodes.engine._forward = fail  # type: ignore[method-assign, assignment]

@@ -63,8 +63,8 @@ def test_every_claim_holds_under_every_fault(taken: Counter[tuple[str, str]]) ->
         world = World(seed)
         world.run(STEPS_A_RUN)
         happened += world.happened + world.network.happened
-        happened += Counter({f"P {k}": v for k, v in _counts(world.prefill.counters).items()})
-        happened += Counter({f"D {k}": v for k, v in _counts(world.decode.counters).items()})
+        happened += Counter({f"P {k}": v for k, v in _counts(world.prefill.session.counters).items()})
+        happened += Counter({f"D {k}": v for k, v in _counts(world.decode.session.counters).items()})
     print(dict(sorted(happened.items())))
     if SEED or STEPS < ENOUGH_STEPS:
         return
@@ -81,7 +81,13 @@ def test_a_seed_is_a_run() -> None:
     def history(seed: int) -> tuple[object, ...]:
         world = World(seed)
         world.run(STEPS_A_RUN)
-        return world.now_s, world.happened, world.network.happened, world.prefill.counters, world.decode.counters
+        return (
+            world.now_s,
+            world.happened,
+            world.network.happened,
+            world.prefill.session.counters,
+            world.decode.session.counters,
+        )
 
     assert history(5) == history(5)
     assert history(5) != history(6)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 from curve_links import client, key_directory, result_of, serving
-from transfer_rows import party
+from transfer_rows import identity_of
 from zmtp import greeted
 
 from cache_manager.errors import ConfigError
@@ -41,7 +41,7 @@ def test_listed_keys_get_rows_and_unknown_ones_nothing(keys: Path) -> None:
     Method: a pull with a listed key, an unlisted one, none at all, and the right key for a wrong server.
     """
     server = serving(keys, "alice")
-    prefill = PrefillNode(server, party(1), TransferLimits(lease_s=5.0))
+    prefill = PrefillNode(server, identity_of(1), TransferLimits(lease_s=5.0))
     done, sink = result_of(prefill, client(keys, "alice"), 1)
     assert done.result.complete
     assert (sink.wrong, len(sink.there)) == (0, 3)
@@ -60,7 +60,7 @@ def test_listed_keys_get_rows_and_unknown_ones_nothing(keys: Path) -> None:
 
 
 def test_garbage_in_handshakes_costs_nobody_else(keys: Path) -> None:
-    prefill = PrefillNode(serving(keys, "alice"), party(1), TransferLimits(lease_s=5.0))
+    prefill = PrefillNode(serving(keys, "alice"), identity_of(1), TransferLimits(lease_s=5.0))
     host, port = prefill.address.removeprefix("tcp://").split(":")
     for n in range(200):
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as peer, contextlib.suppress(OSError):
@@ -102,13 +102,13 @@ def test_messages_are_not_readable_on_the_way(keys: Path) -> None:
 
         def carry() -> None:
             with relay.accept()[0] as near, socket.create_connection((host, int(port))) as far:
-                back = threading.Thread(target=pump, args=(far, near))
+                back = threading.Thread(target=pump, args=(far, near), daemon=True)
                 back.start()
                 pump(near, far)
                 far.shutdown(socket.SHUT_RDWR)
                 back.join(PATIENCE_S)
 
-        carrier = threading.Thread(target=carry)
+        carrier = threading.Thread(target=carry, daemon=True)
         carrier.start()
         alice = client(keys, "alice")
         there = alice.connect(f"tcp://127.0.0.1:{relay.getsockname()[1]}")

@@ -198,22 +198,26 @@ def test_forged_and_replayed_messages_end_nothing(prefill: PeerProcess) -> None:
     want = [Want(i, key_of(1, i), 1) for i in range(2)]
     with clients(prefill.address, 3) as (owner, thief, mimic):
         assert isinstance(owner.hello(), Welcome)
-        owner.say(encode(Pull(owner.run, transfer, 5, want, 1 << 30)))
+        owner.say(encode(Pull(owner.boot_id, transfer, 5, want, 1 << 30)))
         records = owner.hear()
         assert records.__class__.__name__ == "Records"
 
         assert isinstance(thief.hello(), Welcome)
         for message in (
-            Pull(thief.run, transfer, 9, want, 1 << 30),
-            Ack(thief.run, transfer, 9, 2, 0),
-            Renew(thief.run, transfer),
-            Abort(thief.run, transfer, "forged"),
+            Pull(thief.boot_id, transfer, 9, want, 1 << 30),
+            Ack(thief.boot_id, transfer, 9, 2, 0),
+            Renew(thief.boot_id, transfer),
+            Abort(thief.boot_id, transfer, "forged"),
         ):
             thief.say(encode(message))
             assert thief.hear() == Gone(transfer, GoneReason.FOREIGN) if not isinstance(message, Abort) else True
-        thief.say(encode(Bye(thief.run)))
-        mimic.run = owner.run  # knows even the owner's run, but is not at the owner's connection
-        for message in (Ack(mimic.run, transfer, 9, 2, 0), Abort(mimic.run, transfer, "forged"), Bye(mimic.run)):
+        thief.say(encode(Bye(thief.boot_id)))
+        mimic.boot_id = owner.boot_id  # knows even the owner's run, but is not at the owner's connection
+        for message in (
+            Ack(mimic.boot_id, transfer, 9, 2, 0),
+            Abort(mimic.boot_id, transfer, "forged"),
+            Bye(mimic.boot_id),
+        ):
             mimic.say(encode(message))
         for _ in range(2):
             assert isinstance(mimic.hear(), (Refuse, Gone))
@@ -221,13 +225,13 @@ def test_forged_and_replayed_messages_end_nothing(prefill: PeerProcess) -> None:
         assert counters["in_flight"] == 1
         assert counters["session"]["acked"] == counters["session"]["aborted"] == 0
 
-        ack = encode(Ack(owner.run, transfer, 5, 2, 0))
+        ack = encode(Ack(owner.boot_id, transfer, 5, 2, 0))
         for epoch in (5, 4):  # its own words again, and older ones
-            owner.say(encode(Pull(owner.run, transfer, epoch, want, 1 << 30)))
+            owner.say(encode(Pull(owner.boot_id, transfer, epoch, want, 1 << 30)))
         for _ in range(5):
             owner.say(ack)
         assert sum(owner.hear().__class__.__name__ == "Released" for _ in range(5)) == 5
-        owner.say(encode(Pull(owner.run, transfer, 6, want, 1 << 30)))
+        owner.say(encode(Pull(owner.boot_id, transfer, 6, want, 1 << 30)))
         assert owner.hear() == Gone(transfer, GoneReason.ACKED)
         counters = settled(prefill, lambda got: got["session"]["late_messages"] >= 5)
         assert counters["session"]["acked"] == 1
@@ -243,12 +247,14 @@ def test_transfers_that_are_not_there_and_credit_without_end(prefill: PeerProces
             client.hello()
         before = resident_nbytes(prefill.pid)
         for _ in range(3_000):
-            other.say(encode(Pull(other.run, secrets.token_bytes(16), 1, [], 0)))
+            other.say(encode(Pull(other.boot_id, secrets.token_bytes(16), 1, [], 0)))
             assert other.hear().__class__ is Gone
-        owner.say(encode(Pull(owner.run, transfer, 1, [Want(0, key_of(1, 0), 255)], (1 << 62) - 1)))
-        owner.say(encode(Credit(owner.run, transfer, 1, (1 << 62) - 1)))
-        owner.say(encode(Pull(owner.run, transfer, (1 << 31) - 1, [Want(0, key_of(1, 0), 1)] * 16_000, (1 << 62) - 1)))
-        other.say(encode(Pull(other.run, transfer, 1, [], 0)))
+        owner.say(encode(Pull(owner.boot_id, transfer, 1, [Want(0, key_of(1, 0), 255)], (1 << 62) - 1)))
+        owner.say(encode(Credit(owner.boot_id, transfer, 1, (1 << 62) - 1)))
+        owner.say(
+            encode(Pull(owner.boot_id, transfer, (1 << 31) - 1, [Want(0, key_of(1, 0), 1)] * 16_000, (1 << 62) - 1))
+        )
+        other.say(encode(Pull(other.boot_id, transfer, 1, [], 0)))
         assert other.hear() == Gone(transfer, GoneReason.FOREIGN)
         assert resident_nbytes(prefill.pid) - before < GROWTH_NBYTES_MAX + (64 << 20)  # one credit's worth in sockets
     serves(prefill)
@@ -259,13 +265,13 @@ def test_more_names_than_seats(prefill: PeerProcess) -> None:
     transfer = bytes.fromhex(prefill.ask("offer", request=1, blocks=1))
     with clients(prefill.address, 1) as (owner,):
         owner.hello()
-        owner.say(encode(Pull(owner.run, transfer, 1, [Want(0, key_of(1, 0), 1)], 1 << 30)))
+        owner.say(encode(Pull(owner.boot_id, transfer, 1, [Want(0, key_of(1, 0), 1)], 1 << 30)))
         assert owner.hear().__class__.__name__ == "Records"
         for _ in range(30):
             with clients(prefill.address, 10) as crowd:
                 for client in crowd:
                     assert isinstance(client.hello(), Welcome)
         assert prefill.ask("table_sizes")["peers"] <= LIMITS["peers_max"]
-        owner.say(encode(Ack(owner.run, transfer, 1, 1, 0)))
+        owner.say(encode(Ack(owner.boot_id, transfer, 1, 1, 0)))
         assert owner.hear().__class__.__name__ == "Released"
     serves(prefill)

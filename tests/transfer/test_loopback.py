@@ -119,7 +119,7 @@ def test_a_seed_is_a_history() -> None:
 def test_wake_ends_a_wait_and_so_does_a_message() -> None:
     _, a, b = pair()
     for what in (a.wake, lambda: b.send(a.name, b"c")):
-        thread = threading.Thread(target=what)
+        thread = threading.Thread(target=what, daemon=True)
         thread.start()
         a.poll(60.0)
         thread.join()

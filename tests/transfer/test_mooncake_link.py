@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transfer_rows import CanarySink, offered, party, wanted
+from transfer_rows import CanarySink, identity_of, offered, wanted
 
 from cache_manager.errors import ConfigError
 from transfer import mooncake_calls as calls
@@ -26,11 +26,11 @@ from transfer.curve import CurveClient, make_keys, read_keys
 from transfer.errors import RemoteProtocolError
 from transfer.limits import TransferLimits
 from transfer.link import Peer
+from transfer.links import open_link
 from transfer.mooncake_engine import Arena, EngineProcess
 from transfer.mooncake_link import MooncakeLink, MooncakeLinkSettings, MooncakeUnavailableError
 from transfer.node import DecodeNode, PrefillNode, PullDone
 from transfer.testing.contract import PATIENCE_S, LinkContract, arrivals, payload, poll_until
-from transfer.transport import open_link
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
@@ -55,8 +55,8 @@ class TestMooncake(LinkContract):
 def test_rows_cross_by_the_engine(tmp_path: Path) -> None:
     """Goal: nodes need not know; bulk really went by the engine. Method: canary rows, and both links' counts."""
     served, pulling = server_at(tmp_path), MooncakeLink(ZmqLink(), SMALL)
-    prefill = PrefillNode(served, party(1), TransferLimits(retry_s=1.0))
-    decode = DecodeNode(pulling, party(2), TransferLimits(retry_s=1.0))
+    prefill = PrefillNode(served, identity_of(1), TransferLimits(retry_s=1.0))
+    decode = DecodeNode(pulling, identity_of(2), TransferLimits(retry_s=1.0))
     done: list[PullDone] = []
     sinks = {}
     for request in range(10):
@@ -311,11 +311,11 @@ def test_a_transport_is_chosen_by_its_name(tmp_path: Path) -> None:
     link = open_link("zmq", ZmqSettings(bind=f"ipc://{tmp_path}/p"))
     assert isinstance(link, ZmqLink)
     link.close()
-    with pytest.raises(ConfigError, match="transport: wanted one of 'zmq', 'mooncake', got 'rdma'"):
+    with pytest.raises(ConfigError, match="link: wanted one of 'zmq', 'mooncake', got 'rdma'"):
         open_link("rdma")
     make_keys(tmp_path, "d")
     keys = read_keys(tmp_path / "d.key_secret")
-    with pytest.raises(ConfigError, match="transport"):
+    with pytest.raises(ConfigError, match="link"):
         open_link("mooncake", ZmqSettings(curve_client=CurveClient(keys, keys.public)))
 
 

@@ -13,16 +13,16 @@ import pytest
 import zmq
 from transfer_nodes import PATIENCE_S, QUICK, ended, nodes, released, until
 from transfer_peer import PeerProcess
-from transfer_rows import NAMESPACE, VALID, CanarySink, key_of, offered, party, wanted
+from transfer_rows import NAMESPACE, VALID, CanarySink, identity_of, key_of, offered, wanted
 
 from cache_manager.errors import BlockBusyError
 from cache_manager.record import OfferedRecord, RecordHeader
 from transfer.actions import OfferedBlock, Reason, WantedBlock
 from transfer.errors import LocalProtocolError
+from transfer.identity import Identity
 from transfer.limits import TransferLimits
-from transfer.messages import Hello, Outcome, Part, Pull, Run, TransferId, Want, encode
+from transfer.messages import BootId, Hello, Outcome, Part, Pull, TransferId, Want, encode
 from transfer.node import DecodeNode, NodeClosedError, NodeFullError, PrefillNode
-from transfer.party import Party
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
@@ -148,7 +148,7 @@ def test_a_callback_that_fails_costs_no_block(tmp_path: Path) -> None:
     def fails() -> None:
         raise RuntimeError("a bug of the engine")
 
-    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), party(1), QUICK, notify=fails)
+    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK, notify=fails)
     transfers = {prefill.offer(offered(request, 1)) for request in range(4)}
     prefill.reset(b"m" * 16)
     assert {r.outcome for r in released(prefill, transfers).values()} == {Outcome.RESET}
@@ -161,7 +161,7 @@ def test_a_peer_that_never_reads_keeps_no_block(tmp_path: Path, address: str) ->
     """Goal: large records for a peer that pulls and then reads nothing come back after the lease, with it connected."""
     part = Part("kv", b"k" * 16, 1 << 20, 64)
     link = ZmqLink(ZmqSettings(bind=address.format(tmp_path), silence_ms=3_600_000))
-    prefill = PrefillNode(link, Party(Run(b"p" * 16), NAMESPACE, (part,)), TransferLimits(lease_s=0.5))
+    prefill = PrefillNode(link, Identity(BootId(b"p" * 16), NAMESPACE, (part,)), TransferLimits(lease_s=0.5))
     records = [OfferedRecord(key_of(1, i), part.fingerprint, 1, 1, VALID, bytearray(part.nbytes)) for i in range(48)]
     transfer = prefill.offer([OfferedBlock(i, record.key, (record,)) for i, record in enumerate(records)])
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -208,8 +208,8 @@ def test_a_full_queue_is_said_at_once(tmp_path: Path) -> None:
             assert go_on.wait(PATIENCE_S)
             return super().install(part, index, header, payload)
 
-    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), party(1), QUICK)
-    decode = DecodeNode(ZmqLink(), party(2), QUICK, commands_max=3)
+    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK)
+    decode = DecodeNode(ZmqLink(), identity_of(2), QUICK, commands_max=3)
     first = prefill.offer(offered(1, 1))
     decode.pull(prefill.address, first, wanted(1, 1), Slow(1))
     assert blocked.wait(PATIENCE_S)
@@ -229,8 +229,8 @@ def test_a_full_queue_is_said_at_once(tmp_path: Path) -> None:
 
 def test_close_ends_what_is_in_flight_and_tells(tmp_path: Path) -> None:
     """Goal: after close every offer is released and every pull done, and calls are refused."""
-    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), party(1), QUICK)
-    decode = DecodeNode(ZmqLink(), party(2), QUICK)
+    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK)
+    decode = DecodeNode(ZmqLink(), identity_of(2), QUICK)
     transfers = [prefill.offer(offered(n, 1)) for n in range(3)]
     decode.pull("ipc:///nowhere/at/all", transfers[0], wanted(0, 1), CanarySink(0))
     assert decode.close()
@@ -248,7 +248,7 @@ def test_close_ends_what_is_in_flight_and_tells(tmp_path: Path) -> None:
 
 def test_a_forked_child_is_told(tmp_path: Path) -> None:
     """Goal: a fork has neither thread nor socket; its calls say so and its close does not touch the parent's."""
-    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), party(1), QUICK)
+    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK)
 
     def child() -> None:
         try:

@@ -15,6 +15,7 @@ from cache_manager.record import pack_header
 from transfer.actions import Finished, Missing, OfferedBlock, Reason, Send, WantedBlock
 from transfer.decode import DecodeSession
 from transfer.errors import IncompatiblePeerError, LocalProtocolError
+from transfer.identity import Identity, check_peer
 from transfer.limits import TransferLimits
 from transfer.messages import (
     Abort,
@@ -38,7 +39,6 @@ from transfer.messages import (
     Welcome,
     encode,
 )
-from transfer.party import Party, check_peer
 
 
 def outcomes(pair: Pair) -> list[Outcome]:
@@ -315,7 +315,7 @@ def test_a_restarted_prefill_is_greeted_again_and_has_nothing() -> None:
     pair = Pair(lose=lambda message: isinstance(message, Records))
     pair.prefill.offer(T, blocks(1), 0.0)
     pair.pull(1)
-    pair.prefill = type(pair.prefill)(Party(E_RUN, NAMESPACE, PARTS), LIMITS)
+    pair.prefill = type(pair.prefill)(Identity(E_RUN, NAMESPACE, PARTS), LIMITS)
     pair.pass_time(LIMITS.retry_s + 1)
     (finished,) = pair.finished
     assert (finished.result.reason, finished.result.detail) == (Reason.GONE, "unknown")
@@ -340,7 +340,7 @@ def test_peers_that_do_not_mean_the_same_refuse(parts: tuple[Part, ...], namespa
     assert finished.result.reason is Reason.REFUSED
     assert finished.result.detail.startswith(f"{field}: wanted ")
     with pytest.raises(IncompatiblePeerError, match=field):
-        check_peer(Party(P_RUN, NAMESPACE, PARTS), namespace, parts)
+        check_peer(Identity(P_RUN, NAMESPACE, PARTS), namespace, parts)
 
 
 def test_decode_checks_the_welcome_too() -> None:
@@ -379,7 +379,7 @@ def test_decode_renews_while_it_waits() -> None:
 
 
 def test_a_lease_of_a_millisecond_does_not_make_decode_babble() -> None:
-    decode = DecodeSession(Party(D_RUN, NAMESPACE, PARTS), LIMITS)
+    decode = DecodeSession(Identity(D_RUN, NAMESPACE, PARTS), LIMITS)
     decode.pull(P, T, wanted(2), 0.0)
     decode.receive(P, encode(Welcome(P_RUN, NAMESPACE, list(PARTS), 0, 1, D_RUN)), [], 0.0)
     now_s, said = 0.0, 0
@@ -431,7 +431,7 @@ def test_a_pull_nobody_answers_ends() -> None:
 @pytest.mark.parametrize(("welcomed_s", "lease_ms"), [(6.25, 1_200), (6.5, 3_000), (2.25, 1_200), (7.75, 600)])
 def test_a_pull_that_was_looked_at_early_ends_once(welcomed_s: float, lease_ms: int) -> None:
     """Prefill says a lease shorter than the pause before a retry, whenever it says so, and is then silent."""
-    decode = DecodeSession(Party(D_RUN, NAMESPACE, PARTS), LIMITS)
+    decode = DecodeSession(Identity(D_RUN, NAMESPACE, PARTS), LIMITS)
     actions = decode.pull(P, T, wanted(2), 0.0) or []
     for quarter in range(1, 200):
         now_s = quarter / 4
@@ -603,7 +603,7 @@ def test_wrong_calls_change_nothing() -> None:
     with pytest.raises(LocalProtocolError, match="pulled before"):
         pair.decode.pull(P, T, wanted(1), 0.0)
     with pytest.raises(ConfigError, match="credit_nbytes"):
-        DecodeSession(Party(D_RUN, NAMESPACE, PARTS), TransferLimits(credit_nbytes=100))
+        DecodeSession(Identity(D_RUN, NAMESPACE, PARTS), TransferLimits(credit_nbytes=100))
     with pytest.raises(ConfigError, match="lease_s"):
         TransferLimits(lease_s=5, lease_max_s=1)
 

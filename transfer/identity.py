@@ -1,4 +1,4 @@
-"""Who takes part in a transfer, and whether two of them can."""
+"""Identity of one side of a transfer, and the compatibility check."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 from cache_manager.errors import ConfigError
 from transfer.errors import IncompatiblePeerError
-from transfer.messages import PARTS_MAX, Part, Run
+from transfer.messages import PARTS_MAX, BootId, Part
 
 
 @dataclass(frozen=True, slots=True)
-class Party:
-    """One side of a transfer: its run, the fingerprint of its namespace, and the parts that each of its blocks has.
+class Identity:
+    """One side of a transfer: its boot id, the fingerprint of its namespace, and the parts that each of its blocks has.
 
     The order of ``parts`` counts: sessions know a part by its place.
     """
 
-    run: Run
+    boot_id: BootId
     namespace: bytes
     parts: tuple[Part, ...]
 
     def __post_init__(self) -> None:
-        for field, value in (("run", self.run), ("namespace", self.namespace)):
+        for field, value in (("boot_id", self.boot_id), ("namespace", self.namespace)):
             if not isinstance(value, bytes) or len(value) != 16:
                 raise ConfigError(field, "16 bytes", repr(value))
         if not 1 <= len(self.parts) <= PARTS_MAX:
@@ -37,7 +37,7 @@ class Party:
         return max(part.nbytes for part in self.parts)
 
 
-def check_peer(own: Party, namespace: bytes, parts: Sequence[Part]) -> None:
+def check_peer(own: Identity, namespace: bytes, parts: Sequence[Part]) -> None:
     """Raise :class:`IncompatiblePeerError` unless rows of a peer with these mean the same as one's own."""
     if namespace != own.namespace:
         raise IncompatiblePeerError("namespace", own.namespace.hex(), namespace.hex())

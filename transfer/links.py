@@ -19,28 +19,28 @@ def _zmq(settings: ZmqSettings, _: MooncakeLinkSettings | None) -> ServingLink:
 def _mooncake(settings: ZmqSettings, mooncake: MooncakeLinkSettings | None) -> ServingLink:
     if settings.curve_server is not None or settings.curve_client is not None:
         # Its engine encrypts nothing and takes what anybody writes to its ports.
-        raise ConfigError("transport", "'zmq' where transfers are encrypted", "'mooncake' and CURVE keys")
+        raise ConfigError("link", "'zmq' where transfers are encrypted", "'mooncake' and CURVE keys")
     return MooncakeLink(ZmqLink(settings), mooncake)
 
 
-TRANSPORTS: Final[Mapping[str, Callable[[ZmqSettings, MooncakeLinkSettings | None], ServingLink]]] = {
+LINKS: Final[Mapping[str, Callable[[ZmqSettings, MooncakeLinkSettings | None], ServingLink]]] = {
     "zmq": _zmq,
     "mooncake": _mooncake,
 }
 
 
 def open_link(
-    transport: str, settings: ZmqSettings | None = None, mooncake: MooncakeLinkSettings | None = None
+    link: str, settings: ZmqSettings | None = None, mooncake: MooncakeLinkSettings | None = None
 ) -> ServingLink:
-    """A link of one of ``TRANSPORTS``; both ends of a transfer have to have the same.
+    """A link of one of ``LINKS``; both ends of a transfer have to have the same.
 
     Raises :class:`ConfigError` that names the field, :class:`~transfer.mooncake_link.MooncakeUnavailableError` where
     the wheel is missing, :class:`~transfer.errors.TransferError` where its engine does not start.
     """
-    make = TRANSPORTS.get(transport)
+    make = LINKS.get(link)
     if make is None:
-        raise ConfigError("transport", "one of " + ", ".join(map(repr, TRANSPORTS)), repr(transport))
+        raise ConfigError("link", "one of " + ", ".join(map(repr, LINKS)), repr(link))
     return make(settings or ZmqSettings(), mooncake)
 
 
-__all__ = ["TRANSPORTS", "open_link"]
+__all__ = ["LINKS", "open_link"]

@@ -1,4 +1,4 @@
-"""``kvroute route``: the HTTP front. A completion goes through prefill, then decode, and comes back with its routes."""
+"""``kvroute front``: the HTTP front. A completion goes through prefill, then decode, and comes back with its routes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvroute.serving.bodies import (
     DecodeAnswer,
     DecodeBody,
     ErrorLine,
-    KVTransfer,
+    HandoverBody,
     Line,
     PrefillAnswer,
     PrefillBody,
@@ -33,7 +33,7 @@ from kvroute.serving.bodies import (
     check_tokens,
     parse,
 )
-from kvroute.serving.config import RouteConfig
+from kvroute.serving.config import FrontConfig
 from kvroute.serving.errors import UpstreamError
 from kvroute.serving.server import Server, error_body, json_response
 from kvroute.serving.upstream import Servers, TryAnotherError, nobody
@@ -54,12 +54,12 @@ class _Job(msgspec.Struct, frozen=True):
     encoding: Encoding | None
 
 
-class RouteServer(Server):
+class FrontServer(Server):
     """Answers ``POST /v1/completions``. It keeps nothing: a request that it was working on dies with it."""
 
-    config: RouteConfig
+    config: FrontConfig
 
-    def __init__(self, config: RouteConfig) -> None:
+    def __init__(self, config: FrontConfig) -> None:
         super().__init__(config)
         timeout_s = config.connect_timeout_s
         self.prefills = Servers("prefill", config.prefills, connect_timeout_s=timeout_s)
@@ -114,7 +114,7 @@ class RouteServer(Server):
                 self._release(name, handover)
             raise
 
-    def _release(self, name: str, handover: KVTransfer) -> None:
+    def _release(self, name: str, handover: HandoverBody) -> None:
         """The request has failed, or its client has gone away: prefill need not hold its blocks any longer."""
         telling = asyncio.create_task(self.prefills.tell(name, "/v1/release", ReleaseBody(transfer=handover.transfer)))
         self._telling.add(telling)
@@ -145,7 +145,7 @@ class RouteServer(Server):
     def _completion(self, job: _Job, answer: DecodeAnswer) -> dict[str, object]:
         return completion(job.id, job.created_s, self.config.model, len(job.prompt), answer, job.encoding)
 
-    async def _prefill(self, job: _Job) -> tuple[str, KVTransfer | None]:
+    async def _prefill(self, job: _Job) -> tuple[str, HandoverBody | None]:
         """Have the prompt computed; where that was, and where its blocks are.
 
         Another server is asked when one cannot, or says nothing for long.
@@ -165,7 +165,7 @@ class RouteServer(Server):
                 reasons.append(f"prefill {name}: no answer within {self.config.prefill_timeout_s} s")
         raise nobody("prefill", reasons)
 
-    async def _decode(self, job: _Job, handover: KVTransfer | None) -> DecodeAnswer:
+    async def _decode(self, job: _Job, handover: HandoverBody | None) -> DecodeAnswer:
         """Have the request finished somewhere. Nothing has been answered yet: another server may begin again."""
         reasons: list[str] = []
         for attempt, name in enumerate(self.decodes.candidates(self.config.attempts_max)):
@@ -179,7 +179,7 @@ class RouteServer(Server):
 
     # ---------------------------------------------------------------- streaming
 
-    async def _stream(self, request: web.Request, job: _Job, handover: KVTransfer | None) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, job: _Job, handover: HandoverBody | None) -> web.StreamResponse:
         """Server-sent events, as OpenAI has them; an error after the first event is an event too."""
         response: web.StreamResponse | None = None
         texts = [TextStream() for _ in range(job.sampling.n)]
@@ -210,7 +210,7 @@ class RouteServer(Server):
             case _:
                 raise AssertionError(line)
 
-    async def _lines(self, job: _Job, handover: KVTransfer | None) -> AsyncIterator[Line]:
+    async def _lines(self, job: _Job, handover: HandoverBody | None) -> AsyncIterator[Line]:
         """The lines of a decode server; another is asked as long as there was none."""
         reasons: list[str] = []
         for attempt, name in enumerate(self.decodes.candidates(self.config.attempts_max)):
@@ -231,7 +231,7 @@ class RouteServer(Server):
         raise nobody("decode", reasons)
 
 
-def _decode_body(job: _Job, handover: KVTransfer | None, attempt: int, *, stream: bool) -> DecodeBody:
+def _decode_body(job: _Job, handover: HandoverBody | None, attempt: int, *, stream: bool) -> DecodeBody:
     return DecodeBody(
         id=f"{job.id}.{attempt}", prompt=job.prompt, sampling=job.sampling, kv_transfer=handover, stream=stream
     )
@@ -265,4 +265,4 @@ async def _event(response: web.StreamResponse, value: dict[str, object]) -> None
     await response.write(b"data: " + msgspec.json.encode(value) + b"\n\n")
 
 
-__all__ = ["RouteServer"]
+__all__ = ["FrontServer"]
