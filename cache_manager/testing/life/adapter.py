@@ -1,0 +1,198 @@
+"""The port: what the kit asks of a block manager. Six methods, and more for what the manager can do besides.
+
+An adapter is a subclass of :class:`BlockManagerAdapter` for one manager. The kit makes a fresh one for every example
+and calls it as an engine's scheduler would; in between it plays the forward pass itself, by writing canaries at the
+slots that the manager names (:mod:`cache_manager.testing.life.canary`). The manager never sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar, Final, Literal
+
+from cache_manager.testing.life.canary import CanaryKV
+
+Capability = Literal[
+    "prefix",
+    "salt",
+    "fork",
+    "swap",
+    "store",
+    "reset",
+    "restart",
+    "abort",
+    "lost_step",
+    "drafts",
+    "rows",
+    "background",
+    "failing_moves",
+]
+
+CAPABILITIES: Final[Mapping[str, str]] = {
+    "prefix": "admit() shares cached blocks: its answer may be more than 0",
+    "salt": "equal tokens under different salts share nothing",
+    "fork": "fork(): a child begins with the blocks of its parent; who writes a shared one gets a copy first",
+    "swap": "preempt() and resume(): a sequence moves to host blocks and back",
+    "store": "persist(): full blocks go to a tier outside, and admit() may bring them back",
+    "reset": "reset(): new weights; nothing that was computed before is found again",
+    "restart": "restart(): the process begins anew, and has what the store has",
+    "abort": "free() while the sequence's step runs: the step's KV is still written, before anything else is",
+    "lost_step": "free() of a sequence whose step never runs: the KV of its new slots is never written",
+    "drafts": "grow() for draft tokens, commit() of the accepted ones only; the others' slots are written again",
+    "rows": "write_rows() and read_rows(): auxiliary rows go wherever their KV goes",
+    "background": "admit() and persist() may leave work behind, which settle() brings on",
+    "failing_moves": "a copy of blocks may raise MoveFailed, and then the operation has changed nothing",
+}
+"""What a manager may be able to do besides, by the name that an adapter lists in ``capabilities``."""
+
+
+class BlockManagerAdapter:
+    """One manager under test. Make it in ``__init__``, small, so that it runs out of blocks.
+
+    A *sequence* has a name and tokens, and its first ``computed`` tokens have KV. The kit calls :meth:`admit`, or
+    :meth:`grow`, writes canaries at :meth:`slots` of the positions that are computed next, gives their rows to
+    :meth:`write_rows`, and calls :meth:`commit`. Pass every copy of blocks that the manager asks for to ``self.kv``, in
+    the order in which a device would do it. Where a scheduler would evict something and try again, so does the adapter.
+
+    An answer that says "no room" (``None`` or ``False``) and an exception that comes from ``MoveFailed`` both mean that
+    nothing has changed. Any other exception is a finding.
+    """
+
+    capabilities: ClassVar[Collection[Capability]] = ()
+    block_tokens: ClassVar[int] = 2
+    blocks: ClassVar[Collection[int]] = range(8)
+    """The ids that the manager may hand out; a null block is none of them."""
+    host_blocks: ClassVar[Collection[int]] = ()
+    window: ClassVar[int | None] = None
+    """Sliding window, in tokens: KV further back is not asked for, and its entry of the table may be ``None``."""
+    slack: ClassVar[int] = 0
+    """How many blocks the manager keeps back when it admits or grows, such as a watermark."""
+    partial_hits: ClassVar[bool] = False
+    """Whether a hit may end inside a block."""
+    finds_held: ClassVar[bool] = True
+    """Whether a full block that a running sequence holds is found by an equal prefix."""
+    hits_need_rows: ClassVar[bool] = False
+    """Whether a block without all of its rows is no hit."""
+    deterministic: ClassVar[bool] = True
+    """Whether the same calls give the same answers and the same blocks."""
+    unclaimed: ClassVar[Mapping[str, str]] = {}
+    """Invariants that the manager does not claim, by name, each with the reason; they are counted, and fail nothing."""
+
+    def __init__(self, kv: CanaryKV) -> None:
+        self.kv = kv
+
+    # ---------------------------------------------------------------- every manager
+
+    def admit(self, seq: str, tokens: Sequence[int], chunk: int, salt: str) -> int | None:
+        """Begin ``seq``; how many of its first tokens need no computing, at most all but one.
+
+        There is room then for ``chunk`` tokens after these, or for all that are left. ``None``: no room.
+        """
+        raise NotImplementedError
+
+    def grow(self, seq: str, tokens: Sequence[int], upto: int) -> bool:
+        """Make the slots of ``tokens[computed:upto]`` writable by new blocks and copies; ``False``: no room."""
+        raise NotImplementedError
+
+    def commit(self, seq: str, tokens: Sequence[int]) -> None:
+        """The KV of ``tokens``, which are all that are computed by now, is in place: full blocks may be found."""
+        raise NotImplementedError
+
+    def free(self, seq: str) -> None:
+        """End ``seq``: it has finished, was aborted, or is to be computed again. For an unknown name: nothing."""
+        raise NotImplementedError
+
+    def table(self, seq: str) -> Sequence[int | None]:
+        """The blocks of ``seq`` in token order, in the tier that it is in; ``None`` where the window has left one."""
+        raise NotImplementedError
+
+    def free_blocks(self) -> int:
+        """How many blocks a sequence could get now: free ones, and cached ones that nobody holds."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- with a default
+
+    def slots(self, seq: str, start: int, stop: int) -> Sequence[tuple[int, int]]:
+        """(block, offset) of the positions ``[start, stop)``, to be written. Override it if the manager computes it."""
+        table, size = self.table(seq), self.block_tokens
+        blocks = [table[position // size] if position // size < len(table) else None for position in range(start, stop)]
+        return [(-1 if block is None else block, at % size) for at, block in enumerate(blocks, start)]
+
+    def grow_batch(self, tokens: Mapping[str, Sequence[int]]) -> Sequence[bool]:
+        """A decode step: :meth:`grow` by the last of the ``tokens`` of each sequence; the answers in their order."""
+        return [self.grow(seq, given, len(given)) for seq, given in tokens.items()]
+
+    def commit_batch(self, tokens: Mapping[str, Sequence[int]]) -> None:
+        """:meth:`commit` of each sequence of a decode step."""
+        for seq, given in tokens.items():
+            self.commit(seq, given)
+
+    # ---------------------------------------------------------------- with the capability of that name
+
+    def fork(self, parent: str, child: str) -> bool:
+        """``fork``: ``child`` begins with the computed tokens of ``parent``. ``False``: no room."""
+        raise NotImplementedError
+
+    def preempt(self, seq: str) -> bool:
+        """``swap``: to host blocks; the copies go to ``self.kv.swap_out``. ``False``: no room."""
+        raise NotImplementedError
+
+    def resume(self, seq: str) -> bool:
+        """``swap``: back to device blocks; the copies go to ``self.kv.swap_in``. ``False``: no room."""
+        raise NotImplementedError
+
+    def free_host_blocks(self) -> int:
+        """``swap``: how many host blocks :meth:`preempt` could have now."""
+        raise NotImplementedError
+
+    def persist(self, seq: str) -> None:
+        """``store``: store full blocks, with ``self.kv.put``. :meth:`admit` brings them back with ``self.kv.get``."""
+        raise NotImplementedError
+
+    def reset(self) -> bool:
+        """``reset``: new weights. ``False``: refused, as some managers do while a sequence is there."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """``restart``: begin anew with what the store has. There is no sequence, and the blocks' contents are lost."""
+        raise NotImplementedError
+
+    def write_rows(self, seq: str, start: int, rows: Sequence[int | None]) -> None:
+        """``rows``: before a commit. ``rows[i] > 0`` is of position ``start + i``; ``None``: the pass made none."""
+        raise NotImplementedError
+
+    def read_rows(self, seq: str, start: int, stop: int) -> Sequence[int | None]:
+        """``rows``: of the positions ``[start, stop)``, in whichever tier it is; ``None`` for one that is missing."""
+        raise NotImplementedError
+
+    def waits(self, seq: str) -> bool:  # noqa: ARG002 - a default
+        """``background``: whether ``seq`` was admitted and waits; it can be freed, and nothing else be done with it."""
+        return False
+
+    def settle(self) -> Mapping[str, int]:
+        """``background``: let one piece of work be done. The sequences that wait no longer, with how many of their
+        first tokens need no computing now."""
+        raise NotImplementedError
+
+    def kept_blocks(self) -> Collection[int]:
+        """``background``: the blocks that work in the background keeps, those that a sequence holds too included."""
+        return ()
+
+    # ---------------------------------------------------------------- more to look at, if you can
+
+    def ref_counts(self) -> Mapping[int, int] | None:
+        """How many sequences hold each device block; blocks that nobody holds may be left out."""
+        return None
+
+    def free_ids(self) -> Sequence[int] | None:
+        """The device blocks that nobody holds, cached ones included."""
+        return None
+
+    def check(self) -> None:
+        """The manager's own check of its books; raises what it likes."""
+
+    def close(self) -> None:
+        """The example has ended."""
+
+
+__all__ = ["CAPABILITIES", "BlockManagerAdapter", "Capability"]

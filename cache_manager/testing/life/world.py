@@ -1,0 +1,230 @@
+"""One example: a manager, the kit's memory of what must be where, and the story so far."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from cache_manager.errors import InvalidInputError
+from cache_manager.testing.life.adapter import CAPABILITIES, BlockManagerAdapter
+from cache_manager.testing.life.canary import CanaryKV, Content, MoveFailed, beginning
+from cache_manager.testing.life.invariants import INVARIANTS
+from cache_manager.testing.life.story import report
+
+Operation: TypeAlias = tuple[Any, ...]
+"""The operation's name and its arguments, see :mod:`cache_manager.testing.life.program`."""
+
+Table: TypeAlias = list[int | None]
+
+
+class InvariantBroken(AssertionError):  # noqa: N818 - it is a finding, and reads as one
+    """An invariant does not hold; the message is the story, ``program`` the operations that lead there."""
+
+    def __init__(self, name: str, what: str, report: str, program: list[Operation]) -> None:
+        super().__init__(report)
+        self.name, self.what, self.program = name, what, program
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A sequence as the kit knows it. ``contents`` are what its computed positions must hold."""
+
+    name: str
+    tokens: list[int]
+    salt: str
+    contents: list[Content] = field(default_factory=list)
+    swapped: bool = False
+    waiting: bool = False
+
+    @property
+    def computed(self) -> int:
+        return len(self.contents)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the manager says between two operations."""
+
+    tables: dict[str, Table]
+    free: int
+    host_free: int | None
+    refs: dict[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the adapter with its answer, to be done again on a fresh manager."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    failed: bool
+    answer: str
+    tables: dict[str, Table]
+
+
+class World:
+    """The manager of one example and what surrounds it: calls, snapshots, holders, failures.
+
+    ``counts`` collects what was exercised, over examples. ``before`` and ``after`` are the manager's own words around
+    the operation that runs.
+    """
+
+    def __init__(self, adapter: type[BlockManagerAdapter], counts: Counter[str]) -> None:
+        self.adapter, self.counts = adapter, counts
+        check_adapter(adapter)
+        self.capabilities = frozenset(adapter.capabilities)
+        self.size, self.capacity = adapter.block_tokens, len(adapter.blocks)
+        self.live: dict[str, Sequence] = {}
+        self.past: list[list[int]] = []  # tokens of sequences that were there: their prefixes are asked for again
+        self.version = self.serial = 0
+        self.program: list[Operation] = []
+        self.story: list[str] = []
+        self.calls: list[Call] = []
+        self.failure: InvariantBroken | None = None
+        self._beginnings: dict[str, Content] = {}
+        self.kv = CanaryKV(self.size)
+        self.kv.counts, self.kv.rows_return = counts, adapter.hits_need_rows
+        self.manager = adapter(self.kv)
+        self.before = self.after = self.look()
+        counts["examples"] += 1
+
+    def can(self, capability: str) -> bool:
+        return capability in self.capabilities
+
+    def beginning(self, salt: str) -> Content:
+        return self._beginnings.setdefault(salt, beginning(salt))
+
+    # ---------------------------------------------------------------- telling
+
+    def begin(self, text: str) -> None:
+        """A new line of the story."""
+        self.counts["operations"] += 1
+        self.story.append(text)
+        self.before = self.after
+
+    def tell(self, text: str) -> None:
+        self.story[-1] += text
+
+    def fail(self, name: str, what: str) -> None:
+        """The invariant does not hold: raises :class:`InvariantBroken`, unless the adapter does not claim it."""
+        if name in self.adapter.unclaimed:
+            self.counts[f"unclaimed {name}"] += 1
+            return
+        self.failure = InvariantBroken(name, what, report(self, name, what), list(self.program))
+        raise self.failure
+
+    # ---------------------------------------------------------------- asking the manager
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """The manager's answer; an exception is a finding, unless it is what became of ``MoveFailed``.
+
+        What the kit finds in the middle of a call, in its copies, is raised also where the manager has caught it.
+        """
+        answer: Any = None
+        try:
+            answer = getattr(self.manager, method)(*arguments)
+        except Exception as error:
+            if self.failure is None:
+                answer = MoveFailed()
+                if not _on_purpose(error):
+                    self.fail("no_unexpected_error", f"{method}{_shown(arguments)} raised {error!r}")
+                    raise
+        if self.failure is not None:
+            raise self.failure
+        return answer
+
+    def call(self, method: str, *arguments: Any, fail: bool = False) -> Any:
+        """Like :meth:`ask`, of a call that changes something; ``fail``: its first copy of blocks fails."""
+        self.kv.fail_next, self.kv.failed = fail and self.can("failing_moves"), False
+        answer = self.ask(method, *arguments)
+        self.kv.fail_next = False
+        shown = "MoveFailed" if isinstance(answer, MoveFailed) else repr(answer)
+        self.calls.append(Call(method, arguments, self.kv.failed, shown, {}))
+        return answer
+
+    def look(self) -> Snapshot:
+        refs = self.ask("ref_counts")
+        return Snapshot(
+            {name: [None if block is None else int(block) for block in self.ask("table", name)] for name in self.live},
+            int(self.ask("free_blocks")),
+            int(self.ask("free_host_blocks")) if self.can("swap") else None,
+            None if refs is None else {int(block): int(n) for block, n in refs.items() if n},
+        )
+
+    def call_again(self) -> None:
+        """Every call so far, on a fresh manager: it must answer the same, and give the same blocks."""
+        kv = CanaryKV(self.size)
+        manager = self.adapter(kv)
+        try:
+            for call in self.calls:
+                kv.fail_next = call.failed
+                try:
+                    answer = repr(getattr(manager, call.method)(*call.arguments))
+                except Exception as error:
+                    if not _on_purpose(error):
+                        raise
+                    answer = "MoveFailed"
+                kv.fail_next = False
+                tables = {name: [None if b is None else int(b) for b in manager.table(name)] for name in call.tables}
+                if (answer, tables) != (call.answer, call.tables):
+                    was, now = f"{call.answer} {call.tables}", f"{answer} {tables}"
+                    self.fail("determinism", f"{call.method}{_shown(call.arguments)}: {was}; done again: {now}")
+        finally:
+            manager.close()
+
+    def holders(self, seen: Snapshot, tier: str = "device") -> dict[int, list[str]]:
+        """Who holds each block of a tier."""
+        found: dict[int, list[str]] = {}
+        for name, table in seen.tables.items():
+            sequence = self.live.get(name)
+            if sequence is not None and sequence.swapped == (tier == "host"):
+                for block in table:
+                    if block is not None:
+                        found.setdefault(block, []).append(name)
+        return found
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is done in the background."""
+        return any(sequence.waiting for sequence in self.live.values()) or bool(self.kept())
+
+    def kept(self) -> set[int]:
+        """Blocks that work in the background keeps."""
+        return {int(block) for block in self.ask("kept_blocks")} if self.can("background") else set()
+
+
+def check_adapter(adapter: type[BlockManagerAdapter]) -> None:
+    """:class:`InvalidInputError` for an adapter that names a capability or an invariant that does not exist."""
+    if not (isinstance(adapter, type) and issubclass(adapter, BlockManagerAdapter)):
+        raise InvalidInputError("adapter", "a subclass of BlockManagerAdapter", repr(adapter))
+    _known("capabilities", adapter.capabilities, CAPABILITIES)
+    _known("unclaimed", adapter.unclaimed, INVARIANTS)
+    if len(adapter.blocks) < 2 or adapter.block_tokens < 1:
+        raise InvalidInputError("blocks", "two blocks of one token or more", f"{len(adapter.blocks)} blocks")
+
+
+def _known(what: str, given: Collection[str], known: Collection[str]) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise InvalidInputError(what, f"some of {', '.join(known)}", ", ".join(unknown))
+
+
+def _on_purpose(error: BaseException) -> bool:
+    """Whether ``error`` is what became of :class:`MoveFailed`."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        if isinstance(at, MoveFailed):
+            return True
+        seen.add(id(at))
+        at = at.__cause__ or at.__context__
+    return False
+
+
+def _shown(arguments: tuple[Any, ...]) -> str:
+    return f"({', '.join(map(repr, arguments))})"
+
+
+__all__ = ["InvariantBroken", "Operation", "Sequence", "Snapshot", "Table", "World", "check_adapter"]

@@ -1,0 +1,63 @@
+"""transformers' block manager under the life-cycle kit: it keeps its blocks, and does not forget them."""
+
+from __future__ import annotations
+
+import pytest
+import transformers_cache
+from finding import check_found
+from planted_in_transformers import PLANTED
+from planted_managers import Planted
+
+from cache_manager.testing.life import BlockManagerAdapter, BlockManagerMachine, InvariantBroken, replay
+
+EXAMPLES = 60  # a manager with its tensors takes 20 ms to make
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch, about their own configuration
+
+
+class TestTransformers(BlockManagerMachine):
+    adapter = transformers_cache.Transformers
+    examples = EXAMPLES
+
+
+class TestTransformersCacheReset(BlockManagerMachine):
+    adapter = transformers_cache.TransformersCacheReset
+    examples = EXAMPLES
+
+
+class TestTransformersOffload(BlockManagerMachine):
+    adapter = transformers_cache.TransformersOffload
+    examples = EXAMPLES
+
+
+@pytest.mark.parametrize(
+    ("adapter", "invariant", "line"),
+    [
+        (
+            transformers_cache.TransformersSession,
+            "reset_forgets",
+            "admit s1 01 14 - rows ok; reset alone; admit s2 010 14 - rows ok",
+        ),
+        (
+            transformers_cache.TransformersPause,
+            "reset_forgets",
+            "admit s1 01 14 - rows ok; reset running; admit s2 010 14 - rows ok",
+        ),
+        (
+            transformers_cache.TransformersClearedSession,
+            "no_block_lost",
+            "admit s1 01 14 - rows ok; reset alone",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_the_page_of_proofs_tells_is_so(adapter: type[BlockManagerAdapter], invariant: str, line: str) -> None:
+    """Goal: docs/proofs.md is true of this version. Method: its stories, as it prints them. Where one is none any more
+    transformers was repaired, and the page has to say so."""
+    with pytest.raises(InvariantBroken, match=invariant):
+        replay(adapter, line)
+
+
+@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_found(fault: Planted) -> None:
+    """Goal: what was found nowhere else was looked for. Method: a fault planted in transformers' own classes."""
+    check_found(fault)

@@ -1,0 +1,32 @@
+"""vLLM's block manager under the life-cycle kit; run by `make test-managers`, where vLLM is."""
+
+from __future__ import annotations
+
+import pytest
+import vllm_kv_cache_manager
+from finding import check_found
+from planted_in_vllm import PLANTED
+from planted_managers import Planted
+
+from cache_manager.testing.life import BlockManagerMachine, InvariantBroken, replay
+
+
+class TestVllm(BlockManagerMachine):
+    adapter = vllm_kv_cache_manager.Vllm
+
+
+class TestVllmWindow(BlockManagerMachine):
+    adapter = vllm_kv_cache_manager.VllmWindow
+
+
+def test_a_block_is_found_before_it_is_computed() -> None:
+    """Goal: docs/proofs.md is true of this version. Method: its story of a step that was scheduled and never ran."""
+    line = "admit s1 0 14 - rows ok; lose s1 0; admit s2 000 14 - rows ok"
+    with pytest.raises(InvariantBroken, match="hit_was_written"):
+        replay(vllm_kv_cache_manager.VllmLostStep, line)
+
+
+@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_found(fault: Planted) -> None:
+    """Goal: what was found nowhere else was looked for. Method: a fault planted in vLLM's own block pool."""
+    check_found(fault)
