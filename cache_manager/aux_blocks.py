@@ -17,14 +17,14 @@ from cache_manager.keys import BlockKey, Namespace
 from cache_manager.lifecycle import State
 from cache_manager.move import Follow, Move, Pairs, split_pairs
 from cache_manager.mover import PairMover, RowsMover
-from cache_manager.ports import HitPolicy, Mover, RecordCounters, Region, StorageBackend, TierName
+from cache_manager.ports import HitPolicy, Mover, Region, StorageBackend, TierName
 from cache_manager.records import Export, LifeClaim, read_rows
 from cache_manager.rows import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Step
 from cache_manager.storage.records import RecordStore
-from cache_manager.store_jobs import MoverArchive, PersistJob, RestoreJob
-from cache_manager.table import Blocks
+from cache_manager.store_jobs import Archive, PersistJob, RestoreJob
+from cache_manager.table import Blocks, BlockTable
 from cache_manager.tiers import Memory
 
 Slots = NDArray[Any] | Sequence[int]
@@ -82,31 +82,22 @@ class AuxBlocks(BlockSet):
         except BaseException:
             self._tiers.close()
             raise
-        self._archive: MoverArchive | None = None
-        if self._mover.stores:
-            self._archive = MoverArchive(device, self._books, self._runner, self._required, self._mover, policy)
+        self._archive = Archive(device, self._books, self._runner, self._required, self._mover, policy)
 
     def _own_mover(self, device: Region, host: Region | None, store: StorageBackend | None, kv: Mover | None) -> Mover:
         rows = RowsMover(device, host, None if store is None else RecordStore(store, self.layout))
-        return (
-            rows
-            if kv is None
-            else PairMover(rows, kv, self.policy, self.layout, [self.layout.specs[i].name for i in self._required])
-        )
+        if kv is None:
+            return rows
+        return PairMover(rows, kv, self.policy, self.layout, [self.layout.specs[i].name for i in self._required])
 
     @property
     def has_store(self) -> bool:
-        return self._archive is not None
-
-    @property
-    def store_counters(self) -> RecordCounters | None:
-        """What the rows' store has answered so far, corrupt records included; ``None`` without a store."""
-        return self._mover.counters if self._archive else None
+        return self._mover.stores
 
     def blocks_in(self, state: State, tier: TierName = "device") -> int:
         """How many blocks of a tier are in ``state``."""
         with self._lock:
-            return self._tiers.named(tier).count(state)
+            return int(count(self._tiers.named(tier).states == state))
 
     def holds(self, owner: Hashable, block: int, tier: TierName = "device") -> bool:
         with self._lock:
@@ -114,9 +105,7 @@ class AuxBlocks(BlockSet):
 
     def reference_counts(self, blocks: Blocks, tier: TierName = "device") -> NDArray[np.int32]:
         """How many leases there are on each of ``blocks``, those of jobs included: ``[n]``."""
-        with self._lock:
-            table = self._tiers.named(tier)
-            return table.leases.holders.take(table.ids_often(blocks))
+        return self._ask(blocks, tier, lambda table, ids: table.leases.holders.take(ids))
 
     def holders(self, tier: TierName = "device") -> NDArray[np.int32]:
         """:meth:`reference_counts` of all blocks of a tier, as they are whenever it is looked at; not to be written."""
@@ -126,16 +115,11 @@ class AuxBlocks(BlockSet):
 
     def available(self, blocks: Blocks, tier: TierName = "device") -> NDArray[np.bool_]:
         """Which blocks could be given to an owner now: unheld, not in motion, and no device still writes them."""
-        with self._lock:
-            table = self._tiers.named(tier)
-            return table.available(table.ids_often(blocks))
+        return self._ask(blocks, tier, BlockTable.available)
 
     def has_step(self, blocks: Blocks) -> bool:
         """Whether a step in flight writes one of the device blocks."""
-        with self._lock:
-            table = self._tiers.device
-            ids = table.ids_often(blocks)
-            return bool(count(table.busy(ids) | table.busy(ids, in_place=True)))
+        return bool(count(self._ask(blocks, "device", BlockTable.busy)))
 
     # ---------------------------------------------------------------- owning
 
@@ -153,7 +137,7 @@ class AuxBlocks(BlockSet):
         """:meth:`allocate` for many owners in one call: ``owners[i]`` gets ``blocks[i]``."""
         with self._lock:
             table = self._tiers.device
-            table.allocate_each(table.ids(blocks), [owner_name(owner) for owner in owners])
+            table.allocate(table.ids(blocks), each=[owner_name(owner) for owner in owners])
 
     def share(self, blocks: Blocks, owner: Hashable) -> None:
         """Let a further owner hold device blocks whose rows it will use: a prefix hit or a fork."""
@@ -294,8 +278,8 @@ class AuxBlocks(BlockSet):
         no room for a further job: nothing has changed. A job that is not ``queued`` is over when it is returned, and
         there is always room for it. Raises :class:`ConfigError` when there is no store.
         """
-        archive = self._need_archive()
-        return archive.begin_persist(blocks, LifeClaim(owner, generations, len(blocks)), queued=queued)
+        self._check_stores()
+        return self._archive.begin_persist(blocks, LifeClaim(owner, generations, len(blocks)), queued=queued)
 
     def begin_restore(
         self,
@@ -316,22 +300,8 @@ class AuxBlocks(BlockSet):
         has no rows. The blocks can be neither read, written nor given away until the job has landed. ``None`` and
         ``queued`` are as above.
         """
-        archive = self._need_archive()
-        return archive.begin_restore(blocks, LifeClaim(owner, generations, len(blocks)), origins, queued=queued)
-
-    def stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which keys the store seems to have; only :meth:`restore` verifies."""
-        return self._need_archive().mover.contains(keys)
-
-    def flush(self) -> None:
-        """Return when what was persisted is on stable storage."""
-        self._need_archive().mover.flush()
-
-    def _need_archive(self) -> MoverArchive:
-        assert self._tiers.device
-        if self._archive is None:
-            raise ConfigError("store", "a storage backend", "none was given to AuxBlocks")
-        return self._archive
+        self._check_stores()
+        return self._archive.begin_restore(blocks, LifeClaim(owner, generations, len(blocks)), origins, queued=queued)
 
     # ---------------------------------------------------------------- crossing
 

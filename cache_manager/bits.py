@@ -11,6 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORD_BITS: Final = 64
+Ints = NDArray[np.int64]
+Bits = NDArray[np.uint64]
+_ONE: Final = np.uint64(1)
 _ALL: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _BITS: Final = np.uint64(WORD_BITS)
 
@@ -40,4 +43,47 @@ def unpack_bits(words: NDArray[np.uint64], block_tokens: int) -> NDArray[np.bool
     return bits.view(np.bool_)
 
 
-__all__ = ["WORD_BITS", "full_bits", "prefix_bits", "unpack_bits", "words_of"]
+class Cells:
+    """Where slots are among the validity words of blocks of ``block_tokens`` rows.
+
+    A *cell* is one validity word of a block for every spec: ``block * W + word``. Where a block has at most 64 rows
+    the cells are the blocks.
+    """
+
+    __slots__ = ("_mask", "_shift", "_tokens", "_words")
+
+    def __init__(self, block_tokens: int) -> None:
+        self._tokens, self._words = block_tokens, words_of(block_tokens)
+        # Where a slot says its cell by a shift: one word a block, or whole words.
+        unit = WORD_BITS if block_tokens % WORD_BITS == 0 else block_tokens
+        plain = unit & (unit - 1) == 0 and (self._words == 1 or unit == WORD_BITS)
+        self._shift, self._mask = (unit.bit_length() - 1, unit - 1) if plain else (-1, 0)
+
+    def bit_by_bit(self, slots: Ints) -> tuple[Ints, Bits]:
+        """The cell of each slot, and its one bit there."""
+        if self._shift >= 0:
+            return slots >> self._shift, _ONE << (slots & self._mask).view(np.uint64)
+        blocks, offsets = np.divmod(slots, self._tokens)
+        return blocks * self._words + (offsets >> 6), _ONE << (offsets & 63).view(np.uint64)
+
+    def run_by_run(self, slots: Ints, cells: Ints) -> tuple[Ints, Bits]:
+        """A cell, and the bits there, for each run of slots next to each other in one of their ``cells``; not none."""
+        edges = np.flatnonzero(np.concatenate(([True], (np.diff(slots) != 1) | (np.diff(cells) != 0), [True])))
+        length = np.diff(edges).view(np.uint64)
+        first, bits = self.bit_by_bit(slots[edges[:-1]])
+        return first, (_ALL >> (_BITS - length)) * bits
+
+    def of_ordered(self, slots: Ints) -> tuple[Ints, Bits]:
+        """The cells of ``slots`` in order, each once, and the bits in each."""
+        cells, bits = self.bit_by_bit(slots)
+        if not slots.size:
+            return cells, bits
+        start = np.flatnonzero(np.concatenate(([True], cells[1:] != cells[:-1])))
+        return cells[start], np.bitwise_or.reduceat(bits, start)
+
+    def blocks(self, cells: Ints) -> Ints:
+        """The blocks of cells, each once."""
+        return cells if self._words == 1 else np.unique(cells // self._words)
+
+
+__all__ = ["WORD_BITS", "Cells", "full_bits", "prefix_bits", "unpack_bits", "words_of"]

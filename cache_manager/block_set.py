@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,15 +13,17 @@ from cache_manager.books import AuxCounters, Books
 from cache_manager.checks import count_in_range
 from cache_manager.errors import BlockStateError, ConfigError, SpecError
 from cache_manager.jobs import Job, JobLimits, JobRunner
-from cache_manager.keys import KeyChain, Namespace
+from cache_manager.keys import BlockKey, KeyChain, Namespace
 from cache_manager.move import Move
-from cache_manager.ports import Region, TierName
+from cache_manager.ports import Mover, RecordCounters, Region, TierName
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.records import Export, bind_origin, install_record
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Step
-from cache_manager.table import Blocks
+from cache_manager.table import Blocks, BlockTable, Ints
 from cache_manager.tiers import Memory, Tiers
+
+_T = TypeVar("_T")
 
 
 class BlockSet:
@@ -33,6 +35,8 @@ class BlockSet:
     method may be called from any thread. In a finaliser or a signal handler ``free`` and ``abort`` do their work when
     the call that they interrupt ends; other methods raise ``BlockBusyError`` there.
     """
+
+    _mover: Mover
 
     def __init__(
         self,
@@ -101,21 +105,22 @@ class BlockSet:
 
     def complete(self, blocks: Blocks, tier: TierName = "device") -> NDArray[np.bool_]:
         """Which blocks have every required row: ``[n]``."""
-        with self._lock:
-            table = self._tiers.named(tier)
-            return table.complete(table.ids_often(blocks), self._required)
+        return self._ask(blocks, tier, lambda table, ids: table.complete(ids, self._required))
 
     def generations(self, blocks: Blocks, tier: TierName = "device") -> NDArray[np.int64]:
         """Which life each block is in, ``[n]``; calls that bind a block to something outside want to be told."""
-        with self._lock:
-            table = self._tiers.named(tier)
-            return table.generations.take(table.ids_often(blocks))
+        return self._ask(blocks, tier, lambda table, ids: table.generations.take(ids))
 
     def origins(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
         """The origin of each block's content, to be kept beside its KV; 0 where nothing was written."""
+        found: list[int] = self._ask(blocks, tier, lambda table, ids: table.origin.take(ids)).tolist()
+        return found
+
+    def _ask(self, blocks: Blocks, tier: TierName, question: Callable[[BlockTable, Ints], _T]) -> _T:
+        """What a table says of ``blocks``, which may be named several times."""
         with self._lock:
             table = self._tiers.named(tier)
-            return [int(origin) for origin in table.origin.take(table.ids_often(blocks))]
+            return question(table, table.ids_often(blocks))
 
     # ---------------------------------------------------------------- what is in flight
 
@@ -153,6 +158,28 @@ class BlockSet:
     def wait(self, timeout_s: float) -> bool:
         """Sleep until :meth:`poll` has something to land, or no job is left; ``False`` after ``timeout_s``."""
         return self._runner.wait_any(timeout_s)
+
+    # ---------------------------------------------------------------- storing
+
+    @property
+    def store_counters(self) -> RecordCounters | None:
+        """What the rows' store has answered so far, corrupt records included; ``None`` without a store."""
+        return self._mover.counters if self._mover.stores else None
+
+    def stored(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which keys the store seems to have; only ``restore`` verifies."""
+        self._check_stores()
+        return self._mover.contains(keys)
+
+    def flush(self) -> None:
+        """Return when what was persisted is on stable storage."""
+        self._check_stores()
+        self._mover.flush()
+
+    def _check_stores(self) -> None:
+        assert self._tiers.device
+        if not self._mover.stores:
+            raise ConfigError("store", "a storage backend", f"none was given to {type(self).__name__}")
 
     # ---------------------------------------------------------------- crossing
 

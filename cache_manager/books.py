@@ -13,6 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -152,17 +153,28 @@ class InFlight(ABC):
     """Work that has begun and is ended once: by :meth:`commit`, or by :meth:`abort`, which is harmless afterwards.
 
     As a context manager, an exception aborts, and leaving commits unless the body has ended it already. Whichever
-    thread ends it, it ends once.
+    thread ends it, it ends once. What is dropped is aborted.
     """
 
-    __slots__ = ("__weakref__", "_ended")
+    __slots__ = ("__weakref__", "_books", "_ended")
+    _books: Books
     _ended: bool  # read and written under the lock
 
     @abstractmethod
     def commit(self) -> object: ...
 
+    def abort(self) -> None:
+        """Make nothing of it readable, and let go what it keeps. Harmless after the end."""
+        self._books.guard.now_or_later(lambda: self._give_up("aborted"))
+
+    def __del__(self) -> None:
+        if not self._ended:
+            with suppress(BlockStateError):  # in a forked child it is not the child's
+                self._books.guard.now_or_later(lambda: self._give_up("dropped"))
+
     @abstractmethod
-    def abort(self) -> None: ...
+    def _give_up(self, how: str, /) -> None:
+        """End it, if it has not ended; the lock is held."""
 
     def __enter__(self) -> Self:
         return self

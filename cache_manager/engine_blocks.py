@@ -20,26 +20,28 @@ from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
 from cache_manager.block_set import BlockSet
-from cache_manager.copy_jobs import CopyArchive, CopyPersistJob, CopyRestoreJob
-from cache_manager.errors import ConfigError, InvalidInputError, KVRouteError
+from cache_manager.copy_jobs import CopyArchive
+from cache_manager.errors import InvalidInputError, KVRouteError
 from cache_manager.feed import FeedReader, Operation
 from cache_manager.jobs import JobLimits
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.lifecycle import ALLOWED, Event, State
 from cache_manager.move import Move, Pairs, split_pairs
 from cache_manager.mover import RowsMover
-from cache_manager.ports import RecordCounters, StorageBackend, TierName
-from cache_manager.records import read_rows
+from cache_manager.ports import StorageBackend, TierName
+from cache_manager.records import LifeClaim, read_rows
 from cache_manager.rows import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Keep, Step
 from cache_manager.storage.records import RecordStore
+from cache_manager.store_jobs import PersistJob, RestoreJob
 from cache_manager.table import Blocks, BlockTable, Ints
 from cache_manager.tiers import Memory
 
 logger = logging.getLogger(__name__)
 
 GENERATION_END = 1 << 47
+NAMED_MAX = 8  # blocks that one error names
 _COUNTERS = {
     ("device", "device"): "copied_rows",
     ("device", "host"): "swapped_out_rows",
@@ -86,14 +88,9 @@ class EngineBlocks(BlockSet):
         self._logged: set[str] = set()
         device, host = self._tiers.device, self._tiers.host
         records = None if store is None else RecordStore(store, self.layout)
-        self._mover = RowsMover(device.region, host.region if host else None, None)
-        self._archive = CopyArchive(device, self._books, self._runner, self._required, records) if records else None
+        self._mover = RowsMover(device.region, host.region if host else None, records)
+        self._archive = CopyArchive(device, self._books, self._runner, self._required, self._mover, "gate", records)
         self._feed = FeedReader()
-
-    @property
-    def store_counters(self) -> RecordCounters | None:
-        """What the store has answered so far, corrupt records included; ``None`` without a store."""
-        return self._archive.records.counters if self._archive else None
 
     # ---------------------------------------------------------------- lives
 
@@ -111,14 +108,10 @@ class EngineBlocks(BlockSet):
             if generations is not None:
                 next_lives = self._given_lives(generations, next_lives, good)
             good &= ALLOWED[Event.RENEW].take(table.states.take(ids, mode="clip"))
-            if (n := int(count(good))) != ids.size:
-                self._bad("stale_blocks", ids.size - n, "renew", "block ids, and generations larger than before")
-                next_lives = np.where(good, next_lives, 0)
-                ids, begun = ids[good], next_lives[good]
-            else:
-                begun = next_lives
-            table.renew(ids, begun)
-        return next_lives
+            if count(good) != ids.size:
+                self._bad("stale_blocks", ids[~good], "renew", "block ids, and generations larger than before")
+            table.renew(ids[good], next_lives[good])
+        return np.where(good, next_lives, 0)
 
     def _given_lives(self, generations: Blocks, next_lives: Ints, good: NDArray[np.bool_]) -> Ints:
         given = np.asarray(generations, np.int64)
@@ -173,6 +166,18 @@ class EngineBlocks(BlockSet):
                 self._bad("bad_writes_dropped", np.size(slots), "write_step", str(error))
             return 0
 
+    def name_origins(self, blocks: Blocks, generations: Blocks, origins: NDArray[np.uint64]) -> None:
+        """What these device blocks hold is known outside under these ``origins [n]``, which their KV itself says.
+
+        For KV that is kept where no origin can lie beside it. Rows stay readable. A block in another life, and an
+        origin of 0, are passed over; the next write into a block makes it another computation's.
+        """
+        with self._lock:
+            table = self._tiers.device
+            ids, good = self._known(table, blocks)
+            good &= (table.generations.take(ids, mode="clip") == np.asarray(generations, np.int64)) & (origins != 0)
+            table.carry_origin(ids[good], origins[good])
+
     # ---------------------------------------------------------------- moving
 
     def copy(self, pairs: Pairs, rows: Sequence[int] | None = None) -> None:
@@ -223,14 +228,10 @@ class EngineBlocks(BlockSet):
             target.forget(targets)
         good = ALLOWED[Event.BEGIN_DEPARTURE].take(source.states.take(sources))
         good &= target.states.take(targets) == State.HELD
-        good &= ~(target.busy(targets) | target.busy(targets, in_place=True))
-        if (n := int(count(good))) != targets.size:
-            self._bad(
-                "bad_moves_dropped",
-                targets.size - n,
-                "move",
-                "blocks that were given out, and into which no step writes",
-            )
+        good &= ~target.busy(targets)
+        if count(good) != targets.size:
+            what = "blocks that were given out, and into which no step writes"
+            self._bad("bad_moves_dropped", targets[~good], "move", what)
             rows = None if rows is None else [r for r, fine in zip(rows, good.tolist(), strict=True) if fine]
             sources, targets = sources[good], targets[good]
         return sources, targets, rows
@@ -239,13 +240,14 @@ class EngineBlocks(BlockSet):
 
     def begin_persist(
         self, blocks: Mapping[BlockKey, int], generations: Blocks, *, queued: bool = True
-    ) -> CopyPersistJob | None:
+    ) -> PersistJob | None:
         """Copy the rows of complete blocks and store them under their keys; blocks in another life are passed over.
 
         The job's result: by key, the origin that is stored now, 0 for none. ``None`` when there is no room for a
         further job. Raises :class:`ConfigError` when there is no store.
         """
-        return self._need_archive().begin_persist(blocks, generations, queued=queued)
+        self._check_stores()
+        return self._archive.begin_persist(blocks, LifeClaim(None, generations, len(blocks)), queued=queued)
 
     def begin_restore(
         self,
@@ -254,13 +256,14 @@ class EngineBlocks(BlockSet):
         origins: Mapping[BlockKey, int] | None = None,
         *,
         queued: bool = True,
-    ) -> CopyRestoreJob | None:
+    ) -> RestoreJob | None:
         """Read what is stored under the keys and put it into blocks that are still in these lives when it has come.
 
         The job's result: by key, whether the block's rows are there. ``origins``, by key, are those of the KV that the
         engine has loaded: rows of another computation do not land. Nor do they in a block that a step writes by then.
         """
-        return self._need_archive().begin_restore(blocks, generations, origins, queued=queued)
+        self._check_stores()
+        return self._archive.begin_restore(blocks, LifeClaim(None, generations, len(blocks)), origins, queued=queued)
 
     def persist(self, blocks: Mapping[BlockKey, int], generations: Blocks) -> dict[BlockKey, int]:
         """:meth:`begin_persist`, done by the calling thread: its result."""
@@ -275,20 +278,6 @@ class EngineBlocks(BlockSet):
         job = self.begin_restore(blocks, generations, origins, queued=False)
         assert job is not None, "nothing but the queue is ever full"
         return job.result()
-
-    def stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which keys the store seems to have; only :meth:`restore` verifies."""
-        return self._need_archive().records.contains(keys)
-
-    def flush(self) -> None:
-        """Return when what was persisted is on stable storage."""
-        self._need_archive().records.flush()
-
-    def _need_archive(self) -> CopyArchive:
-        assert self._tiers.device
-        if self._archive is None:
-            raise ConfigError("store", "a storage backend", "none was given to EngineBlocks")
-        return self._archive
 
     # ---------------------------------------------------------------- reading
 
@@ -319,9 +308,16 @@ class EngineBlocks(BlockSet):
         """
         return self._feed.apply(operations, self)
 
-    def forget(self) -> None:
-        """Nothing that was written so far is readable, in no tier; blocks stay in their lives."""
+    def forget(self, blocks: Blocks | None = None) -> None:
+        """Nothing that was written so far is readable, in no tier; blocks stay in their lives.
+
+        With ``blocks``, of these device blocks, whose KV is not what it was said to be. What is none is passed over.
+        """
         with self._lock:
+            if blocks is not None:
+                ids, good = self._known(self._tiers.device, blocks)
+                self._tiers.device.forget(ids[good])
+                return
             for table in self._tiers:
                 table.forget(np.arange(table.blocks))
 
@@ -330,14 +326,25 @@ class EngineBlocks(BlockSet):
         with self._lock:
             self._bad(counter, 1, "apply", "batches of a feed in order, each once")
 
-    def _bad(self, counter: str, n: int, call: str, what: str) -> None:
-        """Something was dropped: count it, log the first of its kind, or raise in a strict set. The lock is held."""
+    def _bad(self, counter: str, bad: int | Ints, call: str, what: str) -> None:
+        """Blocks, or so many things, were dropped: count them, log the first of the kind, or raise in a strict set.
+
+        The lock is held.
+        """
+        n = bad if isinstance(bad, int) else bad.size
         if self.strict:
-            raise InvalidInputError(call, what, f"{n} others")
+            got = f"{n} others" if isinstance(bad, int) else f"{'block' if n == 1 else 'blocks'} {named(bad)}"
+            raise InvalidInputError(call, what, got)
         self._books.count(counter, int(n))
         if counter not in self._logged:
             self._logged.add(counter)
             logger.warning("%s: wanted %s; %d dropped, further ones are counted as %s", call, what, n, counter)
+
+
+def named(blocks: Ints) -> str:
+    """The ids of ``blocks``, the first few of many."""
+    first = ", ".join(map(str, blocks[:NAMED_MAX].tolist()))
+    return first if blocks.size <= NAMED_MAX else f"{first} and {blocks.size - NAMED_MAX} more"
 
 
 __all__ = ["EngineBlocks", "StepRows"]

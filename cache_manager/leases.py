@@ -59,7 +59,7 @@ class Leases:
         elif mine:
             ids = ids[~self.among(ids, np.array(mine))]
         mine.frombytes(ids.tobytes())
-        self.holders[ids] += 1
+        self.holders[ids] = self.holders.take(ids) + 1
 
     def acquire_each(self, owners: Iterable[Hashable], ids: Ints) -> None:
         """Let each of ``owners`` hold the one of ``ids`` at its place, which nobody holds."""
@@ -84,8 +84,8 @@ class Leases:
             left = np.array(mine)
         else:
             left = self._remove(owner, mine, ids)
-        self.holders[left] -= 1
-        unheld: Ints = left[self.holders.take(left) == 0]
+        self.holders[left] = now = self.holders.take(left) - 1
+        unheld: Ints = left[now == 0]
         return unheld
 
     def _remove(self, owner: Hashable, mine: array[int], ids: Ints) -> Ints:
@@ -121,10 +121,6 @@ class Leases:
 
     def holds(self, owner: Hashable, block: int) -> bool:
         return block in self._blocks.get(owner, ())
-
-    def holds_all(self, owner: Hashable, ids: Ints) -> bool:
-        """Whether ``owner`` holds every one of ``ids``."""
-        return bool(self.among(ids, self.blocks(owner)).all())
 
     def blocks(self, owner: Hashable) -> Ints:
         """The owner's blocks in the order in which it took them; the caller's own."""

@@ -31,6 +31,8 @@ class State(IntEnum):
 
 
 class Event(Enum):
+    __hash__ = object.__hash__  # Enum's own is a Python function, and each check and change of state looks events up
+
     ALLOCATE = "allocate"
     RENEW = "give out anew"
     SHARE = "share"
@@ -87,11 +89,13 @@ TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
 }
 
 ILLEGAL: Final = 255
-NEXT: Final[dict[Event, NDArray[np.uint8]]] = {
-    event: np.array([TRANSITIONS[s].get(event, ILLEGAL) for s in State], dtype=np.uint8) for event in Event
+NEXT: Final[dict[Event, bytes]] = {
+    event: bytes(TRANSITIONS[s].get(event, ILLEGAL) for s in State).ljust(256, b"\xff") for event in Event
 }
-"""By event: the state after it for each state before it, or ``ILLEGAL``."""
-ALLOWED: Final[dict[Event, NDArray[np.bool_]]] = {event: after != ILLEGAL for event, after in NEXT.items()}
+"""By event: the state after it for each state before it, or ``ILLEGAL``; for ``bytes.translate``, which is quick."""
+ALLOWED: Final[dict[Event, NDArray[np.bool_]]] = {
+    event: np.array([after[s] != ILLEGAL for s in State]) for event, after in NEXT.items()
+}
 IN_MOTION: Final = (State.LEAVING, State.ARRIVING)
 
 __all__ = ["ALLOWED", "ILLEGAL", "IN_MOTION", "NEXT", "TRANSITIONS", "Event", "State"]

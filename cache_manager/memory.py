@@ -16,14 +16,13 @@ The proof needs stores to become visible in the order in which they are made. x8
 elsewhere a reader without the writer's lock is refused (:func:`require_ordered_stores`). It also needs a copy to see
 fewer than 65,536 changes within one generation: the sequence has 16 bits.
 
-A *cell* is one validity word of a block for every spec: ``block * W + word``. Where a block has at most 64 rows the
-cells are the blocks.
+Cells are those of :class:`cache_manager.bits.Cells`.
 """
 
 from __future__ import annotations
 
 import platform
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,8 +54,9 @@ def places(region: Region) -> tuple[NDArray[np.uint8], ...]:
 
 def publish(region: Region, ids: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
     """Begin a new life of blocks ``ids [n]``, each once: no row is readable, the word names ``generations [n]``."""
-    region.valid[ids] = 0
-    region.words[ids] = generations.astype(np.uint64) << _SHIFT
+    words, bits = generations.astype(np.uint64) << _SHIFT, _by_block(region)
+    bits[ids] = np.zeros(1, bits.dtype)
+    region.words[ids] = words
 
 
 def clear(region: Region, cells: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
@@ -64,15 +64,15 @@ def clear(region: Region, cells: NDArray[np.int64], bits: NDArray[np.uint64]) ->
 
     A block that had none of them readable keeps its word, because no reader can have taken one.
     """
-    flat, had = _flat(region), np.zeros_like(bits)
+    flat, had = _flat(region), None
     for spec in range(region.valid.shape[1]):
         at = _cells_of(region, cells, spec)
         now = flat.take(at)
         hit = now & bits
         if np.count_nonzero(hit):
             flat[at] = now & ~bits
-            had |= hit
-    if np.count_nonzero(had):
+            had = hit if had is None else had | hit
+    if had is not None:
         blocks = cells[had != 0] // region.valid.shape[2]  # a block that is there twice changes once
         word = region.words[blocks]
         region.words[blocks] = (word & ~SEQUENCE_MASK) | ((word + _ONE) & SEQUENCE_MASK)
@@ -82,6 +82,23 @@ def add(region: Region, spec: int, cells: NDArray[np.int64], bits: NDArray[np.ui
     """Make the rows ``bits [n]`` of ``cells [n]``, each once, readable in ``spec``; their bytes are in place."""
     flat, at = _flat(region), _cells_of(region, cells, spec)
     flat[at] = flat.take(at) | bits
+
+
+def bits_of(region: Region, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The validity words ``[n, specs, W]`` of blocks ``ids [n]``: a copy, for whoever holds the writer's lock."""
+    return region.valid.take(ids, axis=0)
+
+
+def put_bits(region: Region, ids: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
+    """Make ``bits [n, specs, W]`` the validity words of blocks ``ids [n]``."""
+    items = _by_block(region)
+    items[ids] = np.ascontiguousarray(bits).reshape(-1).view(items.dtype)
+
+
+def _by_block(region: Region) -> NDArray[Any]:
+    """Each block's validity words as one item: an index of rows of words costs five times as much."""
+    words = region.valid.shape[1] * region.valid.shape[2]
+    return _flat(region).view(np.uint64 if words == 1 else f"V{8 * words}")
 
 
 def _flat(region: Region) -> NDArray[np.uint64]:
@@ -185,11 +202,13 @@ __all__ = [
     "READ_RETRIES_MAX",
     "SEQUENCE_MASK",
     "add",
+    "bits_of",
     "check_region",
     "clear",
     "complete",
     "gather",
     "places",
     "publish",
+    "put_bits",
     "require_ordered_stores",
 ]

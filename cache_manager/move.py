@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from enum import Enum
 from typing import cast
 
@@ -18,6 +17,7 @@ from cache_manager.checks import integers
 from cache_manager.errors import BlockStateError, InvalidInputError
 from cache_manager.leases import Followers
 from cache_manager.lifecycle import Event
+from cache_manager.memory import bits_of, put_bits
 from cache_manager.ports import Mover, TierName
 from cache_manager.table import BlockTable, Ints
 
@@ -33,7 +33,7 @@ class Follow(Enum):
 
 
 def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[Ints, Ints]:
-    """Source and target ids of ``pairs``, or :class:`InvalidInputError`.
+    """Source and target ids of ``pairs``, or :class:`InvalidInputError`. The lock is held.
 
     A source may serve several targets; a target is written once, and is not a source in the same call.
     """
@@ -43,8 +43,10 @@ def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[I
         return np.empty(0, np.int64), np.empty(0, np.int64)
     if table.shape[1] != 2:
         raise InvalidInputError("pairs", wanted, f"{table.dtype} of shape {table.shape}")
-    targets = target.ids(table[:, 1], "pairs target")
-    sources = source.ids_often(table[:, 0], "pairs source")
+    sources, targets = np.ascontiguousarray(table.T)
+    target.within(targets, "pairs target")
+    target.check_once(targets, "pairs target")
+    source.within(sources, "pairs source")
     if source is target and count(both := source.leases.among(sources, targets)):
         raise InvalidInputError("pairs", "no block as source and as target", int(sources[both].min()))
     return sources, targets
@@ -63,7 +65,7 @@ class Move(InFlight):
     flight to write the sources: what they commit later goes under an origin of its own.
     """
 
-    __slots__ = ("_books", "_counter", "_followers", "_rows", "_source", "_sources", "_target", "_targets")
+    __slots__ = ("_counter", "_followers", "_rows", "_source", "_sources", "_target", "_targets")
 
     def __init__(
         self,
@@ -84,8 +86,6 @@ class Move(InFlight):
         self._sources, self._targets, self._counter = sources, targets, counter
         self._followers: Followers = []
         self._rows = None
-        if follow is not Follow.NOBODY:
-            source.ids(sources, "pairs source")
         if rows is not None:
             self._rows = prefix_bits(integers(rows, "rows", "a row count for each pair"), target.tokens)
             if len(self._rows) != targets.size:
@@ -99,10 +99,12 @@ class Move(InFlight):
             if follow is Follow.NOBODY:
                 target.check_empty(targets)
             else:
-                target.check_unheld(targets)
+                source.check_once(sources, "pairs source")
+                held = target.leases.holders.take(targets) > 0
+                target.refuse(targets, held, "FREE or CACHED to copy into", "HELD", BlockStateError)
                 self._followers = self._find_followers(None if follow is Follow.EVERYBODY else follow)
             if beside_steps:  # a row that a step commits while the bytes are copied may not be among them
-                there = source.region.valid[sources]
+                there = bits_of(source.region, sources)
                 self._rows = there if self._rows is None else there & self._rows
             source.begin_departure(sources)
             target.begin_arrival(targets)
@@ -117,11 +119,9 @@ class Move(InFlight):
 
     def _find_followers(self, owner: Hashable | None) -> Followers:
         """Whose leases on each source will follow; the lock is held."""
-        leases = self._source.leases
-        if owner is not None and not leases.holds_all(owner, self._sources):
-            block = next(b for b in self._sources.tolist() if not leases.holds(owner, b))
-            raise BlockStateError(f"{self._source.tier} block {block}", f"one that {owner!r} holds", "one it does not")
-        return leases.followers(self._sources, owner)
+        if owner is not None:
+            self._source.check_holder(owner, self._sources)
+        return self._source.leases.followers(self._sources, owner)
 
     def commit(self) -> None:
         """The rows have arrived: they are readable at the target, and the leases that follow are there."""
@@ -130,26 +130,18 @@ class Move(InFlight):
             if self._ended:
                 raise BlockStateError("move", "one that is in flight", "one that has ended")
             # A reset in between has cleared the source's bits, and nobody can have written a block in motion since.
-            valid = source.region.valid[self._sources]
+            valid = bits_of(source.region, self._sources)
             if self._rows is not None:
                 valid &= self._rows
-            target.region.valid[self._targets] = valid
+            put_bits(target.region, self._targets, valid)
             target.carry_origin(self._targets, source.origin.take(self._sources))
             arrived = np.bitwise_or.reduce(valid, axis=1) if valid.shape[1] > 1 else valid
             self._books.count(self._counter, int(np.bitwise_count(arrived).sum()))
             source.leases.pass_on(self._sources, target.leases, self._targets, self._followers)
             self._end(arrived=True)
 
-    def abort(self) -> None:
-        """Leave source, leases and every other block as they were. Harmless after the move has ended."""
-        self._books.guard.now_or_later(self._give_up)
-
-    def __del__(self) -> None:
-        if not self._ended:
-            with suppress(BlockStateError):  # in a forked child the move is not the child's
-                self._books.guard.now_or_later(self._give_up)
-
-    def _give_up(self) -> None:
+    def _give_up(self, _how: str, /) -> None:
+        """Source, leases and every other block are as they were."""
         if not self._ended:
             self._books.count("moves_aborted")
             self._target.carry_origin(self._targets, np.zeros(self._targets.size, np.uint64))

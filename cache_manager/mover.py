@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +28,19 @@ from numpy.typing import NDArray
 from cache_manager.bits import full_bits
 from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
-from cache_manager.ports import Absence, BlockRecords, Found, HitPolicy, Mover, RecordCounters, Region, TierName
+from cache_manager.ports import Absence, BlockRecords, Found, HitPolicy, Mover, RecordCounters, TierName
 from cache_manager.record import RecordHeader
 from cache_manager.spec import RecordLayout
 from cache_manager.storage.records import RecordStore
 
 _T = TypeVar("_T")
+
+
+class Records(Protocol):
+    """Memory for records: a region, or a copy of some blocks' records."""
+
+    layout: RecordLayout
+    rows: NDArray[np.uint8]  # [n, layout.nbytes]
 
 
 class RowsMover:
@@ -45,9 +52,9 @@ class RowsMover:
     __slots__ = ("_records", "_regions", "_whole")
 
     def __init__(
-        self, device: Region, host: Region | None, records: RecordStore | None, *, whole: bool = False
+        self, device: Records, host: Records | None, records: RecordStore | None, *, whole: bool = False
     ) -> None:
-        self._regions: dict[TierName, Region | None] = {"device": device, "host": host}
+        self._regions: dict[TierName, Records | None] = {"device": device, "host": host}
         self._records = records
         layout = device.layout
         self._whole = (
@@ -219,10 +226,10 @@ class PairMover:
         return (self._get_gated if self._policy == "gate" else self._get_masked)(keys, blocks)
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        there = _one_each(self._kv.contains(keys), keys)
+        there = one_each(self._kv.contains(keys), keys)
         if self._policy == "mask":
             return there
-        return [a and b for a, b in zip(_one_each(self._rows.contains(keys), keys), there, strict=True)]
+        return [a and b for a, b in zip(one_each(self._rows.contains(keys), keys), there, strict=True)]
 
     def flush(self) -> None:
         self._rows.flush()
@@ -234,7 +241,7 @@ class PairMover:
         """What is stored of KV and of rows; the part without which the other is of no use goes first."""
 
         def put(mover: Mover, some: Sequence[int]) -> dict[int, Found]:
-            answers = _one_each(mover.put(records.only(some), replace=replace), some) if some else []
+            answers = one_each(mover.put(records.only(some), replace=replace), some) if some else []
             return {i: found for i, found in zip(some, answers, strict=True) if found is not None}
 
         if self._policy == "gate":
@@ -247,7 +254,7 @@ class PairMover:
     def _still(self, records: BlockRecords, rows: dict[int, Found]) -> dict[int, Found]:
         """What is stored of ``rows`` now: another writer may have replaced them before our KV was there."""
         some = list(rows)
-        now = _one_each(self._rows.put(records.only(some)), some) if some else []
+        now = one_each(self._rows.put(records.only(some)), some) if some else []
         return {i: found if found is not None else Found(0, b"") for i, found in zip(some, now, strict=True)}
 
     def _answer(self, kv: Found | None, rows: Found | None) -> Found | None:
@@ -259,13 +266,13 @@ class PairMover:
 
     def _get_gated(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
         answers: list[Found | Absence] = [Absence.MISS] * len(keys)
-        count = _run(_one_each(self._rows.contains(keys), keys))
-        rows = _one_each(self._rows.get_into(keys[:count], blocks[:count]), keys[:count]) if count else []
+        count = _run(one_each(self._rows.contains(keys), keys))
+        rows = one_each(self._rows.get_into(keys[:count], blocks[:count]), keys[:count]) if count else []
         answers[: len(rows)] = [found if isinstance(found, Absence) else Absence.MISS for found in rows]
         whole = [isinstance(found, Found) and self._is_whole(found.valid) for found in rows]
         run = _run(whole)
         cut_short = run < len(rows) and isinstance(rows[run], Found)
-        kv = _one_each(self._kv.get_into(keys[:run], blocks[:run]), keys[:run]) if run else []
+        kv = one_each(self._kv.get_into(keys[:run], blocks[:run]), keys[:run]) if run else []
         brought = foreign = 0
         for i, (part, beside) in enumerate(zip(kv, rows[:run], strict=True)):
             if isinstance(part, Absence):
@@ -281,11 +288,11 @@ class PairMover:
         return answers
 
     def _get_masked(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
-        kv = _one_each(self._kv.get_into(keys, blocks), keys)
+        kv = one_each(self._kv.get_into(keys, blocks), keys)
         there = [i for i, part in enumerate(kv) if isinstance(part, Found)]
         rows = self._rows.get_into([keys[i] for i in there], [blocks[i] for i in there]) if there else []
         answers = list(kv)
-        _one_each(rows, there)
+        one_each(rows, there)
         brought = foreign = incomplete = missing = 0
         for i, beside in zip(there, rows, strict=True):
             part = kv[i]
@@ -319,7 +326,7 @@ class PairMover:
             self._counts.update(counts)
 
 
-def _one_each(answers: list[_T], asked: Sequence[object]) -> list[_T]:
+def one_each(answers: list[_T], asked: Sequence[object]) -> list[_T]:
     """``answers``, which have to be one for each of ``asked``: by position they would be taken for others' answers."""
     if len(answers) != len(asked):
         raise StorageError(f"a mover answered {len(answers)} of {len(asked)} keys")
@@ -335,4 +342,4 @@ def _run(there: Sequence[bool]) -> int:
     return there.index(False) if False in there else len(there)
 
 
-__all__ = ["PairCounters", "PairMover", "RowsMover"]
+__all__ = ["PairCounters", "PairMover", "Records", "RowsMover", "one_each"]

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from cache_manager.bits import prefix_bits, unpack_bits
 from cache_manager.books import Books, InFlight
 from cache_manager.checks import integers
-from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, RecordError
+from cache_manager.errors import BlockBusyError, InvalidInputError, RecordError
 from cache_manager.keys import BlockKey
 from cache_manager.lifecycle import IN_MOTION, Event, State
-from cache_manager.memory import gather, places
+from cache_manager.memory import bits_of, gather, places
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
 from cache_manager.rows import Rows, window_of
 from cache_manager.spec import RecordLayout
@@ -92,9 +92,7 @@ class LifeClaim:
             live: NDArray[np.bool_] = table.generations.take(ids) == self._generations
             return live
         assert self._owner is not None
-        if not table.leases.holds_all(self._owner, ids):
-            block = next(b for b in ids.tolist() if not table.leases.holds(self._owner, b))
-            raise BlockStateError(f"{table.tier} block {block}", f"one that {self._owner!r} holds", "one it does not")
+        table.check_holder(self._owner, ids)
         return np.ones(ids.size, np.bool_)
 
 
@@ -106,7 +104,7 @@ class Export(InFlight):
     offered as a snapshot and is not kept. An export that is dropped keeps its blocks: somebody may still read them.
     """
 
-    __slots__ = ("_books", "_pinned", "_table", "records")
+    __slots__ = ("_pinned", "_table", "records")
 
     def __init__(
         self,
@@ -116,6 +114,7 @@ class Export(InFlight):
         claim: LifeClaim,
         rows: Sequence[int] | None,
     ) -> None:
+        self._ended = True  # until it has begun
         self._table, self._books = table, books
         self.records: list[OfferedRecord | None] = []
         limit = None
@@ -127,7 +126,7 @@ class Export(InFlight):
             ids = table.ids(list(blocks.values()))
             live = claim.live(table, ids)
             own = np.array([books.keys.owns(key) for key in blocks], np.bool_)
-            valid = table.region.valid[ids] if limit is None else table.region.valid[ids] & limit
+            valid = bits_of(table.region, ids) & (table.full if limit is None else limit)
             offered = live & own & (valid != 0).any(axis=(1, 2))
             whole = offered & (valid == table.full).all(axis=(1, 2))
             table.check_no_step(ids[whole], "offer it")
@@ -158,11 +157,9 @@ class Export(InFlight):
 
     def commit(self) -> None:
         """Let the blocks go. Harmless the second time."""
-        self._books.guard.now_or_later(self._let_go)
+        self.abort()
 
-    abort = commit
-
-    def _let_go(self) -> None:
+    def _give_up(self, _how: str, /) -> None:
         if not self._ended:
             self._ended = True
             self.records = []  # views of blocks that may be given away from here on

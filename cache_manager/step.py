@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -29,7 +28,8 @@ from cache_manager.books import Books, InFlight
 from cache_manager.checks import integers
 from cache_manager.errors import BlockBusyError, BlockStateError, RowError, SlotError
 from cache_manager.lifecycle import ALLOWED, Event
-from cache_manager.table import BlockTable, Ints
+from cache_manager.memory import add, clear
+from cache_manager.table import BlockTable, Ints, extreme
 
 PADDING: Final = -1
 RUN_MIN: Final = 16
@@ -48,6 +48,7 @@ class StepEntry:
     blocks: Ints  # each once
     generations: Ints  # of ``blocks``, at the beginning
     in_place: bool
+    turns: int  # of the table when the slots had been claimed: they are the step's while it stays so
     handle: Callable[[], Step | None]  # a weak reference to the step; a strong one if a device writes
 
 
@@ -59,7 +60,7 @@ class Step(InFlight):
     dropped is aborted and counted, unless a device writes its rows.
     """
 
-    __slots__ = ("_bits", "_books", "_cells", "_entry", "_pairs_up", "_table", "_tokens", "_total", "_written")
+    __slots__ = ("_bits", "_cells", "_entry", "_pairs_up", "_table", "_tokens", "_total", "_written")
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Step(InFlight):
         self._total: int = given.size
         self._tokens: Ints | None = None  # places of the tokens that are not padding; None: all
         wanted = given.size
-        if count(given.view(np.uint64) >= table.end):
+        if wanted and not 0 <= extreme(given) < table.end:
             wanted, kept = self._without_padding(given, drop_bad=drop_bad)
         with books.guard:
             if len(table.steps) >= steps_max:
@@ -87,14 +88,15 @@ class Step(InFlight):
                 kept = self._writable(kept)
                 books.count("bad_writes_dropped", wanted - kept.size)
             self._cells, self._bits, self._pairs_up, ticket = table.begin_writing(kept)
-            blocks = table.blocks_of(self._cells)
+            blocks = table.cells.blocks(self._cells)
             table.check(Event.WRITE, blocks)
             number = table.step_number()
-            table.make_unreadable(self._cells, self._bits)
+            clear(table.region, self._cells, self._bits)
             table.write_under_own_origin(blocks, kept)
             table.writer[kept] = number
+            table.turns += bool(table.steps)
             generations, handle = table.generations.take(blocks), (lambda: self) if in_place else weakref.ref(self)
-            self._entry = StepEntry(number, ticket, kept, blocks, generations, in_place, handle)
+            self._entry = StepEntry(number, ticket, kept, blocks, generations, in_place, table.turns, handle)
             table.steps[number] = self._entry
             self._ended = False
         self._written: dict[int, None] = {}
@@ -104,10 +106,10 @@ class Step(InFlight):
         self._tokens = np.flatnonzero(given != PADDING)
         kept = given[self._tokens]
         wanted = kept.size
-        if count(bad := kept.view(np.uint64) >= self._table.end):
+        if count(bad := kept.view(np.uint64) >= np.uint64(self._table.end)):
             if not drop_bad:
                 slot = int(kept[int(np.argmax(bad))])
-                raise SlotError("slots", f"{PADDING} (padding) or a slot in [0, {int(self._table.end)})", slot)
+                raise SlotError("slots", f"{PADDING} (padding) or a slot in [0, {self._table.end})", slot)
             self._tokens, kept = self._tokens[~bad], kept[~bad]
         return wanted, kept
 
@@ -156,10 +158,10 @@ class Step(InFlight):
         with self._books.guard:
             self._check_open("write")
             self._check_first(index, name)
-            number = self._entry.number
             if len(table.steps) > 1:
                 self._yield_to_devices()
-            if count(mine := table.writer.take(at) == number) != at.size:
+            if table.turns != self._entry.turns:
+                mine = table.writer.take(at) == self._entry.number
                 at, items = at[mine], items[mine]
             self._place(table.items[index], at, items)
             self._written[index] = None
@@ -212,28 +214,35 @@ class Step(InFlight):
         with self._books.guard:
             self._check_open("commit")
             self._end()
-            mine = table.writer.take(entry.slots) == entry.number
-            if table.steps:
-                mine = self._outside_fences(mine)
-            live = int(count(mine))
-            if table.given is not None:
+            if table.by_engine:
                 self._renew_origins()
-            committed: NDArray[np.bool_] | None = None  # tokens with a row that became readable; None: all
-            for spec in self._written:
-                wanted = chosen.get(spec, chosen.get(-1))
-                wanted = mine if wanted is None else mine & wanted
-                if n := int(count(wanted)):
-                    table.make_readable(spec, *self._marks(wanted, n))
-                committed = wanted if committed is None else committed | wanted
-            landed = 0 if committed is None else int(count(committed))
-            rejected = live - landed if committed is not None else self._rejected(mine, chosen)
+            if table.turns == entry.turns and not table.steps and not chosen:  # nearly always
+                for spec in self._written:
+                    add(table.region, spec, self._cells, self._bits)
+                live, landed, rejected = entry.slots.size, entry.slots.size if self._written else 0, 0
+            else:
+                live, landed, rejected = self._commit_some(chosen)
             self._books.count("rows_committed", landed)
             self._books.count("late_writes_dropped", entry.slots.size - live)
             self._books.count("rows_rejected", rejected)
         return landed
 
-    def _rejected(self, mine: NDArray[np.bool_], chosen: dict[int, NDArray[np.bool_]]) -> int:
-        return int(count(mine & ~chosen[-1])) if -1 in chosen else 0
+    def _commit_some(self, chosen: dict[int, NDArray[np.bool_]]) -> tuple[int, int, int]:
+        """Make readable what is still the step's and counts; how many tokens are still its, landed, were rejected."""
+        table, entry = self._table, self._entry
+        mine = table.writer.take(entry.slots) == entry.number
+        if table.steps:
+            mine = self._outside_fences(mine)
+        committed: NDArray[np.bool_] = np.zeros(mine.size, np.bool_)
+        for spec in self._written:
+            wanted = mine & chosen.get(spec, chosen.get(-1, mine))
+            if n := int(count(wanted)):
+                add(table.region, spec, *self._marks(wanted, n))
+            committed |= wanted
+        live, landed = int(count(mine)), int(count(committed))
+        if not self._written:  # nothing lands, and what was said not to count is what is rejected
+            return live, 0, int(count(mine & ~chosen.get(-1, mine)))
+        return live, landed, live - landed
 
     def _chosen(self, keep: Keep | None) -> dict[int, NDArray[np.bool_]]:
         """By spec, or -1 for all of them: which of the entry's slots count."""
@@ -252,8 +261,8 @@ class Step(InFlight):
 
     def _outside_fences(self, mine: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """``mine`` without the slots that an in-place step which began earlier may still write."""
-        number = self._entry.number
-        earlier = [step.slots for step in self._table.steps.values() if step.in_place and step.number < number]
+        begun = self._entry.ticket
+        earlier = [step.slots for step in self._table.steps.values() if step.in_place and step.ticket < begun]
         return mine & ~np.isin(self._entry.slots, np.concatenate(earlier)) if earlier else mine
 
     def _yield_to_devices(self) -> None:
@@ -262,6 +271,7 @@ class Step(InFlight):
         mine = self._table.writer.take(slots) == number
         if count(lost := mine & ~self._outside_fences(mine)):
             self._table.writer[slots[lost]] = 0
+            self._table.turns += 1
 
     def _renew_origins(self) -> None:
         """Where the engine let a block's content leave while the step wrote it, the block is another one's from now."""
@@ -276,21 +286,12 @@ class Step(InFlight):
             return self._cells, self._bits
         if self._pairs_up:
             return self._cells[wanted], self._bits[wanted]
-        return self._table.cells_with_bits(np.sort(self._entry.slots[wanted]))
+        return self._table.cells.of_ordered(np.sort(self._entry.slots[wanted]))
 
-    def abort(self) -> None:
-        """Drop the step; the rows at its slots stay missing. Harmless after the step has ended."""
-        self._books.guard.now_or_later(lambda: self._give_up("steps_aborted"))
-
-    def __del__(self) -> None:
-        if not self._ended:
-            with suppress(BlockStateError):  # in a forked child the step is not the child's
-                self._books.guard.now_or_later(lambda: self._give_up("steps_dropped"))
-
-    def _give_up(self, counter: str) -> None:
+    def _give_up(self, how: str, /) -> None:
         if not self._ended:
             self._end()
-            self._books.count(counter)
+            self._books.count(f"steps_{how}")
 
     def _end(self) -> None:
         self._ended = True

@@ -10,136 +10,128 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from typing import TypeVar
 
 import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
 from cache_manager.books import Books
-from cache_manager.errors import StorageError
 from cache_manager.jobs import Job, JobRunner, Phase
 from cache_manager.keys import BlockKey
 from cache_manager.lifecycle import Event
+from cache_manager.memory import bits_of, put_bits
+from cache_manager.mover import one_each
 from cache_manager.ports import Absence, BlockRecords, Found, HitPolicy, Mover
 from cache_manager.records import LifeClaim
 from cache_manager.table import BlockTable, Ints
 
+J = TypeVar("J", bound="StoreJob")
+
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """What the jobs of one set of blocks share; ``required`` are spec indices."""
+    """What the jobs of one set of blocks share; ``required`` are spec indices, ``mover`` stores and fills blocks."""
 
     table: BlockTable
     books: Books
     runner: JobRunner
     required: tuple[int, ...]
-
-    def live(self, blocks: Mapping[BlockKey, int], ids: Ints, claim: LifeClaim) -> tuple[list[BlockKey], Ints]:
-        """The keys of the current namespace and their ``ids`` in the life that is meant; the lock is held."""
-        live = claim.live(self.table, ids)
-        ours = np.array([self.books.keys.owns(key) for key in blocks], np.bool_)
-        self.books.count("stale_keys", int(count(~ours)))
-        self.books.count("stale_blocks", int(count(~live)))
-        good = live & ours
-        return [key for key, fine in zip(blocks, good.tolist(), strict=True) if fine], ids[good]
-
-    def admits(self, job: Job) -> bool:
-        """Whether there is room for a job to be queued; it is counted when there is none. The lock is held."""
-        admitted = job.phase is Phase.LANDED or self.runner.reserve(job)
-        self.books.count("jobs_refused", int(not admitted))
-        return admitted
-
-    def send(self, job: Job, *, queued: bool) -> None:
-        """Let a thread carry the job, or carry and land it here."""
-        if job.phase is Phase.LANDED:
-            return
-        if queued:
-            self.runner.start(job)
-        else:
-            self.runner.carry(job)
-            job.poll()
-
-
-@dataclass(frozen=True, slots=True)
-class MoverArchive(Archive):
-    """For blocks that a job keeps, and that ``mover`` stores and fills where they lie; see :class:`AuxBlocks`."""
-
     mover: Mover
     policy: HitPolicy
 
     def begin_persist(self, blocks: Mapping[BlockKey, int], claim: LifeClaim, *, queued: bool) -> PersistJob | None:
         """See :meth:`AuxBlocks.begin_persist`."""
-        table = self.table
         with self.books.guard:
-            keys, ids = self.live(blocks, table.ids(list(blocks.values())), claim)
-            complete = table.complete(ids, self.required)
-            self.books.count("incomplete_blocks_not_persisted", int(count(~complete)))
+            keys, ids = self._live(blocks, claim)
+            whole = self.table.complete(ids, self.required)
+            self.books.count("incomplete_blocks_not_persisted", int(count(~whole)))
             if self.policy == "gate":  # nothing of a block that misses required rows is stored
-                keys = [key for key, whole in zip(keys, complete.tolist(), strict=True) if whole]
-                ids = ids[complete]
-            job = PersistJob(self, "persist", list(blocks), keys, ids)
-            table.check_no_step(ids, "store it")
-            table.check(Event.BEGIN_DEPARTURE, ids)
-            if queued and not self.admits(job):
-                return None
-            table.begin_departure(ids)
-            job.begin()
-        self.send(job, queued=queued)
-        return job
+                keys, ids = list(compress(keys, whole.tolist())), ids[whole]
+            job = self._persist_job(list(blocks), keys, ids)
+            begun = self._begin(job, queued=queued)
+        return self._send(job, queued=queued) if begun else None
 
     def begin_restore(
         self, blocks: Mapping[BlockKey, int], claim: LifeClaim, origins: Mapping[BlockKey, int] | None, *, queued: bool
     ) -> RestoreJob | None:
         """See :meth:`AuxBlocks.begin_restore`."""
-        table = self.table
         with self.books.guard:
-            keys, ids = self.live(blocks, table.ids(list(blocks.values())), claim)
-            job = RestoreJob(self, list(blocks), keys, ids, origins)
-            table.check_no_step(ids, "restore it")
-            table.check(Event.BEGIN_ARRIVAL, ids)
-            table.check_empty(ids)
-            if queued and not self.admits(job):
-                return None
-            table.begin_arrival(ids)
-            job.begin()
-        self.send(job, queued=queued)
+            keys, ids = self._live(blocks, claim)
+            job = self._restore_job(list(blocks), keys, ids)
+            job.expected = None if origins is None else np.array([origins.get(key, 0) for key in keys], np.uint64)
+            begun = self._begin(job, queued=queued)
+        return self._send(job, queued=queued) if begun else None
+
+    def _persist_job(self, wanted: list[BlockKey], keys: list[BlockKey], ids: Ints) -> PersistJob:
+        return PersistJob(self, "persist", wanted, keys, ids)
+
+    def _restore_job(self, wanted: list[BlockKey], keys: list[BlockKey], ids: Ints) -> RestoreJob:
+        return RestoreJob(self, "restore", wanted, keys, ids)
+
+    def _ids(self, blocks: Mapping[BlockKey, int]) -> Ints:
+        return self.table.ids(list(blocks.values()))
+
+    def _live(self, blocks: Mapping[BlockKey, int], claim: LifeClaim) -> tuple[list[BlockKey], Ints]:
+        """The keys of the current namespace and their blocks in the life that is meant; the lock is held."""
+        ids = self._ids(blocks)
+        live = claim.live(self.table, ids)
+        ours = np.array([self.books.keys.owns(key) for key in blocks], np.bool_)
+        self.books.count("stale_keys", int(count(~ours)))
+        self.books.count("stale_blocks", int(count(~live)))
+        return list(compress(blocks, (live & ours).tolist())), ids[live & ours]
+
+    def _begin(self, job: StoreJob, *, queued: bool) -> bool:
+        """Whether there is room for a job to be queued; then it has its blocks. The lock is held."""
+        job.check()
+        if job.phase is Phase.LANDED:
+            return True
+        if queued and not self.runner.reserve(job):
+            self.books.count("jobs_refused")
+            return False
+        job.begin()
+        self.books.count("jobs_begun")
+        self.books.jobs += 1
+        return True
+
+    def _send(self, job: J, *, queued: bool) -> J:
+        """Let a thread carry the job, or carry and land it here."""
+        if job.phase is not Phase.LANDED:
+            if queued:
+                self.runner.start(job)
+            else:
+                self.runner.carry(job)
+                job.poll()
         return job
 
 
 class StoreJob(Job):
-    """A job for some blocks of one :class:`MoverArchive`; ``wanted`` are all the keys that the caller named."""
+    """A job for some blocks of one :class:`Archive`; ``wanted`` are all the keys that the caller named."""
 
-    __slots__ = ("_archive", "_generations", "_ids", "_keys", "_wanted")
+    __slots__ = ("_archive", "_at", "_generations", "_ids", "_keys", "_mover", "_wanted")
 
-    def __init__(
-        self, archive: MoverArchive, what: str, wanted: list[BlockKey], keys: list[BlockKey], ids: Ints
-    ) -> None:
+    def __init__(self, archive: Archive, what: str, wanted: list[BlockKey], keys: list[BlockKey], ids: Ints) -> None:
         name, nbytes = f"{what} of {len(wanted)} blocks", len(keys) * archive.table.layout.nbytes
         super().__init__(archive.runner, archive.books.guard, name, nbytes, Phase.QUEUED if keys else Phase.LANDED)
-        self._archive = archive
-        self._wanted, self._keys, self._ids = wanted, keys, ids
+        self._archive, self._wanted, self._keys, self._ids = archive, wanted, keys, ids
+        self._mover, self._at = archive.mover, ids  # what moves the records, and where they are to it
+        self._generations = archive.table.generations.take(ids)
 
-    @property
-    def blocks(self) -> Ints:
-        """The blocks that the job keeps from being given away until it has landed."""
-        return self._ids
+    def check(self) -> None:
+        """Raise unless the blocks may be had; the lock is held, here and below."""
 
     def begin(self) -> None:
-        """The blocks are in motion, and the job's: the lock is held."""
-        table, books = self._archive.table, self._archive.books
-        self._generations = table.generations.take(self._ids)
-        if self._keys:
-            table.leases.acquire(self, self._ids, stays=True)
-            books.count("jobs_begun")
-            books.jobs += 1
+        """Take the blocks: they are in motion, and the job's."""
+        self._archive.table.leases.acquire(self, self._ids, stays=True)
 
-    def _let_go(self) -> None:
-        """The job holds nothing any more; its blocks are in motion still, and the lock is held."""
-        table, books = self._archive.table, self._archive.books
-        table.release(self)
+    def _land(self) -> None:
+        """The job holds nothing any more; its blocks are in motion still."""
+        books = self._archive.books
+        self._archive.table.release(self)
         books.count("jobs_landed")
-        books.jobs -= 1
         books.count("jobs_cancelled", int(self.cancelled))
+        books.jobs -= 1
 
 
 class PersistJob(StoreJob):
@@ -147,12 +139,24 @@ class PersistJob(StoreJob):
 
     __slots__ = ("_origins", "_stored", "_valid")
 
+    def __init__(self, archive: Archive, what: str, wanted: list[BlockKey], keys: list[BlockKey], ids: Ints) -> None:
+        super().__init__(archive, what, wanted, keys, ids)
+        self._stored: Sequence[Found | None] = []
+
+    def check(self) -> None:
+        self._archive.table.check_no_step(self._ids, "store it")
+        self._archive.table.check(Event.BEGIN_DEPARTURE, self._ids)
+
     def begin(self) -> None:
+        self._archive.table.begin_departure(self._ids)
         super().begin()
+        self._note()
+
+    def _note(self) -> None:
+        """What is put is as it is now."""
         table = self._archive.table
         self._origins: list[int] = table.origin.take(self._ids).tolist()
-        self._valid = [words.astype("<u8").tobytes() for words in table.region.valid[self._ids]]
-        self._stored: list[Found | None] = []
+        self._valid = [words.astype("<u8").tobytes() for words in bits_of(table.region, self._ids)]
 
     def result(self) -> dict[BlockKey, int]:
         """The caller's own. Raises what the store raised, and :class:`BlockStateError` before the job is over."""
@@ -166,35 +170,39 @@ class PersistJob(StoreJob):
         return found
 
     def _carry(self) -> None:
-        records = BlockRecords(self._keys, self._ids.tolist(), self._origins, self._valid, self._generations.tolist())
-        stored = self._archive.mover.put(records)
-        if len(stored) != len(self._keys):
-            raise StorageError(f"the mover answered {len(stored)} of {len(self._keys)} keys")
-        self._stored = stored
+        records = BlockRecords(self._keys, self._at.tolist(), self._origins, self._valid, self._generations.tolist())
+        self._stored = one_each(self._mover.put(records), self._keys)
 
     def _land(self) -> None:
+        super()._land()
         self._let_go()
-        self._archive.table.end_departure(self._ids)
         self._archive.books.count("persisted_blocks", sum(each is not None for each in self._stored))
+
+    def _let_go(self) -> None:
+        self._archive.table.end_departure(self._ids)
 
 
 class RestoreJob(StoreJob):
     """Blocks on their way from the store. :meth:`result`: by key, whether the block has come back."""
 
-    __slots__ = ("_arrived", "_found", "_origins")
+    __slots__ = ("_arrived", "_found", "expected")
 
-    def __init__(
-        self,
-        archive: MoverArchive,
-        wanted: list[BlockKey],
-        keys: list[BlockKey],
-        ids: Ints,
-        origins: Mapping[BlockKey, int] | None,
-    ) -> None:
-        super().__init__(archive, "restore", wanted, keys, ids)
-        self._origins = None if origins is None else np.array([origins.get(key, 0) for key in keys], np.uint64)
+    def __init__(self, archive: Archive, what: str, wanted: list[BlockKey], keys: list[BlockKey], ids: Ints) -> None:
+        super().__init__(archive, what, wanted, keys, ids)
+        self.expected: NDArray[np.uint64] | None = None  # the origins that count, where the caller has said so
         self._found: Sequence[Found | Absence] = []
         self._arrived: NDArray[np.bool_] = np.zeros(len(keys), np.bool_)
+
+    def check(self) -> None:
+        table = self._archive.table
+        table.check_no_step(self._ids, "restore it")
+        table.check(Event.BEGIN_ARRIVAL, self._ids)
+        table.check_empty(self._ids)
+
+    def begin(self) -> None:
+        self._archive.table.begin_arrival(self._ids)
+        super().begin()
+        self._generations = self._archive.table.generations.take(self._ids)
 
     def result(self) -> dict[BlockKey, bool]:
         """The caller's own. Raises what the store raised, and :class:`BlockStateError` before the job is over."""
@@ -208,56 +216,65 @@ class RestoreJob(StoreJob):
         return found
 
     def _carry(self) -> None:
-        if self.cancelled:
-            return
-        found = self._archive.mover.get_into(self._keys, self._ids.tolist())
-        if len(found) != len(self._keys):
-            raise StorageError(f"the mover answered {len(found)} of {len(self._keys)} keys")
-        self._found = found
+        if not self.cancelled:
+            self._found = one_each(self._mover.get_into(self._keys, self._at.tolist()), self._keys)
 
     def _land(self) -> None:
         """Make readable what was read for blocks still in the life it was read for."""
-        table, books, cancelled = self._archive.table, self._archive.books, self.cancelled
         arrived = np.zeros(self._ids.size, np.bool_)
         try:
-            read = np.zeros(self._ids.size, np.bool_)
-            read[: len(self._found)] = [isinstance(each, Found) for each in self._found]
-            if cancelled:
-                books.count("cancelled_restores_dropped", int(count(read)))
-            elif self._failure is None:
-                arrived = self._readable(read)
+            if self.cancelled:
+                read = sum(isinstance(each, Found) for each in self._found)
+                self._archive.books.count("cancelled_restores_dropped", read)
+            elif self._found and self._failure is None:
+                arrived = self._place()
         finally:
             self._arrived = arrived
+            super()._land()
             self._let_go()
-            lost = self._ids[~arrived]
-            table.carry_origin(lost, np.zeros(lost.size, np.uint64))  # whatever is in there now
-            table.end_arrival(self._ids[arrived], arrived=True)
-            table.end_arrival(lost, arrived=False)
 
-    def _readable(self, read: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Publish what came; which blocks have come back. The lock is held."""
+    def _let_go(self) -> None:
+        table, lost = self._archive.table, self._ids[~self._arrived]
+        table.carry_origin(lost, np.zeros(lost.size, np.uint64))  # whatever is in there now
+        table.end_arrival(self._ids[self._arrived], arrived=True)
+        table.end_arrival(lost, arrived=False)
+
+    def _live(self) -> NDArray[np.bool_]:
+        """Which blocks are in the life that the rows were read for."""
+        live: NDArray[np.bool_] = self._archive.table.generations.take(self._ids) == self._generations
+        return live
+
+    def _named(self, origins: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Which of ``origins`` are those that belong there."""
+        named: NDArray[np.bool_] = origins != 0
+        return named if self.expected is None else named & (origins == self.expected)
+
+    def _place(self) -> NDArray[np.bool_]:
+        """Publish what came; which blocks have come back."""
         archive, table, books = self._archive, self._archive.table, self._archive.books
-        origins = np.zeros(self._ids.size, np.uint64)
-        bits = np.zeros((self._ids.size, *table.region.valid.shape[1:]), np.uint64)
+        read = np.array([isinstance(each, Found) for each in self._found])
+        origins = np.zeros(read.size, np.uint64)
+        bits = np.zeros((read.size, *table.region.valid.shape[1:]), np.uint64)
         for i, each in enumerate(self._found):
             if isinstance(each, Found):
                 origins[i] = each.origin
                 if each.valid:
                     bits[i] = np.frombuffer(each.valid, "<u8").reshape(bits.shape[1:])
-        live = table.generations.take(self._ids) == self._generations
-        expected = origins != 0 if self._origins is None else (origins == self._origins) & (origins != 0)
-        whole = (bits[:, archive.required, :] == table.full).all(axis=(1, 2))
-        if archive.policy == "mask":
-            whole[:] = True
-        arrived: NDArray[np.bool_] = read & live & expected & whole
-        table.region.valid[self._ids[arrived]] = bits[arrived]
+        live, named = self._live(), self._named(origins)
+        whole = (bits[:, archive.required, :] == table.full).all(axis=(1, 2)) | (archive.policy == "mask")
+        arrived: NDArray[np.bool_] = read & live & named & whole
+        self._fill(arrived)
+        put_bits(table.region, self._ids[arrived], bits[arrived])
         table.carry_origin(self._ids[arrived], origins[arrived])
-        other = sum(each is Absence.ORIGIN for each in self._found) + int(count(read & live & ~expected))
+        other = sum(each is Absence.ORIGIN for each in self._found) + int(count(read & live & ~named))
         books.count("blocks_of_another_origin_not_restored", other)
         books.count("restored_blocks", int(count(arrived)))
         books.count("late_restores_dropped", int(count(read & ~live)))
-        books.count("incomplete_blocks_not_restored", int(count(read & live & expected & ~whole)))
+        books.count("incomplete_blocks_not_restored", int(count(read & live & named & ~whole)))
         return arrived
 
+    def _fill(self, arrived: NDArray[np.bool_]) -> None:
+        """Put the bytes of what has arrived in place: the mover has."""
 
-__all__ = ["Archive", "MoverArchive", "PersistJob", "RestoreJob", "StoreJob"]
+
+__all__ = ["Archive", "PersistJob", "RestoreJob", "StoreJob"]

@@ -97,7 +97,7 @@ class Tiers:
                 self._give_back(table)
 
     def _give_back(self, table: BlockTable) -> None:
-        table.drop_views()
+        table.view(drop=True)
         if self._lent:
             return
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +29,7 @@ class ManagerCounters:
     moves_failed: int = 0
 
 
-class ManagerCounts:
-    """The books behind :class:`ManagerCounters`; they belong to the scheduler's thread."""
+Counts = Counter[str]
+"""The books behind :class:`ManagerCounters`, by its fields; they belong to the scheduler's thread."""
 
-    __slots__ = ("_counts",)
-
-    def __init__(self) -> None:
-        self._counts = {f.name: 0 for f in fields(ManagerCounters)}
-
-    def count(self, name: str, n: int = 1) -> None:
-        self._counts[name] += n
-
-    def snapshot(self) -> ManagerCounters:
-        return ManagerCounters(**self._counts)
-
-
-__all__ = ["ManagerCounters", "ManagerCounts"]
+__all__ = ["Counts", "ManagerCounters"]

@@ -19,7 +19,7 @@ from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.checks import integers
 from cache_manager.errors import BlockStateError, InvalidInputError, TransferProcessError
 from cache_manager.keys import Tokens
-from cache_manager.manager.counters import ManagerCounts
+from cache_manager.manager.counters import Counts
 from cache_manager.manager.pool import BlockPool
 from cache_manager.manager.sequences import Ints, Sequences
 
@@ -32,9 +32,7 @@ FEW: Final = 4
 class Growth:
     """Appends to the rows of ``sequences``; every row that is named is READY, which the caller has checked."""
 
-    def __init__(
-        self, aux: AuxBlocks, sequences: Sequences, pool: BlockPool, counts: ManagerCounts, *, caching: bool
-    ) -> None:
+    def __init__(self, aux: AuxBlocks, sequences: Sequences, pool: BlockPool, counts: Counts, *, caching: bool) -> None:
         self._aux, self._sequences, self._pool, self._counts = aux, sequences, pool, counts
         self._caching, self._tokens = caching, aux.block_tokens
 
@@ -46,27 +44,11 @@ class Growth:
         have, wanted, first = s.length_at[row], -(-total // self._tokens), s.computed_at[row] // self._tokens
         if wanted <= have and wanted - first == 1 and not pool.others_use(s.block_at[row * s.width + first]):
             return True
-        written = s.blocks[row, first : min(wanted, have)]
-        shared: list[int] = (np.flatnonzero(pool.used_by_others(written)) + first).tolist()
-        if not shared and wanted <= have:
+        shared = np.flatnonzero(pool.used_by_others(s.blocks[row, first : min(wanted, have)])) + first
+        columns = [*shared.tolist(), *range(have, wanted)]
+        if not columns:
             return True
-        return wanted <= s.width_max and self._make_room(row, shared, wanted)
-
-    def _make_room(self, row: int, shared: list[int], wanted: int) -> bool:
-        """Copies of the blocks ``shared`` of the sequence and fresh ones up to ``wanted``: all of that or nothing."""
-        s = self._sequences
-        have, owner = s.length_at[row], s.record(row).owner
-        fresh = self._pool.take([owner] * (len(shared) + max(0, wanted - have)), whole=True)
-        if not fresh:
-            return False
-        copies = fresh[: len(shared)]
-        if copies and not self._copy([(row, i) for i in shared], copies, fresh):
-            return False
-        if more := len(fresh) - len(copies):
-            s.make_wide(have + more)
-            s.blocks[row, have : have + more] = fresh[len(copies) :]
-            s.length[row] = have + more
-        return True
+        return wanted <= s.width_max and self._give([(row, i) for i in columns], whole=True) > 0
 
     def append_batch(self, rows: Ints) -> NDArray[np.bool_]:
         """See :meth:`BlockManager.append_batch`."""
@@ -75,100 +57,81 @@ class Growth:
             return np.array([self.append(row, s.computed_at[row] + 1) for row in rows.tolist()], np.bool_)
         column, tail = self._tails(rows)
         new = column >= s.length.take(rows)
-        shared = pool.used_by_others(tail)
-        needs = new | shared
+        needs = new | pool.used_by_others(tail)
         room: NDArray[np.bool_] = np.ones(rows.size, np.bool_)
         if not count(needs):  # most often: one sequence in block_tokens needs a block, and one after a fork
             return room
         chosen = np.flatnonzero(needs)
-        columns: list[int] = column.take(chosen).tolist()
-        if (widest := max(columns)) >= s.width:
-            s.make_wide(min(widest + 1, s.width_max))
-            if widest >= s.width_max:
-                room &= column < s.width_max
-                chosen = np.flatnonzero(needs & room)
-                columns = column.take(chosen).tolist()
-        if count(new.take(chosen)) == chosen.size:
-            self._extend(rows, chosen, columns, room)
-        else:
-            self._extend_and_copy(rows, column, tail, new, chosen, room)
+        columns = column.take(chosen)
+        if columns.max() >= s.width_max:
+            room &= column < s.width_max
+            chosen = chosen[columns < s.width_max]
+        copies = count(new.take(chosen)) < chosen.size
+        if copies:
+            chosen = self._leaving(chosen, tail, new)
+        places = list(zip(rows.take(chosen).tolist(), column.take(chosen).tolist(), strict=True))
+        given = self._give(places)
+        if copies:  # who was to keep a block cannot where another could not leave it
+            column, tail = self._tails(rows)
+            room &= (column < s.length.take(rows)) & ~pool.used_by_others(tail)
+        elif given < len(places):
+            room[chosen[given:]] = False
         return room
 
-    def _extend(self, rows: Ints, chosen: Ints, columns: list[int], room: NDArray[np.bool_]) -> None:
-        """A new block for each of ``rows[chosen]``, for the first of them where there are fewer."""
-        s = self._sequences
-        grown: list[int] = rows.take(chosen).tolist()
-        fresh = self._pool.take([s.record(row).owner for row in grown])
-        if len(fresh) < len(grown):
-            room[chosen[len(fresh) :]] = False
-        block_at, length_at, width = s.block_at, s.length_at, s.width
-        for row, i, block in zip(grown, columns, fresh, strict=False):
-            block_at[row * width + i] = block
-            length_at[row] = i + 1
+    def _leaving(self, chosen: Ints, tail: Ints, new: NDArray[np.bool_]) -> Ints:
+        """Those of ``chosen`` that get a block: of all who share one that nobody finds by key, the last keeps it."""
+        pool, others = self._pool, dict[int, int]()
+        leaving = []
+        for i, block, is_new in zip(chosen.tolist(), tail[chosen].tolist(), new[chosen].tolist(), strict=True):
+            if not is_new:
+                others[block] = others.get(block, pool.readers(block)) - 1
+                if others[block] == 0 and not pool.index.indexed[block]:
+                    continue
+            leaving.append(i)
+        return np.array(leaving, np.int64)
 
-    def _extend_and_copy(
-        self, rows: Ints, column: Ints, tail: Ints, new: NDArray[np.bool_], chosen: Ints, room: NDArray[np.bool_]
-    ) -> None:
-        """As :meth:`_extend`, where some need a copy of their last block; of all who share one, the last keeps it."""
-        s, pool = self._sequences, self._pool
-        others = {b: pool.readers(b) - 1 for b in tail[chosen[~new.take(chosen)]].tolist()}
-        wants = []  # places in ``rows``
-        for i in chosen.tolist():
-            block = int(tail[i])
-            if new[i]:
-                wants.append(i)
-            elif others[block] > 0 or pool.index.indexed[block]:
-                others[block] -= 1
-                wants.append(i)
-        fresh = pool.take([s.record(int(rows[i])).owner for i in wants])
-        got = list(zip(wants[: len(fresh)], fresh, strict=True))
-        copied = [(i, block) for i, block in got if not new[i]]
-        if copied:
-            places, blocks = [(int(rows[i]), int(column[i])) for i, _ in copied], [block for _, block in copied]
-            try:
-                self._copy(places, blocks, blocks)
-            except BaseException:
-                self._give_back([(int(rows[i]), block) for i, block in got if new[i]])
-                raise
-        for i, block in got:
-            if new[i]:
-                row = int(rows[i])
-                s.blocks[row, int(column[i])] = block
-                s.length[row] += 1
-        # Who was to keep a block cannot where another could not leave it.
-        _, tail = self._tails(rows)
-        room &= (column < s.length.take(rows)) & ~pool.used_by_others(tail)
+    def _give(self, places: list[tuple[int, int]], *, whole: bool = False) -> int:
+        """A block of its own for each of ``places``, row and column: a copy of what the row has there, or a new one.
 
-    def _copy(self, places: Sequence[tuple[int, int]], copies: list[int], taken: list[int]) -> bool:
-        """Copy-on-write: the blocks at ``places`` (row and column) give way to ``copies``; if it fails, back to before.
-
-        ``taken`` are the blocks that go back then; each is of the owner at its place, or all are of the only one.
+        For the first of them when there are fewer, with ``whole`` for all or none; how many. Sequences whose blocks
+        could not be copied are as they were.
         """
-        s, pool = self._sequences, self._pool
-        sources = [int(s.blocks[row, i]) for row, i in places]
-        rows = [min(self._tokens, max(0, s.computed_at[row] - i * self._tokens)) for row, i in places]
-        owners = [row for row, _ in places]
-        owners += owners[-1:] * (len(taken) - len(owners))
-        try:
-            self._aux.copy(list(zip(sources, copies, strict=True)), rows)
-        except TransferProcessError as error:
-            self._give_back(list(zip(owners, taken, strict=True)))
-            not_moved(self._counts, error)
-            return False
-        except BaseException:
-            self._give_back(list(zip(owners, taken, strict=True)))
-            raise
-        for (row, i), source, copy in zip(places, sources, copies, strict=True):
-            s.blocks[row, i] = copy
-            self._aux.free(s.record(row).owner, [source])
-            pool.let_go(np.array([source]))
-        self._counts.count("cow_blocks", len(copies))
-        self._counts.count("cow_tokens", sum(rows))
-        return True
+        s = self._sequences
+        fresh = self._pool.take([s.record(row).owner for row, _ in places], whole=whole)
+        got = list(zip(places, fresh, strict=False))
+        copied = [each for each in got if each[0][1] < s.length_at[each[0][0]]]
+        if copied:
+            try:
+                self._copy(copied)
+            except TransferProcessError as error:
+                self._give_back(got if whole else copied)
+                not_moved(self._counts, error)
+                got = [] if whole else [each for each in got if each not in copied]
+            except BaseException:
+                self._give_back(got)
+                raise
+        for (row, i), block in got:
+            if i >= s.length_at[row]:
+                s.make_wide(i + 1)
+                s.block_at[row * s.width + i] = block
+                s.length_at[row] = i + 1
+        return len(got)
 
-    def _give_back(self, taken: list[tuple[int, int]]) -> None:
-        """Blocks that sequences (by row) were given and did not come to use."""
-        for row, block in taken:
+    def _copy(self, copies: Sequence[tuple[tuple[int, int], int]]) -> None:
+        """Copy-on-write: the blocks at places, row and column, give way to copies."""
+        s, tokens = self._sequences, self._tokens
+        pairs = [(int(s.blocks[place]), block) for place, block in copies]
+        rows = [min(tokens, max(0, s.computed_at[row] - i * tokens)) for (row, i), _ in copies]
+        self._aux.copy(pairs, rows)
+        for (place, copy), (source, _) in zip(copies, pairs, strict=True):
+            s.blocks[place] = copy
+            self._give_back([(place, source)])
+        self._counts["cow_blocks"] += len(copies)
+        self._counts["cow_tokens"] += sum(rows)
+
+    def _give_back(self, blocks: Sequence[tuple[tuple[int, int], int]]) -> None:
+        """Blocks that sequences, by row and column, have no more."""
+        for (row, _), block in blocks:
             self._aux.free(self._sequences.record(row).owner, [block])
             self._pool.let_go(np.array([block]))
 
@@ -181,10 +144,7 @@ class Growth:
         if not 0 <= start <= stop <= room:
             raise InvalidInputError("start, stop", f"0 <= start <= stop <= {room}", f"{start}, {stop}")
         if stop - start == 1:
-            block = s.block_at[row * s.width + start // tokens]
-            if self._pool.others_use(block):
-                raise _used(block)
-            return np.array([block * tokens + start % tokens])
+            return np.array([self._slot(row, start)], np.int64)
         first = start // tokens
         blocks = s.blocks[row, first : -(-stop // tokens) if stop > start else first]
         self._check_alone(blocks)
@@ -195,7 +155,11 @@ class Growth:
         """See :meth:`BlockManager.slots_batch`."""
         s = self._sequences
         if rows.size < FEW:
-            return np.array([self._next_slot(row) for row in rows.tolist()], np.int64)
+            few: list[int] = rows.tolist()
+            for row in few:
+                if s.computed_at[row] >= s.length_at[row] * self._tokens:
+                    raise self._no_room(row)
+            return np.array([self._slot(row, s.computed_at[row]) for row in few], np.int64)
         column, tail = self._tails(rows)
         if count(short := column >= s.length.take(rows)):
             raise self._no_room(int(rows[int(np.argmax(short))]))
@@ -203,15 +167,12 @@ class Growth:
         slots: Ints = (tail - column) * self._tokens + s.computed.take(rows)
         return slots
 
-    def _next_slot(self, row: int) -> int:
-        s, done = self._sequences, self._sequences.computed_at[row]
-        column = done // self._tokens
-        if column >= s.length_at[row]:
-            raise self._no_room(row)
+    def _slot(self, row: int, position: int) -> int:
+        s, column = self._sequences, position // self._tokens
         block: int = s.block_at[row * s.width + column]
         if self._pool.others_use(block):
             raise _used(block)
-        return block * self._tokens + done - column * self._tokens
+        return block * self._tokens + position - column * self._tokens
 
     def _check_alone(self, blocks: Ints) -> None:
         if count(used := self._pool.used_by_others(blocks)):
@@ -291,11 +252,12 @@ class Growth:
         if not self._caching:
             return
         s, current, step, publish = self._sequences, self._aux.keys, 8 * self._tokens, self._pool.publish
-        at = 0
+        records, block_at, width, at = s.records, s.block_at, s.width, 0
         for row, column in zip(rows, columns, strict=True):
-            record = s.record(row)
+            record = records[row]
+            assert record is not None, f"row {row} has ended"
             if record.base is current:
-                publish(record.key_of(column, ids[at : at + step]), s.block_at[row * s.width + column])
+                publish(record.add(column, ids[at : at + step]), block_at[row * width + column])
             at += step
 
 
@@ -303,9 +265,9 @@ def _used(block: int) -> BlockStateError:
     return BlockStateError(f"device block {block}", "append() before it is written", "one that others use too")
 
 
-def not_moved(counts: ManagerCounts, error: TransferProcessError) -> None:
+def not_moved(counts: Counts, error: TransferProcessError) -> None:
     """A process that moves blocks for this one is lost: there is no room for now, and nothing has changed."""
-    counts.count("moves_failed")
+    counts["moves_failed"] += 1
     logger.warning("blocks were not moved, going on without that: %s", str(error))
 
 

@@ -24,12 +24,11 @@ class PrefixIndex:
     Release a sequence's blocks last first, so that a chain loses its tail before its head.
     """
 
-    __slots__ = ("_blocks", "_duplicates", "_idle", "_indexed_at", "_keys", "indexed")
+    __slots__ = ("_blocks", "_idle", "_indexed_at", "_keys", "indexed")
 
     def __init__(self, blocks: int) -> None:
-        self._blocks: dict[BlockKey, int] = {}  # where each key is found
-        self._keys: dict[int, BlockKey] = {}  # of found blocks and of duplicates
-        self._duplicates: dict[BlockKey, list[int]] = {}
+        self._blocks: dict[BlockKey, list[int]] = {}  # where each key is found, then its duplicates
+        self._keys: dict[int, BlockKey] = {}  # of all of these
         self._idle: OrderedDict[int, None] = OrderedDict()
         self.indexed: NDArray[np.bool_] = np.zeros(blocks, np.bool_)  # by block: whether it has a key
         self._indexed_at = self.indexed.data
@@ -47,24 +46,25 @@ class PrefixIndex:
 
         That one stays, and ``block`` is a duplicate of it.
         """
-        found = self._blocks.setdefault(key, block)
         if block not in self._keys:
             self._keys[block] = key
             self._indexed_at[block] = True
-            if found == block:
+            if key not in self._blocks:
+                self._blocks[key] = [block]
                 return None
-            self._duplicates.setdefault(key, []).append(block)
+            self._blocks[key].append(block)
         assert self._keys[block] == key, f"block {block} is indexed under another key"
+        found = self._blocks[key][0]
         return None if found == block else found
 
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
         """The blocks of the longest run of ``keys`` from the first on. Changes nothing."""
         found = []
         for key in keys:
-            block = self._blocks.get(key)
-            if block is None:
+            blocks = self._blocks.get(key)
+            if blocks is None:
                 break
-            found.append(block)
+            found.append(blocks[0])
         return found
 
     def key(self, block: int) -> BlockKey | None:
@@ -73,27 +73,17 @@ class PrefixIndex:
     def heir(self, block: int) -> int | None:
         """The duplicate that would get the key of ``block``, which is found by it; ``None`` if there is none."""
         key = self._keys.get(block)
-        if key is None or self._blocks[key] != block or key not in self._duplicates:
-            return None
-        return self._duplicates[key][0]
+        blocks = [] if key is None else self._blocks[key]
+        return blocks[1] if len(blocks) > 1 and blocks[0] == block else None
 
     def promote(self, block: int) -> None:
         """From here on the key of the duplicate ``block`` is found there; the block before is a duplicate, or idle."""
-        key = self._keys[block]
-        duplicates, before = self._duplicates[key], self._blocks[key]
-        duplicates.remove(block)
-        self._blocks[key] = block
+        blocks = self._blocks[self._keys[block]]
+        before = blocks[0]
+        blocks.remove(block)
+        blocks[:] = [block, *blocks[1:], before]
         if before in self._idle:
-            self._forget(before)
-            del self._idle[before]
-        else:
-            duplicates.append(before)
-        if not duplicates:
-            del self._duplicates[key]
-
-    def _forget(self, block: int) -> None:
-        del self._keys[block]
-        self._indexed_at[block] = False
+            self.remove(before)
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Somebody holds these blocks: they cannot be evicted. Blocks that are not indexed are passed over."""
@@ -108,21 +98,14 @@ class PrefixIndex:
             if key is None:
                 loose.append(block)
                 continue
-            found = self._blocks[key]
+            found = self._blocks[key][0]
             if found != block:
-                self._drop_duplicate(key, block)
+                self.remove(block)
                 loose.append(block)
             if found == block or found in self._idle:  # used just now, by way of its duplicate
                 self._idle[found] = None
                 self._idle.move_to_end(found)
         return loose
-
-    def _drop_duplicate(self, key: BlockKey, block: int) -> None:
-        duplicates = self._duplicates[key]
-        duplicates.remove(block)
-        if not duplicates:
-            del self._duplicates[key]
-        self._forget(block)
 
     def oldest(self, n: int, without: Collection[int] = ()) -> list[int]:
         """Up to ``n`` idle blocks that are not among ``without``, the one released longest ago first."""
@@ -132,20 +115,14 @@ class PrefixIndex:
 
     def remove(self, block: int) -> None:
         """Forget ``block``, whoever holds it: its key goes to a duplicate, if there is one. Without a key: nothing."""
-        key = self._keys.get(block)
+        key = self._keys.pop(block, None)
         if key is None:
             return
-        if self._blocks[key] != block:
-            self._drop_duplicate(key, block)
-            return
         self._idle.pop(block, None)
-        self._forget(block)
-        if key in self._duplicates:
-            self._blocks[key] = heir = self._duplicates[key].pop(0)
-            assert heir not in self._idle, "a duplicate is held"
-            if not self._duplicates[key]:
-                del self._duplicates[key]
-        else:
+        self._indexed_at[block] = False
+        blocks = self._blocks[key]
+        blocks.remove(block)
+        if not blocks:
             del self._blocks[key]
 
     def clear(self) -> list[int]:
@@ -153,18 +130,15 @@ class PrefixIndex:
         idle = list(self._idle)
         self._blocks.clear()
         self._keys.clear()
-        self._duplicates.clear()
         self._idle.clear()
         self.indexed[:] = False
         return idle
 
     def assert_consistent(self) -> None:
-        found = {(key, block) for key, block in self._blocks.items()}
-        others = {(key, block) for key, blocks in self._duplicates.items() for block in blocks}
-        assert found | others == {(key, block) for block, key in self._keys.items()}, "keys and blocks disagree"
-        assert not found & others, "a block is a duplicate of itself"
-        assert all(self._duplicates.values()), "an empty list of duplicates"
-        assert self._idle.keys() <= set(self._blocks.values()), "an idle block that no key is found at"
+        found = [(key, block) for key, blocks in self._blocks.items() for block in blocks]
+        assert sorted(found) == sorted((key, block) for block, key in self._keys.items()), "keys and blocks disagree"
+        assert all(self._blocks.values()), "a key that is found nowhere"
+        assert self._idle.keys() <= {blocks[0] for blocks in self._blocks.values()}, "an idle block that no key is at"
         assert set(np.flatnonzero(self.indexed).tolist()) == self._keys.keys(), "the marks of indexed blocks differ"
 
 

@@ -6,6 +6,7 @@ neither. Its methods belong to one thread, the scheduler's; rows may be read fro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,11 +17,10 @@ from cache_manager.aux_blocks import AuxBlocks, Rows
 from cache_manager.checks import count_in_range, integers
 from cache_manager.errors import BlockBusyError, InvalidInputError
 from cache_manager.keys import BlockKey, Tokens
-from cache_manager.manager.counters import ManagerCounters, ManagerCounts
+from cache_manager.manager.counters import Counts, ManagerCounters
 from cache_manager.manager.growth import Growth
 from cache_manager.manager.pool import BlockPool
-from cache_manager.manager.sequences import Phase, Sequences
-from cache_manager.manager.sequences import Sequence as Record
+from cache_manager.manager.sequences import Phase, SequenceKeys, Sequences
 from cache_manager.manager.storing import Admission, Storing
 from cache_manager.manager.swapping import Swapping
 from cache_manager.rows import MISSING_BYTE
@@ -56,7 +56,7 @@ class BlockManager:
         self._caching = caching
         self._tokens = aux.block_tokens
         self._tokens_max = min(width_max, aux.device_blocks) * aux.block_tokens
-        self._counts = ManagerCounts()
+        self._counts: Counts = Counter()
         self._pool = BlockPool(aux, self._counts)
         self._sequences = Sequences(aux.block_tokens, rows_max=sequences_max, width_max=width_max)
         self._growth = Growth(aux, self._sequences, self._pool, self._counts, caching=caching)
@@ -68,7 +68,7 @@ class BlockManager:
 
     @property
     def counters(self) -> ManagerCounters:
-        return self._counts.snapshot()
+        return ManagerCounters(**self._counts)
 
     @property
     def free_device_blocks(self) -> int:
@@ -77,11 +77,11 @@ class BlockManager:
 
     @property
     def free_host_blocks(self) -> int:
-        return self._pool.host_room
+        return self._pool.host.room
 
     @property
     def owners(self) -> frozenset[str]:
-        return self._sequences.owners
+        return frozenset(self._sequences.by_owner)
 
     def sequence(self, owner: str) -> int:
         """The sequence's number, for the calls of a decode step, until it is freed."""
@@ -105,12 +105,7 @@ class BlockManager:
         They are of the namespace that the sequence began in: after a reset nothing is found under them.
         """
         record = self._sequences.record(self._sequences.row(owner))
-        ids = integers(tokens, "tokens", "a flat sequence of integers")
-        keys: list[BlockKey] = []
-        for at in range(0, ids.size, self._tokens):
-            extra = record.extra.get(len(keys), b"")
-            keys.append(record.chain.key(keys[-1] if keys else None, ids[at : at + self._tokens], extra))
-        return keys
+        return record.of(integers(tokens, "tokens", "a flat sequence of integers"))
 
     def read(self, name: str, owner: str, start: int, stop: int) -> Rows:
         """Rows of the tokens ``[start, stop)`` from whichever tier it is in; those not computed yet are missing."""
@@ -149,7 +144,6 @@ class BlockManager:
     def _allocate(
         self, owner: str, tokens: Tokens, salt: bytes, extra: Extra, *, queued: bool, restore: bool
     ) -> Admission | None:
-        check_owner(owner)
         self._sequences.check_new(owner)
         total = len(tokens)
         if not 1 <= total <= self._tokens_max:
@@ -157,11 +151,13 @@ class BlockManager:
         base = self.aux.keys
         if base is not self._keys:  # a reset around the manager
             self._forget()
-        record = Record(owner, base, base.salted(salt), digests(extra))
+        record = SequenceKeys(owner, base, base.salted(salt), digests(extra))
         ids = integers(tokens, "tokens", "a flat sequence of integers")
         if self._sequences.full:
             return None
-        keys = self._keys_before_last(record, ids) if self._caching else []
+        keys = (
+            record.of(ids[: (total - 1) // self._tokens * self._tokens]) if self._caching else []
+        )  # one is left to do
         shared = self._pool.match(keys)
         fresh = self._pool.take([owner] * (-(-total // self._tokens) - len(shared)), whole=True, without=shared)
         if not fresh:
@@ -174,28 +170,19 @@ class BlockManager:
             raise
         row = self._sequences.add(record, [*shared, *fresh], len(shared) * self._tokens)
         record.keys = keys[: len(shared)]
+        if len(keys) > len(shared):
+            record.asked = keys, ids.astype("<i8", copy=False).tobytes()
         try:
             wanted = dict(zip(keys[len(shared) :] if restore else [], fresh, strict=False))
             restored = self._storing.restore(row, wanted, queued=queued)
         except BaseException:
             self.free(owner)
             raise
-        self._counts.count("sequences")
-        self._counts.count("prefix_queried_tokens", total)
-        self._counts.count("prefix_hit_tokens", len(shared) * self._tokens)
+        self._counts["sequences"] += 1
+        self._counts["prefix_queried_tokens"] += total
+        self._counts["prefix_hit_tokens"] += len(shared) * self._tokens
         pending = record.errand is not None
         return Admission((*shared, *fresh), len(shared) * self._tokens + restored, restored, pending=pending)
-
-    def _keys_before_last(self, record: Record, ids: NDArray[np.int64]) -> list[BlockKey]:
-        """The keys of the full blocks that leave a token to compute."""
-        upto = (ids.size - 1) // self._tokens * self._tokens
-        if not record.extra:
-            return record.chain.keys(ids[:upto])
-        keys: list[BlockKey] = []
-        for at in range(0, upto, self._tokens):
-            extra = record.extra.get(len(keys), b"")
-            keys.append(record.chain.key(keys[-1] if keys else None, ids[at : at + self._tokens], extra))
-        return keys
 
     def append(self, owner: str, total_tokens: int) -> bool:
         """Make room so that the sequence can hold ``total_tokens``; ``False`` when there is none, nothing changed.
@@ -240,7 +227,6 @@ class BlockManager:
 
         Raises ``BlockBusyError`` while a step that writes them is in flight, and when there are ``sequences_max``.
         """
-        check_owner(child)
         sequences, row = self._sequences, self._sequences.ready(parent)
         sequences.check_new(child)
         blocks = sequences.table(row)[: -(-int(sequences.computed[row]) // self._tokens)].tolist()
@@ -248,7 +234,7 @@ class BlockManager:
         self._check_room_for_one()
         record, filling = sequences.record(row), sequences.filling[row].copy()
         self._pool.share(blocks, child)
-        twin = Record(child, record.base, record.chain, dict(record.extra), list(record.keys))
+        twin = SequenceKeys(child, record.base, record.chain, dict(record.extra), list(record.keys))
         computed = int(sequences.computed[row])
         sequences.filling[sequences.add(twin, blocks, computed)] = filling
 
@@ -258,12 +244,11 @@ class BlockManager:
         The holder reads nothing: unlike a fork it does not keep the sequence from writing its blocks in place. For
         blocks that something outside writes to and that must not get another owner before it has stopped.
         """
-        check_owner(holder)
         blocks = self._sequences.table(self._sequences.ready(owner))[first:].tolist()
         self._sequences.check_new(holder)
         self._check_room_for_one()
         self._pool.share(blocks, holder, keeps=True)
-        self._sequences.add(Record(holder, self.aux.keys, self.aux.keys), blocks, 0, Phase.HOLDER)
+        self._sequences.add(SequenceKeys(holder, self.aux.keys, self.aux.keys), blocks, 0, Phase.HOLDER)
 
     def free(self, owner: str) -> None:
         """End the sequence; idempotent. Blocks that can be found by key stay cached until they are evicted.
@@ -279,7 +264,7 @@ class BlockManager:
         sequences.remove(owner)
         self.aux.free(owner)
         if tier == "host":
-            self._pool.let_go_host(blocks.tolist())
+            self._pool.host.let_go(blocks.tolist())
         else:
             self._pool.let_go(blocks, keeps=bool(keeps))
         self._storing.abandon(owner, errand)
@@ -315,7 +300,7 @@ class BlockManager:
 
     def persist(self, owner: str) -> int:
         """:meth:`begin_persist`, waiting for the store; how many blocks are stored now. A failing store stores none."""
-        return self._storing.persist(self._sequences.ready(owner))
+        return self._storing.persist(self._sequences.ready(owner), queued=False)
 
     def begin_persist(self, owner: str) -> bool:
         """Begin to store the sequence's full blocks, rows and KV; whether there was anything to do, and room for it.
@@ -323,7 +308,7 @@ class BlockManager:
         The store is never waited for, and the sequence may go on or end meanwhile: the blocks are kept for the store
         until :meth:`poll` has found that it is done.
         """
-        return self._storing.begin_persist(self._sequences.ready(owner))
+        return self._storing.persist(self._sequences.ready(owner), queued=True) > 0
 
     def poll(self) -> dict[str, Admission]:
         """Take in what the store has done; the final admissions of sequences that were pending. Waits for nothing."""
@@ -357,12 +342,6 @@ class BlockManager:
         self._pool.assert_consistent(self._sequences.of_tier("device"), self._sequences.of_tier("host"))
 
 
-def check_owner(owner: str) -> None:
-    """:class:`InvalidInputError` unless ``owner`` can name a sequence: a non-empty string."""
-    if not isinstance(owner, str) or not owner:
-        raise InvalidInputError("owner", "a non-empty string", repr(owner))
-
-
 def digests(extra: Extra) -> dict[int, bytes]:
     """``extra`` by index of a block; a prompt's is its first block's, and so in every key after that."""
     by_block = {0: extra} if isinstance(extra, bytes) else extra
@@ -374,4 +353,4 @@ def digests(extra: Extra) -> dict[int, bytes]:
     return {index: digest for index, digest in by_block.items() if digest}
 
 
-__all__ = ["BlockManager", "Extra", "check_owner", "digests"]
+__all__ = ["BlockManager", "Extra", "digests"]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockStateError
 from cache_manager.keys import BlockKey
-from cache_manager.manager.counters import ManagerCounts
+from cache_manager.manager.counters import Counts
 from cache_manager.manager.index import PrefixIndex
 from cache_manager.ports import TierName
 
@@ -62,6 +62,20 @@ class FreeBlocks:
                 self.free.extend(blocks)
                 return
 
+    @property
+    def room(self) -> int:
+        """How many blocks can be had."""
+        self.add(self.back())
+        return len(self.free)
+
+    def choose(self, n: int) -> list[int] | None:
+        """``n`` blocks that :meth:`remove` would take, or ``None``; they stay free if a move fails."""
+        return self.next(n) if n <= self.room else None
+
+    def let_go(self, blocks: Sequence[int]) -> None:
+        """A sequence has these blocks no longer."""
+        self.add(self.sort_out(blocks))
+
     def next(self, n: int) -> list[int]:
         """The ``n`` blocks, or all there are, that would be given first."""
         return self.free[: -n - 1 : -1] if n else []
@@ -80,14 +94,14 @@ class BlockPool:
     read nothing.
     """
 
-    def __init__(self, aux: AuxBlocks, counts: ManagerCounts) -> None:
+    def __init__(self, aux: AuxBlocks, counts: Counts) -> None:
         self._aux, self._counts = aux, counts
         self.index = PrefixIndex(aux.device_blocks)
         self.uses: NDArray[np.int32] = np.zeros(aux.device_blocks, np.int32)
         self.keeps: NDArray[np.int32] = np.zeros(aux.device_blocks, np.int32)
         self._holders = aux.holders()
         self._device = FreeBlocks(aux, "device", aux.device_blocks)
-        self._host = FreeBlocks(aux, "host", aux.host_blocks)
+        self.host = FreeBlocks(aux, "host", aux.host_blocks)
         # One element of a memoryview costs a third of one element of an array.
         self._indexed_at, self._holders_at = self.index.indexed.data, self._holders.data
         self._keeps_at, self._uses_at = self.keeps.data, self.uses.data
@@ -99,11 +113,6 @@ class BlockPool:
         """Blocks that :meth:`take` could give: free ones and cached ones that nobody holds."""
         self._come_back()
         return len(self._device.free) + self.index.idle
-
-    @property
-    def host_room(self) -> int:
-        self._host.add(self._host.back())
-        return len(self._host.free)
 
     def others_use(self, block: int) -> bool:
         """Whether anybody but one sequence may read the block, now or when it is found by key: it is not written then.
@@ -127,7 +136,7 @@ class BlockPool:
         if found and self._aux.policy == "gate":
             complete = self._aux.complete(found)
             if count(complete) != len(found):
-                self._counts.count("hits_cut_for_missing_rows")
+                self._counts["hits_cut_for_missing_rows"] += 1
                 found = found[: int(np.argmin(complete))]
         return found
 
@@ -154,13 +163,16 @@ class BlockPool:
                 self.take_out(chosen)
                 return chosen
 
-    def choose(self, n: int) -> list[int]:
-        """``n`` device blocks that :meth:`take_out` would take, or none; they stay as they are if a move fails."""
+    def choose(self, n: int) -> tuple[list[int], int]:
+        """``n`` device blocks that :meth:`take_out` would take, or none; how many of them, the first ones, are free.
+
+        They stay as they are if a move fails.
+        """
         self._come_back()
         while len(chosen := self._first(n)) == n:
             if not self._set_aside(chosen):
-                return chosen
-        return []
+                return chosen, min(n, len(self._device.free))
+        return [], 0
 
     def _first(self, n: int, without: frozenset[int] = frozenset()) -> list[int]:
         free = self._device.next(n)
@@ -180,21 +192,17 @@ class BlockPool:
         self._device.remove(blocks[:free])
         for block in blocks[free:]:
             self.index.remove(block)
-            self._counts.count("evicted_blocks")
+            self._counts["evicted_blocks"] += 1
         for block in blocks:
             self._uses_at[block] = 1
-
-    def free_among(self, blocks: Sequence[int]) -> int:
-        """How many of ``blocks``, chosen just now, are free; they come first."""
-        return min(len(blocks), len(self._device.free))
 
     def forget_cached(self, blocks: Sequence[int]) -> None:
         """Cached ``blocks`` have lost their content: they are free."""
         lost = [block for block in blocks if self.index.key(block) is not None]
         for block in lost:
             self.index.remove(block)
-        self._counts.count("evicted_blocks", len(lost))
-        self._device.add(self._device.sort_out(lost))
+        self._counts["evicted_blocks"] += len(lost)
+        self._device.let_go(lost)
 
     def share(self, blocks: Sequence[int], owner: str, *, keeps: bool = False) -> None:
         """Let ``owner`` have device blocks with content, too; they are not evicted while it does."""
@@ -208,14 +216,6 @@ class BlockPool:
         for block in blocks if self._device.away else ():
             self._device.away.pop(block, None)
 
-    def choose_host(self, n: int) -> list[int] | None:
-        """``n`` host blocks that :meth:`take_host` would take, or ``None``; they stay free if a move fails."""
-        chosen = self._host.next(n) if n <= self.host_room else []
-        return chosen if len(chosen) == n else None
-
-    def take_host(self, blocks: Sequence[int]) -> None:
-        self._host.remove(blocks)
-
     # ---------------------------------------------------------------- getting back
 
     def let_go(self, blocks: Ints, *, keeps: bool = False) -> None:
@@ -226,9 +226,6 @@ class BlockPool:
         gone = blocks[self.uses.take(blocks) == 0]
         if gone.size:
             self._retire(self._device.sort_out(gone[::-1].tolist()))  # a chain loses its tail before its head
-
-    def let_go_host(self, blocks: Sequence[int]) -> None:
-        self._host.add(self._host.sort_out(blocks))
 
     def _come_back(self, without: Collection[int] = ()) -> None:
         """What is away no longer can be had; not what is about to be shared, whose key a duplicate might take."""
@@ -258,12 +255,11 @@ class BlockPool:
             return
         self.index.promote(block)
         if not self.uses[before] and before not in self._device.away:
-            self._device.add(self._device.sort_out([before]))
+            self._device.let_go([before])
 
     def forget(self) -> None:
         """After a reset: nothing is found by key, and what was only cached is free."""
-        idle = self.index.clear()
-        self._device.add(self._device.sort_out(idle))
+        self._device.let_go(self.index.clear())
 
     def assert_consistent(self, device: Sequence[int], host: Sequence[int]) -> None:
         """Raise ``AssertionError`` unless every block is free, cached, away or a sequence's, once, in each tier.
@@ -282,7 +278,7 @@ class BlockPool:
         parts = [*free, *away, *idle, *held]
         assert sorted(parts) == list(range(self.uses.size)), "a device block is lost or in two places"
         assert not any(self.index.indexed[block] for block in free), "a free block is indexed"
-        everywhere = [*host, *self._host.free, *self._host.away]
+        everywhere = [*host, *self.host.free, *self.host.away]
         assert sorted(everywhere) == list(range(self._aux.host_blocks)), "a host block is lost or shared"
 
 

@@ -43,9 +43,9 @@ _READY: Final = int(Phase.READY)
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """What is not in an array. ``base`` is the key chain that was current when the sequence began, ``chain`` the same
-    under its salt: after a reset they are old ones, and its blocks are found by no key any more."""
+class SequenceKeys:
+    """Whose a sequence is, and what its blocks are found by. ``base`` is the key chain that was current when it began,
+    ``chain`` the same under its salt: after a reset they are old ones, and its blocks are found by no key any more."""
 
     owner: str
     base: KeyChain
@@ -53,11 +53,28 @@ class Sequence:
     extra: dict[int, bytes] = field(default_factory=dict)
     keys: list[BlockKey] = field(default_factory=list)  # of its first full blocks
     errand: Errand | None = None
+    asked: tuple[list[BlockKey], bytes] = ([], b"")  # keys by which it was admitted, and the token ids they are of
 
-    def key_of(self, index: int, ids: bytes) -> BlockKey:
+    def of(self, ids: Ints) -> list[BlockKey]:
+        """The keys of the blocks of these tokens, from the first block on, that of a partial last one too."""
+        size, keys = self.chain.block_tokens, [] if self.extra else self.chain.keys(ids)
+        for at in range(len(keys) * size, ids.size, size):
+            extra = self.extra.get(len(keys), b"")
+            keys.append(self.chain.key(keys[-1] if keys else None, ids[at : at + size], extra))
+        return keys
+
+    def add(self, index: int, ids: bytes) -> BlockKey:
         """Add the key of its full block ``index``, the next one, with these token ids (little-endian int64)."""
-        extra = self.extra.get(index, b"") if self.extra else b""
-        key = self.chain.following(self.keys[-1] if index else None, ids, extra)
+        asked, prompt = self.asked
+        same = index < len(asked) and prompt[index * len(ids) : (index + 1) * len(ids)] == ids
+        if same and self.keys[-1:] == asked[max(0, index - 1) : index]:
+            key = asked[index]
+            if index == len(asked) - 1:
+                self.asked = [], b""
+        else:
+            self.asked = [], b""
+            extra = self.extra.get(index, b"") if self.extra else b""
+            key = self.chain.following(self.keys[-1] if index else None, ids, extra)
         self.keys.append(key)
         return key
 
@@ -72,7 +89,7 @@ class Sequences:
     def __init__(self, block_tokens: int, *, rows_max: int, width_max: int) -> None:
         self.tokens, self.rows_max, self.width_max = block_tokens, rows_max, width_max
         self.by_owner: dict[str, int] = {}
-        self.records: list[Sequence | None] = []
+        self.records: list[SequenceKeys | None] = []
         self._free: list[int] = []
         self._last = _NOTHING  # the rows that ready_rows() has found READY, and what it answered
         self.rows = self.width = 0
@@ -100,19 +117,17 @@ class Sequences:
     # ---------------------------------------------------------------- which there are
 
     @property
-    def owners(self) -> frozenset[str]:
-        return frozenset(self.by_owner)
-
-    @property
     def full(self) -> bool:
         return len(self.by_owner) >= self.rows_max
 
     def check_new(self, owner: str) -> None:
-        """:class:`BlockStateError` for an owner that has a sequence."""
+        """:class:`InvalidInputError` for what names no owner, :class:`BlockStateError` for one that has a sequence."""
+        if not isinstance(owner, str) or not owner:
+            raise InvalidInputError("owner", "a non-empty string", repr(owner))
         if owner in self.by_owner:
             raise BlockStateError(f"owner {owner!r}", "an owner without a sequence", "one that has one")
 
-    def add(self, sequence: Sequence, blocks: list[int] | Ints, computed: int, phase: Phase = Phase.READY) -> int:
+    def add(self, sequence: SequenceKeys, blocks: list[int] | Ints, computed: int, phase: Phase = Phase.READY) -> int:
         """A row for a new sequence; the caller has checked that there is one."""
         assert sequence.owner not in self.by_owner, "check_new() comes first"
         if not self._free:
@@ -181,12 +196,12 @@ class Sequences:
             raise BlockBusyError(owner, "a sequence that waits for nothing", "one whose store is asked")
         raise BlockStateError(owner, "a sequence", "a holder, which keeps blocks and reads nothing")
 
-    def record(self, row: int) -> Sequence:
+    def record(self, row: int) -> SequenceKeys:
         record = self.records[row]
         assert record is not None, f"row {row} has ended"
         return record
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[SequenceKeys]:
         return (record for record in self.records if record is not None)
 
     # ---------------------------------------------------------------- their blocks
@@ -216,4 +231,4 @@ class Sequences:
         return [block for row in rows for block in self.table(row).tolist()]
 
 
-__all__ = ["Phase", "Sequence", "Sequences"]
+__all__ = ["Phase", "SequenceKeys", "Sequences"]

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import nlargest
+from itertools import takewhile
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
 from cache_manager.jobs import Phase as JobPhase
 from cache_manager.keys import BlockKey
-from cache_manager.manager.counters import ManagerCounts
+from cache_manager.manager.counters import Counts
 from cache_manager.manager.pool import BlockPool
 from cache_manager.manager.sequences import Phase, Sequences
 from cache_manager.store_jobs import PersistJob, RestoreJob
@@ -55,16 +56,6 @@ class Errand:
         """How many blocks a persist has found or made stored."""
         return sum(origin != 0 for origin in self.job.stored().values()) if isinstance(self.job, PersistJob) else 0
 
-    def run(self) -> list[tuple[BlockKey, int]]:
-        """The longest run of the wanted blocks, from the first on, that a restore has brought."""
-        assert isinstance(self.job, RestoreJob), "a persist brings nothing"
-        back, run = self.job.restored(), []
-        for key, block in self.wanted.items():
-            if not back[key]:
-                break
-            run.append((key, block))
-        return run
-
 
 class Storing:
     """The errands of one block manager that are not over, and what comes of them.
@@ -76,7 +67,7 @@ class Storing:
     """
 
     def __init__(
-        self, aux: AuxBlocks, sequences: Sequences, pool: BlockPool, counts: ManagerCounts, *, pinned_max: int
+        self, aux: AuxBlocks, sequences: Sequences, pool: BlockPool, counts: Counts, *, pinned_max: int
     ) -> None:
         self._aux, self._sequences, self._pool, self._counts = aux, sequences, pool, counts
         self._pinned_max = pinned_max
@@ -88,59 +79,54 @@ class Storing:
 
     # ---------------------------------------------------------------- beginning
 
-    def persist(self, row: int) -> int:
-        """See :meth:`BlockManager.persist`."""
-        errand = self._persist(row, queued=False)
-        if errand is None:
-            return 0
+    def persist(self, row: int, *, queued: bool) -> int:
+        """See :meth:`BlockManager.persist`: how many blocks are stored; if it is ``queued``, how many will be."""
+        record = self._sequences.record(row)
+        keys = record.keys if record.base is self._aux.keys else ()
+        wanted = dict(zip(keys, self._sequences.table(row).tolist(), strict=False))
+        errand = self._begin(row, self._aux.begin_persist, wanted, self._aux.job_limits.threads_max, queued=queued)
+        if errand is None or queued:
+            return 0 if errand is None else len(errand.wanted)
         self._end(errand)
         return errand.stored
-
-    def begin_persist(self, row: int) -> bool:
-        """See :meth:`BlockManager.begin_persist`."""
-        return self._persist(row, queued=True) is not None
-
-    def _persist(self, row: int, *, queued: bool) -> Errand | None:
-        record = self._sequences.record(row)
-        if not self._aux.has_store or record.base is not self._aux.keys or not record.keys:
-            return None
-        wanted = dict(zip(record.keys, self._sequences.table(row).tolist(), strict=False))
-        first = self._first(wanted, restores=self._aux.job_limits.threads_max) if queued else wanted
-        job = self._aux.begin_persist(first, owner=record.owner, queued=queued) if first else None
-        return self._begun(record.owner, job, first, wanted)
 
     def restore(self, row: int, wanted: Mapping[BlockKey, int], *, queued: bool) -> int:
         """Fill blocks of the sequence with the longest run of keys that the store has; how many tokens that are by now.
 
         If it is ``queued``, the sequence is pending.
         """
-        if not wanted or not self._aux.has_store:
-            return 0
-        record = self._sequences.record(row)
         # It is itself one of the restores that threads may hang in.
-        first = self._first(wanted, restores=self._aux.job_limits.threads_max - 1) if queued else wanted
-        job = self._aux.begin_restore(first, owner=record.owner, queued=queued) if first else None
-        record.errand = errand = self._begun(record.owner, job, first, wanted)
+        others = self._aux.job_limits.threads_max - 1
+        errand = self._begin(row, self._aux.begin_restore, wanted, others, queued=queued)
         if errand is None:
             return 0
+        self._sequences.record(row).errand = errand
         self._sequences.set_phase(row, Phase.PENDING)
         if queued:
             return 0
         self._end(errand)
-        return self._settled.pop(record.owner).restored_tokens
+        return self._settled.pop(errand.owner).restored_tokens
 
-    def _begun(
+    def _begin(
         self,
-        owner: str,
-        job: PersistJob | RestoreJob | None,
-        first: Mapping[BlockKey, int],
+        row: int,
+        begin: Callable[..., PersistJob | RestoreJob | None],
         wanted: Mapping[BlockKey, int],
+        restores: int,
+        *,
+        queued: bool,
     ) -> Errand | None:
-        if job is None:
-            self._counts.count("errands_refused")
+        """``begin`` a job for the sequence; ``None`` when there is nothing to do, or no room for it."""
+        if not wanted or not self._aux.has_store:
             return None
-        self._counts.count("errands_cut", int(len(first) < len(wanted)))
-        errand = Errand(owner, job, dict(first))
+        owner = self._sequences.record(row).owner
+        first = self._first(wanted, restores) if queued else dict(wanted)
+        job = begin(first, owner=owner, queued=queued) if first else None
+        if job is None:
+            self._counts["errands_refused"] += 1
+            return None
+        self._counts["errands_cut"] += len(first) < len(wanted)
+        errand = Errand(owner, job, first)
         self._errands[errand] = None
         return errand
 
@@ -179,7 +165,7 @@ class Storing:
         """The owner's sequence has ended; ``errand`` is what it waited for."""
         self._settled.pop(owner, None)
         if errand is not None:
-            self._counts.count("restores_abandoned")
+            self._counts["restores_abandoned"] += 1
             errand.job.cancel()
             if errand.over:
                 self._end(errand)
@@ -197,10 +183,10 @@ class Storing:
         row = self._sequences.by_owner.get(errand.owner)
         if row is not None and self._sequences.record(row).errand is errand:
             self._settle(row, errand)
-        self._counts.count("persisted_blocks", errand.stored)
+        self._counts["persisted_blocks"] += errand.stored
         failure = errand.job.failure
         if isinstance(failure, KVRouteError):
-            self._counts.count("store_failures")
+            self._counts["store_failures"] += 1
             # As text: a log record that keeps the exception keeps its frames, and with them views of the rows.
             logger.warning("store failed, going on without it: %s", str(failure))
         elif failure is not None:
@@ -212,13 +198,15 @@ class Storing:
         record.errand = None
         sequences.set_phase(row, Phase.READY)
         # After a reset what landed before it is gone, and what its sequence has is found by no key any more.
-        run = errand.run() if record.base is self._aux.keys else []
+        assert isinstance(errand.job, RestoreJob), "no sequence waits for a persist"
+        back = errand.job.restored() if record.base is self._aux.keys else {}
+        run = list(takewhile(lambda wanted: back.get(wanted[0]), errand.wanted.items()))
         for key, block in run:
             record.keys.append(key)
             self._pool.publish(key, block)
         restored = len(run) * sequences.tokens
         sequences.computed[row] += restored
-        self._counts.count("restored_tokens", restored)
+        self._counts["restored_tokens"] += restored
         blocks, computed = tuple(sequences.table(row).tolist()), int(sequences.computed[row])
         self._settled[errand.owner] = Admission(blocks, computed, restored)
 

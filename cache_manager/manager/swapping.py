@@ -8,37 +8,37 @@ import numpy as np
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import TransferProcessError
-from cache_manager.manager.counters import ManagerCounts
+from cache_manager.manager.counters import Counts
 from cache_manager.manager.growth import not_moved
 from cache_manager.manager.pool import BlockPool
 from cache_manager.manager.sequences import Ints, Phase, Sequences
 
 
 class Swapping:
-    def __init__(self, aux: AuxBlocks, sequences: Sequences, pool: BlockPool, counts: ManagerCounts) -> None:
+    def __init__(self, aux: AuxBlocks, sequences: Sequences, pool: BlockPool, counts: Counts) -> None:
         self._aux, self._sequences, self._pool, self._counts = aux, sequences, pool, counts
 
     def out(self, row: int) -> bool:
         """See :meth:`BlockManager.preempt`."""
         sequences, owner = self._sequences, self._sequences.record(row).owner
         blocks, computed = sequences.table(row).copy(), int(sequences.computed[row])
-        full = -(-computed // sequences.tokens)
-        targets = self._pool.choose_host(full) if self._aux.host_blocks else None
+        written = -(-computed // sequences.tokens)
+        targets = self._pool.host.choose(written) if self._aux.host_blocks else None
         if targets is None:
             return False
         try:
-            self._aux.swap_out(_pairs(blocks[:full], targets), owner)
+            self._aux.swap_out(_pairs(blocks[:written], targets), owner)
         except TransferProcessError as error:
             not_moved(self._counts, error)
             return False
-        self._pool.take_host(targets)
+        self._pool.host.remove(targets)
         sequences.set_blocks(row, targets)
         sequences.set_phase(row, Phase.SWAPPED)
-        if full < blocks.size:
-            self._aux.free(owner, blocks[full:])
+        if written < blocks.size:
+            self._aux.free(owner, blocks[written:])
         self._pool.let_go(blocks)
-        self._counts.count("preemptions")
-        self._counts.count("swapped_out_tokens", computed)
+        self._counts["preemptions"] += 1
+        self._counts["swapped_out_tokens"] += computed
         return True
 
     def back(self, row: int) -> bool:
@@ -47,21 +47,21 @@ class Swapping:
         if sequences.phase[row] != Phase.SWAPPED:
             return True
         sources = sequences.table(row).copy()
-        targets = self._pool.choose(sources.size)
+        targets, free = self._pool.choose(sources.size)
         if len(targets) < sources.size:
             return False
         try:
-            self._swap_in(record.owner, _pairs(sources, targets), self._pool.free_among(targets))
+            self._swap_in(record.owner, _pairs(sources, targets), free)
         except TransferProcessError as error:
             not_moved(self._counts, error)
             return False
         self._pool.take_out(targets)
         sequences.set_blocks(row, targets)
         sequences.set_phase(row, Phase.READY)
-        self._pool.let_go_host(sources.tolist())
+        self._pool.host.let_go(sources.tolist())
         for key, block in zip(record.keys, targets, strict=False):  # none of a sequence from before a reset
             self._pool.publish(key, block)
-        self._counts.count("swapped_in_tokens", int(sequences.computed[row]))
+        self._counts["swapped_in_tokens"] += int(sequences.computed[row])
         return True
 
     def _swap_in(self, owner: str, pairs: Ints, free: int) -> None:

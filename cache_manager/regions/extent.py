@@ -1,15 +1,11 @@
-"""Where a region's three arrays lie in its memory. Pure arithmetic, and numpy views of a mapping.
+"""Where a region's three arrays lie in its memory. Pure arithmetic.
 
 The byte layout is described in ``docs/format.md``, section "region".
 """
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.spec import RecordLayout, align
@@ -50,17 +46,3 @@ class Extent:
         object.__setattr__(self, "valid_offset", valid)
         object.__setattr__(self, "rows_offset", rows)
         object.__setattr__(self, "nbytes", align(rows + self.blocks * self.layout.nbytes, PAGE_NBYTES))
-
-    def rows(self, memory: mmap.mmap) -> NDArray[np.uint8]:
-        """``[blocks, layout.nbytes]``; like the others it pins ``memory``, whose close then raises BufferError."""
-        count = self.blocks * self.layout.nbytes
-        return np.frombuffer(memory, np.uint8, count, self.rows_offset).reshape(self.blocks, self.layout.nbytes)
-
-    def words(self, memory: mmap.mmap) -> NDArray[np.uint64]:
-        """``[blocks]``"""
-        return np.frombuffer(memory, np.uint64, self.blocks, self.words_offset)
-
-    def valid(self, memory: mmap.mmap) -> NDArray[np.uint64]:
-        """``[blocks, specs, valid_words]``"""
-        shape = (self.blocks, len(self.layout.specs), self.layout.valid_words)
-        return np.frombuffer(memory, np.uint64, shape[0] * shape[1] * shape[2], self.valid_offset).reshape(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from types import TracebackType
 from typing import Self
@@ -9,7 +10,6 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.regions import room
 from cache_manager.regions.extent import Extent
 from cache_manager.spec import RecordLayout
 
@@ -37,12 +37,6 @@ class MappedRegion:
         """Bytes of memory that the region takes."""
         return self._extent.nbytes
 
-    @property
-    def huge_nbytes(self) -> int:
-        """Bytes of it that this process has mapped as huge pages now; reads ``/proc/self/smaps`` at each call."""
-        first = self.rows.ctypes.data - self._extent.rows_offset
-        return room.huge_nbytes(first, self.nbytes)
-
     def close(self) -> None:
         """Give the memory back; a second call does nothing.
 
@@ -69,6 +63,8 @@ class MappedRegion:
         return f"<{type(self).__name__} blocks={self.blocks}{' closed' if self._memory is None else ''}>"
 
     def _view(self, memory: mmap.mmap) -> None:
-        self.rows = self._extent.rows(memory)
-        self.words = self._extent.words(memory)
-        self.valid = self._extent.valid(memory)
+        extent, blocks, nbytes = self._extent, self.blocks, self.layout.nbytes
+        shape = blocks, len(self.layout.specs), self.layout.valid_words
+        self.rows = np.frombuffer(memory, np.uint8, blocks * nbytes, extent.rows_offset).reshape(blocks, nbytes)
+        self.words = np.frombuffer(memory, np.uint64, blocks, extent.words_offset)
+        self.valid = np.frombuffer(memory, np.uint64, math.prod(shape), extent.valid_offset).reshape(shape)

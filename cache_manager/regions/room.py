@@ -40,10 +40,9 @@ def require_memory(nbytes: int) -> None:
 
 def require_tmpfs(directory: Path, nbytes: int) -> None:
     """Raise :class:`NoSpaceError` when the file system of ``directory`` has no room for ``nbytes`` more."""
-    stat = os.statvfs(directory)
-    free = stat.f_bavail * stat.f_frsize
-    if nbytes > free:
-        raise no_tmpfs_space(directory, nbytes)
+    error = no_tmpfs_space(directory, nbytes)
+    if nbytes > error.free_nbytes:
+        raise error
 
 
 def no_tmpfs_space(directory: Path, nbytes: int) -> NoSpaceError:
@@ -76,20 +75,6 @@ def ask_for_huge_pages(memory: mmap.mmap) -> None:
     """Let the pages of ``memory`` that are not there yet be huge, where the kernel has any: small ones do."""
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-
-
-def huge_nbytes(start: int, nbytes: int) -> int:
-    """Bytes of this process's addresses ``[start, start + nbytes)`` that huge pages map."""
-    found, inside = 0, False
-    with open("/proc/self/smaps", errors="replace") as lines:
-        for line in lines:
-            field, *rest = line.split()
-            if not field.endswith(":"):  # "7f12a000-7f34a000 rw-s ...": the next mapping
-                first, _, end = field.partition("-")
-                inside = int(first, 16) < start + nbytes and start < int(end, 16)
-            elif inside and field in ("AnonHugePages:", "ShmemPmdMapped:"):
-                found += int(rest[0]) << 10
-    return min(found, nbytes)  # the kernel may have merged the mapping with its neighbour
 
 
 def populate(memory: mmap.mmap, *, write: bool) -> None:

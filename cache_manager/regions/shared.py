@@ -68,9 +68,9 @@ class SharedRegion(MappedRegion):
 
         ``tier`` says whose blocks it mirrors: the device's (the host buffer) or the host's (the swap buffer).
         ``namespace`` is :attr:`Namespace.fingerprint`; it changes with :meth:`renew`. ``huge_pages`` asks the kernel
-        for them, which gives some where shared memory may have any (:attr:`huge_nbytes` says what was got). Removes
-        orphans first. Raises :class:`~cache_manager.errors.NoSpaceError` with the numbers when ``/dev/shm``, a cgroup,
-        the machine or the process's address space has no room; nothing is left behind then.
+        for them, which gives some where shared memory may have any. Removes orphans first. Raises
+        :class:`~cache_manager.errors.NoSpaceError` with the numbers when ``/dev/shm``, a cgroup, the machine or the
+        process's address space has no room; nothing is left behind then.
         """
         extent = extent_of(layout, blocks)
         if tier not in directory.BUFFERS:

@@ -101,6 +101,22 @@ def test_of_two_steps_that_write_a_slot_the_later_one_counts(aux) -> None:
     assert np.array_equal(rows.values, [old[0], new[0], new[1]])
 
 
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_a_slot_that_a_newer_step_has_taken_is_not_given_back(aux, end) -> None:
+    """Goal: the older step knows it, also when nothing else is in flight any more. Method: the newer one ends first."""
+    aux.allocate([0], "a")
+    older, newer = aux.begin_step([0, 1]), aux.begin_step([1, 2])
+    old, new = canary_rows(SPEC, [("old", 0), ("old", 1)]), canary_rows(SPEC, [("new", 1), ("new", 2)])
+    newer.write("routing", new)
+    newer.commit() if end == "commit" else newer.abort()
+    older.write("routing", old)
+    assert older.commit() == 1
+    assert aux.counters.late_writes_dropped == 1
+    rows = aux.read("routing", [0], 0, 3)
+    assert rows.valid.tolist() == [True, end == "commit", end == "commit"]
+    assert np.array_equal(rows.values[rows.valid], np.stack([old[0], new[0], new[1]])[rows.valid])
+
+
 def test_rejected_tokens_and_padding_never_become_valid(aux) -> None:
     """Goal: H6 and speculative decoding. Method: commit a step with padding and a keep mask."""
     aux.allocate([0], "a")
@@ -189,6 +205,38 @@ def test_a_reset_while_the_store_is_read_drops_what_was_read(aux, store) -> None
     assert aux.restore({key: 1}, owner="b") == {key: False}
     assert not aux.read("routing", range(6)).valid.any()
     assert aux.counters.late_restores_dropped == 1
+
+
+def test_rows_come_back_beside_the_kv_that_the_caller_names_and_no_other(aux) -> None:
+    """Goal: KV that somebody else keeps, and knows the origin of. Method: another origin, none at all, the right."""
+    rows = fill(aux, [0], "a", "a")
+    key = aux.keys.key(None, [1])
+    origin = aux.persist({key: 0}, owner="a")[key]
+    aux.allocate([1], "b")
+    for said in ({key: origin ^ 1}, {}):
+        assert aux.restore({key: 1}, owner="b", origins=said) == {key: False}
+        assert not aux.read("routing", [1]).valid.any()
+    assert aux.counters.blocks_of_another_origin_not_restored == 2
+    assert aux.restore({key: 1}, owner="b", origins={key: origin}) == {key: True}
+    assert np.array_equal(aux.read("routing", [1]).values, rows)
+
+
+def test_a_block_that_nobody_holds_is_restored_in_the_life_that_it_begins(aux) -> None:
+    rows = fill(aux, [0], "a", "a")
+    key, life = aux.keys.key(None, [1]), aux.generations([1])
+    aux.persist({key: 0}, owner="a")
+    assert aux.restore({key: 1}, generations=life) == {key: True}
+    assert aux.generations([1]) == life + 1
+    assert aux.blocks_in(State.CACHED) == 1
+    assert np.array_equal(aux.read("routing", [1]).values, rows)
+
+
+def test_after_a_restore_that_brought_nothing_nobody_knows_what_kv_is_there(aux) -> None:
+    """Goal: a mover may have written over KV that had come. Method: its name is gone."""
+    aux.allocate([0], "a")
+    assert aux.bind_origin(0, int(aux.generations([0])[0]), 77, 4)
+    assert aux.restore({aux.keys.key(None, [1]): 0}, owner="a") == {aux.keys.key(None, [1]): False}
+    assert aux.origins([0]) == [0]
 
 
 def test_an_incomplete_block_is_not_persisted(aux) -> None:
@@ -348,7 +396,7 @@ def test_a_step_or_move_is_ended_once_whichever_thread_ends_it(aux) -> None:
             except BlockStateError as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=work.abort), threading.Thread(target=commit)]
+        threads = [threading.Thread(target=work.abort, daemon=True), threading.Thread(target=commit)]
         with aux._lock:
             for thread in threads:
                 thread.start()
@@ -467,7 +515,7 @@ def test_a_reader_beside_the_scheduler_never_sees_a_foreign_row(aux) -> None:
                 wrong.append(owner)
             seen.append(int(rows.valid.sum()))
 
-    readers = [threading.Thread(target=read) for _ in range(2)]
+    readers = [threading.Thread(target=read, daemon=True) for _ in range(2)]
     for thread in readers:
         thread.start()
     for n in range(rounds):

@@ -153,7 +153,7 @@ def test_another_thread_is_no_finaliser_and_waits(aux, monkeypatch) -> None:
     aux.allocate([0], "a")
     fill(aux, 0, "a")
     pass_on, ended = Leases.pass_on, []
-    thread = threading.Thread(target=lambda: (aux.allocate([3], "c"), ended.append(True)))
+    thread = threading.Thread(target=lambda: (aux.allocate([3], "c"), ended.append(True)), daemon=True)
 
     def beside(self, *arguments) -> None:
         thread.start()

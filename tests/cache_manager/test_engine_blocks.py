@@ -278,6 +278,51 @@ def test_rows_of_another_computation_do_not_come_beside_loaded_kv(house) -> None
     assert engine.restore({key: 1}, lives, {key: origin}) == {key: True}
 
 
+def test_what_is_written_after_a_block_was_stored_is_another_computation_s(house) -> None:
+    """Goal: the stored rows' origin names them alone. Method: a row is written again; both are restored elsewhere."""
+    engine = house.engine
+    engine.renew([0, 1])
+    stored = house.fill(0, "first")
+    key, life = engine.keys.key(None, [1]), engine.generations([0])
+    origin = engine.persist({key: 0}, life)[key]
+    assert origin == engine.origins([0])[0]
+    assert engine.write_step(slots(0)[:1], {"routing": house.rows("second", 1)}) == 1
+    assert engine.origins([0])[0] not in (0, origin)
+    assert engine.restore({key: 1}, engine.generations([1]), {key: engine.origins([0])[0]}) == {key: False}
+    assert engine.restore({key: 1}, engine.generations([1]), {key: origin}) == {key: True}
+    assert house.holds(1, stored)
+
+
+def test_rows_do_not_come_back_beside_kv_that_came_from_elsewhere(house) -> None:
+    """Goal: the name of KV that an engine was sent counts, whoever restores. Method: another name, then the rows'."""
+    engine = house.engine
+    engine.renew([0, 1])
+    house.fill(0, "a")
+    key, (origin,), lives = engine.keys.key(None, [1]), engine.origins([0]), engine.generations([1])
+    engine.persist({key: 0}, engine.generations([0]))
+    assert engine.bind_origin(1, int(lives[0]), origin ^ 1, TOKENS)
+    assert engine.restore({key: 1}, lives) == {key: False}
+    assert engine.counters.blocks_of_another_origin_not_restored == 1
+    assert engine.bind_origin(1, int(lives[0]), origin, TOKENS)
+    assert engine.restore({key: 1}, lives) == {key: True}
+
+
+def test_rows_do_not_come_back_over_rows(house) -> None:
+    """Goal: nobody writes bytes that a reader may be reading. Method: two restores of a block, the second one late."""
+    engine = house.engine
+    engine.renew([0, 1])
+    rows = house.fill(0, "a")
+    key = engine.keys.key(None, [1])
+    engine.persist({key: 0}, engine.generations([0]))
+    lives = engine.generations([1])
+    house.gate.open()
+    jobs = [engine.begin_restore({key: 1}, lives) for _ in range(2)]
+    assert all(job.wait(30) for job in jobs)
+    assert [job.result() for job in jobs] == [{key: True}, {key: False}]
+    assert engine.counters.late_restores_dropped == 1
+    assert house.holds(1, rows)
+
+
 # ---------------------------------------------------------------- mistakes
 
 
@@ -332,6 +377,21 @@ def test_a_strict_set_raises_and_changes_nothing(call, error) -> None:
     assert house.valid(0) == [False, True, True, True], "whose KV the pass has written"
     assert house.engine.in_flight == 0
     house.engine.close()
+
+
+def test_what_a_strict_set_raises_names_the_blocks() -> None:
+    """Goal: who debugs an engine sees which block it was. Method: bad ids, old lives, sources never given out."""
+    engine = House(strict=True).engine
+    engine.renew([0, 1], [5, 7])
+    for call, message in (
+        (lambda: engine.renew([2, -1, 900]), "renew: wanted .* got blocks -1, 900$"),
+        (lambda: engine.renew([0, 1], [5, 8]), "renew: wanted .* got block 0$"),
+        (lambda: engine.copy([(5, 1)]), "move: wanted .* got block 1$"),
+        (lambda: engine.renew(range(100, 120)), "got blocks 100, 101, .*, 107 and 12 more$"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            call()
+    engine.close()
 
 
 def test_generations_never_go_back(house) -> None:

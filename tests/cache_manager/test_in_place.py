@@ -12,6 +12,7 @@ from cache_manager.keys import Namespace
 from cache_manager.memory import places
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
+from cache_manager.table import STEP_NUMBERS
 
 SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", 4)
 
@@ -106,3 +107,30 @@ def test_a_step_that_copies_its_rows_cannot_say_that_a_device_wrote_them(aux) ->
     with aux.begin_step(range(4)) as step, pytest.raises(BlockStateError, match="in_place=True"):
         step.wrote("routing")
     assert not aux.read("routing", [0]).valid.any()
+
+
+def test_numbers_of_steps_come_back_and_nobody_is_taken_for_another(aux) -> None:
+    """Goal: the 31 bits of a step's number run out without a word. Method: steps that overlap across the end: each
+    writes a slot of the one before, the last one a slot that a device with the last number may write."""
+    aux.allocate([0], "a")
+    aux._tiers.device._last_step = STEP_NUMBERS - 4
+    made = rows_of("steps")
+    steps = []
+    for n in range(3):
+        steps.append(aux.begin_step([n, n + 1]))
+        steps[n].write("routing", made[[n, n + 1]])
+    device = aux.begin_step([3], in_place=True)
+    late = aux.begin_step([3])
+    numbers = [*aux._tiers.device.steps]
+    assert len(set(numbers)) == 5
+    assert max(numbers) == STEP_NUMBERS
+    assert min(numbers) == 1
+    assert [step.commit() for step in steps] == [1, 1, 1]
+    late.write("routing", made[[0]])
+    assert late.commit() == 0
+    device.wrote("routing")
+    assert device.commit() == 0
+    read = aux.read("routing", [0])
+    assert read.valid.tolist() == [True, True, True, False]
+    assert np.array_equal(read.values[:3], made[:3])
+    assert aux.in_flight == 0

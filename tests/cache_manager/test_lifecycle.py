@@ -107,7 +107,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         def allowed(b: int) -> bool:
             return not self.owners[b] and self.still(b)
 
-        if self.attempt(lambda ids: self.life.allocate_each(ids, owners), blocks, allowed, fence=True):
+        if self.attempt(lambda ids: self.life.allocate(ids, each=owners), blocks, allowed, fence=True):
             for b, owner in zip(blocks, owners, strict=True):
                 self.owners[b], self.free[b] = {owner}, False
                 self.lives[b] += 1
@@ -179,7 +179,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule(blocks=SOME)
     def begin_arrival(self, blocks) -> None:
         def call(ids) -> None:
-            self.life.check_no_device_write(ids)
+            self.life.check_no_device(ids)
             self.life.check(Event.BEGIN_ARRIVAL, ids)
             self.life.begin_arrival(ids)
 
@@ -231,7 +231,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         for owner in OWNERS:
             mine = [b for b in range(BLOCKS) if owner in self.owners[b]]
             assert sorted(self.life.leases.blocks(owner).tolist()) == mine
-            assert self.life.leases.holds_all(owner, np.array(mine, np.int64))
+            self.life.check_holder(owner, np.array(mine, np.int64))
         assert self.life.leases.owners() == set().union(*self.owners)
 
     @invariant()
@@ -243,7 +243,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     def a_block_that_a_device_may_write_is_given_to_nobody(self) -> None:
         everything = np.arange(BLOCKS)
         fenced = [self.fenced(b) for b in range(BLOCKS)]
-        assert self.life.busy(everything, in_place=True).tolist() == fenced
+        assert self.life.busy(everything, devices_only=True).tolist() == fenced
         free = [not self.owners[b] and self.still(b) and not fenced[b] for b in range(BLOCKS)]
         assert self.life.available(everything).tolist() == free
 

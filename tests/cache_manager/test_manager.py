@@ -48,6 +48,24 @@ def test_at_least_one_token_is_left_to_compute(house) -> None:
     assert house.manager.allocate("b", PROMPT[:8]).cached_tokens == 4
 
 
+def test_what_is_published_is_found_by_its_own_tokens(house) -> None:
+    """Goal: keys that were made at admission are those of no other tokens. Method: the first block, then the second,
+    comes out other than it was asked for; the prompt as asked, and what was really computed, are asked for next."""
+    for n, other in enumerate(([7, *PROMPT[1:]], [*PROMPT[:5], 7, *PROMPT[6:]])):
+        owner, base = f"a{n}", 8 * n
+        asked = [base + 100 + t for t in PROMPT]
+        computed = [base + 100 + t for t in other]
+        assert house.manager.allocate(owner, asked) is not None
+        with house.aux.step(house.manager.slots(owner, 0, 10)) as step:
+            step.write("routing", canary_rows(SPEC, [(owner, p) for p in range(10)]))
+        house.manager.publish(owner, computed)
+        house.manager.free(owner)
+        assert house.manager.allocate("as asked", asked).cached_tokens == 4 * n
+        house.manager.free("as asked")
+        assert house.manager.allocate("as computed", computed).cached_tokens == 8
+        house.manager.free("as computed")
+
+
 def test_what_a_sequence_held_across_a_reset_is_never_found_again(house) -> None:
     """Goal: KV computed under old weights must not be found under new ones. Method: reset in mid-sequence."""
     assert house.manager.allocate("a", PROMPT) is not None

@@ -19,11 +19,13 @@ from cache_manager.memory import (
     GENERATION_SHIFT,
     READ_RETRIES_MAX,
     add,
+    bits_of,
     clear,
     complete,
     gather,
     places,
     publish,
+    put_bits,
 )
 from cache_manager.regions import HeapRegion
 
@@ -187,6 +189,31 @@ def test_bits_of_cells_are_those_rows_and_no_others(tokens: int, data: st.DataOb
             mask = unpack_bits(region.valid[:, spec], tokens)
             assert {(int(b), int(t)) for b, t in np.argwhere(mask)} == model[spec]
         assert not (region.valid & ~full_bits(tokens)).any()
+
+
+def test_a_block_changes_its_word_whichever_spec_had_the_row() -> None:
+    """Goal: no reader misses a rewrite. Method: two blocks, each with the row of one spec, cleared in one call."""
+    region = HeapRegion(layout_of(4, words=2), BLOCKS)
+    cells, bits = np.array([0, 1]), np.ones(2, np.uint64)
+    for spec in (0, 1):
+        add(region, spec, cells[spec : spec + 1], bits[:1])
+    before = region.words.copy()
+    clear(region, np.array([0, 1, 2]), np.ones(3, np.uint64))
+    assert (region.words != before).tolist() == [True, True, False]
+    assert not region.valid.any()
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 200])
+def test_bits_that_are_put_are_the_bits_that_are_there(tokens: int) -> None:
+    """Goal: whole blocks' words go where they belong. Method: one or many words a block, in any order of blocks."""
+    region = HeapRegion(layout_of(tokens, words=2), BLOCKS)
+    made = np.arange(1, 1 + region.valid.size, dtype=np.uint64).reshape(region.valid.shape)
+    ids = np.array([2, 0, 1])
+    put_bits(region, ids, made)
+    assert np.array_equal(region.valid[ids], made)
+    assert np.array_equal(bits_of(region, np.array([1, 1, 2])), region.valid[[1, 1, 2]])
+    put_bits(region, ids[:0], made[:0])
+    assert np.array_equal(region.valid[1], made[2])
 
 
 def test_the_sequence_goes_round_within_its_sixteen_bits() -> None:

@@ -2,13 +2,16 @@
 
 Method: every computation of a token draws a salt. Its KV is a digest of the salt and its row a canary of that KV, so
 that a row beside the KV of another computation shows itself, as on hardware where equal prefixes make unequal rows. Two
-sets of blocks share a store of rows and a store of KV; each store loses and refuses records on its own.
+sets of blocks share a store of rows and a store of KV. Each store loses records on its own, and any one of the puts
+that make up a persist fails, is refused, or comes after a put of the same key by the other engine.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from canary import canary_rows
@@ -21,23 +24,55 @@ from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, InvalidInputError, StorageError
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.lifecycle import State
-from cache_manager.ports import HitPolicy
-from cache_manager.record import RecordHeader
+from cache_manager.ports import BlockRecords, Found, HitPolicy
+from cache_manager.record import Buffer, RecordHeader
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
 
-DEVICE, HOST, TOKENS, KEYS = 4, 2, 3, 3
+DEVICE, HOST, TOKENS, KEYS = 3, 2, 3, 2
 SPEC = AuxBlockDataSpec("routing", (2, 3), "uint8", TOKENS)
 SIDE, BLOCK, KEY = st.sampled_from((0, 1)), st.integers(0, DEVICE - 1), st.integers(0, KEYS - 1)
 OFFSETS = st.lists(st.integers(0, TOKENS - 1), min_size=1, unique=True) | st.just(list(range(TOKENS)))
+WHOLE = list(range(TOKENS))
+PLANS = st.sampled_from([(), *[(None,) * n + (end,) for n in range(3) for end in ("fail", "refuse", "rival")]])
+"""What becomes of the first puts of a persist: nothing, or a failure, no room, another engine's put just before it."""
+
+
+class Planned:
+    """A part of a store whose next puts come out as ``plan`` says."""
+
+    plan: Sequence[str | None] = ()
+    rival: Callable[[], None]
+
+    def planned(self, put: Callable[[], list[Any]], n: int) -> list[Any]:
+        outcome, self.plan = (*self.plan, None)[0], self.plan[1:]
+        if outcome == "fail":
+            raise StorageError("put failed on purpose")
+        if outcome == "refuse":
+            return [None] * n
+        if outcome == "rival":
+            self.rival()
+        return put()
+
+
+class RowsStore(Planned, FaultyStore):
+    def put(
+        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
+    ) -> list[RecordHeader | None]:
+        return self.planned(lambda: FaultyStore.put(self, headers, payloads, replace=replace), len(headers))
+
+
+class KV(Planned, SlotKV):
+    def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]:
+        return self.planned(lambda: SlotKV.put(self, records, replace=replace), len(records.keys))
 
 
 class Side:
     """One engine: rows and KV, over stores that outlive it."""
 
-    def __init__(self, store: FaultyStore, stored: dict, policy: HitPolicy, version: int) -> None:
-        self.kv = SlotKV(DEVICE, HOST, TOKENS)
+    def __init__(self, store: RowsStore, stored: dict, policy: HitPolicy, version: int) -> None:
+        self.kv = KV(DEVICE, HOST, TOKENS)
         self.kv.stored = stored
         self.aux = AuxBlocks(
             [SPEC],
@@ -58,6 +93,11 @@ class Side:
             self.aux.allocate([block], f"owner {block}")
         return bool(self.aux.holds(f"owner {block}", block))
 
+    def emptied(self, block: int) -> bool:
+        """Whether the block is held, in a new life."""
+        self.aux.free(f"owner {block}")
+        return self.held(block)
+
 
 @dataclass(eq=False)
 class Crossing:
@@ -75,7 +115,7 @@ class OriginMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = FaultyStore(open_store("memory:?capacity=1MiB"))
+        self.store = RowsStore(open_store("memory:?capacity=1MiB"))
         self.stored: dict = {}
         self.version = self.salt = 0
         self.open: list[tuple[int, object]] = []
@@ -96,9 +136,11 @@ class OriginMachine(RuleBasedStateMachine):
     @rule(side=SIDE, block=BLOCK, offsets=OFFSETS, end=st.sampled_from(("commit", "commit", "abort", "later", "some")))
     def compute(self, side, block, offsets, end) -> None:
         """A forward pass: KV and rows of a new salt for each token; the rows may be lost or come later."""
+        if self.sides[side].held(block):
+            self.forward(side, block, offsets, end)
+
+    def forward(self, side, block, offsets, end) -> None:
         house = self.sides[side]
-        if not house.held(block):
-            return
         slots = [block * TOKENS + o for o in offsets]
         try:
             step = house.aux.begin_step(slots)
@@ -126,6 +168,12 @@ class OriginMachine(RuleBasedStateMachine):
         else:
             step.abort()
 
+    @rule(side=SIDE, block=BLOCK)
+    def compute_anew(self, side, block) -> None:
+        """Another computation of a whole block, in a new life."""
+        if self.sides[side].emptied(block):
+            self.forward(side, block, WHOLE, "commit")
+
     @rule(side=SIDE, block=BLOCK, forget=st.booleans())
     def free(self, side, block, forget) -> None:
         aux = self.sides[side].aux
@@ -137,25 +185,31 @@ class OriginMachine(RuleBasedStateMachine):
 
     @rule(side=SIDE, block=BLOCK, to=st.integers(0, HOST - 1), fail=st.booleans(), follow=st.booleans())
     def swap_out(self, side, block, to, fail, follow) -> None:
-        house = self.sides[side]
-        house.kv.fail_next = StorageError if fail else None
-        self.attempt(lambda: house.aux.swap_out([(block, to)], leases="follow" if follow else "stay"))
-        house.kv.fail_next = None
+        aux = self.sides[side].aux
+        leases = "follow" if follow else "stay"
+        self.move(side, fail, ("device", block), ("host", to), lambda: aux.swap_out([(block, to)], leases=leases))
 
     @rule(side=SIDE, block=BLOCK, source=st.integers(0, HOST - 1), fail=st.booleans())
     def swap_in(self, side, block, source, fail) -> None:
+        aux = self.sides[side].aux
+        self.move(side, fail, ("host", source), ("device", block), lambda: aux.swap_in([(source, block)]))
+        aux.free(f"owner {source}", [source], "host")
+
+    @rule(side=SIDE, block=BLOCK, to=BLOCK, rows=st.none() | st.integers(1, TOKENS), fail=st.booleans())
+    def fork(self, side, block, to, rows, fail) -> None:
+        aux = self.sides[side].aux
+        limit = None if rows is None else [rows]
+        self.move(side, fail, ("device", block), ("device", to), lambda: aux.copy([(block, to)], limit))
+
+    def move(self, side, fail, source, target, call) -> None:
         house = self.sides[side]
         house.kv.fail_next = StorageError if fail else None
-        self.attempt(lambda: house.aux.swap_in([(source, block)]))
+        if self.attempt(lambda: [call()]):
+            (left,), (came,) = (house.aux.origins([block], tier) for tier, block in (source, target))
+            assert left == came != 0, "a copy has the origin of what it is a copy of"
         house.kv.fail_next = None
-        house.aux.free(f"owner {source}", [source], "host")
 
-    @rule(side=SIDE, block=BLOCK, to=BLOCK, rows=st.none() | st.integers(1, TOKENS))
-    def fork(self, side, block, to, rows) -> None:
-        house = self.sides[side]
-        self.attempt(lambda: house.aux.copy([(block, to)], None if rows is None else [rows]))
-
-    def attempt(self, call) -> object:
+    def attempt(self, call) -> Any:
         """Do it, or see it refused: then nothing has changed, which the invariant looks at."""
         try:
             return call()
@@ -164,25 +218,41 @@ class OriginMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------- storing
 
-    @rule(side=SIDE, block=BLOCK, n=KEY, fault=st.sampled_from((None, None, "rows", "KV")))
-    def persist(self, side, block, n, fault) -> None:
-        house = self.sides[side]
-        self.store.fail_put = fault == "rows"
-        house.kv.fail_next = StorageError if fault == "KV" else None
+    @rule(side=SIDE, block=BLOCK, n=KEY, lost=st.sampled_from((None, "rows", "KV")), rows=PLANS, kv=PLANS, others=BLOCK)
+    def store_anew(self, side, block, n, lost, rows, kv, others) -> None:
+        """A store has lost its part of a key, and another computation of it is put."""
+        self.compute_anew(side, block)
+        if lost:
+            self.a_store_evicts(side, n, lost)
+        self.persist(side, block, n, rows, kv, others)
+
+    @rule(side=SIDE, block=BLOCK, n=KEY, rows=PLANS, kv=PLANS, others=BLOCK)
+    def persist(self, side, block, n, rows, kv, others) -> None:
+        """A rival puts its block ``others`` under the same key, where the plan says so."""
+        house, rival = self.sides[side], self.sides[1 - side]
         key = house.key(n)
         life = house.aux.generations([block])
+
+        def beside() -> None:
+            plans, self.store.plan = self.store.plan, ()
+            life = rival.aux.generations([others])
+            self.attempt(lambda: rival.aux.persist({rival.key(n): others}, generations=life))
+            self.store.plan = plans
+
+        self.store.plan, house.kv.plan = rows, kv
+        self.store.rival = house.kv.rival = beside
         answer = self.attempt(lambda: house.aux.persist({key: block}, generations=life))
-        self.store.fail_put, house.kv.fail_next = False, None
+        self.store.plan = house.kv.plan = ()
         if answer is None or not answer[key]:
             return
         said = "nothing_answers_true_for_what_was_not_stored"
         assert self.stored[key][0] == answer[key], said
         if self.policy == "gate":
-            (rows,) = self.store.get_into([key], [memoryview(bytearray(house.aux.layout.nbytes))])
-            assert isinstance(rows, RecordHeader), said
-            assert rows.origin == answer[key], said
+            (found,) = self.store.get_into([key], [memoryview(bytearray(house.aux.layout.nbytes))])
+            assert isinstance(found, RecordHeader), said
+            assert found.origin == answer[key], said
 
-    @rule(side=SIDE, block=BLOCK, n=KEY, fault=st.sampled_from((None, None, None, "rows", "KV", "flip", "reset")))
+    @rule(side=SIDE, block=BLOCK, n=KEY, fault=st.sampled_from((*[None] * 5, "rows", "KV", "flip", "reset")))
     def restore(self, side, block, n, fault) -> None:
         house = self.sides[side]
         self.store.fail_get = fault == "rows"
@@ -190,7 +260,7 @@ class OriginMachine(RuleBasedStateMachine):
         house.kv.fail_next = StorageError if fault == "KV" else None
         if fault == "reset":
             self.store.during_get = lambda: house.aux.reset(weights_version=house.aux.namespace.weights_version)
-        if house.held(block):
+        if house.emptied(block):
             self.attempt(lambda: house.aux.restore({house.key(n): block}, owner=f"owner {block}"))
         self.store.fail_get, self.store.flip_next, self.store.during_get = False, None, None
         house.kv.fail_next = None
@@ -224,9 +294,11 @@ class OriginMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------- crossing
 
-    @rule(side=SIDE, source=BLOCK, sink=BLOCK, n=KEY, tokens=st.integers(1, TOKENS))
-    def cross(self, side, source, sink, n, tokens) -> None:
+    @rule(side=SIDE, source=BLOCK, sink=BLOCK, n=KEY, tokens=st.integers(1, TOKENS), anew=st.booleans())
+    def cross(self, side, source, sink, n, tokens, anew) -> None:
         """The first tokens' KV arrives at the other engine, and the rows will at any time after it, or never."""
+        if anew:
+            self.compute_anew(side, source)
         sender, receiver = self.sides[side], self.sides[1 - side]
         life = sender.aux.generations([source])
         if sender.aux.has_step([source]) or receiver.aux.has_step([sink]):
@@ -241,7 +313,10 @@ class OriginMachine(RuleBasedStateMachine):
         if record is not None:
             generation, header = int(receiver.aux.generations([sink])[0]), record.seal()
             self.crossing.append(Crossing(1 - side, sink, generation, header, bytes(record.payload)))
+            (before,) = receiver.aux.origins([sink])
             if receiver.aux.bind_origin(sink, generation, header.origin, tokens):
+                (named,) = receiver.aux.origins([sink])
+                assert named in (header.origin, before or header.origin), "KV that came has the name it came under"
                 receiver.kv.device[sink, :tokens] = sender.kv.device[source, :tokens]
         del record
         export.commit()
@@ -266,6 +341,22 @@ class OriginMachine(RuleBasedStateMachine):
                 for at in np.flatnonzero(read.valid):
                     made = house.kv.digest(tier, *divmod(int(at), TOKENS))
                     assert np.array_equal(read.values[at], canary_rows(SPEC, [(made,)])[0])
+
+    @invariant()
+    def an_origin_names_one_computation(self) -> None:
+        """What two blocks, or a block and the store, have under one origin is the same as far as both have it."""
+        named: dict[int, list] = {}
+        for origin, digests in self.stored.values():
+            named.setdefault(origin, [None] * TOKENS)[:] = [digest.tobytes() for digest in digests]
+        for house in getattr(self, "sides", []):
+            for tier, blocks in (("device", DEVICE), ("host", HOST)):
+                valid = house.aux.read("routing", range(blocks), tier=tier).valid.reshape(blocks, TOKENS)
+                for block, origin in enumerate(house.aux.origins(range(blocks), tier)):
+                    known = named.setdefault(origin, [None] * TOKENS)
+                    for offset in np.flatnonzero(valid[block]).tolist():
+                        made = house.kv.digest(tier, block, offset)
+                        assert known[offset] in (None, made), "two computations under one origin"
+                        known[offset] = made
 
     @invariant()
     def the_books_are_in_order(self) -> None:

@@ -367,7 +367,7 @@ def test_two_engines_racing_on_one_pool_hand_out_whole_pairs_only(policy: HitPol
         except BaseException as error:  # noqa: BLE001 - shown below, in the test's own thread
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 from collections.abc import Iterator
@@ -223,13 +224,13 @@ def test_a_view_outlives_its_owner_and_says_that_the_region_was_removed() -> Non
 
 
 def test_a_region_that_another_file_has_replaced_is_said_to_be_another(shared: SharedRegion) -> None:
-    """Goal: recreated is not the same. Method: another file gets the name."""
-    path = DIRECTORY / shared.name
-    with RegionView(shared.name) as view:
-        raw = path.read_bytes()
-        path.unlink()
-        path.write_bytes(raw)
-        os.chmod(path, 0o600)
+    """Goal: recreated is not the same. Method: another file gets the name, a locked one, as no orphan is."""
+    path, other = DIRECTORY / shared.name, DIRECTORY / f"other-{shared.name}"
+    with RegionView(shared.name) as view, open(other, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        file.write(path.read_bytes())
+        os.chmod(other, 0o600)
+        other.rename(path)
         with pytest.raises(RegionMismatchError) as caught:
             view.check_owner()
         assert caught.value.field == "file"

@@ -132,7 +132,7 @@ def test_a_reader_in_a_thread_beside_the_writer() -> None:
                 writer.begin_lives(some)
             writer.rewrite(some, every)
 
-    thread = threading.Thread(target=write)
+    thread = threading.Thread(target=write, daemon=True)
     thread.start()
     try:
         counts = []

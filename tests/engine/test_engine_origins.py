@@ -1,0 +1,270 @@
+"""Every row that an engine hands out is of the pass that made the KV in use, whatever has become of either.
+
+Method: noise is drawn for every token of every pass and added to its embedding, as on hardware where a batch decides
+the last bits: the same prefix gets other KV and other routes each time it is computed. The judge hooks the model, not
+kvroute: it notes which experts each pass chose, under the bytes of V that the pass made in layer 0. After every step it
+looks at the KV that a sequence would attend to, in the engine's own tensors, and wants the routes of just that pass.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from cache_manager.errors import BlockBusyError, StorageError
+from cache_manager.jobs import JobLimits
+from cache_manager.keys import Namespace
+from cache_manager.ports import HitPolicy, StorageBackend
+from cache_manager.record import Buffer, RecordHeader
+from cache_manager.storage import open_store
+from cache_manager.testing.faults import FaultyStore
+from kvroute.config import RoutingReplayConfig
+from kvroute.demo.checker import RouterWatch
+from kvroute.engine import text
+from kvroute.engine.decode import DecodeEngine
+from kvroute.engine.engine import Engine
+from kvroute.engine.models import build_model
+from kvroute.engine.prefill import PrefillEngine
+from kvroute.engine.request import EngineConfig, Request
+from kvroute.engine.sequence import Handover, State
+from kvroute.engine.stores import EngineStores
+from transfer.identity import Identity
+from transfer.limits import TransferLimits
+from transfer.messages import BootId
+from transfer.node import BlockSink, DecodeNode, PrefillNode, PullDone, PullProgress
+from transfer.zmq_link import ZmqLink
+from transfer.zmq_settings import ZmqSettings
+
+TIGHT = EngineConfig(device_blocks=14, host_blocks=8, jobs=JobLimits(close_s=120.0))
+DEADLINE_S = 120.0
+UUID4 = "d9f16c5c-65f6-4815-b44d-14e2c581907c"
+
+
+class NoisyModel:
+    """A model whose passes all differ, and the routes that each pass chose by the V it made."""
+
+    def __init__(self) -> None:
+        self.model = build_model("qwen3_moe", seed=0, vocab_size=text.VOCAB_SIZE)
+        inner: Any = self.model.model
+        self._rng = torch.Generator().manual_seed(0)
+        self._watch = RouterWatch(self.model)
+        self._values: torch.Tensor
+        self._made: dict[bytes, NDArray[np.int32]] = {}
+        inner.embed_tokens.register_forward_hook(self._add_noise)
+        inner.layers[0].self_attn.v_proj.register_forward_hook(self._keep_values)
+        self.model.register_forward_hook(self._note)
+
+    def _add_noise(self, _module: nn.Module, _args: Any, embedded: torch.Tensor) -> torch.Tensor:
+        return embedded + 0.1 * torch.randn(embedded.shape, generator=self._rng, dtype=embedded.dtype)
+
+    def _keep_values(self, _module: nn.Module, _args: Any, values: torch.Tensor) -> None:
+        self._values = values.detach().reshape(-1, values.shape[-1])
+
+    def _note(self, *_: Any) -> None:
+        for values, ids in zip(self._values.numpy(), self._watch.take(), strict=True):
+            self._made[values.tobytes()] = ids
+
+    def routes_of(self, values: torch.Tensor) -> NDArray[np.int32]:
+        """The routes ``[n, layers, top_k]`` of the passes that made ``values [n, heads, v_dim]``."""
+        flat = values.detach().reshape(len(values), -1).contiguous().numpy()
+        return np.stack([self._made[each.tobytes()] for each in flat])
+
+
+class Judge:
+    """Rows judged, those that were missing, and what the engines met."""
+
+    def __init__(self, noisy: NoisyModel) -> None:
+        self._noisy = noisy
+        self.right = self.missing = 0
+        self.seen: Counter[str] = Counter()
+
+    def look(self, engine: Engine) -> None:
+        """At the rows of everything that runs."""
+        size = engine.config.block_tokens
+        for sequence in engine.scheduler.unfinished:
+            if sequence.state is not State.RUNNING or not sequence.computed:
+                continue
+            at = np.arange(sequence.computed)
+            slots = np.array(engine.manager.table(sequence.owner))[at // size] * size + at % size
+            read = engine.manager.read(engine.spec.name, sequence.owner, 0, sequence.computed)
+            expected = self._noisy.routes_of(engine.kv.layer(0).values[torch.from_numpy(slots)])
+            wrong = (read.values != expected).any(axis=(1, 2)) & read.valid
+            assert not wrong.any(), f"rows_are_of_the_pass_that_made_the_kv: {sequence.owner} {np.flatnonzero(wrong)}"
+            self.right += int(read.valid.sum())
+            self.missing += int((~read.valid).sum())
+
+    def note(self, engine: Engine) -> None:
+        """What the engine has met, before it ends."""
+        rows, blocks = engine.aux.counters, engine.manager.counters
+        self.seen.update(
+            swapped=rows.swapped_in_rows, copied=rows.copied_rows, restored=rows.restored_blocks,
+            other_origin=rows.blocks_of_another_origin_not_restored, hits=blocks.prefix_hit_tokens,
+            installed=rows.rows_installed, foreign=rows.installs_of_another_origin_dropped,
+        )  # fmt: skip
+
+
+class LossyStore(FaultyStore):
+    """Fails or refuses one put in five, and most of those that are to make a pair whole; loses records."""
+
+    def __init__(self, backend: StorageBackend, seed: int) -> None:
+        super().__init__(backend)
+        self._rng, self._keys = random.Random(seed), set[bytes]()
+        self._lock = threading.Lock()  # jobs of several threads put
+
+    def put(
+        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
+    ) -> list[RecordHeader | None]:
+        with self._lock:
+            outcome = self._rng.random()
+            self._keys.update(header.key for header in headers)
+        if replace:  # of a pair that is torn: more often than not it stays so
+            outcome /= 4
+        if outcome < 0.1:
+            raise StorageError("put failed on purpose")
+        if outcome < 0.2:
+            return [None] * len(headers)
+        return super().put(headers, payloads, replace=replace)
+
+    def lose(self, part: float) -> None:
+        with self._lock:
+            going = [key for key in sorted(self._keys) if self._rng.random() < part]
+        self.delete(going)  # type: ignore[arg-type]
+
+
+def requests(life: int) -> list[Request]:
+    """Prompts that begin alike in every life, in one or two samples, and now and then just the same again."""
+    begin = text.opening(text.paragraphs()[0])[:37]
+    turns = [text.turn(question)[: 6 + 3 * i] for i, question in enumerate(text.questions()[:5])]
+    names = [f"chatcmpl-task:{life}:{i}:0-{UUID4}_0" for i in range(7)]
+    return [
+        Request(name, tuple(begin + turn), 16, n=1 + i % 2, temperature=0.9, seed=life)
+        for i, (name, turn) in enumerate(zip(names, [*turns, turns[0], turns[1]], strict=True))
+    ]
+
+
+def until(done: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + DEADLINE_S
+    while not done():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("policy", ["gate", "mask"])
+def test_rows_are_of_the_pass_that_made_the_kv_whatever_the_stores_lose(policy: HitPolicy) -> None:
+    """Goal: eviction in either store, failed and refused puts, restarts, swaps, forks and weight updates never pair KV
+    with rows of another pass. Method: six engines after each other over two stores that lose and refuse at random."""
+    noisy, rng = NoisyModel(), random.Random(7)
+    judge = Judge(noisy)
+    rows, kv = (LossyStore(open_store("memory:?capacity=64MiB"), seed) for seed in (1, 2))
+    stores, version = EngineStores(rows, kv), 3
+    for life in range(6):
+        replay = RoutingReplayConfig(enable_routing_replay=True, routing_store_type="response", policy=policy)
+        namespace = Namespace("noisy", weights_version=version)
+        with Engine(noisy.model, TIGHT, namespace, stores=stores, replay=replay) as engine:
+            for request in requests(life):
+                engine.add(request)
+            resets = {3: {20: 0}, 4: {15: 1}}.get(life, {})
+            while engine.busy:
+                engine.step()
+                judge.look(engine)
+                if engine.steps in resets:
+                    version += resets.pop(engine.steps)
+                    engine.reset(weights_version=version)
+                if rng.random() < 0.02:
+                    rng.choice((rows, kv)).lose(0.3)
+            assert engine.drain()
+            engine.manager.assert_consistent()
+            judge.note(engine)
+        (kv if life % 3 else rows).lose(0.35)
+    assert judge.right > 10_000, judge.seen
+    judge.seen["asked"] = judge.seen["restored"] + judge.seen["other_origin"]  # pairs that were there, whole or torn
+    for what in ("swapped", "copied", "asked", "hits"):
+        assert judge.seen[what] > 0, judge.seen
+    assert judge.missing == 0 or policy == "mask"
+    stores.close()
+
+
+class Unlucky:
+    """A node whose records are refused or come late at random, and a record of rows again after those that came."""
+
+    def __init__(self, node: DecodeNode) -> None:
+        self._node, self._rng = node, random.Random(11)
+
+    def pull(self, address: str, transfer: Any, wanted: Any, sink: BlockSink) -> None:
+        self._node.pull(address, transfer, wanted, _UnluckySink(self._rng, sink))
+
+    def abort(self, transfer: Any, reason: str) -> None:
+        self._node.abort(transfer, reason)
+
+    def poll(self) -> list[PullProgress | PullDone]:
+        return self._node.poll()
+
+
+class _UnluckySink:
+    def __init__(self, rng: random.Random, sink: BlockSink) -> None:
+        self._rng, self._sink = rng, sink
+
+    def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
+        luck = self._rng.random()
+        if luck < 0.3:
+            raise BlockBusyError("block", "to be asked for again", "not yet")
+        return luck > 0.4 and self._sink.install(part, index, header, payload)
+
+
+@contextmanager
+def crossing(noisy: NoisyModel) -> Iterator[tuple[PrefillEngine, DecodeEngine, PrefillNode]]:
+    def identity_of(engine: PrefillEngine | DecodeEngine) -> Identity:
+        return Identity(BootId(secrets.token_bytes(16)), engine.aux.namespace.fingerprint, engine.transfer_blocks.parts)
+
+    room, namespace = replace(TIGHT, device_blocks=40), Namespace("noisy", weights_version=3)
+    limits = TransferLimits(lease_s=20.0, retry_s=0.05, retries_max=1000)
+    with PrefillEngine(noisy.model, room, namespace) as prefill, DecodeEngine(noisy.model, room, namespace) as decode:
+        offers = PrefillNode(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), identity_of(prefill), limits)
+        node = DecodeNode(ZmqLink(ZmqSettings()), identity_of(decode), limits)
+        prefill.attach(offers)
+        decode.attach(Unlucky(node))
+        try:
+            yield prefill, decode, offers
+        finally:
+            assert node.close()
+            assert offers.close()
+
+
+def test_rows_that_cross_are_of_the_pass_that_made_the_kv_that_crossed() -> None:
+    """Goal: a decode engine never has rows of prefill's pass beside KV of its own, nor the other way about. Method:
+    prompts cross that decode has computed, in part, too; records come late or not at all, so that blocks are computed
+    where their rows arrive afterwards."""
+    noisy = NoisyModel()
+    judge = Judge(noisy)
+    with crossing(noisy) as (prefill, decode, offers):
+        for request in (request for life in range(2) for request in requests(life)):
+            prefill.add(request)
+            first = sorted(prefill.run(), key=lambda output: output.sample)
+            transfer = prefill.transfer_of(request.id)
+            assert transfer is not None
+            handover = Handover(transfer, offers.address, tuple(output.tokens[0] for output in first))
+            decode.take_over(request, handover)
+
+            def step() -> bool:
+                decode.step()
+                judge.look(decode)
+                return not decode.busy
+
+            until(step)
+        until(lambda: bool(prefill.step() or not prefill.waits))
+        judge.note(decode)
+    assert judge.right > 1_000
+    assert judge.seen["installed"] > 100
