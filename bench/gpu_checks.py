@@ -157,6 +157,37 @@ def check_late(model: Model) -> None:
             assert (again.values == new).all()
 
 
+def check_micro_batches(model: Model, rng: np.random.Generator) -> int:
+    """Two passes in flight on two streams, each with its own capture, into one region: how many rows were right."""
+    rows = 0
+    with blocks_of(model) as (aux, first), LayerCapture(aux.region("device"), 1024, DEVICE) as second:
+        streams = torch.cuda.Stream(), torch.cuda.Stream()
+        batches = [Pass(model, 256), Pass(model, 512)]
+        for _ in range(20):
+            slots = np.split(rng.permutation(BLOCKS * BLOCK_TOKENS)[:768].astype(np.int64), [256])
+            for batch in batches:
+                batch.draw()
+            torch.cuda.synchronize()
+            steps = []
+            for capture, stream, batch, at in zip((first, second), streams, batches, slots, strict=True):
+                with torch.cuda.stream(stream):
+                    steps.append(aux.begin_step(at, in_place=True))
+                    on_device = torch.from_numpy(at).to(DEVICE)
+                    torch.cuda._sleep(2_000_000)
+                    batch.work()
+                    keep_all(capture, batch)
+                    capture.commit(on_device)
+                    steps[-1].wrote("routing")
+            events = [stream.record_event() for stream in streams]
+            for i in (1, 0) if rng.random() < 0.5 else (0, 1):
+                events[i].synchronize()
+                steps[i].commit((first, second)[i].verdict(batches[i].tokens).keep)
+            for batch, at in zip(batches, slots, strict=True):
+                assert (wrong := judged(aux, batch, at)) == 0, f"micro-batches: {wrong} wrong"
+                rows += batch.tokens
+    return rows
+
+
 def checked(rng: np.random.Generator, seconds: float) -> list[str]:
     """Everything that must be right before anything is measured: what was seen. Raises ``AssertionError``."""
     said: list[str] = []
@@ -170,6 +201,11 @@ def checked(rng: np.random.Generator, seconds: float) -> list[str]:
             rows = check_shapes(model, aux, capture, rng)
             check_bad(model, aux, capture)
             say(f"{model.name}: {rows} rows right, int16, int32 and int64; bad ids counted, named and missing")
+        with blocks_of(model, staged=True) as (aux, capture):
+            rows = check_shapes(model, aux, capture, rng)
+            check_bad(model, aux, capture)
+            say(f"{model.name}, staged: {rows} rows right; bad ids counted, named and missing")
+    say(f"two micro-batches in flight on two streams: {check_micro_batches(MODELS[0], rng)} rows right")
     check_late(MODELS[0])
     say("a late device: no row of it among the new life's")
     with blocks_of(MODELS[0]) as (aux, capture):

@@ -36,11 +36,11 @@ from cache_manager.keys import BlockKey
 from cache_manager.record import OfferedRecord, RecordHeader, checksum
 from transfer.actions import OfferedBlock, WantedBlock
 from transfer.curve import CurveClient, CurveServer, make_keys, read_keys, read_public
+from transfer.identity import Identity
 from transfer.limits import TransferLimits
-from transfer.messages import Part, Run, TransferId
+from transfer.links import open_link
+from transfer.messages import BootId, Part, TransferId
 from transfer.node import DecodeNode, PrefillNode, PullDone, ServingLink
-from transfer.party import Party
-from transfer.transport import open_link
 from transfer.zmq_settings import ZmqSettings
 from transfer.zmq_sockets import dealer, router
 
@@ -94,7 +94,7 @@ def serve_node(pipe: Connection, transport: str, directory: Path) -> None:
     rows = pool()
     node = PrefillNode(
         link(transport, settings(transport, directory, "node", server=True)),
-        Party(Run(secrets.token_bytes(16)), NAMESPACE, (PART,)),
+        Identity(BootId(secrets.token_bytes(16)), NAMESPACE, (PART,)),
         LIMITS,
     )
     pipe.send(node.address)
@@ -184,7 +184,7 @@ class Decode:
         self.over = threading.Event()
         self.node = DecodeNode(
             link(transport, chosen),
-            Party(Run(secrets.token_bytes(16)), NAMESPACE, (PART,)),
+            Identity(BootId(secrets.token_bytes(16)), NAMESPACE, (PART,)),
             LIMITS,
             notify=self.over.set,
         )

@@ -160,6 +160,10 @@ class Peer:
             self._process.stdin.flush()
         return self._answer()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()

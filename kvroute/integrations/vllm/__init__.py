@@ -1,0 +1,28 @@
+"""kvroute inside vLLM, without a fork: a KV connector that keeps the routing rows with the KV. See ``docs/vllm.md``.
+
+An engine finds ``KvrouteConnector`` here by its configuration (``kv_connector_module_path``). Any other name
+``Kvroute<X>`` is that same connector around vLLM's own connector ``<X>``: ``KvrouteNixlConnector`` moves KV as
+``NixlConnector`` does. ``Kvroute<module>:<X>`` wraps a connector that vLLM does not know by name.
+
+A client needs :func:`routes` only, and neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvroute.integrations.vllm.answers import routes, unseen
+
+PREFIX = "Kvroute"
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith(PREFIX):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvroute.integrations.vllm.connector import connector_class
+
+    globals()[name] = made = connector_class(name.removeprefix(PREFIX))
+    return made
+
+
+__all__ = ["routes", "unseen"]

@@ -1,0 +1,147 @@
+"""Binds rows to KV that an inner connector keeps: folds of paged KV on its device, and the rows that go by them.
+
+A layer's KV is ``[blocks, ...]`` as vLLM registers it, ``[blocks, heads, tokens, K and V]`` or, for latent attention,
+``[blocks, 1, tokens, latent and rope]``; it is folded in that logical order, whatever the strides are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.errors import ConfigError
+from kvroute.witness import ROOT, WORD_NBYTES, Run, Witnesses, fold_keys
+
+GATHER_NBYTES_MAX: Final = 32 << 20  # of KV that is copied at a time; about three times that is needed for a moment
+
+
+class KvFolder:
+    """Folds blocks of ``layers``, the KV of the layers that witness: usually the last one alone.
+
+    ``first_head`` is the number of the first head that this rank has, where ranks divide the heads of a layer among
+    them: then the sum of the ranks' folds, modulo 2^64, is the fold of the whole layer. The layers' memory stays the
+    engine's. Raises :class:`ConfigError` for KV that has no blocks of whole 8-byte words.
+    """
+
+    def __init__(self, layers: Sequence[torch.Tensor], first_head: int = 0) -> None:
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        first = 0
+        for kv in layers:
+            nbytes = kv[:1].numel() * kv.element_size()
+            if kv.dim() < 2 or not nbytes or nbytes % WORD_NBYTES:
+                raise ConfigError("KV layer", "blocks of whole 8-byte words", f"{kv.dtype} of shape {tuple(kv.shape)}")
+            words = nbytes // WORD_NBYTES
+            mine = first + first_head * (words // kv.shape[1])
+            keys = torch.from_numpy(fold_keys(mine, words).view(np.int64)).to(kv.device)
+            self._layers.append((kv, keys))
+            first += 1 << 40  # more words than any layer of a block has
+        if not self._layers:
+            raise ConfigError("KV layers", "at least one", "none")
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of KV that are read to fold one block."""
+        return sum(keys.shape[1] * WORD_NBYTES for _, keys in self._layers)
+
+    def folds(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        """The folds ``[n]`` of these blocks, as their KV is when all that was launched before is done.
+
+        Waits for the device once.
+        """
+        if not len(blocks):
+            return np.zeros(0, np.uint64)
+        ids = torch.as_tensor(np.asarray(blocks, np.int64))
+        folds = self.on_device(ids.to(self._layers[0][0].device, non_blocking=True))
+        return folds.cpu().numpy().view(np.uint64)
+
+    def on_device(self, ids: torch.Tensor) -> torch.Tensor:
+        """The folds of blocks ``ids [n]``, int64 ``[n]`` on their device; waits for nothing."""
+        step = max(1, GATHER_NBYTES_MAX // self.block_nbytes)
+        parts = [self._folded(ids[start : start + step]) for start in range(0, len(ids), step)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _folded(self, ids: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+        for kv, (first, second) in self._layers:
+            raw = kv.view(torch.uint8) if kv.element_size() == 1 else kv  # float8 cannot be gathered everywhere
+            words = raw.index_select(0, ids).reshape(len(ids), -1).view(torch.int64)
+            mixed = words * first
+            high = (mixed >> 32) & 0xFFFFFFFF  # the shift of torch is arithmetic
+            total += (mixed.bitwise_xor_(high)).mul_(second).sum(1)
+        return total
+
+
+class KvWitness:
+    """Names rows by the KV beside them when they are stored, and compares when both have come back.
+
+    ``rows`` are the engine's; ``folder`` folds its KV. Called by the thread that runs the steps, when the device's
+    writes into the blocks have been launched.
+    """
+
+    def __init__(self, rows: EngineBlocks, folder: KvFolder, blocks: int) -> None:
+        self._rows, self._folder, self._witnesses = rows, folder, Witnesses(blocks)
+
+    def name(self, runs: Sequence[Run]) -> None:
+        """These blocks have just been filled: their rows leave under the origins that their KV says."""
+        blocks, lives, witnesses = self._take(runs)
+        if blocks:
+            self._rows.name_origins(blocks, lives, np.array(witnesses, np.uint64))
+
+    def refused(self, runs: Sequence[Run]) -> list[int]:
+        """The KV of these blocks was loaded, and rows may have come for them: the blocks whose rows are of other KV.
+
+        Their rows are forgotten. A block whose rows did not come is not among them.
+        """
+        blocks, _, witnesses = self._take(runs)
+        if not blocks:
+            return []
+        pairs = zip(blocks, self._rows.origins(blocks), witnesses, strict=True)
+        wrong = [block for block, origin, witness in pairs if origin and origin != witness]
+        if wrong:
+            self._rows.forget(wrong)
+        return wrong
+
+    def _take(self, runs: Sequence[Run]) -> tuple[list[int], list[int], list[int]]:
+        """All blocks of ``runs``, their lives and their witnesses, after one look at the KV."""
+        blocks = [block for run in runs for block in run.blocks]
+        if not blocks:
+            return [], [], []
+        folds, lives = self._folder.folds(blocks), self._rows.generations(blocks).tolist()
+        witnesses: list[int] = []
+        for run in runs:
+            at = slice(len(witnesses), len(witnesses) + len(run.blocks))
+            before = ROOT
+            if run.before >= 0:
+                (before,) = self._witnesses.known([run.before], self._rows.generations([run.before]).tolist())
+            witnesses += self._witnesses.take(before, run.blocks, lives[at], folds[at])
+        return blocks, lives, witnesses
+
+
+def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int]) -> list[torch.Tensor]:
+    """The layers to fold, of ``kv_caches`` by vLLM's names: the last one.
+
+    All of them where KV has 8 bits a value, of which one layer tells too little. Raises :class:`ConfigError` where more
+    than the last of ``moe_layers`` chooses behind the last KV: layers that share that of an earlier one.
+    """
+    by_layer: dict[int, torch.Tensor] = {}
+    for name, kv in kv_caches.items():
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        if len(numbers) == 1:
+            by_layer.setdefault(numbers[0], kv)
+    if not by_layer:
+        raise ConfigError("KV layers", "names with the number of their layer", sorted(kv_caches)[:3])
+    last = max(by_layer)
+    if blind := [layer for layer in sorted(moe_layers)[:-1] if layer >= last]:
+        raise ConfigError(
+            "KV layers", f"one behind layer {blind[-1]}, or settings.witness='off'", f"the last is {last}"
+        )
+    narrow = by_layer[last].element_size() == 1
+    return [by_layer[i] for i in sorted(by_layer)] if narrow else [by_layer[last]]
+
+
+__all__ = ["KvFolder", "KvWitness", "witnessing"]

@@ -1,0 +1,131 @@
+"""What a block's KV says about the computation that made it, where nobody kept an origin beside that KV.
+
+Somebody else's store keeps KV and cannot keep eight bytes beside it: then these bytes are drawn from the KV itself. The
+*fold* of a block is a number over all of K and V of the last layer; the *witness* of a block chains its fold to the
+witness of the block before, so that it stands for the whole prefix. It is taken when rows are stored, and is the origin
+under which they are stored; it is taken again from KV that was loaded, and rows of another origin do not land.
+
+One word of KV that differs is always seen: each word goes through a permutation of the 64-bit numbers that is its
+place's own, and the results are added up. Sums of the heads of tensor-parallel ranks add up to the sum of the whole
+layer. Two changes that cancel have about one chance in 2^48: a change in a word's upper bits alone, as of its last
+bfloat16, spreads over 48 bits before it is summed.
+
+What no witness sees: K and V of the last layer are computed before that layer's router chooses. Pure: numbers in,
+numbers out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from cache_manager.errors import InvalidInputError
+
+UNKNOWN: Final = 0
+"""The witness of a block whose KV, or the KV before it, nobody has seen. No rows are of this origin."""
+ROOT: Final = 1
+"""What the first block of a sequence is chained to."""
+WORD_NBYTES: Final = 8
+
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_SECOND: Final = 1 << 63  # where the keys of the second multiplication begin
+
+
+def fold_keys(first: int, words: int) -> NDArray[np.uint64]:
+    """Odd numbers ``[2, words]`` for the words number ``first`` and on: SplitMix64 of the number, its lowest bit set.
+
+    Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators (OOPSLA 2014).
+
+    >>> [hex(key) for key in fold_keys(0, 2)[0].tolist()]
+    ['0xe220a8397b1dcdaf', '0x6e789e6aa1b965f5']
+    """
+    numbers = np.arange(first, first + words, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        z = np.stack([numbers, numbers + np.uint64(_SECOND)]) * np.uint64(_GOLDEN) + np.uint64(_GOLDEN)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    keys: NDArray[np.uint64] = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return keys
+
+
+def fold_reference(blocks: NDArray[Any], first_word: int = 0) -> NDArray[np.uint64]:
+    """The folds ``[n]`` of blocks ``[n, ...]`` of K and V, in their logical order; a block has whole 8-byte words.
+
+    ``first_word`` is the number of a block's first word in the layer: of heads that other ranks have come first.
+    """
+    rows = np.ascontiguousarray(blocks).reshape(len(blocks), math.prod(blocks.shape[1:])).view(np.uint8)
+    if rows.shape[1] % WORD_NBYTES:
+        raise InvalidInputError("KV of a block", "whole words of 8 bytes", f"{rows.shape[1]} bytes")
+    words = rows.view(np.uint64)
+    first, second = fold_keys(first_word, words.shape[1])
+    with np.errstate(over="ignore"):
+        mixed = words * first
+        folds: NDArray[np.uint64] = ((mixed ^ (mixed >> np.uint64(32))) * second).sum(1, dtype=np.uint64)
+    return folds
+
+
+def chained(before: int, fold: int) -> int:
+    """The witness of a block whose predecessor has the witness ``before``: XXH3-64 of both, little-endian.
+
+    :data:`UNKNOWN` stays unknown, and nothing known becomes it.
+
+    >>> hex(chained(ROOT, 5)), chained(UNKNOWN, 5)
+    ('0x8ab1ee8ed781d41e', 0)
+    """
+    if before == UNKNOWN:
+        return UNKNOWN
+    return xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + fold.to_bytes(8, "little")) or ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Successive blocks of one sequence, and the block before them, -1 for none.
+
+    ``tokens`` says for how many of their tokens KV has come, where the last block may be a part; else all are full.
+    """
+
+    before: int
+    blocks: Sequence[int]
+    tokens: int = 0
+
+
+class Witnesses:
+    """The witness of each device block, in the life in which it was taken.
+
+    A block's witness is known from :meth:`take` until the block is given out again, and so has another generation.
+    Nothing here is locked: it belongs to the thread that runs the engine's steps.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._of: NDArray[np.uint64] = np.zeros(blocks, np.uint64)
+        self._lives: NDArray[np.int64] = np.full(blocks, -1, np.int64)
+
+    def take(
+        self, before: int, blocks: Sequence[int], generations: Sequence[int], folds: NDArray[np.uint64]
+    ) -> list[int]:
+        """Chain the ``folds [n]`` of a sequence's successive blocks, in these lives, to the witness ``before`` them.
+
+        The witnesses; where ``before`` is unknown, so are they.
+        """
+        found = []
+        for block, life, fold in zip(blocks, generations, folds.tolist(), strict=True):
+            before = chained(before, fold)
+            self._of[block], self._lives[block] = before, life
+            found.append(before)
+        return found
+
+    def known(self, blocks: Sequence[int], generations: Sequence[int]) -> list[int]:
+        """The witnesses of blocks in these lives, :data:`UNKNOWN` for each that none was taken of."""
+        ids = np.asarray(blocks, np.int64).reshape(-1)
+        alive = self._lives[ids] == np.asarray(generations, np.int64)
+        witnesses: list[int] = np.where(alive, self._of[ids], np.uint64(UNKNOWN)).tolist()
+        return witnesses
+
+
+__all__ = ["ROOT", "UNKNOWN", "Run", "Witnesses", "chained", "fold_keys", "fold_reference"]

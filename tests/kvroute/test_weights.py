@@ -1,0 +1,37 @@
+"""Other weights have another name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvroute.weights import weights_digest
+
+
+def test_a_digest_names_the_files(tmp_path: Path) -> None:
+    """Goal: equal for the very same files only. Method: change a byte, the time, the name, and back."""
+    home = tmp_path / "model"
+    home.mkdir()
+    file = home / "model.safetensors"
+    file.write_bytes(bytes(200_000))
+    os.utime(file, ns=(1, 1))
+    before = weights_digest(str(home))
+    assert weights_digest(str(home)) == before
+    (home / "README.md").write_text("no weights")
+    assert weights_digest(str(home)) == before
+    content = bytearray(200_000)
+    content[100_001] = 1
+    file.write_bytes(content)
+    os.utime(file, ns=(1, 1))
+    assert weights_digest(str(home)) != before
+    file.write_bytes(bytes(200_000))
+    os.utime(file, ns=(2, 2))
+    assert weights_digest(str(home)) != before
+    os.utime(file, ns=(1, 1))
+    assert weights_digest(str(home)) == before
+    file.rename(home / "other.safetensors")
+    assert weights_digest(str(home)) != before
+
+
+def test_a_name_is_told_by_name_and_revision() -> None:
+    assert weights_digest("org/model", "a") != weights_digest("org/model", "b") != weights_digest("org/other", "b")

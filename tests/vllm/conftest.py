@@ -1,0 +1,70 @@
+"""Tests inside vLLM itself, in its own environment: `make test-vllm`.
+
+Where vLLM is not installed, as in the project's own environment, nothing here is collected.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*.py"]
+
+if not collect_ignore_glob:
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_NO_USAGE_STATS="1",
+    )
+    sys.path.insert(0, str(HERE))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The checkpoint of a family, made when it is first asked for."""
+    import models
+
+    made: dict[tuple[str, int], Path] = {}
+
+    def saved(family: str, seed: int = 0) -> Path:
+        if (family, seed) not in made:
+            made[family, seed] = models.save(family, tmp_path_factory.mktemp(f"{family}-{seed}"), seed)
+        return made[family, seed]
+
+    return saved
+
+
+class Engines:
+    """Makes engines, one at a time: the one before ends when the next is asked for."""
+
+    def __init__(self) -> None:
+        self.running: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        import engines
+
+        self.stop()
+        self.running = engines.Engine(*args, **kwargs)
+        return self.running
+
+    def stop(self) -> None:
+        running, self.running = self.running, None
+        if running is not None:
+            running.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engines]:
+    engines = Engines()
+    yield engines
+    engines.stop()

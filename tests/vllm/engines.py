@@ -1,0 +1,129 @@
+"""vLLM engines in this process, and the judge of every row that they hand out."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+import kvroute
+from kvroute.integrations.vllm import routes
+from kvroute.integrations.vllm.scheduler import SchedulerRows
+from kvroute.integrations.vllm.worker import WorkerRows
+
+MODULE = "kvroute.integrations.vllm"
+BLOCK = 32  # what vLLM's attention kernels for CPUs want
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one answer: how many rows were due, and how many were right, missing and wrong."""
+
+    due: int
+    right: int
+    missing: int
+    wrong: int
+
+
+class Engine:
+    """An engine with a connector, for prompts of token ids; strict, so that no mistake of bookkeeping is quiet."""
+
+    def __init__(
+        self,
+        home: Path,
+        connector: str = "KvrouteConnector",
+        settings: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+        module: str = MODULE,
+        **arguments: Any,
+    ) -> None:
+        self.home = home
+        more = {"kvroute": {"strict": True, **(settings or {})}, **(extra or {})}
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": BLOCK,
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "num_gpu_blocks_override": 64,
+            "disable_log_stats": False,
+        }
+        self.llm = LLM(
+            str(home),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector=connector,
+                kv_connector_module_path=module,
+                kv_role="kv_both",
+                kv_connector_extra_config=more,
+                **arguments.pop("transfer", {}),
+            ),
+            **{**defaults, **arguments},
+        )
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def sent(self) -> SchedulerRows:
+        rows = self.scheduler.connector._scheduler_rows
+        assert isinstance(rows, SchedulerRows)
+        return rows
+
+    @property
+    def kept(self) -> WorkerRows:
+        rows = get_kv_transfer_group()._worker_rows
+        assert isinstance(rows, WorkerRows)
+        return rows
+
+    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int = 20, **sampling: Any) -> list[Any]:
+        sampling = {"temperature": 0, "ignore_eos": True, **sampling}
+        given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return self.llm.generate(given, SamplingParams(max_tokens=max_tokens, **sampling), use_tqdm=False)
+
+    def judge(self, output: Any, index: int = 0, **where: Any) -> Verdict:
+        """Each row of the answer against transformers' forward pass of the same weights over the same tokens."""
+        return judge(self.home, output, routes(output, index, **where), index)
+
+    def assert_right(self, outputs: Sequence[Any]) -> None:
+        """Every row that is due is there and right."""
+        for output in outputs:
+            for index in range(len(output.outputs)):
+                found = self.judge(output, index)
+                assert found == Verdict(found.due, found.due, 0, 0), (output.request_id, found)
+
+    def metric(self, name: str) -> int:
+        return sum(int(m.value) for m in self.llm.get_metrics() if m.name == f"vllm:{name}")
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def judge(home: Path, output: Any, found: kvroute.Routes, index: int = 0) -> Verdict:
+    tokens = [*output.prompt_token_ids, *output.outputs[index].token_ids]
+    due = len(tokens) - 1
+    moe = [i for i, layer in enumerate(models.moe_layers(home)) if layer in found.layer_ids]
+    expected = models.routing(home, tokens)[: len(found), moe]
+    same = (np.sort(found.ids.astype(np.int64), axis=-1) == expected).all(axis=(1, 2))
+    right, wrong = int((same & found.valid).sum()), int((~same & found.valid).sum())
+    assert found.start == 0
+    return Verdict(due, right, due - right - wrong, wrong)
+
+
+def prompts(seed: int, *lengths: int, shared: int = 0) -> list[list[int]]:
+    """Random prompts of these lengths behind ``shared`` tokens that they have in common."""
+    random = np.random.default_rng(seed)
+    head = random.integers(5, 500, shared).tolist()
+    return [head + random.integers(5, 500, length).tolist() for length in lengths]

@@ -1,0 +1,118 @@
+"""Tiny Mixture-of-Experts models of four families with seeded weights, and what transformers says of their routing."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
+from transformers.models.olmoe import OlmoeConfig, OlmoeForCausalLM
+from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+VOCABULARY = 512
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+_HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+_MLA: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+FAMILIES: dict[str, Any] = {
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **_COMMON, **_HEADS, intermediate_size=64, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4
+        )
+    ),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**_COMMON, **_HEADS, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2)
+    ),
+    "olmoe": lambda: OlmoeForCausalLM(
+        OlmoeConfig(
+            **_COMMON,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            num_experts=16,
+            num_experts_per_tok=4,
+        )
+    ),
+    "deepseek_v3": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **_COMMON,
+            **_MLA,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            q_lora_rank=64,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            n_routed_experts=16,
+            num_experts_per_tok=4,
+            n_shared_experts=1,
+            n_group=4,
+            topk_group=2,
+            first_k_dense_replace=1,
+            routed_scaling_factor=2.5,
+            topk_method="noaux_tc",  # these two vLLM asks for by name
+            scoring_func="sigmoid",
+        )
+    ),
+}
+
+
+def save(family: str, home: Path, seed: int = 0) -> Path:
+    """A checkpoint of the family with weights of ``seed``; its routers are decisive, so that noise flips no choice."""
+    torch.manual_seed(seed)
+    model = FAMILIES[family]().to(torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0, 0.3 if name.endswith("gate.weight") else 0.08)
+            if name.endswith("kv_a_proj_with_mqa.weight"):  # vLLM's CPU kernel rotates otherwise than transformers
+                parameter[_MLA["kv_lora_rank"] :] = 0
+    model.save_pretrained(home, safe_serialization=True)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t3"))  # noqa: S106 (no password)
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"bos_token": "t0", "eos_token": "t1", "pad_token": "t2", "unk_token": "t3"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(home)
+    return home
+
+
+@cache
+def _reference(home: Path, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(home, dtype=dtype).eval()
+
+
+def moe_layers(home: Path) -> list[int]:
+    """The layers that have routers, in order."""
+    layers = _reference(home, torch.float32).model.layers
+    return [i for i, layer in enumerate(layers) if hasattr(layer.mlp, "gate")]
+
+
+def routing(home: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> NDArray[np.int64]:
+    """The experts that transformers' forward pass of these weights chooses, sorted: ``[tokens, moe layers, top_k]``."""
+    model, found = _reference(home, dtype), {}
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _m, _a, out, i=i: found.__setitem__(i, out[2]))
+        for i, layer in enumerate(model.model.layers)
+        if hasattr(layer.mlp, "gate")
+    ]
+    with torch.no_grad():
+        model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    rows = [ids.reshape(len(tokens), -1).numpy() for _, ids in sorted(found.items())]
+    return np.sort(np.stack(rows, axis=1).astype(np.int64), axis=-1)

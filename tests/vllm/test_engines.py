@@ -1,0 +1,284 @@
+"""What needs an engine of its own: small pools, stores and connectors, restarts, other weights, other families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import connectors
+import pytest
+import torch
+import vllm
+from engines import BLOCK, MODULE, Engine, prompts
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+import kvroute
+from cache_manager.keys import BlockKey
+from kvroute.integrations.vllm import routes
+from kvroute.integrations.vllm.config import Engine as Followed
+
+Start = Any  # conftest's Engines
+Model = Callable[..., Path]
+
+
+def test_chunks_preemption_and_churn(engine: Start, model: Model) -> None:
+    """Goal: blocks change hands all the time. Method: 15 blocks for requests that want 32 at once, in chunks of 96."""
+    small = engine(
+        model("qwen3_moe"), num_gpu_blocks_override=16, max_model_len=256, max_num_batched_tokens=96, max_num_seqs=8
+    )
+    small.assert_right(small.ask(prompts(11, 150, 170, 200), max_tokens=8))
+    small.assert_right(small.ask(prompts(12, *[40] * 12), max_tokens=80))
+    assert small.metric("num_preemptions") > 0
+    for seed in range(4):
+        small.assert_right(small.ask(prompts(13 + seed % 2, 5, 40, 9, shared=100), max_tokens=30))
+    assert small.kept.blocks.counters.late_writes_dropped == 0
+    small.kept.blocks.assert_consistent()
+
+
+class Shared:
+    """A directory where an inner connector keeps KV, and a store of rows."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.kv = home, home / "kv"
+        self.store = f"file://{home / 'rows'}"
+
+    def arguments(self, **settings: Any) -> dict[str, Any]:
+        return {
+            "connector": "KvrouteExampleConnector",
+            "settings": {"store": self.store, "witness": "flagged", **settings},
+            "extra": {"shared_storage_path": str(self.kv)},
+        }
+
+    def record_keys(self, engine: Engine) -> list[BlockKey]:
+        """The keys that the engine stores from now on, in order."""
+        found: list[BlockKey] = []
+        persist = engine.sent.feed.persist
+
+        def recording(blocks: dict[BlockKey, int]) -> None:
+            found.extend(blocks)
+            persist(blocks)
+
+        engine.sent.feed.persist = recording  # type: ignore[method-assign]
+        return found
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    return Shared(tmp_path_factory.mktemp("shared"))
+
+
+ASKED = prompts(20, 150, 98, 66)
+FULL = [128, 96, 64]
+
+
+def alone(engine: Engine, asked: list[list[int]] = ASKED) -> list[Any]:
+    """The answers to prompts that were asked one after the other."""
+    return [engine.ask([prompt])[0] for prompt in asked]
+
+
+def test_hits_from_outside_bring_rows_after_a_restart(engine: Start, model: Model, shared: Shared) -> None:
+    """Goal: KV that comes back has its rows, and KV without rows is computed again, no more of it than that.
+
+    Method: an engine stores both; after a weight update it finds nothing; another engine over the same files finds all;
+    one record of rows is deleted, and the hit ends before that block.
+    """
+    first = engine(model("qwen3_moe"), **shared.arguments())
+    keys = shared.record_keys(first)
+    first.assert_right(alone(first))
+    first.kept.blocks.wait(10)
+    lost = keys[2]
+    assert first.llm.llm_engine.engine_core.reset_prefix_cache(False, True)
+    updated = alone(first)
+    first.assert_right(updated)
+    assert [output.num_cached_tokens for output in updated] == [0, 0, 0]
+
+    second = engine(model("qwen3_moe"), **shared.arguments())
+    hits = alone(second)
+    assert [output.num_cached_tokens for output in hits] == FULL
+    second.assert_right(hits)
+    assert second.kept.blocks.counters.restored_blocks == sum(FULL) // BLOCK
+
+    engine.stop()
+    with closing(kvroute.open_store(shared.store)) as store:
+        store.delete([lost])
+    third = engine(model("qwen3_moe"), **shared.arguments())
+    cut = alone(third)
+    assert [output.num_cached_tokens for output in cut] == [64, 96, 64]
+    third.assert_right(cut)
+    assert third.sent.hits_cut == 1
+
+
+def test_rows_with_flipped_bits_are_missing(engine: Start, model: Model, shared: Shared) -> None:
+    """Goal: what a store has damaged is no row. Method: a bit of every record flips while the engine is not running."""
+    flipped = 0
+    for segment in (shared.home / "rows").rglob("*.kvr"):
+        content = bytearray(segment.read_bytes())
+        for at in range(4096 + 1000, len(content), 1000):
+            content[at] ^= 1
+            flipped += 1
+        segment.write_bytes(content)
+    assert flipped
+    fourth = engine(model("qwen3_moe"), **shared.arguments(strict=False))
+    outputs = alone(fourth)
+    found = [fourth.judge(output) for output in outputs]
+    assert all(each.wrong == 0 for each in found)
+    assert [each.missing + output.num_cached_tokens for each, output in zip(found, outputs, strict=True)]
+    # What was damaged is noticed at opening or at reading: it is computed again, or it is missing.
+    assert sum(each.missing for each in found) + sum(FULL) - sum(o.num_cached_tokens for o in outputs) > 0
+    assert {each.missing % BLOCK for each in found} == {0}
+
+
+def test_engines_with_other_weights_never_meet(engine: Start, model: Model, shared: Shared) -> None:
+    """Goal: one store for two models of one shape. Method: a KV connector that knows tokens only offers its hits."""
+    other = engine(model("qwen3_moe", 1), **shared.arguments())
+    outputs = alone(other)
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 0]
+    other.assert_right(outputs)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
+def test_other_families(engine: Start, model: Model, family: str) -> None:
+    """Goal: routers of other kinds, Mixtral's and OLMoE's. Method: plain, prefix hits and a second turn."""
+    made = engine(model(family))
+    asked = prompts(30, 10, 33, 1, shared=100)
+    for _ in range(2):
+        outputs = made.ask(asked)
+        made.assert_right(outputs)
+    assert min(output.num_cached_tokens for output in outputs) >= 96
+    made.assert_right(made.ask([[*p, *o.outputs[0].token_ids, 7] for p, o in zip(asked, outputs, strict=True)]))
+
+
+def test_deepseek_with_latent_attention(engine: Start, model: Model, tmp_path: Path) -> None:
+    """Goal: MLA, a dense first layer, grouped routing. Method: one engine stores, another hits: vLLM has no prefix
+    cache for MLA on a CPU. What was loaded is what was stored, byte for byte, and every row is transformers'.
+    """
+    shared, arguments = Shared(tmp_path), {"block_size": 16, "num_gpu_blocks_override": 128}
+    first = engine(model("deepseek_v3"), **shared.arguments(), **arguments)
+    before = alone(first)
+    first.assert_right(before)
+    second = engine(model("deepseek_v3"), **shared.arguments(), **arguments)
+    after = alone(second)
+    second.assert_right(after)
+    for one, two in zip(before, after, strict=True):
+        assert two.num_cached_tokens > 0
+        hit = slice(0, two.num_cached_tokens)
+        assert (routes(one).ids[hit] == routes(two).ids[hit]).all()
+        assert routes(two).layer_ids == (1, 2)
+
+
+def test_kv_that_fails_to_load_is_computed_again(engine: Start, model: Model, tmp_path: Path) -> None:
+    """Goal: rows that a step computed from KV that had not come are never read, stored or hit. Method: a connector that
+    loads rubbish into one block and says so; other requests run beside; vLLM computes again.
+    """
+    shared = Shared(tmp_path)
+    first = engine(model("qwen3_moe"), **shared.arguments())
+    first.assert_right(alone(first))
+    arguments = shared.arguments() | {
+        "connector": "Kvrouteconnectors:FailingConnector",
+        "transfer": {"kv_load_failure_policy": "recompute"},
+    }
+    second = engine(model("qwen3_moe"), **arguments)
+    outputs = second.ask([*ASKED, *prompts(41, 40, 150)])
+    second.assert_right(outputs)
+    assert connectors.FailingConnector.failures == 1
+    second.assert_right(second.ask(ASKED))
+
+
+def test_kv_that_comes_later(engine: Start, model: Model, tmp_path: Path) -> None:
+    """Goal: loads beside other requests' steps, as NIXL's. Method: a connector that reports its load a step later."""
+    shared = Shared(tmp_path)
+    first = engine(model("qwen3_moe"), **shared.arguments())
+    first.assert_right(alone(first))
+    second = engine(model("qwen3_moe"), **shared.arguments() | {"connector": "Kvrouteconnectors:LateConnector"})
+    outputs = second.ask([*ASKED, *prompts(42, 40, 150)])
+    assert [output.num_cached_tokens for output in outputs] == [*FULL, 0, 0]
+    second.assert_right(outputs)
+
+
+def test_ranks_of_one_layer(engine: Start, model: Model) -> None:
+    """Goal: tensor parallelism. Method: two ranks in processes of their own; one of them has the rows."""
+    made = engine(model("qwen3_moe"), tensor_parallel_size=2, distributed_executor_backend="mp")
+    asked = prompts(46, 40, 100)
+    made.assert_right(made.ask(asked))
+    outputs = made.ask(asked)
+    assert min(output.num_cached_tokens for output in outputs) >= BLOCK
+    made.assert_right(outputs)
+
+
+def test_a_compiled_model_has_no_rows_and_says_why(engine: Start, model: Model) -> None:
+    """Goal: no silent zeros. Method: on a CPU vLLM compiles the model before a connector can bind its hooks."""
+    compiled = engine(model("qwen3_moe"), enforce_eager=False)
+    (output,) = compiled.ask(prompts(43, 40))
+    found = routes(output)
+    assert len(found) == 59
+    assert not found.valid.any()
+    assert [reason for reason in compiled.kept.missing if "compiled" in reason]
+
+
+REFUSED: dict[str, Any] = {
+    "0.32": {"vllm": "0.99.1"},
+    "one KV cache group": {"groups": 2},
+    "within its window": {"window": 64},
+    "a hash for each whole block": {"cache": {"hash_block_size": 16}},
+    "no pipeline parallelism": {"parallel": {"pipeline_parallel_size": 2}},
+    "no data parallelism": {"parallel": {"data_parallel_size": 2}},
+    "no context parallelism": {"parallel": {"decode_context_parallel_size": 2}},
+    "no dual-batch overlap": {"parallel": {"enable_dbo": True}},
+    "routed experts of vLLM's own": {"model": {"enable_return_routed_experts": True}},
+    "other processes": {"settings": {"store": "memory:"}},
+    "unknown field": {"settings": {"stor": "file:///x"}},
+}
+
+
+@pytest.mark.parametrize("wanted", REFUSED)
+def test_what_is_not_followed_is_refused_by_name(model: Model, monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    """Goal: an engine that is not followed does not start. Method: vLLM's own configuration, one thing changed."""
+    changed = REFUSED[wanted]
+    transfer = KVTransferConfig(
+        kv_connector_module_path=MODULE,
+        kv_connector="KvrouteConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"kvroute": changed.get("settings", {})},
+    )
+    config = EngineArgs(model=str(model("qwen3_moe")), max_model_len=512, kv_transfer_config=transfer)
+    made = config.create_engine_config()
+    shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    window = {"sliding_window": changed["window"]} if "window" in changed else {}
+    kv = KVCacheGroupSpec(["layer"], (SlidingWindowSpec if window else FullAttentionSpec)(**shape, **window))
+    cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[kv] * changed.get("groups", 1))
+    for where, name in ((cache, "cache"), (made.parallel_config, "parallel"), (made.model_config, "model")):
+        for field, value in changed.get(name, {}).items():
+            object.__setattr__(where, field, value)
+    monkeypatch.setattr(vllm, "__version__", changed.get("vllm", vllm.__version__))
+    with pytest.raises(kvroute.ConfigError, match=wanted):
+        Followed.of(made, cache, "Connector")
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "Connector",
+        "ExampleConnector",
+        "OffloadingConnector",
+        "NixlConnector",
+        "MooncakeConnector",
+        "LMCacheConnectorV1",
+        "MultiConnector",
+        "connectors:LateConnector",
+    ],
+)
+def test_any_connector_can_be_the_inner_one(inner: str) -> None:
+    """Goal: wrapping is by configuration alone. Method: vLLM's factory finds the class, with all methods it wants."""
+    config = KVTransferConfig(kv_connector=f"Kvroute{inner}", kv_connector_module_path=MODULE, kv_role="kv_both")
+    found = KVConnectorFactory.get_connector_class(config)
+    assert not found.__abstractmethods__
+    if inner in KVConnectorFactory._registry:
+        wrapped = KVConnectorFactory.get_connector_class_by_name(inner)
+        assert issubclass(found, wrapped)
+        assert supports_hma(found) == supports_hma(wrapped)

@@ -1,0 +1,103 @@
+"""Rows in a layer of the KV: an inner connector that knows nothing of rows moves them, the last router's too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import prompts
+
+from cache_manager.errors import ConfigError
+from kvroute.integrations.vllm import routes, unseen
+from kvroute.integrations.vllm.models import register
+
+Start = Any  # conftest's Engines
+Model = Callable[..., Path]
+ASKED = prompts(41, 150, 98, 66)
+FULL = [128, 96, 64]
+
+
+@pytest.fixture(autouse=True)
+def plugin() -> None:
+    """What vLLM's plugin loader does in each of its processes."""
+    register()
+
+
+def start(engine: Start, home: Path, kv: Path, **arguments: Any) -> Any:
+    kv.mkdir(exist_ok=True)
+    extra = {"shared_storage_path": str(kv)}
+    return engine(home, "KvrouteExampleConnector", {"carrier": "layer"}, extra, **arguments)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+def test_kv_that_comes_back_brings_its_rows(engine: Start, model: Model, tmp_path: Path, family: str) -> None:
+    """Goal: without a store of rows, a second engine has every row of KV that the first one's connector left. Method:
+    two engines over one directory; the second has 15 blocks, so that later prompts take those of the first.
+    """
+    first = start(engine, model(family), tmp_path / "kv")
+    assert first.kept.pages is not None
+    first.assert_right(first.ask(ASKED))
+    second = start(engine, model(family), tmp_path / "kv", num_gpu_blocks_override=16, max_model_len=256)
+    found = [second.ask([prompt])[0] for prompt in ASKED]
+    assert [output.num_cached_tokens for output in found] == FULL
+    second.assert_right(found)
+    assert not any(unseen(output) for output in found)
+    assert second.kept.missing.total() == 0
+    for prompt in prompts(42, *[150] * 5):
+        second.assert_right(second.ask([prompt]))
+    again = second.ask([ASKED[0]])
+    assert [output.num_cached_tokens for output in again] == FULL[:1], "after the pool was filled with others"
+    second.assert_right(again)
+
+
+def test_latent_attention(engine: Start, model: Model, tmp_path: Path) -> None:
+    """Goal: the layer stands beside MLA's. Method: as above for DeepSeek-V3, whose bfloat16 flips some choices beside
+    the reference: what was loaded has to be what the first engine computed, the last layer's choices too.
+    """
+    arguments = {"dtype": "bfloat16", "block_size": 16, "num_gpu_blocks_override": 128}
+    first = start(engine, model("deepseek_v3"), tmp_path / "kv", **arguments)
+    before = [routes(first.ask([prompt])[0]) for prompt in ASKED]
+    second = start(engine, model("deepseek_v3"), tmp_path / "kv", **arguments)
+    for rows, prompt in zip(before, ASKED, strict=True):
+        (output,) = second.ask([prompt])
+        again, hit = routes(output), output.num_cached_tokens
+        assert hit > 0
+        assert rows.complete
+        assert again.complete
+        assert again.layer_ids == rows.layer_ids == (1, 2)
+        assert (rows.ids[:hit] == again.ids[:hit]).all()
+
+
+def test_a_row_that_was_not_captured_is_missing_where_its_kv_arrives(
+    engine: Start, model: Model, tmp_path: Path
+) -> None:
+    """Goal: a page says that a row is not there. Method: the first engine loses the rows of a prompt whose blocks had
+    others' before; the KV is kept all the same, and the second engine has none of its rows and no wrong one.
+    """
+    first = start(engine, model("qwen3_moe"), tmp_path / "kv", num_gpu_blocks_override=16, max_model_len=256)
+    for prompt in prompts(43, *[150] * 5):
+        first.assert_right(first.ask([prompt]))
+    first.kept._write = lambda *_: None
+    first.ask([ASKED[0]])
+    second = start(engine, model("qwen3_moe"), tmp_path / "kv")
+    (found,) = second.ask([ASKED[0]])
+    assert found.num_cached_tokens == FULL[0]
+    verdict = second.judge(found)
+    assert (verdict.missing, verdict.wrong) == (FULL[0], 0)
+    assert second.kept.missing["pages without a sound row beside KV that was loaded"] == FULL[0]
+    assert routes(found).missing == ((0, FULL[0]),)
+
+
+def test_a_model_without_the_layer_is_refused(engine: Start, model: Model, tmp_path: Path) -> None:
+    """Goal: the operator who asks for a layer is told when there is none. Method: a store beside the layer; the error
+    names both conditions.
+    """
+    with pytest.raises(ConfigError, match="no store, and a model with a layer of rows"):
+        engine(
+            model("qwen3_moe"),
+            "KvrouteExampleConnector",
+            {"carrier": "layer", "store": f"file://{tmp_path / 'rows'}"},
+            {"shared_storage_path": str(tmp_path)},
+        )

@@ -1,0 +1,161 @@
+"""Every row of every request equals transformers' own, whatever vLLM does to the request and its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import BLOCK, Engine, Verdict, judge, prompts
+from vllm import SamplingParams
+
+import kvroute
+from kvroute.integrations.vllm import routes
+from kvroute.rollout import open_rollouts
+
+
+@pytest.fixture(scope="module")
+def qwen(model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """One engine for the tests that change nothing for each other: each has prompts of its own."""
+    where = f"file://{tmp_path_factory.mktemp('rollouts')}"
+    engine = Engine(model("qwen3_moe"), settings={"rollouts": where})
+    engine.rollouts = open_rollouts(where)
+    yield engine
+    engine.rollouts.close()
+    engine.close()
+
+
+def all_right(engine: Engine, outputs: list[Any]) -> None:
+    for output in outputs:
+        for index in range(len(output.outputs)):
+            found = judge(engine.home, output, routes(output, index, rollouts=engine.rollouts), index)
+            assert found == Verdict(found.due, found.due, 0, 0), (output.request_id, index)
+
+
+def test_plain_batches(qwen: Engine) -> None:
+    """Goal: rows of requests of many lengths in one batch. Method: lengths around the ends of blocks."""
+    all_right(qwen, qwen.ask(prompts(1, 1, 10, 31, 32, 33, 64, 65, 150)))
+
+
+def test_prefix_hits_bring_rows(qwen: Engine) -> None:
+    """Goal: a cached block has its rows. Method: the same prompts twice; the second time they hit."""
+    asked = prompts(2, 10, 33, 1, shared=100)
+    all_right(qwen, qwen.ask(asked))
+    again = qwen.ask(asked)
+    assert min(output.num_cached_tokens for output in again) >= 96
+    all_right(qwen, again)
+
+
+def test_hits_of_the_same_step(qwen: Engine) -> None:
+    """Goal: requests may share blocks that are computed in that very step. Method: one new prefix, four at once."""
+    outputs = qwen.ask(prompts(3, 5, 6, 7, 8, shared=96))
+    assert sum(output.num_cached_tokens for output in outputs) >= 3 * 96
+    all_right(qwen, outputs)
+
+
+def test_turns_that_hit_generated_blocks(qwen: Engine) -> None:
+    """Goal: rows of sampled tokens are hit like those of prompts. Method: answer and question go back twice."""
+    asked = prompts(4, 50, 70)
+    for _ in range(3):
+        outputs = qwen.ask(asked, max_tokens=40)
+        all_right(qwen, outputs)
+        asked = [[*p, *o.outputs[0].token_ids, 7, 8, 9] for p, o in zip(asked, outputs, strict=True)]
+    assert outputs[0].num_cached_tokens >= 4 * BLOCK
+
+
+def test_several_completions_of_a_prompt(qwen: Engine) -> None:
+    """Goal: n > 1. Method: sampled completions differ, each has the rows of its own tokens."""
+    outputs = qwen.ask(prompts(5, 40, 64), n=3, temperature=1.0, seed=1)
+    assert len({tuple(each.token_ids) for each in outputs[0].outputs}) == 3
+    all_right(qwen, outputs)
+
+
+def test_stop_strings(qwen: Engine) -> None:
+    """Goal: rows of a request that the front end ends. Method: a stop string that greedy decoding is known to say."""
+    (asked,) = prompts(6, 45)
+    (whole,) = qwen.ask([asked])
+    word = f"t{whole.outputs[0].token_ids[7]}"
+    (stopped,) = qwen.ask([asked], stop=[word])
+    assert stopped.outputs[0].stop_reason == word
+    assert len(stopped.outputs[0].token_ids) <= 8
+    assert stopped.kv_transfer_params is None
+    all_right(qwen, [stopped])
+
+
+def test_an_aborted_request_leaves_nothing_wrong(qwen: Engine) -> None:
+    """Goal: abort in prefill and in decode. Method: abort after steps; its rows, and of who hits them."""
+    core, asked = qwen.llm.llm_engine, prompts(7, 100, 60)
+    sampling = SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
+    for name, prompt, steps in (("gone-1", asked[0], 1), ("gone-2", asked[1], 9)):
+        core.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        for _ in range(steps):
+            core.step()
+        core.abort_request([name])
+        left = qwen.rollouts.find(name)
+        assert left is not None
+        assert left.rows == len(prompt) + steps - 1
+    all_right(qwen, qwen.ask(asked))
+
+
+def test_rows_that_were_lost_are_missing(qwen: Engine) -> None:
+    """Goal: nothing takes the place of a row that was not captured. Method: one layer's hook forgets two steps."""
+    kept = qwen.kept.ids._kept
+    take, steps = qwen.kept.ids.take, iter(range(99))
+
+    def forgets(tokens: int) -> Any:
+        if next(steps) in (0, 5):
+            kept[1] = None
+        return take(tokens)
+
+    qwen.kept.ids.take = forgets
+    try:
+        (output,) = qwen.ask(prompts(8, 40))
+    finally:
+        qwen.kept.ids.take = take
+    found = judge(qwen.home, output, routes(output, rollouts=qwen.rollouts))
+    assert found == Verdict(found.due, found.due - 41, 41, 0)
+    assert sum(qwen.kept.missing.values()) == 41
+
+
+def test_ids_that_no_router_chooses_are_missing(qwen: Engine) -> None:
+    """Goal: a kernel that answers zeros is seen. Method: one step's ids of all layers become zeros."""
+    take, steps = qwen.kept.ids.take, iter(range(99))
+
+    def zeros(tokens: int) -> Any:
+        ids = take(tokens)
+        return np.zeros_like(ids) if next(steps) == 0 else ids
+
+    qwen.kept.ids.take = zeros
+    try:
+        (output,) = qwen.ask(prompts(9, 40))
+    finally:
+        qwen.kept.ids.take = take
+    found = judge(qwen.home, output, routes(output, rollouts=qwen.rollouts))
+    assert found == Verdict(found.due, found.due - 40, 40, 0)
+
+
+def test_a_reset_makes_every_row_unreadable(qwen: Engine) -> None:
+    """Goal: a weight update. Method: other weights in place, a reset; hits are gone, rows are of the new weights."""
+    (asked,) = prompts(10, 80)
+    all_right(qwen, qwen.ask([asked]))
+    blocks = np.arange(64)
+    before = qwen.sent.view.read("routing", blocks, generations=qwen.sent.feed.generations).valid
+    assert before.any()
+    assert qwen.llm.llm_engine.engine_core.reset_prefix_cache(False, True)
+    assert not qwen.sent.view.read("routing", blocks, generations=qwen.sent.feed.generations).valid.any()
+    (output,) = qwen.ask([asked])
+    assert output.num_cached_tokens == 0
+    all_right(qwen, [output])
+    assert {v for _, _, v in routes(output, rollouts=qwen.rollouts).weights_versions} == {1}
+
+
+def test_kvroute_is_not_loaded_for_clients() -> None:
+    """Goal: a client needs neither vLLM nor torch. Method: what a fresh interpreter has loaded."""
+    import subprocess
+    import sys
+
+    code = "import sys, kvroute.integrations.vllm as v; v.routes; print({'vllm', 'torch'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+    assert kvroute.__version__

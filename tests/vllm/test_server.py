@@ -1,0 +1,147 @@
+"""vLLM's OpenAI server: routes in the response, after a kill too."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+from engines import BLOCK, prompts
+
+from kvroute.integrations.vllm import routes, unseen
+from kvroute.rollout import open_rollouts
+
+START_S = 240
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+
+
+class Server:
+    def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
+        self.url, self.process = f"http://127.0.0.1:{port}", process
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        given = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True, **body}
+        request = urllib.request.Request(  # noqa: S310 (our own server)
+            self.url + path, json.dumps(given).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    def wait(self) -> None:
+        give_up_s = time.monotonic() + START_S
+        while time.monotonic() < give_up_s:
+            assert self.process.poll() is None, "the server ended"
+            try:
+                urllib.request.urlopen(self.url + "/health", timeout=5).close()  # noqa: S310
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(1)
+            else:
+                return
+        raise TimeoutError(self.url)
+
+    def kill(self) -> None:
+        """The server, its engine and its workers, as a machine does that has no memory left."""
+        os.killpg(self.process.pid, signal.SIGKILL)  # a session of its own, which was started here
+        self.process.wait()
+
+
+@contextmanager
+def serving(home: Path, shared: Path, log: Path, rollouts: str) -> Iterator[Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    transfer = {
+        "kv_connector": "KvrouteExampleConnector",
+        "kv_connector_module_path": "kvroute.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "shared_storage_path": str(shared / "kv"),
+            "kvroute": {
+                "store": f"file://{shared}/rows",
+                "witness": "flagged",
+                "rollouts": rollouts,
+            },
+        },
+    }
+    arguments = ["--model", str(home), "--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1"]
+    arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--num-gpu-blocks-override", "64"]
+    arguments += ["--block-size", str(BLOCK), "--kv-transfer-config", json.dumps(transfer)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
+            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"},
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+        server = Server(port, process)
+        try:
+            server.wait()
+            yield server
+        finally:
+            if process.poll() is None:
+                server.kill()
+
+
+def right(home: Path, answer: dict[str, Any], index: int = 0, **where: Any) -> int:
+    """Every row of a completion is there and right; how many."""
+    found, choice = routes(answer, index, **where), answer["choices"][index]
+    prompt = answer.get("prompt_token_ids") or choice["prompt_token_ids"]
+    tokens = [*prompt, *choice["token_ids"]]
+    assert found.complete
+    assert len(found) == len(tokens) - 1
+    assert found.token_hashes
+    assert (np.sort(found.ids.astype(np.int64), axis=-1) == models.routing(home, tokens)[: len(found)]).all()
+    return len(found)
+
+
+def quick_start(answer: dict[str, Any]) -> dict[str, Any]:
+    """What the page's own lines make of an answer: its names, after the first two examples."""
+    examples = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    Path("answer.json").write_text(json.dumps(answer))
+    names: dict[str, Any] = {}
+    for code in examples[:2]:
+        exec(code, names)  # noqa: S102 (the page's own lines)
+    return names
+
+
+@pytest.mark.timeout(900)
+def test_the_server_answers_routes_and_survives_a_kill(
+    model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: routes through HTTP, for completions, several at once, chats, stop strings and trainers; after SIGKILL of
+    all processes another server over the same files hits KV with rows. Method: every row against transformers.
+    """
+    monkeypatch.chdir(tmp_path)
+    home, (asked,) = model("qwen3_moe"), prompts(50, 100)
+    with serving(home, tmp_path, tmp_path / "first.log", "response:") as first:
+        answer = first.post("/v1/completions", prompt=asked, max_tokens=20)
+        assert right(home, answer) == 119
+        assert quick_start(answer)["rows"].shape == (119, 3, 4)
+        several = first.post("/v1/completions", prompt=asked, max_tokens=9, n=2, temperature=1.0, seed=3)
+        assert [right(home, several, i) for i in (0, 1)] == [108, 108]
+        first.kill()
+    where = f"file://{tmp_path}/rollouts"
+    with serving(home, tmp_path, tmp_path / "second.log", where) as second, closing(open_rollouts(where)) as left:
+        again = second.post("/v1/completions", prompt=asked, max_tokens=20)
+        assert right(home, again, rollouts=left) == 119
+        assert again["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
+        assert unseen(again) == ((0, 96),)  # loaded from files that the first server wrote
+        word = f"t{answer['choices'][0]['token_ids'][5]}"
+        stopped = second.post("/v1/completions", prompt=asked, max_tokens=20, stop=[word])
+        assert right(home, stopped, rollouts=left) <= 105
