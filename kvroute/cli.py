@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("kvroute", "cache_manager", "transfer"):
             raise
-        sys.stderr.write(f"kvroute {chosen.command}: needs {error.name}; pip install 'kvroute[engine,plot,serve]'\n")
+        sys.stderr.write(
+            f"kvroute {chosen.command}: needs {error.name}; pip install 'kvroute[engine,plot,serve,testing]'\n"
+        )
     except KeyboardInterrupt:
         sys.stderr.write(f"kvroute {chosen.command}: interrupted\n")
         return 130
@@ -61,10 +64,11 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     demo.add_argument(
         "--transfer-process", action="store_true", help="a process beside the engine moves and stores KV and rows"
     )
+    demo.add_argument("--device", default="cpu", help="where model and KV lie: cpu or cuda (cpu)")
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     demo.add_argument("--out", type=Path, default=Path("demo-output"), metavar="DIR", help="for the heat map")
 
-    demo_pd = commands.add_parser("demo-pd", help="the demo through prefill, decode and route, a process each")
+    demo_pd = commands.add_parser("demo-pd", help="the demo through prefill, decode and front, a process each")
     demo_pd.set_defaults(run=_demo_pd)
     demo_pd.add_argument("--seed", type=_integer, default=0, metavar="N", help="of weights and workload (0)")
     demo_pd.add_argument("--requests", type=_integer, default=16, metavar="N", help="turns of all conversations (16)")
@@ -75,7 +79,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         default="auto",
         help="namespaces: one for each process; auto: where the machine allows it (auto)",
     )
-    demo_pd.add_argument("--transport", choices=("zmq", "mooncake"), default="zmq", help="what carries blocks (zmq)")
+    demo_pd.add_argument("--link", choices=("zmq", "mooncake"), default="zmq", help="what carries blocks (zmq)")
     demo_pd.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
 
     study = commands.add_parser("replay-study", help="mismatch of a trainer and its engine, without replay, R2 and R3")
@@ -93,7 +97,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
 
     _server(commands, "prefill", "compute prompts and hold their blocks for decode", given)
     _server(commands, "decode", "go on from prompts that prefill has computed", given)
-    _server(commands, "route", "HTTP front: completions through prefill and decode, with their routes", given)
+    _server(commands, "front", "HTTP front: completions through prefill and decode, with their routes", given)
 
     shm = commands.add_parser("shm", help="SharedMemory regions of this machine")
     shm.set_defaults(run=_shm)
@@ -109,6 +113,19 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     fsck.add_argument("directory", type=Path, metavar="DIR", help="of the store, as in file:///DIR")
     fsck.add_argument("--repair", action="store_true", help="take away what is not sound; nobody may write meanwhile")
     fsck.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+
+    inspect = commands.add_parser("inspect", help="what is in a file store, by namespace, age and size")
+    inspect.set_defaults(run=_inspect)
+    inspect.add_argument("directory", type=Path, metavar="DIR", help="of the store, or of the stores below it")
+    inspect.add_argument("--json", type=Path, metavar="FILE", help="write it there, too")
+    prove = commands.add_parser("prove", help="play random lives of sequences against a paged-KV block manager")
+    prove.set_defaults(run=_prove)
+    prove.add_argument("adapter", nargs="?", metavar="MODULE:ADAPTER", help="a subclass of BlockManagerAdapter")
+    prove.add_argument("--examples", type=_integer, default=300, metavar="N", help="fresh managers (300)")
+    prove.add_argument("--steps", type=_integer, default=50, metavar="N", help="operations on each of them (50)")
+    prove.add_argument("--seed", type=_integer, default=0, metavar="N", help="of the choice of operations (0)")
+    prove.add_argument("--replay", metavar="LINE", help="play these operations instead, as a failure prints them")
+    prove.add_argument("--invariants", action="store_true", help="list what is claimed, and who has broken it")
 
     doctor = commands.add_parser("doctor", help="what this machine lacks, and the command that helps")
     doctor.set_defaults(run=_doctor)
@@ -154,6 +171,7 @@ def _demo(chosen: Any) -> int:
         model=chosen.model,
         store=chosen.store,
         transfer_process=chosen.transfer_process,
+        device=chosen.device,
         json=chosen.json,
         out=chosen.out,
     )
@@ -178,7 +196,7 @@ def _demo_pd(chosen: Any) -> int:
         requests=chosen.requests,
         model=chosen.model,
         network=chosen.network,
-        transport=chosen.transport,
+        link=chosen.link,
         json=chosen.json,
     )
     return demo_pd(options, Console(width=None if sys.stdout.isatty() else 120))
@@ -234,13 +252,33 @@ def _keys(chosen: Any) -> int:
 
 
 def _fsck(chosen: Any) -> int:
-    from cache_manager.storage.fsck import fsck
+    from cache_manager.storage.file import fsck
 
     report = fsck(chosen.directory, repair=chosen.repair)
     if chosen.json is not None:
         chosen.json.write_text(report.to_json())
     sys.stdout.write(report.to_text())
     return 0 if report.sound else FAILED
+
+
+def _inspect(chosen: Any) -> int:
+    from cache_manager.storage.inventory import inventory, stores_in, to_json, to_text
+
+    found = [inventory(store, time.time()) for store in stores_in(chosen.directory)]
+    if chosen.json is not None:
+        chosen.json.write_text(to_json(found))
+    sys.stdout.write(to_text(found))
+    return 0
+
+
+def _prove(chosen: Any) -> int:
+    from kvroute.prove import list_invariants, prove_adapter
+
+    if chosen.invariants or chosen.adapter is None:
+        list_invariants()
+        return 0 if chosen.invariants else USAGE
+    budget = {"examples": chosen.examples, "steps": chosen.steps, "seed": chosen.seed}
+    return 0 if prove_adapter(chosen.adapter, **budget, line=chosen.replay) else FAILED
 
 
 def _doctor(chosen: Any) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import json
 import os
 import resource
 import shutil
@@ -24,6 +25,7 @@ SHM_NBYTES_MIN: Final = 1 << 30
 
 MEMLOCK_NBYTES_MIN: Final = 1 << 30
 IMPORT_S_MAX: Final = 60
+PROBE_S_MAX: Final = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class Machine:
     shm_nbytes: int
     shm_free_nbytes: int
     memlock_nbytes: int | None  # None: no limit
+    capture: Mapping[str, float | str] | None = None  # of kvroute.capture.probe; None: no CUDA driver
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,22 @@ def diagnose(machine: Machine, *, require_mooncake: bool = False) -> list[Findin
     if present:
         level = Level.OK if machine.master else Level.NOTE
         findings.append(Finding(level, "mooncake_master", machine.master or "not beside this Python nor on PATH"))
-    return [*findings, _shm(machine), _memlock(machine)]
+    return [*findings, _shm(machine), _memlock(machine), _capture(machine)]
+
+
+def _capture(machine: Machine) -> Finding:
+    """How rows of a GPU reach the host, and what a decode step of 256 tokens, 58 x 8, costs in either way."""
+    if machine.capture is None:
+        return Finding(Level.NOTE, "capture", "no CUDA driver: rows are captured on the CPU")
+    if "error" in machine.capture:
+        remedy = "pip install 'kvroute[engine]' triton, with a torch for this driver"
+        return Finding(Level.NOTE, "capture", f"not measured: {machine.capture['error']}", remedy)
+    staged = f"staged {machine.capture['staged_us']:.0f} us a step"
+    if "refused" in machine.capture:
+        remedy = "ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1"
+        return Finding(Level.NOTE, "capture", f"rows are staged, {staged}: {machine.capture['refused']}", remedy)
+    text = f"rows go straight to the host, {machine.capture['registered_us']:.0f} us a step; {staged}"
+    return Finding(Level.OK, "capture", f"{text} ({machine.capture['device']})")
 
 
 def _wheel(machine: Machine, fits: Wheel, present: list[Wheel], wrong: Level) -> Finding:
@@ -207,8 +225,9 @@ def look() -> Machine:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     beside = Path(sys.executable).with_name("mooncake_master")
     rdma = Path("/sys/class/infiniband")
+    cuda_version = _cuda_version()
     return Machine(
-        cuda_version=_cuda_version(),
+        cuda_version=cuda_version,
         installed=installed,
         libraries=frozenset(name for name in LIBRARIES if _loads(name)),
         import_error=_import_error() if installed else None,
@@ -219,6 +238,7 @@ def look() -> Machine:
         shm_nbytes=shm.f_blocks * shm.f_frsize,
         shm_free_nbytes=shm.f_bavail * shm.f_frsize,
         memlock_nbytes=None if soft == resource.RLIM_INFINITY else soft,
+        capture=None if cuda_version is None else _probe(),
     )
 
 
@@ -251,16 +271,31 @@ def _cuda_version() -> int | None:
 
 def _import_error() -> str:
     """Why ``mooncake.store`` does not import, in one line; empty when it does."""
+    _, error = _asked(["-c", "import mooncake.store"], IMPORT_S_MAX)
+    return error
+
+
+def _probe() -> Mapping[str, float | str]:
+    """What ``kvroute.capture.probe`` says, or ``error``."""
+    said, error = _asked(["-m", "kvroute.capture.probe"], PROBE_S_MAX)
+    if error:
+        return {"error": error}
+    answer: Mapping[str, float | str] = json.loads(said.splitlines()[-1])
+    return answer
+
+
+def _asked(arguments: list[str], timeout_s: float) -> tuple[str, str]:
+    """What this Python prints in a process of its own, and in one line why it failed; empty when it did not."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", "import mooncake.store"],
+        done = subprocess.run(  # noqa: S603 - this Python, and words of ours
+            [sys.executable, *arguments],
             capture_output=True,
             text=True,
-            timeout=IMPORT_S_MAX,
+            timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"no end of the import within {IMPORT_S_MAX} s"
+        return "", f"no end within {timeout_s} s"
     if done.returncode == 0:
-        return ""
-    return (done.stderr.strip().splitlines() or [f"the import ended with status {done.returncode}"])[-1]
+        return done.stdout, ""
+    return "", (done.stderr.strip().splitlines() or [f"the import ended with status {done.returncode}"])[-1]

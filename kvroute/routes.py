@@ -1,4 +1,4 @@
-"""What the trainer gets: the experts that each token's MoE layers chose, with nothing unknown left unsaid."""
+"""What the trainer gets: the experts that each token's MoE layers chose, missing rows masked and never guessed."""
 
 from __future__ import annotations
 

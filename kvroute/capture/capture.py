@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ from torch import nn
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.canary import CANARY_OF, canary_rows
 from kvroute.capture.errors import CaptureError
+from kvroute.capture.overlap import overlapping
 from kvroute.checks import check_ids
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
@@ -104,7 +104,7 @@ class RoutingCapture:
             if len(ids) != len(tensors[0]):
                 wanted = f"{len(tensors[0])} tokens as in layer {self.layer_ids[0]}"
                 raise CaptureError(f"router of layer {layer_id}", wanted, len(ids))
-        if (pair := _overlapping([ids for ids in self._ids if ids is not None])) is not None:
+        if (pair := overlapping([ids for ids in self._ids if ids is not None])) is not None:
             first, second = (self.layer_ids[i] for i in pair)
             wanted = "ids in memory of their own; pass copy=True where a router uses a buffer again"
             raise CaptureError(f"router of layer {second}", wanted, f"the memory of layer {first}'s ids")
@@ -156,28 +156,6 @@ class RoutingCapture:
             self._ids[index] = ids.clone() if self._copy else ids
 
         return keep
-
-
-def _overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Two of ``tensors`` ``[..., top_k]`` that have bytes in common, by index; layers side by side have none."""
-    before: list[tuple[int, int]] = []  # where the last byte of one lies, and which it is
-    for address, i in sorted((t.data_ptr(), i) for i, t in enumerate(tensors) if t.numel()):
-        before = [(end, j) for end, j in before if end > address]
-        for _, j in before:
-            if not _interleaved(tensors[j], tensors[i]):
-                return min(i, j), max(i, j)
-        reach = sum((n - 1) * step for n, step in zip(tensors[i].shape, tensors[i].stride(), strict=True))
-        before.append((address + (reach + 1) * tensors[i].element_size(), i))
-    return None
-
-
-def _interleaved(low: torch.Tensor, high: torch.Tensor) -> bool:
-    """Whether two layers of one ``[tokens, layers, top_k]`` lie between each other without touching."""
-    if low.stride() != high.stride() or low.stride(-1) != 1 or low.element_size() != high.element_size():
-        return False
-    between, uneven = divmod(high.data_ptr() - low.data_ptr(), low.element_size())
-    step, top_k = math.gcd(*low.stride()[:-1]), low.shape[-1]
-    return not uneven and step > 0 and top_k <= between % step <= step - top_k
 
 
 def _ids_of(router: nn.Module, output: object) -> torch.Tensor:

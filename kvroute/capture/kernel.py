@@ -4,7 +4,7 @@ Needs Triton. The specification is ``naive.capture_rows``, of the same signature
 """
 # Triton's language is not the Python that mypy knows.
 # mypy: ignore-errors
-# ruff: noqa: N803, N806  (constants of the compiled program are written as such)
+# ruff: noqa: N803, N806, SIM102, SIM108  (constants of the compiled program are written and asked as such)
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvroute.capture.plan import LAYERS_MAX, Check, Plan, alignment
 _LAYERS_MAX = tl.constexpr(LAYERS_MAX)
 _SLOT = tl.constexpr(int(Check.SLOT))
 _FIRST = tl.constexpr(int(Check.FIRST))
+_TOKENS = tl.constexpr(int(Check.TOKENS))
 SOURCES = {
     torch.int16: tl.int16,
     torch.int32: tl.int32,
@@ -40,7 +41,7 @@ def _capture(
     table,  # [layers, 3] int64: address, elements from token to token, from value to value
     slots,  # [tokens] int64
     rows,  # uint8: the spec's first row
-    checks,  # [6] int32
+    checks,  # [7] int32
     bad,  # [tokens] int32
     maps,  # [layers, PHYSICAL] int32, or anything
     slots_end,  # int64
@@ -52,6 +53,7 @@ def _capture(
     W: tl.constexpr,  # L * K rounded up to a power of two
     BLOCK_TOKENS: tl.constexpr,
     RECORD: tl.constexpr,  # bytes
+    STAGED: tl.constexpr,
     ROW: tl.constexpr,  # bytes
     ALIGN: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -95,7 +97,11 @@ def _capture(
         if K > 1:
             found += (there & (k == 0) & (others == 0)).to(tl.int64) << 48
     # The hint makes stores of several values a thread: a bus wants them side by side.
-    row = rows + tl.multiple_of((slot // BLOCK_TOKENS) * RECORD + (slot % BLOCK_TOKENS) * ROW, ALIGN)
+    if STAGED:
+        at = token * RECORD
+    else:
+        at = (slot // BLOCK_TOKENS) * RECORD + (slot % BLOCK_TOKENS) * ROW
+    row = rows + tl.multiple_of(at, ALIGN)
     tl.store(row.to(tl.pointer_type(TARGET), bitcast=True) + lane, stored.to(TARGET), mask=there)
     counts = tl.sum(found)
     if counts != 0:
@@ -112,6 +118,13 @@ def _capture(
 def _capture_all(table, slots, rows, checks, bad, maps, slots_end, SPECS: tl.constexpr, COMMON: tl.constexpr):
     """A program for each token and spec."""
     token = tl.program_id(0).to(tl.int64)
+    if COMMON[2]:
+        if tl.program_id(1) == 0:
+            if token == 0:
+                tl.store(checks + _TOKENS, tl.num_programs(0))
+            slot = tl.load(slots + token)
+            head = (rows + token * COMMON[1]).to(tl.pointer_type(tl.int64), bitcast=True)
+            tl.store(head, tl.where(slot < slots_end, tl.maximum(slot, -1), -1))
     for number in tl.static_range(len(SPECS)):
         if tl.program_id(1) == number:
             _capture(
@@ -130,6 +143,7 @@ def _capture_all(table, slots, rows, checks, bad, maps, slots_end, SPECS: tl.con
                 SPECS[number][5],
                 COMMON[0],
                 COMMON[1],
+                COMMON[2],
                 SPECS[number][6],
                 SPECS[number][7],
                 SPECS[number][8],
@@ -142,9 +156,9 @@ def _capture_all(table, slots, rows, checks, bad, maps, slots_end, SPECS: tl.con
 def launch(
     table: torch.Tensor,  # [sources, 3] int64, on the device
     slots: torch.Tensor,  # [tokens] int64, contiguous, on the device
-    rows: torch.Tensor,  # [blocks, record_nbytes] uint8 that the device reaches
+    rows: torch.Tensor,  # [blocks, record_nbytes] uint8 that the device reaches; staged: [>= tokens, record_nbytes]
     slots_end: int,
-    checks: torch.Tensor,  # [6] int32 that the device reaches
+    checks: torch.Tensor,  # [7] int32 that the device reaches
     bad: torch.Tensor,  # [>= tokens] int32 that the device reaches
     maps: torch.Tensor,  # int32, the specs' maps one behind the other
     constants: tuple,  # of ``constants_of``
@@ -168,7 +182,7 @@ def constants_of(plan: Plan, sources: Sequence[torch.dtype], address: int) -> tu
         first += spec.layers
         at += spec.layers * spec.physical
     warps = 4 if max(spec[5] for spec in specs) >= 128 else 1
-    return tuple(specs), (plan.block_tokens, plan.record_nbytes), warps
+    return tuple(specs), (plan.block_tokens, plan.record_nbytes, plan.staged), warps
 
 
 def source_words(source: torch.Tensor | None) -> tuple[int, int, int]:
@@ -181,6 +195,7 @@ def capture_rows(
     slots: torch.Tensor,
     rows: torch.Tensor,
     plan: Plan,
+    slots_end: int,
     checks: torch.Tensor,
     bad: torch.Tensor,
     maps: Mapping[str, torch.Tensor],
@@ -191,7 +206,6 @@ def capture_rows(
     dtypes = [next((s.dtype for s in layers if s is not None), torch.int32) for layers in sources]
     table = torch.tensor(words, dtype=torch.int64).to(device)
     constants = constants_of(plan, dtypes, rows.data_ptr())
-    slots_end = rows.shape[0] * plan.block_tokens
     launch(table, slots, rows, slots_end, checks, bad, joined(maps, plan).to(device), constants)
 
 

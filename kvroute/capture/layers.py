@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from cache_manager.ports import Region
 from kvroute.capture import kernel
 from kvroute.capture.errors import CaptureError
-from kvroute.capture.host_memory import HostRows
+from kvroute.capture.host_memory import StagedRows, rows_of
+from kvroute.capture.overlap import lie_apart, overlapping
 from kvroute.capture.plan import NOTHING, Check, Plan, SpecPlan, check_words
 
 GRAPHS_MAX: Final = 128
@@ -41,6 +42,17 @@ class Verdict:
     first: str  # the first bad row: what, token and layer
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """What a pass's values look like, checked; their addresses are another matter."""
+
+    looks: tuple[list[torch.Size], list[torch.dtype], list[tuple[int, ...]]]  # shape, dtype and strides of each layer
+    tokens: int  # the fewest that one layer has
+    strides: NDArray[np.int64]  # [layers, 2]: elements from token to token, from value to value
+    sizes: NDArray[np.int64]  # [layers]: bytes of a value
+    dtypes: tuple[torch.dtype, ...]  # of each spec's values
+
+
 class LayerCapture:
     """Captures rows of some of ``region``'s specs (all) from tensors that the routers' callbacks hand over.
 
@@ -52,7 +64,11 @@ class LayerCapture:
     ones. A capture serves one stream and at most two launches in flight; micro-batches that overlap have one each. It
     keeps a registration of the region's memory: close it before the region.
 
-    Raises :class:`CaptureError` for specs or maps that do not fit and ``RegistrationError`` where the driver refuses.
+    Where the driver refuses registration, rows are ``staged``: the launch stores them in device memory, a copy behind
+    it brings them to pinned memory, and ``verdict`` puts them at their slots. The same bytes; one launch in flight.
+    ``staged=True`` asks for that, ``staged=False`` refuses it: then the constructor raises ``RegistrationError``.
+
+    Raises :class:`CaptureError` for specs or maps that do not fit.
     """
 
     def __init__(
@@ -63,6 +79,7 @@ class LayerCapture:
         *,
         names: Sequence[str] | None = None,
         maps: Mapping[str, torch.Tensor] | None = None,
+        staged: bool | None = None,
     ) -> None:
         self._device = torch.device(device)
         self._max_tokens = max_tokens
@@ -78,6 +95,7 @@ class LayerCapture:
         self._index = {place: i for i, place in enumerate(places)}
         self._kept: list[torch.Tensor | None] = [None] * len(places)
         self._calls = [0] * len(places)
+        self._widths = np.array([spec.top_k for spec in self.plan.specs for _ in spec.layer_ids])
         self._maps = kernel.joined(maps, self.plan).to(self._device)
         self._checks = torch.from_numpy(check_words())
         self._bad = torch.zeros(max_tokens, dtype=torch.int32)
@@ -88,15 +106,22 @@ class LayerCapture:
         self._tables_used = RING  # those before are for launches outside of graphs, in turn
         self._turn = 0
         self._copied: list[torch.cuda.Event | None] = [None] * RING
-        self._words: list[tuple[int, int, int]] | None = None  # of the table whose turn it is, as it is on the device
+        self._apart = 0  # tokens for which the layers of those words are in memory of their own
+        self._addresses: list[int] = []  # of the table whose turn it is, as it is on the device
+        self._form: Form | None = None  # of that table
         self._constants: dict[tuple[torch.dtype, ...], Any] = {}
         self._seen = self._checks.numpy().copy()
         self._before: NDArray[np.bool_] | None = None
-        self._held: list[list[torch.Tensor | None]] = []  # what graphs read
+        self._held: list[list[torch.Tensor]] = []  # what graphs read
         streams: Any = torch.cuda  # its Stream is untyped
         self._upload: torch.cuda.Stream | None = streams.Stream(self._device) if on_gpu else None
         self._slots_end = region.blocks * self.plan.block_tokens
-        self._rows = HostRows(region, self._device)
+        self._rows = rows_of(region, self.plan, max_tokens, self._device, staged)
+
+    @property
+    def staged(self) -> bool:
+        """Whether the host puts the rows at their slots, in ``verdict``."""
+        return isinstance(self._rows, StagedRows)
 
     def hook(self, layer_id: int, name: str | None = None) -> Callable[..., None]:
         """A callback for the router of ``layer_id`` that keeps its last argument, ``[tokens, top_k]``.
@@ -124,30 +149,41 @@ class LayerCapture:
         do not fit, and for two layers in the same memory.
         """
         try:
-            sources = self._checked(slots)
+            sources, form = self._checked(slots)
         finally:
-            self._kept[:] = [None] * len(self._kept)
-            self._calls[:] = [0] * len(self._calls)
-        dtypes, at = [], 0
-        for spec in self.plan.specs:
-            dtypes.append(sources[at].dtype)
-            at += spec.layers
-        key = tuple(dtypes)
-        assert self._rows.tensor is not None, "commit() after close()"
-        if key not in self._constants:
-            self._constants[key] = kernel.constants_of(self.plan, key, self._rows.tensor.data_ptr())
-        table = self._table([kernel.source_words(source) for source in sources], list(sources))
-        rows, constants = self._rows.tensor, self._constants[key]
+            self.clear()
+        rows = self._rows.tensor
+        assert rows is not None, "commit() after close()"
+        addresses = [source.data_ptr() for source in sources]
+        same = form is self._form and addresses == self._addresses
+        if not same or len(slots) > self._apart:
+            self._check_apart(sources, addresses, form, len(slots))
+            self._apart = len(slots) if same else 0
+        table = self._table(addresses, form, same, sources, len(slots))
+        if form.dtypes not in self._constants:
+            self._constants[form.dtypes] = kernel.constants_of(self._rows.plan, form.dtypes, rows.data_ptr())
+        constants = self._constants[form.dtypes]
         kernel.launch(table, slots, rows, self._slots_end, self._checks, self._bad, self._maps, constants)
+        self._rows.send(len(slots))
+
+    def clear(self) -> None:
+        """Forget what the hooks kept, as after a pass that failed."""
+        self._kept[:] = [None] * len(self._kept)
+        self._calls[:] = [0] * len(self._calls)
 
     def verdict(self, tokens: int) -> Verdict:
         """What was bad in the rows of the last completed launch, of ``tokens`` tokens.
 
         Call it after each launch has completed, before the one after the next is launched. Where the next is in flight
-        already, its bad rows may be told now: then they are told at the next call again.
+        already, its bad rows may be told now: then they are told at the next call again. Staged rows reach their slots
+        here: call it once for each launch, before the next one. Raises :class:`CaptureError` for more tokens than the
+        staged launch had.
         """
         now = self._checks.numpy().copy()
-        if np.array_equal(now, self._seen) and self._before is None:
+        if self.staged and tokens > now[Check.TOKENS]:
+            raise CaptureError("tokens", f"at most {now[Check.TOKENS]}, those of the last launch", tokens)
+        self._rows.land(tokens)
+        if np.array_equal(now[: Check.TOKENS], self._seen[: Check.TOKENS]) and self._before is None:
             return Verdict(None, {}, "")
         flags = self._bad.numpy()
         bad = flags != 0
@@ -167,7 +203,8 @@ class LayerCapture:
         token, spec, layer = self.plan.place(number)
         return f"{spec.name}, token {token}, layer {layer}: " + ", ".join(REASONS[check] for check in counts)
 
-    def _checked(self, slots: torch.Tensor) -> list[torch.Tensor]:
+    def _checked(self, slots: torch.Tensor) -> tuple[list[torch.Tensor], Form]:
+        """What the hooks kept, each ``[tokens, top_k]``, and what it looks like; engines repeat the looks."""
         if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
             raise CaptureError("slots", "int64 [tokens], contiguous", f"{slots.dtype} of shape {tuple(slots.shape)}")
         if len(slots) > self._max_tokens:
@@ -177,6 +214,11 @@ class LayerCapture:
             if kept is None or calls != 1:
                 raise CaptureError(f"router of layer {place[1]}", "one call a pass", f"{calls} calls ({place[0]})")
             sources.append(kept if kept.dim() == 2 else kept.reshape(-1, kept.shape[-1]))
+        shapes, dtypes = [source.shape for source in sources], [source.dtype for source in sources]
+        strides = [source.stride() for source in sources]
+        before = self._form
+        if before is not None and (shapes, dtypes, strides) == before.looks and len(slots) <= before.tokens:
+            return sources, before
         at = 0
         for spec in self.plan.specs:
             mine = sources[at : at + spec.layers]
@@ -188,28 +230,43 @@ class LayerCapture:
                     raise CaptureError(f"router of layer {layer}", what, f"{source.dtype} {tuple(source.shape)}")
             if dtype not in kernel.SOURCES or (dtype == torch.float32) != (spec.dtype == "float32"):
                 raise CaptureError(f"values of {spec.name}", f"a dtype that fits {spec.dtype}", dtype)
-        addresses = {source.data_ptr() for source in sources}
-        if len(slots) and len(addresses) < len(sources):
-            raise CaptureError("routers", "values in memory of their own", "a buffer that is used again")
-        return sources
+        sizes = np.array([source.element_size() for source in sources])
+        firsts = np.cumsum([0, *(spec.layers for spec in self.plan.specs[:-1])])
+        looks = shapes, dtypes, strides
+        return sources, Form(looks, min(map(len, sources)), np.array(strides), sizes, tuple(dtypes[i] for i in firsts))
 
-    def _table(self, words: list[tuple[int, int, int]], sources: list[torch.Tensor | None]) -> torch.Tensor:
+    def _check_apart(self, sources: list[torch.Tensor], addresses: list[int], form: Form, tokens: int) -> None:
+        """Whether the first ``tokens`` values of each lie in memory of their own."""
+        if lie_apart(np.array(addresses), form.strides, self._widths, form.sizes, tokens):
+            pass
+        elif (pair := overlapping([source[:tokens] for source in sources])) is not None:
+            first, second = (list(self._index)[i] for i in pair)
+            wanted = "values in memory of their own"
+            got = f"a buffer that is used again: that of layer {first[1]} ({first[0]})"
+            raise CaptureError(f"router of layer {second[1]} ({second[0]})", wanted, got)
+
+    def _table(
+        self, addresses: list[int], form: Form, same: bool, sources: list[torch.Tensor], tokens: int
+    ) -> torch.Tensor:
         """The pointer table on the device: the shared one, or, while a graph is captured, one for that graph alone."""
-        if self._upload is None or not torch.cuda.is_current_stream_capturing():
-            if words != self._words:
-                self._turn = (self._turn + 1) % RING
-                if (copied := self._copied[self._turn]) is not None:
-                    copied.synchronize()  # of eight launches ago
-                self._sent[self._turn] = torch.tensor(words, dtype=torch.int64)
-                self._tables[self._turn].copy_(self._sent[self._turn], non_blocking=True)
-                self._words = words
-                if self._upload is not None:
-                    self._copied[self._turn] = torch.cuda.current_stream(self._device).record_event()
+        captures = self._upload is not None and torch.cuda.is_current_stream_capturing()
+        if same and not captures:
+            return self._tables[self._turn]
+        words = torch.from_numpy(np.column_stack((addresses, form.strides)))
+        if not captures:
+            self._turn = (self._turn + 1) % RING
+            if (copied := self._copied[self._turn]) is not None:
+                copied.synchronize()  # of eight launches ago
+            self._sent[self._turn] = words
+            self._tables[self._turn].copy_(self._sent[self._turn], non_blocking=True)
+            self._addresses, self._form, self._apart = addresses, form, tokens
+            if self._upload is not None:
+                self._copied[self._turn] = torch.cuda.current_stream(self._device).record_event()
             return self._tables[self._turn]
         if self._tables_used == RING + GRAPHS_MAX:
             raise CaptureError("graphs", f"at most {GRAPHS_MAX} of one capture", "one more")
         index, self._tables_used = self._tables_used, self._tables_used + 1
-        self._sent[index] = torch.tensor(words, dtype=torch.int64)
+        self._sent[index] = words
         with torch.cuda.stream(self._upload):  # beside the graph: the table is filled once, not at each replay
             self._tables[index].copy_(self._sent[index], non_blocking=True)
         self._held.append(sources)

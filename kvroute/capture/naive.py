@@ -16,25 +16,32 @@ from kvroute.capture.plan import LAYERS_MAX, Check, Plan
 def capture_rows(
     sources: Sequence[Sequence[torch.Tensor | None]],  # specs x layers x [>= tokens, top_k]; None: not recorded
     slots: torch.Tensor,  # [tokens] int64; negative: padding
-    rows: torch.Tensor,  # [blocks, record_nbytes] uint8: the host buffer
+    rows: torch.Tensor,  # [blocks, record_nbytes] uint8: the host buffer; a staged plan's: [>= tokens, record_nbytes]
     plan: Plan,
-    checks: torch.Tensor,  # [6] int32: see Check
+    slots_end: int,  # blocks * block_tokens of the host buffer
+    checks: torch.Tensor,  # [7] int32: see Check
     bad: torch.Tensor,  # [>= tokens] int32: more than before if a row of the token is bad
     maps: Mapping[str, torch.Tensor],  # by spec name [layers, physical] int32: logical ids
 ) -> None:
     """Store each token's values at its slot, narrowed to the rows' dtype, and count what is bad among them.
 
     A row of a layer that was not recorded keeps its bytes; a bad id is stored as its low bits. Padding is neither
-    stored nor checked, a slot outside the buffer is counted and not stored.
+    stored nor checked, a slot outside the buffer is counted and not stored. A staged record has its token's slot, -1
+    where nothing is stored.
     """
     out = rows.numpy()
+    if plan.staged and len(slots):
+        checks[Check.TOKENS] = len(slots)
     for token, slot in enumerate(slots.tolist()):
+        known = 0 <= slot < slots_end
+        if plan.staged:
+            out[token, :8].view(np.int64)[0] = slot if known else -1
         if slot < 0:
             continue
-        if slot >= len(out) * plan.block_tokens:
+        if not known:
             _count(checks, bad, token, len(plan.specs), 0, 0, {Check.SLOT: 1})
             continue
-        block, offset = divmod(slot, plan.block_tokens)
+        block, offset = (token, 0) if plan.staged else divmod(slot, plan.block_tokens)
         for s, spec in enumerate(plan.specs):
             at = spec.offset + offset * spec.row_nbytes
             row = out[block, at : at + spec.row_nbytes].view(spec.dtype).reshape(spec.layers, spec.top_k)

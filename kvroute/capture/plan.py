@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.spec import AuxBlockDataSpec, RecordLayout
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout, align
 from kvroute.capture.errors import CaptureError
 
 LAYERS_MAX: Final = 128
 TOP_K_MAX: Final = 16
 SPECS_MAX: Final = 8
+PACKED_ALIGN: Final = 16
 DTYPES: Final = ("uint8", "uint16", "int32", "uint32", "float32")
 """Of rows. Ids come as int16, int32 or int64, floating-point values as float32."""
 
 
 class Check(IntEnum):
-    """The places of the check words ``int32 [6]``. They only ever grow; FIRST counts down from its start."""
+    """The places of the check words ``int32 [7]``. Counts only ever grow; FIRST counts down from its start."""
 
     RANGE = 0  # ids outside [0, num_experts)
     DUPLICATE = 1  # ids that stand once more in their row
@@ -30,6 +31,7 @@ class Check(IntEnum):
     ZERO = 3  # rows of several ids that are zero throughout
     SLOT = 4  # tokens whose slot is not in the buffer
     FIRST = 5  # the smallest number of a bad row, (token * specs + spec) * LAYERS_MAX + layer
+    TOKENS = 6  # of the last launch, of a staged plan
 
 
 NOTHING: Final = np.iinfo(np.int32).max
@@ -56,11 +58,16 @@ class SpecPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every spec of one record, and the record in the buffer ``uint8 [blocks, record_nbytes]``."""
+    """Every spec of one record, and the record in the buffer ``uint8 [blocks, record_nbytes]``.
+
+    ``staged``: the buffer is ``uint8 [tokens, record_nbytes]`` instead, in the order of the tokens; each record begins
+    with its token's slot, int64, and holds one row of each spec.
+    """
 
     specs: tuple[SpecPlan, ...]
     block_tokens: int
     record_nbytes: int
+    staged: bool = False
 
     @classmethod
     def of(
@@ -75,6 +82,14 @@ class Plan:
             index = layout.index(name)
             specs.append(_spec_plan(layout.specs[index], layout.offsets[index], (physical or {}).get(name, 0)))
         return cls(tuple(specs), layout.block_tokens, layout.nbytes)
+
+    def packed(self) -> Plan:
+        """The staged plan of the same specs."""
+        specs, at = [], PACKED_ALIGN
+        for spec in self.specs:
+            specs.append(replace(spec, offset=at))
+            at += align(spec.row_nbytes, PACKED_ALIGN)
+        return Plan(tuple(specs), self.block_tokens, at, staged=True)
 
     def place(self, first: int) -> tuple[int, SpecPlan, int]:
         """Token, spec and layer id of a bad row's number."""

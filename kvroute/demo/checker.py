@@ -214,7 +214,8 @@ class SecondRun:
         """The ids ``[len(tokens), layers, top_k]`` that the routers choose for ``tokens``."""
         padding = [0] * (-len(tokens) % PASS_MULTIPLE)
         with torch.inference_mode():
-            self._model(input_ids=torch.tensor([[*tokens, *padding]]), use_cache=False, logits_to_keep=1)
+            ids = torch.tensor([[*tokens, *padding]], device=next(self._model.parameters()).device)
+            self._model(input_ids=ids, use_cache=False, logits_to_keep=1)
         return self._watch.take()[: len(tokens)]
 
 

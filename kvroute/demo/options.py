@@ -24,7 +24,8 @@ class DemoOptions:
 
     By default the device holds a quarter of the conversations at their longest, but one and a quarter at least and
     three at most; the host holds as much. That is less than what runs at once needs. ``store`` is a URL or
-    ``MOONCAKE``. With ``transfer_process`` a process beside the engine moves and stores KV and rows.
+    ``MOONCAKE``. With ``transfer_process`` a process beside the engine moves and stores KV and rows. Model and KV lie
+    on ``device``; on ``cuda`` one launch a pass captures the rows.
 
     Raises :class:`ConfigError` naming the flag.
     """
@@ -36,6 +37,7 @@ class DemoOptions:
     model: str = "qwen3_moe"
     store: str | None = None
     transfer_process: bool = False
+    device: str = "cpu"
     json: Path | None = None
     out: Path = Path("demo-output")
 
@@ -51,6 +53,12 @@ class DemoOptions:
             raise ConfigError("--device-blocks", wanted, self.device_blocks)
         if self.host_blocks is not None and self.host_blocks < 0:
             raise ConfigError("--host-blocks", "0 or more", self.host_blocks)
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError("--device", "cpu or cuda", self.device)
+        if self.device == "cuda" and self.transfer_process:
+            raise ConfigError(
+                "--transfer-process", "--device cpu: the process moves KV in shared memory", "--device cuda"
+            )
         if self.store is not None and self.store != MOONCAKE:
             self._check_store(StoreUrl.parse(self.store))
 

@@ -137,7 +137,8 @@ class Demo:
         return across_update(self._build(), config, clients, lambda ended: tell(ended, ""))
 
     def _build(self) -> Any:
-        return build_model(self._options.model, seed=self._options.seed, vocab_size=VOCAB_SIZE)
+        model = build_model(self._options.model, seed=self._options.seed, vocab_size=VOCAB_SIZE)
+        return model.to(self._options.device)
 
     def _progress(self) -> Progress:
         return Progress(

@@ -86,7 +86,8 @@ def move_routers(model: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for module in model.modules():
             for weight in module.parameters(recurse=False) if "Router" in type(module).__name__ else ():
-                weight.add_(weight.std() * torch.randn(weight.shape, generator=draw, dtype=weight.dtype))
+                noise = torch.randn(weight.shape, generator=draw, dtype=weight.dtype).to(weight.device)
+                weight.add_(weight.std() * noise)
 
 
 __all__ = ["UpdateResult", "across_update", "move_routers"]

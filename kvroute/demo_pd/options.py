@@ -11,7 +11,7 @@ from kvroute.demo.options import DemoOptions
 from kvroute.engine.request import EngineConfig
 
 Network = Literal["auto", "loopback", "namespaces", "inside"]
-Transport = Literal["zmq", "mooncake"]
+Link = Literal["zmq", "mooncake"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class DemoPDOptions:
     requests: int = 16
     model: str = "qwen3_moe"
     network: Network = "auto"
-    transport: Transport = "zmq"
+    link: Link = "zmq"
     json: Path | None = None
 
     def __post_init__(self) -> None:

@@ -83,7 +83,7 @@ class Servers:
         engine, model = options.engine, options.model
         weights = {"model": model, "seed": options.seed}
         sizes = {
-            "transport": options.transport,
+            "link": options.link,
             "block_tokens": engine.block_tokens,
             "device_blocks": engine.device_blocks,
             "host_blocks": engine.host_blocks,
@@ -100,7 +100,7 @@ class Servers:
                 1, "decode", urls[1], {**listen[1], **weights, **sizes, "name": "d0"}, {"prefills": {"p0": transfer}}
             )
             servers = {"prefills": {"p0": urls[0]}, "decodes": {"d0": urls[1]}}
-            self.route = self._start(2, "route", urls[2], {**listen[2], "model": model, "health_s": 0.2}, servers)
+            self.route = self._start(2, "front", urls[2], {**listen[2], "model": model, "health_s": 0.2}, servers)
         except BaseException:
             self.kill()
             raise

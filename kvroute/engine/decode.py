@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from cache_manager.errors import InvalidInputError, KVRouteError
 from cache_manager.record import RecordHeader
-from kvroute.engine.crossing import KV, ROWS, CrossingBlocks
 from kvroute.engine.engine import Engine
 from kvroute.engine.request import FinishReason, Gap, Request
 from kvroute.engine.scheduler import Work
 from kvroute.engine.sequence import Event, Handover, Sequence, State
+from kvroute.engine.transfer_blocks import KV, ROWS, TransferBlocks
 from kvroute.routes import Routes
 from transfer.actions import PullResult, WantedBlock
 from transfer.messages import TransferId
@@ -59,7 +59,7 @@ class _Pull:
 
     sequence: Sequence
     handover: Handover
-    crossing: CrossingBlocks
+    transfer_blocks: TransferBlocks
     engine: DecodeEngine
     first: int
     blocks: list[int]
@@ -87,11 +87,11 @@ class _Pull:
             raise AssertionError(f"block {index} was not asked for")
         block, tokens = self.blocks[at], self.tokens_in(index)
         if part == KV:
-            placed = self.crossing.put_kv(block, self.generations[at], tokens, header, payload)
+            placed = self.transfer_blocks.put_kv(block, self.generations[at], tokens, header, payload)
             if placed:
                 self.kv.add(index)
         else:
-            rows = self.crossing.put_rows(block, self.generations[at], tokens, header, payload)
+            rows = self.transfer_blocks.put_rows(block, self.generations[at], tokens, header, payload)
             placed = rows > 0
             self.rows += rows
         self.stale += not placed
@@ -106,7 +106,7 @@ class DecodeEngine(Engine):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.crossing = CrossingBlocks(self.aux, self.memory)
+        self.transfer_blocks = TransferBlocks(self.aux, self.memory)
         self._pulls: Pulls | None = None
         self._in_flight: dict[bytes, _Pull] = {}
         self._reasons: dict[str, dict[int, str]] = {}
@@ -174,7 +174,7 @@ class DecodeEngine(Engine):
         first, prompt = sequence.computed // self.config.block_tokens, sequence.request.prompt
         keys, blocks = self.manager.keys(owner, prompt)[first:], self.manager.table(owner)[first:]
         generations = self.aux.generations(blocks).tolist()
-        pull = _Pull(sequence, handover, self.crossing, self, first, blocks, generations)
+        pull = _Pull(sequence, handover, self.transfer_blocks, self, first, blocks, generations)
         wanted = [WantedBlock(first + i, key, (ROWS, KV)) for i, key in enumerate(keys)]
         self.manager.hold(owner, pull.holder, first)
         try:

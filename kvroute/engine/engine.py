@@ -24,13 +24,14 @@ from cache_manager.aux_blocks import AuxBlocks, Rows
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
+from cache_manager.spec import align
 from cache_manager.step import PADDING
-from kvroute.capture.capture import RoutingCapture
 from kvroute.config import RoutingReplayConfig
 from kvroute.engine.kv import KVShape
 from kvroute.engine.memory import EngineMemory
 from kvroute.engine.models import BATCH_MULTIPLE
 from kvroute.engine.paged_attention import PagedBatch
+from kvroute.engine.passes import HookedCapture, LaunchedCapture, NoCapture, PassCapture, launches
 from kvroute.engine.replay import EngineReplay
 from kvroute.engine.request import EngineConfig, FinishReason, Output, Request
 from kvroute.engine.sampling import sample
@@ -96,10 +97,9 @@ class Engine:
         closing = ExitStack()
         closing.callback(self.replay.close)
         with closing:
-            self._capture = RoutingCapture(model, self.spec) if routed else None
-            closing.callback(self._stop_capturing)
             policy = self.replay.policy
-            self.memory = EngineMemory(KVShape.of(model), config, namespace, self.replay.stores, policy)
+            device = next(model.parameters()).device
+            self.memory = EngineMemory(KVShape.of(model), config, namespace, self.replay.stores, policy, device)
             closing.callback(self.memory.close)
             self.aux = AuxBlocks(
                 [*routed, weights_version_spec(config.block_tokens)],
@@ -113,6 +113,8 @@ class Engine:
                 memory=config.memory,
                 jobs=config.jobs,
             )
+            closing.callback(self.aux.close)
+            self._capture = self._capturing() if routed else NoCapture()
             closing.pop_all()  # all is well: nothing is closed here
         self.kv = self.memory.kv
         self.manager = BlockManager(self.aux, caching=config.caching)
@@ -216,16 +218,18 @@ class Engine:
         """
         for sequence in list(self.scheduler.unfinished):
             self.abort(sequence.request.id)
-        self._stop_capturing()
+        self._capture.close()
         self.drain()
         self.aux.close()
         del self.kv
         self.memory.close()
         self.replay.close()
 
-    def _stop_capturing(self) -> None:
-        if self._capture is not None:
-            self._capture.close()
+    def _capturing(self) -> PassCapture:
+        if launches(self._model, self.spec):
+            tokens_max = align(self.config.step_tokens, BATCH_MULTIPLE)
+            return LaunchedCapture(self._model, self.spec, self.aux, tokens_max)
+        return HookedCapture(self._model, self.spec)
 
     def __enter__(self) -> Self:
         return self
@@ -244,17 +248,16 @@ class Engine:
         spans = [(w.start, torch.from_numpy(self._context(w))) for w in work]
         batch = PagedBatch.of(self.kv, spans, multiple_of=BATCH_MULTIPLE)
         tokens = torch.tensor([t for w in work for t in w.sequence.tokens[w.start : w.stop]])
-        slots = functional.pad(batch.slots, (0, batch.padding), value=PADDING)
+        slots = torch.cat([context[start:] for start, context in spans])
+        slots = functional.pad(slots, (0, batch.padding), value=PADDING)
         lasts = [chunk.first + chunk.stop - chunk.start - 1 for chunk in batch.chunks]
-        with self.aux.step(slots.numpy()) as step:
+        with self._capture.step(self.aux, slots) as step:
             if self._observer:
                 self._observer.begin([Span(w.sequence.owner, w.sequence.tokens[: w.stop], w.start) for w in work])
             logits = self._forward(functional.pad(tokens, (0, batch.padding)), batch, lasts)
             if self._observer:
                 self._observer.end()
-            if self._capture is not None:
-                step.write(self.spec.name, self._capture.rows(self.replay.positions(batch.positions)))
-                self._capture.clear()
+            self._capture.write(step, slots, batch.positions)
             step.write("weights_version", np.full(len(slots), self.aux.namespace.weights_version, dtype=np.uint32))
         self.computed_tokens += len(tokens)
         for item, row in zip(work, logits, strict=True):
@@ -271,18 +274,17 @@ class Engine:
 
     def _forward(self, tokens: torch.Tensor, batch: PagedBatch, lasts: list[int]) -> NDArray[Any]:
         """Logits ``[chunks, vocabulary]`` at the last token of each chunk."""
-        if self._capture is not None:
-            self._capture.clear()
+        self._capture.clear()
         with torch.inference_mode():
             output = self._model(
-                input_ids=tokens[None],
+                input_ids=tokens[None].to(batch.positions.device),
                 position_ids=batch.positions,
                 use_cache=False,
-                logits_to_keep=torch.tensor(lasts),
+                logits_to_keep=torch.tensor(lasts, device=batch.positions.device),
                 paged=batch,
             )
         logits = output.logits[0]
-        sampled: NDArray[Any] = (logits.float() if logits.dtype is torch.bfloat16 else logits).numpy()
+        sampled: NDArray[Any] = (logits.float() if logits.dtype is torch.bfloat16 else logits).cpu().numpy()
         return sampled
 
     def _advance(self, item: Work, logits: NDArray[Any]) -> None:
@@ -342,7 +344,7 @@ class Engine:
     def _held(self, sequence: Sequence) -> Routes:
         """The rows in the sequence's blocks."""
         stop = min(sequence.computed, len(sequence.tokens) - 1)
-        if sequence.state is State.WAITING or not stop or self._capture is None:
+        if sequence.state is State.WAITING or not stop or not self.replay.captures:
             return Routes.from_rows(
                 self.spec, Rows(np.empty((0, *self.spec.row_shape), np.uint8), np.empty(0, np.bool_))
             )

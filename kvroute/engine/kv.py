@@ -22,6 +22,7 @@ from cache_manager.record import RecordHeader
 from cache_manager.regions import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage.records import RecordStore
+from kvroute.engine.request import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,8 @@ class KVLayer:
 class PagedKV:
     """Device and host KV blocks of one model. Content of a block nobody wrote is undefined.
 
-    With ``regions``, those of records of ``shape.spec(block_tokens)``, they lie there; the caller closes them when the
-    tensors are gone.
+    Device blocks lie on ``device``, the CPU if not given; beside a GPU host blocks are pinned. With ``regions``, those
+    of records of ``shape.spec(block_tokens)``, they lie there; the caller closes them when the tensors are gone.
     """
 
     def __init__(
@@ -93,14 +94,18 @@ class PagedKV:
         block_tokens: int,
         device_blocks: int,
         host_blocks: int,
+        device: torch.device | None = None,
         regions: tuple[SharedRegion, SharedRegion | None] | None = None,
     ) -> None:
-        row = (block_tokens, shape.layers, shape.width)
+        row = (block_tokens, shape.layers, shape.width)  # of both: [blocks, block_tokens, layers, width]
         self.shape = shape
         self.block_tokens = block_tokens
-        device, host = regions or (None, None)
-        self.device = _tensor(device, (device_blocks, *row), shape.dtype)
-        self.host = _tensor(host, (host_blocks, *row), shape.dtype)
+        if regions is not None:
+            self.device = _blocks_in(regions[0], (device_blocks, *row), shape.dtype)
+            self.host = _blocks_in(regions[1], (host_blocks, *row), shape.dtype)
+        else:
+            self.device = torch.zeros((device_blocks, *row), dtype=shape.dtype, device=device)
+            self.host = torch.zeros((host_blocks, *row), dtype=shape.dtype, pin_memory=self.device.is_cuda)
         slots = self.device.view(device_blocks * block_tokens, shape.layers, shape.width)
         split = shape.heads * shape.k_dim
         self._layers = tuple(
@@ -111,8 +116,30 @@ class PagedKV:
             for layer in range(shape.layers)
         )
 
+    @classmethod
+    def of(
+        cls,
+        shape: KVShape,
+        config: EngineConfig,
+        *,
+        device: torch.device | None = None,
+        regions: tuple[SharedRegion, SharedRegion | None] | None = None,
+    ) -> PagedKV:
+        """The cache of an engine of ``config``."""
+        sizes = {name: getattr(config, name) for name in ("block_tokens", "device_blocks", "host_blocks")}
+        return cls(shape, **sizes, device=device, regions=regions)
+
     def layer(self, index: int) -> KVLayer:
         return self._layers[index]
+
+    def bytes_of(self, block: int) -> NDArray[np.uint8]:
+        """A device block's bytes: the block itself on a CPU, else a copy."""
+        raw: NDArray[np.uint8] = self.device[block].view(torch.uint8).cpu().numpy().reshape(-1)
+        return raw
+
+    def fill(self, block: int, raw: NDArray[np.uint8]) -> None:
+        """Make ``raw`` a device block's bytes."""
+        self.device[block].view(torch.uint8).view(-1).copy_(torch.from_numpy(raw))
 
     @property
     def block_nbytes(self) -> int:
@@ -147,16 +174,32 @@ class KVMover:
 
     def copy(self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         tiers = {"device": self._kv.device, "host": self._kv.host}
-        tiers[target][torch.from_numpy(targets)] = tiers[source][torch.from_numpy(sources)]
+        if not self._kv.device.is_cuda:
+            tiers[target][torch.from_numpy(targets)] = tiers[source][torch.from_numpy(sources)]
+            return
+        # Blocks are contiguous and host blocks pinned: each copy is one transfer, behind the pass that wrote the block
+        # and before the next one, on one stream. Only what goes to the host is waited for: rows are there at once, too.
+        for given, taken in zip(sources.tolist(), targets.tolist(), strict=True):
+            tiers[target][taken].copy_(tiers[source][given], non_blocking=True)
+        if target == "host":
+            torch.cuda.current_stream(self._kv.device.device).synchronize()
 
     def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]:
-        payloads = [self._block(block) for block in records.blocks]
+        payloads = [self._kv.bytes_of(block).data for block in records.blocks]
         valid = [self._all_valid] * len(payloads)
         stored = self._store.put(records.keys, payloads, valid, records.generations, records.origins, replace=replace)
         return [None if header is None else Found(header.origin, b"") for header in stored]
 
     def get_into(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
-        found = self._store.get_into(keys, [self._block(block) for block in blocks])
+        if self._kv.device.is_cuda:
+            staging = [np.empty(self._kv.block_nbytes, np.uint8) for _ in blocks]
+        else:
+            staging = [self._kv.bytes_of(block) for block in blocks]
+        found = self._store.get_into(keys, [raw.data for raw in staging])
+        if self._kv.device.is_cuda:
+            for block, raw, each in zip(blocks, staging, found, strict=True):
+                if isinstance(each, RecordHeader):
+                    self._kv.fill(block, raw)
         return [Found(each.origin, b"") if isinstance(each, RecordHeader) else each for each in found]
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -165,20 +208,16 @@ class KVMover:
     def flush(self) -> None:
         self._store.flush()
 
-    def _block(self, block: int) -> memoryview:
-        raw: np.ndarray[Any, np.dtype[np.uint8]] = self._kv.device[block].view(torch.uint8).numpy().reshape(-1)
-        return raw.data
-
 
 def prefix_valid(layout: RecordLayout, tokens: int) -> bytes:
     """A record's validity words where the first ``tokens`` tokens of the one spec are there."""
     return ((1 << tokens) - 1).to_bytes(8 * layout.valid_words, "little")
 
 
-def _tensor(region: SharedRegion | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Blocks ``shape``, in a region's rows or in memory of their own."""
+def _blocks_in(region: SharedRegion | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Blocks ``shape`` in a region's rows; without a region there are none."""
     if region is None:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros((0, *shape[1:]), dtype=dtype)
     blocks = torch.from_numpy(region.rows).view(dtype)
     assert blocks.shape == (shape[0], math.prod(shape[1:])), "a record without padding: it is contiguous"
     return blocks.view(shape)

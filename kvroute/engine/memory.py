@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
+import torch
+
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from cache_manager.ports import HitPolicy, Mover, Region, StorageBackend, TierName
@@ -19,8 +21,9 @@ from kvroute.engine.stores import AnyStores, RemoteStores
 class EngineMemory:
     """The KV of one engine, and what its ``AuxBlocks`` is to be made with so that KV and rows move together.
 
-    With :class:`RemoteStores` the KV lies in shared regions beside the rows', and a cache-transfer process moves and
-    stores both. :meth:`close` it after the ``AuxBlocks`` and after the last user of ``kv``.
+    ``device`` is where the model's KV lies, the CPU if not given. With :class:`RemoteStores` it lies in shared regions
+    beside the rows', and a cache-transfer process moves and stores both. :meth:`close` it after the ``AuxBlocks`` and
+    after the last user of ``kv``.
     """
 
     kv: PagedKV
@@ -35,21 +38,26 @@ class EngineMemory:
         namespace: Namespace,
         stores: AnyStores | None,
         policy: HitPolicy = "gate",
+        device: torch.device | None = None,
     ) -> None:
         self._regions: list[SharedRegion] = []
         self._process: ProcessMover | None = None
         if not isinstance(stores, RemoteStores):
-            self.kv = self._paged(shape, config)
+            self.kv = PagedKV.of(shape, config, device=device)
             self.store = stores.rows if stores else None
             self.kv_mover = KVMover(self.kv, stores.kv if stores else None)
             return
         if config.memory != "shared":
             raise ConfigError("memory", "'shared', to be seen by the cache-transfer process", repr(config.memory))
+        if device is not None and device.type != "cpu":
+            raise ConfigError(
+                "stores", f"an engine's own for KV on {device}", "a cache-transfer process, which has no GPU"
+            )
         layout = RecordLayout((shape.spec(config.block_tokens),))
-        device = self._region(layout, config.device_blocks, "device", namespace)
+        on_device = self._region(layout, config.device_blocks, "device", namespace)
         host = self._region(layout, config.host_blocks, "host", namespace) if config.host_blocks else None
-        self.kv = self._paged(shape, config, (device, host))
-        part = SharedPart("kv", device, host, stores.kv)
+        self.kv = PagedKV.of(shape, config, regions=(on_device, host))
+        part = SharedPart("kv", on_device, host, stores.kv)
         self._process = ProcessMover(part, store=stores.rows, policy=policy, settings=stores.settings)
         self.mover = self._process.start
 
@@ -80,18 +88,6 @@ class EngineMemory:
         region = SharedRegion.create(layout, blocks, tier=tier, namespace=namespace.fingerprint)
         self._regions.append(region)
         return region
-
-    @staticmethod
-    def _paged(
-        shape: KVShape, config: EngineConfig, regions: tuple[SharedRegion, SharedRegion | None] | None = None
-    ) -> PagedKV:
-        return PagedKV(
-            shape,
-            block_tokens=config.block_tokens,
-            device_blocks=config.device_blocks,
-            host_blocks=config.host_blocks,
-            regions=regions,
-        )
 
 
 __all__ = ["EngineMemory"]

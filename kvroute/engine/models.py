@@ -160,7 +160,7 @@ def weights_digest(model: nn.Module) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(tensor.contiguous().numpy().data)
+        digest.update(tensor.contiguous().cpu().numpy().data)
     return digest.hexdigest()
 
 

@@ -50,14 +50,15 @@ class PagedBatch:
     def of(cls, kv: PagedKV, spans: Sequence[tuple[int, torch.Tensor]], *, multiple_of: int = 1) -> PagedBatch:
         """The batch of ``spans``: of each sequence the first position to compute, and the slots of ``[0, stop)``.
 
-        It is padded to a multiple of ``multiple_of`` tokens.
+        It is padded to a multiple of ``multiple_of`` tokens, and lies where the cache does.
         """
         chunks, first = [], 0
-        for start, context in spans:
+        for start, given in spans:
+            context = given.to(kv.device.device)
             chunks.append(Chunk(first, start, len(context), context))
             first += len(context) - start
         slots = torch.cat([c.context[c.start :] for c in chunks])
-        positions = torch.cat([torch.arange(c.start, c.stop) for c in chunks])
+        positions = torch.cat([torch.arange(c.start, c.stop, device=slots.device) for c in chunks])
         positions = functional.pad(positions, (0, -first % multiple_of))
         return cls(kv, tuple(chunks), slots, positions[None])
 
@@ -99,18 +100,18 @@ def paged_attention(
             query[:, :, tokens],
             keys.transpose(0, 1)[None],
             values.transpose(0, 1)[None],
-            attn_mask=_causal(chunk.start, chunk.stop),
+            attn_mask=_causal(chunk.start, chunk.stop, query.device),
             scale=scaling,
             enable_gqa=True,
         ).transpose(1, 2)
     return out, None
 
 
-def _causal(start: int, stop: int) -> torch.Tensor | None:
+def _causal(start: int, stop: int, device: torch.device) -> torch.Tensor | None:
     """``[stop - start, stop]``: the token at position p sees positions up to p. One token sees everything: no mask."""
     if stop - start == 1:
         return None
-    return torch.arange(start, stop)[:, None] >= torch.arange(stop)
+    return torch.arange(start, stop, device=device)[:, None] >= torch.arange(stop, device=device)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, paged_attention)

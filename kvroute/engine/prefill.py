@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from cache_manager.errors import KVRouteError
 from cache_manager.records import Export
-from kvroute.engine.crossing import CrossingBlocks
 from kvroute.engine.engine import Engine
 from kvroute.engine.request import FinishReason, Request
 from kvroute.engine.scheduler import Work
 from kvroute.engine.sequence import Sequence
+from kvroute.engine.transfer_blocks import TransferBlocks
 from transfer.actions import OfferedBlock
 from transfer.messages import TransferId
 
@@ -54,7 +54,7 @@ class PrefillEngine(Engine):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.crossing = CrossingBlocks(self.aux, self.memory)
+        self.transfer_blocks = TransferBlocks(self.aux, self.memory)
         self._offers: Offers | None = None
         self._leased: dict[TransferId, Export] = {}
         self._transfers: dict[str, TransferId | None] = {}
@@ -114,7 +114,7 @@ class PrefillEngine(Engine):
         keys = self.manager.keys(owner, prompt)
         table = self.manager.table(owner)
         tokens = [min(size, len(prompt) - i * size) for i in range(len(keys))]
-        blocks, export = self.crossing.take(owner, dict(zip(keys, table, strict=False)), tokens)
+        blocks, export = self.transfer_blocks.take(owner, dict(zip(keys, table, strict=False)), tokens)
         self._counts["offers"] += 1
         try:
             transfer = self._offers.offer(blocks)

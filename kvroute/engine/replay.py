@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
 from cache_manager.errors import ConfigError
 from cache_manager.ports import HitPolicy
 from cache_manager.spec import AuxBlockDataSpec
@@ -49,10 +45,6 @@ class EngineReplay:
         """Raise ``InvalidInputError`` for a request whose rollouts could have no names."""
         if self.manager is not None:
             self.manager.check(request.id, request.n)
-
-    def positions(self, positions: torch.Tensor) -> NDArray[np.int64] | None:
-        """What the capture is to be told: the positions ``[tokens]`` of a pass, where rows are canaries."""
-        return positions.reshape(-1).numpy() if self.debug else None
 
     def submit(self, request: Request, sample: int, routes: Routes) -> Ticket | None:
         """Hand over what a sample that ended has; ``None`` when there is nothing, or nowhere to hand it to."""

@@ -23,10 +23,19 @@ def routing(experts: int, top_k: int, layers: int) -> AuxBlockDataSpec:
 class World:
     """Two equal buffers, one for each way, and everything that a launch is given."""
 
-    def __init__(self, specs: list[AuxBlockDataSpec], blocks: int, physical: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        specs: list[AuxBlockDataSpec],
+        blocks: int,
+        physical: dict[str, int] | None = None,
+        *,
+        staged: bool = False,
+    ) -> None:
         self.layout = RecordLayout(specs)
-        self.plan = Plan.of(self.layout, physical=physical)
-        before = torch.randint(0, 256, (blocks, self.layout.nbytes), dtype=torch.uint8)
+        plan = Plan.of(self.layout, physical=physical)
+        self.plan = plan.packed() if staged else plan
+        self.slots_end = blocks * BLOCK_TOKENS
+        before = torch.randint(0, 256, (16 if staged else blocks, self.plan.record_nbytes), dtype=torch.uint8)
         self.rows = [before.clone(), before.clone()]
         self.checks = [torch.from_numpy(check_words()) for _ in range(2)]
         self.bad = [torch.zeros(64, dtype=torch.int32) for _ in range(2)]
@@ -35,8 +44,8 @@ class World:
     def capture(self, sources: list[list[torch.Tensor | None]], slots: torch.Tensor) -> None:
         """Both ways, and that they agree."""
         for way, capture_rows in enumerate((naive.capture_rows, kernel.capture_rows)):
-            given = (sources, slots, self.rows[way], self.plan, self.checks[way], self.bad[way], self.maps)
-            capture_rows(*given)
+            words = self.slots_end, self.checks[way], self.bad[way]
+            capture_rows(sources, slots, self.rows[way], self.plan, *words, self.maps)
         np.testing.assert_array_equal(self.rows[1].numpy(), self.rows[0].numpy())
         assert self.checks[1].tolist() == self.checks[0].tolist()
         assert self.bad[1].tolist() == self.bad[0].tolist()
@@ -68,13 +77,13 @@ def laid(values: torch.Tensor, strides: str) -> list[torch.Tensor | None]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(passes())
-def test_the_launch_is_its_specification(case: tuple[int, int, int, int, torch.dtype, str, int]) -> None:
-    """Goal: what a device stores and counts is what the plain loop does. Method: any shape, dtype and stride, random
-    slots, a fifth of them padding, and a few ids broken: too large, negative, twice, zero."""
+@given(passes(), st.booleans())
+def test_the_launch_is_its_specification(case: tuple[int, int, int, int, torch.dtype, str, int], staged: bool) -> None:
+    """Goal: what a device stores and counts is what the plain loop does. Method: any shape, dtype and stride, in the
+    region or staged, random slots, a fifth of them padding, and a few ids broken: too large, negative, twice, zero."""
     top_k, layers, experts, tokens, source, strides, seed = case
     torch.manual_seed(seed)
-    world = World([routing(experts, top_k, layers)], blocks=4)
+    world = World([routing(experts, top_k, layers), kvroute.logprob_spec(BLOCK_TOKENS)], blocks=4, staged=staged)
     ids = torch.rand(layers, tokens, experts).argsort(-1)[..., :top_k].to(source)
     if tokens and seed % 2:
         broken = torch.randint(0, 30, ids.shape)
@@ -83,7 +92,9 @@ def test_the_launch_is_its_specification(case: tuple[int, int, int, int, torch.d
         ids[0, 0, -1] = ids[0, 0, 0]
     slots = torch.randperm(4 * BLOCK_TOKENS)[:tokens]
     slots[torch.rand(tokens) < 0.2] = -1
-    world.capture([laid(ids, strides)], slots)
+    logprobs: list[torch.Tensor | None] = [torch.randn(tokens, 1)]
+    by_name = {"routing": laid(ids, strides), "logprob": logprobs}
+    world.capture([by_name[spec.name] for spec in world.plan.specs], slots)
     if not seed % 2:
         assert world.checks[1][: Check.FIRST].tolist() == [0] * 5
         assert int(world.checks[1][Check.FIRST]) == NOTHING

@@ -23,9 +23,10 @@ def aux() -> Iterator[kvroute.AuxBlocks]:
         yield made
 
 
-@pytest.fixture
-def capture(aux: kvroute.AuxBlocks) -> Iterator[LayerCapture]:
-    with LayerCapture(aux.region("device"), 16, "cpu") as made:
+@pytest.fixture(params=[False, True], ids=["registered", "staged"])
+def capture(aux: kvroute.AuxBlocks, request: pytest.FixtureRequest) -> Iterator[LayerCapture]:
+    with LayerCapture(aux.region("device"), 16, "cpu", staged=request.param) as made:
+        assert made.staged == request.param
         yield made
 
 
@@ -100,6 +101,7 @@ def test_a_bad_row_is_missing_and_named(aux: kvroute.AuxBlocks, capture: LayerCa
         ([(1, ids(2, 0)[0]), (3, ids(2, 0)[1].long())], "int32"),
         ([(1, ids(2, 0)[0].float()), (3, ids(2, 0)[1].float())], "dtype"),
         ([(1, buffer := ids(2, 0)[0]), (3, buffer)], "used again"),
+        ([(1, (flat := ids(4, 0).reshape(-1))[:4].view(2, 2)), (3, flat[2:6].view(2, 2))], "layer 3 .*that of layer 1"),
     ],
 )
 def test_a_pass_that_does_not_fit_stores_nothing(
@@ -116,6 +118,7 @@ def test_a_pass_that_does_not_fit_stores_nothing(
     assert (aux.region("device").rows == before).all()
     record(capture, ids(2, 1), torch.zeros(2, 1))
     capture.commit(torch.tensor([0, 1]))
+    capture.verdict(2)
     assert (aux.region("device").rows != before).any()
 
 
@@ -142,3 +145,39 @@ def test_physical_ids_come_out_logical(aux: kvroute.AuxBlocks) -> None:
         step.wrote("routing")
         step.commit(capture.verdict(1).keep)
     assert aux.read("routing", [2]).values[1].tolist() == [[7, 2], [7, 1]]
+
+
+def test_staged_rows_land_once(aux: kvroute.AuxBlocks) -> None:
+    """Goal: rows of a launch that nobody waited for reach no slot later. Method: a launch of three tokens without a
+    verdict, as a warm-up is, then one of one token: only its row lands, and more tokens than it had are refused."""
+    with LayerCapture(aux.region("device"), 16, "cpu", staged=True) as capture:
+        before = aux.region("device").rows.copy()
+        record(capture, ids(3, 0), torch.zeros(3, 1))
+        capture.commit(torch.tensor([0, 1, 2]))
+        chosen = ids(1, 1)
+        record(capture, chosen, torch.zeros(1, 1))
+        capture.commit(torch.tensor([9]))
+        with pytest.raises(CaptureError, match="at most 1"):
+            capture.verdict(3)
+        assert (aux.region("device").rows == before).all()
+        capture.verdict(1)
+        changed = (aux.region("device").rows != before).any(axis=1)
+        assert changed.tolist() == [False, False, True, False]
+        after = aux.region("device").rows.copy()
+        capture.verdict(1)
+        assert (aux.region("device").rows == after).all()
+
+
+def test_layers_that_meet_when_a_pass_is_longer(aux: kvroute.AuxBlocks) -> None:
+    """Goal: what is known of a pass's memory is not believed for a longer one. Method: layers two tokens apart, first
+    one token of each, then three from the same addresses."""
+    flat = ids(8, 0).reshape(-1)
+    with LayerCapture(aux.region("device"), 16, "cpu", names=["routing"]) as capture:
+        for tokens, fits in ((1, True), (1, True), (3, False), (1, True)):
+            capture.hook(1)(flat[:6].view(3, 2))
+            capture.hook(3)(flat[4:10].view(3, 2))
+            if fits:
+                capture.commit(torch.arange(tokens))
+                continue
+            with pytest.raises(CaptureError, match="used again"):
+                capture.commit(torch.arange(tokens))

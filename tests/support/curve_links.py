@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from transfer_nodes import ended
-from transfer_rows import CanarySink, offered, party, wanted
+from transfer_rows import CanarySink, identity_of, offered, wanted
 
 from transfer.curve import CurveClient, CurveServer, make_keys, read_keys, read_public
 from transfer.limits import TransferLimits
@@ -37,7 +37,7 @@ def client(keys: Path, name: str, server: str = "server", identity: bytes | None
 
 def result_of(prefill: PrefillNode, link: ZmqLink, request: int) -> tuple[PullDone, CanarySink]:
     """What a decode node over ``link`` gets of an offer of three blocks."""
-    decode = DecodeNode(link, party(2), TransferLimits(lease_s=5.0, retry_s=0.3, retries_max=3))
+    decode = DecodeNode(link, identity_of(2), TransferLimits(lease_s=5.0, retry_s=0.3, retries_max=3))
     transfer, sink = prefill.offer(offered(request, 3)), CanarySink(request)
     try:
         decode.pull(prefill.address, transfer, wanted(request, 3), sink)

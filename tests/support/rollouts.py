@@ -95,21 +95,21 @@ def _handed_over(model: Any) -> list[Any]:
     from kvroute.engine.prefill import PrefillEngine
     from kvroute.engine.request import EngineConfig
     from kvroute.engine.sequence import Handover
+    from transfer.identity import Identity
     from transfer.limits import TransferLimits
-    from transfer.messages import Run
+    from transfer.messages import BootId
     from transfer.node import DecodeNode, PrefillNode
-    from transfer.party import Party
     from transfer.zmq_link import ZmqLink
     from transfer.zmq_settings import ZmqSettings
 
-    def party(engine: Any) -> Party:
-        return Party(Run(secrets.token_bytes(16)), engine.aux.namespace.fingerprint, engine.crossing.parts)
+    def identity_of(engine: Any) -> Identity:
+        return Identity(BootId(secrets.token_bytes(16)), engine.aux.namespace.fingerprint, engine.transfer_blocks.parts)
 
     room, namespace, limits = EngineConfig(device_blocks=64, host_blocks=16), Namespace("m", 3), TransferLimits()
     outputs: list[Any] = []
     with PrefillEngine(model, room, namespace) as prefill, DecodeEngine(model, room, namespace) as decode:
-        offers = PrefillNode(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), party(prefill), limits)
-        pulls = DecodeNode(ZmqLink(ZmqSettings()), party(decode), limits)
+        offers = PrefillNode(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), identity_of(prefill), limits)
+        pulls = DecodeNode(ZmqLink(ZmqSettings()), identity_of(decode), limits)
         prefill.attach(offers)
         decode.attach(pulls)
         try:

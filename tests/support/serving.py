@@ -133,7 +133,7 @@ def served(server: Server) -> Iterator[str]:
         finally:
             loop.close()
 
-    thread = threading.Thread(target=run, name=server.config.command)
+    thread = threading.Thread(target=run, name=server.config.command, daemon=True)
     thread.start()
     try:
         wait_until(lambda: bool(server.url or failed), f"{server.config.command} listens")

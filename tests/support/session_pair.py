@@ -8,16 +8,16 @@ from collections.abc import Callable
 from cache_manager.record import OfferedRecord
 from transfer.actions import Finished, Install, OfferedBlock, Release, Send, WantedBlock
 from transfer.decode import DecodeSession
+from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import Peer
-from transfer.messages import Message, Part, Run, TransferId, encode
-from transfer.party import Party
+from transfer.messages import BootId, Message, Part, TransferId, encode
 from transfer.prefill import PrefillSession
 
 P, D, E = Peer(b"P"), Peer(b"D"), Peer(b"E")
 PARTS = (Part("rows", b"layout-of-rows-1", 64, 4), Part("kv", b"layout-of-kv-123", 32, 4))
 NAMESPACE = b"the namespace 16"
-P_RUN, D_RUN, E_RUN = Run(b"the run of pre 1"), Run(b"the run of dec 1"), Run(b"the run of eve 1")
+P_RUN, D_RUN, E_RUN = BootId(b"the run of pre 1"), BootId(b"the run of dec 1"), BootId(b"the run of eve 1")
 LIMITS = TransferLimits(lease_s=10, lease_max_s=60, retry_s=2, retries_max=3, credit_nbytes=200, records_max=2)
 T = TransferId(b"the transfer id1")
 
@@ -56,8 +56,8 @@ class Pair:
         d_namespace: bytes = NAMESPACE,
         lose: Callable[[Message], bool] = lambda _: False,
     ) -> None:
-        self.prefill = PrefillSession(Party(P_RUN, NAMESPACE, PARTS), limits)
-        self.decode = DecodeSession(Party(D_RUN, d_namespace, d_parts), limits)
+        self.prefill = PrefillSession(Identity(P_RUN, NAMESPACE, PARTS), limits)
+        self.decode = DecodeSession(Identity(D_RUN, d_namespace, d_parts), limits)
         self.lose = lose
         self.now_s = 0.0
         self.hold = False

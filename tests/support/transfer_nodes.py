@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from transfer_rows import party
+from transfer_rows import identity_of
 
 from transfer.limits import TransferLimits
 from transfer.messages import TransferId
@@ -26,8 +26,8 @@ def nodes(
     directory: Path, limits: TransferLimits = QUICK, p_limits: TransferLimits | None = None, **settings: int
 ) -> Iterator[tuple[PrefillNode, DecodeNode]]:
     link = ZmqLink(ZmqSettings(bind=f"ipc://{directory}/p", **settings))  # type: ignore[arg-type]
-    prefill = PrefillNode(link, party(1), p_limits or limits)
-    decode = DecodeNode(ZmqLink(), party(2), limits)
+    prefill = PrefillNode(link, identity_of(1), p_limits or limits)
+    decode = DecodeNode(ZmqLink(), identity_of(2), limits)
     try:
         yield prefill, decode
     finally:

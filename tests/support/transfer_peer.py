@@ -22,12 +22,10 @@ PATIENCE_S = 60.0
 class PeerProcess:
     """Starts the process and asks it; every wait is bounded."""
 
-    def __init__(
-        self, role: str, address: str = "-", identity: str = "", transport: str = "zmq", **limits: float
-    ) -> None:
+    def __init__(self, role: str, address: str = "-", identity: str = "", link: str = "zmq", **limits: float) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, role, address, identity, transport, json.dumps(limits)],
+            [sys.executable, "-P", __file__, role, address, identity, link, json.dumps(limits)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -81,24 +79,24 @@ class PeerProcess:
         return json.loads(line)
 
 
-def _link(transport: str, settings: Any) -> Any:
+def _link(link: str, settings: Any) -> Any:
     """A Mooncake link is made with short waits, and takes the engine for whatever is a page."""
+    from transfer.links import open_link
     from transfer.mooncake_link import MooncakeLinkSettings
-    from transfer.transport import open_link
 
     quick = MooncakeLinkSettings(bulk_nbytes_min=4096, write_s=1.0, quarantine_s=1.0, pause_s=0.2, pause_max_s=0.5)
-    return open_link(transport, settings, quick)
+    return open_link(link, settings, quick)
 
 
 class _Prefill:
-    def __init__(self, address: str, transport: str, limits: Any) -> None:
-        from transfer_rows import party
+    def __init__(self, address: str, link: str, limits: Any) -> None:
+        from transfer_rows import identity_of
 
         from transfer.node import PrefillNode
         from transfer.zmq_settings import ZmqSettings
 
-        self.link = _link(transport, ZmqSettings(bind=address))
-        self.node = PrefillNode(self.link, party(secrets.randbits(64)), limits)
+        self.link = _link(link, ZmqSettings(bind=address))
+        self.node = PrefillNode(self.link, identity_of(secrets.randbits(64)), limits)
         self.address = self.node.address
         self.released: list[Any] = []
 
@@ -122,14 +120,14 @@ class _Prefill:
 class _Decode:
     address = "-"
 
-    def __init__(self, identity: str, transport: str, limits: Any) -> None:
-        from transfer_rows import party
+    def __init__(self, identity: str, link: str, limits: Any) -> None:
+        from transfer_rows import identity_of
 
         from transfer.node import DecodeNode
         from transfer.zmq_settings import ZmqSettings
 
-        self.link = _link(transport, ZmqSettings(identity=identity.encode() or None))
-        self.node = DecodeNode(self.link, party(secrets.randbits(64)), limits)
+        self.link = _link(link, ZmqSettings(identity=identity.encode() or None))
+        self.node = DecodeNode(self.link, identity_of(secrets.randbits(64)), limits)
         self.sinks: dict[str, Any] = {}
         self.done: dict[str, Any] = {}
 
@@ -166,9 +164,9 @@ def main() -> None:
 
     from transfer.limits import TransferLimits
 
-    role, address, identity, transport, text = sys.argv[1:]
+    role, address, identity, link, text = sys.argv[1:]
     limits = TransferLimits(**json.loads(text))
-    peer: Any = _Prefill(address, transport, limits) if role == "prefill" else _Decode(identity, transport, limits)
+    peer: Any = _Prefill(address, link, limits) if role == "prefill" else _Decode(identity, link, limits)
 
     def say(**what: Any) -> None:
         sys.stdout.write(json.dumps(what) + "\n")

@@ -8,8 +8,8 @@ import hashlib
 from cache_manager.keys import BlockKey
 from cache_manager.record import OfferedRecord, RecordHeader
 from transfer.actions import OfferedBlock, WantedBlock
-from transfer.messages import Part, Run
-from transfer.party import Party
+from transfer.identity import Identity
+from transfer.messages import BootId, Part
 
 NAMESPACE = b"n" * 16
 BLOCK_TOKENS = 64
@@ -18,8 +18,8 @@ PART = Part("rows", b"f" * 16, BLOCK_TOKENS * ROW_NBYTES, BLOCK_TOKENS)
 VALID = b"\xff" * 8
 
 
-def party(run: int, namespace: bytes = NAMESPACE) -> Party:
-    return Party(Run(run.to_bytes(16, "big")), namespace, (PART,))
+def identity_of(run: int, namespace: bytes = NAMESPACE) -> Identity:
+    return Identity(BootId(run.to_bytes(16, "big")), namespace, (PART,))
 
 
 def key_of(request: int, index: int) -> BlockKey:

@@ -131,7 +131,7 @@ def interleave(
         finally:
             taken.end("writer")
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         taken.wait("reader")

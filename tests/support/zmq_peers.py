@@ -30,7 +30,7 @@ class Client:
         identity: bytes | None = None,
         curve: CurveClient | None = None,
     ) -> None:
-        self.run = run or secrets.token_bytes(16)
+        self.boot_id = run or secrets.token_bytes(16)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -44,7 +44,7 @@ class Client:
         self._socket.connect(address)
 
     def hello(self) -> Message:
-        self.say(encode(Hello(self.run, NAMESPACE, [PART], MINOR, 1 << 30)))
+        self.say(encode(Hello(self.boot_id, NAMESPACE, [PART], MINOR, 1 << 30)))
         return self.hear()
 
     def say(self, *frames: bytes) -> None:
@@ -84,7 +84,7 @@ class Server:
     """A ROUTER that hears what comes, and says what it is told to whoever it heard last."""
 
     def __init__(self) -> None:
-        self.run = secrets.token_bytes(16)
+        self.boot_id = secrets.token_bytes(16)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0

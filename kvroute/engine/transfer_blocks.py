@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import torch
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.keys import BlockKey
@@ -23,7 +22,7 @@ ROWS: Final = 0
 KV: Final = 1
 
 
-class CrossingBlocks:
+class TransferBlocks:
     """Takes device blocks out of one engine's ``aux`` and ``memory``, and puts them into another's.
 
     Both engines must have equal :attr:`parts`; whoever carries the records checks that.
@@ -79,12 +78,11 @@ class CrossingBlocks:
             return False
         if not self._aux.bind_origin(block, generation, header.origin, tokens):
             return False
-        target: Any = self._memory.kv.device[block].view(torch.uint8).numpy().reshape(-1)
-        target[:] = np.frombuffer(payload, np.uint8)
+        self._memory.kv.fill(block, np.frombuffer(payload, np.uint8))
         return True
 
     def _kv_record(self, key: BlockKey, block: int, tokens: int, origin: int) -> OfferedRecord:
-        raw: Any = self._memory.kv.device[block].view(torch.uint8).numpy().reshape(-1)
+        raw = self._memory.kv.bytes_of(block)
         if tokens < self._aux.block_tokens:  # a snapshot: what lies behind the tokens is somebody else's
             raw, used = np.zeros_like(raw), raw[: tokens * (len(raw) // self._aux.block_tokens)]
             raw[: len(used)] = used
@@ -92,4 +90,4 @@ class CrossingBlocks:
         return OfferedRecord(key, self._layout.fingerprint, 0, origin, valid, raw.data)
 
 
-__all__ = ["KV", "ROWS", "CrossingBlocks"]
+__all__ = ["KV", "ROWS", "TransferBlocks"]
