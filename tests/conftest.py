@@ -1,12 +1,17 @@
 """Hypothesis profiles, chosen by HYPOTHESIS_PROFILE: dev (the default), ci (the same
-examples every time), nightly, and hunt, by which planted faults are found."""
+examples every time), nightly, and hunt, by which planted faults are found. A thread that a
+failed test left running does not keep the run from its end."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
+from collections.abc import Iterator
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by whichever test: kernels run on the CPU
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 # The machines these run on are shared, so that no example is failed for being slow.
@@ -34,3 +39,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(exitstatus: int) -> Iterator[None]:
+    """Ends the run at once, and as failed, where a thread that is not a daemon is still running after the summary."""
+    yield
+    left = [
+        thread.name for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon
+    ]
+    if left:
+        print(f"\nstill running at the end: {', '.join(left)}", flush=True)
+        sys.stderr.flush()
+        os._exit(int(exitstatus) or 1)

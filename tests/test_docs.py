@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -23,9 +24,14 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("page", "i", "code"), EXAMPLES, ids=[f"{p.stem}-{i}" for p, i, _ in EXAMPLES])
 def test_an_example_runs_as_it_stands(page: Path, i: int, code: str, tmp_path: Path) -> None:
+    """An example that begins with its own file's name, ``# NAME.py``, is there for the later ones of its page."""
+    for earlier in (text for known, at, text in EXAMPLES if known == page and at < i):
+        if named := re.match(r"# (\w+\.py)\n", earlier):
+            (tmp_path / named[1]).write_text(earlier)
     ran = subprocess.run(
         [sys.executable, "-P", "-W", "error", "-c", code],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         timeout=120,

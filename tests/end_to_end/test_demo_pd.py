@@ -26,16 +26,14 @@ from kvroute.routes import Routes
 NUMBERS = {"transferred_rows", "transfer_retries", "late_messages", "prefill_recomputed_tokens"}
 
 
-@pytest.mark.parametrize(
-    ("network", "transport"), [("loopback", "zmq"), ("loopback", "mooncake"), ("namespaces", "zmq")]
-)
-def test_every_row_that_crossed_is_right(network: str, transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("network", "link"), [("loopback", "zmq"), ("loopback", "mooncake"), ("namespaces", "zmq")])
+def test_every_row_that_crossed_is_right(network: str, link: str, tmp_path: Path) -> None:
     """Goal: the promise holds across processes. Method: the demo itself, small, and its numbers."""
     if network == "namespaces" and (why_not := why_no_namespaces()):
         pytest.skip(f"no network namespaces here: {why_not}")
     report = tmp_path / "numbers.json"
     argv = [sys.executable, "-P", "-m", "kvroute.cli", "demo-pd", "--requests", "8", "--network", network]
-    argv += ["--transport", transport]
+    argv += ["--link", link]
     ran = subprocess.run([*argv, "--json", str(report)], capture_output=True, text=True, timeout=280, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "every row is right" in ran.stdout

@@ -94,5 +94,5 @@ def stored(directory: Path, **options: Any) -> Iterator[tuple[AuxBlocks, FileSto
 
 
 def file_nbytes(directory: Path) -> int:
-    """Bytes of all segment files, and of anything that is left over from making one."""
-    return sum(path.stat().st_size for path in directory.glob("segment-*"))
+    """Bytes of all segment files; a journal is none, and goes with its segment."""
+    return sum(path.stat().st_size for path in directory.glob("segment-*") if path.suffix != ".journal")

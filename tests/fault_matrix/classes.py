@@ -17,7 +17,8 @@ _ENGINE = "tests/engine/test_engine.py::"
 _FILE = "tests/storage/test_file.py::"
 _LIFE = "tests/cache_manager/test_lifecycle.py::"
 _MANAGER = "tests/cache_manager/test_manager.py::"
-_MANAGER_MACHINE = "tests/cache_manager/test_manager_machine.py::"
+_LIVES = "cache_manager/testing/life/claims.py::"
+_OWN = "tests/cache_manager/test_own_managers.py::"
 _MATRIX = "tests/fault_matrix/"
 _MOONCAKE = "tests/storage/test_mooncake_faults.py::"
 _ROUTES = "tests/kvroute/test_routes.py::"
@@ -94,7 +95,7 @@ BUG_CLASSES: Final = (
         (
             _MATRIX + "test_memory.py::test_r15_a_block_freed_twice_stays_with_its_other_owner",
             _LIFE + "reference_counts_equal_leases",
-            _MANAGER_MACHINE + "no_block_is_lost",
+            _LIVES + "check_accounts",
         ),
     ),
     BugClass(
@@ -102,7 +103,7 @@ BUG_CLASSES: Final = (
         "shared blocks counted twice",
         "sglang#35270",
         "free, cached and held blocks add up to all blocks after every operation",
-        (_AUX_MACHINE + "bytes_used_plus_free_equal_capacity", _MANAGER_MACHINE + "no_block_is_lost"),
+        (_AUX_MACHINE + "bytes_used_plus_free_equal_capacity", _LIVES + "check_accounts"),
     ),
     BugClass(("18",), "block 0 handed out or freed", "kvcached PR398", "there is no null block: -1 is padding", ()),
     BugClass(
@@ -160,7 +161,7 @@ BUG_CLASSES: Final = (
         "one reset through all tiers and all that is in flight; the version is in every key",
         (
             _AUX + "test_reset_reaches_every_tier_and_everything_in_flight",
-            _MANAGER_MACHINE + "after_reset_nothing_older_is_readable",
+            _LIVES + "check_rows",
         ),
     ),
     BugClass(
@@ -171,7 +172,7 @@ BUG_CLASSES: Final = (
         (
             _AUX + "test_slot_reuse_never_shows_the_earlier_tenant",
             _MATRIX + "test_storage.py::test_r03_a_file_cut_short_shows_no_stale_byte",
-            _MANAGER_MACHINE + "test_gate_never_counts_a_block_without_rows_as_a_hit",
+            _OWN + "test_gate_never_counts_a_block_without_rows_as_a_hit",
         ),
     ),
     BugClass(
@@ -262,7 +263,7 @@ HAZARD_CLASSES: Final = (
         "FastDeploy",
         "`gate` cuts the hit back, `mask` reports the rows; rows of another computation than the KV are missing, too",
         (
-            _MANAGER_MACHINE + "test_gate_never_counts_a_block_without_rows_as_a_hit",
+            _OWN + "test_gate_never_counts_a_block_without_rows_as_a_hit",
             _MANAGER + "test_a_complete_block_takes_the_place_of_one_that_misses_rows",
             _MOONCAKE + "test_rows_go_with_the_kv_of_their_group",
         ),
@@ -274,7 +275,7 @@ HAZARD_CLASSES: Final = (
         "one mover moves both, or the engine's copy stands in the body of the rows' move: both arrive or neither",
         (
             _AUX + "test_a_move_whose_kv_copy_fails_changes_nothing",
-            _MANAGER_MACHINE + "every_sequence_finds_its_own_kv",
+            _LIVES + "check_content",
         ),
     ),
     BugClass(

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.bits import Cells
 from cache_manager.checks import integers
 from cache_manager.errors import BlockBusyError, BlockStateError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
-from cache_manager.table import BlockTable
 from cache_manager.testing.faults import FaultyStore
 from tests.fault_matrix.blocks import holds_rows_of, key, make_aux, persist, rows_of, says_nothing, write
 
@@ -126,12 +126,12 @@ def test_offsets_beyond_two_gigabytes_are_right() -> None:
     """Goal: no 32-bit offset. Method: slots and keys of the last of a hundred million blocks, without the memory."""
     blocks, tokens = 100_000_000, 64
     last = np.array([(blocks - 1) * tokens + 63, 2**31 // 64 * tokens + 1])
-    for words, shift in ((1, 6), (1, -1)):
-        table = object.__new__(BlockTable)
-        table.tokens, table.words_per_block, table._shift, table._mask = tokens, words, shift, tokens - 1
-        cells, offsets = table.cells(integers(last, "slots", "integers"))
-        assert table.blocks_of(cells).tolist() == [blocks - 1, 2**31 // 64]
-        assert offsets.tolist() == [63, 1]
+    for shift in (6, -1):
+        geometry = Cells(tokens)
+        geometry._shift = shift  # by a shift, and by a division
+        cells, bits = geometry.bit_by_bit(integers(last, "slots", "integers"))
+        assert geometry.blocks(cells).tolist() == [blocks - 1, 2**31 // 64]
+        assert bits.tolist() == [1 << 63, 1 << 1]
 
 
 def test_reading_the_rows_of_a_turn_costs_that_turn() -> None:

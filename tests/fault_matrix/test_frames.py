@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_pair import D, E, P, Pair, T, blocks
 from transfer_nodes import ended, until
-from transfer_rows import NAMESPACE, PART, CanarySink, key_of, offered, party, wanted
+from transfer_rows import NAMESPACE, PART, CanarySink, identity_of, key_of, offered, wanted
 from zmq_peers import Client, Server
 
 from tests.fault_matrix.matrix import fault
@@ -162,15 +162,15 @@ def test_with_curve_a_stranger_is_not_even_heard(tmp_path: Path) -> None:
     and a listed one for another server; each says garbage, hello, and a pull of what is really on offer.
     """
     keys = key_directory(tmp_path)
-    prefill = PrefillNode(serving(keys, "alice"), party(1), CALM)
+    prefill = PrefillNode(serving(keys, "alice"), identity_of(1), CALM)
     transfer = prefill.offer(offered(1, 3))
     rng = random.Random(23)
     for curve in (None, pair_of(keys, "stranger"), pair_of(keys, "alice", server="bob")):
         with contextlib.closing(Client(prefill.address, curve=curve)) as peer:
             for _ in range(20):
                 peer.say(*(rng.randbytes(rng.randrange(100)) for _ in range(rng.randrange(1, 5))))
-            peer.say(encode(Hello(peer.run, NAMESPACE, [PART], MINOR, 1 << 30)))
-            peer.say(encode(Pull(peer.run, transfer, 1, [Want(0, key_of(1, 0), 1)], 1 << 30)))
+            peer.say(encode(Hello(peer.boot_id, NAMESPACE, [PART], MINOR, 1 << 30)))
+            peer.say(encode(Pull(peer.boot_id, transfer, 1, [Want(0, key_of(1, 0), 1)], 1 << 30)))
             peer.is_turned_away()
             assert peer.hears_nothing()
     assert prefill.counters.node.arrivals == bad(prefill) == 0

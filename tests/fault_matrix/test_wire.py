@@ -221,11 +221,11 @@ def test_layouts_are_compared_before_any_payload(prefill: PrefillNode) -> None:
     """
     transfer = prefill.offer(offered(1, 2))
     with contextlib.closing(Client(prefill.address)) as other:
-        other.say(encode(Hello(other.run, NAMESPACE, [OTHER_LAYOUT], MINOR, 1 << 30)))
+        other.say(encode(Hello(other.boot_id, NAMESPACE, [OTHER_LAYOUT], MINOR, 1 << 30)))
         refuse = other.hear()
         assert isinstance(refuse, Refuse)
         assert (refuse.field, refuse.wanted, refuse.got) == ("rows layout", PART.fingerprint.hex(), "6f" * 16)
-        other.say(encode(Pull(other.run, transfer, 1, [Want(0, key_of(1, 0), 1)], 1 << 30)))
+        other.say(encode(Pull(other.boot_id, transfer, 1, [Want(0, key_of(1, 0), 1)], 1 << 30)))
         refuse = other.hear()
         assert isinstance(refuse, Refuse)
         assert refuse.field == "hello"

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator
 
 from transfer_nodes import ended, until
-from transfer_rows import NAMESPACE, PART, CanarySink, offered, party, wanted
+from transfer_rows import NAMESPACE, PART, CanarySink, identity_of, offered, wanted
 from zmq_peers import Server
 
 from transfer.limits import TransferLimits
@@ -33,7 +33,7 @@ WELCOME = encode(Welcome(bytes(16), NAMESPACE, [PART], MINOR, 60_000, bytes(16))
 
 @contextlib.contextmanager
 def prefill_node() -> Iterator[PrefillNode]:
-    node = PrefillNode(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), party(1), CALM)
+    node = PrefillNode(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), identity_of(1), CALM)
     try:
         yield node
         assert node.alive
@@ -44,7 +44,7 @@ def prefill_node() -> Iterator[PrefillNode]:
 
 @contextlib.contextmanager
 def decode_node() -> Iterator[DecodeNode]:
-    node = DecodeNode(ZmqLink(), party(secrets.randbits(64)), CALM)
+    node = DecodeNode(ZmqLink(), identity_of(secrets.randbits(64)), CALM)
     try:
         yield node
         assert node.alive
@@ -73,7 +73,7 @@ def counts(node: PrefillNode | DecodeNode, messages: int) -> None:
 
 
 def welcome_for(hello: Hello, server: Server, part: Part = PART) -> bytes:
-    return encode(Welcome(server.run, NAMESPACE, [part], MINOR, 120_000, hello.run))
+    return encode(Welcome(server.boot_id, NAMESPACE, [part], MINOR, 120_000, hello.boot_id))
 
 
 def first_pull(server: Server) -> Pull:

@@ -23,7 +23,7 @@ class Fault:
     package: str = "cache_manager"
 
 
-MANAGER = "tests/cache_manager/test_manager_machine.py::TestManagerGate"
+MANAGER = "tests/cache_manager/test_own_managers.py::TestGated"
 INDEX = "tests/cache_manager/test_manager_index.py::TestPrefixIndex"
 KEYS = "tests/cache_manager/test_vocabulary.py"
 FILES = "tests/storage/test_file.py"
@@ -43,7 +43,7 @@ FAULTS = (
         "return slots[start - first * tokens : stop - first * tokens]",
         "return slots[start - first * tokens : stop - first * tokens][::-1]",
         MANAGER,
-        "every_sequence_finds_its_own_kv",
+        "content_survives",
     ),
     Fault(
         "the wrong slot in a batch",
@@ -56,24 +56,24 @@ FAULTS = (
     Fault(
         "no copy on write",
         "manager/growth.py",
-        "(np.flatnonzero(pool.used_by_others(written)) + first).tolist()",
-        "[]",
+        "np.flatnonzero(pool.used_by_others(s.blocks[row, first : min(wanted, have)])) + first",
+        "np.empty(0, np.int64)",
         REQUESTS,
         "test_forks_share_until_one_of_them_writes",
     ),
     Fault(
         "all who share a block leave it",
         "manager/growth.py",
-        "others[block] > 0 or pool",
-        "others[block] > -9 or pool",
+        "if others[block] == 0 and not pool",
+        "if others[block] == -9 and not pool",
         f"{TWINS}::test_of_those_that_share_a_block_the_last_one_keeps_it",
         "test_of_those_that_share_a_block_the_last_one_keeps_it",
     ),
     Fault(
         "a reused block is still found under its old key",
         "manager/index.py",
-        "            del self._blocks[key]\n\n    def clear",
-        "            pass\n\n    def clear",
+        "        blocks.remove(block)\n        if not blocks:\n            del self._blocks[key]\n",
+        "",
         INDEX,
         "PrefixIndexMachine",
     ),
@@ -96,8 +96,8 @@ FAULTS = (
     Fault(
         "a key dies with the block that it is found at",
         "manager/index.py",
-        "self._blocks[key] = heir = self._duplicates[key].pop(0)",
-        "self._blocks.pop(key), self._keys.pop(heir := self._duplicates[key].pop(0))",
+        "        if not blocks:\n            del self._blocks[key]\n",
+        "        for other in self._blocks.pop(key):\n            del self._keys[other]\n",
         INDEX,
         "PrefixIndexMachine",
     ),
@@ -175,17 +175,17 @@ FAULTS = (
     ),
     Fault(
         "a cut record is taken into the index",
-        "storage/segment.py",
-        "            if not payload_is_sound(disk, fd, found, at, payload):\n",
-        "            if False:\n",
+        "storage/file/recovery.py",
+        "                    state = LIVING if sound else UNSOUND\n",
+        "                    state = LIVING\n",
         FILES + "::test_what_a_crash_left_in_the_newest_segment_is_cut_away",
         "test_what_a_crash_left_in_the_newest_segment_is_cut_away",
     ),
     Fault(
         "a stored header is not looked at again",
-        "storage/segment.py",
-        "return zlib.crc32(raw) == CRC_RESIDUE and",
-        "return len(raw) > 0 and",
+        "storage/file/segment.py",
+        "        and zlib.crc32(raw) == CRC_RESIDUE\n        and _CRC",
+        "        and len(raw) > 0\n        and _CRC",
         FILES + "::test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
         "test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
     ),
@@ -201,8 +201,8 @@ FAULTS = (
     Fault(
         "an ack of another peer counts",
         "prefill.py",
-        "        elif (found.peer, found.run) != (peer, message.run):",
-        "        elif not isinstance(message, Ack) and (found.peer, found.run) != (peer, message.run):",
+        "        elif (found.peer, found.boot_id) != (peer, message.boot_id):",
+        "        elif not isinstance(message, Ack) and (found.peer, found.boot_id) != (peer, message.boot_id):",
         WORLD,
         "prefill_releases_only_after_ack_or_lease_end",
         "transfer",
@@ -237,7 +237,7 @@ FAULTS = (
     Fault(
         "an ended transfer is forgotten at once",
         "prefill.py",
-        "        self._ended[found.id] = Ended(outcome, found.peer, found.run)\n",
+        "        self._ended[found.id] = Ended(outcome, found.peer, found.boot_id)\n",
         "",
         SESSIONS,
         "test_a_message_after_the_end_is_counted_and_refused",
@@ -264,8 +264,8 @@ FAULTS = (
     Fault(
         "the ack comes before the last installation",
         "decode.py",
-        "        if pull.keys or pull.installing:",
-        "        if pull.keys:",
+        "        if pull.outstanding or pull.installing:",
+        "        if pull.outstanding:",
         WORLD,
         "the ack follows the last installation",
         "transfer",

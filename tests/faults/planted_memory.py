@@ -20,8 +20,8 @@ MEMORY_FAULTS = [
     Fault(
         "the word changes before the bits are cleared",
         "memory.py",
-        "    region.valid[ids] = 0\n    region.words[ids] = generations.astype(np.uint64) << _SHIFT\n",
-        "    region.words[ids] = generations.astype(np.uint64) << _SHIFT\n    region.valid[ids] = 0\n",
+        "    bits[ids] = np.zeros(1, bits.dtype)\n    region.words[ids] = words\n",
+        "    region.words[ids] = words\n    bits[ids] = np.zeros(1, bits.dtype)\n",
         f"{ORDERS}::{ALL_ORDERS}",
         ALL_ORDERS,
     ),
