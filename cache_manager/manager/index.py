@@ -77,11 +77,14 @@ class PrefixIndex:
         return blocks[1] if len(blocks) > 1 and blocks[0] == block else None
 
     def promote(self, block: int) -> None:
-        """From here on the key of the duplicate ``block`` is found there; the block before is a duplicate, or idle."""
+        """From here on the key of the duplicate ``block`` is found there; the block before, if held, is the next heir.
+
+        So a duplicate that was never found, because it has fewer rows, is heir after those that were.
+        """
         blocks = self._blocks[self._keys[block]]
         before = blocks[0]
         blocks.remove(block)
-        blocks[:] = [block, *blocks[1:], before]
+        blocks.insert(0, block)
         if before in self._idle:
             self.remove(before)
 

@@ -76,8 +76,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
             return
         before = self.blocks[key][0]
         self.index.promote(block)
-        self.blocks[key].remove(block)
-        self.blocks[key] = [block, *self.blocks[key][1:], before]
+        self.blocks[key] = [block, *(other for other in self.blocks[key] if other != block)]
         if before in self.idle:
             self.forget(before)
 

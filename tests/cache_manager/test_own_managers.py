@@ -76,6 +76,18 @@ def test_a_key_passes_to_the_duplicate_that_a_running_sequence_holds() -> None:
     replay(type("Small", (own_managers.Gated,), {"blocks": range(8)}), story)
 
 
+def test_a_key_passes_to_the_duplicate_with_rows() -> None:
+    """Goal: what the kit has found after 121,119 operations stays mended: s10 finds what s3 holds, and not the block
+    without rows that s4 holds. Method: its story, as it was printed.
+    """
+    story = (
+        "admit s1 11 14 - norows ok; admit s2 11 1 - rows ok; admit s3 11 14 - rows ok; fork s1 s4; "
+        "decode s1,s2,s3,s4 0 rows; decode s1,s3,s4 0 rows; swap s2 ok; fork s4 s6; step s1 00 14 rows ok; "
+        "decode s1,s3,s4,s6 0 rows; free s1 once; admit s10 110 14 - rows ok"
+    )
+    replay(own_managers.Gated, story)
+
+
 @pytest.mark.parametrize("adapter", [own_managers.Stored, own_managers.StoredMasked, own_managers.Behind])
 def test_what_was_stored_comes_back_after_a_restart(adapter) -> None:
     """Goal: the kit sees a restore, and its rows. Method: a story; settling is nothing where nothing is behind."""
