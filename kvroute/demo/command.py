@@ -21,6 +21,8 @@ THREADS = 1
 
 def demo(options: DemoOptions, console: Console) -> int:
     """Run the demo, print its summary, write the heat map and the JSON; the exit status."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device", "cpu, for torch sees no CUDA GPU here", options.device)
     torch.set_num_threads(THREADS)
     out, config = writable_directory(options.out, "--out"), options.engine
     if options.json is not None:

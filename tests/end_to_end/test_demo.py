@@ -204,6 +204,13 @@ def _stored_nbytes(store: Path) -> int:
         (["--out", "{file}/below"], "--out: wanted a directory that can be written"),
         (["--json", "{file}/below/numbers.json"], "--json: wanted a directory that can be written"),
         (["--json", "{directory}"], "--json: wanted a file"),
+        (["--device", "tpu"], "--device: wanted cpu or cuda, got tpu"),
+        (["--device", "cuda", "--transfer-process"], "--transfer-process: wanted --device cpu"),
+        pytest.param(
+            ["--device", "cuda"],
+            "--device: wanted cpu, for torch sees no CUDA GPU here, got cuda",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="here it is no bad input"),
+        ),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
 )
