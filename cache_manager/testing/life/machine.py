@@ -225,7 +225,7 @@ def prove(
             run_state_machine_as_test(
                 seeded(seed)(kind) if seed is not None else kind, settings=_settings(examples, steps)
             )
-    except Exception:
+    except Exception:  # Hypothesis raises what broke, or that it is flaky: what was found is told below, more shortly
         if not found:
             raise
     if not found:
