@@ -250,6 +250,7 @@ def test_transfers_that_are_not_there_and_credit_without_end(prefill: PeerProces
             other.say(encode(Pull(other.boot_id, secrets.token_bytes(16), 1, [], 0)))
             assert other.hear().__class__ is Gone
         owner.say(encode(Pull(owner.boot_id, transfer, 1, [Want(0, key_of(1, 0), 255)], (1 << 62) - 1)))
+        assert owner.hear().__class__.__name__ == "Absent"  # the first to pull owns it, so this comes before the others
         owner.say(encode(Credit(owner.boot_id, transfer, 1, (1 << 62) - 1)))
         owner.say(
             encode(Pull(owner.boot_id, transfer, (1 << 31) - 1, [Want(0, key_of(1, 0), 1)] * 16_000, (1 << 62) - 1))
