@@ -134,6 +134,13 @@ class StoreUrl:
         text = self.parameters.get(name)
         return default if text is None else parse_duration_s(text, f"{self.scheme}: store parameter {name}")
 
+    def milliseconds(self, name: str, default: int) -> int:
+        """The whole number of milliseconds called ``name``."""
+        text = self.parameters.get(name, str(default))
+        if not (text.isascii() and text.isdecimal()):
+            raise ConfigError(f"{self.scheme}: store parameter {name}", "whole milliseconds", repr(text))
+        return int(text)
+
     def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
         """The parameter called ``name``, which has to be one of ``choices``."""
         value = self.parameters.get(name, default)

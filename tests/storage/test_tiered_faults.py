@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -13,136 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cache_manager.errors import ConfigError, RecordError, StorageError, StoreClosedError, StoreUnavailableError
-from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
-from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage import open_store
-from cache_manager.storage.breaker import State
 from cache_manager.storage.memory import MemoryStore
-from cache_manager.storage.records import RecordStore
-from cache_manager.storage.tiered import TieredSettings, TieredStore
+from cache_manager.storage.tiered import TieredStore
 from cache_manager.testing.contract import numbers
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
+from tests.storage.faulty_tiers import WAIT_S, Tiers, check_counters
 
-ROOM_NBYTES = 1 << 20
 RECORDS = 24
-WAIT_S = 30.0
-
-
-def until(what: str, holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < give_up_s, f"not within {WAIT_S} s: {what}"
-        time.sleep(0.005)
-
-
-class FaultyTier:
-    """A memory store that does what it is told to do wrong; a fault lasts until it is taken away."""
-
-    def __init__(self, capacity_nbytes: int = ROOM_NBYTES) -> None:
-        self.real = MemoryStore(capacity_nbytes)
-        self.failing = False
-        self.slow_s = 0.0
-        self.losing = False  # says True to a put and keeps nothing
-        self.flipping: int | None = None  # this bit of every payload that is read
-        self.lying = False  # answers with the header and bytes of other keys
-        self.full = False
-        self.gate = threading.Event()  # closed: puts wait
-        self.gate.set()
-        self.at_gate = threading.Event()
-        self.puts = 0
-        self.calls = 0
-
-    def _met(self) -> None:
-        self.calls += 1
-        if self.slow_s:
-            time.sleep(self.slow_s)
-        if self.failing:
-            raise StorageError("the tier fails on purpose")
-
-    def put(
-        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
-    ) -> list[RecordHeader | None]:
-        self._met()
-        if not self.gate.is_set():
-            self.at_gate.set()
-            assert self.gate.wait(WAIT_S)
-        self.puts += len(headers)
-        if self.full:  # what it has it keeps
-            buffers = [memoryview(bytearray(header.payload_nbytes)) for header in headers]
-            found = self.real.get_into([header.key for header in headers], buffers)
-            return [None if isinstance(answer, Absence) else answer for answer in found]
-        if self.losing:
-            return list(headers)
-        return self.real.put(headers, payloads, replace=replace)
-
-    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        self._met()
-        found = self.real.get_into(keys, buffers)
-        for i, header in enumerate(found):
-            if isinstance(header, RecordHeader) and self.flipping is not None:
-                buffers[i][self.flipping // 8 % len(buffers[i])] ^= 1 << self.flipping % 8
-        if self.lying and len(found) > 1:
-            found = found[1:] + found[:1]
-        return found
-
-    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self._met()
-        return self.real.contains(keys)
-
-    def delete(self, keys: Sequence[BlockKey]) -> None:
-        self._met()
-        self.real.delete(keys)
-
-    def flush(self) -> None:
-        self._met()
-
-    def usage(self) -> Mapping[str, int]:
-        if self.failing:
-            raise StorageError("the tier fails on purpose")
-        return self.real.usage()
-
-    def close(self) -> None:
-        self.real.close()
-
-    def has(self, number: int) -> bool:
-        return self.real.contains([key_of(number)])[0]
-
-
-QUICK = TieredSettings(pause_ms=1, pause_max_ms=2)
-
-
-class Tiers:
-    def __init__(self, settings_: TieredSettings = QUICK, count: int = 2, capacity_nbytes: int = ROOM_NBYTES) -> None:
-        self.tiers = [FaultyTier(capacity_nbytes) for _ in range(count)]
-        self.front, self.back = self.tiers[0], self.tiers[-1]
-        self.backend = TieredStore({f"tier{i}": tier for i, tier in enumerate(self.tiers)}, settings_)
-        self.store = RecordStore(self.backend, LAYOUT)
-
-    def states(self) -> list[tuple[State, State]]:
-        return [(tier.reads.state, tier.writes.state) for tier in self.backend._tiers]
-
-    def mend(self) -> None:
-        for tier in self.tiers:
-            tier.failing = tier.losing = tier.lying = tier.full = False
-            tier.slow_s, tier.flipping = 0.0, None
-            tier.gate.set()
-
-    def come_back(self) -> None:
-        """No fault any more, every breaker closed by a call that was its probe, nothing owed."""
-        self.mend()
-
-        def closed() -> bool:
-            with suppress(StorageError):
-                self.backend.contains([key_of(10_000)])
-            self.backend.flush()
-            return {s for pair in self.states() for s in pair} == {State.CLOSED}
-
-        until("the breakers close", closed)
-
-    def close(self) -> None:
-        self.come_back()
-        self.backend.close()
 
 
 @pytest.fixture
@@ -150,13 +29,6 @@ def tiers() -> Iterator[Tiers]:
     opened = Tiers()
     yield opened
     opened.close()
-
-
-def check_counters(backend: TieredStore) -> None:
-    counters = backend.counters
-    hits = sum(tier.hits for tier in counters.tiers)
-    assert counters.asked == hits + counters.misses + counters.corrupt + counters.failed
-    assert counters.incomplete_misses <= counters.misses
 
 
 class TieredMachine(RuleBasedStateMachine):
@@ -186,6 +58,7 @@ class TieredMachine(RuleBasedStateMachine):
         try:
             answers = get(self.store, wanted)
         except StorageError:
+            self.asked -= len(wanted)
             assert len(self.harmed) == 2 or not self.safe & set(wanted), "one tier is well"
             return
         for n, answer in zip(wanted, answers, strict=True):
@@ -246,7 +119,7 @@ class TieredMachine(RuleBasedStateMachine):
         wanted = sorted(self.maybe)
         assert all(put(self.store, wanted))
         self.safe, self.harmed = set(wanted), set()
-        assert sum(tier.owed for tier in self.it.backend.counters.tiers) == 0
+        assert sum(tier.owed for tier in self.it.backend.counters) == 0
         for tier in self.it.tiers:
             assert [n for n in range(RECORDS) if tier.has(n)] == wanted
         self.asked += RECORDS
@@ -255,8 +128,9 @@ class TieredMachine(RuleBasedStateMachine):
 
     @invariant()
     def counters_sum_to_what_was_asked(self) -> None:
-        check_counters(self.it.backend)
-        assert self.it.backend.counters.asked == self.asked
+        check_counters(self.it)
+        counters = self.store.counters
+        assert counters.hits + counters.misses + counters.corrupt == self.asked
 
     @invariant()
     def bytes_used_plus_free_equal_capacity(self) -> None:
@@ -269,18 +143,13 @@ TestTiered = TieredMachine.TestCase
 TestTiered.settings = settings(max_examples=40, stateful_step_count=30)
 
 
-# Reading through and promoting.
-
-
 def test_each_key_is_counted_for_the_tier_that_had_it(tiers: Tiers) -> None:
     store, backend = tiers.store, tiers.backend
     put(store, range(6))
     backend.flush()
     tiers.front.real.delete([key_of(n) for n in (1, 3)])
     assert get(store, [0, 1, 2, 3, 9]) == [*(payload_of(n) for n in range(4)), Absence.MISS]
-    counters = backend.counters
-    assert [tier.hits for tier in counters.tiers] == [2, 2]
-    assert (counters.asked, counters.misses, counters.incomplete_misses, counters.corrupt) == (5, 1, 0, 0)
+    assert [tier.hits for tier in backend.counters] == [2, 2]
 
 
 def test_what_a_later_tier_had_is_put_into_the_earlier_ones_once() -> None:
@@ -289,9 +158,9 @@ def test_what_a_later_tier_had_is_put_into_the_earlier_ones_once() -> None:
     for _ in range(5):
         assert get(it.store, [1]) == [payload_of(1)]
     assert [tier.has(1) for tier in it.tiers] == [True] * 3
-    assert [tier.promoted for tier in it.backend.counters.tiers] == [1, 1, 0]
+    assert [tier.promoted for tier in it.backend.counters] == [1, 1, 0]
     assert it.front.puts == 1
-    check_counters(it.backend)
+    check_counters(it)
     it.close()
 
 
@@ -311,10 +180,9 @@ def test_a_corrupt_front_copy_is_healed_from_the_back(tiers: Tiers, bit: int) ->
     assert tiers.front.real.get_into([key_of(1)], [buffer]) == [header_of(1)]
     assert bytes(buffer) == payload_of(1)
     assert tiers.back.has(1)
-    counters = backend.counters
-    assert [tier.corrupt for tier in counters.tiers] == [1, 0]
-    assert [tier.hits for tier in counters.tiers] == [2, 1]
-    assert store.counters.corrupt == counters.corrupt == 0
+    assert [tier.corrupt for tier in backend.counters] == [1, 0]
+    assert [tier.hits for tier in backend.counters] == [2, 1]
+    assert store.counters.corrupt == 0
 
 
 def test_corrupt_in_every_tier_is_corrupt_and_can_be_put_anew(tiers: Tiers) -> None:
@@ -323,7 +191,7 @@ def test_corrupt_in_every_tier_is_corrupt_and_can_be_put_anew(tiers: Tiers) -> N
     tiers.front.flipping = tiers.back.flipping = 77
     assert get(tiers.store, [1]) == [Absence.CORRUPT]
     tiers.mend()
-    assert tiers.store.counters.corrupt == tiers.backend.counters.corrupt == 1
+    assert tiers.store.counters.corrupt == 1
     assert get(tiers.store, [1]) == [Absence.MISS]
     assert put(tiers.store, [1]) == [True]
     assert get(tiers.store, [1]) == [payload_of(1)]
@@ -334,12 +202,9 @@ def test_a_bad_front_copy_does_not_cost_the_good_one_of_a_tier_that_is_down(tier
     tiers.backend.flush()
     tiers.front.flipping, tiers.back.failing = 5, True
     assert get(tiers.store, [1]) == [Absence.MISS]
-    assert tiers.backend.counters.incomplete_misses == 1
+    assert tiers.backend.counters[1].failed_reads == 1
     tiers.come_back()
     assert get(tiers.store, [1]) == [payload_of(1)]
-
-
-# Deleting.
 
 
 def test_a_record_that_is_deleted_while_it_is_put_does_not_come_back(tiers: Tiers) -> None:
@@ -357,33 +222,27 @@ def test_a_record_that_is_deleted_while_it_is_put_does_not_come_back(tiers: Tier
         assert not thread.is_alive()
     tiers.backend.delete([key_of(1)])  # the deleter may have been the first
     assert (tiers.front.has(1), tiers.back.has(1), tiers.back.has(2)) == (False, False, True)
-    check_counters(tiers.backend)
+    check_counters(tiers)
 
 
 def test_a_record_that_is_deleted_while_it_is_promoted_does_not_come_back(tiers: Tiers) -> None:
     """Method: it is deleted when a reader has it from the back and has not yet put it into the front."""
     tiers.back.real.put([header_of(2)], [payload_of(2)])
-    real = tiers.back.get_into
-
-    def delete_meanwhile(keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        found = real(keys, buffers)
-        tiers.backend.delete([key_of(2)])
-        return found
-
-    tiers.back.get_into = delete_meanwhile  # type: ignore[method-assign]
+    deleter = threading.Thread(target=tiers.backend.delete, args=([key_of(2)],), daemon=True)
+    tiers.back.during_get = deleter.start
     assert get(tiers.store, [2]) == [payload_of(2)], "the reader was first"
-    tiers.back.get_into = real  # type: ignore[method-assign]
+    tiers.back.during_get = None
+    deleter.join(WAIT_S)
     assert not any(tier.has(2) for tier in tiers.tiers)
     assert get(tiers.store, [2]) == [Absence.MISS]
 
 
 def test_debts_are_bounded_and_the_oldest_are_forgotten_first(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_manager.storage.tiered.tier.OWED_MAX", 4)
-    monkeypatch.setattr("cache_manager.storage.tiered.store.OWED_MAX", 4)
+    monkeypatch.setattr("cache_manager.storage.tiered.OWED_MAX", 4)
     put(tiers.store, range(6))
     tiers.back.failing = True
     assert put(tiers.store, range(10, 16)) == [True] * 6
-    back = tiers.backend.counters.tiers[1]
+    back = tiers.backend.counters[1]
     assert (back.owed, back.forgotten) == (4, 2)
     with pytest.raises(StorageError, match="more than 4 deletions wait"):
         tiers.backend.delete([key_of(1)])
@@ -405,66 +264,51 @@ def test_a_deletion_that_a_tier_cannot_make_is_an_error_and_is_made_when_it_can(
     assert get(tiers.store, [1, 2]) == [payload_of(1), payload_of(2)]
 
 
-# Breakers.
-
-
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_dead_tier_is_bypassed_and_comes_back_without_a_restart(dead: int) -> None:
-    """Goal: the other tier's hits and puts go on, and the dead one is not called but by a probe, and follows."""
-    it = Tiers(TieredSettings(pause_ms=60_000, pause_max_ms=60_000))
-    tier, asked = it.tiers[dead], it.backend._tiers[dead]
+    """Goal: the other tier's hits and puts go on, and the dead one is not called for a while, and follows then."""
+    it = Tiers(pause_ms=60_000)
+    tier = it.tiers[dead]
     put(it.store, range(8))
-    it.backend.flush()
     tier.failing = True
     for n in range(8, 14):
         assert put(it.store, [n]) == [True]
         assert get(it.store, [0, n, 99]) == [payload_of(0), payload_of(n), Absence.MISS]
-    assert not asked.reads.closed
-    assert not asked.writes.closed
-    calls, before = tier.calls, it.backend.counters.tiers[dead]
+    calls, before = tier.calls, it.backend.counters[dead]
     assert get(it.store, [1, 99]) == [payload_of(1), Absence.MISS]
     assert put(it.store, [14]) == [True]
-    after = it.backend.counters.tiers[dead]
+    after = it.backend.counters[dead]
     assert tier.calls == calls
     assert after.bypassed_reads > before.bypassed_reads
+    assert after.bypassed_writes > before.bypassed_writes
     assert it.backend.usage()["stale_tiers"] == 1
-    tier.failing = False
-    asked.reads.until = asked.writes.until = 0.0  # the pause is over
-    it.backend.flush()
+    it.come_back()
     assert not any(tier.has(n) for n in range(8, 15)), "these it never got"
     assert get(it.store, range(15)) == [payload_of(n) for n in range(15)]
     assert all(tier.has(n) for n in range(15 if dead == 0 else 8)), "a front learns of them when they are read"
     assert put(it.store, range(8, 15)) == [True] * 7
     assert all(tier.has(n) for n in range(15))
-    check_counters(it.backend)
+    check_counters(it)
     it.close()
 
 
-def test_only_when_every_tier_fails_is_it_an_error_and_it_names_every_cause() -> None:
-    tiers = Tiers(TieredSettings(pause_ms=60_000, pause_max_ms=60_000))
+def test_only_when_every_tier_fails_is_it_an_error_and_it_names_every_cause(tiers: Tiers) -> None:
     put(tiers.store, [1])
-    tiers.backend.flush()
     tiers.front.failing = tiers.back.failing = True
-    with pytest.raises(StorageError, match=r"no tier answered: the tier fails.*; the tier fails"):
-        get(tiers.store, [1, 2])
-    with pytest.raises(StorageError, match="no tier answered"):
-        put(tiers.store, [3])
-    with pytest.raises(StorageError, match="no tier answered"):
-        tiers.store.contains([key_of(1)])
-    counters = tiers.backend.counters
-    assert (counters.asked, counters.failed) == (2, 2)
-
-    for _ in range(2):  # with these the third failures in a row
-        with pytest.raises(StorageError):
-            get(tiers.store, [1])
-    with pytest.raises(StoreUnavailableError):
+    for call in (
+        lambda: get(tiers.store, [1, 2]),
+        lambda: put(tiers.store, [3]),
+        lambda: tiers.store.contains([key_of(1)]),
+    ):
+        tiers.end_pauses()
+        with pytest.raises(StorageError, match=r"no tier answered: the tier fails.*; the tier fails"):
+            call()
+    tiers.backend._tiers[0].away_until_s["reads"] = math.inf
+    with pytest.raises(StoreUnavailableError, match="tier tier0 failed a moment ago"):
         get(tiers.store, [1])
-    for tier in tiers.backend._tiers:  # the pause is over
-        tier.reads.until = tier.writes.until = 0.0
     tiers.come_back()
     assert get(tiers.store, [1]) == [payload_of(1)]
-    check_counters(tiers.backend)
-    tiers.close()
+    check_counters(tiers)
 
 
 def test_a_tier_without_room_leaves_the_record_to_the_next(tiers: Tiers) -> None:
@@ -498,7 +342,7 @@ def test_a_record_that_one_tier_will_never_take_does_not_hold_up_the_others() ->
     assert get(it.store, [1]) == [payload_of(1)]
     with pytest.raises(RecordError, match="payload size"):
         it.backend.put([header_of(2, 256)], [payload_of(2, 256)])
-    assert all(state is State.CLOSED for pair in it.states() for state in pair)
+    assert it.are_asked()
     it.close()
 
 
@@ -508,7 +352,7 @@ def test_a_record_that_one_tier_will_never_take_does_not_hold_up_the_others() ->
         ("tiered:", "tiered: store tiers: wanted URLs"),
         ("tiered:memory:", "tiered: store tiers: wanted 2 or more, got 1"),
         ("tiered:memory:,redis://h", "store scheme: wanted one of .*, got 'redis'"),
-        ("tiered:tiered:memory:,memory:", "tiered: store tiers: wanted URLs that are not tiered"),
+        ("tiered:tiered:memory:,memory:", "tiered: store tiers: wanted 2 or more, got 1"),
         ("tiered:/dir,memory:", "tiered: store tiers: wanted URLs"),
         ("tiered:?queue=1MiB,memory:,memory:", "tiered: store parameter: wanted one of pause_ms.* got 'queue'"),
         ("tiered:?pause_ms=0,memory:,memory:", "tiered: store parameter pause_ms: wanted 1 to 600000, got 0"),
@@ -527,10 +371,10 @@ def test_a_url_that_cannot_be_is_a_config_error(url: str, message: str) -> None:
 
 
 def test_a_url_sets_what_it_names() -> None:
-    url = "tiered:?pause_ms=7&pause_max_ms=9,memory:?capacity=1MiB,memory:?capacity=2MiB"
+    url = "tiered:?pause_ms=7,memory:?capacity=1MiB,memory:?capacity=2MiB"
     backend = open_store(url)
     assert isinstance(backend, TieredStore)
-    assert backend.settings == TieredSettings(pause_ms=7, pause_max_ms=9)
+    assert backend.pause_ms == 7
     usage = backend.usage()
     assert (usage["tier0_capacity_nbytes"], usage["tier1_capacity_nbytes"]) == (1 << 20, 2 << 20)
     assert usage["capacity_nbytes"] == 3 << 20

@@ -17,12 +17,12 @@ from cache_manager.errors import RecordError, StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.record import Buffer, RecordHeader, pack_header, takes_the_place, unpack_header
 from cache_manager.spec import align
+from cache_manager.storage.batch import rounds
 from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.calls import Calls, bytes_of
 from cache_manager.storage.mooncake.codes import EXISTS, FULL, INVALID, describe, is_bug
 from cache_manager.storage.mooncake.groups import GroupNames
 from cache_manager.storage.mooncake.master import pool_usage
-from cache_manager.storage.rounds import rounds
 
 LARGE_NBYTES: Final = 1 << 20
 """Records above this are compared with the pool's size first: each one that it has no room for makes it evict."""

@@ -1,0 +1,38 @@
+"""What stores do with a batch before they look at its records one by one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cache_manager.errors import RecordError
+from cache_manager.keys import BlockKey
+from cache_manager.record import Buffer, RecordHeader
+
+
+def rounds(keys: Iterable[BlockKey]) -> list[list[int]]:
+    """A batch that may have a key more than once, cut into rounds that have each key once: positions.
+
+    Those of a key's first occurrences come first, then those of its second ones, and so on.
+
+    >>> rounds([b"a", b"b", b"a", b"a"])
+    [[0, 1], [2], [3]]
+    """
+    found: list[list[int]] = []
+    seen: dict[BlockKey, int] = {}
+    for i, key in enumerate(keys):
+        turn = seen[key] = seen.get(key, -1) + 1
+        if turn == len(found):
+            found.append([])
+        found[turn].append(i)
+    return found
+
+
+def flat(header: RecordHeader, payload: Buffer) -> memoryview:
+    """The payload's bytes; :class:`RecordError` unless they are as many as the header says, and side by side."""
+    view = memoryview(payload)
+    if view.nbytes != header.payload_nbytes or not view.c_contiguous:
+        raise RecordError("payload", f"{header.payload_nbytes} flat bytes", f"{view.nbytes}, strides {view.strides}")
+    return view.cast("B")
+
+
+__all__ = ["flat", "rounds"]
