@@ -266,8 +266,9 @@ def open_mooncake_rollouts(url: StoreUrl) -> MooncakeRollouts:
     Further parameters are those of the store of that scheme; ``groups=plain`` makes a pool evict a rollout as a whole.
     """
     cut = CutSettings.from_url(url)
-    backend = open_store(_without(url, *CutSettings.PARAMETERS))
-    names = getattr(backend, "name_groups", None) if url.parameters.get("groups") == "plain" else None
+    grouped = url.choice("groups", ("none", "plain"), "none") == "plain"
+    backend = open_store(_without(url, *CutSettings.PARAMETERS, "groups"))
+    names = getattr(backend, "name_groups", None) if grouped else None
     return MooncakeRollouts(backend, cut, name_groups=names)
 
 

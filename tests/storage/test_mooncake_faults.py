@@ -136,8 +136,6 @@ def test_a_master_that_is_not_there_is_an_error_in_time(listening: bool) -> None
         ("mooncake://127.0.0.1:50051?arena=4KiB", "arena"),
         ("mooncake://127.0.0.1:50051?timeout_ms=0", "timeout_ms"),
         ("mooncake://127.0.0.1:50051?timeout_ms=1s", "timeout_ms"),
-        ("mooncake://127.0.0.1:50051?groups=lmcache", "groups"),
-        ("mooncake://127.0.0.1:50051?groups=vllm", "group_model"),
         ("mooncake://127.0.0.1:50051?quota=1GiB", "parameter"),
         ("mooncake://127.0.0.1:50051/a b", "path"),
     ],
@@ -418,34 +416,28 @@ def test_memory_is_lent_by_a_process_of_its_own(master: Master) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "objects", "group", "rowless_max"),
+    ("named", "objects", "group"),
     [
-        ({"groups": "vllm", "group_model": "m"}, ("{chunk}",), "vllm-mooncake-store:m@{chunk}", 1),
-        ({"groups": "sglang"}, ("{chunk}_0_k", "{chunk}_0_v"), "sglang-hicache:{chunk}", 1),
-        ({}, ("{chunk}",), "vllm-mooncake-store:m@{chunk}", None),
+        (True, ("{chunk}",), "vllm-mooncake-store:m@{chunk}"),
+        (True, ("{chunk}_0_k", "{chunk}_0_v"), "sglang-hicache:{chunk}"),
+        (False, ("{chunk}",), "vllm-mooncake-store:m@{chunk}"),
     ],
     ids=["vllm", "sglang", "none"],
 )
 def test_rows_go_with_the_kv_of_their_group(
-    parameters: dict[str, str],
-    objects: tuple[str, ...],
-    group: str,
-    rowless_max: int | None,
-    master: Master,
-    owner: Owner,
-    tmp_path: Path,
+    named: bool, objects: tuple[str, ...], group: str, master: Master, owner: Owner, tmp_path: Path
 ) -> None:
     """Goal: few KV hits without rows. Method: 16 KiB of KV a chunk under the engine's names and groups, rows later, a
     pool too small for both, and the KV of every third chunk read again. Without groups most of those lose their rows,
     which shows that the test can fail.
     """
     owner.segment(tmp_path / "small", 512 << 10)
-    backend = opened(master, **parameters)
+    backend = opened(master)
     store = RecordStore(backend, LAYOUT)
     chunks = {key_of(n): f"tag_m_{n:064x}" for n in range(60)}
     names = {n: [name.format(chunk=chunks[key_of(n)]) for name in objects] for n in range(60)}
-    if parameters:
-        backend.name_groups(chunks)
+    if named:
+        backend.name_groups({key: group.format(chunk=chunk) for key, chunk in chunks.items()})
     for n in range(60):
         for name in names[n]:
             arguments = (name, "k" * (16384 // len(objects)), group.format(chunk=chunks[key_of(n)]))
@@ -456,8 +448,5 @@ def test_rows_go_with_the_kv_of_their_group(
     alive = [n for n in range(60) if all(owner.ask("is_exist", name) == 1 for name in names[n])]
     rows = store.contains([key_of(n) for n in alive])
     assert 5 < len(alive) < 40
-    if rowless_max is None:
-        assert rows.count(False) > 3
-    else:
-        assert rows.count(False) <= rowless_max
+    assert rows.count(False) <= 1 if named else rows.count(False) > 3
     backend.close()

@@ -1,23 +1,21 @@
-"""The parts of the Mooncake store that decide: breaker, arena, groups, codes, the child's own guards."""
+"""The parts of the Mooncake store that decide: breaker, arena, codes, the child's own guards."""
 
 from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cache_manager.errors import ConfigError, StorageError
-from cache_manager.keys import BlockKey
+from cache_manager.errors import StorageError
 from cache_manager.storage.breaker import TRANSITIONS, Breaker, Event, State
 from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.arena import Arena
 from cache_manager.storage.mooncake.client import NativeClient
-from cache_manager.storage.mooncake.codes import NAMES, describe, is_bug, is_failure, is_master_failure, is_miss
-from cache_manager.storage.mooncake.groups import REMEMBERED_MAX, GroupFormat, GroupNames
 from cache_manager.storage.mooncake.settings import MooncakeSettings
 from cache_manager.storage.url import StoreUrl
 
@@ -140,34 +138,19 @@ def test_a_full_arena_is_waited_for_until_the_deadline() -> None:
 
 @given(st.integers(-2000, -1))
 def test_a_code_is_one_thing(code: int) -> None:
-    special = code in (-200, -705, -706)
-    assert [is_miss(code), is_failure(code), is_bug(code), special].count(True) == 1
-    assert not is_master_failure(code) or is_failure(code)
-    assert str(code) in describe(code)
-    assert NAMES.get(code, "") in describe(code)
-
-
-def test_names_of_groups_are_those_of_the_engines_and_bounded() -> None:
-    names = GroupNames(GroupFormat("sglang"))
-    names.learn({BlockKey(b"k"): "page"})
-    assert names.of([BlockKey(b"k"), BlockKey(b"other")]) == ["sglang-hicache:page", ""]
-    names.learn({BlockKey(n.to_bytes(4, "big")): "x" for n in range(REMEMBERED_MAX)})
-    assert names.of([BlockKey(b"k")]) == []
-    assert GroupFormat("vllm", model="m").name("h") == "vllm-mooncake-store:m@h"
-    assert GroupFormat("plain").name("g") == "g"
-    with pytest.raises(ConfigError, match="groups"):
-        GroupNames(GroupFormat()).learn({BlockKey(b"k"): "page"})
+    sets = (wire.MISSES, wire.BUGS, wire.REFUSALS)
+    assert [*(code in each for each in sets), wire.is_failure(code)].count(True) == 1
+    assert code not in wire.MASTER or wire.is_failure(code)
+    assert str(code) in wire.describe(code)
+    assert wire.NAMES.get(code, "") in wire.describe(code)
 
 
 def test_a_url_sets_what_it_names() -> None:
-    url = (
-        "mooncake://h:1/a/b?segment=16MiB&arena=2MiB&admin=h:2&host=x&protocol=rdma&device=mlx5_0&timeout_ms=7"
-        "&groups=vllm&group_model=m&group_namespace=n&group_prefix=p&log=/l"
-    )
+    url = "mooncake://h:1/a/b?segment=16MiB&arena=2MiB&admin=h:2&host=x&protocol=rdma&device=mlx5_0&timeout_ms=7&log=/l"
     settings = MooncakeSettings.from_url(StoreUrl.parse(url))
     assert (settings.master, settings.prefix, settings.admin_address) == ("h:1", "a/b", ("h", 2))
     assert (settings.segment_nbytes, settings.arena_nbytes, settings.timeout_ms) == (16 << 20, 2 << 20, 7)
-    assert settings.groups.name("c") == "vllm-mooncake-store:p@mn@c"
+    assert settings.log == Path("/l")
     plain = MooncakeSettings.from_url(StoreUrl.parse("mooncake://h:1"))
     assert (plain.prefix, plain.admin_address, plain.timeout_ms) == ("kvroute", ("h", 9003), 3000)
 

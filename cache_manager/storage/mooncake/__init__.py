@@ -6,7 +6,6 @@ imports mooncake.
 
 from __future__ import annotations
 
-from cache_manager.storage.mooncake.groups import GroupFormat
 from cache_manager.storage.mooncake.settings import MooncakeSettings
 from cache_manager.storage.mooncake.store import MooncakeCounters, MooncakeStore
 from cache_manager.storage.url import StoreUrl
@@ -17,4 +16,4 @@ def open_mooncake_store(url: StoreUrl) -> MooncakeStore:
     return MooncakeStore(MooncakeSettings.from_url(url))
 
 
-__all__ = ["GroupFormat", "MooncakeCounters", "MooncakeSettings", "MooncakeStore", "open_mooncake_store"]
+__all__ = ["MooncakeCounters", "MooncakeSettings", "MooncakeStore", "open_mooncake_store"]

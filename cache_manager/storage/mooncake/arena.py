@@ -7,19 +7,31 @@ import os
 import threading
 import time
 from bisect import bisect_left
-from typing import Final
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, Final
 
+from cache_manager.errors import StorageError
 from cache_manager.spec import align
 
 PAGE_NBYTES: Final = 4096
 
 
-class Arena:
-    """Anonymous shared memory, cut into ranges that start on a cache line; first fit. Safe from several threads.
+class Ranges:
+    """Where the records of one call lie. ``call`` is the native one that was made of them."""
 
-    A range is the taker's until :meth:`give`. Ranges that native code may still touch are given back only when it has
-    returned, or when its process is gone.
-    """
+    __slots__ = ("call", "nbytes", "offsets")
+
+    def __init__(self, start: int, ends: Sequence[int], sizes: Sequence[int]) -> None:
+        self.offsets = [start + at for at in ends]
+        self.nbytes = list(sizes)
+        self.call: Future[Any] | None = None
+
+
+class Arena:
+    """Anonymous shared memory, cut into ranges that start on a cache line; first fit. Safe from several threads."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = align(nbytes, PAGE_NBYTES)
@@ -35,18 +47,36 @@ class Arena:
         self._free = [(0, self.nbytes)]  # (offset, bytes), by offset, never adjacent
         self._taken: dict[int, int] = {}
 
+    @contextmanager
+    def lend(self, sizes: Sequence[int], give_up_s: float) -> Iterator[Ranges]:
+        """A range for each size, side by side; the caller's within the block.
+
+        After it they are free when the native call that was made of them has returned, or its process is gone.
+        """
+        ends = list(accumulate([align(size) for size in sizes], initial=0))
+        start = self.take(ends.pop(), give_up_s)
+        if start is None:
+            raise StorageError("the Mooncake arena stayed full; a larger one is the parameter arena")
+        lent = Ranges(start, ends, sizes)
+        try:
+            yield lent
+        finally:
+            if lent.call is None:
+                self.give(start)
+            else:
+                lent.call.add_done_callback(lambda _: self.give(start))
+
     def take(self, nbytes: int, give_up_s: float) -> int | None:
-        """The offset of a free range, or ``None`` when there was none until ``give_up_s`` (monotonic time)."""
-        nbytes = align(nbytes)
+        """The offset of a free range; ``None`` when there was none until then."""
+        size = align(nbytes)
         with self._changed:
-            while (offset := self._fit(nbytes)) is None:
-                if not self._changed.wait(max(give_up_s - time.monotonic(), 0)) and time.monotonic() >= give_up_s:
+            while (offset := self._fit(size)) is None:
+                if not self._changed.wait(max(give_up_s - time.monotonic(), 0)):
                     return None
-            self._taken[offset] = nbytes
+            self._taken[offset] = size
             return offset
 
     def give(self, offset: int) -> None:
-        """Take a range back."""
         with self._changed:
             nbytes = self._taken.pop(offset)
             i = bisect_left(self._free, (offset, 0))

@@ -21,8 +21,6 @@ from cache_manager.child import Parent
 from cache_manager.storage.mooncake import wire
 
 LOCAL_BUFFER_NBYTES: Final = 16 << 20
-LOST: Final = -800
-"""What is answered for an object that was begun and not finished."""
 
 
 class Child:
@@ -112,85 +110,64 @@ class Child:
         if store is None:
             raise AssertionError("a call before set-up")
         match request:
-            case wire.Put(names, offsets, nbytes, groups):
-                return self._put(names, offsets, nbytes, groups)
+            case wire.Put():
+                return self._put(request)
+            case wire.Head(names, offsets, nbytes):  # a range of every object
+                self._check(request)
+                targets, zeros = [self._address + at for at in offsets], [[[0]] for _ in names]
+                counts = [[[count]] for count in nbytes]
+                found = store.get_into_ranges(targets, [[name] for name in names], zeros, zeros, counts)
+                return [codes[0][0] for codes in found]
             case wire.Get(names, offsets, nbytes):
-                self._check(names, offsets, nbytes)
+                self._check(request)
                 return list(store.batch_get_into(names, [self._address + at for at in offsets], nbytes))
-            case wire.Head(names, offsets, nbytes):
-                return self._head(names, offsets, nbytes)
             case wire.Exist(names):
                 return list(store.batch_is_exist(names))
             case wire.Remove(names):
                 return list(store.batch_remove(names, True))
-            case wire.WarmUp(name, offset, nbytes):
-                return [self._warm_up(name, offset, nbytes)]
             case _:
                 raise AssertionError(f"no call: {type(request).__name__}")
 
-    def _put(self, names: list[str], offsets: list[int], nbytes: list[int], groups: list[str]) -> list[int]:
+    def _put(self, put: wire.Put) -> list[int]:
         """In sessions: a plain put answers 0 for a name that exists, as if it had stored these bytes."""
         from mooncake.store import ReplicateConfig
 
-        self._check(names, offsets, nbytes)
-        assert len(set(names)) == len(names)  # of two equal names the native side would store either
+        self._check(put)
+        assert len(set(put.names)) == len(put.names)  # of two equal names the native side would store either
         config = ReplicateConfig()
-        if any(groups):
-            assert len(groups) == len(names)
-            config.group_ids = groups
-        codes = list(self._store.batch_put_session_start(names, nbytes, config))
+        if put.groups:
+            assert len(put.groups) == len(put.names)
+            config.group_ids = put.groups
+        codes = list(self._store.batch_put_session_start(put.names, put.nbytes, config))
         begun = [i for i, code in enumerate(codes) if code == 0]
         if not begun:
             return codes
         for i in begun:
-            codes[i] = LOST
+            codes[i] = wire.LOST
         try:
             moved = self._store.batch_put_from_multi_buffer_ranges(
-                [names[i] for i in begun],
-                [[self._address + offsets[i]] for i in begun],
-                [[nbytes[i]] for i in begun],
+                [put.names[i] for i in begun],
+                [[self._address + put.offsets[i]] for i in begun],
+                [[put.nbytes[i]] for i in begun],
                 [[0] for _ in begun],
             )
             for i, count in zip(begun, moved, strict=True):
-                codes[i] = 0 if count == nbytes[i] else min(count, LOST)
+                codes[i] = 0 if count == put.nbytes[i] else min(count, wire.LOST)
             whole = [i for i in begun if codes[i] == 0]
-            ended = self._store.batch_put_session_end([names[i] for i in whole]) if whole else []
+            ended = self._store.batch_put_session_end([put.names[i] for i in whole]) if whole else []
             for i, code in zip(whole, ended, strict=True):
                 codes[i] = code
         finally:
-            if left := [names[i] for i in begun if codes[i] != 0]:  # else nobody could store them for a while
+            if left := [put.names[i] for i in begun if codes[i] != 0]:  # else nobody could store them for a while
                 self._store.batch_put_session_revoke(left)
         return codes
 
-    def _head(self, names: list[str], offsets: list[int], nbytes: list[int]) -> list[int]:
-        """Read a range of every object; the ranges of an object that is not there have the code that says so."""
-        self._check(names, offsets, nbytes)
-        found = self._store.get_into_ranges(
-            [self._address + at for at in offsets],
-            [[name] for name in names],
-            [[[0]] for _ in names],
-            [[[0]] for _ in names],
-            [[[count]] for count in nbytes],
-        )
-        return [codes[0][0] for codes in found]
-
-    def _warm_up(self, name: str, offset: int, nbytes: int) -> int:
-        assert self._memory is not None
-        wanted = os.urandom(nbytes)
-        self._memory[offset : offset + nbytes] = wanted
-        if code := self._put([name], [offset], [nbytes], [])[0]:
-            return code
-        self._memory[offset : offset + nbytes] = bytes(nbytes)
-        code = self._store.batch_get_into([name], [self._address + offset], [nbytes])[0]
-        same = self._memory[offset : offset + nbytes] == wanted
-        self._store.remove(name, True)  # by force: nobody else knows this name
-        return 0 if code == nbytes and same else min(code, -1)
-
-    def _check(self, names: list[str], offsets: list[int], nbytes: list[int]) -> None:
+    def _check(self, call: wire.Get) -> None:
         """What the native side does not check, and would crash on or answer with 0."""
         assert self._memory is not None
-        assert len(names) == len(offsets) == len(nbytes)
-        assert all(at >= 0 and n > 0 and at + n <= len(self._memory) for at, n in zip(offsets, nbytes, strict=True))
+        assert len(call.names) == len(call.offsets) == len(call.nbytes)
+        ranges = zip(call.offsets, call.nbytes, strict=True)
+        assert all(at >= 0 and n > 0 and at + n <= len(self._memory) for at, n in ranges)
 
     def _close(self) -> list[int]:
         """Hand the segment back. A client without one just ends: its close, or its deletion, would take a second."""

@@ -9,8 +9,7 @@ from typing import Final
 from cache_manager.child import AskedChild, Child
 from cache_manager.errors import StorageError
 from cache_manager.storage.mooncake import wire
-from cache_manager.storage.mooncake.arena import Arena
-from cache_manager.storage.mooncake.codes import describe
+from cache_manager.storage.mooncake.arena import Arena, Ranges
 
 DOCTOR: Final = "`kvroute doctor` says what is missing and how to install it"
 
@@ -42,7 +41,6 @@ class NativeClient(AskedChild[list[int]]):
     """
 
     def __init__(self, arena: Arena | None, timeout_ms: int, log: Path | None) -> None:
-        self._arena_nbytes = arena.nbytes if arena else 0
         fds, environment = (arena.fd,) if arena else (), native_environment(timeout_ms)
         child = Child("cache_manager.storage.mooncake.child", *fds, environment=environment, log=log)
         super().__init__(child, "kvroute-mooncake")
@@ -54,29 +52,28 @@ class NativeClient(AskedChild[list[int]]):
     def _lost(self, cause: str) -> Exception:
         return ClientLostError(f"the native Mooncake client is lost: {cause}")
 
-    def set_up(
-        self, *, master: str, host: str, protocol: str, devices: str, segment_nbytes: int, wait_s: float
-    ) -> None:
+    def set_up(self, request: wire.SetUp, wait_s: float) -> None:
         """Connect; :class:`StorageError` says why not, and the process is gone then or soon."""
-        request = wire.SetUp(master, host, protocol, devices, segment_nbytes, self._arena_nbytes)
         try:
             code = self.call(request, wait_s)[0]
         except StorageError as error:
             self.kill()
             if "ImportError" in str(error) or "ModuleNotFoundError" in str(error):
                 raise StorageError(f"the Mooncake client cannot be loaded; {DOCTOR} ({error})") from error
-            raise StorageError(f"no connection to the Mooncake master at {master}: {error}") from error
+            raise StorageError(f"no connection to the Mooncake master at {request.master}: {error}") from error
         if code:
             self.kill()
-            raise StorageError(f"Mooncake set-up with master {master} answered {describe(code)}")
+            raise StorageError(f"Mooncake set-up with master {request.master} answered {wire.describe(code)}")
 
     def submit(self, request: wire.Request) -> Future[list[int]]:
         """Send a request; its future, to :meth:`wait` for, ends with codes or with a :class:`StorageError`."""
         return self.ask(lambda number: wire.encode(wire.Asked(number, request)), waits=True)
 
-    def call(self, request: wire.Request, wait_s: float) -> list[int]:
-        """Send a request and wait; for requests that use no range of the arena."""
+    def call(self, request: wire.Request, wait_s: float, lent: Ranges | None = None) -> list[int]:
+        """Send a request and wait. ``lent`` is the memory that it uses."""
         future = self.submit(request)
+        if lent is not None:
+            lent.call = future
         try:
             return self.wait(future, wait_s)
         except TimeoutError:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Mapping
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
-from typing import Final
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from http.client import HTTPConnection, HTTPException
+from typing import Final, TypeVar
 
 from cache_manager.errors import StorageError
 
@@ -18,15 +17,20 @@ _GAUGES: Final = {
     "master_allocated_bytes": "used_nbytes",
     "master_total_capacity_bytes": "capacity_nbytes",
 }
+_T = TypeVar("_T")
 
 
 def reach(address: tuple[str, int], timeout_s: float) -> str:
     """Connect and hang up; the local address that was used. A closed port would hold up a native set-up for long."""
-    try:
-        with _connected(address, timeout_s) as connection:
+
+    def connect() -> str:
+        with socket.create_connection(address, timeout_s) as connection:
             return str(connection.getsockname()[0])
+
+    try:
+        return _in_time(connect, timeout_s)
     except OSError as error:
-        raise StorageError(f"no Mooncake master at {address[0]}:{address[1]}: {error}") from error
+        raise StorageError(f"no Mooncake master at {address[0]}:{address[1]}: {str(error) or 'no answer'}") from error
 
 
 def check_ready(admin: tuple[str, int], timeout_s: float) -> None:
@@ -34,30 +38,18 @@ def check_ready(admin: tuple[str, int], timeout_s: float) -> None:
 
     A master whose admin port cannot be reached at all is left to the native client's own probe.
     """
-    give_up_s = time.monotonic() + timeout_s
-    try:
-        connection = _connected(admin, timeout_s)
-    except OSError:
-        return
-    with connection:
-        if b'"service_ready":true' not in _body(connection, admin, "/health", give_up_s):
-            raise StorageError(f"the Mooncake master (admin {admin[0]}:{admin[1]}) is not ready")
+    body = _body(admin, "/health", timeout_s)
+    if body is not None and b'"service_ready":true' not in body:
+        raise StorageError(f"the Mooncake master (admin {admin[0]}:{admin[1]}) is not ready")
 
 
 def pool_usage(admin: tuple[str, int], timeout_s: float) -> Mapping[str, int]:
     """Objects and bytes of the whole pool, whoever stored them."""
-    give_up_s = time.monotonic() + timeout_s
-    try:
-        connection = _connected(admin, timeout_s)
-    except OSError as error:
-        raise StorageError(f"no Mooncake admin port at {admin[0]}:{admin[1]} (parameter admin): {error}") from error
-    with connection:
-        text = _body(connection, admin, "/metrics", give_up_s).decode(errors="replace")
-    found = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        if name in _GAUGES:
-            found[_GAUGES[name]] = int(float(value))
+    body = _body(admin, "/metrics", timeout_s)
+    if body is None:
+        raise StorageError(f"no Mooncake admin port at {admin[0]}:{admin[1]} (parameter admin)")
+    pairs = (line.partition(" ") for line in body.decode(errors="replace").splitlines())
+    found = {_GAUGES[name]: int(float(value)) for name, _, value in pairs if name in _GAUGES}
     if len(found) != len(_GAUGES):
         raise StorageError(f"Mooncake metrics at {admin[0]}:{admin[1]} lack {sorted({*_GAUGES.values()} - {*found})}")
     # The gauges are read one after another while others write; the pool is never more than full.
@@ -66,58 +58,38 @@ def pool_usage(admin: tuple[str, int], timeout_s: float) -> Mapping[str, int]:
     return found
 
 
-def _connected(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Connect, or ``OSError`` in time, however long the name takes to resolve."""
-    opening: Future[socket.socket] = Future()
+def _body(admin: tuple[str, int], path: str, timeout_s: float) -> bytes | None:
+    """What a GET brings, empty when it was refused; ``None`` when nobody listens there."""
 
-    def connect() -> None:
+    def get() -> bytes | None:
+        connection = HTTPConnection(*admin, timeout=timeout_s)
         try:
-            connection = socket.create_connection(address, timeout_s)
-        except (OSError, UnicodeError) as error:
-            with suppress(InvalidStateError):  # nobody waits for it any more
-                opening.set_exception(OSError(str(error)))
-        else:
-            try:
-                opening.set_result(connection)
-            except InvalidStateError:
-                connection.close()
+            connection.connect()
+        except OSError:
+            return None
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.read(RESPONSE_NBYTES_MAX) if response.status == 200 else b""
+        finally:
+            connection.close()
 
-    if address[0].replace(".", "").isdigit():
-        return socket.create_connection(address, timeout_s)
-    threading.Thread(target=connect, name="kvroute-mooncake-connect", daemon=True).start()
     try:
-        return opening.result(timeout_s)
-    except TimeoutError:
-        if not opening.cancel():  # it came after all
-            return opening.result()
-        raise OSError(f"no connection within {timeout_s:.1f} s") from None
+        return _in_time(get, timeout_s)
+    except (OSError, HTTPException) as error:
+        why = f"{type(error).__name__} {error}"
+        raise StorageError(f"the Mooncake master does not answer {path} at {admin[0]}:{admin[1]}: {why}") from error
 
 
-def _body(connection: socket.socket, admin: tuple[str, int], path: str, give_up_s: float) -> bytes:
-    """The body of a GET; the deadline holds however slowly the bytes come."""
-    response = bytearray()
-    try:
-        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {admin[0]}\r\nConnection: close\r\n\r\n".encode())
-        while not _whole(response):
-            left_s = give_up_s - time.monotonic()
-            if left_s <= 0 or len(response) > RESPONSE_NBYTES_MAX:
-                raise TimeoutError("no whole answer in time")
-            connection.settimeout(left_s)
-            part = connection.recv(1 << 16)
-            if not part:
-                break
-            response += part
-    except OSError as error:
-        raise StorageError(f"the Mooncake master does not answer {path} at {admin[0]}:{admin[1]}: {error}") from error
-    head, _, body = bytes(response).partition(b"\r\n\r\n")
-    return body if head.split(b"\r\n", 1)[0].split()[1:2] == [b"200"] else b""
+def _in_time(ask: Callable[[], _T], timeout_s: float) -> _T:
+    """Its answer, or :class:`TimeoutError`, however long a name takes to resolve and however slowly bytes come."""
+    answer: Future[_T] = Future()
 
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except (OSError, HTTPException, ValueError) as error:
+            answer.set_exception(OSError(str(error)) if isinstance(error, ValueError) else error)
 
-def _whole(response: bytearray) -> bool:
-    head, end, body = response.partition(b"\r\n\r\n")
-    if not end:
-        return False
-    for line in head.lower().split(b"\r\n"):
-        if line.startswith(b"content-length:"):
-            return len(body) >= int(line.partition(b":")[2])
-    return False  # until the connection ends
+    threading.Thread(target=run, name="kvroute-mooncake-ask", daemon=True).start()
+    return answer.result(max(timeout_s, 0.0))

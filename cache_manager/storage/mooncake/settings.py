@@ -8,18 +8,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final
 
 from cache_manager.errors import ConfigError
-from cache_manager.storage.mooncake.groups import KINDS, GroupFormat, GroupKind
 from cache_manager.storage.url import StoreUrl
 
 SEGMENT_NBYTES_MIN: Final = 16 << 20
 ARENA_NBYTES_MIN: Final = 1 << 20
 ADMIN_PORT: Final = 9003
 DURATION_MS_MAX: Final = 600_000
-
-UNGROUPED: Final = GroupFormat()
 
 _PREFIX = re.compile(r"[A-Za-z0-9._@:-]+(/[A-Za-z0-9._@:-]+)*")
 _ADDRESS = re.compile(r"([A-Za-z0-9.-]{1,253}):([0-9]{1,5})")
@@ -55,7 +52,6 @@ class MooncakeSettings:
     host: str = ""  # by which others reach this machine; empty: the address that the master is reached from
     protocol: str = "tcp"
     devices: str = ""
-    groups: GroupFormat = UNGROUPED
     timeout_ms: int = 3_000
     connect_ms: int = 15_000
     full_ms: int = 1_000
@@ -94,18 +90,8 @@ class MooncakeSettings:
     @classmethod
     def from_url(cls, url: StoreUrl) -> MooncakeSettings:
         """``mooncake://HOST:PORT/PREFIX?...``"""
-        url.allow(
-            *("segment", "arena", "admin", "host", "protocol", "device", "log", *_DURATIONS),
-            *("groups", "group_model", "group_namespace", "group_prefix"),
-        )
+        url.allow("segment", "arena", "admin", "host", "protocol", "device", "log", *_DURATIONS)
         given = url.parameters
-        kind: GroupKind = next(k for k in KINDS if k == url.choice("groups", KINDS, "none"))
-        durations = {}
-        for name in _DURATIONS:
-            if name in given:
-                if not given[name].isascii() or not given[name].isdecimal():
-                    raise ConfigError(f"mooncake: store parameter {name}", "whole milliseconds", repr(given[name]))
-                durations[name] = int(given[name])
         return cls(
             master=url.host,
             prefix=url.path.strip("/") or "kvroute",
@@ -115,13 +101,9 @@ class MooncakeSettings:
             host=given.get("host", ""),
             protocol=url.choice("protocol", ("tcp", "rdma"), "tcp"),
             devices=given.get("device", ""),
-            groups=GroupFormat(
-                kind, given.get("group_model", ""), given.get("group_namespace", ""), given.get("group_prefix", "")
-            ),
             log=Path(given["log"]) if "log" in given else None,
-            **durations,
+            **{name: url.milliseconds(name, 0) for name in _DURATIONS if name in given},
         )
 
 
 assert set(_DURATIONS) <= {f.name for f in fields(MooncakeSettings)}
-assert set(KINDS) == set(get_args(GroupKind))

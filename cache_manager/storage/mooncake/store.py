@@ -1,34 +1,37 @@
-"""The storage backend over a Mooncake pool: what callers see; :mod:`.writer` and :mod:`.reader` do it.
+"""The storage backend over a Mooncake pool: what callers see, and how records are read; :mod:`.writer` puts them.
 
 An object is a record: its packed header, then the payload. Its name is the key's; it is written once and never changed:
 a record that takes another's place is put when the older object has been removed, by force. Whoever reads the older one
 just then may get bytes of whatever took its memory, so that what is read counts when its sums are right, never because
-of a result code.
+of a result code. A record that is not sound is read once more: when the same bytes come again it is corrupt, otherwise
+it is not there any more.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
-from cache_manager.errors import StorageError, StoreClosedError
+from cache_manager.errors import RecordError, StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
-from cache_manager.record import Buffer, RecordHeader
+from cache_manager.record import HEADER_NBYTES_MAX, Buffer, RecordHeader, check_record, checksum, unpack_header
+from cache_manager.spec import align
+from cache_manager.storage.batch import rounds
 from cache_manager.storage.breaker import State
-from cache_manager.storage.guard import ClosingStore
+from cache_manager.storage.guard import ClosingStore, Guard
 from cache_manager.storage.mooncake import wire
-from cache_manager.storage.mooncake.calls import Calls, by_count
-from cache_manager.storage.mooncake.groups import GroupNames
 from cache_manager.storage.mooncake.link import Link
 from cache_manager.storage.mooncake.master import pool_usage
-from cache_manager.storage.mooncake.reader import Reader
 from cache_manager.storage.mooncake.settings import MooncakeSettings
 from cache_manager.storage.mooncake.writer import Writer
+
+SHORT: Final = -1
+"""Stands for the sum of what had no room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +67,19 @@ class MooncakeStore(ClosingStore):
 
     def __init__(self, settings: MooncakeSettings) -> None:
         self.settings = settings
-        self._pid = os.getpid()
-        self._closed = False
+        self._guard = Guard("Mooncake store")
         self._users = 0
         self._idle = threading.Condition()
-        self._groups = GroupNames(settings.groups)
         self._link = Link(settings)
-        self._calls = Calls(settings, self._link)
-        self._writer = Writer(self._calls, self._groups)
-        self._reader = Reader(self._calls)
+        self._writer = Writer(self._link)
 
     @property
     def counters(self) -> MooncakeCounters:
         """The counts of this moment."""
         link = self._link
         with link.lock:
-            return MooncakeCounters(
-                **link.counts,
-                read_openings=link.reads.opened,
-                write_openings=link.writes.opened,
-            )
+            openings = {"read_openings": link.reads.opened, "write_openings": link.writes.opened}
+            return MooncakeCounters(**link.counts, **openings)
 
     @property
     def states(self) -> tuple[State, State]:
@@ -96,10 +92,9 @@ class MooncakeStore(ClosingStore):
         """Of the native client's process at this moment."""
         return self._link.native_pid
 
-    def name_groups(self, chunks: Mapping[BlockKey, str]) -> None:
-        """The engine's own names of chunks whose rows are put next: rows and KV of a chunk are evicted together."""
-        with self._link.lock:
-            self._groups.learn(chunks)
+    def name_groups(self, groups: Mapping[BlockKey, str]) -> None:
+        """Mooncake's eviction groups of records that are put next: the objects of one group are evicted together."""
+        self._writer.name_groups(groups)
 
     def put(
         self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
@@ -108,32 +103,78 @@ class MooncakeStore(ClosingStore):
             return self._writer.put(headers, payloads, give_up_s, replace=replace)
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        views = [buffer.cast("B") for _, buffer in zip(keys, buffers, strict=True)]
+        found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
         with self._calling() as give_up_s:
-            return self._reader.get_into(keys, buffers, give_up_s)
+            unsound = self._read(range(len(keys)), keys, views, found, self._link.header_room, give_up_s)
+            if not unsound:
+                return found
+            short = [i for i, total in unsound.items() if total == SHORT]
+            rest = [i for i, total in unsound.items() if total != SHORT]
+            again = self._read(rest, keys, views, found, self._link.header_room, give_up_s)
+            again |= self._read(short, keys, views, found, HEADER_NBYTES_MAX, give_up_s)
+        torn = 0
+        for i, total in again.items():
+            same = total is not None and unsound[i] in (total, SHORT)
+            found[i] = Absence.CORRUPT if same else Absence.MISS
+            torn += not same
+        self._link.count(torn=torn)
+        return found
+
+    def _read(
+        self,
+        wanted: Iterable[int],
+        keys: Sequence[BlockKey],
+        views: Sequence[memoryview],
+        found: list[RecordHeader | Absence],
+        header_room: int,
+        give_up_s: float,
+    ) -> dict[int, int | None]:
+        """Fill in the sound records of the keys numbered ``wanted``; of those that are not sound, the sum of what came.
+
+        It is ``SHORT`` where more came than there was room for, ``None`` where the lease ended on the way.
+        """
+        link, unsound = self._link, dict[int, int | None]()
+
+        def receive(chunk: Sequence[int]) -> list[int]:
+            with link.arena.lend([header_room + views[i].nbytes for i in chunk], give_up_s) as lent:
+                request = wire.Get([link.name(keys[i]) for i in chunk], lent.offsets, lent.nbytes)
+                codes = link.call(link.reads, request, give_up_s, lent)
+                for i, at, code in zip(chunk, lent.offsets, codes, strict=True):
+                    if code == wire.INVALID:
+                        unsound[i] = SHORT
+                    elif code == wire.EXPIRED:
+                        unsound[i] = None
+                    elif code >= 0:
+                        raw = link.arena.view[at : at + code]
+                        try:
+                            found[i] = _opened(raw, header_room, keys[i], views[i])
+                        except RecordError:
+                            unsound[i] = checksum(raw)
+            return [0 if code == wire.INVALID else code for code in codes]
+
+        room = link.arena.nbytes // 2
+        fitting = [i for i in wanted if align(header_room + views[i].nbytes) <= room]
+        chunks: list[list[int]] = []
+        for once in rounds(keys[i] for i in fitting):  # the native side answers one of two equal names in a batch
+            chunks += link.chunks([fitting[i] for i in once], lambda i: header_room + views[i].nbytes)
+        link.each(link.reads, chunks, receive)
+        return unsound
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         with self._calling() as give_up_s:
-            there = [False] * len(keys)
-
-            def ask(chunk: list[int]) -> list[int]:
-                request = wire.Exist([self._calls.name(keys[i]) for i in chunk])
-                codes = self._link.call(self._link.reads, request, None, give_up_s)
-                for i, code in zip(chunk, codes, strict=True):
-                    there[i] = code == 1
-                return codes
-
-            self._calls.each("failed_reads", by_count(range(len(keys))), ask)
-            return there
+            codes = self._link.ask(self._link.reads, wire.Exist, keys, give_up_s)
+            return [code == 1 for code in codes]
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         with self._calling() as give_up_s:
-            if left := self._calls.remove(list(dict.fromkeys(keys)), give_up_s):
-                raise StorageError(f"the Mooncake pool failed to remove {len(left)} of {len(keys)} records")
+            codes = self._link.ask(self._link.writes, wire.Remove, list(dict.fromkeys(keys)), give_up_s)
+        if left := sum(map(wire.is_failure, codes)):
+            raise StorageError(f"the Mooncake pool failed to remove {left} of {len(keys)} records")
 
     def flush(self) -> None:
-        """Nothing to wait for: the pool is memory, and has every record that ``put`` answered ``True`` for."""
-        with self._calling():
-            pass
+        """Nothing to wait for: the pool is memory, and has every record that ``put`` answered for."""
+        self._guard.check()
 
     def usage(self) -> Mapping[str, int]:
         with self._calling() as give_up_s:
@@ -141,12 +182,12 @@ class MooncakeStore(ClosingStore):
 
     def close(self) -> None:
         """Idempotent; waits for calls that are running, at most ``timeout_ms``."""
-        if os.getpid() != self._pid:
+        if not self._guard.closable:
             return
         with self._idle:
-            if self._closed:
+            if not self._guard.closable:
                 return
-            self._closed = True
+            self._guard.close()
             self._link.stopping.set()
             self._idle.wait_for(lambda: self._users == 0, self.settings.timeout_s + 1.0)
         self._link.close()
@@ -154,11 +195,9 @@ class MooncakeStore(ClosingStore):
     @contextmanager
     def _calling(self) -> Iterator[float]:
         """The deadline of a call, which counts as running until the block is left."""
-        if os.getpid() != self._pid:
-            raise StoreClosedError("the Mooncake store was opened before fork; open one in a spawned process")
+        self._guard.check()
         with self._idle:
-            if self._closed:
-                raise StoreClosedError("the Mooncake store is closed")
+            self._guard.check()
             self._users += 1
         try:
             yield time.monotonic() + self.settings.timeout_s
@@ -166,6 +205,16 @@ class MooncakeStore(ClosingStore):
             with self._idle:
                 self._users -= 1
                 self._idle.notify_all()
+
+
+def _opened(raw: memoryview, header_room: int, key: BlockKey, view: memoryview) -> RecordHeader:
+    """The header of a received object, whose payload is in ``view`` then; :class:`RecordError` when it is none."""
+    header = unpack_header(bytes(raw[:header_room]))
+    if header.nbytes + view.nbytes != raw.nbytes:
+        raise RecordError("size", header.nbytes + view.nbytes, raw.nbytes)
+    view[:] = raw[header.nbytes :]
+    check_record(header, key, header.fingerprint, view)
+    return header
 
 
 __all__ = ["MooncakeCounters", "MooncakeStore"]

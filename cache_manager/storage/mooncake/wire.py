@@ -1,4 +1,7 @@
-"""What a store and its native client say to each other: MessagePack, one message a frame."""
+"""What a store and its native client say to each other (MessagePack, one message a frame), and what a code means. Pure.
+
+An answer has a code a name: 0 or a number of bytes for success, negative otherwise; the names are Mooncake's own.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +25,6 @@ class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
     arena_nbytes: int
 
 
-class Put(msgspec.Struct, frozen=True, tag="put"):
-    names: list[str]
-    offsets: list[int]
-    nbytes: list[int]
-    groups: list[str]  # as long as names, or empty
-
-
-class Get(msgspec.Struct, frozen=True, tag="get"):
-    names: list[str]
-    offsets: list[int]
-    nbytes: list[int]
-
-
-class Head(msgspec.Struct, frozen=True, tag="head"):
-    """The first ``nbytes`` of each object, which has more."""
-
-    names: list[str]
-    offsets: list[int]
-    nbytes: list[int]
-
-
 class Exist(msgspec.Struct, frozen=True, tag="exist"):
     names: list[str]
 
@@ -53,19 +35,26 @@ class Remove(msgspec.Struct, frozen=True, tag="remove"):
     names: list[str]
 
 
-class WarmUp(msgspec.Struct, frozen=True, tag="warm_up"):
-    """Put, get and remove one small object; answers the first code that is not good, or 0."""
+class Get(msgspec.Struct, frozen=True, tag="get"):
+    names: list[str]
+    offsets: list[int]
+    nbytes: list[int]
 
-    name: str
-    offset: int
-    nbytes: int
+
+class Head(Get, frozen=True, tag="head"):
+    """The first ``nbytes`` of each object, which has more."""
+
+
+class Put(Get, frozen=True, tag="put"):
+    groups: list[str] = []  # as long as names, or empty
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
     pass
 
 
-Request = SetUp | Put | Get | Head | Exist | Remove | WarmUp | Close
+Call = Exist | Remove | Get | Head | Put
+Request = SetUp | Call | Close
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -84,3 +73,44 @@ class Answer(msgspec.Struct, frozen=True):
 encode = msgspec.msgpack.Encoder().encode
 decode_asked = msgspec.msgpack.Decoder(Asked).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+FULL: Final = -200
+INVALID: Final = -600
+EXISTS: Final = -705
+EXPIRED: Final = -707
+LOST: Final = -800
+MISSES: Final = frozenset({-703, -704, EXPIRED, -712})
+"""Not there, not yet, or gone while it was read: an absence and no failure."""
+BUGS: Final = frozenset({-10, -400, INVALID, -601})
+"""Arguments that the native side refuses; the caller has checked them before."""
+REFUSALS: Final = frozenset({FULL, EXISTS, -706})
+MASTER: Final = frozenset({-900, -901})
+"""Nothing works without the master: one such answer opens the breakers."""
+
+NAMES: Final = {
+    -1: "INTERNAL_ERROR",
+    -101: "SEGMENT_NOT_FOUND",
+    -103: "CLIENT_NOT_FOUND",
+    FULL: "NO_AVAILABLE_HANDLE",
+    -500: "WRITE_FAIL",
+    INVALID: "INVALID_PARAMS",
+    -704: "OBJECT_NOT_FOUND",
+    EXISTS: "OBJECT_ALREADY_EXISTS",
+    LOST: "TRANSFER_FAIL: the process that holds the objects does not answer",
+    -900: "RPC_FAIL: the master is gone, or of another version than the client",
+    -901: "RPC_TIMEOUT: the master does not answer",
+}
+
+
+def is_failure(code: int) -> bool:
+    """The pool or one of its processes failed: what a breaker counts."""
+    return code < 0 and code not in MISSES | BUGS | REFUSALS
+
+
+def describe(code: int) -> str:
+    """For people.
+
+    >>> describe(-901)
+    'code -901, RPC_TIMEOUT: the master does not answer'
+    """
+    return ", ".join(filter(None, (f"code {code}", NAMES.get(code))))
