@@ -117,7 +117,8 @@ class LendingBackend(Protocol):
       whoever wants their room waits, takes another record's, or answers that there is none.
     * As many bytes may be lent at once as the backend says (``lent_nbytes_max``, all calls together); ``borrow`` raises
       ``NoSpaceError`` for more, and the caller reads in smaller batches or copies with ``get_into``.
-    * A view must not be used after the block, and is released by it. Payloads are not verified yet.
+    * A view must not be used after the block, and is released by it. Payloads are not verified yet; ``get_into``
+      decides what becomes of an unsound one.
     """
 
     @property

@@ -158,11 +158,21 @@ class RecordStore:
         """Every record verified and in its buffer; from where it lies, if the backend lends, else behind a copy."""
         lending = self._lending
         if lending is not None and 0 < len(keys) * self._nbytes <= lending.lent_nbytes_max:
-            with suppress(NoSpaceError), lending.borrow(keys) as lent:
-                return [
-                    self._verified(*each, key, buffer) if isinstance(each, tuple) else each
-                    for each, key, buffer in zip(_one_each(lent, keys), keys, buffers, strict=True)
-                ]
+            with suppress(NoSpaceError):
+                with lending.borrow(keys) as lent:
+                    found = [
+                        self._verified(*each, key, buffer) if isinstance(each, tuple) else each
+                        for each, key, buffer in zip(_one_each(lent, keys), keys, buffers, strict=True)
+                    ]
+                bad = [i for i, header in enumerate(found) if header is Absence.CORRUPT]
+                if bad:  # it may have been replaced on its way here; a copy decides
+                    again = self._copied([keys[i] for i in bad], [buffers[i] for i in bad])
+                    for i, header in zip(bad, again, strict=True):
+                        found[i] = header
+                return found
+        return self._copied(keys, buffers)
+
+    def _copied(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         found = _one_each(self.backend.get_into(keys, buffers), keys)
         for i, header in enumerate(found):
             if not isinstance(header, Absence):
