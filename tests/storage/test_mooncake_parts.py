@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cache_manager.errors import StorageError
+from cache_manager.errors import ConfigError, StorageError
+from cache_manager.storage import open_store
 from cache_manager.storage.breaker import TRANSITIONS, Breaker, Event, State
 from cache_manager.storage.mooncake import wire
-from cache_manager.storage.mooncake.arena import Arena
+from cache_manager.storage.mooncake.arena import SLOTS, Arena, Ranges
 from cache_manager.storage.mooncake.client import NativeClient
 from cache_manager.storage.mooncake.settings import MooncakeSettings
 from cache_manager.storage.url import StoreUrl
@@ -83,56 +86,65 @@ def test_every_pair_of_state_and_event_is_decided_or_a_bug() -> None:
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """Ranges never overlap, none is lost."""
+    """Ranges never overlap, and are lent again only when their native call has ended."""
 
     def __init__(self) -> None:
         super().__init__()
         self.arena = Arena(1 << 16)
-        self.taken: dict[int, int] = {}
+        self.used: list[Ranges] = []
 
     def teardown(self) -> None:
-        for offset in self.taken:
-            self.arena.give(offset)
-        assert self.arena.take(self.arena.nbytes, 0.0) == 0
+        for lent in self.used:
+            lent.call.set_result([])
+        assert self.arena.idle
         self.arena.close()
 
-    @rule(nbytes=st.integers(1, 1 << 15))
-    def take(self, nbytes: int) -> None:
-        offset = self.arena.take(nbytes, 0.0)
-        if offset is None:
-            return
-        assert offset % 64 == 0
-        assert 0 <= offset <= self.arena.nbytes - nbytes
-        assert all(offset + nbytes <= at or at + n <= offset for at, n in self.taken.items())
-        self.taken[offset] = nbytes
+    @rule(sizes=st.lists(st.integers(1, 1000), max_size=8), called=st.booleans())
+    def lend(self, sizes: list[int], called: bool) -> None:
+        try:
+            with self.arena.lend(sizes, 0.0) as lent:
+                ranges = sorted(zip(lent.offsets, lent.nbytes, strict=True))
+                ranges += [pair for other in self.used for pair in zip(other.offsets, other.nbytes, strict=True)]
+                assert lent.nbytes == sizes
+                assert all(at % 64 == 0 and 0 <= at <= self.arena.nbytes - n for at, n in ranges)
+                ranges.sort()
+                assert all(at + n <= then for (at, n), (then, _) in itertools.pairwise(ranges))
+                if called:
+                    lent.call = Future()
+                    self.used.append(lent)
+        except StorageError:
+            assert len(self.used) == SLOTS
 
-    @precondition(lambda self: self.taken)
+    @precondition(lambda self: self.used)
     @rule(draw=st.data())
-    def give(self, draw: st.DataObject) -> None:
-        offset = draw.draw(st.sampled_from(sorted(self.taken)))
-        del self.taken[offset]
-        self.arena.give(offset)
+    def a_call_ends(self, draw: st.DataObject) -> None:
+        self.used.pop(draw.draw(st.integers(0, len(self.used) - 1))).call.set_exception(StorageError("lost"))
 
     @invariant()
-    def bytes_taken_plus_free_equal_capacity(self) -> None:
-        assert self.arena.taken_nbytes == sum(-(-n // 64) * 64 for n in self.taken.values())
+    def is_idle_when_no_call_runs(self) -> None:
+        assert self.arena.idle == (not self.used)
 
 
 TestArena = ArenaMachine.TestCase
 
 
 def test_a_full_arena_is_waited_for_until_the_deadline() -> None:
-    arena = Arena(4096)
-    offset = arena.take(4096, 0.0)
-    assert offset == 0
+    arena, calls = Arena(1 << 16), []
+    for _ in range(SLOTS):
+        with arena.lend([64], 0.0) as lent:
+            calls.append(Future())
+            lent.call = calls[-1]
     begun_s = time.monotonic()
-    assert arena.take(64, begun_s + 0.1) is None
-    assert 0.1 <= time.monotonic() - begun_s < 2.0
-    giver = threading.Timer(0.05, arena.give, (0,))
-    giver.start()
-    assert arena.take(64, time.monotonic() + 5) == 0
-    giver.join()
-    arena.give(0)
+    with pytest.raises(StorageError, match="stayed full"), arena.lend([64], begun_s + 0.1):
+        pass
+    assert time.monotonic() - begun_s >= 0.1
+    ending = threading.Thread(target=calls.pop().set_result, args=([],), daemon=True)
+    ending.start()
+    with arena.lend([64], time.monotonic() + 60):
+        assert not arena.idle
+    ending.join(60)
+    for call in calls:
+        call.set_result([])
     arena.close()
 
 
@@ -153,6 +165,24 @@ def test_a_url_sets_what_it_names() -> None:
     assert settings.log == Path("/l")
     plain = MooncakeSettings.from_url(StoreUrl.parse("mooncake://h:1"))
     assert (plain.prefix, plain.admin_address, plain.timeout_ms) == ("kvroute", ("h", 9003), 3000)
+
+
+@pytest.mark.parametrize(
+    ("url", "field"),
+    [
+        ("mooncake:///prefix", "master"),
+        ("mooncake://127.0.0.1/prefix", "master"),
+        ("mooncake://127.0.0.1:50051?segment=1MiB", "segment"),
+        ("mooncake://127.0.0.1:50051?arena=4KiB", "arena"),
+        ("mooncake://127.0.0.1:50051?timeout_ms=0", "timeout_ms"),
+        ("mooncake://127.0.0.1:50051?timeout_ms=1s", "timeout_ms"),
+        ("mooncake://127.0.0.1:50051?quota=1GiB", "parameter"),
+        ("mooncake://127.0.0.1:50051/a b", "path"),
+    ],
+)
+def test_a_url_that_cannot_be_names_the_field(url: str, field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        open_store(url)
 
 
 def test_a_call_before_set_up_is_an_error_and_no_crash() -> None:

@@ -82,14 +82,14 @@ class Link:
             self.counts.update({name: number for name, number in by.items() if number})
 
     def chunks(self, items: Sequence[_T], nbytes: Callable[[_T], int]) -> list[list[_T]]:
-        """What one native call may have: so many names, and a quarter of the arena; a larger item has its own."""
+        """What one native call may have: so many names, and a slot of the arena."""
         chunks: list[list[_T]] = []
         room = 0
         for item in items:
             size = align(nbytes(item))
             if not chunks or len(chunks[-1]) == wire.KEYS_PER_CALL_MAX or size > room:
                 chunks.append([])
-                room = self.arena.nbytes // 4
+                room = self.arena.slot_nbytes
             chunks[-1].append(item)
             room -= size
         return chunks
@@ -169,7 +169,7 @@ class Link:
         wait_s = self.settings.close_ms / 1e3
         self._end(self._client, wait_s)
         self._end(self._owner, wait_s)
-        if (self._client is None or self._client.gone) and not self.arena.taken_nbytes:
+        if (self._client is None or self._client.gone) and self.arena.idle:
             self.arena.close()
 
     def _admitted(self, breaker: Breaker) -> NativeClient:

@@ -16,11 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from cache_manager.errors import RecordError, StorageError
+from cache_manager.errors import NoSpaceError, RecordError, StorageError
 from cache_manager.keys import BlockKey
-from cache_manager.ports import Absence
+from cache_manager.ports import Absence, Lent
 from cache_manager.record import HEADER_NBYTES_MAX, Buffer, RecordHeader, check_record, checksum, unpack_header
-from cache_manager.spec import align
 from cache_manager.storage.batch import rounds
 from cache_manager.storage.breaker import State
 from cache_manager.storage.guard import ClosingStore, Guard
@@ -53,7 +52,7 @@ class MooncakeCounters:
 
 
 class MooncakeStore(ClosingStore):
-    """A ``StorageBackend`` in a Mooncake pool that other processes, and KV caches, share.
+    """A ``StorageBackend`` and ``LendingBackend`` in a Mooncake pool that other processes, and KV caches, share.
 
     Every call ends within ``settings.timeout_ms``. Records of one call that the pool fails to deliver beside others
     that it delivers are misses (or not stored) and are counted; when all fail, :class:`StorageError` has the cause,
@@ -70,6 +69,7 @@ class MooncakeStore(ClosingStore):
         self._guard = Guard("Mooncake store")
         self._users = 0
         self._idle = threading.Condition()
+        self._payload_nbytes = 0  # of the largest record that was put or asked for
         self._link = Link(settings)
         self._writer = Writer(self._link)
 
@@ -99,12 +99,14 @@ class MooncakeStore(ClosingStore):
     def put(
         self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
     ) -> list[RecordHeader | None]:
+        self._payload_nbytes = max([self._payload_nbytes, *(header.payload_nbytes for header in headers)])
         with self._calling() as give_up_s:
             return self._writer.put(headers, payloads, give_up_s, replace=replace)
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         views = [buffer.cast("B") for _, buffer in zip(keys, buffers, strict=True)]
         found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
+        self._payload_nbytes = max([self._payload_nbytes, *(view.nbytes for view in views)])
         with self._calling() as give_up_s:
             unsound = self._read(range(len(keys)), keys, views, found, self._link.header_room, give_up_s)
             if not unsound:
@@ -121,6 +123,47 @@ class MooncakeStore(ClosingStore):
         self._link.count(torn=torn)
         return found
 
+    @property
+    def lent_nbytes_max(self) -> int:
+        """As much as one native call brings; nothing until it is known how large records are, by one put or read."""
+        return self._link.arena.slot_nbytes if self._payload_nbytes else 0
+
+    @contextmanager
+    def borrow(self, keys: Sequence[BlockKey]) -> Iterator[list[Lent | Absence]]:
+        """Records where they were received, by one native call.
+
+        ``NoSpaceError`` also where something came that is not one whole record: :meth:`get_into` looks again.
+        """
+        link, once = self._link, list(dict.fromkeys(keys))
+        sizes = [link.header_room + self._payload_nbytes] * len(once)
+        if len(link.chunks(sizes, int)) != 1 or not self._payload_nbytes:
+            raise NoSpaceError("Mooncake arena", sum(sizes), self.lent_nbytes_max, "borrow fewer records at once")
+        came: dict[BlockKey, Lent] = {}
+        codes: list[int] = []
+        with self._calling() as give_up_s, link.arena.lend(sizes, give_up_s) as lent:
+
+            def receive(chunk: Sequence[BlockKey]) -> list[int]:
+                request = wire.Get([link.name(key) for key in chunk], lent.offsets, lent.nbytes)
+                codes[:] = link.call(link.reads, request, give_up_s, lent)
+                return [0 if code == wire.INVALID else code for code in codes]
+
+            link.each(link.reads, [once], receive)
+            try:
+                for key, at, code in zip(once, lent.offsets, codes, strict=True):
+                    if code in (wire.INVALID, wire.EXPIRED):
+                        raise RecordError("object", f"{sizes[0]} bytes at most", wire.describe(code))
+                    if code >= 0:
+                        raw = link.arena.view[at : at + code].toreadonly()
+                        header = _header(raw, link.header_room)
+                        came[key] = header, raw[header.nbytes :]
+            except RecordError as error:
+                raise NoSpaceError("Mooncake arena", sum(sizes), 0, "read it with get_into") from error
+            try:
+                yield [came.get(key, Absence.MISS) for key in keys]
+            finally:
+                for _, payload in came.values():
+                    payload.release()
+
     def _read(
         self,
         wanted: Iterable[int],
@@ -136,8 +179,11 @@ class MooncakeStore(ClosingStore):
         """
         link, unsound = self._link, dict[int, int | None]()
 
+        def size(i: int) -> int:
+            return min(header_room + views[i].nbytes, link.arena.slot_nbytes)
+
         def receive(chunk: Sequence[int]) -> list[int]:
-            with link.arena.lend([header_room + views[i].nbytes for i in chunk], give_up_s) as lent:
+            with link.arena.lend([size(i) for i in chunk], give_up_s) as lent:
                 request = wire.Get([link.name(keys[i]) for i in chunk], lent.offsets, lent.nbytes)
                 codes = link.call(link.reads, request, give_up_s, lent)
                 for i, at, code in zip(chunk, lent.offsets, codes, strict=True):
@@ -148,16 +194,19 @@ class MooncakeStore(ClosingStore):
                     elif code >= 0:
                         raw = link.arena.view[at : at + code]
                         try:
-                            found[i] = _opened(raw, header_room, keys[i], views[i])
+                            header = _header(raw, header_room)
+                            if header.payload_nbytes == views[i].nbytes:
+                                views[i][:] = raw[header.nbytes :]
+                            check_record(header, keys[i], header.fingerprint, views[i])
+                            found[i] = header
                         except RecordError:
                             unsound[i] = checksum(raw)
             return [0 if code == wire.INVALID else code for code in codes]
 
-        room = link.arena.nbytes // 2
-        fitting = [i for i in wanted if align(header_room + views[i].nbytes) <= room]
+        fitting = [i for i in wanted if views[i].nbytes <= link.arena.slot_nbytes]
         chunks: list[list[int]] = []
         for once in rounds(keys[i] for i in fitting):  # the native side answers one of two equal names in a batch
-            chunks += link.chunks([fitting[i] for i in once], lambda i: header_room + views[i].nbytes)
+            chunks += link.chunks([fitting[i] for i in once], size)
         link.each(link.reads, chunks, receive)
         return unsound
 
@@ -207,13 +256,11 @@ class MooncakeStore(ClosingStore):
                 self._idle.notify_all()
 
 
-def _opened(raw: memoryview, header_room: int, key: BlockKey, view: memoryview) -> RecordHeader:
-    """The header of a received object, whose payload is in ``view`` then; :class:`RecordError` when it is none."""
+def _header(raw: memoryview, header_room: int) -> RecordHeader:
+    """The header of a received object; :class:`RecordError` when it is not one whole record."""
     header = unpack_header(bytes(raw[:header_room]))
-    if header.nbytes + view.nbytes != raw.nbytes:
-        raise RecordError("size", header.nbytes + view.nbytes, raw.nbytes)
-    view[:] = raw[header.nbytes :]
-    check_record(header, key, header.fingerprint, view)
+    if header.nbytes + header.payload_nbytes != raw.nbytes:
+        raise RecordError("size", header.nbytes + header.payload_nbytes, raw.nbytes)
     return header
 
 

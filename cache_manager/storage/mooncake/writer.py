@@ -118,7 +118,7 @@ class Writer:
 
     def _record_nbytes_max(self, largest_nbytes: int, give_up_s: float) -> int:
         """What a record may have, as far as it matters for records of at most ``largest_nbytes``."""
-        limit = self._link.arena.nbytes // 2
+        limit = self._link.arena.slot_nbytes
         if largest_nbytes <= LARGE_NBYTES or (pool := self._pool_nbytes(give_up_s)) is None:
             return limit  # or the pool answers for itself
         return min(limit, pool)
