@@ -20,6 +20,7 @@ from cache_manager.errors import NoSpaceError, RecordError, StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, Lent
 from cache_manager.record import HEADER_NBYTES_MAX, Buffer, RecordHeader, check_record, checksum, unpack_header
+from cache_manager.spec import align
 from cache_manager.storage.batch import rounds
 from cache_manager.storage.breaker import State
 from cache_manager.storage.guard import ClosingStore, Guard
@@ -136,8 +137,9 @@ class MooncakeStore(ClosingStore):
         """
         link, once = self._link, list(dict.fromkeys(keys))
         sizes = [link.header_room + self._payload_nbytes] * len(once)
-        if len(link.chunks(sizes, int)) != 1 or not self._payload_nbytes:
-            raise NoSpaceError("Mooncake arena", sum(sizes), self.lent_nbytes_max, "borrow fewer records at once")
+        wanted_nbytes, most = sum(map(align, sizes)), self.lent_nbytes_max
+        if not 0 < wanted_nbytes <= most or len(once) > wire.KEYS_PER_CALL_MAX:
+            raise NoSpaceError("Mooncake arena", wanted_nbytes, most, "borrow fewer records at once")
         came: dict[BlockKey, Lent] = {}
         codes: list[int] = []
         with self._calling() as give_up_s, link.arena.lend(sizes, give_up_s) as lent:
@@ -157,7 +159,7 @@ class MooncakeStore(ClosingStore):
                         header = _header(raw, link.header_room)
                         came[key] = header, raw[header.nbytes :]
             except RecordError as error:
-                raise NoSpaceError("Mooncake arena", sum(sizes), 0, "read it with get_into") from error
+                raise NoSpaceError("Mooncake arena", wanted_nbytes, 0, "read it with get_into") from error
             try:
                 yield [came.get(key, Absence.MISS) for key in keys]
             finally:
