@@ -207,11 +207,8 @@ class TieredStore(ClosingStore):
                 with self._lock:
                     new |= {key for key, answer in answers.items() if answer is todo[key][0]}
                     self._hidden |= new
-            _raise(
-                [each for each in told.values() if isinstance(each, StorageError)],
-                "no tier answered: ",
-                len(self._tiers),
-            )
+            errors = [each for each in told.values() if isinstance(each, StorageError)]
+            _raise(errors, "no tier answered: ", len(self._tiers))
         finally:
             with self._lock:
                 for tier in self._tiers:
@@ -243,11 +240,12 @@ class TieredStore(ClosingStore):
         found: list[RecordHeader | Absence] = [Absence.MISS for _ in zip(keys, buffers, strict=True)]
         errors: list[StorageError] = []
         for depth, tier in enumerate(self._tiers):
-            asked = self._shown(tier, [i for i, header in enumerate(found) if isinstance(header, Absence)], keys)
+            left = [i for i, header in enumerate(found) if isinstance(header, Absence)]
             hits: dict[BlockKey, Offer] = {}
             bad: list[BlockKey] = []
             # Nobody changes a key until it is in front, too: what was replaced or deleted meanwhile is not put there.
-            with self._holding([keys[i] for i in asked] if depth else (), free=True) as held:
+            with self._holding([keys[i] for i in left] if depth else (), free=True) as held:
+                asked = self._shown(tier, left, keys)
                 get = partial(tier.backend.get_into, [keys[i] for i in asked], [buffers[i] for i in asked])
                 if isinstance(answers := tier.call("reads", len(asked), get), StorageError):
                     errors.append(answers)
