@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
@@ -19,6 +20,7 @@ from cache_manager.storage.breaker import TRANSITIONS, Breaker, Event, State
 from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.arena import SLOTS, Arena, Ranges
 from cache_manager.storage.mooncake.client import NativeClient
+from cache_manager.storage.mooncake.master import pool_usage
 from cache_manager.storage.mooncake.settings import MooncakeSettings
 from cache_manager.storage.url import StoreUrl
 
@@ -183,6 +185,14 @@ def test_a_url_sets_what_it_names() -> None:
 def test_a_url_that_cannot_be_names_the_field(url: str, field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         open_store(url)
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, 0.0])
+def test_a_question_for_which_no_time_is_left_opens_no_socket(timeout_s: float) -> None:
+    """A bug that was found: a socket refuses a negative time, and stayed open, which is an error of the run here."""
+    with pytest.raises(StorageError, match="no time is left"):
+        pool_usage(("127.0.0.1", 9), timeout_s)
+    gc.collect()
 
 
 def test_a_call_before_set_up_is_an_error_and_no_crash() -> None:

@@ -75,6 +75,8 @@ def _body(admin: tuple[str, int], path: str, timeout_s: float) -> bytes | None:
             connection.close()
 
     try:
+        if timeout_s <= 0:  # a socket refuses it, and is left open
+            raise TimeoutError("no time is left")
         return _in_time(get, timeout_s)
     except (OSError, HTTPException) as error:
         why = f"{type(error).__name__} {error}"
@@ -92,4 +94,4 @@ def _in_time(ask: Callable[[], _T], timeout_s: float) -> _T:
             answer.set_exception(OSError(str(error)) if isinstance(error, ValueError) else error)
 
     threading.Thread(target=run, name="kvroute-mooncake-ask", daemon=True).start()
-    return answer.result(max(timeout_s, 0.0))
+    return answer.result(timeout_s)
