@@ -47,9 +47,10 @@ class EmbeddedRoutes:
     """The routes of every request that ``manager`` finishes are in ``routes``, by request id, before its answer is.
 
     Takes a manager that was not started; its engine is made here. Its methods are wrapped, one by one, on the objects
-    that the engine consists of: other managers are not touched. Raises ``ConfigError`` for what is not followed: async
-    batching, CUDA graphs and compilation, because the ids are taken by a hook on the host when a pass is over; and
-    attention other than full, which has blocks of its own.
+    that the engine consists of: other managers are not touched. On a GPU rows are stored by one launch at the end of a
+    pass (``launched``; needs Triton), in CUDA graphs too; elsewhere the host takes them when the pass is over. Raises
+    ``ConfigError`` for what is not followed: async batching, whose passes overlap; compilation; CUDA graphs where
+    nothing is launched; and attention other than full, which has blocks of its own.
     """
 
     def __init__(
@@ -57,14 +58,16 @@ class EmbeddedRoutes:
         manager: ContinuousBatchingManager,
         namespace: kvroute.Namespace,
         memory: Literal["heap", "shared"] = "heap",
+        launched: bool | None = None,
     ) -> None:
         config = manager.continuous_batching_config
         compiled = config.varlen_compile_config or config.decode_compile_config
-        if config.use_async_batching or any(config.cuda_graph_booleans) or compiled:
-            wanted = "no async batching, CUDA graphs or compilation"
+        launched = manager.model.device.type == "cuda" if launched is None else launched
+        if config.use_async_batching or compiled or (any(config.cuda_graph_booleans) and not launched):
+            wanted = "no async batching or compilation, and CUDA graphs only where rows are launched"
             raise kvroute.ConfigError("continuous_batching_config", wanted, config)
-        manager.warmup()  # makes the engine, which the first start would do otherwise
-        self.engine: Any = manager.batch_processor
+        self.engine: Any = manager._create_batch_processor()
+        manager.batch_processor = self.engine
         cache, swap = self.engine.cache, self.engine.offloading_manager
         if list(cache.cache_allocators) != [KIND]:
             raise kvroute.ConfigError("attention", KIND, ", ".join(cache.cache_allocators))
@@ -78,7 +81,7 @@ class EmbeddedRoutes:
             namespace=namespace,
             memory=memory,
         )
-        self.capture = RoutingCapture(manager.model, self.spec)
+        self.capture: Any = self._launched(manager) if launched else RoutingCapture(manager.model, self.spec)
         self.routes: dict[str, kvroute.Routes] = {}
         self.passes_without_rows = 0
         _wrap(cache.pool, "get_free_blocks", self._given_out)
@@ -87,6 +90,13 @@ class EmbeddedRoutes:
         _wrap(swap, "restore_scheduled_requests", self._swapped_in)
         _wrap(self.engine, "_generation_step", self._passed)
         _wrap(self.engine.scheduler, "finish_request", self._finished)
+        manager.warmup()  # captures the graphs, with the launch in each; their tokens are padding
+
+    def _launched(self, manager: ContinuousBatchingManager) -> Any:
+        from kvroute.capture.launched import LaunchedCapture
+
+        max_tokens = self.engine.cache.max_batch_tokens  # padded batches have no more
+        return LaunchedCapture(manager.model, self.spec, self.rows.region("device"), max_tokens)
 
     def reset(self, weights_version: int) -> None:
         """The weights are others now: call it inside ``manager.pause()``, or between sessions. No row is readable.
@@ -134,15 +144,12 @@ class EmbeddedRoutes:
     def _passed(self, forward: Callable[[Any], None], model: Any) -> None:
         """A pass writes its rows when it is over. Where they could not be taken they are missing, which is counted."""
         slots = self.slots(self.engine.inputs_and_outputs)
-        self.capture.clear()
-        forward(model)
         try:
-            rows = self.capture.rows()
+            with self.capture.step(self.rows.begin_step, slots):
+                forward(model)
         except kvroute.KVRouteError as error:
             self.passes_without_rows += 1
             logger.warning("%d tokens stay without rows: %s", len(slots), error)
-        else:
-            self.rows.write_step(slots, {self.spec.name: rows})
 
     def slots(self, io: Any) -> NDArray[np.int64]:
         """Where each token of a pass is written, ``[num_q_tokens]``: block * block_tokens + offset, -1 for padding.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.step import Step
 from kvroute.capture.canary import CANARY_OF, canary_rows
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.overlap import overlapping
@@ -128,6 +130,20 @@ class RoutingCapture:
             got = "none" if positions is None else len(positions)
             raise CaptureError("positions", f"{len(ids)} positions, for a canary spec", got)
         return canary_rows(self.spec, positions)
+
+    @contextmanager
+    def step(
+        self, begin: Callable[..., Step], slots: NDArray[Any], positions: NDArray[Any] | None = None
+    ) -> Iterator[Step]:
+        """A step of ``begin``, a ``begin_step``, at ``slots [tokens]``, around one forward pass.
+
+        Leaving writes the pass's :meth:`rows` and commits; an exception, also one of ``rows``, commits nothing.
+        """
+        self.clear()
+        with begin(slots) as step:
+            yield step
+            step.write(self.spec.name, self.rows(positions))
+        self.clear()
 
     def clear(self) -> None:
         """Forget the last forward pass and let go of its tensors."""

@@ -4,7 +4,7 @@ Needs Triton. The specification is ``naive.capture_rows``, of the same signature
 """
 # Triton's language is not the Python that mypy knows.
 # mypy: ignore-errors
-# ruff: noqa: N803, N806, SIM102, SIM108  (constants of the compiled program are written and asked as such)
+# ruff: noqa: N803, N806, SIM108  (constants of the compiled program are written and asked as such)
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ def _capture(
 def _capture_all(table, slots, rows, checks, bad, maps, slots_end, SPECS: tl.constexpr, COMMON: tl.constexpr):
     """A program for each token and spec."""
     token = tl.program_id(0).to(tl.int64)
-    if COMMON[2]:
-        if tl.program_id(1) == 0:
-            if token == 0:
-                tl.store(checks + _TOKENS, tl.num_programs(0))
+    if tl.program_id(1) == 0:
+        if token == 0:
+            tl.store(checks + _TOKENS, tl.num_programs(0))
+        if COMMON[2]:
             slot = tl.load(slots + token)
             head = (rows + token * COMMON[1]).to(tl.pointer_type(tl.int64), bitcast=True)
             tl.store(head, tl.where(slot < slots_end, tl.maximum(slot, -1), -1))

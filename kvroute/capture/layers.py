@@ -171,6 +171,15 @@ class LayerCapture:
         self._kept[:] = [None] * len(self._kept)
         self._calls[:] = [0] * len(self._calls)
 
+    def expect(self) -> None:
+        """A pass begins, and nobody will see whether it launches: a graph's replay, say. See :attr:`launched`."""
+        self._checks[Check.TOKENS] = 0
+
+    @property
+    def launched(self) -> int:
+        """The tokens of the last launch that has completed since :meth:`expect`, padding too; 0: there was none."""
+        return int(self._checks[Check.TOKENS])
+
     def verdict(self, tokens: int) -> Verdict:
         """What was bad in the rows of the last completed launch, of ``tokens`` tokens.
 

@@ -30,7 +30,7 @@ def capture_rows(
     where nothing is stored.
     """
     out = rows.numpy()
-    if plan.staged and len(slots):
+    if len(slots):
         checks[Check.TOKENS] = len(slots)
     for token, slot in enumerate(slots.tolist()):
         known = 0 <= slot < slots_end

@@ -31,7 +31,7 @@ class Check(IntEnum):
     ZERO = 3  # rows of several ids that are zero throughout
     SLOT = 4  # tokens whose slot is not in the buffer
     FIRST = 5  # the smallest number of a bad row, (token * specs + spec) * LAYERS_MAX + layer
-    TOKENS = 6  # of the last launch, of a staged plan
+    TOKENS = 6  # of the last launch
 
 
 NOTHING: Final = np.iinfo(np.int32).max

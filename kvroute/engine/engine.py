@@ -31,7 +31,7 @@ from kvroute.engine.kv import KVShape
 from kvroute.engine.memory import EngineMemory
 from kvroute.engine.models import BATCH_MULTIPLE
 from kvroute.engine.paged_attention import PagedBatch
-from kvroute.engine.passes import HookedCapture, LaunchedCapture, NoCapture, PassCapture, launches
+from kvroute.engine.passes import NoCapture, capture_of
 from kvroute.engine.replay import EngineReplay
 from kvroute.engine.request import EngineConfig, FinishReason, Output, Request
 from kvroute.engine.sampling import sample
@@ -114,7 +114,8 @@ class Engine:
                 jobs=config.jobs,
             )
             closing.callback(self.aux.close)
-            self._capture = self._capturing() if routed else NoCapture()
+            tokens_max = align(config.step_tokens, BATCH_MULTIPLE)
+            self._capture = capture_of(model, self.spec, self.aux, tokens_max) if routed else NoCapture()
             closing.pop_all()  # all is well: nothing is closed here
         self.kv = self.memory.kv
         self.manager = BlockManager(self.aux, caching=config.caching)
@@ -225,12 +226,6 @@ class Engine:
         self.memory.close()
         self.replay.close()
 
-    def _capturing(self) -> PassCapture:
-        if launches(self._model, self.spec):
-            tokens_max = align(self.config.step_tokens, BATCH_MULTIPLE)
-            return LaunchedCapture(self._model, self.spec, self.aux, tokens_max)
-        return HookedCapture(self._model, self.spec)
-
     def __enter__(self) -> Self:
         return self
 
@@ -251,13 +246,13 @@ class Engine:
         slots = torch.cat([context[start:] for start, context in spans])
         slots = functional.pad(slots, (0, batch.padding), value=PADDING)
         lasts = [chunk.first + chunk.stop - chunk.start - 1 for chunk in batch.chunks]
-        with self._capture.step(self.aux, slots) as step:
+        positions = np.concatenate([*(np.arange(w.start, w.stop) for w in work), np.zeros(batch.padding, np.int64)])
+        with self._capture.step(self.aux.begin_step, slots.numpy(), positions) as step:
             if self._observer:
                 self._observer.begin([Span(w.sequence.owner, w.sequence.tokens[: w.stop], w.start) for w in work])
             logits = self._forward(functional.pad(tokens, (0, batch.padding)), batch, lasts)
             if self._observer:
                 self._observer.end()
-            self._capture.write(step, slots, batch.positions)
             step.write("weights_version", np.full(len(slots), self.aux.namespace.weights_version, dtype=np.uint32))
         self.computed_tokens += len(tokens)
         for item, row in zip(work, logits, strict=True):
@@ -274,7 +269,6 @@ class Engine:
 
     def _forward(self, tokens: torch.Tensor, batch: PagedBatch, lasts: list[int]) -> NDArray[Any]:
         """Logits ``[chunks, vocabulary]`` at the last token of each chunk."""
-        self._capture.clear()
         with torch.inference_mode():
             output = self._model(
                 input_ids=tokens[None].to(batch.positions.device),

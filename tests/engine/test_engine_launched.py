@@ -7,9 +7,9 @@ import pytest
 from torch import nn
 
 from cache_manager.keys import Namespace
-from kvroute.engine import engine as engines
+from kvroute.capture.launched import LaunchedCapture
+from kvroute.engine import passes
 from kvroute.engine.engine import Engine
-from kvroute.engine.passes import LaunchedCapture
 from kvroute.engine.request import EngineConfig, Request
 
 REQUESTS = [Request(f"r{i}", tuple(range(3 + i, 30 + 2 * i)), 6, n=1 + i % 2) for i in range(3)]
@@ -19,7 +19,7 @@ def run(model: nn.Module, *, launched: bool) -> dict[tuple[str, int], tuple[tupl
     """Tokens and rows of every sample, on blocks so few that sequences swap."""
     config = EngineConfig(device_blocks=9, host_blocks=9, memory="shared")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "launches", lambda *_: launched)
+        patch.setattr(passes, "launches", lambda *_: launched)
         with Engine(model, config, Namespace("tests", weights_version=1)) as engine:
             assert isinstance(engine._capture, LaunchedCapture) == launched
             for request in REQUESTS:
@@ -46,7 +46,7 @@ def test_a_pass_that_fails_leaves_no_rows(qwen: nn.Module) -> None:
         fail.append(False)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "launches", lambda *_: True)
+        patch.setattr(passes, "launches", lambda *_: True)
         with Engine(qwen, EngineConfig(device_blocks=9), Namespace("tests", weights_version=1)) as engine:
             hook = routers[1].register_forward_pre_hook(once)
             try:

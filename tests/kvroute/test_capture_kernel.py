@@ -109,7 +109,7 @@ def test_rows_of_every_dtype(dtype: str) -> None:
     else:
         values = torch.randint(0, min(np.iinfo(dtype).max, (1 << 31) - 1), (3, 6, 5), dtype=torch.int64)
     world.capture([list(values.unbind(0))], torch.tensor([7, -1, 0, 5, 3, 2]))
-    assert world.checks[1].tolist() == check_words().tolist()
+    assert world.checks[1].tolist()[: Check.TOKENS] == check_words().tolist()[: Check.TOKENS]
 
 
 def test_several_specs_in_one_launch() -> None:

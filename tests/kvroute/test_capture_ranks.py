@@ -6,19 +6,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 RANK = Path(__file__).parents[1] / "support" / "capture_rank.py"
 
 
-def test_two_ranks_capture_their_shards_of_the_tokens(tmp_path: Path) -> None:
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=TWO_GPUS)])
+def test_two_ranks_capture_their_shards_of_the_tokens(tmp_path: Path, backend: str) -> None:
     """Goal: token shards (data-parallel attention, sequence-parallel MoE) are put together without copying a row.
 
-    Method: two processes, gloo over loopback, one SharedMemory region; each writes its tokens' rows at their slots;
-    the owner commits with every rank's verdict, and compares with the ids of all tokens. A bad row of the other rank
-    is missing.
+    Method: two processes, gloo over loopback or NCCL on a GPU each, one SharedMemory region; each writes its tokens'
+    rows at their slots; the owner commits with every rank's verdict, and compares with the ids of all tokens. A bad row
+    of the other rank is missing.
     """
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(RANK), str(rank), str(tmp_path)],
+            [sys.executable, str(RANK), backend, str(rank), str(tmp_path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,6 +1,7 @@
-"""One of two ranks that route half of a step's tokens each: ``python capture_rank.py RANK DIRECTORY``.
+"""One of two ranks that route half of a step's tokens each: ``python capture_rank.py BACKEND RANK DIRECTORY``.
 
-Both draw the same ids for all tokens, so that each knows what the step's rows are. Rank 0 owns the blocks.
+Both draw the same ids for all tokens, so that each knows what the step's rows are. Rank 0 owns the blocks. With nccl
+each rank has a GPU, with gloo the launch is interpreted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "1"
+if sys.argv[1] == "gloo":
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
@@ -27,10 +29,14 @@ TOKENS = (5, 3)  # of each rank
 BAD = 6  # of step 2: a token of rank 1
 
 
-def main(rank: int, directory: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def main(backend: str, rank: int, directory: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{directory / 'ranks'}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{directory / 'ranks'}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     spec = kvroute.routing_spec(EXPERTS, TOP_K, range(LAYERS), LAYERS, BLOCK_TOKENS)
     namespace = kvroute.Namespace("m", weights_version=1)
@@ -45,7 +51,7 @@ def main(rank: int, directory: Path) -> None:
     first = sum(TOKENS[:rank])
     mine = slice(first, first + TOKENS[rank])
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
-    with LayerCapture(region, max(TOKENS), "cpu") as capture:
+    with LayerCapture(region, max(TOKENS), device) as capture:
         for number in range(STEPS):
             slots = rng.permutation(8 * BLOCK_TOKENS)[: sum(TOKENS)]
             ids = torch.rand(LAYERS, sum(TOKENS), EXPERTS, generator=generator).argsort(-1)[..., :TOP_K].to(torch.int32)
@@ -54,8 +60,10 @@ def main(rank: int, directory: Path) -> None:
             step = owner.begin_step(slots, in_place=True) if owner is not None else None
             distributed.barrier()  # in an engine the collectives of the forward pass are between these
             for layer in range(LAYERS):
-                capture.hook(layer)(ids[layer, mine])
-            capture.commit(torch.from_numpy(slots[mine]))
+                capture.hook(layer)(ids[layer, mine].to(device))
+            capture.commit(torch.from_numpy(slots[mine]).to(device))
+            if backend == "nccl":
+                torch.cuda.synchronize()
             keep = keep_of_all(capture.verdict(TOKENS[rank]), TOKENS[rank], max(TOKENS))
             sound = np.ones(sum(TOKENS), np.bool_)
             sound[BAD] = number not in (2, 3)  # a verdict tells a bad row again at the next launch
@@ -79,4 +87,4 @@ def main(rank: int, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,320 @@
+"""Tokens a second of engines at a realistic width, with rows captured and without, in turns; every row judged first.
+
+    PYTHONPATH=. python -m bench.gpu_tokens [--layers N] [--sequences N] [--new N] [--rounds N] [--out DIR]
+
+transformers' continuous batching (5.23) on a Qwen3-MoE of the width of Qwen3-30B-A3B, as many layers as asked, seeded
+weights, CUDA graphs for decode; and the project's small engine on the same weights. The judge's own copies of what each
+router answered, taken in the same graphs, say which row each token must have. Needs a CUDA GPU, torch and Triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+import kvroute
+from bench.table import Table, machine
+from kvroute.capture.capture import find_routers
+from kvroute.config import RoutingReplayConfig
+from kvroute.engine.engine import Engine
+from kvroute.engine.paged_attention import ATTENTION
+from kvroute.engine.request import EngineConfig, Request
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "transformers_continuous_batching.py"
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is generated: ``sequences`` at once, of ``prompt`` random tokens and ``new`` generated ones."""
+
+    sequences: int
+    prompt: int
+    new: int
+    batch_tokens: int
+
+    def prompts(self, vocabulary: int, seed: int) -> list[list[int]]:
+        return np.random.default_rng(seed).integers(10, vocabulary, (self.sequences, self.prompt)).tolist()
+
+
+@dataclass
+class Speed:
+    """Of one turn."""
+
+    tokens_s: float
+    step_ms: float  # median of the passes that only decode
+
+
+@dataclass
+class Found:
+    engine: str
+    off: list[Speed] = field(default_factory=list)
+    on: list[Speed] = field(default_factory=list)
+    judged: int = 0
+    wrong: int = 0
+    missing: int = 0
+
+    def ratio(self, of: str) -> float:
+        """How many of ``off`` there are in ``on``, the median of the turns."""
+        return statistics.median(getattr(a, of) / getattr(b, of) for a, b in zip(self.on, self.off, strict=True))
+
+
+def wide_moe(layers: int, device: str, *, width: int = 2048) -> Any:
+    """The shape of Qwen3-30B-A3B: 128 experts, 8 a token; seeded weights."""
+    config = Qwen3MoeConfig(
+        vocab_size=32_000,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        moe_intermediate_size=3 * width // 8,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=max(1, width // 512),
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        max_position_embeddings=8192,
+    )
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return Qwen3MoeForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Judge:
+    """What each router answered for the token at each slot, by copies of its own beside the launch, in graphs too.
+
+    Made before the manager captures its graphs; ``follow`` comes before it starts.
+    """
+
+    def __init__(self, model: Any, max_tokens: int) -> None:
+        self.judged = self.wrong = self.missing = 0
+        self._embedded: Any = None
+        routers = find_routers(model)
+        device = next(model.parameters()).device
+        self._wide = torch.zeros(max_tokens, len(routers), 8, dtype=torch.int32, device=device)
+        self._seen: dict[int, NDArray[np.int32]] = {}  # by slot
+        self._hooks = [router.register_forward_hook(self._copy(i)) for i, router in enumerate(routers.values())]
+
+    def follow(self, embedded: Any) -> None:
+        """Each pass, and each end of a request."""
+        self._embedded, engine = embedded, embedded.engine
+        self._around(engine, "_generation_step", self._passed)
+        self._around(engine.scheduler, "finish_request", self._finished)
+
+    def _around(self, part: Any, method: str, around: Callable[..., Any]) -> None:
+        inner = getattr(part, method)
+        setattr(part, method, lambda *given: around(inner, *given))
+
+    def _copy(self, layer: int) -> Callable[..., None]:
+        def copy(_router: Any, _given: Any, answer: Any) -> None:
+            self._wide[: len(answer[2]), layer] = answer[2]
+
+        return copy
+
+    def _passed(self, forward: Callable[..., None], *given: Any) -> None:
+        slots = self._embedded.slots(self._embedded.engine.inputs_and_outputs)
+        forward(*given)
+        answered = self._wide[: len(slots)].to("cpu", copy=True).numpy()
+        self._seen.update((slot, row) for slot, row in zip(slots.tolist(), answered, strict=True) if slot >= 0)
+
+    def _finished(self, finish: Callable[[str], None], request: str) -> None:
+        embedded = self._embedded
+        table = list(embedded.allocator.block_table.get(request, ()))
+        finish(request)
+        routes = embedded.routes.pop(request)
+        for position, (ids, valid) in enumerate(zip(routes.ids, routes.valid, strict=True)):
+            wanted = self._seen[table[position // PAGE] * PAGE + position % PAGE]
+            self.judged += 1
+            self.missing += not valid
+            self.wrong += bool(valid) and not np.array_equal(ids, wanted)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def load_example() -> Any:
+    spec = importlib.util.spec_from_file_location("transformers_continuous_batching", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def batching(model: Any, load: Load, *, on: bool, judge: Judge | None = None) -> Iterator[Any]:
+    """A manager of continuous batching, with rows embedded if ``on``; its graphs are captured."""
+    manager = model.init_continuous_batching(
+        GenerationConfig(max_new_tokens=load.new, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        ContinuousBatchingConfig(
+            page_size=PAGE,
+            num_blocks=2 * load.sequences * -(-(load.prompt + load.new) // PAGE),
+            max_batch_tokens=load.batch_tokens,
+            max_requests_per_batch=load.sequences,
+            use_cuda_graph=(False, model.device.type == "cuda"),
+            use_async_batching=False,
+        ),
+    )
+    with ExitStack() as closing:
+        closing.callback(manager.destroy)
+        if on:
+            namespace = kvroute.Namespace("bench", weights_version=0)
+            embedded = load_example().EmbeddedRoutes(manager, namespace, memory="shared", launched=True)
+            closing.callback(embedded.close)
+            if judge is not None:
+                judge.follow(embedded)
+        else:
+            manager.warmup()
+        closing.callback(manager.stop)
+        manager.start()
+        yield manager
+
+
+def generate(manager: Any, load: Load, seed: int) -> Speed:
+    """All of the load at once, to its end; passes are timed on the host, which waits for each."""
+    engine, passes = manager.batch_processor, list[float]()
+    forward = engine._generation_step
+
+    def timed(model: Any) -> None:
+        start = time.perf_counter()
+        forward(model)
+        if engine.inputs_and_outputs.num_request_in_batch == load.sequences:
+            passes.append(1000 * (time.perf_counter() - start))
+
+    engine._generation_step = timed
+    start = time.perf_counter()
+    waiting = set(manager.add_requests(load.prompts(manager.model.config.vocab_size, seed)))
+    while waiting:
+        answer = manager.get_result(timeout=120)
+        assert answer is not None, "the engine answers"
+        assert answer.error is None, answer.error
+        waiting.discard(answer.request_id)
+    seconds = time.perf_counter() - start
+    engine._generation_step = forward
+    return Speed(load.sequences * load.new / seconds, statistics.median(passes[len(passes) // 4 :]))
+
+
+def in_batches(model: Any, load: Load, rounds: int) -> Found:
+    """Continuous batching: judged once, then timed in turns, each with graphs of its own."""
+    found = Found("transformers' continuous batching")
+    judge = Judge(model, load.batch_tokens)
+    with batching(model, load, on=True, judge=judge) as manager:
+        generate(manager, load, seed=0)
+    judge.close()
+    found.judged, found.wrong, found.missing = judge.judged, judge.wrong, judge.missing
+    for number in range(rounds):
+        for on in (False, True) if number % 2 else (True, False):
+            with batching(model, load, on=on) as manager:
+                generate(manager, load, seed=2 * number + 1)  # what is compiled on first use
+                (found.on if on else found.off).append(generate(manager, load, seed=2 * number + 2))
+    return found
+
+
+def in_the_small_engine(model: Any, load: Load, rounds: int) -> Found:
+    """The project's own engine, whose passes are eager; its rows are judged by ``kvroute demo --device cuda``."""
+    before, model.config._attn_implementation = model.config._attn_implementation, ATTENTION
+    found = Found("the small engine")
+    size = -(-(load.prompt + load.new) // PAGE)
+    config = EngineConfig(
+        block_tokens=PAGE,
+        device_blocks=load.sequences * (size + 1),
+        step_tokens=load.batch_tokens,
+        sequences_max=load.sequences,
+        caching=False,
+        memory="shared",
+    )
+    for number in range(rounds):
+        for on in (False, True) if number % 2 else (True, False):
+            replay = None if on else RoutingReplayConfig()
+            with Engine(model, config, kvroute.Namespace("bench", weights_version=0), replay=replay) as engine:
+                for i, prompt in enumerate(load.prompts(model.config.vocab_size, number)):
+                    engine.add(Request(f"r{i}", tuple(prompt), load.new))
+                passes, start = list[float](), time.perf_counter()
+                for outputs in iter(engine.step, None):
+                    passes.append(1000 * (time.perf_counter() - start - sum(passes) / 1000))
+                    if on:
+                        found.judged += sum(len(each.routes.valid) for each in outputs)
+                        found.missing += sum(int((~each.routes.valid).sum()) for each in outputs)
+                    if not len(engine.scheduler):
+                        break
+                seconds = time.perf_counter() - start
+            speed = Speed(load.sequences * load.new / seconds, statistics.median(passes))
+            (found.on if on else found.off).append(speed)
+    model.config._attn_implementation = before
+    return found
+
+
+def table_of(found: list[Found]) -> Table:
+    columns = (
+        "engine",
+        "tokens/s off",
+        "on",
+        "on / off",
+        "decode pass off, ms",
+        "on",
+        "off / on",
+        "rows",
+        "wrong",
+        "missing",
+    )
+    table = Table("tokens a second with capture off and on, medians of turns", columns)
+    for f in found:
+        cells = []
+        for of, form in (("tokens_s", "{:.0f}"), ("step_ms", "{:.2f}")):
+            cells += [form.format(statistics.median(getattr(s, of) for s in turns)) for turns in (f.off, f.on)]
+            cells.append(f"{f.ratio(of) if of == 'tokens_s' else 1 / f.ratio(of):.3f}")
+        table.row(f.engine, *cells, str(f.judged), str(f.wrong), str(f.missing))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="tokens a second with capture off and on")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda", help="cpu: TRITON_INTERPRET=1, for tests")
+    parser.add_argument("--out", type=Path, default=Path("bench-output"))
+    chosen = parser.parse_args()
+    on = torch.cuda.get_device_name() if chosen.device == "cuda" else machine()
+    model = wide_moe(chosen.layers, chosen.device, width=chosen.width)
+    billions = sum(p.numel() for p in model.parameters()) / 1e9
+    about = f"{on}, torch {torch.__version__}; Qwen3-MoE, {chosen.layers} layers, {billions:.1f} B weights, bfloat16"
+    print(about, flush=True)
+    load = Load(chosen.sequences, chosen.prompt, chosen.new, chosen.batch_tokens)
+    found = [in_batches(model, load, chosen.rounds)]
+    print(f"continuous batching: {found[0].judged} rows judged, {found[0].wrong} wrong", flush=True)
+    few = Load(min(32, load.sequences), load.prompt, min(32, load.new), load.batch_tokens)
+    found.append(in_the_small_engine(model, few, chosen.rounds))
+    table_of(found).print()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"about": about, "load": asdict(load), "found": [asdict(f) for f in found]}, indent=1)
+    (chosen.out / "gpu-tokens.json").write_text(text + "\n")
+    assert all(f.judged and not f.wrong for f in found), "wrong rows"
+
+
+if __name__ == "__main__":
+    main()

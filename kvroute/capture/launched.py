@@ -1,0 +1,110 @@
+"""Captures the passes of a transformers model by one launch at the end of each, in CUDA graphs too. Needs Triton."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from cache_manager.ports import Region
+from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.step import Step
+from kvroute.capture.capture import find_routers
+from kvroute.capture.errors import CaptureError
+from kvroute.capture.layers import LayerCapture
+
+logger = logging.getLogger(__name__)
+
+
+class LaunchedCapture:
+    """Stores the rows of each forward pass of ``model`` in ``region``, of at most ``max_tokens`` tokens.
+
+    Hooks on the routers keep references; a hook on the model launches when the forward is over, at slots that lie in
+    one tensor on the device. A CUDA graph of the forward holds that launch, so each replay stores rows, at the slots
+    of its own :meth:`step`. A bad row is missing and counted in ``bad_rows``; the first of a pass is logged by name.
+    Close it before the region. The arguments are those of :class:`LayerCapture`.
+    """
+
+    def __init__(
+        self, model: nn.Module, spec: AuxBlockDataSpec, region: Region, max_tokens: int, *, staged: bool | None = None
+    ) -> None:
+        self.bad_rows = 0
+        self._name = spec.name
+        self._device = next(model.parameters()).device
+        self._layers = LayerCapture(region, max_tokens, self._device, names=[spec.name], staged=staged)
+        self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=self._device)
+        self._sent = torch.full((max_tokens,), -1, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._failed: Exception | None = None
+        self._hooks = [
+            router.register_forward_hook(self._layers.hook(layer)) for layer, router in find_routers(model).items()
+        ]
+        self._hooks.append(model.register_forward_hook(self._launch, with_kwargs=True))
+
+    @contextmanager
+    def step(
+        self, begin: Callable[..., Step], slots: NDArray[np.int64], _positions: NDArray[np.int64] | None = None
+    ) -> Iterator[Step]:
+        """A step of ``begin``, a ``begin_step``, at ``slots [tokens]`` (negative: padding), around one forward pass.
+
+        A pass may have more tokens than ``slots``: they are padding. Leaving waits for the device and commits; an
+        exception commits nothing. Raises :class:`CaptureError`, and commits nothing, for a pass that was not captured.
+        """
+        step = begin(slots, in_place=True)
+        try:
+            self._begin(slots)
+            yield step
+            self._wait()
+            if self._failed is not None:
+                raise self._failed
+            if self._layers.launched < len(slots):  # a graph of before the hooks, say
+                wanted = f"a launch of {len(slots)} tokens or more at the end of the pass"
+                raise CaptureError("pass", wanted, self._layers.launched or "none")
+            verdict = self._layers.verdict(len(slots))
+        except BaseException:
+            self._wait()  # a device that still writes must not meet the blocks' next life
+            step.abort()
+            raise
+        if verdict.keep is not None:
+            self.bad_rows += int(np.count_nonzero(~verdict.keep))
+            logger.warning("rows are missing: %s", verdict.first)
+        step.wrote(self._name)
+        step.commit(None if verdict.keep is None else {self._name: verdict.keep})
+
+    def close(self) -> None:
+        """Take the hooks off the model and let go of the region; again is harmless."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._layers.close()
+
+    def _begin(self, slots: NDArray[np.int64]) -> None:
+        if len(slots) > len(self._sent):
+            raise CaptureError("slots", f"at most {len(self._sent)} tokens", len(slots))
+        self._failed = None
+        self._layers.clear()
+        self._layers.ready()
+        self._layers.expect()
+        self._sent.numpy()[: len(slots)] = slots
+        self._sent[len(slots) :] = -1
+        self._slots.copy_(self._sent)  # there when this returns, whatever stream the pass runs on
+
+    def _launch(self, _model: nn.Module, given: tuple[Any, ...], named: dict[str, Any], _output: Any) -> None:
+        """The forward is over. What fails here must not fail the pass: its rows are missing then."""
+        tokens = named["input_ids"] if "input_ids" in named else given[0]
+        try:
+            self._layers.commit(self._slots[: tokens.numel()])
+        except CaptureError as error:
+            self._failed = error
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+__all__ = ["LaunchedCapture"]
