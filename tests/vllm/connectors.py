@@ -31,6 +31,23 @@ class FailingConnector(ExampleConnector):
         return failed
 
 
+class ResumingConnector(ExampleConnector):
+    """Loads for a request that was preempted by its prompt, the name under which KV was stored.
+
+    vLLM's own looks for a file by the name of prompt and answer, which nobody has written, and the engine dies.
+    """
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        cached, resumed = scheduler_output.scheduled_cached_reqs, []
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if name in cached.resumed_req_ids and name in self._requests_need_load:
+                resumed.append((list(self._requests_need_load.pop(name).prompt_token_ids), blocks[0]))
+        meta = super().build_connector_meta(scheduler_output)
+        for tokens, blocks in resumed:
+            meta.add_request(tokens, blocks, self._block_size, is_store=False, mm_hashes=[])
+        return meta
+
+
 class LateConnector(ExampleConnector):
     """Loads beside the steps of other requests: it is there two steps after it was asked for."""
 
