@@ -52,6 +52,23 @@ def test_kv_that_comes_back_brings_its_rows(engine: Start, model: Model, tmp_pat
     second.assert_right(again)
 
 
+def test_offloaded_kv_brings_its_rows(engine: Start, model: Model) -> None:
+    """Goal: vLLM's own offloading moves the layer like any, long after the pool was full of others. Method: twelve
+    prompts of four whole blocks through a pool of 15, the KV in host memory; then each again.
+    """
+    extra = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
+    small = {"num_gpu_blocks_override": 16, "max_model_len": 256}
+    made = engine(model("qwen3_moe"), "KvrouteOffloadingConnector", {"carrier": "layer"}, extra, **small)
+    asked = prompts(44, *[150] * 12)
+    for prompt in asked:
+        made.assert_right(made.ask([prompt], max_tokens=4))
+    found = [made.ask([prompt], max_tokens=4)[0] for prompt in asked]
+    assert [output.num_cached_tokens for output in found] == [128] * 12
+    made.assert_right(found)
+    assert not any(unseen(output) for output in found)
+    assert made.kept.missing.total() == 0
+
+
 def test_latent_attention(engine: Start, model: Model, tmp_path: Path) -> None:
     """Goal: the layer stands beside MLA's. Method: as above for DeepSeek-V3, whose bfloat16 flips some choices beside
     the reference: what was loaded has to be what the first engine computed, the last layer's choices too.

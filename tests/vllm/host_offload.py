@@ -1,0 +1,68 @@
+"""Where vLLM's ``OffloadingConnector`` puts KV in the tests: host memory beside the KV of a CPU.
+
+The connector, its scheduler, its manager and their order of transfers are vLLM's own. Only the copy is not: vLLM copies
+with streams of CUDA or XPU and refuses other devices, but takes a spec from outside (``spec_module_path``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+
+class HostSpec(CPUOffloadingSpec):
+    """vLLM's offloading to host memory, with another copy."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        assert self.blocks_per_chunk == 1
+        return HostWorker(kv_caches, self.num_chunks)
+
+
+@dataclass
+class Transfer:
+    store: bool
+    blocks: Any
+    chunks: Any
+    asked: int = 0  # how often it was asked for
+
+
+class HostWorker(OffloadingWorker):
+    """Copies a step after it was told to, as a stream may; or when it is waited for."""
+
+    def __init__(self, kv_caches: CanonicalKVCaches, chunks: int) -> None:
+        self._device = [each.tensor for each in kv_caches.tensors]
+        self._host = [torch.zeros(chunks, each.shape[1], dtype=torch.int8) for each in self._device]
+        self._under_way: dict[int, Transfer] = {}
+        self._done: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self._under_way[job_id] = Transfer(True, src_spec.block_ids, dst_spec.block_ids)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self._under_way[job_id] = Transfer(False, dst_spec.block_ids, src_spec.block_ids)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        for transfer in self._under_way.values():
+            transfer.asked += 1
+        self.wait({job_id for job_id, transfer in self._under_way.items() if transfer.asked > 1})
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        for job_id in sorted(job_ids & set(self._under_way)):
+            transfer = self._under_way.pop(job_id)
+            blocks, chunks = (torch.as_tensor(ids, dtype=torch.int64) for ids in (transfer.blocks, transfer.chunks))
+            nbytes = 0
+            for device, host in zip(self._device, self._host, strict=True):
+                if transfer.store:
+                    host[chunks] = device[blocks]
+                else:
+                    device[blocks] = host[chunks]
+                nbytes += len(blocks) * host.shape[1]
+            self._done.append(TransferResult(job_id, success=True, transfer_size=nbytes, transfer_time=1e-3))
