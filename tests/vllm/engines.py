@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import models
 import numpy as np
+import torch
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -120,6 +122,24 @@ def judge(home: Path, output: Any, found: kvroute.Routes, index: int = 0) -> Ver
     right, wrong = int((same & found.valid).sum()), int((~same & found.valid).sum())
     assert found.start == 0
     return Verdict(due, right, due - right - wrong, wrong)
+
+
+@contextmanager
+def noise(engine: Engine, layer: int, size: float, seed: int) -> Iterator[None]:
+    """What the experts' layer ``layer`` is given is moved by normal noise of ``size`` times its own size."""
+    random = torch.Generator().manual_seed(seed)
+
+    def disturb(_module: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden = given[0]
+        moved = torch.randn(hidden.shape, generator=random, dtype=hidden.dtype) * hidden.std() * size
+        return (hidden + moved, *given[1:])
+
+    executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
+    hook = executor.driver_worker.get_model().model.layers[layer].mlp.register_forward_pre_hook(disturb)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def prompts(seed: int, *lengths: int, shared: int = 0) -> list[list[int]]:

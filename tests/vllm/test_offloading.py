@@ -8,6 +8,8 @@ from typing import Any
 
 from engines import BLOCK, Engine, prompts
 
+from kvroute.integrations.vllm import unseen
+
 Start = Any  # conftest's Engines
 Model = Callable[..., Path]
 POOL = 16
@@ -57,3 +59,18 @@ def test_rows_far_beyond_the_pool(engine: Start, model: Model, tmp_path: Path) -
     assert made.metric("external_prefix_cache_hits") >= 12 * 4 * BLOCK - POOL * BLOCK
     assert made.kept.missing.total() == 0
     made.kept.blocks.assert_consistent()
+
+
+def test_ranks_that_divide_the_heads(engine: Start, model: Model, tmp_path: Path) -> None:
+    """Goal: tensor parallelism with KV that leaves the pool and comes back. Method: two ranks in processes of their
+    own, each with one of two heads and a host memory of its own; what comes back goes by the first rank's heads.
+    """
+    settings = {"store": f"file://{tmp_path}", "witness": "flagged"}
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    made, asked = start(engine, model("olmoe"), settings, **ranks), prompts(72, *[150] * 6)
+    for prompt in asked:
+        made.assert_right(made.ask([prompt], max_tokens=4))
+    outputs = [made.ask([prompt], max_tokens=4)[0] for prompt in asked]
+    made.assert_right(outputs)
+    assert [output.num_cached_tokens for output in outputs] == [4 * BLOCK] * 6
+    assert [unseen(output) for output in outputs[:2]] == [((0, 4 * BLOCK),)] * 2, "from the host"

@@ -1,0 +1,233 @@
+"""A prefill engine here and a decode engine in a process of its own, whose KV goes over as vLLM's connectors bring it.
+
+The prefill engine computes under noise, so that its choices are not those of any other computation: rows that the
+decode engine hands out for the prompt can only be right if they are those of the very KV that it was given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import BLOCK, MODULE, Engine, models, noise, prompts
+from numpy.typing import NDArray
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+import kvroute
+from bench.turns import Peer
+from bench.vllm_peers import plugin
+from kvroute.integrations.vllm import routes
+from kvroute.integrations.vllm.models import register
+
+Start = Any  # conftest's Engines
+Model = Callable[..., Path]
+START_S = 30
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": BLOCK,
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 64,
+    "disable_log_stats": False,
+    "skip_tokenizer_init": True,
+}
+NIXL = {"kv_buffer_device": "cpu", "kv_load_failure_policy": "fail"}
+GIVE: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+ASKED = prompts(80, 10, 33, 1, shared=150)  # two of them end inside a block
+LEFT_OPEN: list[Any] = []
+"""Servers of Mooncake's lookups, which vLLM does not close: the context of one that is collected waits for ever."""
+WHOLE = [len(prompt) // BLOCK * BLOCK for prompt in ASKED]
+STEPS = 20
+
+
+@pytest.fixture(autouse=True)
+def plugins() -> None:
+    """What vLLM's plugin loader does in each of its processes."""
+    register()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def transfer(connector: str, settings: dict[str, Any], extra: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": connector,
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {**extra, "kvroute": {"strict": True, **settings}},
+        **more,
+    }
+
+
+@contextmanager
+def decoder(home: Path, logs: Path, given: dict[str, Any], **variables: str) -> Iterator[Peer]:
+    """An engine in a process of its own, until it is left."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "HF_", "MC_", "MOONCAKE_"))},
+        "PYTHONPATH": f"{plugin(logs / 'plugin')}:{os.environ.get('PYTHONPATH', '')}",
+        **variables,
+    }
+    arguments = json.dumps({"model": str(home), **ENGINE, "kv_transfer_config": given})
+    peer = Peer(Path(sys.executable), "bench.peers.vllm_engine", logs / "decode.log", environment, arguments)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def asked(peer: Peer, extra: Sequence[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """The decode engine's answers to the prompts, one after the other."""
+    found = []
+    for i, prompt in enumerate(ASKED):
+        more = {"extra": [extra[i]]} if extra else {}
+        found += peer.ask({"prompts": [prompt], "tokens": STEPS, **more})["answers"]
+    return found
+
+
+def by_source(peer: Peer) -> dict[str, int]:
+    """Tokens of prompts, by where the decode engine had their KV from, as it counts them."""
+    found = peer.ask({"metric": "vllm:prompt_tokens_by_source", "by": "source"})
+    return {name: int(tokens) for name, tokens in found.items()}
+
+
+def clean(home: Path, prompt: list[int], answer: dict[str, Any]) -> NDArray[np.int64]:
+    """What transformers chooses for these tokens, without any noise."""
+    return models.routing(home, [*prompt, *answer["tokens"]])[:-1]
+
+
+def ids(found: kvroute.Routes) -> NDArray[np.int64]:
+    return np.sort(found.ids.astype(np.int64), axis=-1)
+
+
+@pytest.fixture
+def prefill(engine: Start, model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    def made(given: dict[str, Any]) -> Engine:
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
+        given = dict(given)
+        extra = dict(given.pop("kv_connector_extra_config"))
+        name, settings = given.pop("kv_connector"), extra.pop("kvroute")
+        for known in ("kv_connector_module_path", "kv_role"):
+            given.pop(known)
+        found: Engine = engine(model("qwen3_moe"), name, settings, extra, transfer=given)
+        return found
+
+    return made
+
+
+@pytest.mark.parametrize("carrier", ["layer", "connector"])
+def test_nixl_over_ucx(prefill: Any, model: Model, tmp_path: Path, carrier: str) -> None:
+    """Goal: the decode engine computes nothing of a prompt and every row of it is there, those of the KV it was given.
+    (The last token it does compute, as vLLM always does, for its logits.) Method: KV over UCX, partial blocks too; rows
+    in the KV, or by one store for whole blocks and from the prefill engine's answer for the rest. They are the prefill
+    engine's, under noise, and not transformers'.
+    """
+    pytest.importorskip("nixl")
+    home, shared = model("qwen3_moe"), f"file://{tmp_path / 'rows'}"
+    settings = {"carrier": "layer"} if carrier == "layer" else {"store": shared, "witness": "flagged"}
+    first = prefill(transfer("KvrouteNixlConnector", settings, {}, **NIXL))
+    with noise(first, layer=0, size=0.3, seed=4):
+        given = [first.ask([prompt], max_tokens=1, extra_args={"kv_transfer_params": GIVE})[0] for prompt in ASKED]
+    before = [routes(output) for output in given]
+    assert all(found.complete and len(found) == len(p) for found, p in zip(before, ASKED, strict=True))
+    first.kept.blocks.wait(10)
+    if carrier == "connector":
+        settings |= {"store": shared + "?mode=read"}
+    there = transfer("KvrouteNixlConnector", settings, {}, **NIXL)
+    with decoder(home, tmp_path, there, VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port())) as second:
+        params = [{"kv_transfer_params": output.kv_transfer_params} for output in given]
+        answers = asked(second, params)
+        assert by_source(second)["local_compute"] == 0
+        assert by_source(second)["external_kv_transfer"] > 0
+    changed = 0
+    for prompt, whole, own, answer in zip(ASKED, WHOLE, before, answers, strict=True):
+        rows, loaded = kvroute.Routes.from_json(answer["rows"]["routes"]), slice(len(prompt) - 1)
+        if carrier == "connector":
+            assert rows.missing == (((whole, loaded.stop),) if whole < loaded.stop else ())
+            rows = own.slice(0, loaded.stop).merge(rows)
+        assert rows.complete
+        assert len(rows) == len(prompt) + STEPS - 1
+        assert (ids(rows)[loaded] == ids(own)[loaded]).all(), "of the KV that it used"
+        changed += int((ids(rows) != clean(home, prompt, answer))[loaded].any((1, 2)).sum())
+    assert changed > 20, "another computation has other rows"
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a Mooncake master; engines lend the memory."""
+    mooncake = pytest.importorskip("mooncake")
+    rpc, admin = free_port(), free_port()
+    command = [str(Path(mooncake.__file__).with_name("mooncake_master")), "--rpc_address=127.0.0.1"]
+    command += [f"--rpc_port={rpc}", "--metrics_host=127.0.0.1", f"--metrics_port={admin}", "--rpc_thread_num=2"]
+    log = (tmp_path_factory.mktemp("mooncake") / "master.log").open("wb")
+    with ExitStack() as stack:
+        stack.enter_context(log)
+        master = subprocess.Popen(command, stdout=log, stderr=log)
+        stack.callback(master.wait)
+        stack.callback(master.kill)
+        give_up_s = time.monotonic() + START_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", rpc), 1).close()
+            except OSError:
+                assert master.poll() is None, "the master ended"
+                assert time.monotonic() < give_up_s, "the master did not start"
+                time.sleep(0.1)
+            else:
+                break
+        yield f"127.0.0.1:{rpc}"
+
+
+def test_mooncake_has_kv_and_rows(
+    prefill: Any, model: Model, pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: one pool for KV and rows. Method: vLLM's MooncakeStoreConnector brings whole blocks to the decode engine,
+    kvroute's store their rows, through one master; they are the prefill engine's, under noise, and not transformers'.
+    """
+    config = {"metadata_server": "P2PHANDSHAKE", "master_server_address": pool, "protocol": "tcp"}
+    sizes = {"device_name": "", "global_segment_size": 64 << 20, "local_buffer_size": 16 << 20}
+    (tmp_path / "mooncake.json").write_text(json.dumps(config | sizes))
+    for name, value in {"MOONCAKE_CONFIG_PATH": str(tmp_path / "mooncake.json"), "VLLM_HOST_IP": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    home, settings = model("qwen3_moe"), {"store": f"mooncake://{pool}/rows?host=127.0.0.1", "witness": "flagged"}
+    given = [transfer("KvrouteMooncakeStoreConnector", settings, {"lookup_rpc_port": free_port()}) for _ in range(2)]
+    first = prefill(given[0])
+    LEFT_OPEN.append(get_kv_transfer_group().connector_worker.lookup_server)
+    with noise(first, layer=0, size=0.3, seed=5):
+        before = [routes(first.ask([prompt], max_tokens=1)[0]) for prompt in ASKED]
+    first.kept.blocks.wait(10)
+    with decoder(home, tmp_path, given[1]) as second:
+        answers = asked(second)
+        sources = by_source(second)
+    hits = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in ASKED]
+    assert [answer["cached"] for answer in answers] == hits
+    assert sources["local_compute"] == sum(map(len, ASKED)) - sum(hits), "the ends behind whole blocks"
+    changed = 0
+    for prompt, hit, own, answer in zip(ASKED, hits, before, answers, strict=True):
+        rows = kvroute.Routes.from_json(answer["rows"]["routes"])
+        assert rows.complete
+        assert (ids(rows)[:hit] == ids(own)[:hit]).all(), "of the KV that it used"
+        changed += int((ids(rows) != clean(home, prompt, answer))[:hit].any((1, 2)).sum())
+    assert changed > 20, "another computation has other rows"
