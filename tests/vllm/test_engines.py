@@ -201,16 +201,6 @@ def test_kv_that_comes_later(engine: Start, model: Model, tmp_path: Path) -> Non
     second.assert_right(outputs)
 
 
-def test_ranks_of_one_layer(engine: Start, model: Model) -> None:
-    """Goal: tensor parallelism. Method: two ranks in processes of their own; one of them has the rows."""
-    made = engine(model("qwen3_moe"), tensor_parallel_size=2, distributed_executor_backend="mp")
-    asked = prompts(46, 40, 100)
-    made.assert_right(made.ask(asked))
-    outputs = made.ask(asked)
-    assert min(output.num_cached_tokens for output in outputs) >= BLOCK
-    made.assert_right(outputs)
-
-
 def test_a_compiled_model_has_no_rows_and_says_why(engine: Start, model: Model) -> None:
     """Goal: no silent zeros. Method: on a CPU vLLM compiles the model before a connector can bind its hooks."""
     compiled = engine(model("qwen3_moe"), enforce_eager=False)

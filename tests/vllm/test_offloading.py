@@ -63,7 +63,8 @@ def test_rows_far_beyond_the_pool(engine: Start, model: Model, tmp_path: Path) -
 
 def test_ranks_that_divide_the_heads(engine: Start, model: Model, tmp_path: Path) -> None:
     """Goal: tensor parallelism with KV that leaves the pool and comes back. Method: two ranks in processes of their
-    own, each with one of two heads and a host memory of its own; what comes back goes by the first rank's heads.
+    own, each with one of two heads and a host memory of its own; what comes back goes by the first rank's heads. Then
+    a hit in the pool and new prompts at once.
     """
     settings = {"store": f"file://{tmp_path}", "witness": "flagged"}
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -74,3 +75,4 @@ def test_ranks_that_divide_the_heads(engine: Start, model: Model, tmp_path: Path
     made.assert_right(outputs)
     assert [output.num_cached_tokens for output in outputs] == [4 * BLOCK] * 6
     assert [unseen(output) for output in outputs[:2]] == [((0, 4 * BLOCK),)] * 2, "from the host"
+    made.assert_right(made.ask([[*asked[-1], 7], *prompts(73, 40, 100)]))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engines import BLOCK, Engine, noise, prompts
 from numpy.typing import NDArray
 
@@ -160,6 +161,10 @@ def test_without_noise_every_row_comes(start: Any) -> None:
     assert engine.kept.missing["rows of other KV than was loaded"] == 0
 
 
+@pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="vLLM has KV of eight bits on CPUs with AVX-512 or AMX",
+)
 @pytest.mark.parametrize("size", [0.0, 0.2])
 def test_kv_of_eight_bits(start: Any, size: float) -> None:
     """Goal: KV that keeps little of what was computed still names its rows, by all of its layers. Method: as above with
