@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 import kvroute
-from cache_manager.copy_jobs import CopyRestoreJob
 from cache_manager.feed import Renew
+from cache_manager.store_jobs import RestoreJob
 from kvroute.capture.step_ids import StepIds
 from kvroute.integrations.vllm.config import Engine
 from kvroute.integrations.vllm.pages import Pages, page_name, slots_of
@@ -115,7 +115,7 @@ class WorkerRows:
     def _land(self) -> None:
         """Wait for rows that are on their way from the store."""
         for job in self.blocks.jobs:
-            if isinstance(job, CopyRestoreJob) and not job.wait(RESTORE_S):
+            if isinstance(job, RestoreJob) and not job.wait(RESTORE_S):
                 job.cancel()
 
     def _unpack(self, loaded: Sequence[Run], lost: Sequence[int]) -> None:
