@@ -9,7 +9,7 @@ import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager.block_set import BlockSet
+from cache_manager.block_set import BlockSet, Memory
 from cache_manager.checks import owner_name
 from cache_manager.errors import ConfigError
 from cache_manager.jobs import JobLimits
@@ -18,14 +18,13 @@ from cache_manager.lifecycle import State
 from cache_manager.move import Follow, Move, Pairs, split_pairs
 from cache_manager.mover import PairMover, RowsMover
 from cache_manager.ports import HitPolicy, Mover, Region, StorageBackend, TierName
-from cache_manager.records import Export, LifeClaim, read_rows
+from cache_manager.records import Export, read_rows
 from cache_manager.rows import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Step
 from cache_manager.storage.records import RecordStore
 from cache_manager.store_jobs import Archive, PersistJob, RestoreJob
 from cache_manager.table import Blocks, BlockTable
-from cache_manager.tiers import Memory
 
 Slots = NDArray[Any] | Sequence[int]
 
@@ -76,11 +75,11 @@ class AuxBlocks(BlockSet):
             jobs=jobs,
         )
         self.policy: HitPolicy = policy
-        device, host = self._tiers.device, self._tiers.host.region if self._tiers.host else None
+        device, host = self._device, self._host_region()
         try:
             self._mover = mover(device.region, host) if mover else self._own_mover(device.region, host, store, kv)
         except BaseException:
-            self._tiers.close()
+            self._give_back()
             raise
         self._archive = Archive(device, self._books, self._runner, self._required, self._mover, policy)
 
@@ -97,11 +96,11 @@ class AuxBlocks(BlockSet):
     def blocks_in(self, state: State, tier: TierName = "device") -> int:
         """How many blocks of a tier are in ``state``."""
         with self._lock:
-            return int(count(self._tiers.named(tier).states == state))
+            return int(count(self._table(tier).states == state))
 
     def holds(self, owner: Hashable, block: int, tier: TierName = "device") -> bool:
         with self._lock:
-            return self._tiers.named(tier).leases.holds(owner, block)
+            return self._table(tier).leases.holds(owner, block)
 
     def reference_counts(self, blocks: Blocks, tier: TierName = "device") -> NDArray[np.int32]:
         """How many leases there are on each of ``blocks``, those of jobs included: ``[n]``."""
@@ -109,7 +108,7 @@ class AuxBlocks(BlockSet):
 
     def holders(self, tier: TierName = "device") -> NDArray[np.int32]:
         """:meth:`reference_counts` of all blocks of a tier, as they are whenever it is looked at; not to be written."""
-        view = self._tiers.named(tier).leases.holders.view()
+        view = self._table(tier).leases.holders.view()
         view.flags.writeable = False
         return view
 
@@ -130,19 +129,19 @@ class AuxBlocks(BlockSet):
         device still writes it.
         """
         with self._lock:
-            table = self._tiers.device
+            table = self._device
             table.allocate(table.ids(blocks), owner_name(owner))
 
     def allocate_each(self, blocks: Blocks, owners: Sequence[Hashable]) -> None:
         """:meth:`allocate` for many owners in one call: ``owners[i]`` gets ``blocks[i]``."""
         with self._lock:
-            table = self._tiers.device
+            table = self._device
             table.allocate(table.ids(blocks), each=[owner_name(owner) for owner in owners])
 
     def share(self, blocks: Blocks, owner: Hashable) -> None:
         """Let a further owner hold device blocks whose rows it will use: a prefix hit or a fork."""
         with self._lock:
-            table = self._tiers.device
+            table = self._device
             table.share(table.ids(blocks), owner_name(owner))
 
     def free(self, owner: Hashable, blocks: Blocks | None = None, tier: TierName | None = None) -> None:
@@ -152,17 +151,17 @@ class AuxBlocks(BlockSet):
         """
         owner = owner_name(owner)
         if blocks is not None:
-            chosen = self._tiers.named(tier or "device")
+            chosen = self._table(tier or "device")
             ids = chosen.ids_often(blocks)
             self._lock.now_or_later(lambda: _drop(chosen.release(owner, ids)))
             return
-        tables = list(self._tiers) if tier is None else [self._tiers.named(tier)]
+        tables = list(self._open.values()) if tier is None else [self._table(tier)]
         self._lock.now_or_later(lambda: _drop([table.release(owner) for table in tables]))
 
     def evict(self, blocks: Blocks, tier: TierName = "device") -> None:
         """Forget the rows of blocks that nobody holds."""
         with self._lock:
-            table = self._tiers.named(tier)
+            table = self._table(tier)
             table.evict(table.ids(blocks))
 
     # ---------------------------------------------------------------- writing
@@ -175,7 +174,7 @@ class AuxBlocks(BlockSet):
         :mod:`cache_manager.step` for what nobody may do with the blocks meanwhile. Raises :class:`SlotError` for slots
         outside the pool or given twice, :class:`BlockStateError` for a block that nobody holds.
         """
-        return Step(self._tiers.device, self._books, slots, steps_max=self._steps_max, in_place=in_place)
+        return Step(self._device, self._books, slots, steps_max=self._steps_max, in_place=in_place)
 
     step = begin_step
     """For a ``with`` statement: leaving commits, an exception commits nothing."""
@@ -220,7 +219,7 @@ class AuxBlocks(BlockSet):
         follow: Hashable = Follow.NOBODY
         if leases == "follow":
             follow = Follow.EVERYBODY if owner is None else owner_name(owner)
-        tables = self._tiers.named(source), self._tiers.named(target)
+        tables = self._table(source), self._table(target)
         with self._lock:
             ids = split_pairs(pairs, *tables)
         return Move(self._books, *tables, *ids, mover=self._mover, counter=counter, follow=follow, rows=rows)
@@ -279,7 +278,7 @@ class AuxBlocks(BlockSet):
         there is always room for it. Raises :class:`ConfigError` when there is no store.
         """
         self._check_stores()
-        return self._archive.begin_persist(blocks, LifeClaim(owner, generations, len(blocks)), queued=queued)
+        return self._archive.begin_persist(blocks, owner, generations, queued=queued)
 
     def begin_restore(
         self,
@@ -301,7 +300,7 @@ class AuxBlocks(BlockSet):
         ``queued`` are as above.
         """
         self._check_stores()
-        return self._archive.begin_restore(blocks, LifeClaim(owner, generations, len(blocks)), origins, queued=queued)
+        return self._archive.begin_restore(blocks, owner, generations, origins, queued=queued)
 
     # ---------------------------------------------------------------- crossing
 
@@ -319,8 +318,7 @@ class AuxBlocks(BlockSet):
         many tokens, and rows beyond them belong to other keys. A record is ``None`` where the block has no readable
         row, is in another life, or the key is of another namespace. End the export when nobody reads the records.
         """
-        claim = LifeClaim(owner, generations, len(blocks))
-        return Export(self._tiers.device, self._books, blocks, claim, rows)
+        return Export(self._device, self._books, blocks, owner, generations, rows)
 
     # ---------------------------------------------------------------- reading
 
@@ -339,11 +337,8 @@ class AuxBlocks(BlockSet):
         With ``owner``, blocks that the owner does not hold count as missing; without, the caller must know that they
         are its own. Takes no lock while it copies: a block that is given away meanwhile comes out missing.
         """
-        return read_rows(self._tiers.named(tier), self._books, name, blocks, start, stop, owner=owner)
+        return read_rows(self._table(tier), self._books, name, blocks, start, stop, owner=owner)
 
 
 def _drop(_: object) -> None:
     """What a queued call answers has nobody to go to."""
-
-
-__all__ = ["AuxBlocks", "Rows"]

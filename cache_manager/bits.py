@@ -84,6 +84,3 @@ class Cells:
     def blocks(self, cells: Ints) -> Ints:
         """The blocks of cells, each once."""
         return cells if self._words == 1 else np.unique(cells // self._words)
-
-
-__all__ = ["WORD_BITS", "Cells", "full_bits", "prefix_bits", "unpack_bits", "words_of"]

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Self, TypeVar
+from typing import Literal, Self, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.books import AuxCounters, Books
 from cache_manager.checks import count_in_range
-from cache_manager.errors import BlockStateError, ConfigError, SpecError
+from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, SpecError
 from cache_manager.jobs import Job, JobLimits, JobRunner
 from cache_manager.keys import BlockKey, KeyChain, Namespace
+from cache_manager.memory import check_region
 from cache_manager.move import Move
 from cache_manager.ports import Mover, RecordCounters, Region, TierName
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.records import Export, bind_origin, install_record
+from cache_manager.regions.heap import HeapRegion
+from cache_manager.regions.shared import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Step
-from cache_manager.table import Blocks, BlockTable, Ints
-from cache_manager.tiers import Memory, Tiers
+from cache_manager.table import Blocks, BlockTable, Ints, Origins
 
 _T = TypeVar("_T")
+Memory = Literal["heap", "shared"] | Mapping[TierName, Region]
+"""Where rows lie: this process's memory, SharedMemory that others may attach, or regions that the embedder made."""
 
 
 class BlockSet:
@@ -63,14 +68,44 @@ class BlockSet:
         self._books = Books(KeyChain(namespace, self.layout))
         self._lock = self._books.guard
         self._runner = JobRunner(jobs or JobLimits())
-        self._tiers = Tiers(
-            self.layout,
-            namespace,
-            device_blocks=device_blocks,
-            host_blocks=host_blocks,
-            memory=memory,
-            owned_by_engine=owned_by_engine,
-        )
+        count_in_range(device_blocks, "device_blocks", 1)
+        count_in_range(host_blocks, "host_blocks", 0)
+        if memory not in ("heap", "shared") and not isinstance(memory, Mapping):
+            raise ConfigError("memory", "'heap', 'shared' or regions by tier", repr(memory))
+        self._closed = False
+        self._lent = isinstance(memory, Mapping)  # the embedder's own regions, which stay the embedder's to close
+        self._tables: dict[TierName, BlockTable] = {}
+        draw, sizes = Origins(), {"device": device_blocks, "host": host_blocks}
+        try:
+            for tier in get_args(TierName):
+                if blocks := sizes[tier]:
+                    region = _region(self.layout, namespace, tier, blocks, memory)
+                    self._tables[tier] = BlockTable(tier, region, draw, owned_by_engine=owned_by_engine)
+        except BaseException:
+            self._give_back()
+            raise
+
+    @property
+    def _open(self) -> dict[TierName, BlockTable]:
+        """The tables by tier; :class:`BlockStateError` once they are closed."""
+        if self._closed:
+            raise BlockStateError("AuxBlocks", "one that is open", "one that was closed")
+        return self._tables
+
+    @property
+    def _device(self) -> BlockTable:
+        return self._open["device"]
+
+    def _table(self, tier: TierName) -> BlockTable:
+        """:class:`InvalidInputError` for a host tier that there is not, or for another name."""
+        if (table := self._open.get(tier)) is not None:
+            return table
+        if tier == "host":
+            raise InvalidInputError("tier", "host_blocks > 0 for the host tier", 0)
+        raise InvalidInputError("tier", "'device' or 'host'", repr(tier))
+
+    def _host_region(self) -> Region | None:
+        return self._tables["host"].region if "host" in self._tables else None
 
     # ---------------------------------------------------------------- what it is
 
@@ -89,11 +124,11 @@ class BlockSet:
 
     @property
     def device_blocks(self) -> int:
-        return self._tiers.device.blocks
+        return self._device.blocks
 
     @property
     def host_blocks(self) -> int:
-        return host.blocks if (host := self._tiers.host) else 0
+        return host.blocks if (host := self._open.get("host")) else 0
 
     @property
     def counters(self) -> AuxCounters:
@@ -101,7 +136,7 @@ class BlockSet:
 
     def region(self, tier: TierName) -> Region:
         """The memory of a tier, for readers in other processes and for capture on the device."""
-        return self._tiers.named(tier).region
+        return self._table(tier).region
 
     def complete(self, blocks: Blocks, tier: TierName = "device") -> NDArray[np.bool_]:
         """Which blocks have every required row: ``[n]``."""
@@ -119,7 +154,7 @@ class BlockSet:
     def _ask(self, blocks: Blocks, tier: TierName, question: Callable[[BlockTable, Ints], _T]) -> _T:
         """What a table says of ``blocks``, which may be named several times."""
         with self._lock:
-            table = self._tiers.named(tier)
+            table = self._table(tier)
             return question(table, table.ids_often(blocks))
 
     # ---------------------------------------------------------------- what is in flight
@@ -128,13 +163,13 @@ class BlockSet:
     def in_flight(self) -> int:
         """Steps, moves, exports and jobs that have begun and not ended."""
         with self._lock:
-            return len(self._tiers.device.steps) + len(self._books.moves) + self._books.jobs
+            return len(self._device.steps) + len(self._books.moves) + self._books.jobs
 
     @property
     def steps(self) -> list[Step]:
         """The steps in flight, oldest first; any of them may be aborted, one in place when its device is done."""
         with self._lock:
-            return [step for entry in self._tiers.device.steps.values() if (step := entry.handle())]
+            return [step for entry in self._device.steps.values() if (step := entry.handle())]
 
     @property
     def moves(self) -> list[Move | Export]:
@@ -177,8 +212,7 @@ class BlockSet:
         self._mover.flush()
 
     def _check_stores(self) -> None:
-        assert self._tiers.device
-        if not self._mover.stores:
+        if not (self._open and self._mover.stores):
             raise ConfigError("store", "a storage backend", f"none was given to {type(self).__name__}")
 
     # ---------------------------------------------------------------- crossing
@@ -189,7 +223,7 @@ class BlockSet:
         Rows of another origin that had come before are dropped. ``False``: the block is in another life than
         ``generation`` or nobody holds it. Raises ``BlockBusyError`` while the block is in motion.
         """
-        return bind_origin(self._tiers.device, self._books, block, generation, origin, tokens)
+        return bind_origin(self._device, self._books, block, generation, origin, tokens)
 
     def install(self, block: int, generation: int, header: RecordHeader, payload: Buffer) -> int:
         """Put the rows of a record into a held device block, where no row is readable and no step will write one.
@@ -200,7 +234,7 @@ class BlockSet:
         either; all that is counted. Steps may write other rows of the block meanwhile. Raises ``BlockBusyError`` while
         the block is in motion and ``RecordError`` for a record that does not fit the layout.
         """
-        return install_record(self._tiers.device, self._books, block, generation, header, payload)
+        return install_record(self._device, self._books, block, generation, header, payload)
 
     # ---------------------------------------------------------------- ending
 
@@ -211,8 +245,8 @@ class BlockSet:
         With the version unchanged, memory is forgotten and the store is not: what it holds was made by these very
         weights.
         """
-        tables = list(self._tiers)
         with self._lock:
+            tables = self._open.values()
             keys = KeyChain(replace(self.namespace, weights_version=weights_version), self.layout)
             for table in tables:
                 table.reset()
@@ -235,10 +269,28 @@ class BlockSet:
             self._check_still()
             if self._books.jobs:
                 raise BlockStateError("close", "nothing in flight", f"{self._books.jobs} jobs of other threads")
-            self._tiers.close()
+            self._closed = True
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Close the regions; ``BufferError`` while somebody else sees their memory: it may be called again."""
+        for table in reversed(self._tables.values()):
+            table.view(drop=True)
+            if self._lent:
+                continue
+            try:
+                table.region.close()
+            except BufferError:
+                # A store that failed leaves its frames, and their views of the rows, in a cycle with the exception.
+                gc.collect()
+                try:
+                    table.region.close()
+                except BufferError:
+                    table.view()
+                    raise
 
     def _check_still(self) -> None:
-        if in_flight := self._tiers.steps + len(self._books.moves):
+        if in_flight := len(self._tables["device"].steps) + len(self._books.moves):
             raise BlockStateError("close", "nothing in flight", f"{in_flight} steps or moves")
 
     def __enter__(self) -> Self:
@@ -250,8 +302,16 @@ class BlockSet:
     def assert_consistent(self) -> None:
         """Raise ``AssertionError`` unless every invariant that can be seen from inside holds."""
         with self._lock:
-            for table in self._tiers:
+            for table in self._open.values():
                 table.assert_consistent()
 
 
-__all__ = ["BlockSet"]
+def _region(layout: RecordLayout, namespace: Namespace, tier: TierName, blocks: int, memory: Memory) -> Region:
+    if isinstance(memory, Mapping):
+        if tier not in memory:
+            raise ConfigError("memory", f"a region for the {tier} tier", "none")
+        check_region(memory[tier], layout, blocks)
+        return memory[tier]
+    if memory == "heap":
+        return HeapRegion(layout, blocks)
+    return SharedRegion.create(layout, blocks, tier=tier, namespace=namespace.fingerprint)

@@ -19,8 +19,7 @@ import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager.block_set import BlockSet
-from cache_manager.copy_jobs import CopyArchive
+from cache_manager.block_set import BlockSet, Memory
 from cache_manager.errors import InvalidInputError, KVRouteError
 from cache_manager.feed import FeedReader, Operation
 from cache_manager.jobs import JobLimits
@@ -29,14 +28,13 @@ from cache_manager.lifecycle import ALLOWED, Event, State
 from cache_manager.move import Move, Pairs, split_pairs
 from cache_manager.mover import RowsMover
 from cache_manager.ports import StorageBackend, TierName
-from cache_manager.records import LifeClaim, read_rows
+from cache_manager.records import read_rows
 from cache_manager.rows import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Keep, Step
 from cache_manager.storage.records import RecordStore
-from cache_manager.store_jobs import PersistJob, RestoreJob
+from cache_manager.store_jobs import Archive, PersistJob, RestoreJob
 from cache_manager.table import Blocks, BlockTable, Ints
-from cache_manager.tiers import Memory
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +84,10 @@ class EngineBlocks(BlockSet):
         )
         self.strict = strict
         self._logged: set[str] = set()
-        device, host = self._tiers.device, self._tiers.host
+        device = self._device
         records = None if store is None else RecordStore(store, self.layout)
-        self._mover = RowsMover(device.region, host.region if host else None, records)
-        self._archive = CopyArchive(device, self._books, self._runner, self._required, self._mover, "gate", records)
+        self._mover = RowsMover(device.region, self._host_region(), records)
+        self._archive = Archive(device, self._books, self._runner, self._required, self._mover, "gate")
         self._feed = FeedReader()
 
     # ---------------------------------------------------------------- lives
@@ -101,7 +99,7 @@ class EngineBlocks(BlockSet):
         larger than the one before. A block that is not of this tier, or whose generation is not larger, is dropped and
         counted: its generation is 0 in the answer, and its rows stay those of the life that was known.
         """
-        table = self._tiers.named(tier)
+        table = self._table(tier)
         with self._lock:
             ids, good = self._known(table, blocks)
             next_lives = table.generations.take(ids, mode="clip") + 1
@@ -137,7 +135,7 @@ class EngineBlocks(BlockSet):
         counted; in a strict set it raises. Raises ``BlockBusyError`` for one step too many.
         """
         return Step(
-            self._tiers.device,
+            self._device,
             self._books,
             slots,
             steps_max=self._steps_max,
@@ -173,7 +171,7 @@ class EngineBlocks(BlockSet):
         origin of 0, are passed over; the next write into a block makes it another computation's.
         """
         with self._lock:
-            table = self._tiers.device
+            table = self._device
             ids, good = self._known(table, blocks)
             good &= (table.generations.take(ids, mode="clip") == np.asarray(generations, np.int64)) & (origins != 0)
             table.carry_origin(ids[good], origins[good])
@@ -197,7 +195,9 @@ class EngineBlocks(BlockSet):
 
     def move(self, source: TierName, target: TierName, pairs: Pairs, rows: Sequence[int] | None = None) -> None:
         """:meth:`copy`, :meth:`swap_out` or :meth:`swap_in`, by the names of the tiers."""
-        tables = self._tiers.named(source), self._tiers.named(target)
+        tables = self._table(source), self._table(target)
+        if (counter := _COUNTERS.get((source, target))) is None:
+            raise InvalidInputError("move", "blocks of the device as sources or as targets", f"{source} to {target}")
         try:
             with self._lock:
                 sources, targets, limits = self._movable(*tables, pairs, rows)
@@ -207,7 +207,7 @@ class EngineBlocks(BlockSet):
                 sources,
                 targets,
                 mover=self._mover,
-                counter=_COUNTERS[source, target],
+                counter=counter,
                 rows=limits,
                 beside_steps=True,
             ).commit()
@@ -247,7 +247,7 @@ class EngineBlocks(BlockSet):
         further job. Raises :class:`ConfigError` when there is no store.
         """
         self._check_stores()
-        return self._archive.begin_persist(blocks, LifeClaim(None, generations, len(blocks)), queued=queued)
+        return self._archive.begin_persist(blocks, None, generations, queued=queued)
 
     def begin_restore(
         self,
@@ -263,7 +263,7 @@ class EngineBlocks(BlockSet):
         engine has loaded: rows of another computation do not land. Nor do they in a block that a step writes by then.
         """
         self._check_stores()
-        return self._archive.begin_restore(blocks, LifeClaim(None, generations, len(blocks)), origins, queued=queued)
+        return self._archive.begin_restore(blocks, None, generations, origins, queued=queued)
 
     def persist(self, blocks: Mapping[BlockKey, int], generations: Blocks) -> dict[BlockKey, int]:
         """:meth:`begin_persist`, done by the calling thread: its result."""
@@ -296,7 +296,7 @@ class EngineBlocks(BlockSet):
         With ``generations``, one for each block, what is of another life is missing; without, the caller must know that
         nothing was given out since.
         """
-        return read_rows(self._tiers.named(tier), self._books, name, blocks, start, stop, generations=generations)
+        return read_rows(self._table(tier), self._books, name, blocks, start, stop, generations=generations)
 
     # ---------------------------------------------------------------- feeding
 
@@ -315,16 +315,21 @@ class EngineBlocks(BlockSet):
         """
         with self._lock:
             if blocks is not None:
-                ids, good = self._known(self._tiers.device, blocks)
-                self._tiers.device.forget(ids[good])
+                ids, good = self._known(self._device, blocks)
+                self._device.forget(ids[good])
                 return
-            for table in self._tiers:
+            for table in self._open.values():
                 table.forget(np.arange(table.blocks))
 
     def count_feed(self, counter: str) -> None:
         """A feed's batch was late or missing."""
         with self._lock:
             self._bad(counter, 1, "apply", "batches of a feed in order, each once")
+
+    def count_refused(self, blocks: int) -> None:
+        """The queue had no room for what a feed wanted of the store: nobody's mistake, and not silent either."""
+        with self._lock:
+            self._drop("feed_blocks_refused", blocks, "apply", "room for what the store is to do")
 
     def _bad(self, counter: str, bad: int | Ints, call: str, what: str) -> None:
         """Blocks, or so many things, were dropped: count them, log the first of the kind, or raise in a strict set.
@@ -335,7 +340,10 @@ class EngineBlocks(BlockSet):
         if self.strict:
             got = f"{n} others" if isinstance(bad, int) else f"{'block' if n == 1 else 'blocks'} {named(bad)}"
             raise InvalidInputError(call, what, got)
-        self._books.count(counter, int(n))
+        self._drop(counter, n, call, what)
+
+    def _drop(self, counter: str, n: int, call: str, what: str) -> None:
+        self._books.count(counter, n)
         if counter not in self._logged:
             self._logged.add(counter)
             logger.warning("%s: wanted %s; %d dropped, further ones are counted as %s", call, what, n, counter)
@@ -345,6 +353,3 @@ def named(blocks: Ints) -> str:
     """The ids of ``blocks``, the first few of many."""
     first = ", ".join(map(str, blocks[:NAMED_MAX].tolist()))
     return first if blocks.size <= NAMED_MAX else f"{first} and {blocks.size - NAMED_MAX} more"
-
-
-__all__ = ["EngineBlocks", "StepRows"]

@@ -18,12 +18,20 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cache_manager.errors import BlockStateError, ConfigError, StorageError
+from cache_manager.keys import BlockKey
+from cache_manager.mover import RowsMover
+from cache_manager.table import Ints
+
+if TYPE_CHECKING:
+    from cache_manager.store_jobs import Archive
 
 
 class Phase(Enum):
@@ -71,68 +79,83 @@ class JobLimits:
 
 
 class Job(ABC):
-    """Something that the store is doing. Any thread may ask it; :meth:`poll` and :meth:`cancel` may land it."""
+    """What the store does for some blocks of one :class:`Archive`. Any thread may ask it, and land it by a poll.
 
-    __slots__ = ("_failure", "_lock", "_phase", "_runner", "cancelled", "name", "nbytes")
+    ``wanted`` are the keys that the caller named, ``keys`` those of the blocks ``ids`` that there is something to do
+    for. The blocks of an engine may be given out at any time: for these the store works on a copy.
+    """
 
-    def __init__(
-        self, runner: JobRunner, lock: AbstractContextManager[object], name: str, nbytes: int, phase: Phase
-    ) -> None:
-        self._runner = runner
-        self._lock = lock  # held while the job lands
-        self._phase = phase
-        self._failure: BaseException | None = None
-        self.name = name
-        self.nbytes = nbytes
-        self.cancelled = False
-
-    @property
-    def phase(self) -> Phase:
-        return self._phase
-
-    @property
-    def failure(self) -> BaseException | None:
+    def __init__(self, archive: Archive, what: str, wanted: list[BlockKey], keys: list[BlockKey], ids: Ints) -> None:
+        self._archive, self._wanted, self._keys, self._ids = archive, wanted, keys, ids
+        self._generations = archive.table.generations.take(ids)
+        self._mover, self._at, self._copied = archive.mover, ids, np.empty(0, np.uint8)
+        self.name, self.nbytes = f"{what} of {len(wanted)} blocks", len(keys) * archive.table.layout.nbytes
+        self.phase = Phase.QUEUED if keys else Phase.LANDED
+        self.failure: BaseException | None = None
         """What the store raised, ``StorageError`` unless there is a bug; known once the job has been carried."""
-        return self._failure
+        self.cancelled = False
 
     def poll(self) -> bool:
         """Land the job if the store has done its part; whether it is over. Never waits for the store."""
-        if self._phase is Phase.CARRIED:
-            with self._lock:
-                if self._phase is Phase.CARRIED:
+        if self.phase is Phase.CARRIED:
+            with self._archive.books.guard:
+                if self.phase is Phase.CARRIED:
                     try:
                         self._land()
                     finally:
-                        self._runner.end(self)  # last: whoever sees it LANDED may ask for its result
-        return self._phase is Phase.LANDED
+                        self._archive.runner.end(self)  # last: whoever sees it LANDED may ask for its result
+        return self.phase is Phase.LANDED
 
     def wait(self, timeout_s: float) -> bool:
         """:meth:`poll` as soon as that ends the job, or when ``timeout_s`` is over."""
-        self._runner.wait(lambda: self._phase in (Phase.CARRIED, Phase.LANDED), timeout_s)
+        self._archive.runner.wait(lambda: self.phase in (Phase.CARRIED, Phase.LANDED), timeout_s)
         return self.poll()
 
     def cancel(self) -> None:
         """Bring nothing. A queued job is over at once, others when the store call has ended and somebody polls."""
-        self._runner.cancel(self)
+        self._archive.runner.cancel(self)
         self.poll()
 
     def _check_over(self) -> None:
         """Raise what the store raised, or :class:`BlockStateError` when the job is not over."""
-        if self._phase is not Phase.LANDED:
-            raise BlockStateError(self.name, "a job that has landed", f"one that is {self._phase.value}")
-        if self._failure is not None:
-            raise self._failure
+        if self.phase is not Phase.LANDED:
+            raise BlockStateError(self.name, "a job that has landed", f"one that is {self.phase.value}")
+        if self.failure is not None:
+            raise self.failure
 
-    def _move(self, event: Event) -> None:
-        self._phase = TRANSITIONS[self._phase][event]
+    def move(self, event: Event) -> None:
+        """Change the phase by the law."""
+        self.phase = TRANSITIONS[self.phase][event]
+
+    def _work_on(self, copied: NDArray[np.uint8]) -> None:
+        """The store works on these records ``[n, layout.nbytes]`` in place of the blocks."""
+        assert isinstance(self._mover, RowsMover)
+        self._mover, self._at, self._copied = self._mover.over(copied), np.arange(len(copied)), copied
 
     @abstractmethod
-    def _carry(self) -> None:
+    def check(self) -> None:
+        """Raise unless the blocks may be had; the lock is held, here and in the next."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Take the blocks: they are in motion, and the job's, or copied."""
+
+    @abstractmethod
+    def carry(self) -> None:
         """Ask the store; no lock is held."""
 
     @abstractmethod
     def _land(self) -> None:
         """Make of the store's answer what is still wanted, and let the blocks go; the lock is held."""
+
+    def _let_go(self) -> None:
+        """The job holds nothing any more; blocks that it has taken are in motion still."""
+        archive, books = self._archive, self._archive.books
+        archive.table.release(self)
+        self._mover, self._copied = archive.mover, np.empty(0, np.uint8)
+        books.count("jobs_landed")
+        books.count("jobs_cancelled", int(self.cancelled))
+        books.jobs -= 1
 
 
 class JobRunner:
@@ -182,9 +205,9 @@ class JobRunner:
         except RuntimeError as error:
             while self._queue and not self._threads:
                 job = self._queue.popleft()
-                job._move(Event.START)
-                job._failure = StorageError(f"{job.name}: no thread to ask the store: {error}")
-                job._move(Event.RETURN)
+                job.move(Event.START)
+                job.failure = StorageError(f"{job.name}: no thread to ask the store: {error}")
+                job.move(Event.RETURN)
         else:
             self._threads.append(thread)
 
@@ -193,12 +216,12 @@ class JobRunner:
             job.cancelled = job.cancelled or job.phase is not Phase.LANDED
             if job in self._queue:  # else it has only been reserved, and start() will find it cancelled
                 self._queue.remove(job)
-            job._move(Event.CANCEL)
+            job.move(Event.CANCEL)
 
     def end(self, job: Job) -> None:
         """The job lands; one that was not reserved, too."""
         with self._changed:
-            job._move(Event.LAND)
+            job.move(Event.LAND)
             if job in self._jobs:
                 del self._jobs[job]
                 self._nbytes -= job.nbytes
@@ -237,16 +260,16 @@ class JobRunner:
     def carry(self, job: Job) -> None:
         """Do a job's store calls on the calling thread, whatever the limits; what they raise is :attr:`Job.failure`."""
         with self._changed:
-            job._move(Event.START)
+            job.move(Event.START)
         self._finish(job)
 
     def _finish(self, job: Job) -> None:
         try:
-            job._carry()
+            job.carry()
         except BaseException as error:  # noqa: BLE001 (it is not lost: whoever polls the job gets it)
-            job._failure = _without_frames(error)
+            job.failure = _without_frames(error)
         with self._changed:
-            job._move(Event.RETURN)
+            job.move(Event.RETURN)
             self._changed.notify_all()
 
     def _work(self) -> None:
@@ -263,7 +286,7 @@ class JobRunner:
             if not self._queue:
                 return None
             job = self._queue.popleft()
-            job._move(Event.START)
+            job.move(Event.START)
             return job
 
 
@@ -273,6 +296,3 @@ def _without_frames(error: BaseException) -> BaseException:
     while isinstance(error, StorageError) and found is not None:
         found = found.with_traceback(None).__cause__ or found.__context__
     return error
-
-
-__all__ = ["Job", "JobLimits", "JobRunner", "Phase"]

@@ -97,5 +97,3 @@ ALLOWED: Final[dict[Event, NDArray[np.bool_]]] = {
     event: np.array([after[s] != ILLEGAL for s in State]) for event, after in NEXT.items()
 }
 IN_MOTION: Final = (State.LEAVING, State.ARRIVING)
-
-__all__ = ["ALLOWED", "ILLEGAL", "IN_MOTION", "NEXT", "TRANSITIONS", "Event", "State"]

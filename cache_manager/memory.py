@@ -195,20 +195,3 @@ def check_region(region: Region, layout: RecordLayout, blocks: int | None = None
             raise InvalidInputError(f"region {name}", f"{np.dtype(dtype)} {shape}", f"{array.dtype} {array.shape}")
         if not (array.flags.c_contiguous and array.flags.writeable and array.flags.aligned):
             raise InvalidInputError(f"region {name}", "a writable, aligned, C-contiguous array", repr(array.flags))
-
-
-__all__ = [
-    "GENERATION_SHIFT",
-    "READ_RETRIES_MAX",
-    "SEQUENCE_MASK",
-    "add",
-    "bits_of",
-    "check_region",
-    "clear",
-    "complete",
-    "gather",
-    "places",
-    "publish",
-    "put_bits",
-    "require_ordered_stores",
-]

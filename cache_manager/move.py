@@ -152,6 +152,3 @@ class Move(InFlight):
         del self._books.moves[id(self)]
         self._source.end_departure(self._sources)
         self._target.end_arrival(self._targets, arrived=arrived)
-
-
-__all__ = ["Follow", "Move", "Pairs", "split_pairs"]

@@ -43,23 +43,35 @@ class Records(Protocol):
     rows: NDArray[np.uint8]  # [n, layout.nbytes]
 
 
+@dataclass(slots=True)
+class Copies:
+    """:class:`Records` of blocks, one after the other."""
+
+    layout: RecordLayout
+    rows: NDArray[np.uint8]
+
+
 class RowsMover:
     """A :class:`Mover` of records that lie in regions of one layout, and in ``records`` if there is a store.
 
     With ``whole`` every record counts as complete, whatever rows the caller says are valid: KV has no rows of its own.
     """
 
-    __slots__ = ("_records", "_regions", "_whole")
+    __slots__ = ("_layout", "_records", "_regions", "_whole")
 
     def __init__(
         self, device: Records, host: Records | None, records: RecordStore | None, *, whole: bool = False
     ) -> None:
         self._regions: dict[TierName, Records | None] = {"device": device, "host": host}
         self._records = records
-        layout = device.layout
+        self._layout = layout = device.layout
         self._whole = (
             np.tile(full_bits(layout.block_tokens), len(layout.specs)).astype("<u8").tobytes() if whole else b""
         )
+
+    def over(self, records: NDArray[np.uint8]) -> RowsMover:
+        """The same store, for ``records`` ``[n, layout.nbytes]`` that are a copy of some blocks'."""
+        return RowsMover(Copies(self._layout, records), None, self._records)
 
     @property
     def stores(self) -> bool:
@@ -340,6 +352,3 @@ def _run(there: Sequence[bool]) -> int:
     2
     """
     return there.index(False) if False in there else len(there)
-
-
-__all__ = ["PairCounters", "PairMover", "Records", "RowsMover", "one_each"]

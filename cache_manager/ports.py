@@ -220,19 +220,3 @@ class Mover(Protocol):
 
     def flush(self) -> None:
         """Return when everything put before is on stable storage, as far as the store has any."""
-
-
-__all__ = [
-    "Absence",
-    "BlockRecords",
-    "BoundedBackend",
-    "Found",
-    "HitPolicy",
-    "LendingBackend",
-    "Lent",
-    "Mover",
-    "RecordCounters",
-    "Region",
-    "StorageBackend",
-    "TierName",
-]

@@ -66,34 +66,36 @@ def of_blocks(values: Sequence[int] | Ints, held: slice, field: str) -> Ints:
     return given[held]
 
 
-class LifeClaim:
-    """For which life a caller binds keys to blocks: that of an owner, or of generations, one for each block.
+def claimed(
+    table: BlockTable,
+    books: Books,
+    blocks: Mapping[BlockKey, int],
+    owner: Hashable | None,
+    generations: Sequence[int] | Ints | None,
+) -> tuple[Ints, NDArray[np.bool_]]:
+    """The ids of ``blocks``, and which are in the life that is meant with a key of this namespace; the lock is held.
 
-    A call that says neither, or both, is refused: whoever has decided to store a block and comes when it has become
-    somebody else's must not store the other's rows under the first one's key.
+    The caller says for which life it binds keys to blocks: that of an owner, which must hold them all, or of
+    generations, one for each. One that says neither is refused: whoever has decided to store a block and comes when it
+    has become somebody else's must not store the other's rows under the first one's key. What is of another life or
+    namespace is counted. :class:`BlockStateError` for a block that the owner lacks.
     """
-
-    __slots__ = ("_generations", "_owner")
-
-    def __init__(self, owner: Hashable | None, generations: Sequence[int] | Ints | None, blocks: int) -> None:
-        if (owner is None) == (generations is None):
-            got = "neither" if owner is None else "both"
-            raise InvalidInputError("owner, generations", "one of them, to say for which life", got)
-        self._owner = owner
-        self._generations: Ints | None = None
-        if generations is not None:
-            self._generations = integers(generations, "generations", "one integer for each block")
-            if self._generations.size != blocks:
-                raise InvalidInputError("generations", f"{blocks}, one for each block", self._generations.size)
-
-    def live(self, table: BlockTable, ids: Ints) -> NDArray[np.bool_]:
-        """Which of ``ids`` are in the life that is meant; :class:`BlockStateError` for one that the owner lacks."""
-        if self._generations is not None:
-            live: NDArray[np.bool_] = table.generations.take(ids) == self._generations
-            return live
-        assert self._owner is not None
-        table.check_holder(self._owner, ids)
-        return np.ones(ids.size, np.bool_)
+    if (owner is None) == (generations is None):
+        got = "neither" if owner is None else "both"
+        raise InvalidInputError("owner, generations", "one of them, to say for which life", got)
+    ids = (table.ids_often if table.by_engine else table.ids)(list(blocks.values()))
+    live: NDArray[np.bool_] = np.ones(ids.size, np.bool_)
+    if generations is None:
+        table.check_holder(owner, ids)
+    else:
+        given = integers(generations, "generations", "one integer for each block")
+        if given.size != ids.size:
+            raise InvalidInputError("generations", f"{ids.size}, one for each block", given.size)
+        live = table.generations.take(ids) == given
+    ours = np.array([books.keys.owns(key) for key in blocks], np.bool_)
+    books.count("stale_keys", int(count(~ours)))
+    books.count("stale_blocks", int(count(~live)))
+    return ids, live & ours
 
 
 class Export(InFlight):
@@ -111,7 +113,8 @@ class Export(InFlight):
         table: BlockTable,
         books: Books,
         blocks: Mapping[BlockKey, int],
-        claim: LifeClaim,
+        owner: Hashable | None,
+        generations: Sequence[int] | Ints | None,
         rows: Sequence[int] | None,
     ) -> None:
         self._ended = True  # until it has begun
@@ -123,11 +126,9 @@ class Export(InFlight):
             if len(limit) != len(blocks):
                 raise InvalidInputError("rows", f"{len(blocks)} row counts, one for each block", len(limit))
         with books.guard:
-            ids = table.ids(list(blocks.values()))
-            live = claim.live(table, ids)
-            own = np.array([books.keys.owns(key) for key in blocks], np.bool_)
+            ids, live = claimed(table, books, blocks, owner, generations)
             valid = bits_of(table.region, ids) & (table.full if limit is None else limit)
-            offered = live & own & (valid != 0).any(axis=(1, 2))
+            offered = live & (valid != 0).any(axis=(1, 2))
             whole = offered & (valid == table.full).all(axis=(1, 2))
             table.check_no_step(ids[whole], "offer it")
             table.check(Event.BEGIN_DEPARTURE, ids[whole])
@@ -136,8 +137,6 @@ class Export(InFlight):
             table.seal(ids[offered & ~whole])
             for i, (key, block) in enumerate(blocks.items()):
                 self.records.append(self._record(key, block, valid[i], whole=bool(whole[i])) if offered[i] else None)
-            books.count("stale_keys", int(count(~own)))
-            books.count("stale_blocks", int(count(~live)))
             self._ended = not self._pinned.size
             if not self._ended:
                 books.moves[id(self)] = lambda: self  # kept: the records are views
@@ -292,6 +291,3 @@ def _owed(table: BlockTable, block: int) -> NDArray[np.uint64]:
         padded[: table.tokens] = owed
         bits = np.packbits(padded, bitorder="little").view("<u8").astype(np.uint64)
     return bits
-
-
-__all__ = ["Export", "LifeClaim", "bind_origin", "install_record", "read_rows"]

@@ -56,6 +56,3 @@ def window_of(ids: int, start: int, stop: int | None, block_tokens: int) -> tupl
     last = -(-int(end) // block_tokens) if end > start else first
     at = int(start) - first * block_tokens if end > start else 0
     return slice(first, last), slice(at, at + int(end) - int(start))
-
-
-__all__ = ["MISSING_BYTE", "Rows", "window_of"]

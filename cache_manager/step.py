@@ -304,6 +304,3 @@ class Step(InFlight):
     def _check_first(self, index: int, name: str) -> None:
         if index in self._written:
             raise RowError(f"{name} rows", "one write a step", "a second one")
-
-
-__all__ = ["PADDING", "Keep", "Step", "StepEntry"]

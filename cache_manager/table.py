@@ -392,6 +392,3 @@ def _items(rows: NDArray[np.uint8]) -> NDArray[Any]:
     flat = items.view()
     flat.shape = (-1,)
     return flat
-
-
-__all__ = ["BlockTable", "Blocks", "Ints", "Origins"]

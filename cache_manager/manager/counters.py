@@ -31,5 +31,3 @@ class ManagerCounters:
 
 Counts = Counter[str]
 """The books behind :class:`ManagerCounters`, by its fields; they belong to the scheduler's thread."""
-
-__all__ = ["Counts", "ManagerCounters"]

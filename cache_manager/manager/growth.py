@@ -269,6 +269,3 @@ def not_moved(counts: Counts, error: TransferProcessError) -> None:
     """A process that moves blocks for this one is lost: there is no room for now, and nothing has changed."""
     counts["moves_failed"] += 1
     logger.warning("blocks were not moved, going on without that: %s", str(error))
-
-
-__all__ = ["FEW", "Growth", "not_moved"]

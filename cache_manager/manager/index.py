@@ -143,6 +143,3 @@ class PrefixIndex:
         assert all(self._blocks.values()), "a key that is found nowhere"
         assert self._idle.keys() <= {blocks[0] for blocks in self._blocks.values()}, "an idle block that no key is at"
         assert set(np.flatnonzero(self.indexed).tolist()) == self._keys.keys(), "the marks of indexed blocks differ"
-
-
-__all__ = ["PrefixIndex"]

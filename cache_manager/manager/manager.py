@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.aux_blocks import AuxBlocks, Rows
+from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.checks import count_in_range, integers
 from cache_manager.errors import BlockBusyError, InvalidInputError
 from cache_manager.keys import BlockKey, Tokens
@@ -23,7 +23,7 @@ from cache_manager.manager.pool import BlockPool
 from cache_manager.manager.sequences import Phase, SequenceKeys, Sequences
 from cache_manager.manager.storing import Admission, Storing
 from cache_manager.manager.swapping import Swapping
-from cache_manager.rows import MISSING_BYTE
+from cache_manager.rows import MISSING_BYTE, Rows
 
 Extra = bytes | Mapping[int, bytes]
 """What decides content besides tokens, such as the digest of an image: of the prompt, or by index of a block."""
@@ -351,6 +351,3 @@ def digests(extra: Extra) -> dict[int, bytes]:
         if not isinstance(index, int) or index < 0 or not isinstance(digest, bytes):
             raise InvalidInputError("extra", "bytes, or bytes by index of a block", f"{digest!r} at {index!r}")
     return {index: digest for index, digest in by_block.items() if digest}
-
-
-__all__ = ["BlockManager", "Extra", "digests"]

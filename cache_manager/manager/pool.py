@@ -280,6 +280,3 @@ class BlockPool:
         assert not any(self.index.indexed[block] for block in free), "a free block is indexed"
         everywhere = [*host, *self.host.free, *self.host.away]
         assert sorted(everywhere) == list(range(self._aux.host_blocks)), "a host block is lost or shared"
-
-
-__all__ = ["BlockPool"]

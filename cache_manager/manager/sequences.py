@@ -229,6 +229,3 @@ class Sequences:
         """All blocks of all sequences and holders in the tier; a shared one as often as it is shared."""
         rows = [row for row in self.by_owner.values() if self.tier(row) == tier]
         return [block for row in rows for block in self.table(row).tolist()]
-
-
-__all__ = ["Phase", "SequenceKeys", "Sequences"]

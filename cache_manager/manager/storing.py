@@ -209,6 +209,3 @@ class Storing:
         self._counts["restored_tokens"] += restored
         blocks, computed = tuple(sequences.table(row).tolist()), int(sequences.computed[row])
         self._settled[errand.owner] = Admission(blocks, computed, restored)
-
-
-__all__ = ["Admission", "Errand", "Storing"]

@@ -83,6 +83,3 @@ class Swapping:
 
 def _pairs(sources: Ints, targets: Sequence[int]) -> Ints:
     return np.column_stack((sources, np.asarray(targets, np.int64)))
-
-
-__all__ = ["Swapping"]

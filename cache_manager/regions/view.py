@@ -163,6 +163,3 @@ def _pairs(region: SharedRegion, blocks: Any, generations: Any) -> tuple[NDArray
         if values.size and not (values.min() >= 0 and values.max() < end):
             raise InvalidInputError(field, f"integers in [0, {end})", f"{values.min()} to {values.max()}")
     return ids, wanted
-
-
-__all__ = ["RegionView"]

@@ -128,6 +128,3 @@ def _one_each(answers: list[_T], keys: Sequence[bytes]) -> list[_T]:
     if len(answers) != len(keys):
         raise StorageError(f"the cache-transfer process answered {len(answers)} of {len(keys)} keys")
     return answers
-
-
-__all__ = ["ProcessMover"]

@@ -320,6 +320,3 @@ def _setup_of(parts: Sequence[SharedPart], policy: HitPolicy, required: Sequence
         for part in parts
     ]
     return SetUp(named, policy, list(required))
-
-
-__all__ = ["CacheTransferManager", "SharedPart", "TransferCounters", "TransferSettings"]

@@ -82,7 +82,7 @@ def test_a_request_that_is_collected_inside_a_call_frees_its_blocks_after_it(aux
 
     def collecting(self, *arguments) -> None:
         gc.collect()
-        seen.append(aux._tiers.device.leases.holds("lost", 4))
+        seen.append(aux._device.leases.holds("lost", 4))
         pass_on(self, *arguments)
 
     monkeypatch.setattr(Leases, "pass_on", collecting)

@@ -156,7 +156,7 @@ def test_a_row_that_is_committed_while_its_block_is_copied_does_not_come_along(h
             step.write("routing", house.rows("late", 2))
             step.commit()
 
-    table = engine._tiers.device
+    table = engine._device
     mover = Slow(table.region, None, None)
     ids = split_pairs([(0, 1)], table, table)
     Move(engine._books, table, table, *ids, mover=mover, counter="copied_rows", beside_steps=True).commit()

@@ -113,7 +113,7 @@ def test_numbers_of_steps_come_back_and_nobody_is_taken_for_another(aux) -> None
     """Goal: the 31 bits of a step's number run out without a word. Method: steps that overlap across the end: each
     writes a slot of the one before, the last one a slot that a device with the last number may write."""
     aux.allocate([0], "a")
-    aux._tiers.device._last_step = STEP_NUMBERS - 4
+    aux._device._last_step = STEP_NUMBERS - 4
     made = rows_of("steps")
     steps = []
     for n in range(3):
@@ -121,7 +121,7 @@ def test_numbers_of_steps_come_back_and_nobody_is_taken_for_another(aux) -> None
         steps[n].write("routing", made[[n, n + 1]])
     device = aux.begin_step([3], in_place=True)
     late = aux.begin_step([3])
-    numbers = [*aux._tiers.device.steps]
+    numbers = [*aux._device.steps]
     assert len(set(numbers)) == 5
     assert max(numbers) == STEP_NUMBERS
     assert min(numbers) == 1
