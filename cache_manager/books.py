@@ -64,6 +64,7 @@ class AuxCounters:
     feed_repetitions: int = 0
     feed_gaps: int = 0
     feed_operations_failed: int = 0
+    feed_blocks_refused: int = 0
 
 
 class Guard:

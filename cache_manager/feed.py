@@ -23,6 +23,7 @@ from cache_manager.ports import TierName
 
 if TYPE_CHECKING:
     from cache_manager.engine_blocks import EngineBlocks
+    from cache_manager.jobs import Job
 
 VERSION: Final = 1
 Ints = NDArray[np.int64]
@@ -208,7 +209,7 @@ def _call(operation: Operation) -> Callable[[EngineBlocks], object]:
         case Persist():
             blocks, lives = _by_key(operation.keys, operation.blocks), _ints(operation.generations)
             _check_each("generations", lives.size, len(blocks))
-            return lambda to: to.begin_persist(blocks, lives)
+            return lambda to: _check_begun(to, to.begin_persist(blocks, lives), len(blocks))
         case Restore():
             blocks, lives = _by_key(operation.keys, operation.blocks), _ints(operation.generations)
             _check_each("generations", lives.size, len(blocks))
@@ -216,9 +217,15 @@ def _call(operation: Operation) -> Callable[[EngineBlocks], object]:
             if operation.origins is not None:
                 _check_each("bytes of origins", len(operation.origins), 8 * len(blocks))
                 origins = dict(zip(blocks, np.frombuffer(operation.origins, "<u8").tolist(), strict=True))
-            return lambda to: to.begin_restore(blocks, lives, origins)
+            return lambda to: _check_begun(to, to.begin_restore(blocks, lives, origins), len(blocks))
         case Reset():
             return lambda to: to.reset(weights_version=operation.weights_version)
+
+
+def _check_begun(to: EngineBlocks, job: Job | None, blocks: int) -> None:
+    """A job for which there was no room is not begun later: nobody hears of it but by its count."""
+    if job is None:
+        to.count_refused(blocks)
 
 
 def _copied(operation: Copied) -> Callable[[EngineBlocks], object]:
@@ -243,6 +250,3 @@ def _by_key(keys: bytes, blocks: bytes) -> dict[BlockKey, int]:
     found = {BlockKey(keys[i * KEY_NBYTES : (i + 1) * KEY_NBYTES]): block for i, block in enumerate(ids)}
     _check_each("keys, each once", len(found), len(ids))
     return found
-
-
-__all__ = ["BlockFeed", "FeedReader", "Operation"]

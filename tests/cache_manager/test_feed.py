@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from canary import canary_rows
+from gate import Gate, GatedStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from region_children import Child
@@ -15,6 +16,7 @@ from region_children import Child
 from cache_manager.engine_blocks import EngineBlocks
 from cache_manager.errors import ConfigError, FeedGapError, InvalidInputError
 from cache_manager.feed import VERSION, Batch, BlockFeed, Copied, Persist, Renew, Reset, Restore
+from cache_manager.jobs import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.regions.view import RegionView
 from cache_manager.spec import AuxBlockDataSpec
@@ -160,6 +162,39 @@ def test_an_operation_that_cannot_be_done_is_counted_and_the_others_are_done() -
         feed.persist({strict.keys.key(None, [1]): 0})
         with pytest.raises(ConfigError, match="store: wanted a storage backend"):
             strict.apply(feed.take())
+
+
+def test_a_persist_for_which_there_is_no_room_is_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Goal: nothing that a scheduler has asked for is dropped in silence. Method: two persists and a restore of two
+    blocks each, room for one job, and a store that waits; a strict set does not raise, nobody has made a mistake."""
+    for strict in (False, True):
+        store = GatedStore(open_store("memory:"))
+        store.gate = Gate()
+        with new_engine(store=store, jobs=JobLimits(jobs_max=1), strict=strict) as engine:
+            keys, feed = engine.keys.keys(range(6 * TOKENS)), BlockFeed(blocks=BLOCKS)
+            feed.renew(range(BLOCKS))
+            engine.apply(feed.take())
+            for block in range(4):
+                fill(engine, block, "mine")
+            caplog.clear()
+            feed.persist({keys[0]: 0, keys[1]: 1})
+            feed.persist({keys[2]: 2, keys[3]: 3})
+            feed.restore({keys[4]: 4})
+            engine.apply(feed.take())
+            assert engine.counters.feed_blocks_refused == 3
+            assert [r.message.count("feed_blocks_refused") for r in caplog.records] == [1], "said once"
+            store.gate.open()
+            while engine.jobs:
+                assert engine.wait(60.0)
+                engine.poll()
+            assert engine.stored(keys[:4]) == [True, True, False, False]
+
+
+def test_a_copy_between_tiers_that_no_copy_is_made_between_is_counted() -> None:
+    """Goal: no other error than a typed one. Found by the property below: host blocks to host blocks."""
+    with new_engine() as engine:
+        engine.apply(batch(Copied("host", "host", TWO)))
+        assert engine.counters.feed_operations_failed == 1
 
 
 def batch(*operations: object, number: int = 0, version: int = VERSION) -> bytes:
