@@ -15,7 +15,7 @@ from cache_manager.errors import ConfigError
 from cache_manager.jobs import JobLimits
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.lifecycle import State
-from cache_manager.move import Follow, Move, Pairs, split_pairs
+from cache_manager.move import Move, Pairs, split_pairs
 from cache_manager.mover import PairMover, RowsMover
 from cache_manager.ports import HitPolicy, Mover, Region, StorageBackend, TierName
 from cache_manager.records import Export, read_rows
@@ -187,14 +187,14 @@ class AuxBlocks(BlockSet):
         The leases of all owners, or only of ``owner``, follow when the move commits; with ``leases="stay"`` nobody's
         do: a backup, whose source goes on as it is. A failed move changes nothing; its targets are without rows.
         """
-        return self._move("device", "host", pairs, owner, leases, "swapped_out_rows")
+        return self._move("device", "host", pairs, owner, leases)
 
     def begin_swap_in(self, pairs: Pairs, owner: Hashable | None = None, *, leases: str = "follow") -> Move:
         """Copy host blocks to unheld device blocks; ``pairs`` are (host, device). See above.
 
         With ``leases="stay"`` the targets may be blocks that were given out and have no readable row yet.
         """
-        return self._move("host", "device", pairs, owner, leases, "swapped_in_rows")
+        return self._move("host", "device", pairs, owner, leases)
 
     def begin_copy(self, pairs: Pairs, rows: Sequence[int] | None = None) -> Move:
         """Copy device blocks to device blocks without rows; ``pairs`` are (source, target).
@@ -202,7 +202,7 @@ class AuxBlocks(BlockSet):
         Leases stay as they are: allocate the targets first. A partial block's rows are copied as far as they go, or as
         far as ``rows``, one count for each pair, says.
         """
-        return self._move("device", "device", pairs, None, "stay", "copied_rows", rows)
+        return self._move("device", "device", pairs, None, "stay", rows)
 
     def _move(
         self,
@@ -211,18 +211,15 @@ class AuxBlocks(BlockSet):
         pairs: Pairs,
         owner: Hashable | None,
         leases: str,
-        counter: str,
         rows: Sequence[int] | None = None,
     ) -> Move:
         if leases not in ("follow", "stay"):
             raise ConfigError("leases", "'follow' or 'stay'", repr(leases))
-        follow: Hashable = Follow.NOBODY
-        if leases == "follow":
-            follow = Follow.EVERYBODY if owner is None else owner_name(owner)
+        owner = None if owner is None else owner_name(owner)
         tables = self._table(source), self._table(target)
         with self._lock:
             ids = split_pairs(pairs, *tables)
-        return Move(self._books, *tables, *ids, mover=self._mover, counter=counter, follow=follow, rows=rows)
+        return Move(self._books, *tables, *ids, mover=self._mover, follow=leases == "follow", owner=owner, rows=rows)
 
     def swap_out(self, pairs: Pairs, owner: Hashable | None = None, *, leases: str = "follow") -> None:
         """:meth:`begin_swap_out` and commit."""

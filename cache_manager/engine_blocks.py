@@ -25,7 +25,7 @@ from cache_manager.feed import FeedReader, Operation
 from cache_manager.jobs import JobLimits
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.lifecycle import ALLOWED, Event, State
-from cache_manager.move import Move, Pairs, split_pairs
+from cache_manager.move import MOVED, Move, Pairs, split_pairs
 from cache_manager.mover import RowsMover
 from cache_manager.ports import StorageBackend, TierName
 from cache_manager.records import read_rows
@@ -40,11 +40,6 @@ logger = logging.getLogger(__name__)
 
 GENERATION_END = 1 << 47
 NAMED_MAX = 8  # blocks that one error names
-_COUNTERS = {
-    ("device", "device"): "copied_rows",
-    ("device", "host"): "swapped_out_rows",
-    ("host", "device"): "swapped_in_rows",
-}
 StepRows = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
 """Rows ``[T, *row_shape]``, or rows in another token order with their slots ``[T]``."""
 
@@ -196,7 +191,7 @@ class EngineBlocks(BlockSet):
     def move(self, source: TierName, target: TierName, pairs: Pairs, rows: Sequence[int] | None = None) -> None:
         """:meth:`copy`, :meth:`swap_out` or :meth:`swap_in`, by the names of the tiers."""
         tables = self._table(source), self._table(target)
-        if (counter := _COUNTERS.get((source, target))) is None:
+        if (source, target) not in MOVED:
             raise InvalidInputError("move", "blocks of the device as sources or as targets", f"{source} to {target}")
         try:
             with self._lock:
@@ -207,7 +202,6 @@ class EngineBlocks(BlockSet):
                 sources,
                 targets,
                 mover=self._mover,
-                counter=counter,
                 rows=limits,
                 beside_steps=True,
             ).commit()

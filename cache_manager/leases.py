@@ -9,15 +9,22 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-Followers = list[tuple[Hashable, NDArray[np.bool_]]]
-"""Owners whose claims follow a move, each with a mask over the move's pairs."""
-
 _NONE: Ints = np.empty(0, np.int64)
+
+
+class Followers(NamedTuple):
+    """Owners whose claims follow a move, and for each a mask over the move's pairs, as they were at ``turn``."""
+
+    turn: int
+    owners: list[Hashable]
+    masks: list[NDArray[np.bool_]]
 
 
 class Leases:
@@ -29,16 +36,19 @@ class Leases:
     (np.int32(2), [5], [])
     """
 
-    __slots__ = ("_blocks", "_mark", "_staying", "holders")
+    __slots__ = ("_blocks", "_mark", "_staying", "_turn", "holders")
 
     def __init__(self, blocks: int) -> None:
         self._blocks: dict[Hashable, array[int]] = {}
         self._staying: set[Hashable] = set()
+        self._turn = 0  # changes with every release
         self.holders: NDArray[np.int32] = np.zeros(blocks, np.int32)
         self._mark: NDArray[np.bool_] = np.zeros(blocks, np.bool_)  # all False between calls
 
     def among(self, ids: Ints, others: Ints) -> NDArray[np.bool_]:
-        """Which of ``ids`` are in ``others``: a tenth of what ``np.isin`` costs."""
+        """Which of ``ids`` are in ``others``: a tenth of what ``np.isin`` costs, less where they are the same."""
+        if ids.size == others.size and count(ids == others) == ids.size:
+            return np.ones(ids.size, np.bool_)
         self._mark[others] = True
         found = self._mark.take(ids)
         self._mark[others] = False
@@ -70,15 +80,17 @@ class Leases:
             mine.append(block)
         self.holders[ids] = 1
 
-    def release(self, owner: Hashable, ids: Ints | None = None) -> Ints:
+    def release(self, owner: Hashable, ids: Ints | None = None, *, held: bool = False) -> Ints:
         """End ``owner``'s claim on ``ids`` (all it has, if None); the blocks that nobody holds any more.
 
-        Blocks that the owner does not hold are passed over, so releasing twice is harmless.
+        Blocks that the owner does not hold are passed over, so releasing twice is harmless; ``held`` says that it holds
+        all of them, each given once.
         """
         mine = self._blocks.get(owner)
         if mine is None:
             return _NONE
-        if ids is None:
+        self._turn += 1
+        if ids is None or (held and ids.size == len(mine)):
             del self._blocks[owner]
             self._staying.discard(owner)
             left = np.array(mine)
@@ -101,23 +113,25 @@ class Leases:
         return left
 
     def followers(self, sources: Ints, owner: Hashable | None) -> Followers:
-        """The owners of ``sources``, or only ``owner``, as they are now, each with a mask over ``sources``."""
+        """``owner``, or all owners of some of ``sources`` that do not stay, and which of these each has now."""
         if owner is not None:
-            return [(owner, self.among(sources, self.blocks(owner)))]
+            return Followers(self._turn, [owner], [self.among(sources, self.blocks(owner))])
         owners = [(name, mine) for name, mine in self._blocks.items() if name not in self._staying]
-        masks = ((name, self.among(sources, np.array(mine))) for name, mine in owners)
-        return [(name, mask) for name, mask in masks if mask.any()]
+        masks = [(name, self.among(sources, np.array(mine))) for name, mine in owners]
+        some = [(name, mask) for name, mask in masks if count(mask)]
+        return Followers(self._turn, [name for name, _ in some], [mask for _, mask in some])
 
     def pass_on(self, sources: Ints, to: Leases, targets: Ints, followers: Followers) -> None:
         """Claims of ``followers`` on ``sources`` become claims on ``targets`` of ``to``, pair by pair.
 
         Nobody holds the targets before. A follower that has let its source go meanwhile is passed over.
         """
-        for owner, mask in followers:
-            going = mask & self.among(sources, self.blocks(owner))
-            if going.any():
-                self.release(owner, sources[going])
-                to.acquire(owner, targets[going])
+        unchanged = followers.turn == self._turn
+        for owner, mask in zip(followers.owners, followers.masks, strict=True):
+            going = mask if unchanged else mask & self.among(sources, self.blocks(owner))
+            everything = count(going) == going.size
+            self.release(owner, sources if everything else sources[going], held=True)
+            to.acquire(owner, targets if everything else targets[going])
 
     def holds(self, owner: Hashable, block: int) -> bool:
         return block in self._blocks.get(owner, ())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
-from enum import Enum
-from typing import cast
+from typing import Final
 
 import numpy as np
 from numpy import count_nonzero as count
@@ -25,11 +24,12 @@ Pairs = Sequence[tuple[int, int]] | NDArray[np.int64]
 """(source, target) block ids ``[n, 2]``; an array costs a fifth of a list of tuples."""
 
 
-class Follow(Enum):
-    """Whose leases go with a move from the source to the target."""
-
-    NOBODY = "nobody"
-    EVERYBODY = "everybody"
+MOVED: Final[dict[tuple[TierName, TierName], str]] = {
+    ("device", "device"): "copied_rows",
+    ("device", "host"): "swapped_out_rows",
+    ("host", "device"): "swapped_in_rows",
+}
+"""The tiers that blocks are moved between, and what counts the rows that arrive."""
 
 
 def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[Ints, Ints]:
@@ -59,13 +59,13 @@ class Move(InFlight):
     :meth:`abort` ends it; as a context manager, leaving commits and an exception aborts, so that an engine's own copy
     can stand in the body and both arrive or neither. A move that is dropped is aborted.
 
-    ``follow`` says whose leases go from source to target: nobody's, everybody's or one owner's; a lease taken while the
-    move is open stays at the source. ``rows`` limits, pair by pair, how many of a block's first rows may arrive.
-    ``counter`` counts rows that arrived. ``mover`` copies bytes, without the lock. ``beside_steps`` allows steps in
-    flight to write the sources: what they commit later goes under an origin of its own.
+    With ``follow`` the leases of everybody, or of one ``owner``, go from source to target; a lease taken while the move
+    is open stays at the source. ``rows`` limits, pair by pair, how many of a block's first rows may arrive. ``mover``
+    copies bytes, without the lock. ``beside_steps`` allows steps in flight to write the sources: what they commit later
+    goes under an origin of its own.
     """
 
-    __slots__ = ("_counter", "_followers", "_rows", "_source", "_sources", "_target", "_targets")
+    __slots__ = ("_followers", "_rows", "_source", "_sources", "_target", "_targets")
 
     def __init__(
         self,
@@ -76,15 +76,15 @@ class Move(InFlight):
         targets: Ints,
         *,
         mover: Mover,
-        counter: str,
-        follow: Follow | Hashable = Follow.NOBODY,
+        follow: bool = False,
+        owner: Hashable | None = None,
         rows: Sequence[int] | None = None,
         beside_steps: bool = False,
     ) -> None:
         self._ended = True  # until it has begun
         self._books, self._source, self._target = books, source, target
-        self._sources, self._targets, self._counter = sources, targets, counter
-        self._followers: Followers = []
+        self._sources, self._targets = sources, targets
+        self._followers: Followers | None = None
         self._rows = None
         if rows is not None:
             self._rows = prefix_bits(integers(rows, "rows", "a row count for each pair"), target.tokens)
@@ -96,13 +96,15 @@ class Move(InFlight):
             target.check_no_step(targets, "copy into it")
             source.check(Event.BEGIN_DEPARTURE, sources)
             target.check(Event.BEGIN_ARRIVAL, targets)
-            if follow is Follow.NOBODY:
-                target.check_empty(targets)
-            else:
+            if follow:
                 source.check_once(sources, "pairs source")
                 held = target.leases.holders.take(targets) > 0
                 target.refuse(targets, held, "FREE or CACHED to copy into", "HELD", BlockStateError)
-                self._followers = self._find_followers(None if follow is Follow.EVERYBODY else follow)
+                self._followers = source.leases.followers(sources, owner)
+                if owner is not None:
+                    source.check_holder(owner, sources, self._followers.masks[0])
+            else:
+                target.check_empty(targets)
             if beside_steps:  # a row that a step commits while the bytes are copied may not be among them
                 there = bits_of(source.region, sources)
                 self._rows = there if self._rows is None else there & self._rows
@@ -112,16 +114,10 @@ class Move(InFlight):
             self._ended = False
         try:
             if targets.size:
-                mover.copy(cast("TierName", source.tier), cast("TierName", target.tier), sources, targets)
+                mover.copy(source.tier, target.tier, sources, targets)
         except BaseException:
             self.abort()
             raise
-
-    def _find_followers(self, owner: Hashable | None) -> Followers:
-        """Whose leases on each source will follow; the lock is held."""
-        if owner is not None:
-            self._source.check_holder(owner, self._sources)
-        return self._source.leases.followers(self._sources, owner)
 
     def commit(self) -> None:
         """The rows have arrived: they are readable at the target, and the leases that follow are there."""
@@ -136,8 +132,9 @@ class Move(InFlight):
             put_bits(target.region, self._targets, valid)
             target.carry_origin(self._targets, source.origin.take(self._sources))
             arrived = np.bitwise_or.reduce(valid, axis=1) if valid.shape[1] > 1 else valid
-            self._books.count(self._counter, int(np.bitwise_count(arrived).sum()))
-            source.leases.pass_on(self._sources, target.leases, self._targets, self._followers)
+            self._books.count(MOVED[source.tier, target.tier], int(np.bitwise_count(arrived).sum()))
+            if self._followers is not None:
+                source.leases.pass_on(self._sources, target.leases, self._targets, self._followers)
             self._end(arrived=True)
 
     def _give_up(self, _how: str, /) -> None:

@@ -32,7 +32,7 @@ from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputEr
 from cache_manager.leases import Leases
 from cache_manager.lifecycle import ALLOWED, ILLEGAL, IN_MOTION, NEXT, Event, State
 from cache_manager.memory import GENERATION_SHIFT, bits_of, clear, places, publish
-from cache_manager.ports import Region
+from cache_manager.ports import Region, TierName
 
 if TYPE_CHECKING:
     from cache_manager.step import StepEntry
@@ -62,7 +62,7 @@ class BlockTable:
     a motion or a step is what stands in the way) and have changed nothing.
     """
 
-    def __init__(self, tier: str, region: Region, draw: Origins, *, owned_by_engine: bool = False) -> None:
+    def __init__(self, tier: TierName, region: Region, draw: Origins, *, owned_by_engine: bool = False) -> None:
         self.tier, self.region, self.layout, self.blocks = tier, region, region.layout, (blocks := region.blocks)
         self.tokens, self.words_per_block = self.layout.block_tokens, self.layout.valid_words
         self.full = full_bits(self.tokens)
@@ -103,7 +103,6 @@ class BlockTable:
         return self.within(integers(blocks, field, "a flat sequence of block ids"), field)
 
     def within(self, ids: Ints, field: str) -> Ints:
-        """``ids``, or :class:`InvalidInputError` for one that is not of this tier."""
         if ids.size and not 0 <= (bad := extreme(ids)) < self.blocks:
             raise InvalidInputError(field, f"{self.tier} block ids in [0, {self.blocks})", bad)
         return ids
@@ -133,12 +132,13 @@ class BlockTable:
     def refuse(
         self, ids: Ints, bad: NDArray[np.bool_], wanted: str, got: str, error: type[BlockStateError] = BlockBusyError
     ) -> None:
-        """Raise ``error`` for the first of ``ids`` that is ``bad``."""
         if count(bad):
             raise error(f"{self.tier} block {int(ids[int(np.argmax(bad))])}", wanted, got)
 
     def apply(self, event: Event, ids: Ints) -> None:
         """Change states by the law. That it allows the event was checked before, for all blocks of the call."""
+        if not ids.size:
+            return
         after = self._after(event, ids)
         assert ILLEGAL not in after, f"{event.value}: a state that the law does not allow"
         self.states[ids] = np.frombuffer(after, np.uint8)
@@ -171,10 +171,11 @@ class BlockTable:
         if self.steps:
             self.refuse(ids, self.busy(ids, devices_only=True), "no device that still writes it", "a step in place")
 
-    def check_holder(self, owner: Hashable, ids: Ints) -> None:
-        """Raise :class:`BlockStateError` unless ``owner`` holds all of ``ids``."""
-        lacking = ~self.leases.among(ids, self.leases.blocks(owner))
-        self.refuse(ids, lacking, f"one that {owner!r} holds", "one it does not", BlockStateError)
+    def check_holder(self, owner: Hashable, ids: Ints, held: NDArray[np.bool_] | None = None) -> None:
+        """Raise :class:`BlockStateError` unless ``owner`` holds all of ``ids``; ``held`` says which, if it is known."""
+        held = self.leases.among(ids, self.leases.blocks(owner)) if held is None else held
+        if count(held) != ids.size:
+            self.refuse(ids, ~held, f"one that {owner!r} holds", "one it does not", BlockStateError)
 
     def check_empty(self, ids: Ints) -> None:
         """Raise :class:`BlockStateError` if one of ``ids`` is held and has a readable row."""
@@ -248,17 +249,17 @@ class BlockTable:
     def begin_departure(self, ids: Ints) -> None:
         """Copying from these blocks begins; a block named twice counts once. Their next write has another origin."""
         self.apply(Event.BEGIN_DEPARTURE, ids)
-        self.departures[ids] += 1
+        self.departures[ids] = self.departures.take(ids) + 1
         self.seal(ids)
 
     def end_departure(self, ids: Ints) -> None:
         """A copy from these blocks has ended, well or not; the last one to end lets the block go."""
         self.departures[ids] = left = self.departures.take(ids) - 1
-        self._end(ids[left == 0], Event.DEPARTED_HELD, Event.DEPARTED_UNHELD)
+        self._end(some(ids, left == 0), Event.DEPARTED_HELD, Event.DEPARTED_UNHELD)
 
     def begin_arrival(self, ids: Ints) -> None:
         """Copying into these blocks begins; nothing in them is readable. Each starts a new generation if unheld."""
-        unheld = ids[self.states.take(ids) != State.HELD]
+        unheld = some(ids, self.states.take(ids) != State.HELD)
         self.apply(Event.BEGIN_ARRIVAL, ids)
         if unheld.size:
             self.begin_life(unheld)
@@ -268,10 +269,9 @@ class BlockTable:
         self._end(ids, Event.ARRIVED_HELD, Event.ARRIVED_UNHELD if arrived else Event.FAILED_UNHELD)
 
     def _end(self, ids: Ints, held: Event, unheld: Event) -> None:
-        mine = (self.leases.holders.take(ids) > 0) | self.by_engine
-        for event, some in ((held, mine), (unheld, ~mine)):
-            if n := count(some):
-                self.apply(event, ids if n == ids.size else ids[some])
+        mine = np.ones(ids.size, np.bool_) if self.by_engine else self.leases.holders.take(ids) > 0
+        for event, which in ((held, mine), (unheld, ~mine)):
+            self.apply(event, some(ids, which))
 
     def renew(self, ids: Ints, generations: Ints) -> None:
         """An engine that owns the blocks has given these out anew, in the generations that it says."""
@@ -382,6 +382,12 @@ class BlockTable:
 def extreme(ids: Ints) -> int:
     """A negative one of ``ids``, or the largest if there is none: quicker than a mask of those that are outside."""
     return int(ids[ids.view(np.uint64).argmax()])
+
+
+def some(ids: Ints, which: NDArray[np.bool_]) -> Ints:
+    """``ids[which]``, which is all or none of them nearly always."""
+    n = count(which)
+    return ids if n == ids.size else ids[which] if n else ids[:0]
 
 
 def _items(rows: NDArray[np.uint8]) -> NDArray[Any]:

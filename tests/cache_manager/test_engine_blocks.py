@@ -159,7 +159,7 @@ def test_a_row_that_is_committed_while_its_block_is_copied_does_not_come_along(h
     table = engine._device
     mover = Slow(table.region, None, None)
     ids = split_pairs([(0, 1)], table, table)
-    Move(engine._books, table, table, *ids, mover=mover, counter="copied_rows", beside_steps=True).commit()
+    Move(engine._books, table, table, *ids, mover=mover, beside_steps=True).commit()
     assert house.valid(0) == [True] * TOKENS
     assert house.valid(1) == [True, True, False, False]
 

@@ -289,7 +289,7 @@ def test_a_claim_that_stays_follows_no_move() -> None:
     assert (there.holds("job", 3), there.holds("a", 3)) == (False, True)
     here.release("job")
     here.acquire("job", source)
-    assert [owner for owner, _ in here.followers(source, None)] == ["job"], "a name that was given back stays no more"
+    assert here.followers(source, None).owners == ["job"], "a name that was given back stays no more"
 
 
 def test_a_lease_that_ended_while_the_move_was_open_is_passed_on_to_nobody() -> None:
