@@ -177,25 +177,20 @@ class JobRunner:
         with self._changed:
             return list(self._jobs)
 
-    def reserve(self, job: Job) -> bool:
-        """Whether there is room for the job; then it counts as begun, and :meth:`start` must follow."""
+    def start(self, job: Job) -> bool:
+        """Begin a job and queue it; ``False`` when there is no room for it. The lock of the books is held."""
         with self._changed:
             full = len(self._jobs) >= self.limits.jobs_max
             if self._closing or full or (self._jobs and self._nbytes + job.nbytes > self.limits.nbytes_max):
                 return False
+            job.begin()
             self._jobs[job] = None
             self._nbytes += job.nbytes
-            return True
-
-    def start(self, job: Job) -> None:
-        """Queue a job that was reserved."""
-        with self._changed:
-            if job.phase is not Phase.QUEUED:  # cancelled since it was reserved
-                return
             self._queue.append(job)
             if self._idle < len(self._queue) and len(self._threads) < self.limits.threads_max:
                 self._add_thread()
             self._changed.notify_all()
+            return True
 
     def _add_thread(self) -> None:
         """A process may have no more threads: then those that run do the work, and without any the jobs fail. Held."""
@@ -214,12 +209,12 @@ class JobRunner:
     def cancel(self, job: Job) -> None:
         with self._changed:
             job.cancelled = job.cancelled or job.phase is not Phase.LANDED
-            if job in self._queue:  # else it has only been reserved, and start() will find it cancelled
+            if job.phase is Phase.QUEUED:
                 self._queue.remove(job)
             job.move(Event.CANCEL)
 
     def end(self, job: Job) -> None:
-        """The job lands; one that was not reserved, too."""
+        """The job lands; one that was not queued, too."""
         with self._changed:
             job.move(Event.LAND)
             if job in self._jobs:

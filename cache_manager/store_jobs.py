@@ -54,7 +54,7 @@ class Archive:
                 live &= whole
             job = PersistJob(self, "persist", list(blocks), list(compress(blocks, live.tolist())), ids[live])
             begun = self._begin(job, queued=queued)
-        return self._send(job, queued=queued) if begun else None
+        return self._carry(job, queued=queued) if begun else None
 
     def begin_restore(
         self,
@@ -72,30 +72,28 @@ class Archive:
             job = RestoreJob(self, "restore", list(blocks), keys, ids[live])
             job.expected = None if origins is None else np.array([origins.get(key, 0) for key in keys], np.uint64)
             begun = self._begin(job, queued=queued)
-        return self._send(job, queued=queued) if begun else None
+        return self._carry(job, queued=queued) if begun else None
 
     def _begin(self, job: Job, *, queued: bool) -> bool:
-        """Whether there is room for the job to be queued; then it has its blocks. The lock is held."""
+        """Whether the job has begun, for which a queued one needs room. The lock is held."""
         if not self.table.by_engine:
             job.check()
         if job.phase is Phase.LANDED:
             return True
-        if queued and not self.runner.reserve(job):
+        if not queued:
+            job.begin()
+        elif not self.runner.start(job):
             self.books.count("jobs_refused")
             return False
-        job.begin()
         self.books.count("jobs_begun")
         self.books.jobs += 1
         return True
 
-    def _send(self, job: J, *, queued: bool) -> J:
-        """Let a thread carry the job, or carry and land it here."""
-        if job.phase is not Phase.LANDED:
-            if queued:
-                self.runner.start(job)
-            else:
-                self.runner.carry(job)
-                job.poll()
+    def _carry(self, job: J, *, queued: bool) -> J:
+        """Carry a job that is not queued, and land it. The lock is not held."""
+        if not queued and job.phase is not Phase.LANDED:
+            self.runner.carry(job)
+            job.poll()
         return job
 
 

@@ -7,7 +7,7 @@ neither. Its methods belong to one thread, the scheduler's; rows may be read fro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,18 +15,14 @@ from numpy.typing import NDArray
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.checks import count_in_range, integers
-from cache_manager.errors import BlockBusyError, InvalidInputError
+from cache_manager.errors import BlockBusyError, InvalidInputError, TransferProcessError
 from cache_manager.keys import BlockKey, Tokens
 from cache_manager.manager.counters import Counts, ManagerCounters
-from cache_manager.manager.growth import Growth
+from cache_manager.manager.growth import Growth, not_moved
 from cache_manager.manager.pool import BlockPool
-from cache_manager.manager.sequences import Phase, SequenceKeys, Sequences
+from cache_manager.manager.sequences import Extra, Ints, Phase, SequenceKeys, Sequences, digests
 from cache_manager.manager.storing import Admission, Storing
-from cache_manager.manager.swapping import Swapping
 from cache_manager.rows import MISSING_BYTE, Rows
-
-Extra = bytes | Mapping[int, bytes]
-"""What decides content besides tokens, such as the digest of an image: of the prompt, or by index of a block."""
 
 
 class BlockManager:
@@ -60,7 +56,6 @@ class BlockManager:
         self._pool = BlockPool(aux, self._counts)
         self._sequences = Sequences(aux.block_tokens, rows_max=sequences_max, width_max=width_max)
         self._growth = Growth(aux, self._sequences, self._pool, self._counts, caching=caching)
-        self._swapping = Swapping(aux, self._sequences, self._pool, self._counts)
         self._storing = Storing(aux, self._sequences, self._pool, self._counts, pinned_max=aux.device_blocks // 2)
         self._keys = aux.keys  # whose blocks the pool finds
 
@@ -284,9 +279,27 @@ class BlockManager:
 
         Raises ``BlockBusyError`` while a step that writes any of its blocks is in flight.
         """
-        row = self._sequences.ready(owner)
+        sequences, row = self._sequences, self._sequences.ready(owner)
         self._check_no_step(owner, self.table(owner), "preempt")
-        return self._swapping.out(row)
+        blocks, computed = sequences.table(row).copy(), int(sequences.computed[row])
+        written = -(-computed // self._tokens)
+        targets = self._pool.host.choose(written) if self.aux.host_blocks else None
+        if targets is None:
+            return False
+        try:
+            self.aux.swap_out(np.column_stack((blocks[:written], np.asarray(targets, np.int64))), owner)
+        except TransferProcessError as error:
+            not_moved(self._counts, error)
+            return False
+        self._pool.host.remove(targets)
+        sequences.set_blocks(row, targets)
+        sequences.set_phase(row, Phase.SWAPPED)
+        if written < blocks.size:
+            self.aux.free(owner, blocks[written:])
+        self._pool.let_go(blocks)
+        self._counts["preemptions"] += 1
+        self._counts["swapped_out_tokens"] += computed
+        return True
 
     def resume(self, owner: str) -> bool:
         """Swap the sequence back in; ``False`` when device blocks do not suffice, and then nothing has changed.
@@ -294,7 +307,42 @@ class BlockManager:
         Free blocks are filled before cached ones, so that a mover that fails overwrites nothing that could be found;
         where none is free, one cached block is tried first and lost if that fails.
         """
-        return self._swapping.back(self._sequences.row(owner))
+        sequences, row = self._sequences, self._sequences.row(owner)
+        if sequences.phase[row] != Phase.SWAPPED:
+            return True
+        sources = sequences.table(row).copy()
+        targets, free = self._pool.choose(sources.size)
+        if len(targets) < sources.size:
+            return False
+        try:
+            self._swap_in(owner, np.column_stack((sources, np.asarray(targets, np.int64))), free)
+        except TransferProcessError as error:
+            not_moved(self._counts, error)
+            return False
+        self._pool.take_out(targets)
+        sequences.set_blocks(row, targets)
+        sequences.set_phase(row, Phase.READY)
+        self._pool.host.let_go(sources.tolist())
+        for key, block in zip(sequences.record(row).keys, targets, strict=False):  # none of one from before a reset
+            self._pool.publish(key, block)
+        self._counts["swapped_in_tokens"] += int(sequences.computed[row])
+        return True
+
+    def _swap_in(self, owner: str, pairs: Ints, free: int) -> None:
+        """Swap ``pairs`` in, first those to the ``free`` blocks, or to one cached block where there are none.
+
+        If the mover fails, cached blocks that it has not overwritten stay cached.
+        """
+        first, cached = free or 1, pairs[free:, 1]
+        lives = self.aux.generations(cached)
+        try:
+            with self.aux.begin_swap_in(pairs[:first], owner):
+                if first < len(pairs):
+                    self.aux.swap_in(pairs[first:], owner)
+        except BaseException:
+            lost = cached[self.aux.generations(cached) != lives]
+            self._pool.forget_cached(lost.tolist())
+            raise
 
     # ---------------------------------------------------------------- storing
 
@@ -340,14 +388,3 @@ class BlockManager:
         """Raise ``AssertionError`` unless every block is free, cached or held, once, in each tier."""
         self.aux.assert_consistent()
         self._pool.assert_consistent(self._sequences.of_tier("device"), self._sequences.of_tier("host"))
-
-
-def digests(extra: Extra) -> dict[int, bytes]:
-    """``extra`` by index of a block; a prompt's is its first block's, and so in every key after that."""
-    by_block = {0: extra} if isinstance(extra, bytes) else extra
-    if not isinstance(by_block, Mapping):
-        raise InvalidInputError("extra", "bytes, or bytes by index of a block", repr(extra))
-    for index, digest in by_block.items():
-        if not isinstance(index, int) or index < 0 or not isinstance(digest, bytes):
-            raise InvalidInputError("extra", "bytes, or bytes by index of a block", f"{digest!r} at {index!r}")
-    return {index: digest for index, digest in by_block.items() if digest}

@@ -6,7 +6,7 @@ by these numbers. A row that has ended is given to a later sequence. Rows and co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from cache_manager.manager.storing import Errand
 
 Ints = NDArray[np.int64]
+Extra = bytes | Mapping[int, bytes]
+"""What decides content besides tokens, such as the digest of an image: of the prompt, or by index of a block."""
 
 
 _NOTHING: Final[tuple[bytes | None, Ints]] = (None, np.empty(0, np.int64))
@@ -229,3 +231,14 @@ class Sequences:
         """All blocks of all sequences and holders in the tier; a shared one as often as it is shared."""
         rows = [row for row in self.by_owner.values() if self.tier(row) == tier]
         return [block for row in rows for block in self.table(row).tolist()]
+
+
+def digests(extra: Extra) -> dict[int, bytes]:
+    """``extra`` by index of a block; a prompt's is its first block's, and so in every key after that."""
+    by_block = {0: extra} if isinstance(extra, bytes) else extra
+    if not isinstance(by_block, Mapping):
+        raise InvalidInputError("extra", "bytes, or bytes by index of a block", repr(extra))
+    for index, digest in by_block.items():
+        if not isinstance(index, int) or index < 0 or not isinstance(digest, bytes):
+            raise InvalidInputError("extra", "bytes, or bytes by index of a block", f"{digest!r} at {index!r}")
+    return {index: digest for index, digest in by_block.items() if digest}

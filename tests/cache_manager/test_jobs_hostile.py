@@ -13,7 +13,7 @@ from job_house import LIMITS, PROMPT, SPEC, JobHouse, ManagerHouse
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, StorageError
-from cache_manager.jobs import Job, JobRunner, Phase
+from cache_manager.jobs import Job, Phase
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.ports import BlockRecords
@@ -84,25 +84,6 @@ def test_a_job_whose_landing_fails_is_over(house, monkeypatch) -> None:
     assert house.aux.jobs == []
     assert house.aux.wait(0.0), "nothing is left to wait for"
     house.aux._books.jobs -= 1  # what the broken landing was to do
-
-
-def test_a_job_can_be_cancelled_before_it_is_queued(house, monkeypatch) -> None:
-    """Goal: a job that is listed can be cancelled. Method: another thread does so before start() has queued it."""
-    house.fill(0, "a")
-    start = JobRunner.start
-
-    def after_a_cancel(self, job):
-        for each in house.aux.jobs:
-            each.cancel()
-        start(self, job)
-
-    monkeypatch.setattr(JobRunner, "start", after_a_cancel)
-    job = house.aux.begin_persist({house.key: 0}, owner="a")
-    assert job.phase is Phase.LANDED
-    assert job.result() == {house.key: 0}
-    monkeypatch.undo()
-    assert house.aux.begin_persist({house.key: 0}, owner="a") is not None, "the threads go on"
-    house.let_go()
 
 
 def test_without_a_thread_a_job_fails_and_the_next_one_tries_again(managed, monkeypatch) -> None:

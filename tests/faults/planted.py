@@ -111,9 +111,9 @@ FAULTS = (
     ),
     Fault(
         "what has come back is found under the next block's key",
-        "manager/swapping.py",
-        "zip(record.keys, targets, strict=False)",
-        "zip(record.keys[1:], targets, strict=False)",
+        "manager/manager.py",
+        "zip(sequences.record(row).keys, targets, strict=False)",
+        "zip(sequences.record(row).keys[1:], targets, strict=False)",
         f"{DEFECTS}::test_what_has_come_back_is_found_under_its_own_keys",
         "test_what_has_come_back_is_found_under_its_own_keys",
     ),
