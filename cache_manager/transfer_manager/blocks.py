@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.errors import ConfigError, StorageError, StoreUnavailableError, TransferProcessError
+from cache_manager.errors import ConfigError, StoreUnavailableError, TransferProcessError
 from cache_manager.keys import BlockKey
 from cache_manager.memory import GENERATION_SHIFT
+from cache_manager.mover import one_each
 from cache_manager.ports import Absence, BlockRecords, Found, HitPolicy, RecordCounters, Region, TierName
 from cache_manager.regions import SharedRegion
 from cache_manager.transfer_manager.commands import Answer, Command, Contains, Flush, Move, Persist, Restore
 from cache_manager.transfer_manager.manager import CacheTransferManager, SharedPart, TransferSettings
-
-_T = TypeVar("_T")
 
 
 class ProcessMover:
@@ -89,18 +88,15 @@ class ProcessMover:
 
     def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]:
         assert not replace, "the process itself knows when a pair is to be replaced"
-        keys: list[bytes] = list(records.keys)
-        generations, origins = list(records.generations), list(records.origins)
-        asked = Persist(keys, list(records.blocks), origins, list(records.valid), generations)
-        return _one_each(self._ask(asked).stored, keys)
+        return one_each(self._ask(Persist(records)).stored, records.keys)
 
     def get_into(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
         asked = Restore(list(keys), list(blocks), self._generations("device", blocks))
-        restored = _one_each(self._ask(asked).restored, keys)
+        restored = one_each(self._ask(asked).restored, keys)
         return [_ABSENCES[each] if isinstance(each, str) else each for each in restored]
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return _one_each(self._ask(Contains(list(keys))).there, keys)
+        return one_each(self._ask(Contains(list(keys))).there, keys)
 
     def flush(self) -> None:
         self._ask(Flush())
@@ -122,9 +118,3 @@ class ProcessMover:
 
 
 _ABSENCES: Final = {absence.value: absence for absence in Absence}
-
-
-def _one_each(answers: list[_T], keys: Sequence[bytes]) -> list[_T]:
-    if len(answers) != len(keys):
-        raise StorageError(f"the cache-transfer process answered {len(answers)} of {len(keys)} keys")
-    return answers

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from cache_manager.ports import Found, HitPolicy, TierName
+from cache_manager.ports import BlockRecords, Found, HitPolicy, TierName
 
 
 class PartSetUp(msgspec.Struct, frozen=True):
@@ -42,13 +42,9 @@ class Move(msgspec.Struct, frozen=True, tag="move"):
 
 
 class Persist(msgspec.Struct, frozen=True, tag="persist"):
-    """Store every part of device blocks under their keys. ``valid`` are the rows' validity words, block by block."""
+    """Store every part of device blocks under their keys. Which rows are valid concerns the first part alone."""
 
-    keys: list[bytes]
-    blocks: list[int]
-    origins: list[int]
-    valid: list[bytes]
-    generations: list[int]
+    records: BlockRecords
 
 
 class Restore(msgspec.Struct, frozen=True, tag="restore"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from typing import Final, NoReturn
@@ -23,7 +23,7 @@ from cache_manager.errors import BlockStateError, StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.memory import GENERATION_SHIFT
 from cache_manager.mover import PairMover, RowsMover
-from cache_manager.ports import Absence, BlockRecords, Mover, TierName
+from cache_manager.ports import Absence, Mover, TierName
 from cache_manager.regions import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage import open_store
@@ -63,11 +63,10 @@ class Transfers:
                 self._mover.copy(source, target, np.array(sources), np.array(targets))
                 self._check(target, targets, generations)
                 return answer
-            case commands.Persist(names, blocks, origins, valid, generations):
-                self._check("device", blocks, generations)
-                keys = [BlockKey(name) for name in names]
-                answer = Answer(stored=self._mover.put(BlockRecords(keys, blocks, origins, valid, generations)))
-                self._check("device", blocks, generations)
+            case commands.Persist(records):
+                self._check("device", records.blocks, records.generations)
+                answer = Answer(stored=self._mover.put(records))
+                self._check("device", records.blocks, records.generations)
             case commands.Restore(names, blocks, generations):
                 self._check("device", blocks, generations)
                 found = self._mover.get_into([BlockKey(name) for name in names], blocks)
@@ -87,13 +86,13 @@ class Transfers:
                 records.close()
         return Answer()
 
-    def _check(self, tier: TierName, blocks: list[int], generations: list[int] | None = None) -> None:
+    def _check(self, tier: TierName, blocks: Sequence[int], generations: Sequence[int] | None = None) -> None:
         """Whether there are such blocks, and whether they are still in the life that the command was made for."""
         for regions in self._regions:
             count = regions[tier].blocks
             assert all(0 <= block < count for block in blocks), f"{tier} blocks {blocks} of {count}"
         words: NDArray[np.uint64] = self._regions[0][tier].words
-        now = (words[blocks] >> np.uint64(GENERATION_SHIFT)).tolist()
+        now = (words[list(blocks)] >> np.uint64(GENERATION_SHIFT)).tolist()
         for block, found, wanted in zip(blocks, now, now if generations is None else generations, strict=True):
             if found != wanted:
                 raise BlockStateError(f"{tier} block {block}", f"generation {wanted}", found)

@@ -11,14 +11,14 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 from shared_parts import DEVICE_BLOCKS, HOST_BLOCKS, Memory
 
 from cache_manager.errors import ConfigError, StorageError, TransferProcessError, TransferProcessFullError
-from cache_manager.ports import Found
+from cache_manager.ports import BlockRecords, Found
 from cache_manager.regions import list_regions
 from cache_manager.transfer_manager import (
     CacheTransferManager,
@@ -51,7 +51,8 @@ def until(holds: Callable[[], object]) -> None:
 def persist(memory: Memory, first: int, blocks: list[int]) -> Persist:
     generations = memory.generations("device", blocks)
     origins = [1000 + first + i for i in range(len(blocks))]
-    return Persist(list(memory.keys(len(blocks), first)), blocks, origins, [memory.valid] * len(blocks), generations)
+    valid = [memory.valid] * len(blocks)
+    return Persist(BlockRecords(memory.keys(len(blocks), first), blocks, origins, valid, generations))
 
 
 def stored(memory: Memory, first: int, count: int) -> list[Found]:
@@ -110,7 +111,7 @@ def test_a_store_that_fails_is_a_storage_error_and_the_process_lives(memory: Mem
         pid = process.pid
         bad = persist(memory, 0, [1])
         with pytest.raises(StorageError, match="bitmap size"):
-            process.call(structs.replace(bad, valid=[memory.valid + bytes(8)]))
+            process.call(Persist(replace(bad.records, valid=[memory.valid + bytes(8)])))
         assert process.call(persist(memory, 0, [1])).stored == stored(memory, 0, 1)
         assert process.pid == pid
 
