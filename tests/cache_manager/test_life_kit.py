@@ -9,7 +9,8 @@ from typing import ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_managers import FAULTS, KeepsRows, Plain, Sharing
+from tiny_faults import FAULTS
+from tiny_managers import KeepsRows, Plain, Sharing
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.testing.life import CAPABILITIES, INVARIANTS, BlockManagerMachine, InvariantBroken, prove, replay
@@ -137,18 +138,18 @@ def test_the_command_line(capsys) -> None:
     out = capsys.readouterr().out
     assert "every invariant held" in out
     assert "capabilities  prefix" in out
-    assert main(["prove", "tiny_managers:Leaky", *few, "--seed", "3"]) == FAILED
+    assert main(["prove", "tiny_faults:Leaky", *few, "--seed", "3"]) == FAILED
     out = capsys.readouterr().out
     assert "no_block_lost" in out
     assert "seed 3" in out
     line = re.search('--replay "(.*)"', out)
     assert line is not None
-    assert main(["prove", "tiny_managers:Leaky", "--replay", line[1]]) == FAILED
+    assert main(["prove", "tiny_faults:Leaky", "--replay", line[1]]) == FAILED
     assert main(["prove", "tiny_managers:Plain", "--replay", line[1]]) == 0
     capsys.readouterr()
     assert main(["prove", "--invariants"]) == 0
     assert set(re.findall("^[a-z_]+$", capsys.readouterr().out, flags=re.MULTILINE)) == INVARIANTS.keys()
-    for wrong in ("tiny_managers", "no_such_module:Plain", "tiny_managers:Block", "tiny_managers:FAULTS"):
+    for wrong in ("tiny_managers", "no_such_module:Plain", "tiny_managers:Block", "tiny_faults:FAULTS"):
         assert main(["prove", wrong]) == USAGE
         assert "wanted MODULE:ADAPTER" in capsys.readouterr().err
 

@@ -9,6 +9,7 @@ BUGS: Final = tuple(str(n) for n in range(1, 51))
 HAZARDS: Final = tuple(f"H{n}" for n in range(1, 23))
 
 _AUX = "tests/cache_manager/test_aux_blocks.py::"
+_STORED = "tests/cache_manager/test_aux_blocks_stored.py::"
 _AUX_MACHINE = "tests/cache_manager/test_aux_blocks_machine.py::"
 _ROLLOUT = "tests/kvroute/rollout/"
 _CLASSES = "tests/fault_matrix/test_classes.py::"
@@ -111,7 +112,7 @@ BUG_CLASSES: Final = (
         "an abort leaves a pin, or fails on what has ended",
         "LMCache#1034; vllm#44100, #25562",
         "looking up pins nothing; `free(owner)` ends all that an owner has, twice as well as once",
-        (_ENGINE + "test_abort_at_any_time_leaves_nothing_behind", _AUX_MACHINE + "free"),
+        (_ENGINE + "test_abort_at_any_time_leaves_nothing_behind", "tests/support/aux_model.py::free"),
     ),
     BugClass(
         ("25",),
@@ -285,7 +286,7 @@ HAZARD_CLASSES: Final = (
         "rows of an older generation are dropped and counted",
         (
             _AUX + "test_a_late_write_into_a_reused_block_is_dropped",
-            _AUX + "test_a_reset_while_the_store_is_read_drops_what_was_read",
+            _STORED + "test_a_reset_while_the_store_is_read_drops_what_was_read",
         ),
     ),
     BugClass(
@@ -295,7 +296,7 @@ HAZARD_CLASSES: Final = (
         "a block with a step in flight is busy; an incomplete one is not stored",
         (
             _AUX + "test_a_block_with_a_step_in_flight_is_not_exported",
-            _AUX + "test_an_incomplete_block_is_not_persisted",
+            _STORED + "test_an_incomplete_block_is_not_persisted",
             _MANAGER + "test_a_fork_waits_for_a_step_in_flight",
         ),
     ),

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from planted import Fault
+from planted_origins import ORIGIN_FAULTS
 
 AUX = "tests/cache_manager/test_aux_blocks_machine.py::TestAuxBlocksHeap"
 LIVES = "tests/cache_manager/test_lifecycle.py::"
 LIFE = LIVES + "TestLifecycle"
 HAZARDS = "tests/cache_manager/test_aux_blocks.py::"
+STORED = "tests/cache_manager/test_aux_blocks_stored.py::"
 DEFECTS = "tests/cache_manager/test_defects.py::"
 ENGINE = "tests/cache_manager/test_engine_blocks.py::"
 FEED = "tests/cache_manager/test_feed.py::"
-INSTALL = "tests/cache_manager/test_install.py::"
 JOBS = "tests/cache_manager/test_jobs.py::"
-HOSTILE = "tests/cache_manager/test_jobs_hostile.py::"
-MOVERS = "tests/cache_manager/test_movers_of_others.py::"
-ORIGIN = "tests/cache_manager/test_origin_machine.py::TestOrigin"
 KEYS = "tests/cache_manager/test_vocabulary.py::"
 PROCESS = "tests/transfer_manager/test_process.py::"
 
 ROW = "a_row_read_is_the_row_written_or_missing"
-SAME_COMPUTATION = "rows_are_of_the_pass_that_made_the_kv"
 
 CORE_FAULTS = [
     Fault(
@@ -44,7 +41,7 @@ CORE_FAULTS = [
         "store_jobs.py",
         "        live: NDArray[np.bool_] = table.generations.take(ids) == self._generations\n",
         "        live: NDArray[np.bool_] = np.ones(ids.size, np.bool_)\n",
-        HAZARDS + "test_a_reset_while_the_store_is_read_drops_what_was_read",
+        STORED + "test_a_reset_while_the_store_is_read_drops_what_was_read",
         "test_a_reset_while_the_store_is_read_drops_what_was_read",
     ),
     Fault(
@@ -159,160 +156,7 @@ CORE_FAULTS = [
         KEYS + "test_keys_are_equal_exactly_for_equal_prefixes_in_equal_namespaces",
         "test_keys_are_equal_exactly_for_equal_prefixes_in_equal_namespaces",
     ),
-    # ---- origins
-    Fault(
-        "a block whose content has left keeps its origin",
-        "table.py",
-        "        self.departures[ids] = self.departures.take(ids) + 1\n        self.seal(ids)\n",
-        "        self.departures[ids] = self.departures.take(ids) + 1\n",
-        DEFECTS + "test_what_is_written_after_a_block_was_stored_is_another_computation_s",
-        "test_what_is_written_after_a_block_was_stored_is_another_computation_s",
-    ),
-    Fault(
-        "a move does not carry the origin",
-        "move.py",
-        "            target.carry_origin(self._targets, source.origin.take(self._sources))\n",
-        "",
-        AUX,
-        "has rows of no origin",
-    ),
-    Fault(
-        "a restored block is written under the origin that it came with",
-        "table.py",
-        "        self.origin[ids] = origins\n        self.own[ids] = False\n",
-        "        self.origin[ids] = origins\n        self.own[ids] = True\n",
-        ORIGIN + "Gate",
-        SAME_COMPUTATION,
-    ),
-    Fault(
-        "rows come back beside the KV of another pass",
-        "mover.py",
-        "            if not self._is_pair(part, beside):\n",
-        "            if False:\n",
-        MOVERS + "test_rows_of_another_pass_are_not_given_beside_the_kv_that_stayed",
-        "test_rows_of_another_pass_are_not_given_beside_the_kv_that_stayed",
-    ),
-    Fault(
-        "masked rows come back beside the KV of another pass",
-        "mover.py",
-        "            elif beside.origin != part.origin or not part.origin:\n",
-        "            elif False:\n",
-        MOVERS + "test_rows_of_another_pass_are_not_given_beside_the_kv_that_stayed",
-        "test_rows_of_another_pass_are_not_given_beside_the_kv_that_stayed",
-    ),
-    Fault(
-        "rows come back beside the KV of another pass after a put that failed half way",
-        "mover.py",
-        "            if not self._is_pair(part, beside):\n",
-        "            if False:\n",
-        ORIGIN + "Gate",
-        SAME_COMPUTATION,
-    ),
-    Fault(
-        "masked rows come back beside the KV of another pass after a put that failed half way",
-        "mover.py",
-        "            elif beside.origin != part.origin or not part.origin:\n",
-        "            elif False:\n",
-        ORIGIN + "Mask",
-        SAME_COMPUTATION,
-    ),
-    Fault(
-        "a put says that rows of another pass are stored",
-        "mover.py",
-        "        if kv is not None and rows is not None and kv.origin == rows.origin != 0:\n",
-        "        if kv is not None and rows is not None:\n",
-        ORIGIN + "Gate",
-        "nothing_answers_true_for_what_was_not_stored",
-    ),
-    Fault(
-        "a move draws an origin of its own",
-        "move.py",
-        "            target.carry_origin(self._targets, source.origin.take(self._sources))\n",
-        "            target.carry_origin(self._targets, target.draw(self._targets.size))\n",
-        ORIGIN + "Gate",
-        "a copy has the origin of what it is a copy of",
-    ),
-    Fault(
-        "KV that came keeps the origin of what was there",
-        "records.py",
-        "        table.carry_origin(np.array([index]), np.array([origin], np.uint64))\n        table.installed[index]",
-        "        table.installed[index]",
-        ORIGIN + "Gate",
-        "KV that came has the name it came under",
-    ),
-    Fault(
-        "rows of the block that was there stay beside KV that came",
-        "records.py",
-        "            table.forget(np.array([index]))\n",
-        "            pass\n",
-        ORIGIN + "Gate",
-        SAME_COMPUTATION,
-    ),
-    Fault(
-        "a store's fewer answers are taken for all",
-        "mover.py",
-        '    if len(answers) != len(asked):\n        raise StorageError(f"a mover',
-        '    if False:\n        raise StorageError(f"a mover',
-        HOSTILE + "test_a_store_that_answers_fewer_keys_than_it_was_asked_for_has_failed",
-        "test_a_store_that_answers_fewer_keys_than_it_was_asked_for_has_failed",
-    ),
-    # ---- installations and exports
-    Fault(
-        "a record lands in a block of another life",
-        "records.py",
-        "    if int(table.generations[block]) != generation:\n",
-        "    if False:\n",
-        INSTALL + "test_a_record_for_another_life_is_dropped",
-        "test_a_record_for_another_life_is_dropped",
-    ),
-    Fault(
-        "a record lands on a row that a device will write",
-        "records.py",
-        " & ~_owed(table, index)",
-        "",
-        INSTALL + "test_a_row_that_a_device_may_still_write_is_not_filled",
-        "test_a_row_that_a_device_may_still_write_is_not_filled",
-    ),
-    Fault(
-        "a record lands on the rows that are there",
-        "records.py",
-        "bits & came & ~table.region.valid[index]",
-        "bits & came",
-        INSTALL + "test_a_row_lands_beside_its_own_kv_and_on_no_other_row",
-        "test_a_row_lands_beside_its_own_kv_and_on_no_other_row",
-    ),
-    Fault(
-        "a record of another origin lands",
-        "records.py",
-        "    if not origin or came != origin:\n",
-        "    if not origin:\n",
-        INSTALL + "test_rows_of_another_origin_get_no_place_beside_the_kv_that_came",
-        "test_rows_of_another_origin_get_no_place_beside_the_kv_that_came",
-    ),
-    Fault(
-        "what was to come still comes after a copy over it",
-        "table.py",
-        "        self.own[ids] = False\n        self._drop_installed(ids)\n\n    def seal",
-        "        self.own[ids] = False\n\n    def seal",
-        INSTALL + "test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows",
-        "test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows",
-    ),
-    Fault(
-        "an export does not keep its blocks",
-        "records.py",
-        "            self._pinned = ids[whole]\n",
-        "            self._pinned = ids[:0]\n",
-        INSTALL + "test_a_whole_block_is_read_where_it_lies_and_kept_until_it_is_let_go",
-        "test_a_whole_block_is_read_where_it_lies_and_kept_until_it_is_let_go",
-    ),
-    Fault(
-        "a block of another life is stored",
-        "records.py",
-        "        live = table.generations.take(ids) == given\n",
-        "        pass\n",
-        ENGINE + "test_a_block_of_another_life_is_not_stored_under_the_key_of_the_first",
-        "test_a_block_of_another_life_is_not_stored_under_the_key_of_the_first",
-    ),
+    *ORIGIN_FAULTS,
     # ---- devices that write in place
     Fault(
         "a block that a device still writes is given out",
@@ -449,7 +293,7 @@ CORE_FAULTS = [
         "keys.py",
         ' + _part(b"extra", extra))',
         ")",
-        "tests/cache_manager/test_manager_defects.py::test_images_separate_what_they_and_all_after_them_make",
+        "tests/cache_manager/test_manager_salts.py::test_images_separate_what_they_and_all_after_them_make",
         "test_images_separate_what_they_and_all_after_them_make",
     ),
 ]

@@ -1,0 +1,114 @@
+"""EngineBlocks by example: what an engine does wrong is dropped and counted, or raised in a strict set."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from engine_house import SPEC, TOKENS, House, slots
+
+from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.errors import BlockBusyError, ConfigError, InvalidInputError, KVRouteError
+from cache_manager.keys import Namespace
+
+
+@pytest.fixture
+def house():
+    house = House()
+    yield house
+    house.gate.open()
+    house.engine.close()
+
+
+def test_rows_may_come_in_another_token_order(house) -> None:
+    engine, order = house.engine, np.array([2, 0, 3, 1])
+    engine.renew([0])
+    rows = house.rows("mine")
+    assert engine.write_step(slots(0), {"routing": (rows[order], slots(0)[order])}) == TOKENS
+    assert house.holds(0, rows)
+
+
+def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(house, caplog) -> None:
+    """Goal: nothing raises there. Method: each mistake; what is good beside it lands."""
+    engine = house.engine
+    engine.renew([0])
+    mistakes = (
+        (np.array([0, 999, 1]), 2, "outside"),
+        (np.array([-7, 0]), 1, "negative"),
+        (np.array([0, 1, 0]), 2, "twice"),
+        (np.array([0, 20]), 1, "never given out"),
+    )
+    with caplog.at_level(logging.WARNING):
+        for at, landed, _ in mistakes:
+            assert engine.write_step(at, {"routing": house.rows("x", at.size)}) == landed
+        assert engine.write_step(slots(0), {"routing": house.rows("x", 2)}) == 0
+        assert engine.write_step(slots(0), {"nothing": house.rows("x")}) == 0
+        assert engine.write_step(np.array([0.5]), {"routing": house.rows("x", 1)}) == 0
+    assert engine.counters.bad_writes_dropped == 4 + 4 + 4 + 1
+    assert len([r for r in caplog.records if "write_step" in r.getMessage()]) == 1
+    assert engine.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda e: e.write_step(np.array([999]), {}), KVRouteError),
+        (lambda e: e.renew([9]), InvalidInputError),
+        (lambda e: e.renew([0], [1]), InvalidInputError),
+        (lambda e: e.copy([(5, 1)]), InvalidInputError),
+        (lambda e: e.copy([(0, 0)]), InvalidInputError),
+    ],
+)
+def test_a_strict_set_raises_and_changes_nothing(call, error) -> None:
+    house = House(strict=True)
+    house.engine.renew([0])
+    rows = house.fill(0, "mine")
+    with pytest.raises(error):
+        call(house.engine)
+    assert house.holds(0, rows)
+    with pytest.raises(KVRouteError):
+        house.engine.write_step(slots(0)[:1], {"nothing": np.zeros(1)})
+    assert house.valid(0) == [False, True, True, True], "whose KV the pass has written"
+    assert house.engine.in_flight == 0
+    house.engine.close()
+
+
+def test_what_a_strict_set_raises_names_the_blocks() -> None:
+    """Goal: who debugs an engine sees which block it was. Method: bad ids, old lives, sources never given out."""
+    engine = House(strict=True).engine
+    engine.renew([0, 1], [5, 7])
+    for call, message in (
+        (lambda: engine.renew([2, -1, 900]), "renew: wanted .* got blocks -1, 900$"),
+        (lambda: engine.renew([0, 1], [5, 8]), "renew: wanted .* got block 0$"),
+        (lambda: engine.copy([(5, 1)]), "move: wanted .* got block 1$"),
+        (lambda: engine.renew(range(100, 120)), "got blocks 100, 101, .*, 107 and 12 more$"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            call()
+    engine.close()
+
+
+def test_generations_never_go_back(house) -> None:
+    engine = house.engine
+    assert engine.renew([0, 1], [5, 7]).tolist() == [5, 7]
+    rows = house.fill(0, "mine")
+    assert engine.renew([0, 1], [5, 8]).tolist() == [0, 8]
+    assert house.holds(0, rows), "the life that was known"
+    assert engine.read("routing", [0], generations=[4]).valid.tolist() == [False] * TOKENS
+    with pytest.raises(InvalidInputError, match="generations"):
+        engine.renew([0, 1], [9])
+
+
+def test_one_step_too_many_is_busy_and_without_a_store_there_is_none() -> None:
+    engine = EngineBlocks([SPEC], blocks=2, namespace=Namespace("m", 1), steps_max=1)
+    engine.renew([0])
+    step = engine.begin_step([0])
+    with pytest.raises(BlockBusyError, match="steps in flight"):
+        engine.begin_step([1])
+    assert engine.write_step(np.array([1]), {}) == 0
+    step.abort()
+    with pytest.raises(ConfigError, match="store: wanted a storage backend"):
+        engine.persist({}, [])
+    assert engine.store_counters is None
+    engine.close()

@@ -1,0 +1,292 @@
+"""A block manager for each fault that the life-cycle kit has to find."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+from tiny_managers import KeepsRows, Plain, Sharing
+
+
+class Leaky(Plain):
+    """Forgets the last block of a sequence that it frees."""
+
+    breaks = "no_block_lost"
+
+    def free(self, seq):
+        self.free_list += self.tables.pop(seq, [])[:-1]
+
+
+class ForgetsReset(Sharing):
+    breaks = "reset_forgets"
+
+    def reset(self):
+        return True
+
+
+class IgnoresSalt(Sharing):
+    breaks = "salts_apart"
+
+    def key(self, salt, tokens):
+        return salt[1], tuple(tokens)
+
+
+class KeyOfOneBlock(Sharing):
+    breaks = "hit_is_its_prefix"
+
+    def key(self, salt, tokens):
+        return salt, tuple(tokens[-self.block_tokens :])
+
+
+class PublishesBeforeItIsComputed(Sharing):
+    breaks = "hit_was_written"
+    also = ("hit_is_its_prefix",)
+
+    def grow(self, seq, tokens, upto):
+        fits = super().grow(seq, tokens, upto)
+        if fits:
+            done = self.done[seq]
+            self.commit(seq, tokens[:upto])
+            self.done[seq] = done
+        return fits
+
+
+class LeavesNothingToCompute(Sharing):
+    breaks = "hit_leaves_one"
+
+    def match(self, tokens, salt):
+        return super().match([*tokens, 0], salt)
+
+
+class WritesShared(Sharing):
+    breaks = "shared_not_written"
+
+    def grow(self, seq, tokens, upto):
+        more = max(0, -(-upto // self.block_tokens) - len(self.tables[seq]))
+        if more > len(self.free_list):
+            return False
+        self.tables[seq] += self.take(more)
+        return True
+
+
+class HitStaysFree(Sharing):
+    breaks = "none_free_and_held"
+    also = ("ids_are_blocks",)
+
+    def hold(self, block):
+        self.counts[block] += 1
+
+    def free_blocks(self):
+        return len(self.blocks) - sum(n > 0 for n in self.counts.values())
+
+
+class SwapsToOtherBlocks(Sharing):
+    breaks = "content_survives"
+
+    def preempt(self, seq):
+        fits = super().preempt(seq)
+        if fits:
+            self.tables[seq].reverse()
+        return fits
+
+
+class HoldsWhatItRefuses(Sharing):
+    breaks = "refusal_changes_nothing"
+
+    def admit(self, seq, tokens, chunk, salt):
+        cached = super().admit(seq, tokens, chunk, salt)
+        if cached is None:
+            for block in self.match(tokens, (salt, self.version)):
+                self.hold(block)
+        return cached
+
+
+class ResumesIntoHeld(Sharing):
+    breaks = "copies_are_sound"
+
+    def resume(self, seq):
+        held = [block for block, n in self.counts.items() if n]
+        self.free_list[:0] = held[:1]
+        return super().resume(seq)
+
+
+class SwallowsWhatIsFound(ResumesIntoHeld):
+    """The same fault, in a manager that catches every error and carries on."""
+
+    def resume(self, seq):
+        try:
+            return super().resume(seq)
+        except Exception:  # noqa: BLE001 - that is the fault
+            return False
+
+
+class FreesTwice(Sharing):
+    breaks = "free_is_final"
+
+    def free(self, seq):
+        if seq not in self.tables and self.salts:
+            self.free_list.append(0)
+        super().free(seq)
+
+
+class LosesHostBlocks(Sharing):
+    breaks = "host_conserved"
+
+    def free(self, seq):
+        if seq in self.swapped:
+            self.tables[seq] = self.tables[seq][:-1]
+        super().free(seq)
+
+
+class CountsWrongly(Sharing):
+    breaks = "ref_count_is_holders"
+
+    def ref_counts(self):
+        return {block: min(n, 1) for block, n in self.counts.items()}
+
+
+class RefusesForNothing(Sharing):
+    breaks = "refusal_is_honest"
+
+    def admit(self, seq, tokens, chunk, salt):
+        return None if len(self.free_list) == len(tokens) else super().admit(seq, tokens, chunk, salt)
+
+
+class HandsOutUnknownBlocks(Sharing):
+    breaks = "ids_are_blocks"
+
+    def table(self, seq):
+        table = self.tables[seq]
+        return [*table[:1], *table[:1], *table[2:]] if len(table) > 2 else table
+
+
+class ForgetsToGrow(Sharing):
+    breaks = "table_covers"
+
+    def grow(self, seq, tokens, upto):
+        return len(self.tables[seq]) * self.block_tokens < upto or super().grow(seq, tokens, upto)
+
+
+class FindsOnlyWhatIsFree(Sharing):
+    breaks = "held_is_found"
+
+    def match(self, tokens, salt):
+        return list(takewhile(lambda block: self.counts[block] == 0, super().match(tokens, salt)))
+
+
+class Raises(Sharing):
+    breaks = "no_unexpected_error"
+
+    def free(self, seq):
+        assert seq not in self.swapped
+        super().free(seq)
+
+
+class ShufflesOthers(Sharing):
+    breaks = "others_untouched"
+
+    def free(self, seq):
+        super().free(seq)
+        for table in self.tables.values():
+            table.append(table[-1])
+
+
+class ChecksItself(Sharing):
+    breaks = "own_check"
+
+    def check(self):
+        assert len(self.free_list) > 5
+
+
+class RollsDice(Sharing):
+    breaks = "determinism"
+    made = 0
+
+    def __init__(self, kv) -> None:
+        super().__init__(kv)
+        RollsDice.made += 1
+        self.free_list = self.free_list[RollsDice.made % 8 :] + self.free_list[: RollsDice.made % 8]
+
+
+class Lies(Plain):
+    """Loses a block with each sequence, and counts it as free."""
+
+    breaks = "all_come_back"
+
+    def free(self, seq):
+        self.free_list += self.tables.pop(seq, [])[:-1]
+
+    def free_blocks(self):
+        return len(self.blocks) - sum(map(len, self.tables.values()))
+
+
+class GivesTwice(HitStaysFree):
+    """The same fault, of a manager that shows nobody its free blocks."""
+
+    breaks = "given_once"
+    also = ("ids_are_blocks",)
+
+    def free_ids(self):
+        return None
+
+
+class NeverEnds(Plain):
+    """Keeps a block for work in the background that never ends."""
+
+    capabilities = ("background",)
+    breaks = "background_ends"
+
+    def __init__(self, kv) -> None:
+        super().__init__(kv)
+        self.free_list.pop()
+
+    def settle(self):
+        return {}
+
+    def kept_blocks(self):
+        return [7]
+
+
+class ReadsOtherRows(KeepsRows):
+    breaks = "rows_follow_kv"
+
+    def read_rows(self, seq, start, stop):
+        return [row and row + 1 for row in super().read_rows(seq, start, stop)]
+
+
+class LosesRows(KeepsRows):
+    breaks = "rows_are_kept"
+
+    def write_rows(self, seq, start, rows):
+        super().write_rows(seq, start, rows if start == 0 else [None] * len(rows))
+
+
+FAULTS = (
+    Leaky,
+    Lies,
+    GivesTwice,
+    NeverEnds,
+    ReadsOtherRows,
+    LosesRows,
+    ForgetsReset,
+    IgnoresSalt,
+    KeyOfOneBlock,
+    PublishesBeforeItIsComputed,
+    LeavesNothingToCompute,
+    WritesShared,
+    HitStaysFree,
+    SwapsToOtherBlocks,
+    HoldsWhatItRefuses,
+    ResumesIntoHeld,
+    SwallowsWhatIsFound,
+    FreesTwice,
+    LosesHostBlocks,
+    CountsWrongly,
+    RefusesForNothing,
+    HandsOutUnknownBlocks,
+    ForgetsToGrow,
+    FindsOnlyWhatIsFree,
+    Raises,
+    ShufflesOthers,
+    ChecksItself,
+    RollsDice,
+)
