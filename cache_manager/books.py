@@ -44,6 +44,7 @@ class AuxCounters:
     persisted_blocks: int = 0
     incomplete_blocks_not_persisted: int = 0
     restored_blocks: int = 0
+    restored_without_rows: int = 0
     late_restores_dropped: int = 0
     incomplete_blocks_not_restored: int = 0
     blocks_of_another_origin_not_restored: int = 0

@@ -14,8 +14,6 @@ origins. They are never handed out as a pair, and the next put makes the pair wh
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -148,27 +146,6 @@ def copy_records(
         target[to[a] : to[a] + b - a] = source[first[a] : first[a] + b - a]
 
 
-@dataclass(frozen=True, slots=True)
-class PairCounters:
-    """What a :class:`PairMover` has met so far, in blocks.
-
-    Of those put: ``pairs_whole`` are stored as one now, ``pairs_conflicting`` of them of another origin than the block;
-    ``pairs_replaced`` were put again in the place of one that was not whole; ``pairs_refused`` are not stored.
-
-    Of those asked for: ``pairs_found``; ``rows_of_another_origin`` than their KV, which were not handed out;
-    ``rows_incomplete`` and ``rows_missing`` beside KV (``gate`` asks for no KV without rows, and counts none missing).
-    """
-
-    pairs_whole: int = 0
-    pairs_conflicting: int = 0
-    pairs_replaced: int = 0
-    pairs_refused: int = 0
-    pairs_found: int = 0
-    rows_of_another_origin: int = 0
-    rows_incomplete: int = 0
-    rows_missing: int = 0
-
-
 class PairMover:
     """A ``Mover`` of two movers: ``rows``, of records of ``layout``, and ``kv``, which ignores rows' validity.
 
@@ -179,7 +156,7 @@ class PairMover:
     without rows has ``valid=b""``. Safe from several threads.
     """
 
-    __slots__ = ("_counts", "_kv", "_lock", "_policy", "_required", "_rows")
+    __slots__ = ("_kv", "_policy", "_required", "_rows")
 
     def __init__(
         self, rows: Mover, kv: Mover, policy: HitPolicy, layout: RecordLayout, required: Sequence[str] | None = None
@@ -191,8 +168,6 @@ class PairMover:
         names = [spec.name for spec in layout.specs]
         wanted = names if required is None else required
         self._required = sum(full << width * names.index(name) for name in wanted)
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()  # guards the counts, nothing else
 
     @property
     def stores(self) -> bool:
@@ -202,12 +177,6 @@ class PairMover:
     def counters(self) -> RecordCounters:
         """Of the rows' store."""
         return self._rows.counters
-
-    @property
-    def pairs(self) -> PairCounters:
-        """The counts of this moment, consistent with each other."""
-        with self._lock:
-            return PairCounters(**self._counts)
 
     def copy(self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         self._rows.copy(source, target, sources, targets)
@@ -224,15 +193,7 @@ class PairMover:
             again = [i for i in torn if any(p and p.origin != records.origins[i] for p in (kv.get(i), rows.get(i)))]
             more_kv, more_rows = self._put_parts(records, again, replace=True)
             kv, rows = {**kv, **more_kv}, {**rows, **more_rows, **self._still(records, more_rows)}
-            self._count(pairs_replaced=len(again))
-        answers = [self._answer(kv.get(i), rows.get(i)) for i in range(len(records.keys))]
-        origins = [found and self._is_whole(found.valid) and found.origin for found in answers]
-        self._count(
-            pairs_whole=sum(map(bool, origins)),
-            pairs_conflicting=sum(bool(o) and o != ours for o, ours in zip(origins, records.origins, strict=True)),
-            pairs_refused=answers.count(None),
-        )
-        return answers
+        return [self._answer(kv.get(i), rows.get(i)) for i in range(len(records.keys))]
 
     def get_into(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
         return (self._get_gated if self._policy == "gate" else self._get_masked)(keys, blocks)
@@ -283,45 +244,24 @@ class PairMover:
         answers[: len(rows)] = [found if isinstance(found, Absence) else Absence.MISS for found in rows]
         whole = [isinstance(found, Found) and self._is_whole(found.valid) for found in rows]
         run = _run(whole)
-        cut_short = run < len(rows) and isinstance(rows[run], Found)
         kv = one_each(self._kv.get_into(keys[:run], blocks[:run]), keys[:run]) if run else []
-        brought = foreign = 0
         for i, (part, beside) in enumerate(zip(kv, rows[:run], strict=True)):
             if isinstance(part, Absence):
                 answers[i] = part
                 break
             if not self._is_pair(part, beside):
                 answers[i] = Absence.ORIGIN
-                foreign = 1
                 break
             answers[i] = beside
-            brought += 1
-        self._count(pairs_found=brought, rows_of_another_origin=foreign, rows_incomplete=int(cut_short))
         return answers
 
     def _get_masked(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
-        kv = one_each(self._kv.get_into(keys, blocks), keys)
-        there = [i for i, part in enumerate(kv) if isinstance(part, Found)]
-        rows = self._rows.get_into([keys[i] for i in there], [blocks[i] for i in there]) if there else []
-        answers = list(kv)
-        one_each(rows, there)
-        brought = foreign = incomplete = missing = 0
-        for i, beside in zip(there, rows, strict=True):
-            part = kv[i]
-            assert isinstance(part, Found)
-            if isinstance(beside, Absence):
-                missing += 1
-                answers[i] = Found(part.origin, b"")
-            elif beside.origin != part.origin or not part.origin:
-                foreign += 1
-                answers[i] = Found(part.origin, b"")
-            else:
-                incomplete += not self._is_whole(beside.valid)
-                brought += 1
-                answers[i] = beside
-        self._count(
-            pairs_found=brought, rows_of_another_origin=foreign, rows_incomplete=incomplete, rows_missing=missing
-        )
+        answers = one_each(self._kv.get_into(keys, blocks), keys)
+        there = [(i, part) for i, part in enumerate(answers) if isinstance(part, Found)]
+        rows = self._rows.get_into([keys[i] for i, _ in there], [blocks[i] for i, _ in there]) if there else []
+        for (i, part), beside in zip(there, one_each(rows, there), strict=True):
+            ours = isinstance(beside, Found) and beside.origin == part.origin != 0
+            answers[i] = beside if ours else Found(part.origin, b"")
         return answers
 
     def _is_whole(self, valid: bytes) -> bool:
@@ -332,10 +272,6 @@ class PairMover:
         if not isinstance(kv, Found) or not isinstance(rows, Found):
             return False
         return kv.origin == rows.origin != 0 and self._is_whole(rows.valid)
-
-    def _count(self, **counts: int) -> None:
-        with self._lock:
-            self._counts.update(counts)
 
 
 def one_each(answers: list[_T], asked: Sequence[object]) -> list[_T]:

@@ -233,6 +233,7 @@ class RestoreJob(Job):
         other = sum(each is Absence.ORIGIN for each in self._found) + int(count(read & live & ~named))
         books.count("blocks_of_another_origin_not_restored", other)
         books.count("restored_blocks", int(count(arrived)))
+        books.count("restored_without_rows", int(count(arrived & ~bits.any(axis=(1, 2)))))
         books.count("late_restores_dropped", int(count(read & ~live)))
         books.count("incomplete_blocks_not_restored", int(count(read & live & named & ~whole)))
         return arrived

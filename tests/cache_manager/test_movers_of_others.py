@@ -148,4 +148,7 @@ def test_rows_of_another_pass_are_not_given_beside_the_kv_that_stayed(policy) ->
     house.aux.allocate([2], "c")
     assert house.aux.restore({house.key: 2}, owner="c") == {house.key: policy == "mask"}
     assert not house.aux.read("routing", [2]).valid.any()
+    counters = house.aux.counters
+    assert counters.restored_without_rows == (policy == "mask")
+    assert counters.blocks_of_another_origin_not_restored == (policy == "gate")
     house.aux.close()

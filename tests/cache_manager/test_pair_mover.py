@@ -306,7 +306,6 @@ def test_a_gate_cuts_the_run_at_the_first_key_whose_parts_differ() -> None:
     batch = BlockRecords([key(2)], [2], [5], [BOTH], [1])
     assert engine.movers[1].put(batch) == [Found(5, b"")]
     assert engine.get(range(KEYS)) == [Found(1, BOTH)] * 2 + [Absence.ORIGIN] + [Absence.MISS] * 2
-    assert engine.pair.pairs.rows_of_another_origin == 1
     rows.delete([key(1)])
     assert engine.get(range(KEYS)) == [Found(1, BOTH)] + [Absence.MISS] * 4
     assert engine.pair.contains([key(n) for n in range(KEYS)]) == [True, False, True, True, True]
@@ -318,8 +317,6 @@ def test_a_gate_cuts_the_run_at_the_first_key_whose_parts_differ() -> None:
         Found(1, BOTH),
         Found(1, BOTH),
     ]
-    counters = masked.pair.pairs
-    assert (counters.pairs_found, counters.rows_of_another_origin, counters.rows_missing) == (3, 1, 1)
     engine.close()
     masked.close()
 
@@ -333,10 +330,8 @@ def test_a_gate_neither_stores_nor_brings_a_block_without_its_required_rows() ->
     assert masked.put([1], 2, PART) == [Found(2, PART)]
     assert gated.put([0, 2], 3) == [Found(3, BOTH)] * 2
     assert gated.get([0, 1, 2]) == [Found(3, BOTH), Absence.MISS, Absence.MISS]
-    assert gated.pair.pairs.rows_incomplete == 1
     assert masked.get([0, 1, 2]) == [Found(3, BOTH), Found(2, PART), Found(3, BOTH)]
     assert gated.put([1], 4) == [Found(4, BOTH)]
-    assert (gated.pair.pairs.pairs_whole, gated.pair.pairs.pairs_replaced) == (3, 1)
     gated.close()
     masked.close()
 

@@ -50,8 +50,8 @@ ORIGIN_FAULTS = [
     Fault(
         "masked rows come back beside the KV of another pass",
         "mover.py",
-        "            elif beside.origin != part.origin or not part.origin:\n",
-        "            elif False:\n",
+        "isinstance(beside, Found) and beside.origin == part.origin != 0\n",
+        "isinstance(beside, Found)\n",
         MOVERS + "test_rows_of_another_pass_are_not_given_beside_the_kv_that_stayed",
         "test_rows_of_another_pass_are_not_given_beside_the_kv_that_stayed",
     ),
@@ -66,8 +66,8 @@ ORIGIN_FAULTS = [
     Fault(
         "masked rows come back beside the KV of another pass after a put that failed half way",
         "mover.py",
-        "            elif beside.origin != part.origin or not part.origin:\n",
-        "            elif False:\n",
+        "isinstance(beside, Found) and beside.origin == part.origin != 0\n",
+        "isinstance(beside, Found)\n",
         ORIGIN + "Mask",
         SAME_COMPUTATION,
     ),
