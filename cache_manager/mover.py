@@ -192,7 +192,12 @@ class PairMover:
             torn = [i for i in whole if not self._is_pair(kv.get(i), rows.get(i))]
             again = [i for i in torn if any(p and p.origin != records.origins[i] for p in (kv.get(i), rows.get(i)))]
             more_kv, more_rows = self._put_parts(records, again, replace=True)
-            kv, rows = {**kv, **more_kv}, {**rows, **more_rows, **self._still(records, more_rows)}
+            kv, rows = {**kv, **more_kv}, {**rows, **more_rows}
+            if gated:
+                rows |= self._still(self._rows, records, list(more_rows))
+            else:
+                torn = [i for i, part in rows.items() if part.origin != kv[i].origin]
+                kv |= self._still(self._kv, records, list({*more_kv, *torn}))
         return [self._answer(kv.get(i), rows.get(i)) for i in range(len(records.keys))]
 
     def get_into(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
@@ -224,10 +229,9 @@ class PairMover:
         useful = [i for i, part in kv.items() if part.origin == records.origins[i] or self._is_whole(records.valid[i])]
         return kv, put(self._rows, [i for i in useful if any(records.valid[i])])
 
-    def _still(self, records: BlockRecords, rows: dict[int, Found]) -> dict[int, Found]:
-        """What is stored of ``rows`` now: another writer may have replaced them before our KV was there."""
-        some = list(rows)
-        now = one_each(self._rows.put(records.only(some)), some) if some else []
+    def _still(self, first: Mover, records: BlockRecords, some: Sequence[int]) -> dict[int, Found]:
+        """What is stored now of the parts that went first: a writer may have replaced them before the others came."""
+        now = one_each(first.put(records.only(some)), some) if some else []
         return {i: found if found is not None else Found(0, b"") for i, found in zip(some, now, strict=True)}
 
     def _answer(self, kv: Found | None, rows: Found | None) -> Found | None:

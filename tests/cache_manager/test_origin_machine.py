@@ -318,6 +318,8 @@ class OriginMachine(RuleBasedStateMachine):
                 (named,) = receiver.aux.origins([sink])
                 assert named in (header.origin, before or header.origin), "KV that came has the name it came under"
                 receiver.kv.device[sink, :tokens] = sender.kv.device[source, :tokens]
+                if before != header.origin:  # what is behind them is of no computation that this origin names
+                    receiver.kv.device[sink, tokens:] = 0
         del record
         export.commit()
 
@@ -347,7 +349,8 @@ class OriginMachine(RuleBasedStateMachine):
         """What two blocks, or a block and the store, have under one origin is the same as far as both have it."""
         named: dict[int, list] = {}
         for origin, digests in self.stored.values():
-            named.setdefault(origin, [None] * TOKENS)[:] = [digest.tobytes() for digest in digests]
+            made = [digest.tobytes() if digest.any() else None for digest in digests]  # zeros: never computed
+            named.setdefault(origin, [None] * TOKENS)[:] = made
         for house in getattr(self, "sides", []):
             for tier, blocks in (("device", DEVICE), ("host", HOST)):
                 valid = house.aux.read("routing", range(blocks), tier=tier).valid.reshape(blocks, TOKENS)

@@ -336,6 +336,30 @@ def test_a_gate_neither_stores_nor_brings_a_block_without_its_required_rows() ->
     masked.close()
 
 
+@pytest.mark.parametrize(("valid", "before"), [(BOTH, 2), (PART, 1)], ids=["replacing", "in part"])
+def test_a_rival_between_kv_and_rows_is_not_answered_for(valid: bytes, before: int) -> None:
+    """Goal: nothing answers for KV that is gone. Method: a rival puts a pair just before our rows, found by a machine."""
+    rows, kv = FussyStore(MemoryStore(1 << 20)), MemoryStore(1 << 20)
+    ours, rival = Engine(rows, kv, "mask"), Engine(rows, kv, "mask")
+    if valid == BOTH:
+        ours.put([0], 1)
+        kv.delete([key(0)])
+    put, calls = rows.put, 0
+
+    def behind_the_rival(headers, payloads, *, replace=False):
+        nonlocal calls
+        calls += 1
+        if calls == before:
+            assert rival.put([0], 3) == [Found(3, BOTH)]
+        return put(headers, payloads, replace=replace)
+
+    rows.put = behind_the_rival
+    (answer,) = ours.put([0], 2, valid)
+    assert [each and each.origin for each in (answer, stored(kv, KV, 0))] == [3, 3]
+    ours.close()
+    rival.close()
+
+
 def test_an_unknown_origin_pairs_with_nothing(policy: HitPolicy) -> None:
     """Goal: 0 says that nobody knows. Method: both parts have it."""
     engine = Engine(MemoryStore(1 << 20), MemoryStore(1 << 20), policy)
