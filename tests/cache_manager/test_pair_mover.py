@@ -338,7 +338,7 @@ def test_a_gate_neither_stores_nor_brings_a_block_without_its_required_rows() ->
 
 @pytest.mark.parametrize(("valid", "before"), [(BOTH, 2), (PART, 1)], ids=["replacing", "in part"])
 def test_a_rival_between_kv_and_rows_is_not_answered_for(valid: bytes, before: int) -> None:
-    """Goal: nothing answers for KV that is gone. Method: a rival puts a pair just before our rows, found by a machine."""
+    """Goal: nothing answers for KV that is gone. Method: a rival puts a pair just before our rows."""
     rows, kv = FussyStore(MemoryStore(1 << 20)), MemoryStore(1 << 20)
     ours, rival = Engine(rows, kv, "mask"), Engine(rows, kv, "mask")
     if valid == BOTH:
