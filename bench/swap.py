@@ -58,7 +58,7 @@ def measure(memory: Memory, blocks: int, rounds: int, seed: int) -> dict[str, fl
     )
     read = aux.read(SPEC.name, device.tolist(), owner="request")
     assert read.valid.all()
-    assert np.array_equal(read.ids, rows)
+    assert np.array_equal(read.values, rows)
     aux.close()
     return times
 
