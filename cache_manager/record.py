@@ -102,11 +102,10 @@ def header_nbytes(layout: RecordLayout) -> int:
 def pack_header(header: RecordHeader) -> bytes:
     """The header's bytes: fixed fields, validity bitmap, zeros up to a multiple of 64, CRC-32 in the last four."""
     key, fingerprint, valid = header.key, header.fingerprint, header.valid
-    if len(key) != KEY_NBYTES or len(fingerprint) != 16 or len(valid) % 8:
-        raise AssertionError(
-            f"malformed header of key {key.hex()}, fingerprint {fingerprint.hex()}, {len(valid)} bytes"
-        )
-    nbytes = align(_FIXED.size + len(valid) + _CRC.size)
+    size = len(valid)
+    if len(key) != KEY_NBYTES or len(fingerprint) != 16 or size % 8:
+        raise AssertionError(f"malformed header of key {key.hex()}, fingerprint {fingerprint.hex()}, {size} bytes")
+    nbytes = _FIXED.size + size + _CRC.size + 63 & -64  # align, inlined: every record comes here
     rows = int.from_bytes(valid, "little").bit_count()
     fixed = _FIXED.pack(
         MAGIC,
@@ -119,10 +118,10 @@ def pack_header(header: RecordHeader) -> bytes:
         header.origin,
         header.payload_xxh3,
         rows,
-        len(valid),
+        size,
     )
     body = (fixed + valid).ljust(nbytes - _CRC.size, b"\0")
-    return body + _CRC.pack(zlib.crc32(body))
+    return body + zlib.crc32(body).to_bytes(4, "little")
 
 
 def unpack_header(buffer: Buffer) -> RecordHeader:
@@ -153,11 +152,10 @@ def unpack_header(buffer: Buffer) -> RecordHeader:
     return RecordHeader(BlockKey(key), fingerprint, generation, origin, valid, payload_nbytes, xxh3)
 
 
-def unpack_checked_header(raw: Buffer) -> RecordHeader:
+def unpack_checked_header(raw: bytes) -> RecordHeader:
     """The header in bytes that :func:`unpack_header` took once, by their sum; nothing is checked again."""
     _, _, _, payload_nbytes, fingerprint, key, generation, origin, xxh3, _, valid_nbytes = _FIXED.unpack_from(raw)
-    valid = bytes(raw[_FIXED.size : _FIXED.size + valid_nbytes])
-    return RecordHeader(BlockKey(key), fingerprint, generation, origin, valid, payload_nbytes, xxh3)
+    return RecordHeader(key, fingerprint, generation, origin, raw[96 : 96 + valid_nbytes], payload_nbytes, xxh3)
 
 
 def payload_sum(raw: Buffer) -> int:

@@ -19,7 +19,7 @@ from cache_manager.errors import StorageError, StoreFormatError, StoreMissingErr
 from cache_manager.keys import SCOPE_NBYTES, BlockKey
 from cache_manager.storage.disk import SystemDisk
 from cache_manager.storage.file.directory import StoreDirectory
-from cache_manager.storage.file.recovery import Content, read_journal, recover
+from cache_manager.storage.file.recovery import Content, read_segment
 from cache_manager.storage.file.segment import DELETED, LIVING, MARKER_NAME, UNSOUND
 
 AGES_S: Final = {"1 min": 60, "1 h": 3_600, "6 h": 21_600, "1 day": 86_400, "7 days": 604_800}
@@ -46,39 +46,25 @@ def read_segments(directory: Path) -> Iterator[SegmentContents]:
     :class:`StoreMissingError` and :class:`StoreFormatError` when there is no store of this format. A segment that
     cannot be read says so in ``trouble``.
     """
-    opened, store_id = StoreDirectory.existing(directory)
-    disk = SystemDisk()
+    opened, disk = StoreDirectory.existing(directory), SystemDisk()
     try:
         files = opened.files()
         for sequence, name in files.items():
             found = SegmentContents(name, aside=name.endswith(".aside"))
             try:
-                fd = opened.open(name, os.O_RDONLY)
-            except FileNotFoundError:
-                continue  # a writer has dropped it
-            except OSError as error:
-                found.trouble = f"cannot be opened: {error.strerror}"
-                yield found
-                continue
-            try:
-                found.nbytes = os.fstat(fd).st_size
-                content = recover(
-                    *(disk, fd, found.nbytes),
-                    path=str(directory / name),
-                    sequence=sequence,
-                    store_id=store_id,
-                    journal=read_journal(opened, disk, sequence),
-                )
+                found.nbytes = os.stat(name, dir_fd=opened.fd, follow_symlinks=False).st_size
+                segment, content = read_segment(opened, disk, sequence, name)
+                segment.close()
                 found.created_s = content.page.created_s
-                found.records = [(entry.key, entry.nbytes) for _, entry in content.entries(LIVING)]
+                found.records = [(entry.key, entry.nbytes) for entry in content.entries(LIVING)]
                 found.deleted = content.states.count(DELETED)
                 found.trouble = _trouble(content, newest=sequence == max(files))
+            except FileNotFoundError:
+                continue  # a writer has dropped it
             except StoreFormatError as error:
                 found.trouble = f"left alone: {error}"
             except OSError as error:
                 found.trouble = f"cannot be read: {error.strerror}"
-            finally:
-                os.close(fd)
             yield found
     finally:
         opened.close()

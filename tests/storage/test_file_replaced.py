@@ -19,8 +19,9 @@ from cache_manager.ports import Absence
 from cache_manager.record import MAGIC, pack_header
 from cache_manager.storage.disk import SystemDisk
 from cache_manager.storage.file import FileReader, FileStore, Sync, fsck
-from cache_manager.storage.file.index import Segment, SegmentIndex
+from cache_manager.storage.file.index import SegmentIndex
 from cache_manager.storage.file.segment import DELETED, LIVING, PAGE_NBYTES, pack_entry, states_at
+from cache_manager.storage.file.table import Segment
 from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.origins import NUMBERS, Content, batches, header, held, offer
 from cache_manager.testing.records import BOTH, FIRST, SECOND, key_of
@@ -205,16 +206,15 @@ def test_segments_may_be_read_in_any_order() -> None:
         record = header(1, content)
         return pack_entry(record, offset, pack_header(record))
 
-    second.rows, second.states = bytearray(entry(NEW, PAGE_NBYTES)), bytearray([LIVING])
     index.join(second)
-    assert index.take(second) == []
-    first.rows, first.states = bytearray(entry(OLD, PAGE_NBYTES)), bytearray([LIVING])
+    assert index.take(second, entry(NEW, PAGE_NBYTES), bytes([LIVING])) == []
     index.join(first)
-    assert [(place.segment, place.number) for place in index.take(first)] == [(first, 0)]
-    assert index.extend(first, entry(OLD, PAGE_NBYTES + 64), bytes([DELETED])) == []
+    (older,) = index.take(first, entry(OLD, PAGE_NBYTES), bytes([LIVING]))
+    assert (older[0], older[1].number) == (first, 0)
+    assert index.take(first, entry(OLD, PAGE_NBYTES + 64), bytes([DELETED])) == []
     assert index.table.records == 1
-    assert [place.segment for place in index.extend(second, entry(OLD, PAGE_NBYTES + 64), bytes([DELETED]))] == [second]
-    assert index.find(key_of(1)) is None
+    assert [where for where, _ in index.take(second, entry(OLD, PAGE_NBYTES + 64), bytes([DELETED]))] == [second]
+    assert index.table.find(key_of(1)) is None
     assert index.table.records == 0
 
 

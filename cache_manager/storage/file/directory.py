@@ -121,6 +121,7 @@ class StoreDirectory:
     """The directory of a store, for reading. ``OSError`` when there is none at ``path``."""
 
     fd = -1
+    store_id = b""  # 16 bytes
 
     def __init__(self, path: Path, *, file_mode: int = FILE_MODE) -> None:
         self.path = path
@@ -128,25 +129,21 @@ class StoreDirectory:
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     @classmethod
-    def existing(cls, path: Path) -> tuple[Self, bytes]:
-        """The directory of the store at ``path`` and the store's id; nothing is created or locked.
+    def existing(cls, path: Path) -> Self:
+        """The directory of the store at ``path``; nothing is created or locked.
 
         :class:`StoreMissingError` where there is none, :class:`StoreFormatError` where there is something else.
         """
-        directory = store_id = None
         try:
             directory = cls(path)
-            store_id = directory.read_marker()
-            if store_id is None:
-                directory.refuse_foreign()
-            else:
-                return directory, store_id
+            if (store_id := directory.read_marker()) is not None:
+                directory.store_id = store_id
+                return directory
+            directory.refuse_foreign()
+        except FileNotFoundError:
+            pass
         except OSError as error:
-            if not isinstance(error, FileNotFoundError):
-                raise StorageError(f"{path}: cannot open the store's directory: {error}") from error
-        finally:
-            if directory is not None and store_id is None:
-                directory.close()
+            raise StorageError(f"{path}: cannot open the store's directory: {error}") from error
         raise StoreMissingError(f"{path}: there is no store; a writer makes one when it opens file://{path}")
 
     def open(self, name: str, flags: int) -> int:

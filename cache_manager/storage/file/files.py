@@ -14,18 +14,20 @@ from enum import StrEnum
 from typing import Final
 
 from cache_manager.errors import StorageError
+from cache_manager.record import Buffer
 from cache_manager.spec import align
 from cache_manager.storage.disk import Disk, read_all, write_all
 from cache_manager.storage.file.directory import LockedDirectory
-from cache_manager.storage.file.index import Place, Segment, SegmentIndex
+from cache_manager.storage.file.index import SegmentIndex
 from cache_manager.storage.file.recovery import Content, verify
 from cache_manager.storage.file.segment import (
     DEAD_MAGIC,
     DELETED,
+    ENTRY,
     ENTRY_NBYTES,
-    LIVING,
     PAGE_NBYTES,
     UNSOUND,
+    Entry,
     header_is_dead,
     header_is_sound,
     pack_index,
@@ -34,6 +36,7 @@ from cache_manager.storage.file.segment import (
     stand_in_header,
     states_at,
 )
+from cache_manager.storage.file.table import Place, Segment
 
 _PIECE_NBYTES: Final = 1 << 20
 
@@ -69,18 +72,32 @@ class SegmentFiles(SegmentIndex):
         except OSError as error:
             raise StorageError(f"{self._path}: cannot flush: {error}") from error
         if self.lost_records > lost:
-            raise StorageError(
-                f"{self._path}: the disk has lost {self.lost_records - lost} records since a flush failed"
-            )
+            lost = self.lost_records - lost
+            raise StorageError(f"{self._path}: the disk has lost {lost} records since a flush failed")
+
+    def write(self, segment: Segment, vector: list[Buffer], nbytes: int, rows: Buffer) -> None:
+        """Append records to the active segment's file, and their entries to its journal. Held: append."""
+        write_all(self._disk, segment.fd, vector, segment.end, nbytes)
+        if segment.journal_fd >= 0:
+            try:
+                write_all(self._disk, segment.journal_fd, [rows], len(segment.rows), len(rows))
+            except OSError:  # records are found without it, unless there is damage
+                os.close(segment.journal_fd)
+                segment.journal_fd = -1
+        if self._sync is Sync.BATCH:
+            segment.unwritten = True
+            self._disk.sync(segment.fd)
+            segment.unwritten = False
+            self._sync_entries()
 
     def give_way(self, older: list[Place]) -> None:
         """Delete copies for which there are newer ones; ``OSError``, and ``older`` is what is left to do.
 
         Held: append, or opening.
         """
-        touched = {place.segment.sequence: place.segment for place in older}
+        touched = {place[0].sequence: place[0] for place in older}
         while older:
-            older[-1].segment.marks += 1
+            older[-1][0].marks += 1
             self.mark(older[-1])
             older.pop()
         if self._sync is Sync.BATCH:
@@ -92,7 +109,7 @@ class SegmentFiles(SegmentIndex):
 
         A header that is not the record's any more is replaced, so that a scan gets past it.
         """
-        segment, number, entry = place
+        segment, entry = place
         raw = bytearray(entry.header_nbytes)
         with self._marking:
             segment.dirty = True
@@ -102,11 +119,11 @@ class SegmentFiles(SegmentIndex):
             elif not header_is_dead(raw, entry):
                 write_all(self._disk, segment.fd, [stand_in_header(entry)], entry.offset, entry.header_nbytes)
             if segment.indexed:
-                at = states_at(segment.end, len(segment.states)) + number
+                at = states_at(segment.end, segment.count) + entry.number
                 write_all(self._disk, segment.fd, [bytes([DELETED])], at, 1)
 
     def _sync_segment(self, segment: Segment) -> None:
-        marks, records = segment.marks, len(segment.states)
+        marks, records = segment.marks, segment.count
         if segment.unwritten:
             self._write_again(segment)
         segment.dirty = False  # before the sync: what is written meanwhile is dirty again
@@ -126,13 +143,16 @@ class SegmentFiles(SegmentIndex):
         """
         with self._marking:
             with self.index_lock:
-                first, stop = segment.synced_records, segment.size if segment.indexed else segment.end
-                fresh = Content(segment.rows[first * ENTRY_NBYTES :], segment.states[first:])
-            verify(self._disk, segment.fd, segment.size, fresh)
+                stop, rows = segment.size if segment.indexed else segment.end, self.table.entries(segment)
+            content = Content(bytearray(rows), bytearray(len(rows) // ENTRY_NBYTES))
+            verify(self._disk, segment.fd, segment.size, content)
             with self.index_lock:
-                for number, state in enumerate(fresh.states, first):
-                    if state == UNSOUND and segment.states[number] == LIVING and not segment.expired:
-                        self.table.remove(segment, number, UNSOUND)
+                for fields, state in zip(ENTRY.iter_unpack(rows), content.states, strict=True):
+                    entry = Entry._make(fields)
+                    if state != UNSOUND or entry.number < segment.synced_records:
+                        continue
+                    if self.table.find(entry.key) == (segment, entry):
+                        self.table.remove((segment, entry), UNSOUND)
                         self.lost_records += 1
             page = pack_segment_page(segment.sequence, self._directory.store_id, segment.created_s)
             write_all(self._disk, segment.fd, [page], 0, len(page))
@@ -152,20 +172,22 @@ class SegmentFiles(SegmentIndex):
         """Write a segment's index behind its last record, in the space that was kept for it."""
         with self._marking:
             self._disk.truncate(segment.fd, segment.end)  # what a failed write left behind must not be read back
-            index = pack_index(
-                segment.sequence, self._directory.store_id, segment.end, bytes(segment.rows), bytes(segment.states)
-            )
             self._resize(segment, segment.end)
+            with self.index_lock:
+                rows, states = bytes(segment.rows), bytes(segment.states)
+            index = pack_index(segment.sequence, self._directory.store_id, segment.end, rows, states)
             segment.dirty = True
             write_all(self._disk, segment.fd, [index], segment.end, len(index))
             segment.indexed = True
+            segment.rows, segment.states = bytearray(), bytearray()
         self._resize(segment, segment.end + len(index))
         self._drop_journal(segment)
 
     def _cut(self, segment: Segment) -> None:
+        """Give back the space behind the last record; what a failed write left there must not be read back."""
+        size = align(segment.end, PAGE_NBYTES)
         with self._marking:
             self._disk.truncate(segment.fd, segment.end)
-            size = align(segment.end, PAGE_NBYTES)
             self._disk.truncate(segment.fd, size)
         self._resize(segment, size)
 
@@ -195,16 +217,3 @@ class SegmentFiles(SegmentIndex):
             segment.journal_fd = -1
         with suppress(OSError):  # an orphan is removed at the next opening
             self._directory.unlink(segment_name(segment.sequence, "journal"))
-
-    def _set_name(self, segment: Segment) -> None:
-        name = segment_name(segment.sequence, "aside" if segment.aside else "kvr")
-        if name != segment.name:
-            self._directory.rename(segment.name, name)
-            segment.name = name
-            self._entries_changed += 1
-
-    def _begin_journal(self, segment: Segment) -> None:
-        with suppress(OSError):
-            name = segment_name(segment.sequence, "journal")
-            segment.journal_fd = self._directory.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            write_all(self._disk, segment.journal_fd, [bytes(segment.rows)], 0, len(segment.rows))

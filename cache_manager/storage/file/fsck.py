@@ -25,10 +25,10 @@ from cache_manager.errors import StorageError, StoreFormatError, StoreLockedErro
 from cache_manager.storage.disk import Disk, SystemDisk
 from cache_manager.storage.file.directory import LockedDirectory, StoreDirectory, StoreLock
 from cache_manager.storage.file.files import Sync
-from cache_manager.storage.file.index import Place, Segment, SegmentIndex
+from cache_manager.storage.file.index import SegmentIndex
 from cache_manager.storage.file.limits import Limits
 from cache_manager.storage.file.pool import SegmentPool
-from cache_manager.storage.file.recovery import Content, read_journal, recover, verify
+from cache_manager.storage.file.recovery import Content, read_segment, verify
 from cache_manager.storage.file.segment import (
     DELETED,
     LIVING,
@@ -36,8 +36,11 @@ from cache_manager.storage.file.segment import (
     MARKER_NAME,
     UNREADABLE,
     UNSOUND,
+    Entry,
     parse_name,
+    unpack_entry,
 )
+from cache_manager.storage.file.table import Segment
 
 _COLUMNS: Final = {
     "bytes": "nbytes",
@@ -145,13 +148,13 @@ def fsck(directory: Path, *, repair: bool = False, disk: Disk | None = None) -> 
     way than by sectors that it cannot read, which leaves repaired what was repaired before.
     """
     disk = disk or SystemDisk()
-    opened, store_id = StoreDirectory.existing(directory)
+    opened = StoreDirectory.existing(directory)
     with ExitStack() as stack:
         stack.callback(opened.close)
         lock, writer = _lock(opened, repair=repair)
         try:
             unfinished = () if writer else tuple(opened.leftovers())
-            check = _Check(opened, store_id, disk, judged=writer is None)
+            check = _Check(opened, disk, judged=writer is None)
             stack.callback(check.index.release)
             files = opened.files()
             for sequence, name in files.items():
@@ -190,43 +193,34 @@ def _is_ours(name: str, unfinished: tuple[str, ...]) -> bool:
 class _Check:
     """Reads segments, oldest first, and gathers what is to be said of them."""
 
-    def __init__(self, directory: StoreDirectory, store_id: bytes, disk: Disk, *, judged: bool) -> None:
+    def __init__(self, directory: StoreDirectory, disk: Disk, *, judged: bool) -> None:
         self.index = SegmentIndex(disk, None, directory.path)
-        self.unsound: list[tuple[int, int]] = []  # sequence and number of records that a repair marks
-        self._directory, self._store_id, self._disk = directory, store_id, disk
+        self.unsound: list[tuple[int, Entry]] = []  # sequences and records that a repair marks
+        self._directory, self._disk = directory, disk
         self._judged = judged
         self._older: Counter[int] = Counter()
         self._found: list[SegmentReport | tuple[Segment, Content, bool]] = []
 
     def look(self, sequence: int, name: str, *, newest: bool, live: bool) -> None:
         try:
-            fd = self._directory.open(name, os.O_RDONLY)
+            segment, content = read_segment(self._directory, self._disk, sequence, name, payloads=True)
         except FileNotFoundError:
             return  # a live writer has dropped it
-        segment = Segment(sequence, name, fd, os.fstat(fd).st_size, aside=name.endswith(".aside"))
-        try:
-            content = recover(
-                *(self._disk, fd, segment.size),
-                path=str(self._directory.path / name),
-                sequence=sequence,
-                store_id=self._store_id,
-                journal=read_journal(self._directory, self._disk, sequence),
-                payloads=True,
-            )
         except StoreFormatError as error:
-            self._found.append(SegmentReport(name, segment.size, refused=str(error)))
+            nbytes = os.stat(name, dir_fd=self._directory.fd).st_size
+            self._found.append(SegmentReport(name, nbytes, refused=str(error)))
             return
         if content.indexed:
             before = bytes(content.states)
-            verify(self._disk, fd, segment.size, content)
+            verify(self._disk, segment.fd, segment.size, content)
             changed = [n for n, (was, now) in enumerate(zip(before, content.states, strict=True)) if was != now]
-            self.unsound += [(sequence, n) for n in changed if content.states[n] != UNREADABLE]
+            wrong = [unpack_entry(content.rows, n) for n in changed if content.states[n] != UNREADABLE]
+            self.unsound += [(sequence, entry) for entry in wrong]
         elif not newest:
-            self.unsound += [(sequence, n) for n, _ in content.entries(UNSOUND)]
-        segment.rows, segment.states = bytearray(content.rows), bytearray(content.states)
+            self.unsound += [(sequence, entry) for entry in content.entries(UNSOUND)]
         self.index.join(segment)
-        for place in self.index.take(segment):
-            self._older[place.segment.sequence] += self._judged
+        for where, _ in self.index.take(segment, bytes(content.rows), bytes(content.states)):
+            self._older[where.sequence] += self._judged
         self._found.append((segment, content, newest and live))
 
     def reports(self) -> tuple[SegmentReport, ...]:
@@ -253,15 +247,15 @@ class _Check:
         )
 
 
-def _repair(path: Path, disk: Disk, unsound: list[tuple[int, int]]) -> None:
+def _repair(path: Path, disk: Disk, unsound: list[tuple[int, Entry]]) -> None:
     directory = LockedDirectory(path)
     try:
         pool = SegmentPool(directory, disk, _NO_LIMIT, Sync.NONE, time.time)
         try:
-            for sequence, number in unsound:
+            for sequence, entry in unsound:
                 segment = pool.segments.get(sequence)
-                if segment is not None and number < len(segment.states):
-                    pool.mark(Place(segment, number, segment.entry(number)))
+                if segment is not None and entry.number < segment.count:
+                    pool.mark((segment, entry))
             pool.leave_active()
             pool.sync_all([segment for segment in pool.segments.values() if segment.dirty])
         finally:

@@ -8,95 +8,33 @@ I/O: a call pins the segments that it reads, and one that goes meanwhile keeps i
 from __future__ import annotations
 
 import errno
-import os
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple, cast
+from typing import Final
 
 from cache_manager.errors import StorageError
-from cache_manager.keys import KEY_NBYTES, BlockKey
+from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader, unpack_checked_header
 from cache_manager.spec import ALIGNMENT
 from cache_manager.storage.disk import IOV_MAX, Disk, Room, read_all
 from cache_manager.storage.file.limits import is_older
+from cache_manager.storage.file.recovery import Content
 from cache_manager.storage.file.segment import (
-    DELETED,
+    CRC_RESIDUE,
     ENTRY_NBYTES,
     LIVING,
-    PAGE_NBYTES,
     UNREADABLE,
-    Entry,
     header_is_dead,
     header_is_sound,
     unpack_entry,
 )
-from cache_manager.storage.file.table import KeyTable
+from cache_manager.storage.file.table import KeyTable, Place, Segment
 
 _RUN_MAX: Final = IOV_MAX // 3
 _NEVER: Final = (float("inf"), float("-inf"))
 _LOOKS_MAX: Final = 4
-_GAIN: Final = 2
-"""How much of a segment the use of one of its n records stands for: 2/n, because it is seldom used alone."""
-
-
-@dataclass(slots=True, eq=False)
-class Segment:
-    """One segment file that is open, and what the store knows about it."""
-
-    sequence: int
-    name: str
-    fd: int
-    size: int  # of the file; counts against the quota
-    created_s: float | None = None  # wall clock; None: unknown
-    end: int = PAGE_NBYTES  # where the next record would go
-    used_at: float = 0.0  # tick at which its records were used last, on an average: see use()
-    touched_at: int = 0  # tick of the last use of any
-    ordinal: int = 0  # in the table
-    rows: bytearray = field(default_factory=bytearray)  # an entry of 64 bytes for each record
-    states: bytearray = field(default_factory=bytearray)
-    suspects: set[int] = field(default_factory=set)  # numbers of records that the disk did not give back
-    indexed: bool = False  # its index is in the file
-    aside: bool = False  # damaged: not written any more, dropped last
-    journal_fd: int = -1
-    pins: int = 0  # calls that use the descriptor outside the index lock
-    dirty: bool = False  # bytes were written since the last sync
-    unwritten: bool = False  # a sync failed: what it covered is to be written anew
-    synced_records: int = 0  # how many were there at the last sync that worked
-    marks: int = 0  # deletions of copies for which there is a newer one, so far
-    synced_marks: int = 0  # how many of them are on stable storage
-    dropped: bool = False  # close the descriptors when the last pin is gone
-    expired: bool = False  # its records are in the table no more, its file is to go
-
-    def use(self, tick: int, records: int = 1) -> None:
-        """So many of its records are used: what was used of a segment counts, not that something was.
-
-        By the last use alone a segment would stay for one record in it that is asked for again and again.
-        """
-        self.touched_at = tick
-        self.used_at += (tick - self.used_at) * min(1.0, _GAIN * records / max(len(self.states), 1))
-
-    def entry(self, number: int) -> Entry:
-        return unpack_entry(self.rows, number)
-
-    def close(self) -> None:
-        for fd in (self.fd, self.journal_fd):
-            if fd >= 0:
-                os.close(fd)
-        self.fd = self.journal_fd = -1
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class Place(NamedTuple):
-    """Where a record is."""
-
-    segment: Segment
-    number: int
-    entry: Entry
-
 
 Run = list[tuple[int, Place]]
 """Records that are neighbours in one segment, each with its position in the call."""
@@ -118,13 +56,6 @@ class SegmentIndex:
         self._path = path
         self._fresh = _NEVER  # no segment expires while the clock is between these
 
-    def find(self, key: BlockKey) -> Place | None:
-        """Held: index_lock."""
-        if (found := self.table.find(key)) is None:
-            return None
-        segment = cast("Segment", found[0])
-        return Place(segment, found[1], unpack_entry(segment.rows, found[1]))
-
     def join(self, segment: Segment) -> None:
         """Held: index_lock."""
         self.segments[segment.sequence] = segment
@@ -132,56 +63,46 @@ class SegmentIndex:
         self._fresh = _NEVER
         self.table.join(segment)
 
-    def take(self, segment: Segment) -> list[Place]:
-        """Serve what is in a segment that joined; the copies, here and elsewhere, that give way to newer ones.
+    def serve(self, found: Sequence[tuple[Segment, Content]]) -> list[Place]:
+        """Serve the records of segments, oldest first; the copies that give way, as of :meth:`take`.
 
-        A copy that is deleted or not sound decides like any other: no older one of its key is served. What decides
-        only because the disk does not give it back now costs the older one nothing for good. Held: index_lock.
+        Held: index_lock.
         """
-        table, older = self.table, []
-        others = [number for number, state in enumerate(segment.states) if state] if any(segment.states) else []
-        for _, number, rows, there in table.add_all(segment):
-            other = cast("Segment", rows)
-            if (other.sequence, there) < (segment.sequence, number):
-                table.remove(other, there)
-                table.add(segment, number, segment.entry(number).key)
-                older.append(Place(other, there, other.entry(there)))
-            else:
-                older.append(Place(segment, number, segment.entry(number)))
-        for number in others:
-            known = self.find(segment.entry(number).key)
-            if known is not None and (known.segment.sequence, known.number) < (segment.sequence, number):
-                table.remove(known.segment, known.number)
-                if segment.states[number] != UNREADABLE:
-                    older.append(known)
-        return older
+        for segment, _ in found:
+            self.join(segment)
+        parts = [(segment, bytes(content.rows), bytes(content.states)) for segment, content in found]
+        if not self.table.records:
+            return self.table.load(parts)
+        return [place for part in parts for place in self.take(*part)]
 
-    def extend(self, segment: Segment, rows: bytes | bytearray, states: bytes | bytearray) -> list[Place]:
-        """Serve what was appended to a segment that joined before; the copies that gave way. Held: index_lock."""
-        table, first, older = self.table, len(segment.states), []
-        segment.rows += rows
-        segment.states += bytes(state or DELETED for state in states)
-        for number, state in enumerate(states, first):
-            at = number * ENTRY_NBYTES
-            key = BlockKey(bytes(segment.rows[at : at + KEY_NBYTES]))
-            known = self.find(key)
+    def take(self, segment: Segment, rows: bytes, states: bytes) -> list[Place]:
+        """Serve what was found at the end of a segment that joined; the copies that give way to newer ones.
+
+        The segment with the higher sequence has the newer copy, and in one segment what comes later. A copy that is
+        deleted or not sound decides like any other: no older one of its key is served. What decides only because the
+        disk does not give it back now costs the older one nothing for good. Held: index_lock.
+        """
+        table, older, first = self.table, list[Place](), segment.count
+        segment.count += len(states)
+        for number, state in enumerate(states):
+            entry = unpack_entry(rows, number)._replace(ordinal=segment.ordinal, number=first + number)
+            known = table.find(entry.key)
             if known is not None:
-                if (known.segment.sequence, known.number) > (segment.sequence, number):
+                if (known[0].sequence, known[1].number) > (segment.sequence, entry.number):
+                    if state == LIVING:
+                        older.append((segment, entry))
                     continue
-                table.remove(known.segment, known.number)
-                older.append(known)
+                table.remove(known)
+                if state != UNREADABLE:
+                    older.append(known)
             if state == LIVING:
-                table.add(segment, number, key)
+                table.add(segment, entry.number, rows[number * ENTRY_NBYTES : (number + 1) * ENTRY_NBYTES])
         return older
-
-    def forget(self, segment: Segment) -> int:
-        """Take a segment's records out of the table; how many were served. Held: index_lock."""
-        return self.table.leave(segment)
 
     def let_go(self, segment: Segment) -> None:
         """Forget a segment and close it when the last call that reads it ends."""
         with self.index_lock:
-            self.forget(segment)
+            self.table.leave(segment)
             del self.segments[segment.sequence]
             self.used_nbytes -= segment.size
             segment.pins += 1
@@ -217,29 +138,37 @@ class SegmentIndex:
             if is_older(segment.created_s, now_s, self._ttl_s):
                 segment.expired = self.sweepable = True
                 self.expired_segments += 1
-                self.expired_records += self.forget(segment)
+                self.expired_records += self.table.leave(segment)
             elif segment.created_s is not None:
                 since, until = max(since, segment.created_s - self._ttl_s), min(until, segment.created_s + self._ttl_s)
         self._fresh = (since, until)
 
     def header_of(self, place: Place) -> RecordHeader | None:
         """The header of a record whose segment is pinned, from the disk; ``None`` where it does not come back sound."""
-        raw = bytearray(place.entry.header_nbytes)
+        segment, entry = place
+        raw = bytearray(entry.header_nbytes)
         try:
-            read_all(self._disk, place.segment.fd, [raw], place.entry.offset, len(raw))
+            read_all(self._disk, segment.fd, [raw], entry.offset, len(raw))
         except OSError as error:
             if error.errno != errno.EIO:
-                raise StorageError(f"{self._path}/{place.segment.name}: cannot read: {error}") from error
+                raise StorageError(f"{self._path}/{segment.name}: cannot read: {error}") from error
             return None
-        return unpack_checked_header(raw) if header_is_sound(raw, place.entry) else None
+        return unpack_checked_header(bytes(raw)) if header_is_sound(raw, entry) else None
+
+    def contains(self, keys: Sequence[BlockKey], now_s: float, check_open: Callable[[], None]) -> list[bool]:
+        """Whether records are there; ``check_open`` is called under the lock."""
+        with self.index_lock:
+            check_open()
+            self.expire(now_s)
+            return [place is not None for place in self.table.find_all(keys)]
 
     def get_into(
         self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], now_s: float, check_open: Callable[[], None]
     ) -> list[RecordHeader | Absence]:
         """Read records straight into the callers' buffers; ``check_open`` is called under the lock, before each look.
 
-        A record that is found deleted may have been replaced since it was looked up, and is looked up again. One that
-        the disk does not give back is a miss, counted in ``failed_reads``, and is asked for again the next time.
+        A record that is not what was looked up may have been replaced meanwhile, and is looked up again. One that the
+        disk does not give back is a miss, counted in ``failed_reads``, and is asked for again the next time.
         """
         if len(keys) != len(buffers):
             raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers")
@@ -250,21 +179,30 @@ class SegmentIndex:
                 check_open()
                 self.expire(now_s)
                 runs = self._plan(wanted, keys, buffers, found)
-            if not (dead := self._read_all(runs, buffers, found)):
+            odd: Run = []
+            try:
+                for run in runs:
+                    self._read(run, buffers, found, odd)
+            finally:
+                self.unpin(run[0][1][0] for run in runs)
+            if not odd:
                 break
             with self.index_lock:
-                wanted = [i for i, place in dead if self._is_replaced(place)]
-            if not wanted:
-                break
+                wanted = [i for i, place in odd if self._has_moved(i, place, found)]
         return found
 
-    def _is_replaced(self, dead: Place) -> bool:
-        """Whether there is another record in the place of a deleted one, which is forgotten now. Held: index_lock."""
-        now = self.find(dead.entry.key)
-        if now is not None and now.segment is dead.segment and now.number == dead.number:
-            self.table.remove(dead.segment, dead.number)
-            return False
-        return now is not None
+    def _has_moved(self, i: int, place: Place, found: list[RecordHeader | Absence]) -> bool:
+        """Whether what was read where a record was is not what its key has now; if it is, a deleted one goes.
+
+        Held: index_lock.
+        """
+        now = self.table.find(place[1].key)
+        if now is None or now[1] != place[1]:
+            found[i] = Absence.MISS
+            return now is not None
+        if found[i] is Absence.MISS:
+            self.table.remove(now)
+        return False
 
     def _plan(
         self,
@@ -281,44 +219,36 @@ class SegmentIndex:
         runs: list[Run] = []
         run: Run = []
         segment, after = None, -1
-        for i in wanted:
-            if (place := self.find(keys[i])) is None:
+        for i, place in zip(wanted, self.table.find_all([keys[i] for i in wanted]), strict=True):
+            if place is None:
                 continue
-            entry = place.entry
-            if entry.payload_nbytes != buffers[i].nbytes:
+            where, (_, offset, nbytes, _, _, header_nbytes, _) = place
+            if nbytes != buffers[i].nbytes:
                 found[i] = Absence.CORRUPT
-            elif entry.offset == after and place.segment is segment and len(run) < _RUN_MAX:
-                run.append((i, place))
-                after += entry.nbytes
-                place.segment.use(self.tick)
-            else:
-                run = [(i, place)]
+                continue
+            if offset != after or where is not segment or len(run) == _RUN_MAX:
+                run = []
                 runs.append(run)
-                segment, after = place.segment, entry.offset + entry.nbytes
+                segment = where
                 segment.pins += 1
-                segment.use(self.tick)
+            run.append((i, place))
+            after = offset + header_nbytes + (nbytes + 63 & -64)  # align, inlined: every read comes here
+        for run in runs:
+            run[0][1][0].use(self.tick, len(run))
         return runs
 
-    def _read_all(self, runs: Sequence[Run], buffers: Sequence[memoryview], found: list[RecordHeader | Absence]) -> Run:
-        """Read what was planned, check each header, and unpin; the records that were deleted meanwhile."""
-        dead: Run = []
-        try:
-            for run in runs:
-                self._read(run, buffers, found, dead)
-        finally:
-            self.unpin(run[0][1].segment for run in runs)
-        return dead
-
-    def _read(self, run: Run, buffers: Sequence[memoryview], found: list[RecordHeader | Absence], dead: Run) -> None:
-        segment, first, last = run[0][1].segment, run[0][1].entry, run[-1][1].entry
+    def _read(self, run: Run, buffers: Sequence[memoryview], found: list[RecordHeader | Absence], odd: Run) -> None:
+        """Read what was planned and check each header; ``odd`` gets the records whose headers are not as they were."""
+        segment, first = run[0][1]
+        last = run[-1][1][1]
         nbytes = last.offset + last.nbytes - first.offset
+        room = memoryview(bytearray(sum([place[1][5] for _, place in run])))
         vector: list[Room] = []
-        raws = []
-        for i, (_, _, entry) in run:
-            raws.append(raw := bytearray(entry.header_nbytes))
-            vector.append(raw)
+        at = 0
+        for i, (_, entry) in run:
+            vector.append(room[at : (at := at + entry[5])])
             vector.append(buffers[i])
-            if pad := -entry.payload_nbytes % ALIGNMENT:
+            if pad := -entry[2] % ALIGNMENT:
                 vector.append(bytearray(pad))
         unreadable = False
         try:
@@ -329,19 +259,21 @@ class SegmentIndex:
             whole, unreadable = False, True
         if not whole and len(run) > 1:  # the file was cut, or a sector is bad: find out whose
             for one in run:
-                self._read([one], buffers, found, dead)
+                self._read([one], buffers, found, odd)
             return
         if unreadable:
             with self.index_lock:
                 self.failed_reads += 1
-                segment.suspects.add(run[0][1].number)
+                segment.suspects.add(first.number)
             return
-        for (i, place), raw in zip(run, raws, strict=True):
-            if whole and header_is_sound(raw, place.entry):
+        headers, at = bytes(room), 0
+        for i, place in run:
+            entry = place[1]
+            raw = headers[at : (at := at + entry[5])]
+            if whole and raw.endswith(entry[6]) and zlib.crc32(raw) == CRC_RESIDUE and raw.startswith(entry[0], 32):
                 found[i] = unpack_checked_header(raw)
-                if segment.suspects:
-                    segment.suspects.discard(place.number)
-            elif whole and header_is_dead(raw, place.entry):
-                dead.append((i, place))  # since it was looked up: a miss
-            else:
-                found[i] = Absence.CORRUPT
+                continue
+            found[i] = Absence.MISS if whole and header_is_dead(raw, entry) else Absence.CORRUPT
+            odd.append((i, place))
+        if segment.suspects:
+            segment.suspects.difference_update([place[1].number for _, place in run])

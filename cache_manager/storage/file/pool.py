@@ -17,17 +17,15 @@ from contextlib import suppress
 from typing import Final
 
 from cache_manager.errors import StorageError, StoreFormatError
-from cache_manager.record import HEADER_NBYTES_MIN, Buffer
+from cache_manager.record import HEADER_NBYTES_MIN
 from cache_manager.spec import align
 from cache_manager.storage.disk import Disk, write_all
 from cache_manager.storage.file.directory import LockedDirectory
 from cache_manager.storage.file.files import SegmentFiles, Sync
-from cache_manager.storage.file.index import Place, Segment
 from cache_manager.storage.file.limits import SEGMENTS_MAX, Limits, victims
-from cache_manager.storage.file.recovery import Content, read_journal, recover
+from cache_manager.storage.file.recovery import Content, read_segment
 from cache_manager.storage.file.segment import (
-    ENTRY_NBYTES,
-    LIVING,
+    DELETED,
     PAGE_NBYTES,
     SEQUENCE_MAX,
     UNSOUND,
@@ -35,6 +33,7 @@ from cache_manager.storage.file.segment import (
     pack_segment_page,
     segment_name,
 )
+from cache_manager.storage.file.table import Segment
 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What the operating system says when a disk, a disk quota or a process may take no more bytes."""
@@ -69,10 +68,6 @@ class SegmentPool(SegmentFiles):
         """Whether a record of ``nbytes`` can be stored at all."""
         return nbytes <= self._limits.segment_nbytes // 2 or self._size_for(nbytes) <= self._limits.quota_nbytes
 
-    def has_room(self, segment: Segment, nbytes: int, records: int) -> bool:
-        """Whether ``records`` of ``nbytes`` together, and then the index, fit behind what is in a segment."""
-        return segment.end + nbytes + index_nbytes(len(segment.states) + records) <= segment.size
-
     def activate(self, nbytes: int) -> Segment | None:
         """The active segment, after it was made one that has room for a record of ``nbytes``. Held: append.
 
@@ -80,13 +75,11 @@ class SegmentPool(SegmentFiles):
         """
         active, segment_nbytes = self.active, self._limits.segment_nbytes
         try:
-            if active is not None and active.size < segment_nbytes:
-                grown = segment_nbytes - active.size
-                if active.end + nbytes + index_nbytes(len(active.states) + 1) <= segment_nbytes:
-                    self._make_room(grown, 0)
-                    self._allocate(active.fd, segment_nbytes, grown)
-                    self._resize(active, segment_nbytes)
-                    return active
+            if active is not None and active.end + nbytes + index_nbytes(active.count + 1) <= segment_nbytes:
+                self._make_room(segment_nbytes - active.size, 0)
+                self._allocate(active.fd, segment_nbytes, segment_nbytes - active.size)
+                self._resize(active, segment_nbytes)
+                return active
             if active is not None:
                 self.retire(active)
             size = self._size_for(nbytes)
@@ -104,7 +97,7 @@ class SegmentPool(SegmentFiles):
         """Write no more to the active segment: give it its index, or drop it when nothing is in it. Held: append."""
         self.active = None
         try:
-            if segment.states:
+            if segment.count:
                 self._finish(segment)
             else:
                 self._drop(segment)
@@ -119,7 +112,7 @@ class SegmentPool(SegmentFiles):
         active, self.active = self.active, None
         if active is not None:
             with suppress(OSError):
-                (self._cut if active.states else self._drop)(active)
+                (self._cut if active.count else self._drop)(active)
 
     def sweep(self, now_s: float) -> None:
         """Remove the files of expired segments, and write no more to a segment that has taken records long enough.
@@ -140,21 +133,6 @@ class SegmentPool(SegmentFiles):
             except OSError:
                 self.sweep_failures += 1
                 self.sweepable = True
-
-    def write(self, segment: Segment, vector: list[Buffer], nbytes: int, rows: Buffer) -> None:
-        """Append records to the active segment's file, and their entries to its journal. Held: append."""
-        write_all(self._disk, segment.fd, vector, segment.end, nbytes)
-        if segment.journal_fd >= 0:
-            try:
-                write_all(self._disk, segment.journal_fd, [rows], len(segment.rows), len(rows))
-            except OSError:  # records are found without it, unless there is damage
-                os.close(segment.journal_fd)
-                segment.journal_fd = -1
-        if self._sync is Sync.BATCH:
-            segment.unwritten = True
-            self._disk.sync(segment.fd)
-            segment.unwritten = False
-            self._sync_entries()
 
     def _size_for(self, nbytes: int) -> int:
         """Of a segment that has room for a record of ``nbytes``."""
@@ -239,68 +217,82 @@ class SegmentPool(SegmentFiles):
     def _recover(self) -> None:
         """Find what is in the segments, and go on in the newest if nothing is wrong with it."""
         files, now_s = self._directory.files(), self._clock()
-        if files and (newest := max(files)) > SEQUENCE_MAX:
-            raise StoreFormatError(
-                str(self._directory.path / files[newest]), "sequence", f"up to {SEQUENCE_MAX}", newest
-            )
-        opened = [self._open_segment(sequence, name, newest=sequence == max(files)) for sequence, name in files.items()]
-        self.table.reserve(sum(len(content.states) for _, content in opened))
+        newest = max(files, default=0)
+        if newest > SEQUENCE_MAX:
+            path = str(self._directory.path / files[newest])
+            raise StoreFormatError(path, "sequence", f"up to {SEQUENCE_MAX}", newest)
+        opened = [self._open_segment(sequence, name, newest=sequence == newest) for sequence, name in files.items()]
+        older = self.serve(opened)
         for segment, content in opened:
-            self._next_sequence = segment.sequence + 1
-            self._admit(segment, content, newest=segment.sequence == max(files))
+            older += [(segment, entry) for entry in content.entries(UNSOUND)]
+            segment.states = bytearray(state and DELETED for state in content.states)
+        for segment, entry in older:
+            if entry.number < len(segment.states):
+                segment.states[entry.number] = DELETED
+        self.give_way(older)
+        for segment, content in opened:
+            self._admit(segment, content, newest=segment.sequence == newest)
+        self._next_sequence = newest + 1
         self.expire(now_s)
         self.sweep(now_s)
         self._make_room(0, 0)
 
     def _open_segment(self, sequence: int, name: str, *, newest: bool) -> tuple[Segment, Content]:
-        directory, fd = self._directory, self._directory.open(name, os.O_RDWR)
         self.tick += 1
-        segment = Segment(sequence, name, fd, os.fstat(fd).st_size, used_at=self.tick)
-        content = recover(
-            *(self._disk, fd, segment.size),
-            path=str(directory.path / name),
-            sequence=sequence,
-            store_id=directory.store_id,
-            journal=read_journal(directory, self._disk, sequence),
+        segment, content = read_segment(
+            self._directory,
+            self._disk,
+            sequence,
+            name,
+            flags=os.O_RDWR,
             payloads=newest,
             record_nbytes_max=self._limits.quota_nbytes,
         )
+        segment.used_at = self.tick
+        segment.dirty = True  # nobody knows what the life before has synced
         self.torn_records += content.states.count(UNSOUND)
         # Behind the last record there may be the start of a header that was never written whole: room for no record.
-        unfinished = newest and 0 < content.lost_nbytes < HEADER_NBYTES_MIN and not content.failed_reads
-        segment.aside = content.damaged and not unfinished
-        if unfinished:
+        if newest and 0 < content.lost_nbytes < HEADER_NBYTES_MIN and not content.failed_reads:
             self.torn_records += 1
             content.lost_nbytes = 0
-        keep = len(content.states)
-        while keep and content.states[keep - 1] == UNSOUND and not segment.aside:  # cut off, and cut away
-            keep -= 1
-        segment.rows, segment.states = content.rows[: keep * ENTRY_NBYTES], content.states[:keep]
-        segment.end, segment.indexed, segment.created_s = content.end, content.indexed, content.page.created_s
+        segment.aside = content.damaged
+        if not segment.aside:
+            content.cut_torn()  # cut off, and cut away
         return segment, content
 
     def _admit(self, segment: Segment, content: Content, *, newest: bool) -> None:
-        unsound = [Place(segment, n, segment.entry(n)) for n, state in enumerate(segment.states) if state == UNSOUND]
         self.torn_records += content.cut_short
         self.damaged_segments += segment.aside or not content.page.sound or (content.cut_short and not newest)
         self.lost_nbytes += content.lost_nbytes
         self.failed_reads += content.failed_reads
-        self.join(segment)
-        segment.dirty = True  # nobody knows what the life before has synced
-        self.give_way([*self.take(segment), *unsound])
-        if content.empty or (LIVING not in segment.states and not segment.aside):
+        if content.empty or not (segment.served or segment.aside):
             self._drop(segment)
             return
         self._set_name(segment)
         if not content.page.sound and not content.failed_reads:  # damage that adds up would look like a foreign file
             page = pack_segment_page(segment.sequence, self._directory.store_id, segment.created_s)
             write_all(self._disk, segment.fd, [page], 0, PAGE_NBYTES)
-        if segment.aside or segment.indexed:
-            return
-        if newest:
-            self._cut(segment)
-            self.active = segment
-            self._begin_journal(segment)
-        elif self.used_nbytes + index_nbytes(len(segment.states)) + PAGE_NBYTES <= self._limits.quota_nbytes:
-            with suppress(OSError):
-                self._finish(segment)
+        if not (segment.aside or segment.indexed):
+            segment.rows = bytearray(content.rows)
+            if newest:
+                self._cut(segment)
+                self.active = segment
+                self._begin_journal(segment)
+                return
+            if self.used_nbytes + index_nbytes(segment.count) + PAGE_NBYTES <= self._limits.quota_nbytes:
+                with suppress(OSError):
+                    self._finish(segment)
+        segment.rows, segment.states = bytearray(), bytearray()
+
+    def _set_name(self, segment: Segment) -> None:
+        name = segment_name(segment.sequence, "aside" if segment.aside else "kvr")
+        if name != segment.name:
+            self._directory.rename(segment.name, name)
+            segment.name = name
+            self._entries_changed += 1
+
+    def _begin_journal(self, segment: Segment) -> None:
+        with suppress(OSError):
+            name = segment_name(segment.sequence, "journal")
+            segment.journal_fd = self._directory.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            write_all(self._disk, segment.journal_fd, [bytes(segment.rows)], 0, len(segment.rows))

@@ -26,10 +26,11 @@ from cache_manager.ports import Absence
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.storage.disk import Disk, SystemDisk, read_all
 from cache_manager.storage.file.directory import StoreDirectory
-from cache_manager.storage.file.index import Segment, SegmentIndex
+from cache_manager.storage.file.index import SegmentIndex
 from cache_manager.storage.file.limits import check_ttl
-from cache_manager.storage.file.recovery import Content, read_journal, read_on, recover
-from cache_manager.storage.file.segment import ENTRY_NBYTES, PAGE_NBYTES, UNSOUND, header_is_dead, header_is_sound
+from cache_manager.storage.file.recovery import Content, read_on, read_segment
+from cache_manager.storage.file.segment import PAGE_NBYTES, header_is_dead, header_is_sound
+from cache_manager.storage.file.table import Segment
 from cache_manager.storage.guard import ClosingStore, Guard
 
 REFRESH_S: Final = 0.05
@@ -62,7 +63,7 @@ class FileReader(ClosingStore):
     ) -> None:
         check_ttl(ttl_s)
         self._path = directory
-        self._directory, self._store_id = StoreDirectory.existing(directory)
+        self._directory = StoreDirectory.existing(directory)
         self._disk: Disk = disk or SystemDisk()
         self._clock, self._ticks = clock, ticks
         self._refresh_s = refresh_s
@@ -112,9 +113,9 @@ class FileReader(ClosingStore):
         self._guard.check()
         with self._shelf.index_lock:
             self._guard.check()
-            for key in keys:
-                if (found := self._shelf.table.find(key)) is not None:
-                    self._shelf.table.remove(*found)
+            for place in self._shelf.table.find_all(dict.fromkeys(keys)):
+                if place is not None:
+                    self._shelf.table.remove(place)
 
     def flush(self) -> None:
         self._guard.check()
@@ -175,11 +176,7 @@ class FileReader(ClosingStore):
 
     def _contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._guard.check()
-        now_s = self._clock()
-        with self._shelf.index_lock:
-            self._guard.check()
-            self._shelf.expire(now_s)
-            return [self._shelf.table.find(key) is not None for key in keys]
+        return self._shelf.contains(keys, self._clock(), self._guard.check)
 
     def _refresh_if_due(self, due_s: float) -> bool:
         """Refresh unless that was done less than ``due_s`` ago or is being done; whether it was done now."""
@@ -210,97 +207,77 @@ class FileReader(ClosingStore):
                 self._let_go(segment)
             if gone and shelf.segments:  # a writer that finds no later one when it opens goes on in this
                 self._complete.discard(shelf.segments[max(shelf.segments)])
+            newest, opened = max(files, default=0), list[tuple[Segment, Content]]()
             for sequence, name in files.items():
-                newest = sequence == max(files)
                 known = shelf.segments.get(sequence)
                 if known is None:
-                    self._open(sequence, name, newest=newest)
-                elif not known.expired and (newest or known not in self._complete):
-                    self._read_on(known, newest=newest)
+                    opened += self._open(sequence, name, newest=sequence == newest)
+                elif not known.expired and (sequence == newest or known not in self._complete):
+                    self._read_on(known, newest=sequence == newest)
         except OSError as error:
             raise StorageError(f"{self._path}: cannot read the store: {error}") from error
+        with shelf.index_lock:
+            shelf.failed_reads += sum(content.failed_reads for _, content in opened)
+            shelf.serve(opened)
+        for segment, content in opened:
+            if segment.sequence != newest:
+                self._complete.add(segment)
+            if not content.page.sound or (content.damaged and segment.sequence != newest):
+                self._damaged.add(segment)
 
     def _follow(self) -> None:
         """Read the store that is at the path now, if there is another one than that which is open."""
         if self._directory.is_in_place():
             return
         try:
-            directory, store_id = StoreDirectory.existing(self._path)
+            directory = StoreDirectory.existing(self._path)
         except StorageError:
             return  # moved away, and nothing is in its place
         for segment in list(self._shelf.segments.values()):
             self._let_go(segment)
         self._directory.close()
-        self._directory, self._store_id = directory, store_id
+        self._directory = directory
 
     def _let_go(self, segment: Segment) -> None:
         self._shelf.let_go(segment)
         self._complete.discard(segment)
         self._damaged.discard(segment)
 
-    def _open(self, sequence: int, name: str, *, newest: bool) -> None:
-        """Read a segment that was not open yet, unless it is gone already or nothing is in it."""
+    def _open(self, sequence: int, name: str, *, newest: bool) -> list[tuple[Segment, Content]]:
+        """Read a segment that was not open yet; nothing where it is gone already, or nothing is in it."""
         try:
-            fd = self._directory.open(name, os.O_RDONLY)
+            segment, content = read_segment(self._directory, self._disk, sequence, name, payloads=newest)
         except FileNotFoundError:
-            return
-        segment = Segment(sequence, name, fd, os.fstat(fd).st_size)
-        content = recover(
-            *(self._disk, fd, segment.size),
-            path=str(self._path / name),
-            sequence=sequence,
-            store_id=self._store_id,
-            journal=read_journal(self._directory, self._disk, sequence),
-            payloads=newest,
-        )
+            return []
         if content.empty:
-            return
-        segment.created_s, segment.end = content.page.created_s, content.end
-        if not content.page.sound or (content.damaged and not newest):
-            self._damaged.add(segment)
-        with self._shelf.index_lock:
-            self._shelf.failed_reads += content.failed_reads
-            self._shelf.join(segment)
-            self._take(segment, content)
-        if not newest:
-            self._complete.add(segment)
-
-    def _take(self, segment: Segment, content: Content) -> None:
-        """Serve what was read on, but for a record at its end that may be in the middle of its write."""
-        keep = len(content.states)
-        while keep and content.states[keep - 1] == UNSOUND:
-            keep -= 1
-        rows, states = content.rows[: keep * ENTRY_NBYTES], content.states[:keep]
-        if segment.states:
-            self._shelf.extend(segment, rows, states)
-        else:
-            segment.rows, segment.states = rows, states
-            self._shelf.take(segment)
+            return []
+        segment.last = content.cut_torn()  # what is at the end may be in the middle of its write
+        return [(segment, content)]
 
     def _read_on(self, segment: Segment, *, newest: bool) -> None:
         shelf = self._shelf
         if not self._is_in_place(segment):
             with shelf.index_lock:
-                shelf.forget(segment)
-                segment.rows, segment.states, segment.end = bytearray(), bytearray(), PAGE_NBYTES
+                shelf.table.leave(segment)
+                segment.count, segment.last, segment.end = 0, None, PAGE_NBYTES
                 shelf.table.join(segment)
         size = os.fstat(segment.fd).st_size
         content = read_on(self._disk, segment.fd, size, segment.end, payloads=newest)
+        last = content.cut_torn() or segment.last
         if not self._is_in_place(segment):  # changed while it was read: the next look begins anew
             return
         with shelf.index_lock:
-            if not segment.expired and content.states:
-                self._take(segment, content)
-            segment.end = content.end
+            if not segment.expired:
+                shelf.take(segment, bytes(content.rows), bytes(content.states))
+            segment.last, segment.end = last, content.end
             shelf.used_nbytes += size - segment.size
             segment.size = size
         (self._complete.discard if newest else self._complete.add)(segment)
 
     def _is_in_place(self, segment: Segment) -> bool:
         """Whether the record that was read last is where it was, alive or dead, so that another may begin behind it."""
-        if not segment.states:
+        if (entry := segment.last) is None:
             return True  # reading begins behind the page
-        entry = segment.entry(len(segment.states) - 1)
         raw = bytearray(entry.header_nbytes)
         if read_all(self._disk, segment.fd, [memoryview(raw)], entry.offset, len(raw)) < len(raw):
             return False

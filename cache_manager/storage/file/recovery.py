@@ -48,6 +48,7 @@ from cache_manager.storage.file.segment import (
     segment_name,
     unpack_entry,
 )
+from cache_manager.storage.file.table import Segment
 
 _WINDOW_NBYTES: Final = 1 << 20
 _HEADER_NBYTES: Final = 1024
@@ -86,12 +87,20 @@ class Content:
         self.rows += pack_entry(header, offset, packed)
         self.states.append(state)
 
-    def entries(self, state: int) -> Iterator[tuple[int, Entry]]:
-        """Those in a state, with their numbers."""
+    def entries(self, state: int) -> Iterator[Entry]:
+        """Those in a state."""
         at = self.states.find(state)
         while at >= 0:
-            yield at, unpack_entry(self.rows, at)
+            yield unpack_entry(self.rows, at)
             at = self.states.find(state, at + 1)
+
+    def cut_torn(self) -> Entry | None:
+        """Leave out the records at the end whose payloads are not theirs, cut off or being written; the last then."""
+        keep = len(self.states)
+        while keep and self.states[keep - 1] == UNSOUND:
+            keep -= 1
+        del self.rows[keep * ENTRY_NBYTES :], self.states[keep:]
+        return unpack_entry(self.rows, keep - 1) if keep else None
 
 
 class _Window:
@@ -133,45 +142,47 @@ class _Window:
         return bool(found.intdigest() == sum_)
 
 
-def recover(
+def read_segment(
+    directory: StoreDirectory,
     disk: Disk,
-    fd: int,
-    size: int,
-    *,
-    path: str,
     sequence: int,
-    store_id: bytes,
-    journal: bytes = b"",
+    name: str,
+    *,
+    flags: int = os.O_RDONLY,
     payloads: bool = False,
     record_nbytes_max: int = RECORD_NBYTES_MAX,
-) -> Content:
-    """Read a segment's file of ``size`` bytes. With ``payloads`` a record without an index has to have its payload.
+) -> tuple[Segment, Content]:
+    """Open a segment's file and read it. With ``payloads`` a record without an index has to have its payload.
 
-    :class:`StoreFormatError` for a file that is no segment of this store; ``OSError`` only where the disk fails in
-    another way than by a sector that it cannot read.
+    :class:`StoreFormatError` for a file that is no segment of this store; ``OSError`` where it cannot be opened, or the
+    disk fails in another way than by a sector that it cannot read.
     """
+    fd = directory.open(name, flags)
+    segment = Segment(sequence, name, fd, os.fstat(fd).st_size, aside=name.endswith(".aside"))
     content, raw, index = Content(), bytearray(PAGE_NBYTES), None
     try:
         found = read_all(disk, fd, [raw], 0, PAGE_NBYTES)
         start = bytes(raw[: min(found, len(SEGMENT_MAGIC))])
         if not any(raw) or (found < PAGE_NBYTES and SEGMENT_MAGIC.startswith(start)):
             content.page = SegmentPage(False, None)
-            content.empty = _data_behind(disk, fd, PAGE_NBYTES, size) == 0
+            content.empty = _data_behind(disk, fd, PAGE_NBYTES, segment.size) == 0
         else:
-            content.page = read_segment_page(bytes(raw), path, sequence, store_id)
+            content.page = read_segment_page(bytes(raw), str(directory.path / name), sequence, directory.store_id)
     except OSError as error:
         content.count(error)
         content.page = SegmentPage(False, None)
     try:
-        index = read_index(disk, fd, size, sequence, store_id)
+        index = read_index(disk, fd, segment.size, sequence, directory.store_id)
     except OSError as error:
         content.count(error)
     if index is not None:
-        content.rows, content.states, content.end, content.indexed = *index, True
-        return content
-    if not content.empty:
-        _Scan(disk, fd, size, content, payloads=payloads, record_nbytes_max=record_nbytes_max).run(journal)
-    return content
+        content.rows, content.states, content.end = index
+    elif not content.empty:
+        scan = _Scan(disk, fd, segment.size, content, payloads=payloads, record_nbytes_max=record_nbytes_max)
+        scan.run(_read_journal(directory, disk, sequence))
+    content.indexed = segment.indexed = index is not None
+    segment.end, segment.created_s = content.end, content.page.created_s
+    return segment, content
 
 
 class _Scan:
@@ -331,7 +342,7 @@ def _data_from(fd: int, at: int, stop: int) -> int:
         return stop if error.errno == errno.ENXIO else at
 
 
-def read_journal(directory: StoreDirectory, disk: Disk, sequence: int) -> bytes:
+def _read_journal(directory: StoreDirectory, disk: Disk, sequence: int) -> bytes:
     """The journal of a segment; empty where there is none, or it cannot be read."""
     try:
         fd = directory.open(segment_name(sequence, "journal"), os.O_RDONLY)

@@ -55,16 +55,17 @@ _NAME = re.compile(r"segment-([0-9a-f]{16})\.(kvr|aside|journal)")
 _KEY_AT: Final = 32
 _UNKNOWN_MS: Final = 0
 
-ENTRY: Final = struct.Struct("<32sQQQII")
+ENTRY: Final = struct.Struct("<32sQQIII4s")
 ENTRY_NBYTES: Final = ENTRY.size
 ENTRY_DTYPE: Final = np.dtype(
     [
-        ("key", "<u8", (4,)),
+        ("key", "V32"),
         ("offset", "<u8"),
         ("payload_nbytes", "<u8"),
-        ("origin", "<u8"),
+        ("ordinal", "<u4"),
+        ("number", "<u4"),
         ("header_nbytes", "<u4"),
-        ("header_sum", "<u4"),
+        ("header_sum", "V4"),
     ]
 )
 
@@ -79,14 +80,15 @@ class Entry(NamedTuple):
     key: BlockKey
     offset: int
     payload_nbytes: int
-    origin: int
+    ordinal: int  # of the segment, in memory; in a file this and the next are the record's origin
+    number: int  # in the segment
     header_nbytes: int
-    header_sum: int  # the CRC-32 that the packed header ends in
+    header_sum: bytes  # the CRC-32 that the packed header ends in
 
     @property
     def nbytes(self) -> int:
         """Of header, payload and padding."""
-        return self.header_nbytes + (self.payload_nbytes + 63 & -64)  # align, inlined: every read comes here
+        return self.header_nbytes + align(self.payload_nbytes)
 
 
 def segment_name(sequence: int, kind: str = "kvr") -> str:
@@ -163,12 +165,14 @@ def read_segment_page(raw: bytes, path: str, sequence: int, store_id: bytes) -> 
 
 def pack_entry(header: RecordHeader, offset: int, packed: Buffer) -> bytes:
     """The index entry of the record at ``offset``; ``packed`` is its packed header."""
-    (sum_,) = _CRC.unpack_from(packed, len(packed) - _CRC.size)
-    return ENTRY.pack(header.key, offset, header.payload_nbytes, header.origin, len(packed), sum_)
+    low, high = header.origin & 0xFFFFFFFF, header.origin >> 32
+    return ENTRY.pack(header.key, offset, header.payload_nbytes, low, high, len(packed), bytes(packed[-4:]))
 
 
-def unpack_entry(rows: Buffer, number: int) -> Entry:
-    return Entry._make(ENTRY.unpack_from(rows, number * ENTRY_NBYTES))
+def unpack_entry(rows: Buffer, at: int) -> Entry:
+    """The entry at that place of an index; its number is the place, its ordinal means nothing yet."""
+    key, offset, payload_nbytes, _, _, header_nbytes, sum_ = ENTRY.unpack_from(rows, at * ENTRY_NBYTES)
+    return Entry(key, offset, payload_nbytes, 0, at, header_nbytes, sum_)
 
 
 def record_nbytes(header: RecordHeader) -> int:
@@ -248,7 +252,7 @@ def header_is_sound(raw: bytes | bytearray, entry: Entry) -> bool:
     return (
         raw.startswith(START)
         and zlib.crc32(raw) == CRC_RESIDUE
-        and _CRC.unpack_from(raw, len(raw) - _CRC.size)[0] == entry.header_sum
+        and raw.endswith(entry.header_sum)
         and raw.startswith(entry.key, _KEY_AT)
     )
 
@@ -261,7 +265,7 @@ def header_is_dead(raw: bytes | bytearray, entry: Entry) -> bool:
 def stand_in_header(entry: Entry) -> bytes:
     """A deleted record's header for a place whose own one is not sound: a scan gets past it by its size."""
     bitmap = (entry.header_nbytes - _FIXED_RECORD) // 8 * 8
-    return pack_dead_header(RecordHeader(entry.key, bytes(16), 0, entry.origin, bytes(bitmap), entry.payload_nbytes, 0))
+    return pack_dead_header(RecordHeader(entry.key, bytes(16), 0, 0, bytes(bitmap), entry.payload_nbytes, 0))
 
 
 _FIXED_RECORD: Final = 100

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -24,14 +24,14 @@ from cache_manager.errors import RecordError, StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer, RecordHeader, pack_header, takes_the_place
-from cache_manager.spec import ALIGNMENT, align
+from cache_manager.spec import ALIGNMENT
 from cache_manager.storage.disk import Disk, SystemDisk
 from cache_manager.storage.file.directory import FILE_MODE, LockedDirectory
 from cache_manager.storage.file.files import Sync
-from cache_manager.storage.file.index import Place, Segment
 from cache_manager.storage.file.limits import QUOTA_NBYTES, Limits, default_segment_nbytes
 from cache_manager.storage.file.pool import NO_ROOM, SegmentPool
-from cache_manager.storage.file.segment import ENTRY_NBYTES, PAGE_NBYTES, pack_entry
+from cache_manager.storage.file.segment import ENTRY, ENTRY_NBYTES, PAGE_NBYTES, index_nbytes, pack_entry, unpack_entry
+from cache_manager.storage.file.table import Place, Segment
 from cache_manager.storage.guard import ClosingStore, Guard
 
 _ZEROS: Final = bytes(ALIGNMENT)
@@ -41,9 +41,9 @@ _ZEROS: Final = bytes(ALIGNMENT)
 class _Batch:
     """Records that are to be written behind each other in one segment."""
 
-    headers: list[RecordHeader]
-    vector: list[Buffer]
-    rows: bytearray
+    headers: list[RecordHeader] = field(default_factory=list)
+    vector: list[Buffer] = field(default_factory=list)
+    rows: list[bytes] = field(default_factory=list)
     nbytes: int = 0
 
 
@@ -129,24 +129,21 @@ class FileStore(ClosingStore):
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._guard.check()
-        pool, now_s = self._pool, self._clock()
-        with pool.index_lock:
-            self._guard.check()
-            pool.expire(now_s)
-            found = [pool.table.find(key) is not None for key in keys]
+        now_s = self._clock()
+        found = self._pool.contains(keys, now_s, self._guard.check)
         self._sweep_unless_writing(now_s)
         return found
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Gone from this process in any case; :class:`StorageError` when a record may be back after a restart."""
         self._guard.check()
-        pool, places = self._pool, []
+        pool, places = self._pool, list[Place]()
         with pool.index_lock:
             self._guard.check()
-            for key in keys:
-                if (place := pool.find(key)) is not None:
-                    pool.table.remove(place.segment, place.number)
-                    place.segment.pins += 1
+            for place in pool.table.find_all(dict.fromkeys(keys)):
+                if place is not None:
+                    pool.table.remove(place)
+                    place[0].pins += 1
                     places.append(place)
         failure: OSError | None = None
         for place in places:
@@ -154,7 +151,7 @@ class FileStore(ClosingStore):
                 pool.mark(place)
             except OSError as error:
                 failure = error
-        pool.unpin(place.segment for place in places)
+        pool.unpin(segment for segment, _ in places)
         if failure is not None:
             raise StorageError(f"{self._path}: cannot mark a record as deleted: {failure}") from failure
 
@@ -243,42 +240,42 @@ class FileStore(ClosingStore):
             self._guard.check()
             pool.tick += 1
             pool.expire(now_s)
-            for key in {header.key for header in headers}:
-                if (place := pool.find(key)) is not None and place.number not in place.segment.suspects:
-                    place.segment.use(pool.tick)
-                    place.segment.pins += 1
+            for place in pool.table.find_all(dict.fromkeys([header.key for header in headers])):
+                if place is not None and place[1].number not in place[0].suspects:
+                    place[0].use(pool.tick)
+                    place[0].pins += 1
                     places.append(place)
         try:
             for place in places:
                 if (stored := pool.header_of(place)) is not None:
-                    held[place.entry.key] = (place.segment, stored)
+                    held[stored.key] = (place[0], stored)
         finally:
-            pool.unpin(place.segment for place in places)
+            pool.unpin(segment for segment, _ in places)
         return held
 
     def _append(
         self, wanted: Sequence[int], headers: Sequence[RecordHeader], payloads: Sequence[Buffer], held: Held
     ) -> None:
         """Store the records numbered ``wanted``, as far as there is room. Held: append."""
-        pool, batch = self._pool, _Batch([], [], bytearray())
+        pool, batch, active = self._pool, _Batch(), self._pool.active
         for header, payload in ((headers[i], payloads[i]) for i in wanted):
-            nbytes = header.nbytes + align(header.payload_nbytes)
-            if not pool.fits(nbytes):
-                continue
-            active = pool.active
-            if active is None or not pool.has_room(active, batch.nbytes + nbytes, len(batch.headers) + 1):
+            packed = pack_header(header)
+            nbytes = len(packed) + (header.payload_nbytes + 63 & -64)  # align, inlined: every record comes here
+            end = batch.nbytes + nbytes
+            if active is None or active.end + end + index_nbytes(active.count + len(batch.rows) + 1) > active.size:
+                if not pool.fits(nbytes):
+                    continue
                 self._write(batch, held)
-                batch = _Batch([], [], bytearray())
+                batch, end = _Batch(), nbytes
                 if (active := pool.activate(nbytes)) is None:
                     break
-            packed = pack_header(header)
             batch.headers.append(header)
-            batch.rows += pack_entry(header, active.end + batch.nbytes, packed)
+            batch.rows.append(pack_entry(header, active.end + batch.nbytes, packed))
             batch.vector.append(packed)
             batch.vector.append(payload)
             if pad := -header.payload_nbytes % ALIGNMENT:
                 batch.vector.append(_ZEROS[:pad])
-            batch.nbytes += nbytes
+            batch.nbytes = end
         self._write(batch, held)
 
     def _sweep_unless_writing(self, now_s: float) -> None:
@@ -301,28 +298,32 @@ class FileStore(ClosingStore):
             return
         pool, segment = self._pool, self._pool.active
         assert segment is not None, "a batch is for a segment that has room for it"
-        where = f"{self._path}/{segment.name}"
+        where, rows = f"{self._path}/{segment.name}", b"".join(batch.rows)
         try:
-            pool.write(segment, batch.vector, batch.nbytes, batch.rows)
+            pool.write(segment, batch.vector, batch.nbytes, rows)
         except OSError as error:
             pool.retire(segment)
             if error.errno in NO_ROOM:
                 return
             raise StorageError(f"{where}: cannot write: {error}") from error
-        first, end = len(segment.states), segment.end + batch.nbytes
+        first, start = segment.count, segment.end
         with pool.index_lock:
             segment.dirty = segment.dirty or self._sync is Sync.NONE
             if segment.expired:  # the clock jumped while this was written: it would never be swept with the others
                 return
-            older = pool.extend(segment, batch.rows, bytes(len(batch.headers)))
+            segment.rows += rows
+            segment.states += bytes(len(batch.rows))
+            segment.count += len(batch.rows)
+            segment.end += batch.nbytes
+            add = pool.table.add
+            older = [place for number, row in enumerate(batch.rows, first) if (place := add(segment, number, row))]
             held.update((header.key, (segment, header)) for header in batch.headers)
             segment.use(pool.tick, len(batch.headers))
-            segment.end = end
+        back, replaced = list(older), len(older)
         try:
-            replaced, back = len(older), list(older)
             pool.give_way(older)
         except OSError as error:
-            self._take_back(segment, first, end - batch.nbytes, back[: len(older)])
+            self._take_back(segment, first, start, back[: len(older)])
             raise StorageError(f"{where}: cannot replace a record: {error}") from error
         pool.replaced_records += replaced
 
@@ -330,16 +331,15 @@ class FileStore(ClosingStore):
         """Cut away what was just appended; the ``older`` copies that were not deleted yet stand. Held: append."""
         pool = self._pool
         with pool.index_lock:
-            ours = set()
-            for number in range(first, len(segment.states)):
-                if not segment.states[number]:
-                    pool.table.remove(segment, number)
-                    ours.add(segment.entry(number).key)
-            for place in older:
-                if place.entry.key in ours and not place.segment.expired:
-                    pool.table.add(place.segment, place.number, place.entry.key)
+            ours = [unpack_entry(segment.rows, number).key for number in range(first, segment.count)]
+            for place in pool.table.find_all(ours):
+                if place is not None and place[0] is segment and place[1].number >= first:
+                    pool.table.remove(place)
+                    for where, entry in older:
+                        if entry.key == place[1].key and not where.expired:
+                            pool.table.add(where, entry.number, ENTRY.pack(*entry))
             del segment.rows[first * ENTRY_NBYTES :], segment.states[first:]
-            segment.end = end
+            segment.count, segment.end = first, end
         pool.retire(segment)
 
 
@@ -347,9 +347,14 @@ def _to_write(headers: Sequence[RecordHeader], held: Held, *, replace: bool) -> 
     """Which of these are to be stored beside what is ``held``: of each key at most one."""
     wanted: dict[BlockKey, int] = {}
     for i, header in enumerate(headers):
-        stored = headers[wanted[header.key]] if header.key in wanted else None
-        if stored is None and (place := held.get(header.key)) is not None:
-            stored = place[1]
-        if stored is None or takes_the_place(header, stored, replace=replace):
-            wanted[header.key] = i
+        key = header.key
+        if key in wanted:
+            stored = headers[wanted[key]]
+        elif key in held:
+            stored = held[key][1]
+        else:
+            wanted[key] = i
+            continue
+        if takes_the_place(header, stored, replace=replace):
+            wanted[key] = i
     return sorted(wanted.values())

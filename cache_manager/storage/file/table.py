@@ -1,40 +1,88 @@
-"""Where each key's record is: open addressing over arrays, 65 bytes a record and 13 to 33 for its slot.
+"""Where each key's record is: 64 bytes a record, and about twelve for its share of a bucket.
 
-The entries of a segment stay as they are in its index, one behind the other. The table has a word for each key that is
-served, ``tag (12 bits) | segment's ordinal (20) | entry (32)``. A segment that goes takes its ordinal with it: words
-that name it mean nothing from then on and are used again or, now and then, swept by building the table anew.
+A bucket is a string of entries; a key is searched for in the one that its hash names. Buckets are split one at a time
+as records come (linear hashing), so that no call pays for all of them. A segment that goes takes its ordinal with it:
+entries that name it mean nothing from then on, and are swept out where they are met.
 """
 
 from __future__ import annotations
 
-import secrets
-import struct
-from collections.abc import Iterator
-from typing import Final, Protocol
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cache_manager.keys import BlockKey
-from cache_manager.storage.file.segment import DELETED, ENTRY_DTYPE, ENTRY_NBYTES, LIVING
+from cache_manager.storage.file.segment import (
+    DELETED,
+    ENTRY,
+    ENTRY_DTYPE,
+    ENTRY_NBYTES,
+    LIVING,
+    PAGE_NBYTES,
+    UNREADABLE,
+    Entry,
+)
 
-_GONE: Final = 1
-_ORDINALS: Final = 1 << 20
-_SLOTS_MIN: Final = 1 << 10
-_FULL: Final = 0.65
-"""Of the slots: more are not used, so that a search stays short."""
-_ROOMY: Final = 0.5
-"""Of the slots: no more are used after the table was built anew."""
-_LAST_WORD = struct.Struct("<Q")
-_WORD: Final = (1 << 64) - 1
+_PER_BUCKET: Final = 5
+_GAIN: Final = 2
+"""How much of a segment the use of one of its n records stands for: 2/n, because it is seldom used alone."""
 
 
-class Rows(Protocol):
-    """As much of a segment as the table needs."""
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One segment file that is open, and what the store knows about it."""
 
-    ordinal: int
-    rows: bytearray  # entries of 64 bytes
-    states: bytearray  # one byte each; LIVING means that the table has it
+    sequence: int
+    name: str
+    fd: int
+    size: int  # of the file; counts against the quota
+    created_s: float | None = None  # wall clock; None: unknown
+    end: int = PAGE_NBYTES  # where the next record would go
+    count: int = 0  # of records in it, living or not
+    served: int = 0  # of them in the table
+    ordinal: int = 0  # in the table
+    last: Entry | None = None  # the record before end, as far as somebody asks for it
+    rows: bytearray = field(default_factory=bytearray)  # the entries of one without an index, for the one to come
+    states: bytearray = field(default_factory=bytearray)  # and what has become of its records
+    used_at: float = 0.0  # tick at which its records were used last, on an average: see use()
+    touched_at: int = 0  # tick of the last use of any
+    suspects: set[int] = field(default_factory=set)  # numbers of records that the disk did not give back
+    indexed: bool = False  # its index is in the file
+    aside: bool = False  # damaged: not written any more, dropped last
+    journal_fd: int = -1
+    pins: int = 0  # calls that use the descriptor outside the index lock
+    dirty: bool = False  # bytes were written since the last sync
+    unwritten: bool = False  # a sync failed: what it covered is to be written anew
+    synced_records: int = 0  # how many were there at the last sync that worked
+    marks: int = 0  # deletions of copies for which there is a newer one, so far
+    synced_marks: int = 0  # how many of them are on stable storage
+    dropped: bool = False  # close the descriptors when the last pin is gone
+    expired: bool = False  # its records are in the table no more, its file is to go
+
+    def use(self, tick: int, records: int = 1) -> None:
+        """So many of its records are used: what was used of a segment counts, not that something was.
+
+        By the last use alone a segment would stay for one record in it that is asked for again and again.
+        """
+        self.touched_at = tick
+        self.used_at += (tick - self.used_at) * min(1.0, _GAIN * records / max(self.count, 1))
+
+    def close(self) -> None:
+        for fd in (self.fd, self.journal_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self.journal_fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+Place = tuple[Segment, Entry]
+"""Where a record is."""
 
 
 class KeyTable:
@@ -42,159 +90,177 @@ class KeyTable:
 
     def __init__(self) -> None:
         self.records = 0
-        self._factor = secrets.randbits(64) | 1
-        self._by_ordinal: dict[int, Rows] = {}
-        self._next_ordinal = 1
-        self._new_slots(_SLOTS_MIN)
+        self._dead = 0  # entries of segments that have gone
+        self._serving: dict[int, Segment] = {}
+        self._ordinal = 0
+        self._buckets = [b""]
+        self._mask = 1  # of the buckets that there will be when all of this round are split
 
-    def find(self, key: BlockKey) -> tuple[Rows, int] | None:
-        """The segment and the number of the entry of a key's record."""
-        mixed = self._mix(key)
-        tag, at = mixed >> self._tag_shift & 0xFFF, mixed >> self._shift
-        words, by_ordinal = self._words, self._by_ordinal
-        while word := words[at]:
-            if word >> 52 == tag and (rows := by_ordinal.get(word >> 32 & 0xFFFFF)) is not None:
-                number = word & 0xFFFFFFFF
-                if rows.rows.startswith(key, number * ENTRY_NBYTES) and not rows.states[number]:
-                    return rows, number
-            at = at + 1 & self._mask
-        return None
+    def find(self, key: BlockKey) -> Place | None:
+        return self.find_all((key,))[0]
 
-    def join(self, rows: Rows) -> None:
-        """Give a segment its ordinal; its entries are added by :meth:`add` or :meth:`add_all`."""
-        if self._next_ordinal == _ORDINALS:
-            self._renumber()
-        rows.ordinal = self._next_ordinal
-        self._next_ordinal += 1
-        self._by_ordinal[rows.ordinal] = rows
+    def find_all(self, keys: Iterable[BlockKey]) -> list[Place | None]:
+        """Where the records of keys are."""
+        found: list[Place | None] = []
+        buckets, mask, serving, unpack = self._buckets, self._mask, self._serving, ENTRY.unpack_from
+        count = len(buckets)
+        for key in keys:
+            at = hash(key) & mask
+            bucket = buckets[at if at < count else at & mask >> 1]
+            at = bucket.find(key)
+            if at % ENTRY_NBYTES:  # also of -1
+                at = _position(bucket, key, at)
+            if at < 0:
+                found.append(None)
+                continue
+            entry = Entry._make(unpack(bucket, at))
+            segment = serving.get(entry.ordinal)
+            found.append(None if segment is None else (segment, entry))
+        return found
 
-    def add(self, rows: Rows, number: int, key: BlockKey) -> None:
-        """Add an entry and make it ``LIVING``; no other entry of its key may be."""
-        if self._filled >= _FULL * len(self._slots):
-            self._build(1)
-        mixed = self._mix(key)
-        at, words = mixed >> self._shift, self._words
-        while (word := words[at]) and word != _GONE and word >> 32 & 0xFFFFF in self._by_ordinal:
-            at = at + 1 & self._mask
-        self._filled += not word
-        words[at] = (mixed >> self._tag_shift & 0xFFF) << 52 | rows.ordinal << 32 | number
-        rows.states[number] = LIVING
+    def join(self, segment: Segment) -> None:
+        """Give a segment its ordinal, a new one each time."""
+        self._ordinal += 1
+        segment.ordinal = self._ordinal
+        self._serving[segment.ordinal] = segment
+
+    def add(self, segment: Segment, number: int, row: bytes) -> Place | None:
+        """Serve the record that ``row``, an index's entry, is of; the one of its key that was served until now."""
+        key, entry = row[:32], _numbered(row, segment.ordinal, number)
+        which = self._bucket_of(hash(key))
+        bucket, older = self._buckets[which], None
+        at = _position(bucket, key, bucket.find(key))
+        if at < 0:
+            if len(bucket) >= _PER_BUCKET * ENTRY_NBYTES and self._dead * 8 > self.records:
+                bucket = b"".join(self._living(bucket))
+            self._buckets[which] = bucket + entry
+        else:
+            known = Entry._make(ENTRY.unpack_from(bucket, at))
+            where = self._serving.get(known.ordinal)
+            if where is None:
+                self._dead -= 1
+            else:
+                older = where, known
+                self._left(older, DELETED)
+            self._buckets[which] = bucket[:at] + entry + bucket[at + ENTRY_NBYTES :]
+        if number < len(segment.states):
+            segment.states[number] = LIVING
+        segment.served += 1
         self.records += 1
+        if self.records > _PER_BUCKET * len(self._buckets):
+            self._split()
+        return older
 
-    def remove(self, rows: Rows, number: int, state: int = DELETED) -> None:
-        """Take an entry out that is in the table, and say what has become of it."""
-        key = BlockKey(bytes(rows.rows[number * ENTRY_NBYTES : number * ENTRY_NBYTES + 32]))
-        mixed = self._mix(key)
-        at, words = mixed >> self._shift, self._words
-        while words[at] & 0xFFFFFFFFFFFFF != rows.ordinal << 32 | number:
-            assert words[at], "an entry that is LIVING is in the table"
-            at = at + 1 & self._mask
-        words[at] = _GONE
-        rows.states[number] = state
-        self.records -= 1
+    def remove(self, place: Place, state: int = DELETED) -> None:
+        """Serve no more what is served, and say what has become of it."""
+        key = place[1].key
+        which = self._bucket_of(hash(key))
+        bucket = self._buckets[which]
+        at = _position(bucket, key, bucket.find(key))
+        assert bucket.startswith(ENTRY.pack(*place[1]), at), "a record that is served is in the table"
+        self._buckets[which] = bucket[:at] + bucket[at + ENTRY_NBYTES :]
+        self._left(place, state)
 
-    def leave(self, rows: Rows) -> int:
-        """Forget a segment with all its entries; how many of them were served."""
-        if self._by_ordinal.pop(rows.ordinal, None) is None:
+    def leave(self, segment: Segment) -> int:
+        """Forget a segment with all its records; how many of them were served."""
+        if self._serving.pop(segment.ordinal, None) is None:
             return 0
-        served = rows.states.count(LIVING)
+        served, segment.served = segment.served, 0
         self.records -= served
+        self._dead += served
         return served
 
-    def reserve(self, more: int) -> None:
-        """Make room for so many more records at once."""
-        if self._filled + more > _FULL * len(self._slots):
-            self._build(more)
+    def entries(self, segment: Segment) -> bytes:
+        """Those of a segment that are served, by their numbers; looks at all there are."""
+        table = np.frombuffer(b"".join(self._buckets), ENTRY_DTYPE)
+        ours = table[table["ordinal"] == segment.ordinal]
+        return bytes(ours[np.argsort(ours["number"])].tobytes())
 
-    def add_all(self, rows: Rows) -> Iterator[tuple[Rows, int, Rows, int]]:
-        """Add all entries that are ``LIVING``.
+    def load(self, found: Sequence[tuple[Segment, bytes, bytes]]) -> list[Place]:
+        """Serve the living ones of segments, oldest first, in a table that serves nothing yet; those that give way.
 
-        Yields what the caller has to decide, one after the other: an entry (not added, ``DELETED`` by now), and that of
-        the same key which is in the table. To have the new one instead, ``remove`` the other and ``add`` it.
+        As :meth:`take <cache_manager.storage.file.index.SegmentIndex.take>` says, for a million records at once.
         """
-        states = np.frombuffer(rows.states, np.uint8)
-        living = np.flatnonzero(states == LIVING)
-        if self._filled + len(living) > _FULL * len(self._slots):
-            states[living] = DELETED
-            self._build(len(living))
-            states[living] = LIVING
-        del states
-        self.records += len(living)
-        twice = self._place(np.frombuffer(rows.rows, ENTRY_DTYPE)["key"][living], rows.ordinal, living)
-        self.records -= len(twice)
-        for number in twice:
-            rows.states[number] = DELETED
-        for number in sorted(twice):
-            found = self.find(BlockKey(bytes(rows.rows[number * ENTRY_NBYTES : number * ENTRY_NBYTES + 32])))
-            assert found is not None, "an entry of that key was in the table"
-            yield rows, number, *found
+        assert not self.records, "this is for opening"
+        rows = bytearray().join([rows for _, rows, _ in found])
+        states = np.frombuffer(b"".join([states for _, _, states in found]), np.uint8)
+        counts = [len(states) for _, _, states in found]
+        table = np.frombuffer(rows, ENTRY_DTYPE)
+        table["ordinal"] = np.repeat(np.array([segment.ordinal for segment, _, _ in found], np.uint32), counts)
+        table["number"] = np.concatenate([np.arange(count) for count in counts]) if counts else 0
+        hashes = np.concatenate([_hashes(rows) for _, rows, _ in found]) if found else np.empty(0, np.int64)
+        count = max(1, len(table) // _PER_BUCKET)
+        self._mask = (1 << (count - 1).bit_length()) - 1 | 1
+        at = hashes & self._mask
+        at = np.where(at < count, at, at & self._mask >> 1)
+        order = np.lexsort((hashes, at))
+        gone, older = states != LIVING, list[Place]()
+        same = hashes[order[1:]] == hashes[order[:-1]]
+        newest: dict[bytes, int] = {}
+        where = {segment.ordinal: segment for segment, _, _ in found}
+        for i in order[np.flatnonzero(np.append(same, False) | np.append(False, same))].tolist():
+            key = bytes(rows[i * ENTRY_NBYTES : i * ENTRY_NBYTES + 32])
+            before, newest[key] = newest.get(key), i
+            if before is not None and not gone[before]:
+                gone[before] = True
+                entry = Entry._make(ENTRY.unpack_from(rows, before * ENTRY_NBYTES))
+                if states[i] != UNREADABLE:
+                    older.append((where[entry.ordinal], entry))
+        kept = order[~gone[order]]
+        flat = table[kept].tobytes()
+        bounds = np.searchsorted(at[kept], np.arange(count + 1)) * ENTRY_NBYTES
+        self._buckets = [flat[start:stop] for start, stop in pairwise(bounds.tolist())]
+        ends = np.cumsum([0, *counts]).tolist()
+        for (segment, _, _), (start, stop) in zip(found, pairwise(ends), strict=True):
+            segment.count, segment.served = stop - start, int((~gone[start:stop]).sum())
+            self.records += segment.served
+        self._dead = 0
+        return older
 
-    def _mix(self, key: BlockKey) -> int:
-        """64 bits of which the upper ones depend on all of the key's last word; the end of a key is a digest's."""
-        word: int = _LAST_WORD.unpack_from(key, 24)[0]
-        return (word ^ word >> 32) * self._factor & _WORD
+    def _bucket_of(self, hashed: int) -> int:
+        at = hashed & self._mask
+        return at if at < len(self._buckets) else at & self._mask >> 1
 
-    def _mix_all(self, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        words = keys[:, 3]
-        return np.asarray((words ^ words >> np.uint64(32)) * np.uint64(self._factor))
+    def _left(self, place: Place, state: int) -> None:
+        segment, entry = place
+        segment.served -= 1
+        self.records -= 1
+        if entry.number < len(segment.states):
+            segment.states[entry.number] = state
 
-    def _new_slots(self, count: int) -> None:
-        self._slots = np.zeros(count, np.uint64)
-        self._words = memoryview(self._slots.data)
-        self._mask = count - 1
-        self._shift = 65 - count.bit_length()
-        self._tag_shift = self._shift - 12
-        self._filled = 0
+    def _living(self, bucket: bytes) -> list[bytes]:
+        """The entries whose segments are there; the others are given up."""
+        entries = [bucket[at : at + ENTRY_NBYTES] for at in range(0, len(bucket), ENTRY_NBYTES)]
+        living = [entry for entry in entries if ENTRY.unpack(entry)[3] in self._serving]
+        self._dead -= len(entries) - len(living)
+        return living
 
-    def _build(self, more: int) -> None:
-        """A new table of what is served, with room for ``more``."""
-        wanted, count = self.records + more, _SLOTS_MIN
-        while wanted > _ROOMY * count:
-            count *= 2
-        self._new_slots(count)
-        for rows in self._by_ordinal.values():
-            living = np.flatnonzero(np.frombuffer(rows.states, np.uint8) == LIVING)
-            if len(living):
-                twice = self._place(np.frombuffer(rows.rows, ENTRY_DTYPE)["key"][living], rows.ordinal, living)
-                assert not twice, "no key is served twice"
+    def _split(self) -> None:
+        """One bucket more."""
+        new = len(self._buckets)
+        if new > self._mask:
+            self._mask = 2 * self._mask + 1
+        stay: list[bytes] = []
+        move: list[bytes] = []
+        for entry in self._living(self._buckets[new & self._mask >> 1]):
+            (move if hash(entry[:32]) & self._mask == new else stay).append(entry)
+        self._buckets[new & self._mask >> 1] = b"".join(stay)
+        self._buckets.append(b"".join(move))
 
-    def _renumber(self) -> None:
-        everyone = list(self._by_ordinal.values())
-        self._by_ordinal = {}
-        for ordinal, rows in enumerate(everyone, 1):
-            rows.ordinal = ordinal
-            self._by_ordinal[ordinal] = rows
-        self._next_ordinal = len(everyone) + 1
-        self._build(0)
 
-    def _place(self, keys: NDArray[np.uint64], ordinal: int, numbers: NDArray[np.intp]) -> list[int]:
-        """Put words for ``keys`` ``[n, 4]`` where they belong; the numbers of those whose key is there already."""
-        slots, mask = self._slots, np.uint64(self._mask)
-        mixed = self._mix_all(keys)
-        at = mixed >> np.uint64(self._shift)
-        tags = mixed >> np.uint64(self._tag_shift) & np.uint64(0xFFF)
-        words = tags << np.uint64(52) | np.uint64(ordinal << 32) | numbers.astype(np.uint64)
-        todo, twice = np.arange(len(keys)), []
-        while len(todo):
-            there = slots[at[todo]]
-            empty = there == 0
-            claiming = todo[empty]
-            slots[at[claiming]] = words[claiming]
-            won = slots[at[claiming]] == words[claiming]
-            self._filled += int(won.sum())
-            held, there = todo[~empty], there[~empty]
-            alike = there >> np.uint64(52) == tags[held]
-            same = np.zeros(len(held), bool)
-            for i in np.flatnonzero(alike).tolist():
-                same[i] = self._is_of(int(there[i]), keys[held[i]].tobytes())
-            twice += numbers[held[same]].tolist()
-            on = held[~same]
-            at[on] = at[on] + np.uint64(1) & mask
-            todo = np.concatenate([claiming[~won], on])
-        return twice
+def _position(bucket: bytes, key: bytes, at: int) -> int:
+    """Where the entry of ``key`` begins, at or behind ``at``, where its bytes were found first; -1: nowhere."""
+    while at >= 0 and at % ENTRY_NBYTES:
+        at = bucket.find(key, at + 1)
+    return at
 
-    def _is_of(self, word: int, key: bytes) -> bool:
-        rows, number = self._by_ordinal.get(word >> 32 & 0xFFFFF), word & 0xFFFFFFFF
-        if rows is None or word == _GONE or rows.states[number]:
-            return False
-        return rows.rows.startswith(key, number * ENTRY_NBYTES)
+
+def _numbered(row: bytes, ordinal: int, number: int) -> bytes:
+    return row[:48] + ordinal.to_bytes(4, "little") + number.to_bytes(4, "little") + row[56:]
+
+
+def _hashes(rows: bytes) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Of the keys of entries ``[n]``."""
+    rows = bytes(rows)
+    keys = [rows[at : at + 32] for at in range(0, len(rows), ENTRY_NBYTES)]
+    return np.fromiter(map(hash, keys), np.int64, len(keys))
