@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 from cache_manager.errors import ConfigError, NoSpaceError, RecordError, StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, BoundedBackend, LendingBackend, RecordCounters, StorageBackend
-from cache_manager.record import Buffer, RecordHeader, check_record, checksum
+from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.spec import RecordLayout
 
 ORIGIN_MAX: Final = (1 << 64) - 1
@@ -139,16 +139,11 @@ class RecordStore:
             if buffer.nbytes != nbytes:
                 raise RecordError("buffer size", nbytes, buffer.nbytes)
         found = self._read(keys, buffers)
-        misses = 0
-        bad: list[BlockKey] = []
-        for i, header in enumerate(found):
-            if isinstance(header, Absence):
-                misses += header is Absence.MISS
-                if header is Absence.CORRUPT:
-                    bad.append(keys[i])
+        absent = [i for i, header in enumerate(found) if isinstance(header, Absence)]
+        bad = [keys[i] for i in absent if found[i] is Absence.CORRUPT]
         with self._lock:
-            self._hits += len(found) - misses - len(bad)
-            self._misses += misses
+            self._hits += len(found) - len(absent)
+            self._misses += len(absent) - len(bad)
             self._corrupt += len(bad)
         if bad:
             self._quarantine(bad)
@@ -156,47 +151,35 @@ class RecordStore:
 
     def _read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         """Every record verified and in its buffer; from where it lies, if the backend lends, else behind a copy."""
-        lending = self._lending
+        lending, found = self._lending, list[RecordHeader | Absence]()
         if lending is not None and 0 < len(keys) * self._nbytes <= lending.lent_nbytes_max:
-            with suppress(NoSpaceError):
-                with lending.borrow(keys) as lent:
-                    found = [
-                        self._verified(*each, key, buffer) if isinstance(each, tuple) else each
-                        for each, key, buffer in zip(_one_each(lent, keys), keys, buffers, strict=True)
-                    ]
-                bad = [i for i, header in enumerate(found) if header is Absence.CORRUPT]
-                if bad:  # it may have been replaced on its way here; a copy decides
-                    again = self._copied([keys[i] for i in bad], [buffers[i] for i in bad])
-                    for i, header in zip(bad, again, strict=True):
-                        found[i] = header
+            with suppress(NoSpaceError), lending.borrow(keys) as lent:
+                for each, key, buffer in zip(_one_each(lent, keys), keys, buffers, strict=True):
+                    if isinstance(each, Absence):
+                        found.append(each)
+                    elif self._is_sound(each[0], key, each[1]):
+                        buffer[:] = each[1]  # verified a moment ago, and so still in the processor's cache
+                        found.append(each[0])
+                    else:
+                        found.append(Absence.CORRUPT)
                 return found
-        return self._copied(keys, buffers)
-
-    def _copied(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         found = _one_each(self.backend.get_into(keys, buffers), keys)
         for i, header in enumerate(found):
-            if not isinstance(header, Absence):
-                found[i] = self._verified(header, buffers[i], keys[i])
+            if not (isinstance(header, Absence) or self._is_sound(header, keys[i], buffers[i])):
+                found[i] = Absence.CORRUPT
         return found
 
-    def _verified(
-        self, header: RecordHeader, payload: memoryview, key: BlockKey, buffer: memoryview | None = None
-    ) -> RecordHeader | Absence:
-        """The header of a record that passes its checks, copied to ``buffer`` then if there is one."""
-        try:
-            check_record(header, key, self._fingerprint, payload)
-            self._check_bitmap(header.valid)
-        except RecordError:
-            return Absence.CORRUPT
-        if buffer is not None:
-            buffer[:] = payload  # verified a moment ago, and so still in the processor's cache
-        return header
-
-    def _check_bitmap(self, valid: bytes) -> None:
-        if len(valid) != self._valid_nbytes:
-            raise RecordError("bitmap size", self._valid_nbytes, len(valid))
-        if self._no_row and int.from_bytes(valid, "little") & self._no_row:
-            raise RecordError("bitmap", f"bits for {self.layout.block_tokens} rows of each spec", "others")
+    def _is_sound(self, header: RecordHeader, key: BlockKey, payload: memoryview) -> bool:
+        """Whether this is the record of ``key`` in this layout, whole, and with no row more than a block has."""
+        valid = header.valid
+        return (
+            header.key == key
+            and header.fingerprint == self._fingerprint
+            and header.payload_nbytes == payload.nbytes == self._nbytes
+            and checksum(payload) == header.payload_xxh3
+            and len(valid) == self._valid_nbytes
+            and not (self._no_row and int.from_bytes(valid, "little") & self._no_row)
+        )
 
     def _quarantine(self, keys: Sequence[BlockKey]) -> None:
         try:

@@ -222,17 +222,18 @@ class SegmentIndex:
         for i, place in zip(wanted, self.table.find_all([keys[i] for i in wanted]), strict=True):
             if place is None:
                 continue
-            where, (_, offset, nbytes, _, _, header_nbytes, _) = place
+            entry = place[1]
+            nbytes = entry[2]
             if nbytes != buffers[i].nbytes:
                 found[i] = Absence.CORRUPT
                 continue
-            if offset != after or where is not segment or len(run) == _RUN_MAX:
+            if entry[1] != after or place[0] is not segment or len(run) == _RUN_MAX:
                 run = []
                 runs.append(run)
-                segment = where
+                segment = place[0]
                 segment.pins += 1
             run.append((i, place))
-            after = offset + header_nbytes + (nbytes + 63 & -64)  # align, inlined: every read comes here
+            after = entry[1] + entry[5] + (nbytes + 63 & -64)  # Entry.nbytes, inlined: every read comes here
         for run in runs:
             run[0][1][0].use(self.tick, len(run))
         return runs
@@ -266,11 +267,11 @@ class SegmentIndex:
                 self.failed_reads += 1
                 segment.suspects.add(first.number)
             return
-        headers, at = bytes(room), 0
+        headers, at, crc32 = bytes(room), 0, zlib.crc32
         for i, place in run:
             entry = place[1]
             raw = headers[at : (at := at + entry[5])]
-            if whole and raw.endswith(entry[6]) and zlib.crc32(raw) == CRC_RESIDUE and raw.startswith(entry[0], 32):
+            if crc32(raw) == CRC_RESIDUE and raw.endswith(entry[6]) and raw.startswith(entry[0], 32) and whole:
                 found[i] = unpack_checked_header(raw)
                 continue
             found[i] = Absence.MISS if whole and header_is_dead(raw, entry) else Absence.CORRUPT

@@ -83,7 +83,7 @@ class Content:
             raise error
         self.failed_reads += 1
 
-    def add(self, header: RecordHeader, offset: int, packed: bytes | memoryview, state: int) -> None:
+    def add(self, header: RecordHeader, offset: int, packed: bytes, state: int) -> None:
         self.rows += pack_entry(header, offset, packed)
         self.states.append(state)
 
@@ -224,14 +224,12 @@ class _Scan:
                 return None
             state = DELETED if dead else LIVING
             if self._payloads and not dead:
-                entry = bytes(packed)  # the window moves
                 try:
                     sound = window.payload_is(at + header.nbytes, header.payload_nbytes, header.payload_xxh3)
                     state = LIVING if sound else UNSOUND
                 except OSError as error:
                     content.count(error)
                     state = UNREADABLE
-                packed = memoryview(entry)
             content.add(header, at, packed, state)
             at = after
             if state != UNSOUND:
@@ -262,7 +260,7 @@ def read_on(disk: Disk, fd: int, size: int, start: int, *, payloads: bool) -> Co
     return content
 
 
-def _header(window: _Window, at: int) -> tuple[RecordHeader | None, memoryview, bool]:
+def _header(window: _Window, at: int) -> tuple[RecordHeader | None, bytes, bool]:
     """The header there, its bytes, and whether its record is deleted; :class:`RecordError` when it is not sound.
 
     ``None`` where the records end and an index begins.
@@ -270,7 +268,7 @@ def _header(window: _Window, at: int) -> tuple[RecordHeader | None, memoryview, 
     raw = window.at(at, _HEADER_NBYTES)
     start = bytes(raw[: len(INDEX_MAGIC)])
     if start == INDEX_MAGIC:
-        return None, raw, False
+        return None, b"", False
     dead = start.startswith(DEAD_MAGIC)
     for nbytes in (len(raw), HEADER_NBYTES_MAX):
         if nbytes > len(raw):
@@ -281,7 +279,7 @@ def _header(window: _Window, at: int) -> tuple[RecordHeader | None, memoryview, 
             if error.field != "size" or nbytes == HEADER_NBYTES_MAX:
                 raise
             continue
-        return header, raw[: header.nbytes], dead
+        return header, bytes(raw[: header.nbytes]), dead
     raise RecordError("size", f"at most {HEADER_NBYTES_MAX} bytes", "more")
 
 

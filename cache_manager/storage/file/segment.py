@@ -163,10 +163,10 @@ def read_segment_page(raw: bytes, path: str, sequence: int, store_id: bytes) -> 
     return SegmentPage(magic == SEGMENT_MAGIC, None if created_ms == _UNKNOWN_MS else created_ms / 1000)
 
 
-def pack_entry(header: RecordHeader, offset: int, packed: Buffer) -> bytes:
+def pack_entry(header: RecordHeader, offset: int, packed: bytes) -> bytes:
     """The index entry of the record at ``offset``; ``packed`` is its packed header."""
     low, high = header.origin & 0xFFFFFFFF, header.origin >> 32
-    return ENTRY.pack(header.key, offset, header.payload_nbytes, low, high, len(packed), bytes(packed[-4:]))
+    return ENTRY.pack(header.key, offset, header.payload_nbytes, low, high, len(packed), packed[-4:])
 
 
 def unpack_entry(rows: Buffer, at: int) -> Entry:

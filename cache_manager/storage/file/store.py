@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -35,16 +34,6 @@ from cache_manager.storage.file.table import Place, Segment
 from cache_manager.storage.guard import ClosingStore, Guard
 
 _ZEROS: Final = bytes(ALIGNMENT)
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Records that are to be written behind each other in one segment."""
-
-    headers: list[RecordHeader] = field(default_factory=list)
-    vector: list[Buffer] = field(default_factory=list)
-    rows: list[bytes] = field(default_factory=list)
-    nbytes: int = 0
 
 
 Held = dict[BlockKey, tuple[Segment, RecordHeader]]
@@ -257,26 +246,32 @@ class FileStore(ClosingStore):
         self, wanted: Sequence[int], headers: Sequence[RecordHeader], payloads: Sequence[Buffer], held: Held
     ) -> None:
         """Store the records numbered ``wanted``, as far as there is room. Held: append."""
-        pool, batch, active = self._pool, _Batch(), self._pool.active
-        for header, payload in ((headers[i], payloads[i]) for i in wanted):
+        pool, active = self._pool, self._pool.active
+        batch, vector, rows, nbytes, room = list[RecordHeader](), list[Buffer](), list[bytes](), 0, 0
+        if active is not None:
+            room = active.size - active.end - index_nbytes(active.count) - ALIGNMENT
+        for i in wanted:
+            header = headers[i]
             packed = pack_header(header)
-            nbytes = len(packed) + (header.payload_nbytes + 63 & -64)  # align, inlined: every record comes here
-            end = batch.nbytes + nbytes
-            if active is None or active.end + end + index_nbytes(active.count + len(batch.rows) + 1) > active.size:
-                if not pool.fits(nbytes):
+            more = len(packed) + (header.payload_nbytes + 63 & -64)  # align, inlined: every record comes here
+            room -= more + ENTRY_NBYTES + 1
+            if active is None or room < 0:  # or perhaps: what is exact costs more
+                if not pool.fits(more):
+                    room += more + ENTRY_NBYTES + 1
                     continue
-                self._write(batch, held)
-                batch, end = _Batch(), nbytes
-                if (active := pool.activate(nbytes)) is None:
+                self._write(batch, vector, rows, nbytes, held)
+                batch, vector, rows, nbytes = [], [], [], 0
+                if (active := pool.activate(more)) is None:
                     break
-            batch.headers.append(header)
-            batch.rows.append(pack_entry(header, active.end + batch.nbytes, packed))
-            batch.vector.append(packed)
-            batch.vector.append(payload)
+                room = active.size - active.end - index_nbytes(active.count + 1) - ALIGNMENT - more
+            batch.append(header)
+            rows.append(pack_entry(header, active.end + nbytes, packed))
+            vector.append(packed)
+            vector.append(payloads[i])
             if pad := -header.payload_nbytes % ALIGNMENT:
-                batch.vector.append(_ZEROS[:pad])
-            batch.nbytes = end
-        self._write(batch, held)
+                vector.append(_ZEROS[:pad])
+            nbytes += more
+        self._write(batch, vector, rows, nbytes, held)
 
     def _sweep_unless_writing(self, now_s: float) -> None:
         """Remove expired files now, so that a store that is only read gives them back; a writer would do it itself."""
@@ -288,19 +283,21 @@ class FileStore(ClosingStore):
             finally:
                 pool.append.release()
 
-    def _write(self, batch: _Batch, held: Held) -> None:
-        """Append ``batch``, which fits the active segment; only then does the index know of it, and older copies go.
+    def _write(
+        self, batch: list[RecordHeader], vector: list[Buffer], entries: list[bytes], nbytes: int, held: Held
+    ) -> None:
+        """Append a batch that fits the active segment; only then does the index know of it, and older copies go.
 
         A failure retires the segment, so that nothing of the batch is read back, and the next put starts another one.
         Held: append.
         """
-        if not batch.headers:
+        if not batch:
             return
         pool, segment = self._pool, self._pool.active
         assert segment is not None, "a batch is for a segment that has room for it"
-        where, rows = f"{self._path}/{segment.name}", b"".join(batch.rows)
+        where, rows = f"{self._path}/{segment.name}", b"".join(entries)
         try:
-            pool.write(segment, batch.vector, batch.nbytes, rows)
+            pool.write(segment, vector, nbytes, rows)
         except OSError as error:
             pool.retire(segment)
             if error.errno in NO_ROOM:
@@ -312,13 +309,13 @@ class FileStore(ClosingStore):
             if segment.expired:  # the clock jumped while this was written: it would never be swept with the others
                 return
             segment.rows += rows
-            segment.states += bytes(len(batch.rows))
-            segment.count += len(batch.rows)
-            segment.end += batch.nbytes
+            segment.states += bytes(len(batch))
+            segment.count += len(batch)
+            segment.end += nbytes
             add = pool.table.add
-            older = [place for number, row in enumerate(batch.rows, first) if (place := add(segment, number, row))]
-            held.update((header.key, (segment, header)) for header in batch.headers)
-            segment.use(pool.tick, len(batch.headers))
+            older = [place for number, row in enumerate(entries, first) if (place := add(segment, number, row))]
+            held.update((header.key, (segment, header)) for header in batch)
+            segment.use(pool.tick, len(batch))
         back, replaced = list(older), len(older)
         try:
             pool.give_way(older)

@@ -8,12 +8,14 @@ entries that name it mean nothing from then on, and are swept out where they are
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cache_manager.keys import BlockKey
 from cache_manager.storage.file.segment import (
@@ -28,6 +30,8 @@ from cache_manager.storage.file.segment import (
 )
 
 _PER_BUCKET: Final = 5
+_BUCKETS_MIN: Final = 1024
+_PLACE = struct.Struct("<II")
 _GAIN: Final = 2
 """How much of a segment the use of one of its n records stands for: 2/n, because it is seldom used alone."""
 
@@ -93,8 +97,8 @@ class KeyTable:
         self._dead = 0  # entries of segments that have gone
         self._serving: dict[int, Segment] = {}
         self._ordinal = 0
-        self._buckets = [b""]
-        self._mask = 1  # of the buckets that there will be when all of this round are split
+        self._buckets = [b""] * _BUCKETS_MIN
+        self._mask = _BUCKETS_MIN - 1  # of the buckets that there will be when all of this round are split
 
     def find(self, key: BlockKey) -> Place | None:
         return self.find_all((key,))[0]
@@ -103,18 +107,16 @@ class KeyTable:
         """Where the records of keys are."""
         found: list[Place | None] = []
         buckets, mask, serving, unpack = self._buckets, self._mask, self._serving, ENTRY.unpack_from
-        count = len(buckets)
+        count, entry_of = len(buckets), tuple.__new__  # what Entry._make calls, and half of its time
         for key in keys:
             at = hash(key) & mask
             bucket = buckets[at if at < count else at & mask >> 1]
             at = bucket.find(key)
-            if at % ENTRY_NBYTES:  # also of -1
-                at = _position(bucket, key, at)
-            if at < 0:
+            if at % ENTRY_NBYTES and (at := _position(bucket, key)) < 0:  # also where it is -1
                 found.append(None)
                 continue
-            entry = Entry._make(unpack(bucket, at))
-            segment = serving.get(entry.ordinal)
+            entry = entry_of(Entry, unpack(bucket, at))
+            segment = serving.get(entry[3])
             found.append(None if segment is None else (segment, entry))
         return found
 
@@ -126,37 +128,41 @@ class KeyTable:
 
     def add(self, segment: Segment, number: int, row: bytes) -> Place | None:
         """Serve the record that ``row``, an index's entry, is of; the one of its key that was served until now."""
-        key, entry = row[:32], _numbered(row, segment.ordinal, number)
-        which = self._bucket_of(hash(key))
-        bucket, older = self._buckets[which], None
-        at = _position(bucket, key, bucket.find(key))
-        if at < 0:
-            if len(bucket) >= _PER_BUCKET * ENTRY_NBYTES and self._dead * 8 > self.records:
+        key, buckets, older = row[:32], self._buckets, None
+        entry = row[:48] + _PLACE.pack(segment.ordinal, number) + row[56:]
+        which = hash(key) & self._mask
+        if which >= len(buckets):
+            which &= self._mask >> 1
+        bucket = buckets[which]
+        at = bucket.find(key)
+        if at % ENTRY_NBYTES and (at := _position(bucket, key)) < 0:
+            if self._dead * 8 > self.records and len(bucket) >= _PER_BUCKET * ENTRY_NBYTES:
                 bucket = b"".join(self._living(bucket))
-            self._buckets[which] = bucket + entry
+            buckets[which] = bucket + entry
         else:
             known = Entry._make(ENTRY.unpack_from(bucket, at))
-            where = self._serving.get(known.ordinal)
-            if where is None:
+            if (where := self._serving.get(known.ordinal)) is None:
                 self._dead -= 1
             else:
                 older = where, known
                 self._left(older, DELETED)
-            self._buckets[which] = bucket[:at] + entry + bucket[at + ENTRY_NBYTES :]
+            buckets[which] = bucket[:at] + entry + bucket[at + ENTRY_NBYTES :]
         if number < len(segment.states):
             segment.states[number] = LIVING
         segment.served += 1
         self.records += 1
-        if self.records > _PER_BUCKET * len(self._buckets):
+        if self.records > _PER_BUCKET * len(buckets):
             self._split()
         return older
 
     def remove(self, place: Place, state: int = DELETED) -> None:
         """Serve no more what is served, and say what has become of it."""
         key = place[1].key
-        which = self._bucket_of(hash(key))
+        which = hash(key) & self._mask
+        if which >= len(self._buckets):
+            which &= self._mask >> 1
         bucket = self._buckets[which]
-        at = _position(bucket, key, bucket.find(key))
+        at = _position(bucket, key)
         assert bucket.startswith(ENTRY.pack(*place[1]), at), "a record that is served is in the table"
         self._buckets[which] = bucket[:at] + bucket[at + ENTRY_NBYTES :]
         self._left(place, state)
@@ -189,8 +195,8 @@ class KeyTable:
         table["ordinal"] = np.repeat(np.array([segment.ordinal for segment, _, _ in found], np.uint32), counts)
         table["number"] = np.concatenate([np.arange(count) for count in counts]) if counts else 0
         hashes = np.concatenate([_hashes(rows) for _, rows, _ in found]) if found else np.empty(0, np.int64)
-        count = max(1, len(table) // _PER_BUCKET)
-        self._mask = (1 << (count - 1).bit_length()) - 1 | 1
+        count = max(_BUCKETS_MIN, len(table) // _PER_BUCKET)
+        self._mask = (1 << (count - 1).bit_length()) - 1
         at = hashes & self._mask
         at = np.where(at < count, at, at & self._mask >> 1)
         order = np.lexsort((hashes, at))
@@ -217,10 +223,6 @@ class KeyTable:
         self._dead = 0
         return older
 
-    def _bucket_of(self, hashed: int) -> int:
-        at = hashed & self._mask
-        return at if at < len(self._buckets) else at & self._mask >> 1
-
     def _left(self, place: Place, state: int) -> None:
         segment, entry = place
         segment.served -= 1
@@ -231,36 +233,32 @@ class KeyTable:
     def _living(self, bucket: bytes) -> list[bytes]:
         """The entries whose segments are there; the others are given up."""
         entries = [bucket[at : at + ENTRY_NBYTES] for at in range(0, len(bucket), ENTRY_NBYTES)]
+        if not self._dead:
+            return entries
         living = [entry for entry in entries if ENTRY.unpack(entry)[3] in self._serving]
         self._dead -= len(entries) - len(living)
         return living
 
     def _split(self) -> None:
-        """One bucket more."""
+        """One bucket more, with what belongs there of the bucket that had it until now."""
         new = len(self._buckets)
         if new > self._mask:
             self._mask = 2 * self._mask + 1
-        stay: list[bytes] = []
-        move: list[bytes] = []
-        for entry in self._living(self._buckets[new & self._mask >> 1]):
-            (move if hash(entry[:32]) & self._mask == new else stay).append(entry)
-        self._buckets[new & self._mask >> 1] = b"".join(stay)
-        self._buckets.append(b"".join(move))
+        source, mask = new & self._mask >> 1, self._mask
+        entries = self._living(self._buckets[source])
+        self._buckets[source] = b"".join([entry for entry in entries if hash(entry[:32]) & mask != new])
+        self._buckets.append(b"".join([entry for entry in entries if hash(entry[:32]) & mask == new]))
 
 
-def _position(bucket: bytes, key: bytes, at: int) -> int:
-    """Where the entry of ``key`` begins, at or behind ``at``, where its bytes were found first; -1: nowhere."""
+def _position(bucket: bytes, key: bytes) -> int:
+    """Where the entry of ``key`` begins; -1: nowhere."""
+    at = bucket.find(key)
     while at >= 0 and at % ENTRY_NBYTES:
         at = bucket.find(key, at + 1)
     return at
 
 
-def _numbered(row: bytes, ordinal: int, number: int) -> bytes:
-    return row[:48] + ordinal.to_bytes(4, "little") + number.to_bytes(4, "little") + row[56:]
-
-
-def _hashes(rows: bytes) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _hashes(rows: bytes) -> NDArray[np.int64]:
     """Of the keys of entries ``[n]``."""
-    rows = bytes(rows)
     keys = [rows[at : at + 32] for at in range(0, len(rows), ENTRY_NBYTES)]
     return np.fromiter(map(hash, keys), np.int64, len(keys))
