@@ -21,10 +21,11 @@ _T = TypeVar("_T")
 class RecordStore:
     """Records of one layout in a storage backend: what comes out is what went in, or an :class:`Absence`.
 
-    A record that fails its checks is counted as ``corrupt``, deleted from the backend and reported as
-    ``Absence.CORRUPT``: it does not come back, and the same key can be stored anew. Where the backend cannot delete it,
-    that is counted too, and it is found corrupt again. One bad record fails its own key only. Every method may be
-    called from several threads. :class:`ConfigError` for a layout whose records the backend could never store.
+    A record that fails its checks, also when it is read once more, is counted as ``corrupt``, deleted from the backend
+    and reported as ``Absence.CORRUPT``: it does not come back, and the same key can be stored anew. Where the backend
+    cannot delete it, that is counted too, and it is found corrupt again. One bad record fails its own key only. Every
+    method may be called from several threads. :class:`ConfigError` for a layout whose records the backend could never
+    store.
     """
 
     __slots__ = (
@@ -140,13 +141,19 @@ class RecordStore:
                 raise RecordError("buffer size", nbytes, buffer.nbytes)
         found = self._read(keys, buffers)
         absent = [i for i, header in enumerate(found) if isinstance(header, Absence)]
-        bad = [keys[i] for i in absent if found[i] is Absence.CORRUPT]
+        if bad := [i for i in absent if found[i] is Absence.CORRUPT]:
+            # What was read may be gone by now, and another record be there: what goes has to be corrupt twice.
+            again = self._read([keys[i] for i in bad], [buffers[i] for i in bad])
+            for i, answer in zip(bad, again, strict=True):
+                found[i] = answer
+            absent = [i for i in absent if isinstance(found[i], Absence)]
+            bad = [i for i in bad if found[i] is Absence.CORRUPT]
         with self._lock:
             self._hits += len(found) - len(absent)
             self._misses += len(absent) - len(bad)
             self._corrupt += len(bad)
         if bad:
-            self._quarantine(bad)
+            self._quarantine([keys[i] for i in bad])
         return found
 
     def _read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:

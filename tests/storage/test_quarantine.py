@@ -1,0 +1,93 @@
+"""What is set aside is what was read, and not what has come under the same key since."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+
+from cache_manager.errors import StorageError
+from cache_manager.ports import Absence, StorageBackend
+from cache_manager.storage.file import FileStore
+from cache_manager.storage.file.segment import DEAD_MAGIC
+from cache_manager.storage.memory import MemoryStore
+from cache_manager.storage.records import RecordStore
+from cache_manager.testing.faults import FaultyDisk, FaultyStore
+from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
+
+
+def backend_of(kind: str, directory: Path) -> StorageBackend:
+    return MemoryStore(1 << 20) if kind == "memory" else FileStore(directory, quota_nbytes=1 << 20)
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_torn_read_does_not_delete_the_record_that_came_after(tmp_path: Path, kind: str) -> None:
+    """Goal: a record that is put anew is kept. Method: a read is torn, and its record replaced before it is judged."""
+    with FaultyStore(backend_of(kind, tmp_path)) as backend:
+        store = RecordStore(backend, LAYOUT)
+        put(store, [1, 2])
+        backend.flip_next = 77
+
+        def replace() -> None:
+            backend.flip_next = None
+            backend.delete([key_of(1)])
+            assert put(store, [1]) == [True]
+
+        backend.during_get = replace
+        assert get(store, [1, 2]) == [payload_of(1), payload_of(2)]
+        backend.during_get = None
+        assert get(store, [1, 2]) == [payload_of(1), payload_of(2)]
+        assert store.counters.corrupt == 0
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_record_that_is_corrupt_each_time_is_set_aside(tmp_path: Path, kind: str) -> None:
+    with FaultyStore(backend_of(kind, tmp_path)) as backend:
+        store = RecordStore(backend, LAYOUT)
+        put(store, [1, 2])
+        backend.flip_next = 77
+        assert get(store, [1, 2]) == [Absence.CORRUPT, payload_of(2)]
+        backend.flip_next = None
+        assert get(store, [1, 2]) == [Absence.MISS, payload_of(2)]
+        assert store.counters.corrupt == 1
+
+
+def test_a_replacement_that_is_taken_back_costs_the_older_record_nothing(tmp_path: Path) -> None:
+    """Goal: the record that stands is kept. Method: a read begins at the newer copy and ends when it is cut away."""
+
+    class Disk(FaultyDisk):
+        armed = False
+
+        def pwritev(self, fd, buffers, offset):
+            if self.armed and list(buffers) == [DEAD_MAGIC]:
+                self.armed = False
+                reading.start()
+                assert looked_up.wait(60)
+                raise OSError(errno.EIO, "the mark")
+            return super().pwritev(fd, buffers, offset)
+
+        def preadv(self, fd, buffers, offset):
+            if threading.current_thread() is reading:
+                looked_up.set()
+                assert taken_back.wait(60)
+            return super().preadv(fd, buffers, offset)
+
+    looked_up, taken_back, found = threading.Event(), threading.Event(), list[bytes | Absence]()
+    disk = Disk()
+    with FileStore(tmp_path, quota_nbytes=1 << 20, disk=disk) as backend:
+        store = RecordStore(backend, LAYOUT)
+        put(store, [1])
+        reading = threading.Thread(target=lambda: found.extend(get(store, [1])), daemon=True)
+        disk.armed = True
+        try:
+            newer = header_of(1)
+            newer = type(newer)(newer.key, newer.fingerprint, 0, 99, newer.valid, newer.payload_nbytes, 0)
+            with pytest.raises(StorageError, match="cannot replace"):
+                backend.put([newer], [bytes(LAYOUT.nbytes)], replace=True)
+        finally:
+            taken_back.set()
+            reading.join(60)
+        assert found == [payload_of(1)]
+        assert get(store, [1]) == [payload_of(1)]
