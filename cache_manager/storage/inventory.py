@@ -55,7 +55,7 @@ def read_segments(directory: Path) -> Iterator[SegmentContents]:
                 found.nbytes = os.stat(name, dir_fd=opened.fd, follow_symlinks=False).st_size
                 segment, content = read_segment(opened, disk, sequence, name)
                 segment.close()
-                found.created_s = content.page.created_s
+                found.created_s = content.created_s
                 found.records = [(entry.key, entry.nbytes) for entry in content.entries(LIVING)]
                 found.deleted = content.states.count(DELETED)
                 found.trouble = _trouble(content, newest=sequence == max(files))
@@ -74,7 +74,7 @@ def _trouble(content: Content, *, newest: bool) -> str:
     """What is wrong with a segment, in words."""
     if content.empty:
         return "no header page"
-    found = [] if content.page.sound else ["header page damaged"]
+    found = [] if content.page_sound else ["header page damaged"]
     if content.lost_nbytes or content.cut_short:
         last = " or are being written" if newest else ""
         found.append(f"{content.lost_nbytes:,} bytes are no record's{last}")

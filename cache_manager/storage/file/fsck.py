@@ -241,7 +241,7 @@ class _Check:
             older=older,
             unreadable=content.states.count(UNREADABLE),
             lost_nbytes=0 if live else content.lost_nbytes,
-            page_damaged=not content.page.sound and not content.empty,
+            page_damaged=not content.page_sound and not content.empty,
             page_missing=content.empty,
             aside=segment.aside,
         )

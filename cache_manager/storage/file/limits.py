@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
 from cache_manager.errors import ConfigError
 from cache_manager.spec import align
 from cache_manager.storage.disk import Space
 from cache_manager.storage.file.segment import PAGE_NBYTES
+from cache_manager.storage.file.table import Segment
 
 QUOTA_NBYTES: Final = 4 << 30
 SEGMENT_NBYTES: Final = 128 << 10
@@ -124,33 +125,16 @@ def check_ttl(ttl_s: float | None) -> None:
         raise ConfigError("ttl", "a positive number of seconds", ttl_s)
 
 
-class Used(Protocol):
-    """As much of a segment as choosing needs."""
-
-    sequence: int
-    size: int
-    used_at: float
-    touched_at: int
-    aside: bool
-
-
-S = TypeVar("S", bound=Used)
-
-
-def victims(segments: Iterable[S], short_nbytes: int, short_files: int) -> list[S] | None:
+def victims(segments: Iterable[Segment], short_nbytes: int, short_files: int) -> list[Segment] | None:
     """The least recently used segments that give back so many bytes and files.
 
     Those set aside go last, and before them those that the last call has used.
     ``None`` when all of them together would not: then nothing should go, because nothing would be gained.
     """
-    chosen: list[S] = []
+    chosen: list[Segment] = []
     segments = list(segments)
     now = max((segment.touched_at for segment in segments), default=0)
-
-    def rank(segment: S) -> tuple[bool, bool, float, int]:
-        return segment.aside, segment.touched_at == now, segment.used_at, segment.sequence
-
-    for segment in sorted(segments, key=rank):
+    for segment in sorted(segments, key=lambda s: (s.aside, s.touched_at == now, s.used_at, s.sequence)):
         if short_nbytes <= 0 and short_files <= len(chosen):
             break
         chosen.append(segment)

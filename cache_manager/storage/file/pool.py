@@ -73,14 +73,15 @@ class SegmentPool(SegmentFiles):
 
         ``None``: neither the quota nor the disk has room now.
         """
-        active, segment_nbytes = self.active, self._limits.segment_nbytes
+        active = self.active
         try:
-            if active is not None and active.end + nbytes + index_nbytes(active.count + 1) <= segment_nbytes:
-                self._make_room(segment_nbytes - active.size, 0)
-                self._allocate(active.fd, segment_nbytes, segment_nbytes - active.size)
-                self._resize(active, segment_nbytes)
-                return active
             if active is not None:
+                size = max(self._limits.segment_nbytes, active.size)
+                if active.end + nbytes + index_nbytes(active.count + 1) <= size:
+                    self._make_room(size - active.size, 0)
+                    self._allocate(active.fd, size, size - active.size)
+                    self._resize(active, size)
+                    return active
                 self.retire(active)
             size = self._size_for(nbytes)
             self._make_room(size, 1)
@@ -258,18 +259,19 @@ class SegmentPool(SegmentFiles):
         segment.aside = content.damaged
         if not segment.aside:
             content.cut_torn()  # cut off, and cut away
+            segment.end = content.end
         return segment, content
 
     def _admit(self, segment: Segment, content: Content, *, newest: bool) -> None:
         self.torn_records += content.cut_short
-        self.damaged_segments += segment.aside or not content.page.sound or (content.cut_short and not newest)
+        self.damaged_segments += segment.aside or not content.page_sound or (content.cut_short and not newest)
         self.lost_nbytes += content.lost_nbytes
         self.failed_reads += content.failed_reads
         if content.empty or not (segment.served or segment.aside):
             self._drop(segment)
             return
         self._set_name(segment)
-        if not content.page.sound and not content.failed_reads:  # damage that adds up would look like a foreign file
+        if not content.page_sound and not content.failed_reads:  # damage that adds up would look like a foreign file
             page = pack_segment_page(segment.sequence, self._directory.store_id, segment.created_s)
             write_all(self._disk, segment.fd, [page], 0, PAGE_NBYTES)
         if not (segment.aside or segment.indexed):

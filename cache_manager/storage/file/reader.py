@@ -222,7 +222,7 @@ class FileReader(ClosingStore):
         for segment, content in opened:
             if segment.sequence != newest:
                 self._complete.add(segment)
-            if not content.page.sound or (content.damaged and segment.sequence != newest):
+            if not content.page_sound or (content.damaged and segment.sequence != newest):
                 self._damaged.add(segment)
 
     def _follow(self) -> None:
@@ -252,6 +252,7 @@ class FileReader(ClosingStore):
         if content.empty:
             return []
         segment.last = content.cut_torn()  # what is at the end may be in the middle of its write
+        segment.end = content.end
         return [(segment, content)]
 
     def _read_on(self, segment: Segment, *, newest: bool) -> None:

@@ -29,7 +29,6 @@ from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.segment import (
     DEAD_MAGIC,
     DELETED,
-    ENTRY,
     ENTRY_NBYTES,
     INDEX_MAGIC,
     LIVING,
@@ -38,7 +37,6 @@ from cache_manager.storage.file.segment import (
     UNREADABLE,
     UNSOUND,
     Entry,
-    SegmentPage,
     header_is_dead,
     header_is_sound,
     pack_entry,
@@ -66,7 +64,8 @@ class Content:
     states: bytearray = field(default_factory=bytearray)
     end: int = PAGE_NBYTES  # of the last record that can be told from what follows it
     indexed: bool = False
-    page: SegmentPage = field(default_factory=lambda: SegmentPage(True, None))
+    created_s: float | None = None  # wall clock, as the header page has it
+    page_sound: bool = True
     empty: bool = False  # no page, and nothing behind it
     cut_short: bool = False  # the file ends within the last record
     lost_nbytes: int = 0  # that are not zeros and no record's
@@ -83,10 +82,6 @@ class Content:
             raise error
         self.failed_reads += 1
 
-    def add(self, header: RecordHeader, offset: int, packed: bytes, state: int) -> None:
-        self.rows += pack_entry(header, offset, packed)
-        self.states.append(state)
-
     def entries(self, state: int) -> Iterator[Entry]:
         """Those in a state."""
         at = self.states.find(state)
@@ -99,6 +94,7 @@ class Content:
         keep = len(self.states)
         while keep and self.states[keep - 1] == UNSOUND:
             keep -= 1
+            self.end = unpack_entry(self.rows, keep).offset
         del self.rows[keep * ENTRY_NBYTES :], self.states[keep:]
         return unpack_entry(self.rows, keep - 1) if keep else None
 
@@ -159,41 +155,42 @@ def read_segment(
     """
     fd = directory.open(name, flags)
     segment = Segment(sequence, name, fd, os.fstat(fd).st_size, aside=name.endswith(".aside"))
-    content, raw, index = Content(), bytearray(PAGE_NBYTES), None
+    content, raw = Content(), bytearray(PAGE_NBYTES)
     try:
         found = read_all(disk, fd, [raw], 0, PAGE_NBYTES)
         start = bytes(raw[: min(found, len(SEGMENT_MAGIC))])
         if not any(raw) or (found < PAGE_NBYTES and SEGMENT_MAGIC.startswith(start)):
-            content.page = SegmentPage(False, None)
+            content.page_sound = False
             content.empty = _data_behind(disk, fd, PAGE_NBYTES, segment.size) == 0
         else:
-            content.page = read_segment_page(bytes(raw), str(directory.path / name), sequence, directory.store_id)
+            path = str(directory.path / name)
+            content.page_sound, content.created_s = read_segment_page(bytes(raw), path, sequence, directory.store_id)
     except OSError as error:
         content.count(error)
-        content.page = SegmentPage(False, None)
+        content.page_sound = False
     try:
-        index = read_index(disk, fd, segment.size, sequence, directory.store_id)
+        if (index := read_index(disk, fd, segment.size, sequence, directory.store_id)) is not None:
+            content.rows, content.states, content.end = index
+            content.indexed = True
     except OSError as error:
         content.count(error)
-    if index is not None:
-        content.rows, content.states, content.end = index
-    elif not content.empty:
-        scan = _Scan(disk, fd, segment.size, content, payloads=payloads, record_nbytes_max=record_nbytes_max)
+    if not (content.indexed or content.empty):
+        scan = _Scan(disk, fd, segment.size, content, record_nbytes_max)
         scan.run(_read_journal(directory, disk, sequence))
-    content.indexed = segment.indexed = index is not None
-    segment.end, segment.created_s = content.end, content.page.created_s
+        if payloads:
+            verify(disk, fd, segment.size, content)
+    segment.end, segment.indexed, segment.created_s = content.end, content.indexed, content.created_s
     return segment, content
 
 
 class _Scan:
-    def __init__(
-        self, disk: Disk, fd: int, size: int, content: Content, *, payloads: bool, record_nbytes_max: int
-    ) -> None:
+    """Reads from header to header what has no index."""
+
+    def __init__(self, disk: Disk, fd: int, size: int, content: Content, record_nbytes_max: int) -> None:
         self._disk, self._fd, self._size = disk, fd, size
         self._content = content
-        self._payloads = payloads
         self._record_nbytes_max = record_nbytes_max
-        self._window = _Window(disk, fd, size, _WINDOW_NBYTES if payloads else 64 * _HEADER_NBYTES)
+        self._window = _Window(disk, fd, size, 64 * _HEADER_NBYTES)
 
     def run(self, journal: bytes) -> None:
         at = self.read_on(PAGE_NBYTES)
@@ -205,10 +202,10 @@ class _Scan:
 
     def read_on(self, at: int) -> int | None:
         """Read record after record from ``at``; where something follows that is neither a record nor an index."""
-        content, window, size = self._content, self._window, self._size
+        content, size = self._content, self._size
         while at + HEADER_NBYTES_MIN <= size:
             try:
-                header, packed, dead = _header(window, at)
+                header, packed, dead = _header(self._window, at)
             except RecordError:
                 return at
             except OSError as error:
@@ -216,24 +213,15 @@ class _Scan:
                 return at
             if header is None:
                 return None
-            after = at + record_nbytes(header)
             if header.payload_nbytes > self._record_nbytes_max:
                 return at
-            if after > size:
+            if at + record_nbytes(header) > size:
                 content.cut_short = True
                 return None
-            state = DELETED if dead else LIVING
-            if self._payloads and not dead:
-                try:
-                    sound = window.payload_is(at + header.nbytes, header.payload_nbytes, header.payload_xxh3)
-                    state = LIVING if sound else UNSOUND
-                except OSError as error:
-                    content.count(error)
-                    state = UNREADABLE
-            content.add(header, at, packed, state)
-            at = after
-            if state != UNSOUND:
-                content.end = after
+            content.rows += pack_entry(header, at, packed)
+            content.states.append(DELETED if dead else LIVING)
+            at += record_nbytes(header)
+            content.end = at
         return at
 
     def _resume(self, journal: bytes, at: int) -> int | None:
@@ -256,7 +244,9 @@ class _Scan:
 def read_on(disk: Disk, fd: int, size: int, start: int, *, payloads: bool) -> Content:
     """The records from ``start`` on, where one begins, up to whatever is none."""
     content = Content(end=start)
-    _Scan(disk, fd, size, content, payloads=payloads, record_nbytes_max=RECORD_NBYTES_MAX).read_on(start)
+    _Scan(disk, fd, size, content, RECORD_NBYTES_MAX).read_on(start)
+    if payloads:
+        verify(disk, fd, size, content)
     return content
 
 
@@ -283,35 +273,23 @@ def _header(window: _Window, at: int) -> tuple[RecordHeader | None, bytes, bool]
     raise RecordError("size", f"at most {HEADER_NBYTES_MAX} bytes", "more")
 
 
-def verify(disk: Disk, fd: int, size: int, content: Content) -> int:
-    """Look at every living record that an index names: header and payload. Changes the states of those not sound.
-
-    Answers how many deleted ones the index takes for living: they become ``DELETED``.
-    """
-    window, late = _Window(disk, fd, size, _WINDOW_NBYTES), 0
-    for number, fields in enumerate(ENTRY.iter_unpack(content.rows)):
-        if content.states[number] != LIVING:
+def verify(disk: Disk, fd: int, size: int, content: Content) -> None:
+    """Look at every living record: header and payload. Changes the states of those that are not."""
+    window = _Window(disk, fd, size, _WINDOW_NBYTES)
+    for number, state in enumerate(content.states):
+        if state != LIVING:
             continue
+        entry = unpack_entry(content.rows, number)
         try:
-            state = _state_of(window, Entry._make(fields))
+            raw = bytes(window.at(entry.offset, entry.header_nbytes))
+            if not header_is_sound(raw, entry):
+                state = DELETED if header_is_dead(raw, entry) else UNSOUND
+            elif not window.payload_is(entry.offset + len(raw), entry.payload_nbytes, payload_sum(raw)):
+                state = UNSOUND
         except OSError as error:
             content.count(error)
             state = UNREADABLE
-        late += state == DELETED
         content.states[number] = state
-    return late
-
-
-def _state_of(window: _Window, entry: Entry) -> int:
-    start = entry.header_nbytes
-    whole = window.at(entry.offset, min(start + entry.payload_nbytes, _WINDOW_NBYTES))
-    raw = bytes(whole[:start])
-    if not header_is_sound(raw, entry):
-        return DELETED if header_is_dead(raw, entry) else UNSOUND
-    sum_ = payload_sum(raw)
-    if len(whole) == start + entry.payload_nbytes:
-        return LIVING if checksum(whole[start:]) == sum_ else UNSOUND
-    return LIVING if window.payload_is(entry.offset + start, entry.payload_nbytes, sum_) else UNSOUND
 
 
 def _data_behind(disk: Disk, fd: int, start: int, stop: int) -> int:

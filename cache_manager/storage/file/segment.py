@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -136,31 +135,24 @@ def pack_segment_page(sequence: int, store_id: bytes, created_s: float | None) -
     return _pack(SEGMENT_MAGIC, PAGE_NBYTES, sequence, store_id, created_ms)
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentPage:
-    """What a header page says: whether it is whole, and when its segment was created (wall clock) if it says so."""
+def read_segment_page(raw: bytes, path: str, sequence: int, store_id: bytes) -> tuple[bool, float | None]:
+    """Whether a header page is whole, and when its segment was created (wall clock) if it says so.
 
-    sound: bool
-    created_s: float | None
-
-
-def read_segment_page(raw: bytes, path: str, sequence: int, store_id: bytes) -> SegmentPage:
-    """Damage of the page is no error and costs no record its checks, but nobody knows then how old the records are.
-
+    Damage of the page is no error and costs no record its checks, but nobody knows then how old the records are.
     :class:`StoreFormatError` for a file that is not a segment of this store or is in another version of the format.
     """
     magic, version, _, _, found, owner, created_ms = _FIXED.unpack_from(raw)
     if zlib.crc32(SEGMENT_MAGIC + raw[len(SEGMENT_MAGIC) :]) != CRC_RESIDUE:
         if magic != SEGMENT_MAGIC and any(magic):  # zeros: a power cut took its first sector
             raise StoreFormatError(path, "magic", SEGMENT_MAGIC, magic)
-        return SegmentPage(False, None)
+        return False, None
     if version not in READABLE:
         raise StoreFormatError(path, "version", " or ".join(map(str, READABLE)), version)
     if owner != store_id:
         raise StoreFormatError(path, "store id", store_id.hex(), owner.hex())
     if found != sequence:
         raise StoreFormatError(path, "sequence", sequence, found)
-    return SegmentPage(magic == SEGMENT_MAGIC, None if created_ms == _UNKNOWN_MS else created_ms / 1000)
+    return magic == SEGMENT_MAGIC, None if created_ms == _UNKNOWN_MS else created_ms / 1000
 
 
 def pack_entry(header: RecordHeader, offset: int, packed: bytes) -> bytes:
@@ -200,17 +192,12 @@ def pack_index(sequence: int, store_id: bytes, end: int, rows: Buffer, states: B
     return body.ljust(nbytes - FRAME_NBYTES, b"\0") + frame
 
 
-class Index(NamedTuple):
-    """What the index of a segment holds."""
-
-    rows: bytearray  # entries of 64 bytes, in the order of their offsets
-    states: bytearray  # LIVING or DELETED
-    end: int
-
-
-def read_index(disk: Disk, fd: int, size: int, sequence: int, store_id: bytes) -> Index | None:
+def read_index(
+    disk: Disk, fd: int, size: int, sequence: int, store_id: bytes
+) -> tuple[bytearray, bytearray, int] | None:
     """The index at the end of a segment's file of ``size`` bytes; ``None`` where there is none, or not a sound one.
 
+    Entries in the order of their offsets, a state (``LIVING`` or ``DELETED``) for each, and where the last record ends.
     ``OSError`` where the disk does not give it back.
     """
     frame = bytearray(FRAME_NBYTES)
@@ -225,7 +212,7 @@ def read_index(disk: Disk, fd: int, size: int, sequence: int, store_id: bytes) -
     nbytes = len(rows) + count
     if read_all(disk, fd, [rows, states], end + FRAME_NBYTES, nbytes) < nbytes or checksum(rows) != sum_:
         return None
-    return Index(rows, states, end) if _is_in_order(rows, end) else None
+    return (rows, states, end) if _is_in_order(rows, end) else None
 
 
 def _is_in_order(rows: bytearray, end: int) -> bool:
