@@ -25,7 +25,7 @@ from cache_manager.storage.file.table import Segment
 from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.origins import NUMBERS, Content, batches, header, held, offer
 from cache_manager.testing.records import BOTH, FIRST, SECOND, key_of
-from tests.storage.file_stores import RECORD_NBYTES, SEGMENT_NBYTES, flip, opened, reading, segments
+from tests.storage.file_stores import RECORD_NBYTES, SEGMENT_NBYTES, Clock, flip, opened, reading, segments
 from tests.storage.test_file_crash import MEMORY, VolatileDisk
 
 OLD, NEW = Content(1, BOTH), Content(2, BOTH)
@@ -199,7 +199,7 @@ def test_a_damaged_newer_copy_keeps_the_older_one_away(tmp_path: Path) -> None:
 
 def test_segments_may_be_read_in_any_order() -> None:
     """Goal: the order of reading does not decide. Method: an older segment is read after a newer one, and grows."""
-    index = SegmentIndex(SystemDisk(), None, "dir")
+    index = SegmentIndex(SystemDisk(), None, "dir", Clock())
     first, second = (Segment(n, f"s{n}", -1, 0) for n in (1, 2))
 
     def entry(content: Content, offset: int) -> bytes:

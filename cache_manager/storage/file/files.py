@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import StrEnum
 from typing import Final
@@ -53,8 +53,10 @@ class Sync(StrEnum):
 class SegmentFiles(SegmentIndex):
     """The segments' files in the directory of the one who writes them."""
 
-    def __init__(self, directory: LockedDirectory, disk: Disk, ttl_s: float | None, sync: Sync) -> None:
-        super().__init__(disk, ttl_s, directory.path)
+    def __init__(
+        self, directory: LockedDirectory, disk: Disk, ttl_s: float | None, sync: Sync, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(disk, ttl_s, directory.path, clock)
         self.active: Segment | None = None  # the one that is written
         self.lost_records = 0
         self._directory = directory

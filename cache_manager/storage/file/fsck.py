@@ -194,7 +194,7 @@ class _Check:
     """Reads segments, oldest first, and gathers what is to be said of them."""
 
     def __init__(self, directory: StoreDirectory, disk: Disk, *, judged: bool) -> None:
-        self.index = SegmentIndex(disk, None, directory.path)
+        self.index = SegmentIndex(disk, None, directory.path, time.time)
         self.unsound: list[tuple[int, Entry]] = []  # sequences and records that a repair marks
         self._directory, self._disk = directory, disk
         self._judged = judged

@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from cache_manager.errors import StorageError
@@ -31,6 +32,7 @@ from cache_manager.storage.file.segment import (
     unpack_entry,
 )
 from cache_manager.storage.file.table import KeyTable, Place, Segment
+from cache_manager.storage.guard import Guard
 
 _RUN_MAX: Final = IOV_MAX // 3
 _NEVER: Final = (float("inf"), float("-inf"))
@@ -41,9 +43,11 @@ Run = list[tuple[int, Place]]
 
 
 class SegmentIndex:
-    """The open segments of a store and the table of the records in them."""
+    """The open segments of a store and the table of the records in them; ``clock`` is a wall clock."""
 
-    def __init__(self, disk: Disk, ttl_s: float | None, path: object) -> None:
+    def __init__(self, disk: Disk, ttl_s: float | None, path: object, clock: Callable[[], float]) -> None:
+        self.guard = Guard(path)
+        self.clock = clock
         self.index_lock = threading.Lock()
         self.table = KeyTable()
         self.segments: dict[int, Segment] = {}
@@ -55,6 +59,16 @@ class SegmentIndex:
         self._ttl_s = ttl_s
         self._path = path
         self._fresh = _NEVER  # no segment expires while the clock is between these
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """With the index lock, in an open store, where nothing is too old; ``StoreClosedError``."""
+        self.guard.check()
+        now_s = self.clock()
+        with self.index_lock:
+            self.guard.check()
+            self.expire(now_s)
+            yield
 
     def join(self, segment: Segment) -> None:
         """Held: index_lock."""
@@ -155,17 +169,21 @@ class SegmentIndex:
             return None
         return unpack_checked_header(bytes(raw)) if header_is_sound(raw, entry) else None
 
-    def contains(self, keys: Sequence[BlockKey], now_s: float, check_open: Callable[[], None]) -> list[bool]:
-        """Whether records are there; ``check_open`` is called under the lock."""
-        with self.index_lock:
-            check_open()
-            self.expire(now_s)
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        with self.looking():
             return [place is not None for place in self.table.find_all(keys)]
 
-    def get_into(
-        self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], now_s: float, check_open: Callable[[], None]
-    ) -> list[RecordHeader | Absence]:
-        """Read records straight into the callers' buffers; ``check_open`` is called under the lock, before each look.
+    def hide(self, keys: Sequence[BlockKey]) -> list[Place]:
+        """Serve these keys no more; where their records are, with their segments pinned."""
+        with self.looking():
+            places = [place for place in self.table.find_all(dict.fromkeys(keys)) if place is not None]
+            for place in places:
+                self.table.remove(place)
+                place[0].pins += 1
+        return places
+
+    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        """Read records straight into the callers' buffers.
 
         A record that is not what was looked up may have been replaced meanwhile, and is looked up again. One that the
         disk does not give back is a miss, counted in ``failed_reads``, and is asked for again the next time.
@@ -175,9 +193,7 @@ class SegmentIndex:
         found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
         wanted: Sequence[int] = range(len(keys))
         for _ in range(_LOOKS_MAX):
-            with self.index_lock:
-                check_open()
-                self.expire(now_s)
+            with self.looking():
                 runs = self._plan(wanted, keys, buffers, found)
             odd: Run = []
             try:

@@ -46,13 +46,12 @@ class SegmentPool(SegmentFiles):
     def __init__(
         self, directory: LockedDirectory, disk: Disk, limits: Limits, sync: Sync, clock: Callable[[], float]
     ) -> None:
-        super().__init__(directory, disk, limits.ttl_s, sync)
+        super().__init__(directory, disk, limits.ttl_s, sync, clock)
         self.append = threading.Lock()
         self.dropped_segments = self.damaged_segments = self.torn_records = self.lost_nbytes = 0
         self.replaced_records = 0
         self.short_of_free = self.sweep_failures = 0
         self._limits = limits
-        self._clock = clock
         self._next_sequence = 1
         try:
             limits.check_space(disk.space(directory.fd) if limits.asks_for_space else None)
@@ -141,7 +140,7 @@ class SegmentPool(SegmentFiles):
 
     def _create(self, size: int) -> Segment:
         """A new segment. Nothing is synced: until its first record is, the file may be gone after a power cut."""
-        created_s, directory = self._clock(), self._directory
+        created_s, directory = self.clock(), self._directory
         sequence, fd = self._new_file()
         name, journal = segment_name(sequence), segment_name(sequence, "journal")
         segment = Segment(sequence, name, fd, size, created_s)
@@ -217,7 +216,7 @@ class SegmentPool(SegmentFiles):
 
     def _recover(self) -> None:
         """Find what is in the segments, and go on in the newest if nothing is wrong with it."""
-        files, now_s = self._directory.files(), self._clock()
+        files, now_s = self._directory.files(), self.clock()
         newest = max(files, default=0)
         if newest > SEQUENCE_MAX:
             path = str(self._directory.path / files[newest])

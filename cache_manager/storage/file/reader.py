@@ -31,7 +31,7 @@ from cache_manager.storage.file.limits import check_ttl
 from cache_manager.storage.file.recovery import Content, read_on, read_segment
 from cache_manager.storage.file.segment import PAGE_NBYTES, header_is_dead, header_is_sound
 from cache_manager.storage.file.table import Segment
-from cache_manager.storage.guard import ClosingStore, Guard
+from cache_manager.storage.guard import ClosingStore
 
 REFRESH_S: Final = 0.05
 KEEP_S: Final = 10.0
@@ -65,11 +65,10 @@ class FileReader(ClosingStore):
         self._path = directory
         self._directory = StoreDirectory.existing(directory)
         self._disk: Disk = disk or SystemDisk()
-        self._clock, self._ticks = clock, ticks
+        self._ticks = ticks
         self._refresh_s = refresh_s
-        self._guard = Guard(directory)
         self._refresh = threading.Lock()  # one look at a time; taken before the index lock
-        self._shelf = SegmentIndex(self._disk, ttl_s, directory)
+        self._shelf = SegmentIndex(self._disk, ttl_s, directory, clock)
         self._complete: set[Segment] = set()  # retired by the writer and read to their end
         self._damaged: set[Segment] = set()
         self._refreshes = self._refresh_failures = 0
@@ -88,37 +87,32 @@ class FileReader(ClosingStore):
         *,
         replace: bool = False,  # noqa: ARG002 - the port's
     ) -> list[RecordHeader | None]:
-        self._guard.check()
+        self._shelf.guard.check()
         if not headers and not payloads:
             return []
         raise StoreReadOnlyError(f"{self._path}: opened with mode=read; nothing can be put here")
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         """As the writer's; a key that is missing is looked for once more after a refresh, if one is due."""
-        found = self._get(keys, buffers)
+        found = self._shelf.get_into(keys, buffers)
         missing = [i for i, answer in enumerate(found) if answer is Absence.MISS]
         due_s = self._refresh_s if missing else KEEP_S
         if self._refresh_if_due(due_s) and missing:
-            again = self._get([keys[i] for i in missing], [buffers[i] for i in missing])
+            again = self._shelf.get_into([keys[i] for i in missing], [buffers[i] for i in missing])
             for i, answer in zip(missing, again, strict=True):
                 found[i] = answer
         return found
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        found = self._contains(keys)
-        return found if all(found) or not self._refresh_if_due(self._refresh_s) else self._contains(keys)
+        found = self._shelf.contains(keys)
+        return found if all(found) or not self._refresh_if_due(self._refresh_s) else self._shelf.contains(keys)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Hide records from this reader, until it is opened anew or the writer stores them anew."""
-        self._guard.check()
-        with self._shelf.index_lock:
-            self._guard.check()
-            for place in self._shelf.table.find_all(dict.fromkeys(keys)):
-                if place is not None:
-                    self._shelf.table.remove(place)
+        self._shelf.unpin(segment for segment, _ in self._shelf.hide(keys))
 
     def flush(self) -> None:
-        self._guard.check()
+        self._shelf.guard.check()
 
     def refresh(self) -> None:
         """See what the writer has stored and dropped since the last look.
@@ -127,9 +121,9 @@ class FileReader(ClosingStore):
         included. :class:`StorageError` when the directory or a segment in it cannot be read; what was there is still
         served.
         """
-        self._guard.check()
+        self._shelf.guard.check()
         with self._refresh:
-            self._guard.check()
+            self._shelf.guard.check()
             self._looked_at = self._ticks()
             self._look()
 
@@ -139,11 +133,8 @@ class FileReader(ClosingStore):
         ``failed_reads`` as the writer's. And the looks at the directory: ``refreshes``, and ``refresh_failures`` of
         those that a miss caused.
         """
-        self._guard.check()
-        shelf, now_s = self._shelf, self._clock()
-        with shelf.index_lock:
-            self._guard.check()
-            shelf.expire(now_s)
+        shelf = self._shelf
+        with shelf.looking():
             return {
                 "records": shelf.table.records,
                 "used_nbytes": shelf.used_nbytes,
@@ -160,30 +151,22 @@ class FileReader(ClosingStore):
 
     def close(self) -> None:
         """Close the files, those in use when their last call ends; idempotent."""
-        if not self._guard.closable:
+        if not self._shelf.guard.closable:
             return
         with self._refresh:
             with self._shelf.index_lock:
-                if not self._guard.closable:
+                if not self._shelf.guard.closable:
                     return
-                self._guard.close()
+                self._shelf.guard.close()
             self._shelf.release()
             self._directory.close()
-
-    def _get(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        self._guard.check()
-        return self._shelf.get_into(keys, buffers, self._clock(), self._guard.check)
-
-    def _contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self._guard.check()
-        return self._shelf.contains(keys, self._clock(), self._guard.check)
 
     def _refresh_if_due(self, due_s: float) -> bool:
         """Refresh unless that was done less than ``due_s`` ago or is being done; whether it was done now."""
         if self._ticks() - self._looked_at < due_s or not self._refresh.acquire(blocking=False):
             return False
         try:
-            self._guard.check()
+            self._shelf.guard.check()
             self._looked_at = self._ticks()
             self._look()
         except StoreClosedError:

@@ -31,9 +31,13 @@ from cache_manager.storage.file.limits import QUOTA_NBYTES, Limits, default_segm
 from cache_manager.storage.file.pool import NO_ROOM, SegmentPool
 from cache_manager.storage.file.segment import ENTRY, ENTRY_NBYTES, PAGE_NBYTES, index_nbytes, pack_entry, unpack_entry
 from cache_manager.storage.file.table import Place, Segment
-from cache_manager.storage.guard import ClosingStore, Guard
+from cache_manager.storage.guard import ClosingStore
 
 _ZEROS: Final = bytes(ALIGNMENT)
+_COUNTS: Final = (
+    *("dropped_segments", "expired_segments", "expired_records", "sweep_failures", "short_of_free"),
+    *("damaged_segments", "torn_records", "replaced_records", "lost_nbytes", "lost_records", "failed_reads"),
+)
 
 
 Held = dict[BlockKey, tuple[Segment, RecordHeader]]
@@ -74,8 +78,6 @@ class FileStore(ClosingStore):
         self.limits = Limits(quota_nbytes, segment_nbytes, ttl_s, min_free_nbytes, min_free_percent)
         self._path = directory
         self._sync = sync
-        self._clock = clock
-        self._guard = Guard(directory)
         self._flush = threading.Lock()
         self._directory = LockedDirectory(directory, file_mode=file_mode)
         try:
@@ -95,11 +97,11 @@ class FileStore(ClosingStore):
         for header, payload in zip(headers, payloads, strict=True):
             if (found := payload.nbytes if isinstance(payload, memoryview) else len(payload)) != header.payload_nbytes:
                 raise RecordError("payload size", header.payload_nbytes, found)
-        self._guard.check()
-        pool, now_s = self._pool, self._clock()
+        pool = self._pool
+        pool.guard.check()
         with pool.append:
-            held = self._held(headers, now_s)
-            pool.sweep(now_s)
+            held = self._held(headers)
+            pool.sweep(pool.clock())
             self._append(_to_write(headers, held, replace=replace), headers, payloads, held)
             for key in [key for key, (segment, _) in held.items() if segment.dropped or segment.expired]:
                 del held[key]  # it made room for a later record
@@ -110,30 +112,19 @@ class FileStore(ClosingStore):
 
         A record that the disk does not give back is a miss, for now (``usage()["failed_reads"]``).
         """
-        self._guard.check()
-        now_s = self._clock()
-        found = self._pool.get_into(keys, buffers, now_s, self._guard.check)
-        self._sweep_unless_writing(now_s)
+        found = self._pool.get_into(keys, buffers)
+        self._sweep_unless_writing()
         return found
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self._guard.check()
-        now_s = self._clock()
-        found = self._pool.contains(keys, now_s, self._guard.check)
-        self._sweep_unless_writing(now_s)
+        found = self._pool.contains(keys)
+        self._sweep_unless_writing()
         return found
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Gone from this process in any case; :class:`StorageError` when a record may be back after a restart."""
-        self._guard.check()
-        pool, places = self._pool, list[Place]()
-        with pool.index_lock:
-            self._guard.check()
-            for place in pool.table.find_all(dict.fromkeys(keys)):
-                if place is not None:
-                    pool.table.remove(place)
-                    place[0].pins += 1
-                    places.append(place)
+        pool = self._pool
+        places = pool.hide(keys)
         failure: OSError | None = None
         for place in places:
             try:
@@ -150,11 +141,10 @@ class FileStore(ClosingStore):
         :class:`StorageError` when that cannot be; what is not there any more, because the disk has lost it after a
         failed flush, is served no longer and counted as ``lost_records``.
         """
-        self._guard.check()
         pool = self._pool
+        pool.guard.check()
         with self._flush:
-            with pool.index_lock:
-                self._guard.check()
+            with pool.looking():
                 dirty = [segment for segment in pool.segments.values() if segment.dirty]
                 for segment in dirty:
                     segment.pins += 1
@@ -173,12 +163,9 @@ class FileStore(ClosingStore):
         ``damaged_segments``, ``torn_records``, and ``lost_nbytes`` that are no record's. Now: ``aside_segments`` and
         ``aside_nbytes``, which are part of what is used; ``moved``, 1 when the directory is not at its path any more.
         """
-        self._guard.check()
-        pool, quota_nbytes, now_s = self._pool, self.limits.quota_nbytes, self._clock()
+        pool, quota_nbytes = self._pool, self.limits.quota_nbytes
         moved = not self._directory.is_in_place()
-        with pool.index_lock:
-            self._guard.check()
-            pool.expire(now_s)
+        with pool.looking():
             aside = [segment.size for segment in pool.segments.values() if segment.aside]
             return {
                 "records": pool.table.records,
@@ -186,17 +173,7 @@ class FileStore(ClosingStore):
                 "free_nbytes": quota_nbytes - pool.used_nbytes,
                 "capacity_nbytes": quota_nbytes,
                 "segments": len(pool.segments),
-                "dropped_segments": pool.dropped_segments,
-                "expired_segments": pool.expired_segments,
-                "expired_records": pool.expired_records,
-                "sweep_failures": pool.sweep_failures,
-                "short_of_free": pool.short_of_free,
-                "damaged_segments": pool.damaged_segments,
-                "torn_records": pool.torn_records,
-                "replaced_records": pool.replaced_records,
-                "lost_nbytes": pool.lost_nbytes,
-                "lost_records": pool.lost_records,
-                "failed_reads": pool.failed_reads,
+                **{name: getattr(pool, name) for name in _COUNTS},
                 "aside_segments": len(aside),
                 "aside_nbytes": sum(aside),
                 "moved": int(moved),
@@ -205,13 +182,13 @@ class FileStore(ClosingStore):
     def close(self) -> None:
         """Flush, then let the directory go; idempotent. :class:`StorageError`: closed, but not all was flushed."""
         pool = self._pool
-        if not self._guard.closable:
+        if not pool.guard.closable:
             return
         with pool.append, self._flush:
             with pool.index_lock:
-                if not self._guard.closable:
+                if not pool.guard.closable:
                     return
-                self._guard.close()
+                pool.guard.close()
             try:
                 pool.leave_active()
                 pool.sync_all([segment for segment in pool.segments.values() if segment.dirty])
@@ -219,16 +196,14 @@ class FileStore(ClosingStore):
                 pool.release()
                 self._directory.close()
 
-    def _held(self, headers: Sequence[RecordHeader], now_s: float) -> Held:
+    def _held(self, headers: Sequence[RecordHeader]) -> Held:
         """What is stored under these keys; storing it again is a use. Held: append.
 
         A record that the disk does not give back, or not sound, is none: what is put takes its place.
         """
         pool, places, held = self._pool, list[Place](), Held()
-        with pool.index_lock:
-            self._guard.check()
+        with pool.looking():
             pool.tick += 1
-            pool.expire(now_s)
             for place in pool.table.find_all(dict.fromkeys([header.key for header in headers])):
                 if place is not None and place[1].number not in place[0].suspects:
                     place[0].use(pool.tick)
@@ -273,13 +248,13 @@ class FileStore(ClosingStore):
             nbytes += more
         self._write(batch, vector, rows, nbytes, held)
 
-    def _sweep_unless_writing(self, now_s: float) -> None:
+    def _sweep_unless_writing(self) -> None:
         """Remove expired files now, so that a store that is only read gives them back; a writer would do it itself."""
         pool = self._pool
         if pool.sweepable and pool.append.acquire(blocking=False):
             try:
-                if self._guard.closable:
-                    pool.sweep(now_s)
+                if pool.guard.closable:
+                    pool.sweep(pool.clock())
             finally:
                 pool.append.release()
 
