@@ -149,27 +149,54 @@ def fsck(directory: Path, *, repair: bool = False, disk: Disk | None = None) -> 
     """
     disk = disk or SystemDisk()
     opened = StoreDirectory.existing(directory)
+    index = SegmentIndex(disk, None, directory, time.time)
+    unsound: list[tuple[int, Entry]] = []  # sequences, and records that a repair marks
+    reports: list[SegmentReport] = []
+    found: list[tuple[Segment, Content]] = []
     with ExitStack() as stack:
         stack.callback(opened.close)
+        stack.callback(index.release)
         lock, writer = _lock(opened, repair=repair)
         try:
             unfinished = () if writer else tuple(opened.leftovers())
-            check = _Check(opened, disk, judged=writer is None)
-            stack.callback(check.index.release)
             files = opened.files()
             for sequence, name in files.items():
-                check.look(sequence, name, newest=sequence == max(files), live=writer is not None)
+                try:
+                    segment, content = read_segment(opened, disk, sequence, name, payloads=True)
+                except FileNotFoundError:
+                    continue  # a live writer has dropped it
+                except StoreFormatError as error:
+                    nbytes = os.stat(name, dir_fd=opened.fd).st_size
+                    reports.append(SegmentReport(name, nbytes, refused=str(error)))
+                    continue
+                wrong = _verified(disk, segment, content, newest=sequence == max(files))
+                unsound += [(sequence, entry) for entry in wrong]
+                found.append((segment, content))
             foreign = tuple(name for name in opened.names() if not _is_ours(name, unfinished))
         except OSError as error:
             raise StorageError(f"{directory}: cannot check the store: {error}") from error
         finally:
             if lock is not None:
                 lock.close()
-        reports = check.reports()
+        older = Counter(segment.sequence for segment, _ in index.serve(found) if writer is None)
+        for segment, content in found:
+            live = writer is not None and segment.sequence == max(files)
+            reports.append(_report(segment, content, older[segment.sequence], live=live))
         may = repair and not any(report.refused for report in reports)
         if may:
-            _repair(directory, disk, check.unsound)
-        return FsckReport(str(directory), reports, unfinished, foreign, writer, may)
+            _repair(directory, disk, unsound)
+        ordered = tuple(sorted(reports, key=lambda report: report.name))
+        return FsckReport(str(directory), ordered, unfinished, foreign, writer, may)
+
+
+def _verified(disk: Disk, segment: Segment, content: Content, *, newest: bool) -> list[Entry]:
+    """Look at the records that an index names, too; those that the index, or a scan, should not serve."""
+    if not content.indexed:
+        return [] if newest else list(content.entries(UNSOUND))  # at the end of the newest opening cuts them away
+    before = bytes(content.states)
+    verify(disk, segment.fd, segment.size, content)
+    pairs = enumerate(zip(before, content.states, strict=True))
+    return [unpack_entry(content.rows, n) for n, (was, now) in pairs if now not in (was, UNREADABLE)]
 
 
 def _lock(directory: StoreDirectory, *, repair: bool) -> tuple[StoreLock | None, str | None]:
@@ -190,61 +217,24 @@ def _is_ours(name: str, unfinished: tuple[str, ...]) -> bool:
     return name in (MARKER_NAME, LOCK_NAME, *unfinished) or parse_name(name) is not None
 
 
-class _Check:
-    """Reads segments, oldest first, and gathers what is to be said of them."""
-
-    def __init__(self, directory: StoreDirectory, disk: Disk, *, judged: bool) -> None:
-        self.index = SegmentIndex(disk, None, directory.path, time.time)
-        self.unsound: list[tuple[int, Entry]] = []  # sequences and records that a repair marks
-        self._directory, self._disk = directory, disk
-        self._judged = judged
-        self._older: Counter[int] = Counter()
-        self._found: list[SegmentReport | tuple[Segment, Content, bool]] = []
-
-    def look(self, sequence: int, name: str, *, newest: bool, live: bool) -> None:
-        try:
-            segment, content = read_segment(self._directory, self._disk, sequence, name, payloads=True)
-        except FileNotFoundError:
-            return  # a live writer has dropped it
-        except StoreFormatError as error:
-            nbytes = os.stat(name, dir_fd=self._directory.fd).st_size
-            self._found.append(SegmentReport(name, nbytes, refused=str(error)))
-            return
-        if content.indexed:
-            before = bytes(content.states)
-            verify(self._disk, segment.fd, segment.size, content)
-            changed = [n for n, (was, now) in enumerate(zip(before, content.states, strict=True)) if was != now]
-            wrong = [unpack_entry(content.rows, n) for n in changed if content.states[n] != UNREADABLE]
-            self.unsound += [(sequence, entry) for entry in wrong]
-        elif not newest:
-            self.unsound += [(sequence, entry) for entry in content.entries(UNSOUND)]
-        self.index.join(segment)
-        for where, _ in self.index.take(segment, bytes(content.rows), bytes(content.states)):
-            self._older[where.sequence] += self._judged
-        self._found.append((segment, content, newest and live))
-
-    def reports(self) -> tuple[SegmentReport, ...]:
-        return tuple(each if isinstance(each, SegmentReport) else self._report(*each) for each in self._found)
-
-    def _report(self, segment: Segment, content: Content, live: bool) -> SegmentReport:
-        torn = 0
-        while torn < len(content.states) and content.states[-1 - torn] == UNSOUND and not content.indexed:
-            torn += 1
-        older = self._older[segment.sequence]
-        return SegmentReport(
-            segment.name,
-            segment.size,
-            records=content.states.count(LIVING) - older,
-            deleted=content.states.count(DELETED),
-            corrupt=content.states.count(UNSOUND) - torn,
-            torn=0 if live else torn + (content.cut_short and not segment.aside),
-            older=older,
-            unreadable=content.states.count(UNREADABLE),
-            lost_nbytes=0 if live else content.lost_nbytes,
-            page_damaged=not content.page_sound and not content.empty,
-            page_missing=content.empty,
-            aside=segment.aside,
-        )
+def _report(segment: Segment, content: Content, older: int, *, live: bool) -> SegmentReport:
+    states, torn = content.states, 0
+    while torn < len(states) and states[-1 - torn] == UNSOUND and not content.indexed:
+        torn += 1
+    return SegmentReport(
+        segment.name,
+        segment.size,
+        records=states.count(LIVING) - older,
+        deleted=states.count(DELETED),
+        corrupt=states.count(UNSOUND) - torn,
+        torn=0 if live else torn + (content.cut_short and not segment.aside),
+        older=older,
+        unreadable=states.count(UNREADABLE),
+        lost_nbytes=0 if live else content.lost_nbytes,
+        page_damaged=not content.page_sound and not content.empty,
+        page_missing=content.empty,
+        aside=segment.aside,
+    )
 
 
 def _repair(path: Path, disk: Disk, unsound: list[tuple[int, Entry]]) -> None:
