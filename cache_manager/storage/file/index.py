@@ -84,12 +84,11 @@ class SegmentIndex:
         """
         for segment, _ in found:
             self.join(segment)
-        parts = [(segment, bytes(content.rows), bytes(content.states)) for segment, content in found]
         if not self.table.records:
-            return self.table.load(parts)
-        return [place for part in parts for place in self.take(*part)]
+            return self.table.load([(segment, content.rows, content.states) for segment, content in found])
+        return [place for segment, content in found for place in self.take(segment, content.rows, content.states)]
 
-    def take(self, segment: Segment, rows: bytes, states: bytes) -> list[Place]:
+    def take(self, segment: Segment, rows: bytes | bytearray, states: bytes | bytearray) -> list[Place]:
         """Serve what was found at the end of a segment that joined; the copies that give way to newer ones.
 
         The segment with the higher sequence has the newer copy, and in one segment what comes later. A copy that is
@@ -110,7 +109,7 @@ class SegmentIndex:
                 if state != UNREADABLE:
                     older.append(known)
             if state == LIVING:
-                table.add(segment, entry.number, rows[number * ENTRY_NBYTES : (number + 1) * ENTRY_NBYTES])
+                table.add(segment, entry.number, bytes(rows[number * ENTRY_NBYTES : (number + 1) * ENTRY_NBYTES]))
         return older
 
     def let_go(self, segment: Segment) -> None:

@@ -252,7 +252,7 @@ class FileReader(ClosingStore):
             return
         with shelf.index_lock:
             if not segment.expired:
-                shelf.take(segment, bytes(content.rows), bytes(content.states))
+                shelf.take(segment, content.rows, content.states)
             segment.last, segment.end = last, content.end
             shelf.used_nbytes += size - segment.size
             segment.size = size

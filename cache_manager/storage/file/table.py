@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.keys import BlockKey
+from cache_manager.record import Buffer
 from cache_manager.storage.file.segment import (
     DELETED,
     ENTRY,
@@ -31,6 +32,8 @@ from cache_manager.storage.file.segment import (
 
 _PER_BUCKET: Final = 5
 _BUCKETS_MIN: Final = 1024
+_KEYS_AT_ONCE: Final = 4096
+_BUCKETS_AT_ONCE: Final = 16384
 _PLACE = struct.Struct("<II")
 _GAIN: Final = 2
 """How much of a segment the use of one of its n records stands for: 2/n, because it is seldom used alone."""
@@ -182,7 +185,7 @@ class KeyTable:
         ours = table[table["ordinal"] == segment.ordinal]
         return bytes(ours[np.argsort(ours["number"])].tobytes())
 
-    def load(self, found: Sequence[tuple[Segment, bytes, bytes]]) -> list[Place]:
+    def load(self, found: Sequence[tuple[Segment, Buffer, Buffer]]) -> list[Place]:
         """Serve the living ones of segments, oldest first, in a table that serves nothing yet; those that give way.
 
         As :meth:`take <cache_manager.storage.file.index.SegmentIndex.take>` says, for a million records at once.
@@ -190,21 +193,16 @@ class KeyTable:
         assert not self.records, "this is for opening"
         rows = bytearray().join([rows for _, rows, _ in found])
         states = np.frombuffer(b"".join([states for _, _, states in found]), np.uint8)
-        counts = [len(states) for _, _, states in found]
-        table = np.frombuffer(rows, ENTRY_DTYPE)
-        table["ordinal"] = np.repeat(np.array([segment.ordinal for segment, _, _ in found], np.uint32), counts)
-        table["number"] = np.concatenate([np.arange(count) for count in counts]) if counts else 0
-        hashes = np.concatenate([_hashes(rows) for _, rows, _ in found]) if found else np.empty(0, np.int64)
-        count = max(_BUCKETS_MIN, len(table) // _PER_BUCKET)
-        self._mask = (1 << (count - 1).bit_length()) - 1
-        at = hashes & self._mask
-        at = np.where(at < count, at, at & self._mask >> 1)
-        order = np.lexsort((hashes, at))
+        table, where, stop = np.frombuffer(rows, ENTRY_DTYPE), dict[int, Segment](), 0
+        hashes = np.fromiter(map(hash, _keys(rows)), np.int64, len(table))
+        for segment, _, theirs in found:
+            where[segment.ordinal], segment.count = segment, len(theirs)
+            start, stop = stop, stop + segment.count
+            table["ordinal"][start:stop] = segment.ordinal
+            table["number"][start:stop] = np.arange(segment.count)
         gone, older = states != LIVING, list[Place]()
-        same = hashes[order[1:]] == hashes[order[:-1]]
         newest: dict[bytes, int] = {}
-        where = {segment.ordinal: segment for segment, _, _ in found}
-        for i in order[np.flatnonzero(np.append(same, False) | np.append(False, same))].tolist():
+        for i in _twice(hashes):
             key = bytes(rows[i * ENTRY_NBYTES : i * ENTRY_NBYTES + 32])
             before, newest[key] = newest.get(key), i
             if before is not None and not gone[before]:
@@ -212,15 +210,22 @@ class KeyTable:
                 entry = Entry._make(ENTRY.unpack_from(rows, before * ENTRY_NBYTES))
                 if states[i] != UNREADABLE:
                     older.append((where[entry.ordinal], entry))
-        kept = order[~gone[order]]
-        flat = table[kept].tobytes()
-        bounds = np.searchsorted(at[kept], np.arange(count + 1)) * ENTRY_NBYTES
-        self._buckets = [flat[start:stop] for start, stop in pairwise(bounds.tolist())]
-        ends = np.cumsum([0, *counts]).tolist()
-        for (segment, _, _), (start, stop) in zip(found, pairwise(ends), strict=True):
-            segment.count, segment.served = stop - start, int((~gone[start:stop]).sum())
-            self.records += segment.served
-        self._dead = 0
+        living = ~gone
+        self.records, self._dead = int(living.sum()), 0
+        count = max(_BUCKETS_MIN, self.records // _PER_BUCKET)
+        self._mask = (1 << (count - 1).bit_length()) - 1
+        at = (hashes & self._mask).astype(np.uint32)
+        at[at >= count] &= self._mask >> 1
+        whole, self._buckets = np.frombuffer(rows, f"V{ENTRY_NBYTES}"), []
+        for first in range(0, count, _BUCKETS_AT_ONCE):  # what is freed at once would stay with the process
+            last = min(first + _BUCKETS_AT_ONCE, count)
+            some = np.flatnonzero(living & (at >= first) & (at < last))
+            some = some[np.argsort(at[some])]
+            flat = whole[some].tobytes()
+            bounds = np.searchsorted(at[some], np.arange(first, last + 1)) * ENTRY_NBYTES
+            self._buckets += [flat[start:stop] for start, stop in pairwise(bounds.tolist())]
+        for ordinal, served in zip(*np.unique(table["ordinal"][living], return_counts=True), strict=True):
+            where[int(ordinal)].served = int(served)
         return older
 
     def _left(self, place: Place, state: int) -> None:
@@ -258,7 +263,16 @@ def _position(bucket: bytes, key: bytes) -> int:
     return at
 
 
-def _hashes(rows: bytes) -> NDArray[np.int64]:
-    """Of the keys of entries ``[n]``."""
-    keys = [rows[at : at + 32] for at in range(0, len(rows), ENTRY_NBYTES)]
-    return np.fromiter(map(hash, keys), np.int64, len(keys))
+def _keys(rows: bytearray) -> Iterator[BlockKey]:
+    """Of the entries."""
+    for start in range(0, len(rows), _KEYS_AT_ONCE * ENTRY_NBYTES):
+        some = bytes(rows[start : start + _KEYS_AT_ONCE * ENTRY_NBYTES])
+        yield from [BlockKey(some[at : at + 32]) for at in range(0, len(some), ENTRY_NBYTES)]
+
+
+def _twice(hashes: NDArray[np.int64]) -> list[int]:
+    """Where hashes are that are there more than once, in their order."""
+    ordered = np.sort(hashes)
+    again = ordered[1:][ordered[1:] == ordered[:-1]]
+    found: list[int] = np.flatnonzero(np.isin(hashes, again)).tolist() if len(again) else []
+    return found
