@@ -16,6 +16,9 @@ rounds' ratios to the base of the same round. Sources are prepared beforehand, a
 and every record that is read is compared with its stamp within the timed loop. Files are flushed between put and get,
 not timed, unless the table says that each batch is synced.
 
+With ``--cpu`` a row takes the CPU time of the calling thread in place of the wall's: what other jobs on the machine
+take does not count, nor does what a row waits for.
+
 LMCache and vLLM run in environments of their own (``make bench-peers`` makes them) and in processes of their own, as
 does the raw Mooncake client; without the environments their rows say so.
 """
@@ -27,6 +30,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +58,9 @@ TIMEOUT_MS = 10_000
 BASES = {"in memory": "slab, memcpy", "in files": "LMDB", "in a Mooncake pool": "raw batch calls"}
 COPY = "copy"
 
+Clock = Callable[[], float]
+"""Seconds."""
+
 
 @dataclass(slots=True)
 class Row:
@@ -80,18 +87,20 @@ class PooledStore(KVRoute):
         assert self.owner.ask("remove_all", True) >= 0
 
 
-def in_process(opened: Callable[[Load], Contestant], load: Load) -> Took:
+def in_process(opened: Callable[[Load], Contestant], load: Load, *, clock: Clock = time.perf_counter) -> Took:
     contestant = opened(load)
     try:
-        return take(contestant, load.stamps, load.buffers, BATCH)
+        return take(contestant, load.stamps, load.buffers, BATCH, clock)
     finally:
         contestant.close()
 
 
-def in_directory(opened: Callable[[Load, Path], Contestant], parent: Path | None, load: Load) -> Took:
+def in_directory(
+    opened: Callable[[Load, Path], Contestant], parent: Path | None, load: Load, *, clock: Clock = time.perf_counter
+) -> Took:
     os.sync()  # what the one before left to write is not this one's load
     with scratch(parent) as directory:
-        return in_process(lambda _: opened(load, directory), load)
+        return in_process(lambda _: opened(load, directory), load, clock=clock)
 
 
 def in_peer(peer: Peer, what: str, parent: Path | None, load: Load) -> Took:
@@ -114,18 +123,20 @@ def memory_store(load: Load) -> Contestant:
     return KVRoute(load, f"memory:?capacity={len(load.keys) * load.layout.nbytes}")
 
 
-def rows_in_memory() -> list[Row]:
-    group = "in memory"
+def rows_in_memory(clock: Clock) -> list[Row]:
+    def row(name: str, checked: str, opened: Callable[[Load], Contestant]) -> Row:
+        return Row("in memory", name, checked, COPY, "-", partial(in_process, opened, clock=clock))
+
     return [
-        Row(group, "slab, memcpy", "no", COPY, "-", partial(in_process, Slab)),
-        Row(group, "slab + XXH3", "yes", COPY, "-", partial(in_process, lambda load: Slab(load, verify=True))),
-        Row(group, "kvroute memory:", "yes", COPY, "-", partial(in_process, memory_store)),
+        row("slab, memcpy", "no", Slab),
+        row("slab + XXH3", "yes", partial(Slab, verify=True)),
+        row("kvroute memory:", "yes", memory_store),
     ]
 
 
-def rows_in_files(parent: Path | None) -> list[Row]:
+def rows_in_files(parent: Path | None, clock: Clock) -> list[Row]:
     def row(name: str, checked: str, synced: str, opened: Callable[[Load, Path], Contestant]) -> Row:
-        return Row("in files", name, checked, COPY, synced, partial(in_directory, opened, parent))
+        return Row("in files", name, checked, COPY, synced, partial(in_directory, opened, parent, clock=clock))
 
     return [
         row("kvroute file:", "yes", "no", file_store),
@@ -260,11 +271,12 @@ def opened_rows(args: argparse.Namespace, total_nbytes: int) -> Iterator[list[Ro
     there = {*BUILT_IN, *(entry.name for entry in entry_points(group=GROUP))}
     if args.tiered and "tiered" not in there:
         raise SystemExit(f"--tiered: no such scheme; there are {', '.join(sorted(there))}")
+    clock = time.thread_time if args.cpu else time.perf_counter
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-peers-")))
         makers = {
-            "memory": rows_in_memory,
-            "files": lambda: rows_in_files(args.dir),
+            "memory": lambda: rows_in_memory(clock),
+            "files": lambda: rows_in_files(args.dir, clock),
             "pool": lambda: rows_in_pool(stack, total_nbytes, "tiered" in there, args.dir, logs),
             "peers": lambda: rows_of_peers(stack, args.dir, logs),
         }
@@ -281,8 +293,13 @@ def main() -> None:
     parser.add_argument("--only", choices=choices, nargs="+", default=choices, help="these contestants")
     parser.add_argument("--tiered", action="store_true", help="fail when there is no tiered: store")
     parser.add_argument("--quick", action="store_true", help="32 MiB, 3 rounds: noisier")
+    parser.add_argument(
+        "--cpu", action="store_true", help="CPU time of the thread: memory and files, on a busy machine"
+    )
     parser.add_argument("--json", type=Path, help="write every round's seconds there, too")
     args = parser.parse_args()
+    if args.cpu and not {"memory", "files"}.issuperset(args.only):
+        parser.error("--cpu is for --only memory files: others work in processes of their own")
     total_mib, rounds = (32, 3) if args.quick else (args.total_mib, args.rounds)
     everything = []
     with opened_rows(args, total_mib << 20) as rows:

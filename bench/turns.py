@@ -63,17 +63,21 @@ class Took:
 
 
 def take(
-    contestant: Contestant, stamps: Sequence[tuple[bytes, bytes]], buffers: Sequence[memoryview], batch: int
+    contestant: Contestant,
+    stamps: Sequence[tuple[bytes, bytes]],
+    buffers: Sequence[memoryview],
+    batch: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Took:
     """Put and get every record; each that is got is compared with its stamp within the timed loop."""
     records = len(stamps)
-    start = time.perf_counter()
+    start = clock()
     for i in range(0, records, batch):
         contestant.put(i, i + batch)
-    put = time.perf_counter() - start
+    put = clock() - start
     contestant.flush()
-    put_flush = time.perf_counter() - start
-    start = time.perf_counter()
+    put_flush = clock() - start
+    start = clock()
     for i in range(0, records, batch):
         got = contestant.get(i, i + batch) or buffers
         for j in range(batch):
@@ -81,7 +85,7 @@ def take(
             record = got[j]
             if record[:STAMP_NBYTES] != head or record[-STAMP_NBYTES:] != tail:
                 raise AssertionError(f"record {i + j} is not the one that was put")
-    return Took(put, put_flush, time.perf_counter() - start)
+    return Took(put, put_flush, clock() - start)
 
 
 class Records:

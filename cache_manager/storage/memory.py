@@ -147,22 +147,23 @@ class MemoryStore(ClosingStore):
         self._guard.check()
         found: list[Lent | Absence] = []
         slots: list[_Slot] = []
+        index, miss = self._index, Absence.MISS
         with self._lock:
             self._guard.check()
-            entries = [self._index.get(key) for key in keys]
-            slots += [entry[1] for entry in entries if entry is not None]
-            nbytes = len(slots) * self._slot_nbytes
+            nbytes = sum(map(index.__contains__, keys)) * self._slot_nbytes
             if self._lent_nbytes + nbytes > self.lent_nbytes_max:
                 free = self.lent_nbytes_max - self._lent_nbytes
                 raise NoSpaceError("memory store", nbytes, free, "borrow fewer records at once")
             self._lent_nbytes += nbytes
-            for key, entry in zip(keys, entries, strict=True):
-                if entry is None:
-                    found.append(Absence.MISS)
+            for key in keys:
+                if (entry := index.get(key)) is None:
+                    found.append(miss)
                     continue
-                entry[1].pins += 1
-                self._index.move_to_end(key)
-                found.append((entry[0], entry[1].view.toreadonly()))
+                header, slot = entry
+                slot.pins += 1
+                slots.append(slot)
+                index.move_to_end(key)
+                found.append((header, slot.view.toreadonly()))
         try:
             yield found
         finally:
