@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage.file import FileStore
-from tests.storage.file_stores import SEGMENT_NBYTES
+from tests.storage.file_stores import FILL, SEGMENT_NBYTES, child, segments
 from tests.support.canary import canary_rows
 
 TOKENS = 64
@@ -96,3 +97,17 @@ def stored(directory: Path, **options: Any) -> Iterator[tuple[AuxBlocks, FileSto
 def file_nbytes(directory: Path) -> int:
     """Bytes of all segment files; a journal is none, and goes with its segment."""
     return sum(path.stat().st_size for path in directory.glob("segment-*") if path.suffix != ".journal")
+
+
+KILLED_BEFORE_A_BYTE = FILL + (
+    "import os, signal\n"
+    "put(store, range(6))\n"
+    "os.posix_fallocate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    "put(store, range(6, 12))\n"
+)
+
+
+def killed_before_a_byte(directory: Path) -> None:
+    done = child(KILLED_BEFORE_A_BYTE, str(directory))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert segments(directory)[-1].stat().st_size == 0

@@ -1,10 +1,9 @@
-"""Faults R3 to R8, R12 to R14 and R19 to R22: files that are cut, flipped, gone, junk, or left by a killed process."""
+"""Faults R3 to R8 and R12 to R14: files that are cut, flipped, gone, junk, or left by a killed process."""
 
 from __future__ import annotations
 
 import errno
 import os
-import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -15,21 +14,19 @@ import numpy as np
 import pytest
 
 from cache_manager.errors import StoreFormatError
-from cache_manager.keys import Namespace
 from cache_manager.ports import Absence
-from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage.file import FileStore
 from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import get, key_of, payload_of, put
 from tests.fault_matrix.blocks import (
-    TOKENS,
     file_nbytes,
+    killed_before_a_byte,
     persist,
     restore_into_a_used_block,
     stored,
 )
 from tests.fault_matrix.matrix import fault
-from tests.storage.file_stores import FILL, RECORD_NBYTES, child, flip, opened, segments
+from tests.storage.file_stores import RECORD_NBYTES, flip, opened, segments
 
 PAGE = 4096
 
@@ -308,20 +305,6 @@ def test_r13_a_junk_file_neither_stops_a_store_nor_reaches_a_block(tmp_path: Pat
         assert restore_into_a_used_block(aux, 1)
 
 
-KILLED_BEFORE_A_BYTE = FILL + (
-    "import os, signal\n"
-    "put(store, range(6))\n"
-    "os.posix_fallocate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-    "put(store, range(6, 12))\n"
-)
-
-
-def killed_before_a_byte(directory: Path) -> None:
-    done = child(KILLED_BEFORE_A_BYTE, str(directory))
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert segments(directory)[-1].stat().st_size == 0
-
-
 @fault(
     "R14",
     given="SIGKILL while a file is made",
@@ -337,110 +320,3 @@ def test_r14_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
         with opened(tmp_path) as store:
             assert all(path.stat().st_size for path in segments(tmp_path))
             assert get(store, range(12)) == [payload_of(n) for n in range(6)] + [Absence.MISS] * 6
-
-
-@fault(
-    "R19",
-    given="rows saved as one dtype, read as another of the same size",
-    peer="SGLang 0.5.23 HiCacheFile",
-    peer_does="same key: the page is reinterpreted, 1.0 becomes 1.875",
-    kvroute_does="dtype, shape and attributes are in every key: a miss; under a forced key the header's fingerprint is "
-    "checked, a counted miss",
-    also=("cache_manager/testing/contract.py::test_a_record_of_another_layout_is_corrupt_for_this_one",),
-)
-@pytest.mark.parametrize("change", ["dtype", "shape", "attributes", "weights", "tenant", "rank"])
-def test_r19_rows_are_never_reinterpreted(change: str, tmp_path: Path) -> None:
-    """Fault: a restart with another dtype, other layers or top-k, weights, tenant or rank. kvroute: a miss."""
-    spec = AuxBlockDataSpec("routing", (4, 8), "uint16", TOKENS, {"num_experts": 300})
-    other: dict[str, Any] = {
-        "dtype": {"spec": AuxBlockDataSpec("routing", (4, 8), "float16", TOKENS, {"num_experts": 300})},
-        "shape": {"spec": AuxBlockDataSpec("routing", (8, 4), "uint16", TOKENS, {"num_experts": 300})},
-        "attributes": {"spec": AuxBlockDataSpec("routing", (4, 8), "uint16", TOKENS, {"num_experts": 301})},
-        "weights": {"namespace": Namespace("m", 2)},
-        "tenant": {"namespace": Namespace("m", 1, salt="t")},
-        "rank": {"namespace": Namespace("m", 1, rank=1, world=2)},
-    }[change]
-    with stored(tmp_path, spec=spec) as (aux, _):
-        assert persist(aux, [1]) == [True]
-    with stored(tmp_path, **{"spec": spec, **other}) as (aux, store):
-        assert store.usage()["records"] == 1
-        assert not restore_into_a_used_block(aux, 1)
-        assert aux.store_counters is not None
-        assert (aux.store_counters.misses, aux.store_counters.corrupt) == (1, 0)
-        assert persist(aux, [1]) == [True]
-    for options in ({"spec": spec}, {"spec": spec, **other}):
-        with stored(tmp_path, **options) as (aux, _):
-            assert restore_into_a_used_block(aux, 1)
-
-
-@fault(
-    "R20",
-    given="a stored file is cut to 10 bytes",
-    peer="SGLang 0.5.23 HiCacheFile",
-    peer_does="a get raises, the key still exists, a set skips it: poisoned for ever",
-    kvroute_does="a counted miss, then absent, then stored anew",
-    also=("cache_manager/testing/contract.py::test_a_deleted_record_is_a_miss_and_can_be_stored_anew",),
-)
-@pytest.mark.parametrize("restarted", [False, True], ids=["open", "restarted"])
-def test_r20_a_damaged_record_can_be_stored_anew(restarted: bool, tmp_path: Path) -> None:
-    """Fault: truncate to 10 bytes, then get, exists, set, get. kvroute: miss, absent, stored, right."""
-    with opened(tmp_path) as store:
-        assert all(put(store, [1, 2]))
-        if restarted:
-            store.close()
-        os.truncate(segments(tmp_path)[0], 10)
-        if not restarted:
-            assert get(store, [1, 2]) == [Absence.CORRUPT] * 2
-            assert store.contains([key_of(1), key_of(2)]) == [False, False]
-            assert all(put(store, [1, 2]))
-            assert get(store, [1, 2]) == [payload_of(1), payload_of(2)]
-    with opened(tmp_path) as store:
-        for number in (1, 2):
-            assert get(store, [number])[0] in (payload_of(number), Absence.MISS)
-        assert all(put(store, [1, 2]))
-        assert get(store, [1, 2]) == [payload_of(1), payload_of(2)]
-
-
-@fault(
-    "R21",
-    given="one byte is flipped while nobody looks",
-    peer="SGLang 0.5.23 HiCacheFile",
-    peer_does="serves it",
-    kvroute_does="a counted miss after the restart, and the block it was to fill has no row",
-    also=("tests/engine/test_engine.py::test_a_damaged_store_costs_time_and_never_a_row",),
-)
-@pytest.mark.parametrize("at", [0, 100, 1000, 2100])
-def test_r21_a_byte_flipped_at_rest_is_a_miss(at: int, tmp_path: Path) -> None:
-    """Fault: flip a byte of the oldest record between two runs. kvroute: no row of it reaches a block.
-
-    It is in an older segment: of those a start reads the headers only.
-    """
-    with stored(tmp_path) as (aux, _):
-        assert all(persist(aux, range(1, 8)) + persist(aux, range(8, 15)))
-    assert len(segments(tmp_path)) == 2
-    flip(segments(tmp_path)[0], PAGE + at)
-    with stored(tmp_path) as (aux, _):
-        assert not restore_into_a_used_block(aux, 1)
-        assert aux.store_counters is not None
-        assert aux.store_counters.hits == 0
-
-
-@fault(
-    "R22",
-    given="SIGKILL in a set",
-    peer="SGLang 0.5.23 HiCacheFile",
-    peer_does="its temporary file counts against no quota and is never removed",
-    kvroute_does="every byte in the directory is in the account, and the quota holds from the start",
-    also=(
-        "tests/storage/test_file_crash.py::test_two_hundred_writers_killed_at_any_time_lose_nothing_that_was_acknowledged_and_synced",
-    ),
-)
-def test_r22_the_quota_counts_what_a_killed_process_left(tmp_path: Path) -> None:
-    """Fault: as R14, then reopen with a limit. kvroute: used bytes are the bytes of the files, within the limit."""
-    killed_before_a_byte(tmp_path)
-    quota = 2 * (32 << 10)
-    with opened(tmp_path, quota_nbytes=quota) as store:
-        assert store.usage()["used_nbytes"] == file_nbytes(tmp_path) <= quota
-        for first in range(0, 60, 6):
-            assert all(put(store, range(first, first + 6)))
-            assert store.usage()["used_nbytes"] == file_nbytes(tmp_path) <= quota

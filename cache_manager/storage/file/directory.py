@@ -198,23 +198,15 @@ class StoreDirectory:
 
     def leftovers(self) -> list[str]:
         """Names of files that a crash left unfinished; a live writer has some for a moment."""
-        names = self.names()
-        found = []
-        for name in names:
+        found, whole = [], self.files()
+        for name in self.names():
             stem = name.removesuffix(TEMP_SUFFIX)
-            kind = parse_name(stem)
-            orphan = (
-                stem == name and kind is not None and kind[1] == "journal" and not self._has_segment(names, kind[0])
-            )
-            unfinished = stem != name and (stem == MARKER_NAME or (kind is not None and kind[1] == "kvr"))
+            sequence, kind = parse_name(stem) or (0, "")
+            orphan = name == stem and kind == "journal" and sequence not in whole
+            unfinished = name != stem and (stem == MARKER_NAME or kind == "kvr")
             if (orphan or unfinished) and not stat.S_ISDIR(os.lstat(name, dir_fd=self.fd).st_mode):
                 found.append(name)
         return found
-
-    @staticmethod
-    def _has_segment(names: list[str], sequence: int) -> bool:
-        kinds = (parse_name(name) for name in names)
-        return any(kind is not None and kind[0] == sequence and kind[1] != "journal" for kind in kinds)
 
     def close(self) -> None:
         """Idempotent."""

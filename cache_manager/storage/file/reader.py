@@ -69,8 +69,6 @@ class FileReader(ClosingStore):
         self._refresh_s = refresh_s
         self._refresh = threading.Lock()  # one look at a time; taken before the index lock
         self._shelf = SegmentIndex(self._disk, ttl_s, directory, clock)
-        self._complete: set[Segment] = set()  # retired by the writer and read to their end
-        self._damaged: set[Segment] = set()
         self._refreshes = self._refresh_failures = 0
         self._looked_at = ticks()
         try:
@@ -143,7 +141,7 @@ class FileReader(ClosingStore):
                 "segments": len(shelf.segments),
                 "expired_segments": shelf.expired_segments,
                 "expired_records": shelf.expired_records,
-                "damaged_segments": len(self._damaged),
+                "damaged_segments": sum(segment.damaged for segment in shelf.segments.values()),
                 "failed_reads": shelf.failed_reads,
                 "refreshes": self._refreshes,
                 "refresh_failures": self._refresh_failures,
@@ -187,26 +185,21 @@ class FileReader(ClosingStore):
             files = self._directory.files()
             gone = [segment for segment in shelf.segments.values() if os.fstat(segment.fd).st_nlink == 0]
             for segment in gone:
-                self._let_go(segment)
+                shelf.let_go(segment)
             if gone and shelf.segments:  # a writer that finds no later one when it opens goes on in this
-                self._complete.discard(shelf.segments[max(shelf.segments)])
+                shelf.segments[max(shelf.segments)].complete = False
             newest, opened = max(files, default=0), list[tuple[Segment, Content]]()
             for sequence, name in files.items():
                 known = shelf.segments.get(sequence)
                 if known is None:
                     opened += self._open(sequence, name, newest=sequence == newest)
-                elif not known.expired and (sequence == newest or known not in self._complete):
+                elif not known.expired and (sequence == newest or not known.complete):
                     self._read_on(known, newest=sequence == newest)
         except OSError as error:
             raise StorageError(f"{self._path}: cannot read the store: {error}") from error
         with shelf.index_lock:
             shelf.failed_reads += sum(content.failed_reads for _, content in opened)
             shelf.serve(opened)
-        for segment, content in opened:
-            if segment.sequence != newest:
-                self._complete.add(segment)
-            if not content.page_sound or (content.damaged and segment.sequence != newest):
-                self._damaged.add(segment)
 
     def _follow(self) -> None:
         """Read the store that is at the path now, if there is another one than that which is open."""
@@ -217,14 +210,9 @@ class FileReader(ClosingStore):
         except StorageError:
             return  # moved away, and nothing is in its place
         for segment in list(self._shelf.segments.values()):
-            self._let_go(segment)
+            self._shelf.let_go(segment)
         self._directory.close()
         self._directory = directory
-
-    def _let_go(self, segment: Segment) -> None:
-        self._shelf.let_go(segment)
-        self._complete.discard(segment)
-        self._damaged.discard(segment)
 
     def _open(self, sequence: int, name: str, *, newest: bool) -> list[tuple[Segment, Content]]:
         """Read a segment that was not open yet; nothing where it is gone already, or nothing is in it."""
@@ -236,6 +224,8 @@ class FileReader(ClosingStore):
             return []
         segment.last = content.cut_torn()  # what is at the end may be in the middle of its write
         segment.end = content.end
+        segment.complete = not newest
+        segment.damaged = not content.page_sound or (content.damaged and not newest)
         return [(segment, content)]
 
     def _read_on(self, segment: Segment, *, newest: bool) -> None:
@@ -256,7 +246,7 @@ class FileReader(ClosingStore):
             segment.last, segment.end = last, content.end
             shelf.used_nbytes += size - segment.size
             segment.size = size
-        (self._complete.discard if newest else self._complete.add)(segment)
+        segment.complete = not newest
 
     def _is_in_place(self, segment: Segment) -> bool:
         """Whether the record that was read last is where it was, alive or dead, so that another may begin behind it."""

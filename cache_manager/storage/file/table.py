@@ -69,6 +69,8 @@ class Segment:
     synced_marks: int = 0  # how many of them are on stable storage
     dropped: bool = False  # close the descriptors when the last pin is gone
     expired: bool = False  # its records are in the table no more, its file is to go
+    complete: bool = False  # for a reader: retired by the writer and read to its end
+    damaged: bool = False  # for a reader: its page, or something in it
 
     def use(self, tick: int, records: int = 1) -> None:
         """So many of its records are used: what was used of a segment counts, not that something was.
