@@ -182,7 +182,7 @@ BUG_CLASSES: Final = (
         "sglang#33268, #24758, PR10969; vllm#44701",
         "every part is tagged and has its length; the layout's fingerprint is one of them",
         (
-            _MATRIX + "test_storage.py::test_r19_rows_are_never_reinterpreted",
+            _MATRIX + "test_storage_reopened.py::test_r19_rows_are_never_reinterpreted",
             _VOCABULARY + "test_no_two_inputs_share_a_byte_string",
         ),
     ),
@@ -236,7 +236,7 @@ BUG_CLASSES: Final = (
         "a file tier without a bound",
         "vllm#52784, #54779; Mooncake#2475",
         "a quota over every byte in the directory, from the start on",
-        (_MATRIX + "test_storage.py::test_r22_the_quota_counts_what_a_killed_process_left",),
+        (_MATRIX + "test_storage_reopened.py::test_r22_the_quota_counts_what_a_killed_process_left",),
     ),
     BugClass(
         ("50",),
