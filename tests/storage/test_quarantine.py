@@ -69,7 +69,7 @@ def test_a_replacement_that_is_taken_back_costs_the_older_record_nothing(tmp_pat
             return super().pwritev(fd, buffers, offset)
 
         def preadv(self, fd, buffers, offset):
-            if threading.current_thread() is reading:
+            if threading.current_thread().name == "reading":
                 looked_up.set()
                 assert taken_back.wait(60)
             return super().preadv(fd, buffers, offset)
@@ -79,7 +79,7 @@ def test_a_replacement_that_is_taken_back_costs_the_older_record_nothing(tmp_pat
     with FileStore(tmp_path, quota_nbytes=1 << 20, disk=disk) as backend:
         store = RecordStore(backend, LAYOUT)
         put(store, [1])
-        reading = threading.Thread(target=lambda: found.extend(get(store, [1])), daemon=True)
+        reading = threading.Thread(target=lambda: found.extend(get(store, [1])), name="reading", daemon=True)
         disk.armed = True
         try:
             newer = header_of(1)
