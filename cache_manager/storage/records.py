@@ -139,26 +139,30 @@ class RecordStore:
         for buffer in buffers:
             if buffer.nbytes != nbytes:
                 raise RecordError("buffer size", nbytes, buffer.nbytes)
-        found = self._read(keys, buffers)
-        absent = [i for i, header in enumerate(found) if isinstance(header, Absence)]
-        if bad := [i for i in absent if found[i] is Absence.CORRUPT]:
+        found, torn = self._read(keys, buffers)
+        if torn:
             # What was read may be gone by now, and another record be there: what goes has to be corrupt twice.
-            again = self._read([keys[i] for i in bad], [buffers[i] for i in bad])
-            for i, answer in zip(bad, again, strict=True):
+            again, _ = self._read([keys[i] for i in torn], [buffers[i] for i in torn])
+            for i, answer in zip(torn, again, strict=True):
                 found[i] = answer
-            absent = [i for i in absent if isinstance(found[i], Absence)]
-            bad = [i for i in bad if found[i] is Absence.CORRUPT]
+        absent = [i for i, header in enumerate(found) if isinstance(header, Absence)]
+        bad = [keys[i] for i in absent if found[i] is Absence.CORRUPT]
         with self._lock:
             self._hits += len(found) - len(absent)
             self._misses += len(absent) - len(bad)
             self._corrupt += len(bad)
         if bad:
-            self._quarantine([keys[i] for i in bad])
+            self._quarantine(bad)
         return found
 
-    def _read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        """Every record verified and in its buffer; from where it lies, if the backend lends, else behind a copy."""
-        lending, found = self._lending, list[RecordHeader | Absence]()
+    def _read(
+        self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]
+    ) -> tuple[list[RecordHeader | Absence], list[int]]:
+        """Every record verified and in its buffer; from where it lies, if the backend lends, else behind a copy.
+
+        And which are corrupt though the backend did not find them so.
+        """
+        lending, found, torn = self._lending, list[RecordHeader | Absence](), list[int]()
         if lending is not None and 0 < len(keys) * self._nbytes <= lending.lent_nbytes_max:
             with suppress(NoSpaceError), lending.borrow(keys) as lent:
                 for each, key, buffer in zip(_one_each(lent, keys), keys, buffers, strict=True):
@@ -168,13 +172,15 @@ class RecordStore:
                         buffer[:] = each[1]  # verified a moment ago, and so still in the processor's cache
                         found.append(each[0])
                     else:
+                        torn.append(len(found))
                         found.append(Absence.CORRUPT)
-                return found
+                return found, torn
         found = _one_each(self.backend.get_into(keys, buffers), keys)
         for i, header in enumerate(found):
             if not (isinstance(header, Absence) or self._is_sound(header, keys[i], buffers[i])):
+                torn.append(i)
                 found[i] = Absence.CORRUPT
-        return found
+        return found, torn
 
     def _is_sound(self, header: RecordHeader, key: BlockKey, payload: memoryview) -> bool:
         """Whether this is the record of ``key`` in this layout, whole, and with no row more than a block has."""
