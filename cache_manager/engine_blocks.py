@@ -31,7 +31,7 @@ from cache_manager.ports import StorageBackend, TierName
 from cache_manager.records import read_rows
 from cache_manager.rows import Rows
 from cache_manager.spec import AuxBlockDataSpec
-from cache_manager.step import Keep, Step
+from cache_manager.step import Keep, Step, write_at_once
 from cache_manager.storage.records import RecordStore
 from cache_manager.store_jobs import Archive, PersistJob, RestoreJob
 from cache_manager.table import Blocks, BlockTable, Ints
@@ -146,6 +146,8 @@ class EngineBlocks(BlockSet):
         of bookkeeping, unless strict: the step's rows are then missing, and counted.
         """
         try:
+            if keep is None and write_at_once(self._tiers.device, self._books, slots, rows):
+                return np.size(slots)
             step = self.begin_step(slots)
             with step:
                 for name, given in rows.items():

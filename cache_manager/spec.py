@@ -42,6 +42,8 @@ DTYPES = (
     "float64",
 )
 
+_LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in DTYPES}
+
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 _JSON_SCALARS = (str, int, float, bool, type(None))
@@ -140,7 +142,7 @@ class AuxBlockDataSpec:
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """Little-endian, as it lies in memory, on disk and on the wire."""
-        return np.dtype(self.dtype).newbyteorder("<")
+        return _LITTLE_ENDIAN[self.dtype]
 
     @property
     def row_nbytes(self) -> int:
