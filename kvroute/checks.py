@@ -96,17 +96,13 @@ def _repeats(flat: NDArray[Any], dtype: DTypeLike) -> NDArray[np.bool_] | None:
     """
     k = flat.shape[1]
     found: NDArray[np.bool_] | None = None
-    columns = np.empty(k * min(_CHUNK, len(flat)), dtype)
-    answers = np.empty(len(columns), np.bool_)
     for first in range(0, len(flat), _CHUNK):
-        part = flat[first : first + _CHUNK]
-        here = columns[: k * len(part)].reshape(k, -1)
-        np.copyto(here, part.T, casting="unsafe")
+        columns = flat[first : first + _CHUNK].T.astype(dtype, order="C")
+        answers = np.empty(columns.shape, np.bool_)
         for j in range(1, k):
-            same = answers[: j * len(part)].reshape(j, -1)
-            np.equal(here[:j], here[j], out=same)
+            same = np.equal(columns[:j], columns[j], out=answers[:j])
             if np.count_nonzero(same):
                 if found is None:
                     found = np.zeros(len(flat), np.bool_)
-                found[first : first + len(part)] |= same.any(axis=0)
+                found[first : first + columns.shape[1]] |= same.any(axis=0)
     return found
