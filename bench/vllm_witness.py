@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bench.table import Table, machine
-from kvroute.integrations.vllm.witness import KvFolder
+from kvroute.connector.witness import KvFolder
 from kvroute.witness import ROOT, Witnesses
 
 SHAPES = {"Qwen3-235B, 4 KV heads of 128": (4, 16, 256), "DeepSeek-V3, latent 512 + 64": (1, 16, 576)}

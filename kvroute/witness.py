@@ -63,10 +63,15 @@ def fold_reference(blocks: NDArray[Any], first_word: int = 0) -> NDArray[np.uint
     if rows.shape[1] % WORD_NBYTES:
         raise InvalidInputError("KV of a block", "whole words of 8 bytes", f"{rows.shape[1]} bytes")
     words = rows.view(np.uint64)
-    first, second = fold_keys(first_word, words.shape[1])
-    with np.errstate(over="ignore"):
-        mixed = words * first
-        folds: NDArray[np.uint64] = ((mixed ^ (mixed >> np.uint64(32))) * second).sum(1, dtype=np.uint64)
+    return folded(words, fold_keys(first_word, words.shape[1]))
+
+
+def folded(words: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The folds ``[n]`` of ``words [n, w]``, whose numbers have the ``keys [2, w]``; on numpy."""
+    mixed = words * keys[0]  # arrays wrap around without a word
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= keys[1]
+    folds: NDArray[np.uint64] = mixed.sum(1, dtype=np.uint64)
     return folds
 
 
@@ -122,10 +127,8 @@ class Witnesses:
 
     def known(self, blocks: Sequence[int], generations: Sequence[int]) -> list[int]:
         """The witnesses of blocks in these lives, :data:`UNKNOWN` for each that none was taken of."""
-        ids = np.asarray(blocks, np.int64).reshape(-1)
-        alive = self._lives[ids] == np.asarray(generations, np.int64)
-        witnesses: list[int] = np.where(alive, self._of[ids], np.uint64(UNKNOWN)).tolist()
-        return witnesses
+        pairs = zip(blocks, generations, strict=True)  # a few: their integers cost less than arrays of them
+        return [int(self._of[block]) if self._lives[block] == life else UNKNOWN for block, life in pairs]
 
 
-__all__ = ["ROOT", "UNKNOWN", "Run", "Witnesses", "chained", "fold_keys", "fold_reference"]
+__all__ = ["ROOT", "UNKNOWN", "Run", "Witnesses", "chained", "fold_keys", "fold_reference", "folded"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cache_manager.errors import ConfigError
-from kvroute.integrations.vllm.pages import Pages, page_name, slots_of, token_nbytes
+from kvroute.connector.pages import Pages, page_name, slots_of, token_nbytes
 from kvroute.routing import routing_spec
 
 BLOCKS, TOKENS = 6, 4

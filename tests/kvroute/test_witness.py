@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cache_manager.errors import ConfigError, InvalidInputError
-from kvroute.integrations.vllm.witness import KvFolder
+from kvroute.connector.witness import KvFolder
 from kvroute.witness import ROOT, UNKNOWN, Witnesses, chained, fold_keys, fold_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
@@ -95,7 +95,7 @@ def test_a_large_batch_is_folded_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     """Goal: the copy of KV has a limit. Method: a limit of three blocks for ten; the folds are those without it."""
     kv = kv_of(3, (10, 2, 4, 16), torch.float32)
     whole = KvFolder([kv]).folds(range(10)).tolist()
-    monkeypatch.setattr("kvroute.integrations.vllm.witness.GATHER_NBYTES_MAX", 3 * KvFolder([kv]).block_nbytes)
+    monkeypatch.setattr("kvroute.connector.witness.GATHER_NBYTES_MAX", 3 * KvFolder([kv]).block_nbytes)
     assert KvFolder([kv]).folds(range(10)).tolist() == whole
     assert KvFolder([kv]).folds([]).tolist() == []
 

@@ -15,7 +15,7 @@ from cache_manager.engine_blocks import EngineBlocks
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from cache_manager.storage import open_store
-from kvroute.integrations.vllm.witness import KvFolder, KvWitness, witnessing
+from kvroute.connector.witness import KvFolder, KvWitness, witnessing
 from kvroute.routing import routing_spec
 from kvroute.witness import Run
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvroute.integrations.vllm.answers import routes, unseen
+from kvroute.connector import routes, unseen
 
 PREFIX = "Kvroute"
 

@@ -1,16 +1,14 @@
-"""What the operator says, what the engine is, and which engines are refused by name."""
+"""Which engines are followed, as vLLM configures them, and which are refused by name."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final, Literal, Self
-
-import msgspec
+from typing import Any, Final
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
-from cache_manager.spec import AuxBlockDataSpec, RecordLayout
-from kvroute.integrations.vllm.pages import page_name
+from cache_manager.spec import RecordLayout
+from kvroute.connector.pages import page_name
+from kvroute.connector.settings import Engine, Settings
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import weights_digest
 
@@ -20,95 +18,35 @@ WHOLE_REQUESTS: Final = ("Nixl", "Mooncake", "MoRIIO", "P2pNccl")
 """Connectors that move a request's KV whole: a hit of theirs cannot be cut back."""
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``kv_connector_extra_config["kvroute"]``."""
-
-    store: str = ""  # URL of the rows' store, written by the worker; "": rows end with their blocks
-    reader: str = ""  # URL by which the scheduler asks that store; by default the same, with mode=read for files
-    rollouts: str = "response:"  # URL of the rollout store where routes are left; "": nowhere
-    weights: str = ""  # names the weights; by default a digest of where they are, their sizes, times and samples
-    weights_version: int = 0
-    hits: Literal["auto", "gate", "mask"] = "auto"  # KV without rows is cut off a hit, or kept and its rows are missing
-    # Rows that come for loaded KV are compared with it. It does not say what the last router chose: that is "missing"
-    # from the routes, or there and "flagged" in the answer. "off" compares nothing: rows depend on tokens alone.
-    witness: Literal["missing", "flagged", "off"] = "missing"
-    # What carries rows to other engines: the "connector" with its store; a "layer" of the model's paged KV, in which
-    # they go wherever the KV goes; "auto" is the layer where there is no store and the model can have one.
-    carrier: Literal["connector", "layer", "auto"] = "connector"
-    strict: bool = False  # mistakes of bookkeeping raise: for tests
-    untested: str = ""  # go on with this version of vLLM, which was not tested: "0.34"
-
-    @classmethod
-    def of(cls, extra: dict[str, Any]) -> Self:
-        try:
-            return msgspec.convert(extra.get("kvroute", {}), cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError("kv_connector_extra_config.kvroute", "settings of docs/vllm.md", str(error)) from error
-
-    @property
-    def reads(self) -> str:
-        """The URL of a reader of the store."""
-        files = self.store.startswith("file:")
-        return self.reader or (self.store.partition("?")[0] + "?mode=read" if files else self.store)
-
-    @property
-    def writes(self) -> bool:
-        return bool(self.store) and "mode=read" not in self.store
+def settings_of(transfer: Any) -> Settings:
+    """``kv_connector_extra_config["kvroute"]`` of vLLM's ``KVTransferConfig``."""
+    return Settings.of(transfer.kv_connector_extra_config.get("kvroute", {}))
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """The engine at hand, as far as rows are concerned."""
+def engine_of(config: Any, cache: Any, inner: str) -> Engine:
+    """``config`` and ``cache`` are vLLM's ``VllmConfig`` and ``KVCacheConfig``.
 
-    settings: Settings
-    layout: RecordLayout  # its first spec is that of routing
-    namespace: Namespace
-    blocks: int
-    max_tokens: int  # of one step
-    gate: bool
-    pages: bool  # rows are in a layer of the KV
-    witness: Literal["missing", "flagged", "off"]  # "off" too where no KV is loaded
-
-    @property
-    def spec(self) -> AuxBlockDataSpec:
-        return self.layout.specs[0]
-
-    @property
-    def tokens(self) -> int:
-        """Of one block."""
-        return self.layout.block_tokens
-
-    @property
-    def unseen(self) -> bool:
-        """Whether a witness leaves out what the last router chose: no later layer has KV."""
-        last: int = self.spec.attrs["layer_ids"][-1]
-        return self.witness != "off" and last == self.spec.attrs["num_layers"] - 1
-
-    @classmethod
-    def of(cls, config: Any, cache: Any, inner: str) -> Self:
-        """``config`` and ``cache`` are vLLM's ``VllmConfig`` and ``KVCacheConfig``.
-
-        Raises :class:`ConfigError` for what is not followed, :class:`SpecError` for a model without experts.
-        """
-        settings, model = Settings.of(config.kv_transfer_config.kv_connector_extra_config), config.model_config
-        refuse(config, cache, settings)
-        spec = routing_spec_from_hf(model.hf_text_config, cache.kv_cache_groups[0].kv_cache_spec.block_size)
-        pages = page_name(spec) in cache.kv_cache_groups[0].layer_names
-        if settings.carrier == "layer" and (settings.store or not pages):
-            wanted = "no store, and a model with a layer of rows (the plugin of kvroute, an architecture that it knows)"
-            raise ConfigError("settings.carrier 'layer'", wanted, f"{model.architectures}, store {settings.store!r}")
-        weights = settings.weights or weights_digest(model.model, str(model.revision or ""))
-        precision = f"{model.dtype}/{config.cache_config.cache_dtype}/{model.quantization}"
-        return cls(
-            settings,
-            RecordLayout((spec,)),
-            Namespace(f"{weights}/{precision}", weights_version=settings.weights_version),
-            blocks=cache.num_blocks,
-            max_tokens=config.scheduler_config.max_num_batched_tokens,
-            witness=settings.witness if settings.store and inner != "Connector" else "off",
-            pages=pages,
-            gate=settings.hits == "gate" or (settings.hits == "auto" and not inner.startswith(WHOLE_REQUESTS)),
-        )
+    Raises :class:`ConfigError` for what is not followed, :class:`SpecError` for a model without experts.
+    """
+    settings, model = settings_of(config.kv_transfer_config), config.model_config
+    refuse(config, cache, settings)
+    spec = routing_spec_from_hf(model.hf_text_config, cache.kv_cache_groups[0].kv_cache_spec.block_size)
+    pages = page_name(spec) in cache.kv_cache_groups[0].layer_names
+    if settings.carrier == "layer" and (settings.store or not pages):
+        wanted = "no store, and a model with a layer of rows (the plugin of kvroute, an architecture that it knows)"
+        raise ConfigError("settings.carrier 'layer'", wanted, f"{model.architectures}, store {settings.store!r}")
+    weights = settings.weights or weights_digest(model.model, str(model.revision or ""))
+    precision = f"{model.dtype}/{config.cache_config.cache_dtype}/{model.quantization}"
+    return Engine(
+        settings,
+        RecordLayout((spec,)),
+        Namespace(f"{weights}/{precision}", weights_version=settings.weights_version),
+        blocks=cache.num_blocks,
+        max_tokens=config.scheduler_config.max_num_batched_tokens,
+        witness=settings.witness if settings.store and inner != "Connector" else "off",
+        pages=pages,
+        gate=settings.hits == "gate" or (settings.hits == "auto" and not inner.startswith(WHOLE_REQUESTS)),
+    )
 
 
 def refuse(config: Any, cache: Any, settings: Settings) -> None:
@@ -138,4 +76,4 @@ def refuse(config: Any, cache: Any, settings: Settings) -> None:
             raise ConfigError("vLLM with kvroute", wanted, f"vLLM {vllm.__version__} as it is configured")
 
 
-__all__ = ["TESTED", "Engine", "Settings", "refuse"]
+__all__ = ["TESTED", "engine_of", "refuse", "settings_of"]

@@ -1,4 +1,4 @@
-"""vLLM's own models with one more layer of KV for rows; see :mod:`kvroute.integrations.vllm.pages`.
+"""vLLM's own models with one more layer of KV for rows; see :mod:`kvroute.connector.pages`.
 
 vLLM asks a model for its layers before it knows of any connector, so the layer is the model's. ``register`` is the
 entry point that vLLM calls in each of its processes (``vllm.general_plugins``); a class here is vLLM's own, and adds
@@ -11,8 +11,9 @@ from importlib import import_module
 from typing import Any, Final
 
 from cache_manager.errors import ConfigError
-from kvroute.integrations.vllm.config import Settings
-from kvroute.integrations.vllm.pages import page_name, token_nbytes
+from kvroute.connector.pages import page_name, token_nbytes
+from kvroute.connector.settings import Settings
+from kvroute.integrations.vllm.config import settings_of
 from kvroute.routing import routing_spec_from_hf
 
 ARCHITECTURES: Final = {
@@ -44,7 +45,7 @@ def _init(base: Any) -> Any:
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:  # noqa: N807 - it becomes a class's
         base.__init__(self, vllm_config=vllm_config, prefix=prefix)
         transfer = vllm_config.kv_transfer_config
-        if transfer is not None and wants_pages(Settings.of(transfer.kv_connector_extra_config), vllm_config):
+        if transfer is not None and wants_pages(settings_of(transfer), vllm_config):
             self.kvroute_rows = _layer(vllm_config)
 
     return __init__
@@ -68,9 +69,7 @@ def _layer(config: Any) -> Any:
     import torch
     from torch import nn
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # type: ignore[import-not-found]
-    from vllm.model_executor.models.extract_hidden_states import (  # type: ignore[import-not-found]
-        CacheOnlyAttentionBackend,
-    )
+    from vllm.model_executor.models import extract_hidden_states  # type: ignore[import-not-found]
     from vllm.v1.kv_cache_interface import MLAAttentionSpec  # type: ignore[import-not-found]
 
     spec = routing_spec_from_hf(config.model_config.hf_text_config, block_tokens=config.cache_config.block_size)
@@ -82,7 +81,7 @@ def _layer(config: Any) -> Any:
             config.compilation_config.static_forward_context[page_name(spec)] = self
 
         def get_attn_backend(self) -> Any:
-            return CacheOnlyAttentionBackend
+            return extract_hidden_states.CacheOnlyAttentionBackend
 
         def get_kv_cache_spec(self, vllm_config: Any) -> Any:
             return MLAAttentionSpec(

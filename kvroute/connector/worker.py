@@ -15,10 +15,9 @@ import kvroute
 from cache_manager.feed import Renew
 from cache_manager.store_jobs import RestoreJob
 from kvroute.capture.step_ids import StepIds
-from kvroute.integrations.vllm.config import Engine
-from kvroute.integrations.vllm.pages import Pages, page_name, slots_of
-from kvroute.integrations.vllm.scheduler import StepMeta
-from kvroute.integrations.vllm.witness import KvFolder, KvWitness, witnessing
+from kvroute.connector.pages import Pages, page_name, slots_of
+from kvroute.connector.settings import Engine, StepMeta
+from kvroute.connector.witness import KvFolder, KvWitness, witnessing
 from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,13 @@ RESTORE_S: Final = 30.0
 
 
 class WorkerRows:
-    """Applies what the scheduler says, and writes a step's rows when it is over. Nothing here raises inside a step."""
+    """Applies what the scheduler says, and writes a step's rows when it is over. Nothing here raises inside a step.
+
+    ``kv_caches`` are the layers' KV by name, as :func:`witnessing` and :func:`page_name` want them. The routers call
+    the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots` (int64 ``[tokens]``, negative:
+    padding), and :meth:`end`; one that computes nothing has no slots. Blocks whose KV could not be loaded are named to
+    :meth:`fail` before it.
+    """
 
     def __init__(self, engine: Engine, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self.engine = engine
@@ -52,6 +57,8 @@ class WorkerRows:
         self.slots: torch.Tensor | None = None
         self._step: StepMeta | None = None
         self._later: dict[str, Run] = {}
+        self._failed: set[int] = set()  # blocks whose KV has not come, in the step at hand
+        self._failed_untold: set[int] = set()
         kvroute.preload()
 
     @property
@@ -62,31 +69,51 @@ class WorkerRows:
     def begin(self, step: StepMeta) -> None:
         """A step begins: what has become of blocks until now."""
         self._step, self.slots = step, None
-        done = self.blocks.apply(step.before)
-        if self.pages:
-            for given in (each for each in done if isinstance(each, Renew)):
-                self.pages.clear(np.frombuffer(given.blocks, "<i8").astype(np.int64))
-        self._later |= {name: step.loads[name] for name in step.asynchronous}
+        if step.before:
+            done = self.blocks.apply(step.before)
+            if self.pages:
+                for given in (each for each in done if isinstance(each, Renew)):
+                    self.pages.clear(np.frombuffer(given.blocks, "<i8").astype(np.int64))
+        for name in step.later:
+            self._later[name] = step.loads[name]
 
-    def end(self, failed: set[int]) -> None:
-        """The step is over; the KV of the blocks ``failed`` could not be loaded."""
+    def fail(self, blocks: set[int]) -> None:
+        """The KV of these blocks could not be loaded. A connector says so once; the scheduler is told, too."""
+        if blocks:
+            self._failed |= blocks
+            self._failed_untold |= blocks
+
+    def failures(self) -> set[int]:
+        """The blocks of which the scheduler has not been told."""
+        untold, self._failed_untold = self._failed_untold, set()
+        return untold
+
+    def end(self) -> None:
+        """The step is over."""
         step, self._step = self._step, None
+        failed, self._failed = self._failed, set()
         if step is None:
             return
-        now = [run for name, run in step.loads.items() if name not in step.asynchronous]
+        now = [run for name, run in step.loads.items() if name not in step.later] if step.loads else []
+        touched: list[int] = []
+        if failed:  # what was computed from KV that had not come will be computed again
+            touched = [block for table in step.joined if not failed.isdisjoint(table) for block in table]
         if now:
             self._land()
         if failed:
             self.blocks.forget(sorted(failed))
-        self._unpack(now, sorted(failed))
+        if now:
+            self._unpack(now, sorted(failed))
         if self.slots is not None:
-            touched = [block for table in step.admitted if not failed.isdisjoint(table) for block in table]
-            self._write(self.slots.cpu().numpy(), touched)
-        self._compare(now)
-        if self.witness:
+            self._write(self.slots.numpy(force=True), touched)
+        if now:
+            self._compare(now)
+        if step.full and self.witness:
             self.witness.name(step.full)
-        self.blocks.apply(step.after)
-        self.blocks.poll()
+        if step.after:
+            self.blocks.apply(step.after)
+        if step.before or step.after:
+            self.blocks.poll()
 
     def loaded(self, request: str) -> None:
         """KV that was to come later has come."""
@@ -96,21 +123,23 @@ class WorkerRows:
             self._compare([run])
 
     def _write(self, slots: NDArray[np.int64], without: list[int]) -> None:
-        ids = self.ids.take(len(slots))
+        spec, ids = self.engine.spec, self.ids.take(len(slots))
         if isinstance(ids, str):
             self._miss(ids, int(np.count_nonzero(slots >= 0)))
             if self.pages:
                 self.pages.put(slots, None)
             return
-        keep = kvroute.valid_rows(self.engine.spec, ids)
-        if without:  # what these computed, they computed from KV that had not come; they will again
+        keep = kvroute.valid_rows(spec, ids)
+        rows = ids.astype(spec.dtype, copy=False)  # those that do not fit are not kept
+        if without:
             keep &= ~np.isin(slots // self.engine.tokens, without)
-        bad = int(np.count_nonzero(~keep & (slots >= 0)))
-        if bad:
+        kept = None
+        if np.count_nonzero(keep) < keep.size and (bad := int(np.count_nonzero(~keep & (slots >= 0)))):
             self._miss("ids that no router can choose, or KV that could not be loaded", bad)
-        self.blocks.write_step(slots, {self.engine.spec.name: ids}, keep if bad else None)
+            kept = keep
+        self.blocks.write_step(slots, {spec.name: rows}, kept)
         if self.pages:
-            self.pages.put(slots, ids, keep)
+            self.pages.put(slots, rows, kept)
 
     def _land(self) -> None:
         """Wait for rows that are on their way from the store."""
@@ -120,7 +149,7 @@ class WorkerRows:
 
     def _unpack(self, loaded: Sequence[Run], lost: Sequence[int]) -> None:
         """Rows that came in pages with the KV of these blocks; of those ``lost`` nothing came."""
-        if self.pages is None or not loaded:
+        if self.pages is None:
             return
         slots = np.concatenate([slots_of(np.asarray(run.blocks), self.engine.tokens, run.tokens) for run in loaded])
         slots = slots[~np.isin(slots // self.engine.tokens, lost)]

@@ -1,6 +1,6 @@
 """Binds rows to KV that an inner connector keeps: folds of paged KV on its device, and the rows that go by them.
 
-A layer's KV is ``[blocks, ...]`` as vLLM registers it, ``[blocks, heads, tokens, K and V]`` or, for latent attention,
+A layer's KV is ``[blocks, ...]`` as its engine has it, ``[blocks, heads, tokens, K and V]`` or, for latent attention,
 ``[blocks, 1, tokens, latent and rope]``; it is folded in that logical order, whatever the strides are.
 """
 
@@ -111,19 +111,17 @@ class KvWitness:
         blocks = [block for run in runs for block in run.blocks]
         if not blocks:
             return [], [], []
-        folds, lives = self._folder.folds(blocks), self._rows.generations(blocks).tolist()
-        witnesses: list[int] = []
-        for run in runs:
+        lives = self._rows.generations([*blocks, *(max(0, run.before) for run in runs)]).tolist()
+        folds, before_lives, witnesses = self._folder.folds(blocks), lives[len(blocks) :], list[int]()
+        for run, life in zip(runs, before_lives, strict=True):
             at = slice(len(witnesses), len(witnesses) + len(run.blocks))
-            before = ROOT
-            if run.before >= 0:
-                (before,) = self._witnesses.known([run.before], self._rows.generations([run.before]).tolist())
+            before = ROOT if run.before < 0 else self._witnesses.known([run.before], [life])[0]
             witnesses += self._witnesses.take(before, run.blocks, lives[at], folds[at])
-        return blocks, lives, witnesses
+        return blocks, lives[: len(blocks)], witnesses
 
 
 def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int]) -> list[torch.Tensor]:
-    """The layers to fold, of ``kv_caches`` by vLLM's names: the last one.
+    """The layers to fold, of ``kv_caches`` by names with the layer's number: the last one.
 
     All of them where KV has 8 bits a value, of which one layer tells too little. Raises :class:`ConfigError` where more
     than the last of ``moe_layers`` chooses behind the last KV: layers that share that of an earlier one.

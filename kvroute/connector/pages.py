@@ -1,4 +1,4 @@
-"""Rows as one more layer of vLLM's paged KV: whatever moves the KV of a block moves its rows with it, unknowing.
+"""Rows as one more layer of paged KV: whatever moves the KV of a block moves its rows with it, unknowing.
 
 A page has, for each token of a block, a sum and the row that it is of. Rows of KV that came from elsewhere are taken
 out of their pages: they are of the computation that made this KV, the last router's choice too, because both were in
@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec, align
-from kvroute.witness import WORD_NBYTES, fold_reference
+from kvroute.witness import WORD_NBYTES, fold_keys, folded
 
 NAME: Final = "model.kvroute.{}.rows"
-"""The layer's name has, as vLLM wants it, one integer: the first that is no layer of the model."""
+"""The layer's name has one integer, as vLLM wants it: the first that is no layer of the model."""
 
 
 def page_name(spec: AuxBlockDataSpec) -> str:
-    """What vLLM calls the layer of a model whose rows ``spec`` describes."""
+    """What an engine calls the layer of a model whose rows ``spec`` describes."""
     return NAME.format(spec.attrs["num_layers"])
 
 
@@ -40,45 +40,53 @@ class Pages:
             got = f"{cache.dtype} of shape {tuple(cache.shape)}"
             raise ConfigError("pages of rows", f"uint8 [blocks, {', '.join(map(str, wanted))}]", got)
         self.cache, self._spec = cache, spec
+        self._host: Any = cache.numpy() if cache.device.type == "cpu" else None  # the same memory
+        self._words = token_nbytes(spec) // WORD_NBYTES
+        self._keys = fold_keys(0, self._words - 1)
 
     def put(self, slots: NDArray[np.int64], ids: NDArray[Any] | None, keep: NDArray[np.bool_] | None = None) -> None:
         """Rows ``ids [T, layers, top_k]`` at ``slots [T]`` (negative: padding); those not to ``keep`` are missing.
 
         Without ``ids`` all of them are. What lay there before is gone in any case.
         """
-        real = slots >= 0
-        at = torch.from_numpy(slots[real]).to(self.cache.device, non_blocking=True)
-        packed = np.zeros((int(real.sum()), token_nbytes(self._spec)), np.uint8)
+        spec, packed = self._spec, np.zeros((len(slots), self._words), np.uint64)
         if ids is not None:
-            rows = (
-                np.ascontiguousarray(ids[real].astype(self._spec.dtype))
-                .view(np.uint8)
-                .reshape(len(packed), self._spec.row_nbytes)
-            )
-            packed[:, WORD_NBYTES : WORD_NBYTES + self._spec.row_nbytes] = rows
-            packed[:, :WORD_NBYTES] = _sums(packed).view(np.uint8).reshape(-1, WORD_NBYTES)
+            rows = np.ascontiguousarray(ids, spec.dtype).reshape(len(slots), -1).view(np.uint8)
+            packed.view(np.uint8)[:, WORD_NBYTES : WORD_NBYTES + spec.row_nbytes] = rows
+            packed[:, 0] = self._sums(packed)
             if keep is not None:
-                packed[~keep[real]] = 0
-        size = self._spec.block_tokens
-        self.cache[at // size, 0, at % size] = torch.from_numpy(packed).to(self.cache.device, non_blocking=True)
+                packed[~keep] = 0
+        if slots.size and slots.min() < 0:
+            slots, packed = slots[slots >= 0], packed[slots >= 0]
+        self._set(*np.divmod(slots, spec.block_tokens), packed.view(np.uint8))
+
+    def _set(self, blocks: NDArray[np.int64], offsets: NDArray[np.int64], packed: NDArray[np.uint8]) -> None:
+        if self._host is not None:
+            self._host[blocks, 0, offsets] = packed
+            return
+        at, within, given = (
+            torch.from_numpy(each).to(self.cache.device, non_blocking=True) for each in (blocks, offsets, packed)
+        )
+        self.cache[at, 0, within] = given
 
     def clear(self, blocks: NDArray[np.int64]) -> None:
         """These blocks were given out: no row of an earlier life is in them, captured anew or not."""
-        self.cache[torch.from_numpy(blocks).to(self.cache.device), :, :, :WORD_NBYTES] = 0
+        if self._host is not None:
+            self._host[blocks, :, :, :WORD_NBYTES] = 0
+        else:
+            self.cache[torch.from_numpy(blocks).to(self.cache.device), :, :, :WORD_NBYTES] = 0
 
     def get(self, slots: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """The rows ``[T, layers, top_k]`` at ``slots [T]``, and which are there and sound; waits for the device."""
         at, size = torch.from_numpy(slots).to(self.cache.device), self._spec.block_tokens
-        packed = np.ascontiguousarray(self.cache[at // size, 0, at % size].cpu().numpy())
-        rows = packed[:, WORD_NBYTES : WORD_NBYTES + self._spec.row_nbytes]
-        sums = np.ascontiguousarray(packed[:, :WORD_NBYTES]).view(np.uint64)[:, 0]
+        raw = np.ascontiguousarray(self.cache[at // size, 0, at % size].cpu().numpy())
+        rows, packed = raw[:, WORD_NBYTES : WORD_NBYTES + self._spec.row_nbytes], raw.view(np.uint64)
         ids: NDArray[Any] = np.ascontiguousarray(rows).view(self._spec.dtype).reshape(-1, *self._spec.row_shape)
-        return ids, sums == _sums(packed)
+        return ids, packed[:, 0] == self._sums(packed)
 
-
-def _sums(packed: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Of each token's row ``[T, token_nbytes]``, never zero."""
-    return fold_reference(packed[:, WORD_NBYTES:]) | np.uint64(1)
+    def _sums(self, packed: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Of each token's row, the words behind the first of ``packed [T, words]``; never zero."""
+        return folded(packed[:, 1:], self._keys) | np.uint64(1)
 
 
 def slots_of(blocks: NDArray[np.int64], tokens: int, count: int) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""The client's end: the routes of an answer, from vLLM's own object or from the JSON of its OpenAI server."""
+"""The client's end: the routes of an answer, from an engine's own object or from the JSON of an OpenAI server."""
 
 from __future__ import annotations
 

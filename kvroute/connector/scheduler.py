@@ -1,0 +1,251 @@
+"""The scheduler's end: generations, keys, how much of a hit has rows, and the routes of requests that finish.
+
+A step costs a look at each request of it, and more only for blocks that were given out, loaded or filled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvroute
+from cache_manager.errors import KVRouteError
+from cache_manager.keys import BlockKey
+from cache_manager.ports import StorageBackend
+from kvroute.connector.answers import FIELD, UNSEEN
+from kvroute.connector.settings import Engine, StepMeta
+from kvroute.rollout import open_rollouts
+from kvroute.routes import Routes
+from kvroute.witness import Run
+
+logger = logging.getLogger(__name__)
+
+SIBLINGS_MAX: Final = 1024
+"""Requests with several completions of which some are done and others are not."""
+
+
+class Request(Protocol):
+    """A request as its scheduler has it, under vLLM's names; another engine's has properties of these names."""
+
+    request_id: str
+    num_computed_tokens: int  # before the step at hand
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Of its full blocks, in order; each stands for all tokens up to the end of its block."""
+        ...
+
+
+@dataclass(slots=True)
+class _Running:
+    request: Request
+    done: int  # leading tokens, of whole blocks, whose rows were hit, are loaded or are stored
+
+
+@dataclass(slots=True)
+class _Load:
+    run: Run
+    keys: list[BlockKey]  # of its full blocks, where there is a store
+    later: bool
+
+
+class SchedulerRows:
+    """Says what becomes of blocks, and reads rows of requests that are done.
+
+    The scheduler calls :meth:`given` for all blocks that its pool gives out, :meth:`matched` and :meth:`admitted` for a
+    request that it admits, :meth:`step` for each step and :meth:`finished` while the request still has its blocks.
+    ``blocks_of`` answers the blocks ``[first, last)`` of the request with an id.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.feed = kvroute.BlockFeed(engine.blocks)
+        self.view: kvroute.RegionView | None = None
+        self.namespace = engine.namespace
+        self.keys = kvroute.KeyChain(self.namespace, engine.layout)
+        self.blocks_of: Callable[[str, int, int], list[int]] = lambda *_: []
+        self.hits_cut = 0
+        self._reader: StorageBackend | None = None
+        self._rollouts = open_rollouts(engine.settings.rollouts) if engine.settings.rollouts else None
+        self._given: dict[int, None] = {}  # since the last step was sent
+        self._asked: dict[str, tuple[int, bool]] = {}  # by request: blocks that were hit locally, KV comes later
+        self._running: dict[str, _Running] = {}
+        self._loads: dict[str, _Load] = {}
+        self._joined: list[list[int]] = []
+        self._unseen = np.zeros(engine.blocks, np.int64)  # lives of blocks whose rows went by their KV
+        self._siblings: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        kvroute.preload()
+
+    def attach(self, region: str) -> None:
+        """The worker's rows are in the region of this name."""
+        self.view = kvroute.RegionView(region, namespace=self.namespace.fingerprint)
+
+    def given(self, blocks: Iterable[int]) -> None:
+        """The pool has given these blocks out: whatever is in them is of an earlier life."""
+        self._given.update(dict.fromkeys(blocks))
+
+    # ---------------------------------------------------------------- admission
+
+    def matched(self, request: Request, local: int, found: int, *, later: bool) -> int:
+        """How many of ``found`` tokens to take from outside, beyond ``local`` ones: as many as have rows."""
+        size = self.engine.tokens
+        self._asked[request.request_id] = local // size, later
+        if not found or not self.engine.gate or not self.engine.settings.store:
+            return found
+        there = self._in_store(self._keys(request, local // size, (local + found) // size))
+        good = there.index(False) if False in there else len(there)
+        self.hits_cut += good < len(there)
+        return good * size if good < len(there) else found
+
+    def _in_store(self, keys: Sequence[BlockKey]) -> list[bool]:
+        try:
+            if self._reader is None:
+                self._reader = kvroute.open_store(self.engine.settings.reads)
+            return self._reader.contains(keys)
+        except KVRouteError as error:
+            logger.warning("hits from outside are computed again, the store of rows cannot be asked: %s", error)
+            return [False] * len(keys)
+
+    def _keys(self, request: Request, first: int, last: int) -> list[BlockKey]:
+        return [self.keys.adopt(bytes(each)) for each in request.block_hashes[first:last]]
+
+    def admitted(self, request: Request, blocks: list[int], external: int) -> None:
+        """The request has these blocks now; the KV of ``external`` tokens is loaded into some."""
+        name, size = request.request_id, self.engine.tokens
+        self._joined.append(blocks)
+        if name not in self._asked:  # the second call for a load that came later
+            return
+        first, later = self._asked.pop(name)
+        last = first + external // size
+        self._running[name] = _Running(request, last * size)
+        if external:  # a part of a block has no key: its rows come in pages or not at all
+            partial = self.engine.pages and external % size > 0
+            run = Run(blocks[first - 1] if first else -1, blocks[first : last + partial], external)
+            keys = self._keys(request, first, last) if self.engine.settings.store else []
+            self._loads[name] = _Load(run, keys, later)
+
+    # ---------------------------------------------------------------- a step
+
+    def step(self, scheduled: Mapping[str, int], inner: Any = None) -> StepMeta:
+        """What the worker has to know of a step that computes so many tokens of each request."""
+        if self._given:
+            self.feed.renew(list(self._given))
+            self._given.clear()
+        loads, self._loads = self._loads, {}
+        for load in loads.values():
+            if load.keys:
+                self.feed.restore(dict(zip(load.keys, load.run.blocks, strict=False)))
+                if self.engine.unseen:
+                    self._unseen[load.run.blocks] = self.feed.generations[load.run.blocks]
+        before = self.feed.take()
+        full = self._filled(scheduled) if self.engine.settings.store else []
+        joined, self._joined = self._joined, []
+        meta = StepMeta(inner, before, self.feed.take(), full=full)
+        if loads:
+            meta.joined, meta.loads = joined, {name: load.run for name, load in loads.items()}
+            meta.later = frozenset(name for name, load in loads.items() if load.later)
+        return meta
+
+    def _filled(self, scheduled: Mapping[str, int]) -> list[Run]:
+        """The blocks that this step completes; they are to be stored. Drafts that may fail have no hashes."""
+        size, full, runs = self.engine.tokens, dict[BlockKey, int](), list[Run]()
+        for name, tokens in scheduled.items():
+            running = self._running.get(name)
+            # tokens are computed again after KV has failed to load; else nothing is done until a block is full
+            if running is None or 0 <= (ahead := running.request.num_computed_tokens - running.done) < size - tokens:
+                continue
+            request, at = running.request, running.done + ahead
+            first = min(running.done, at) // size
+            last = min((at + tokens) // size, len(request.block_hashes))
+            if last > first:
+                held = self.blocks_of(name, max(0, first - 1), last)
+                runs.append(run := Run(held[0], held[1:]) if first else Run(-1, held))
+                full |= zip(self._keys(request, first, last), run.blocks, strict=True)
+                running.done = last * size
+        if full and self.engine.settings.writes:
+            self.feed.persist(full)
+        return runs
+
+    # ---------------------------------------------------------------- the end
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, in whatever way."""
+        for known in (self._asked, self._loads, self._running):
+            known.pop(request_id, None)
+
+    def finished(
+        self, name: str, blocks: Sequence[int], tokens: int, index: int = 0, parent: str | None = None
+    ) -> dict[str, Any] | None:
+        """What goes to the client beside the answer; ``blocks`` are still the request's, ``tokens`` were computed.
+
+        ``name`` is what the client calls it. A request with several completions has them numbered by ``index``, and one
+        ``parent``: each is told with all that are done, for engines that send on what comes with the last one only.
+        """
+        if self._rollouts is None:
+            return None
+        assert self.view is not None, "the handshake comes before the first request"
+        try:
+            lives = self.feed.generations[blocks := list(blocks)]
+            stop = max(0, min(tokens, len(blocks) * self.engine.tokens))
+            rows = self.view.read(self.engine.spec.name, blocks, 0, stop, generations=lives)
+            version = self.namespace.weights_version
+            routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=version, checked=True)
+            routes, unseen = self._settled(routes, self._unseen[blocks] == lives)
+            told: dict[str, Any] = {str(index): self._rollouts.put(name, routes).to_json()}
+        except KVRouteError as error:
+            logger.warning("request %s has no routes: %s", name, error)
+            return {FIELD: {"error": str(error)}}
+        if unseen:
+            told[UNSEEN.format(index)] = unseen
+        return {FIELD: told if parent is None else self._with_siblings(parent, told)}
+
+    def _settled(self, routes: Routes, by_kv: NDArray[np.bool_]) -> tuple[Routes, list[list[int]]]:
+        """What is answered where rows of the blocks ``by_kv`` went by their KV, which the last router is behind.
+
+        The routes, without that router's layer or, where the operator said so, with it; and then the positions
+        ``[start, stop)`` at which it is taken on trust.
+        """
+        if not by_kv.any():
+            return routes, []
+        trusted = np.repeat(by_kv, self.engine.tokens)[: len(routes)] & routes.valid
+        if not trusted.any():
+            return routes, []
+        if self.engine.witness == "flagged":
+            edges = np.flatnonzero(np.diff(trusted.astype(np.int8), prepend=0, append=0))
+            return routes, edges.reshape(-1, 2).tolist()
+        layers, ids, valid = routes.layer_ids[:-1], routes.ids[:, :-1], routes.valid
+        if not layers:  # there is one router, and nothing says what it chose
+            layers, ids, valid = routes.layer_ids, routes.ids, valid & ~trusted
+        fields = routes.num_experts, routes.num_layers, routes.start, routes.weights_versions
+        return Routes.checked(ids, valid, layers, *fields), []
+
+    def _with_siblings(self, parent: str, told: dict[str, Any]) -> dict[str, Any]:
+        found = self._siblings.setdefault(parent, {})
+        found |= told
+        self._siblings.move_to_end(parent)
+        if len(self._siblings) > SIBLINGS_MAX:
+            self._siblings.popitem(last=False)
+        return dict(found)
+
+    def reset(self) -> None:
+        """The weights are others now: nothing from before is readable, in no tier."""
+        version = self.namespace.weights_version + 1
+        self.namespace = replace(self.namespace, weights_version=version)
+        self.keys = kvroute.KeyChain(self.namespace, self.engine.layout)
+        self.feed.reset(version)
+        if self.view is not None:
+            self.view.follow(self.namespace.fingerprint)
+
+    def close(self) -> None:
+        for each in (self.view, self._reader, self._rollouts):
+            if each is not None:
+                each.close()
+
+
+__all__ = ["Request", "SchedulerRows"]

@@ -1,0 +1,103 @@
+"""What the operator says, what the engine is, and what a scheduler tells a worker with each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+import msgspec
+
+from cache_manager.errors import ConfigError
+from cache_manager.keys import Namespace
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
+from kvroute.witness import Run
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an operator may say; ``kv_connector_extra_config["kvroute"]`` in vLLM."""
+
+    store: str = ""  # URL of the rows' store, written by the worker; "": rows end with their blocks
+    reader: str = ""  # URL by which the scheduler asks that store; by default the same, with mode=read for files
+    rollouts: str = "response:"  # URL of the rollout store where routes are left; "": nowhere
+    weights: str = ""  # names the weights; by default a digest of where they are, their sizes, times and samples
+    weights_version: int = 0
+    hits: Literal["auto", "gate", "mask"] = "auto"  # KV without rows is cut off a hit, or kept and its rows are missing
+    # Rows that come for loaded KV are compared with it. It does not say what the last router chose: that is "missing"
+    # from the routes, or there and "flagged" in the answer. "off" compares nothing: rows depend on tokens alone.
+    witness: Literal["missing", "flagged", "off"] = "missing"
+    # What carries rows to other engines: the "connector" with its store; a "layer" of the model's paged KV, in which
+    # they go wherever the KV goes; "auto" is the layer where there is no store and the model can have one.
+    carrier: Literal["connector", "layer", "auto"] = "connector"
+    strict: bool = False  # mistakes of bookkeeping raise: for tests
+    untested: str = ""  # go on with this version of the engine, which was not tested: "0.34"
+
+    @classmethod
+    def of(cls, given: Any) -> Self:
+        """From the mapping that the operator wrote; :class:`ConfigError` for what it cannot be."""
+        try:
+            return msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError("kv_connector_extra_config.kvroute", "settings of docs/vllm.md", str(error)) from error
+
+    @property
+    def reads(self) -> str:
+        """The URL of a reader of the store."""
+        files = self.store.startswith("file:")
+        return self.reader or (self.store.partition("?")[0] + "?mode=read" if files else self.store)
+
+    @property
+    def writes(self) -> bool:
+        return bool(self.store) and "mode=read" not in self.store
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The engine at hand, as far as rows are concerned."""
+
+    settings: Settings
+    layout: RecordLayout  # its first spec is that of routing
+    namespace: Namespace
+    blocks: int
+    max_tokens: int  # of one step
+    gate: bool  # hits are cut back to KV that has rows
+    pages: bool  # rows are in a layer of the KV
+    witness: Literal["missing", "flagged", "off"]  # "off" too where no KV is loaded
+
+    @property
+    def spec(self) -> AuxBlockDataSpec:
+        return self.layout.specs[0]
+
+    @property
+    def tokens(self) -> int:
+        """Of one block."""
+        return self.layout.block_tokens
+
+    @property
+    def unseen(self) -> bool:
+        """Whether a witness leaves out what the last router chose: no later layer has KV."""
+        last: int = self.spec.attrs["layer_ids"][-1]
+        return self.witness != "off" and last == self.spec.attrs["num_layers"] - 1
+
+
+@dataclass(slots=True)
+class StepMeta:
+    """What goes to the worker with a step."""
+
+    inner: Any  # from the connector that moves the KV, whatever it says
+    before: bytes  # of the feed: what has become of blocks
+    after: bytes  # of the feed: what to store when the step has written
+    joined: list[list[int]] = field(default_factory=list)  # blocks of each request that joins a step with loads
+    loads: dict[str, Run] = field(default_factory=dict)  # blocks whose KV is loaded, by request, in order
+    full: list[Run] = field(default_factory=list)  # blocks that this step fills
+    later: frozenset[str] = frozenset()  # those of loads whose KV comes after the step
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """A worker's first message: what the inner connector has to say, and the region of the rows where it has them."""
+
+    inner: Any
+    region: str | None
+
+
+__all__ = ["Engine", "Handshake", "Settings", "StepMeta"]
