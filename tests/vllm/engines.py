@@ -19,8 +19,8 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 import kvroute
 from kvroute.integrations.vllm import routes
-from kvroute.integrations.vllm.scheduler import SchedulerRows
-from kvroute.integrations.vllm.worker import WorkerRows
+from kvroute.connector.scheduler import SchedulerRows
+from kvroute.connector.worker import WorkerRows
 
 MODULE = "kvroute.integrations.vllm"
 BLOCK = 32  # what vLLM's attention kernels for CPUs want
