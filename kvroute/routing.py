@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ ROUTING = "routing"
 """The name of the spec that :func:`routing_spec` makes."""
 
 _EXPERTS_MAX = 1 << 32
+SPECS_KEPT = 64
+"""Specs that are remembered: every ``Routes`` asks for one, and a process has those of a few models."""
 
 
 def routing_spec(
@@ -40,6 +43,16 @@ def routing_spec(
     >>> spec.fingerprint.hex()
     'df187916a80108e5c4fc1a9c0c504c87'
     """
+    ids = tuple(layer_ids)
+    plain = set(map(type, (num_experts, top_k, num_layers, block_tokens, *ids))) == {int}  # True is equal to 1
+    make = _routing_spec if plain else _routing_spec.__wrapped__
+    return make(num_experts, top_k, ids, num_layers, block_tokens)
+
+
+@lru_cache(maxsize=SPECS_KEPT)
+def _routing_spec(
+    num_experts: int, top_k: int, layer_ids: tuple[int, ...], num_layers: int, block_tokens: int
+) -> AuxBlockDataSpec:
     experts = _integer("num_experts", num_experts, 1, _EXPERTS_MAX)
     k = _integer("top_k", top_k, 1, experts)
     layers = _integer("num_layers", num_layers, 1, 1 << 20)
