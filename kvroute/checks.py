@@ -80,12 +80,12 @@ def valid_rows(spec: AuxBlockDataSpec, ids: NDArray[Any]) -> NDArray[np.bool_]:
 
 def _may_leave_range(flat: NDArray[Any], num_experts: int) -> bool:
     """``False`` when all ids of ``flat`` ``[m, top_k]`` are in range; one pass over them at most."""
-    limits = np.iinfo(flat.dtype)
-    if limits.min == 0 and num_experts > limits.max:
+    signed, bits = flat.dtype.kind == "i", 8 * flat.dtype.itemsize
+    if not signed and num_experts >> bits:
         return False  # 256 experts in uint8: the dtype says it
-    if limits.min < 0:  # seen as unsigned, a negative id is larger than any other
+    if signed:  # seen as unsigned, a negative id is larger than any other
         flat = np.ascontiguousarray(flat).view(f"u{flat.dtype.itemsize}")
-    return int(flat.max()) >= min(num_experts, int(limits.max) + 1)
+    return int(flat.max()) >= min(num_experts, 1 << (bits - signed))
 
 
 def _repeats(flat: NDArray[Any], dtype: DTypeLike) -> NDArray[np.bool_] | None:

@@ -105,7 +105,7 @@ class WorkerRows:
         if now:
             self._unpack(now, sorted(failed))
         if self.slots is not None:
-            self._write(self.slots.numpy(force=True), touched)
+            self._write(self.slots.cpu().numpy(), touched)
         if now:
             self._compare(now)
         if step.full and self.witness:
