@@ -40,7 +40,8 @@ class Pages:
             got = f"{cache.dtype} of shape {tuple(cache.shape)}"
             raise ConfigError("pages of rows", f"uint8 [blocks, {', '.join(map(str, wanted))}]", got)
         self.cache, self._spec = cache, spec
-        self._host: Any = cache.numpy() if cache.device.type == "cpu" else None  # the same memory
+        self._host = cache.device.type == "cpu"
+        self._pages: Any = cache.numpy() if self._host else cache  # the same memory
         self._words = token_nbytes(spec) // WORD_NBYTES
         self._keys = fold_keys(0, self._words - 1)
 
@@ -58,28 +59,24 @@ class Pages:
                 packed[~keep] = 0
         if slots.size and slots.min() < 0:
             slots, packed = slots[slots >= 0], packed[slots >= 0]
-        self._set(*np.divmod(slots, spec.block_tokens), packed.view(np.uint8))
+        self._pages[self._at(slots)] = self._there(packed.view(np.uint8))
 
-    def _set(self, blocks: NDArray[np.int64], offsets: NDArray[np.int64], packed: NDArray[np.uint8]) -> None:
-        if self._host is not None:
-            self._host[blocks, 0, offsets] = packed
-            return
-        at, within, given = (
-            torch.from_numpy(each).to(self.cache.device, non_blocking=True) for each in (blocks, offsets, packed)
-        )
-        self.cache[at, 0, within] = given
+    def _there(self, array: NDArray[Any]) -> Any:
+        """``array`` as what indexes the pages, or goes into them."""
+        return array if self._host else torch.from_numpy(array).to(self.cache.device, non_blocking=True)
+
+    def _at(self, slots: NDArray[np.int64]) -> tuple[Any, int, Any]:
+        """The index of tokens ``slots [T]``, each ``[token_nbytes]`` there."""
+        blocks, offsets = np.divmod(slots, self._spec.block_tokens)
+        return self._there(blocks), 0, self._there(offsets)
 
     def clear(self, blocks: NDArray[np.int64]) -> None:
         """These blocks were given out: no row of an earlier life is in them, captured anew or not."""
-        if self._host is not None:
-            self._host[blocks, :, :, :WORD_NBYTES] = 0
-        else:
-            self.cache[torch.from_numpy(blocks).to(self.cache.device), :, :, :WORD_NBYTES] = 0
+        self._pages[self._there(blocks), :, :, :WORD_NBYTES] = 0
 
     def get(self, slots: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """The rows ``[T, layers, top_k]`` at ``slots [T]``, and which are there and sound; waits for the device."""
-        at, size = torch.from_numpy(slots).to(self.cache.device), self._spec.block_tokens
-        raw = np.ascontiguousarray(self.cache[at // size, 0, at % size].cpu().numpy())
+        raw = np.ascontiguousarray(torch.as_tensor(self._pages[self._at(slots)]).cpu().numpy())
         rows, packed = raw[:, WORD_NBYTES : WORD_NBYTES + self._spec.row_nbytes], raw.view(np.uint64)
         ids: NDArray[Any] = np.ascontiguousarray(rows).view(self._spec.dtype).reshape(-1, *self._spec.row_shape)
         return ids, packed[:, 0] == self._sums(packed)

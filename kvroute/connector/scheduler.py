@@ -21,6 +21,7 @@ from cache_manager.ports import StorageBackend
 from kvroute.connector.answers import FIELD, UNSEEN
 from kvroute.connector.settings import Engine, StepMeta
 from kvroute.rollout import open_rollouts
+from kvroute.rollout.response import layers_of
 from kvroute.routes import Routes
 from kvroute.witness import Run
 
@@ -219,11 +220,11 @@ class SchedulerRows:
         if self.engine.witness == "flagged":
             edges = np.flatnonzero(np.diff(trusted.astype(np.int8), prepend=0, append=0))
             return routes, edges.reshape(-1, 2).tolist()
-        layers, ids, valid = routes.layer_ids[:-1], routes.ids[:, :-1], routes.valid
-        if not layers:  # there is one router, and nothing says what it chose
-            layers, ids, valid = routes.layer_ids, routes.ids, valid & ~trusted
-        fields = routes.num_experts, routes.num_layers, routes.start, routes.weights_versions
-        return Routes.checked(ids, valid, layers, *fields), []
+        if len(routes.layer_ids) > 1:
+            return layers_of(routes, range(len(routes.layer_ids) - 1)), []
+        # there is one router, and nothing says what it chose
+        fields = routes.layer_ids, routes.num_experts, routes.num_layers, routes.start, routes.weights_versions
+        return Routes.checked(routes.ids, routes.valid & ~trusted, *fields), []
 
     def _with_siblings(self, parent: str, told: dict[str, Any]) -> dict[str, Any]:
         found = self._siblings.setdefault(parent, {})
