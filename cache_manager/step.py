@@ -32,6 +32,8 @@ from cache_manager.memory import add, clear
 from cache_manager.table import BlockTable, Ints, extreme
 
 PADDING: Final = -1
+FEW_SLOTS: Final = 256
+"""Up to so many slots a Python set tells sooner than arrays that their cells differ."""
 RUN_MIN: Final = 16
 """Rows next to each other, on average, from which on they are copied run by run."""
 
@@ -329,7 +331,9 @@ def write_at_once(table: BlockTable, books: Books, slots: NDArray[Any], rows: Ma
         with books.guard:
             if table.steps:
                 return False
-            cells, bits, _, _ = table.begin_writing(slots)
+            cells, bits = table.cells.bit_by_bit(slots) if slots.size <= FEW_SLOTS else (slots[:0], slots[:0])
+            if len(set(cells.tolist())) != slots.size:  # not one row of each sequence, as decode has them
+                cells, bits, _, _ = table.begin_writing(slots)
             table.check(Event.WRITE, blocks := table.cells.blocks(cells))
             clear(table.region, cells, bits)
             table.write_under_own_origin(blocks, slots)

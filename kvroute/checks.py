@@ -17,6 +17,8 @@ from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routing import id_dtype
 
+_PAIRS_MAX: Final = 1 << 12
+"""Pairs of ids up to which all are compared by one call: a decode step of few sequences, where calls are what costs."""
 _CHUNK: Final = 1 << 16
 """Layers of tokens judged at a time: with eight one-byte ids, 512 KiB of columns and as much of answers."""
 
@@ -96,6 +98,8 @@ def _repeats(flat: NDArray[Any], dtype: DTypeLike) -> NDArray[np.bool_] | None:
     """
     k = flat.shape[1]
     found: NDArray[np.bool_] | None = None
+    if flat.size * k <= _PAIRS_MAX and np.count_nonzero(flat[:, :, None] == flat[:, None]) == flat.size:
+        return None  # each id is equal to itself only
     for first in range(0, len(flat), _CHUNK):
         columns = flat[first : first + _CHUNK].T.astype(dtype, order="C")
         answers = np.empty(columns.shape, np.bool_)
