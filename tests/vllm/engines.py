@@ -18,9 +18,9 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 import kvroute
-from kvroute.integrations.vllm import routes
 from kvroute.connector.scheduler import SchedulerRows
 from kvroute.connector.worker import WorkerRows
+from kvroute.integrations.vllm import routes
 
 MODULE = "kvroute.integrations.vllm"
 BLOCK = 32  # what vLLM's attention kernels for CPUs want

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 import kvroute
 from cache_manager.keys import BlockKey
 from kvroute.integrations.vllm import routes
-from kvroute.integrations.vllm.config import Engine as Followed
+from kvroute.integrations.vllm.config import engine_of
 
 Start = Any  # conftest's Engines
 Model = Callable[..., Path]
@@ -247,7 +247,7 @@ def test_what_is_not_followed_is_refused_by_name(model: Model, monkeypatch: pyte
             object.__setattr__(where, field, value)
     monkeypatch.setattr(vllm, "__version__", changed.get("vllm", vllm.__version__))
     with pytest.raises(kvroute.ConfigError, match=wanted):
-        Followed.of(made, cache, "Connector")
+        engine_of(made, cache, "Connector")
 
 
 @pytest.mark.parametrize(
