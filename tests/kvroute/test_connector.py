@@ -23,7 +23,6 @@ from kvroute.routes import Routes
 from kvroute.routing import routing_spec
 
 TOKENS, EXPERTS, TOP_K = 4, 8, 2
-SPEC = routing_spec(num_experts=EXPERTS, top_k=TOP_K, layer_ids=[0, 1], num_layers=2, block_tokens=TOKENS)
 
 
 def _seed(tokens: Sequence[int]) -> np.random.Generator:
@@ -47,15 +46,19 @@ class Asked:
 class Toy:
     """A paged engine for one request at a time: a prefix cache over ``blocks`` blocks, and KV that others may have."""
 
-    def __init__(self, blocks: int = 9, kept: dict[bytes, Any] | None = None, pages: bool = False, **said: Any) -> None:
+    def __init__(
+        self, kept: dict[bytes, Any] | None = None, pages: bool = False, layers: int = 2, blocks: int = 9, **said: Any
+    ) -> None:
         self.kept = kept  # KV outside, by hash of its block, in all layers
-        self.kv = {f"layers.{i}": torch.zeros(blocks, 1, TOKENS, 8) for i in range(2)}
+        spec = routing_spec(EXPERTS, TOP_K, range(layers), num_layers=layers, block_tokens=TOKENS)
+        self.layers = range(layers)
+        self.kv = {f"layers.{i}": torch.zeros(blocks, 1, TOKENS, 8) for i in self.layers}
         if pages:
-            self.kv[page_name(SPEC)] = torch.zeros(blocks, 1, TOKENS, token_nbytes(SPEC), dtype=torch.uint8)
+            self.kv[page_name(spec)] = torch.zeros(blocks, 1, TOKENS, token_nbytes(spec), dtype=torch.uint8)
         settings = Settings.of({"strict": True, "weights": "m", **said})
         engine = Engine(
             settings,
-            RecordLayout((SPEC,)),
+            RecordLayout((spec,)),
             Namespace("m", 1),
             blocks=blocks,
             max_tokens=64,
@@ -66,7 +69,7 @@ class Toy:
         self.worker, self.scheduler = WorkerRows(engine, self.kv), SchedulerRows(engine)
         self.scheduler.attach(self.worker.region)
         self.scheduler.blocks_of = lambda _name, first, last: self.table[first:last]
-        self.hooks = [self.worker.ids.hook(layer) for layer in (0, 1)]
+        self.hooks = [self.worker.ids.hook(layer) for layer in self.layers]
         self.free, self.cached = list(range(blocks)), dict[bytes, int]()
         self.table: list[int] = []
         self.fails: set[int] = set()  # places in the request of blocks whose load fails
@@ -113,7 +116,7 @@ class Toy:
         prefixes = [request.tokens[: i + 1] for i in range(start, start + n)]
         at = [(self.table[i // TOKENS], i % TOKENS) for i in range(start, start + n)]
         for i, (block, offset) in enumerate(at):
-            for layer in range(2):
+            for layer in self.layers:
                 values = _seed([*prefixes[i], layer]).normal(size=8)
                 self.kv[f"layers.{layer}"][block, 0, offset] = torch.from_numpy(values)
         chosen = np.stack([row_of(prefix) for prefix in prefixes])
@@ -241,6 +244,21 @@ def test_a_row_that_was_not_captured_is_missing_in_other_engines_pages() -> None
     assert other.loaded == 8
     first.close()
     other.close()
+
+
+def test_of_one_router_nothing_is_known_beside_loaded_kv(tmp_path: Path) -> None:
+    """Goal: a model whose only router is behind the last KV claims nothing. Method: a second engine loads two blocks of
+    three; their rows are missing, or flagged.
+    """
+    tokens, kept = list(range(11)), dict[bytes, Any]()
+    first = Toy(kept=kept, layers=1, store=f"file://{tmp_path}")
+    first.ask("a", tokens)
+    first.settle()
+    for witness, verdict in (("missing", {"right": 3, "missing": 8}), ("flagged", {"right": 11})):
+        other = Toy(kept=kept, layers=1, store=f"file://{tmp_path}?mode=read", witness=witness)
+        assert judge(routes(other.ask("b", tokens)), tokens) == verdict
+        other.close()
+    first.close()
 
 
 def test_after_new_weights_nothing_is_readable(tmp_path: Path) -> None:
