@@ -30,6 +30,7 @@ class Connections:
         self._total_nbytes_max = max(total_nbytes_max, self._each_nbytes_max)
         self._seen: dict[int, int] = {}  # bytes received when a message was last seen complete
         self._spoke: set[int] = set()  # delivered a message since the last sweep
+        self._cut: set[int] = set()  # shut down, and not seen to be gone yet
         self.refused = 0
         self.cut = 0
 
@@ -41,6 +42,7 @@ class Connections:
 
     def accepted(self, fd: int) -> None:
         """A connection is there; one too many is shut down."""
+        self._cut.discard(fd)
         if len(self._seen) >= self._connections_max:
             self.refused += 1
             self._shut_down(fd)
@@ -50,15 +52,18 @@ class Connections:
     def disconnected(self, fd: int) -> None:
         self._seen.pop(fd, None)
         self._spoke.discard(fd)
+        self._cut.discard(fd)
 
     def spoke(self, fd: int) -> None:
         """A whole message of this connection was taken."""
         self._spoke.add(fd)
 
     def cut_off(self, fd: int) -> None:
-        """Shut a connection down for what came by it."""
-        self.cut += 1
-        self._shut_down(fd)
+        """Shut a connection down for what came by it; once, however long it takes to be gone."""
+        if fd not in self._cut:
+            self._cut.add(fd)
+            self.cut += 1
+            self._shut_down(fd)
 
     def sweep(self) -> None:
         """Shut down what sends messages without an end. Call it when every whole message was taken."""

@@ -30,7 +30,8 @@ BUFFERS_POLL_MS: Final = 2
 SWEEP_S: Final = 0.1
 _LAST: Final = int(zmq.NOBLOCK)  # as numbers: the library's flags cost more than a small copy
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-FREED_S: Final = 5.0
+FREED_S: Final = 30.0
+"""How long another thread may take to say so, on a machine that stands still."""
 
 
 @dataclass(frozen=True, slots=True)

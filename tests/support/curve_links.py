@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transfer_nodes import ended
+from transfer_nodes import QUICK, ended
 from transfer_rows import CanarySink, identity_of, offered, wanted
 
 from transfer.curve import CurveClient, CurveServer, make_keys, read_keys, read_public
@@ -35,9 +35,11 @@ def client(keys: Path, name: str, server: str = "server", identity: bytes | None
     return ZmqLink(ZmqSettings(curve_client=pair_of(keys, name, server), identity=identity))
 
 
-def result_of(prefill: PrefillNode, link: ZmqLink, request: int) -> tuple[PullDone, CanarySink]:
-    """What a decode node over ``link`` gets of an offer of three blocks."""
-    decode = DecodeNode(link, identity_of(2), TransferLimits(lease_s=5.0, retry_s=0.3, retries_max=3))
+def result_of(
+    prefill: PrefillNode, link: ZmqLink, request: int, limits: TransferLimits = QUICK
+) -> tuple[PullDone, CanarySink]:
+    """What a decode node over ``link`` gets of an offer of three blocks; ``HASTY`` where it is to get nothing."""
+    decode = DecodeNode(link, identity_of(2), limits)
     transfer, sink = prefill.offer(offered(request, 3)), CanarySink(request)
     try:
         decode.pull(prefill.address, transfer, wanted(request, 3), sink)

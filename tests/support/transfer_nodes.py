@@ -18,7 +18,10 @@ from transfer.zmq_settings import ZmqSettings
 
 PATIENCE_S = 60.0
 _T = TypeVar("_T")
-QUICK = TransferLimits(lease_s=5.0, retry_s=0.2, retries_max=3)
+QUICK = TransferLimits(lease_s=60.0, retry_s=0.2, retries_max=300)
+"""Lost messages are asked for again soon; a machine that stands still ends no pull and no lease."""
+HASTY = TransferLimits(lease_s=60.0, retry_s=0.2, retries_max=3)
+"""For pulls that nobody answers."""
 
 
 @contextlib.contextmanager

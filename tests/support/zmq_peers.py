@@ -11,7 +11,7 @@ from transfer_rows import NAMESPACE, PART
 from zmq.utils.monitor import recv_monitor_message
 
 from transfer.curve import CurveClient
-from transfer.messages import MINOR, Hello, Message, decode, encode
+from transfer.messages import MINOR, Hello, Message, Refuse, Welcome, decode, encode
 
 PATIENCE_S = 60.0
 TURNED_AWAY = (
@@ -46,6 +46,12 @@ class Client:
     def hello(self) -> Message:
         self.say(encode(Hello(self.boot_id, NAMESPACE, [PART], MINOR, 1 << 30)))
         return self.hear()
+
+    def hear_out(self) -> None:
+        """Returns when the server has acted on everything that was said: it answers in order."""
+        answer = self.hello()
+        while not (isinstance(answer, (Welcome, Refuse)) and answer.to == self.boot_id):
+            answer = self.hear()
 
     def say(self, *frames: bytes) -> None:
         assert self._socket.poll(int(PATIENCE_S * 1000), zmq.POLLOUT), "the server takes nothing any more"

@@ -7,7 +7,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ def test_wake_ends_a_wait_and_so_does_a_message() -> None:
         thread = threading.Thread(target=what, daemon=True)
         thread.start()
         a.poll(60.0)
-        thread.join()
+        thread.join(60.0)
 
 
 def test_faults_that_cannot_be_are_refused() -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,8 @@ from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
 needs_mooncake = pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="needs the mooncake wheel")
-SMALL = MooncakeLinkSettings(window_nbytes=4 << 20, quarantine_s=0.5, pause_s=0.2, bulk_nbytes_min=1)
+SMALL = MooncakeLinkSettings(window_nbytes=4 << 20, quarantine_s=0.5, pause_s=0.2, bulk_nbytes_min=1, write_s=30.0)
+RESTING = replace(SMALL, quarantine_s=3.0)
 
 
 def server_at(directory: Path, settings: MooncakeLinkSettings = SMALL) -> MooncakeLink:
@@ -55,8 +57,8 @@ class TestMooncake(LinkContract):
 def test_rows_cross_by_the_engine(tmp_path: Path) -> None:
     """Goal: nodes need not know; bulk really went by the engine. Method: canary rows, and both links' counts."""
     served, pulling = server_at(tmp_path), MooncakeLink(ZmqLink(), SMALL)
-    prefill = PrefillNode(served, identity_of(1), TransferLimits(retry_s=1.0))
-    decode = DecodeNode(pulling, identity_of(2), TransferLimits(retry_s=1.0))
+    patient = TransferLimits(lease_s=300.0, retry_s=PATIENCE_S)  # who asks again has records written that nobody awaits
+    prefill, decode = PrefillNode(served, identity_of(1), patient), DecodeNode(pulling, identity_of(2), patient)
     done: list[PullDone] = []
     sinks = {}
     for request in range(10):
@@ -84,8 +86,9 @@ def test_a_write_that_fails_goes_by_zeromq_and_its_range_rests(tmp_path: Path) -
 
     Method: the receiver's engine is killed; the sender's engine finds nobody.
     """
-    served, pulling = server_at(tmp_path), MooncakeLink(ZmqLink(), SMALL)
+    served, pulling = server_at(tmp_path, RESTING), MooncakeLink(ZmqLink(), RESTING)
     _, here = TestMooncake().meet(served, pulling)
+    granted = served._sender.granted[here]  # the receiver's next engine will have another window
     os.kill(pulling.engine_pid, signal.SIGKILL)
     told: list[float] = []
     body = payload(1, 100_000)
@@ -95,10 +98,9 @@ def test_a_write_that_fails_goes_by_zeromq_and_its_range_rests(tmp_path: Path) -
     assert bytes(arrival.bulk[0]) == body
     assert len(told) == 1
     assert served.counts["writes_failed"] == 1
-    granted = served._sender.granted[here]
     assert granted.window.taken == 1
     poll_until(served, lambda _: granted.window.taken == 0, pulling)
-    assert time.monotonic() - start_s >= SMALL.quarantine_s
+    assert time.monotonic() - start_s >= RESTING.quarantine_s
     pulling.close()
     served.close()
 

@@ -1,18 +1,16 @@
-"""Nodes over real sockets, in one process and in several: stopped, killed, restarted, full."""
+"""Nodes over real sockets in one process: what crosses, what ends early, what is full, what is left."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zmq
-from transfer_nodes import PATIENCE_S, QUICK, ended, nodes, released, until
-from transfer_peer import PeerProcess
+from transfer_nodes import HASTY, PATIENCE_S, QUICK, ended, nodes, released, until
 from transfer_rows import NAMESPACE, VALID, CanarySink, identity_of, key_of, offered, wanted
 
 from cache_manager.errors import BlockBusyError
@@ -110,8 +108,9 @@ def test_an_abort_of_either_side_ends_both(tmp_path: Path) -> None:
         decode.pull("ipc:///nowhere/at/all", by_decode, wanted(2, 2), CanarySink(2))
         decode.abort(by_decode, "the request was cancelled")
         assert ended(decode, {by_decode})[by_decode].result.reason is Reason.ABORTED
-        outcomes = released(prefill, {by_prefill, by_decode})  # the second by the end of its lease
-        assert [outcomes[t].outcome for t in (by_prefill, by_decode)] == [Outcome.ABORTED, Outcome.EXPIRED]
+        prefill.abort(by_decode, "decode never reached prefill")
+        outcomes = released(prefill, {by_prefill, by_decode})
+        assert [outcomes[t].outcome for t in (by_prefill, by_decode)] == [Outcome.ABORTED, Outcome.ABORTED]
 
 
 def test_an_unpulled_offer_ends_with_its_lease(tmp_path: Path) -> None:
@@ -126,8 +125,7 @@ def test_an_unpulled_offer_ends_with_its_lease(tmp_path: Path) -> None:
 
 def test_what_cannot_begin_is_told_and_releases(tmp_path: Path) -> None:
     """Goal: no room, a wrong address, a pull begun twice: each is said where the caller looks, nothing hangs."""
-    tight = TransferLimits(transfers_max=1, lease_s=5.0, retry_s=0.2, retries_max=2)
-    with nodes(tmp_path, tight) as (prefill, decode):
+    with nodes(tmp_path, p_limits=replace(QUICK, transfers_max=1)) as (prefill, decode):
         first, second = prefill.offer(offered(1, 1)), prefill.offer(offered(2, 1))
         assert "transfers_max" in released(prefill, {second})[second].detail
         decode.pull("tcp://not an address", second, wanted(2, 1), CanarySink(2))
@@ -139,7 +137,15 @@ def test_what_cannot_begin_is_told_and_releases(tmp_path: Path) -> None:
         decode.pull("ipc:///nowhere/at/all", first, wanted(1, 1), CanarySink(1))
         with pytest.raises(LocalProtocolError, match="not being pulled"):
             decode.pull(prefill.address, first, wanted(1, 1), CanarySink(1))
-        assert ended(decode, {first})[first].result.reason is Reason.TIMEOUT
+        decode.abort(first, "nobody is there")
+        assert ended(decode, {first})[first].result.reason is Reason.ABORTED
+
+
+def test_a_pull_that_nobody_answers_ends(tmp_path: Path) -> None:
+    with nodes(tmp_path, HASTY) as (_, decode):
+        decode.pull("ipc:///nowhere/at/all", TransferId(bytes(16)), wanted(1, 2), CanarySink(1))
+        result = ended(decode, {TransferId(bytes(16))})[TransferId(bytes(16))].result
+        assert [m.reason for m in result.missing] == [Reason.TIMEOUT] * 2
 
 
 def test_a_callback_that_fails_costs_no_block(tmp_path: Path) -> None:
@@ -158,12 +164,15 @@ def test_a_callback_that_fails_costs_no_block(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("address", ["ipc://{}/p", "tcp://127.0.0.1:*"])
 def test_a_peer_that_never_reads_keeps_no_block(tmp_path: Path, address: str) -> None:
-    """Goal: large records for a peer that pulls and then reads nothing come back after the lease, with it connected."""
+    """Goal: large records for a peer that pulls and then reads nothing come back after the lease, with it connected.
+
+    Method: who is cut off as slow has held buffers for a lease after the transfer's end. It is greeted before the
+    lease begins.
+    """
     part = Part("kv", b"k" * 16, 1 << 20, 64)
     link = ZmqLink(ZmqSettings(bind=address.format(tmp_path), silence_ms=3_600_000))
-    prefill = PrefillNode(link, Identity(BootId(b"p" * 16), NAMESPACE, (part,)), TransferLimits(lease_s=0.5))
+    prefill = PrefillNode(link, Identity(BootId(b"p" * 16), NAMESPACE, (part,)), TransferLimits(lease_s=2.0))
     records = [OfferedRecord(key_of(1, i), part.fingerprint, 1, 1, VALID, bytearray(part.nbytes)) for i in range(48)]
-    transfer = prefill.offer([OfferedBlock(i, record.key, (record,)) for i, record in enumerate(records)])
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.rcvhwm = 1
@@ -172,8 +181,9 @@ def test_a_peer_that_never_reads_keeps_no_block(tmp_path: Path, address: str) ->
         run = b"d" * 16
         wants = [Want(i, record.key, 1) for i, record in enumerate(records)]
         socket.send(encode(Hello(run, NAMESPACE, [part], 0, 1 << 30)))
+        assert socket.poll(PATIENCE_S * 1000)
+        transfer = prefill.offer([OfferedBlock(i, record.key, (record,)) for i, record in enumerate(records)])
         socket.send(encode(Pull(run, transfer, 1, wants, 1 << 40)))
-        until(lambda: link.counters.buffers_in_flight, lambda held: held > 0)
         assert released(prefill, {transfer})[transfer].outcome is Outcome.EXPIRED
         assert prefill.counters.session.slow_peers
         assert prefill.close()
@@ -280,7 +290,7 @@ def test_a_fork_while_a_lock_is_held_is_told(tmp_path: Path) -> None:
         process = multiprocessing.get_context("fork").Process(target=child)
         with decode._worker._lock:  # as the thread holds it for a moment: a fork may come in that moment
             process.start()
-        process.join(PATIENCE_S / 4)
+        process.join(PATIENCE_S)
         if process.is_alive():
             process.kill()
             process.join()
@@ -302,115 +312,5 @@ def test_nodes_leave_nothing_behind(tmp_path: Path) -> None:
     before = held()
     for _ in range(10):
         round_trip()
-    assert held() <= before
-    assert os.listdir(tmp_path) == []
-
-
-# ---------------------------------------------------------------- processes
-
-
-@contextlib.contextmanager
-def processes(directory: Path, **limits: float) -> Iterator[tuple[PeerProcess, PeerProcess]]:
-    prefill = PeerProcess("prefill", f"ipc://{directory}/p", **limits)
-    decode = PeerProcess("decode", **limits)
-    try:
-        yield prefill, decode
-        decode.close()
-        prefill.close()  # harmless when it was killed
-    finally:
-        for process in (decode, prefill):
-            with contextlib.suppress(Exception):
-                process.kill()
-
-
-def right(done: dict[str, object]) -> bool:
-    return done["wrong"] == done["twice"] == 0 and done["there"] == done["installed"]
-
-
-def test_decode_stopped_for_longer_than_the_lease(tmp_path: Path) -> None:
-    """Goal: a stopped decode costs prefill one lease; what it says afterwards is late, counted, refused.
-
-    Method: SIGSTOP right after the pull was asked for, SIGCONT when prefill has released.
-    """
-    with processes(tmp_path, lease_s=0.7, retry_s=0.3) as (prefill, decode):
-        transfers = [prefill.ask("offer", request=n, blocks=200) for n in range(4)]
-        for n, transfer in enumerate(transfers):
-            decode.ask("pull", address=prefill.address, transfer=transfer, request=n, blocks=200)
-        decode.stop()
-        prefill.ask_until("poll", lambda got: len(got) == 4)
-        decode.go_on()
-        done = decode.ask_until("poll", lambda got: len(got) == 4)
-        assert all(right(d) for d in done.values())
-        assert all(d["installed"] + d["missing"] == 200 for d in done.values())
-        assert all(d["reason"] for d in done.values() if d["missing"])
-        fresh = prefill.ask("offer", request=9, blocks=3)
-        decode.ask("pull", address=prefill.address, transfer=fresh, request=9, blocks=3)
-        assert decode.ask_until("poll", lambda got: fresh in got)[fresh]["missing"] == 0
-        assert len({t for t, _, _ in prefill.ask_until("poll", lambda got: len(got) == 5)}) == 5
-        assert prefill.ask("counters")["in_flight"] == 0
-
-
-def test_prefill_stopped_for_longer_than_the_lease(tmp_path: Path) -> None:
-    """Goal: pulls from a stopped prefill end with a reason in bounded time, or complete when it goes on."""
-    with processes(tmp_path, lease_s=0.7, retry_s=0.2, retries_max=3) as (prefill, decode):
-        transfers = [prefill.ask("offer", request=n, blocks=200) for n in range(4)]
-        prefill.stop()
-        for n, transfer in enumerate(transfers):
-            decode.ask("pull", address=prefill.address, transfer=transfer, request=n, blocks=200)
-        done = decode.ask_until("poll", lambda got: len(got) == 4)
-        assert {d["reason"] for d in done.values()} == {"timeout"}
-        prefill.go_on()
-        prefill.ask_until("poll", lambda got: len(got) == 4)
-        fresh = prefill.ask("offer", request=9, blocks=3)
-        decode.ask("pull", address=prefill.address, transfer=fresh, request=9, blocks=3)
-        assert decode.ask_until("poll", lambda got: fresh in got)[fresh]["missing"] == 0
-        assert all(right(d) for d in decode.ask("poll").values())
-
-
-def test_prefill_killed_during_transfers_and_restarted_at_its_address(tmp_path: Path) -> None:
-    """Goal: kill -9 of prefill: every pull ends, what arrived is right, the next run serves at the same address."""
-    limits = {"lease_s": 5.0, "retry_s": 0.2, "retries_max": 20}
-    with processes(tmp_path, **limits) as (prefill, decode):
-        transfers = [prefill.ask("offer", request=n, blocks=400) for n in range(6)]
-        for n, transfer in enumerate(transfers):
-            decode.ask("pull", address=prefill.address, transfer=transfer, request=n, blocks=400)
-        prefill.kill()
-        done = decode.ask_until("poll", lambda got: len(got) == 6)
-        assert all(right(d) for d in done.values())
-        assert all(d["reason"] or not d["missing"] for d in done.values())
-        again = PeerProcess("prefill", f"ipc://{tmp_path}/p", **limits)
-        try:
-            fresh = again.ask("offer", request=9, blocks=3)
-            decode.ask("pull", address=again.address, transfer=fresh, request=9, blocks=3)
-            assert decode.ask_until("poll", lambda got: fresh in got)[fresh]["missing"] == 0
-        finally:
-            again.close()
-
-
-def test_decode_killed_during_transfers_and_restarted_with_its_identity(tmp_path: Path) -> None:
-    """Goal: kill -9 of decode: its leases end, a new run under its name gets nothing of the old, and what is its own.
-
-    Method: the second process has the same identity, asks for a transfer of the first, then for one of its own.
-    """
-    limits = {"lease_s": 1.5, "retry_s": 0.2, "retries_max": 3}
-    prefill = PeerProcess("prefill", f"ipc://{tmp_path}/p", **limits)
-    first = PeerProcess("decode", "-", "decode-0", **limits)
-    transfers = [prefill.ask("offer", request=n, blocks=400) for n in range(3)]
-    for n, transfer in enumerate(transfers):
-        first.ask("pull", address=prefill.address, transfer=transfer, request=n, blocks=400)
-    prefill.ask_until("counters", lambda got: got["session"]["pulled"] == 3)
-    first.kill()
-    second = PeerProcess("decode", "-", "decode-0", **limits)
-    second.ask("pull", address=prefill.address, transfer=transfers[0], request=0, blocks=400)
-    fresh = prefill.ask("offer", request=9, blocks=3)
-    second.ask("pull", address=prefill.address, transfer=fresh, request=9, blocks=3)
-    done = second.ask_until("poll", lambda got: len(got) == 2)
-    assert done[fresh]["missing"] == 0
-    assert all(right(d) for d in done.values())
-    assert done[transfers[0]]["installed"] == 0
-    assert done[transfers[0]]["reason"] == "gone"
-    prefill.ask_until("poll", lambda got: len(got) == 4)
-    assert prefill.ask("counters")["in_flight"] == 0
-    second.close()
-    prefill.close()
+    until(held, lambda now: now[0] <= before[0] and now[1] <= before[1])
     assert os.listdir(tmp_path) == []
