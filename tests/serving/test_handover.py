@@ -34,7 +34,7 @@ from transfer.zmq_settings import ZmqSettings
 
 MODEL = plain_model()
 NAMESPACE = Namespace("m", weights_version=3)
-PATIENT = TransferLimits(lease_s=5.0, retry_s=0.2, retries_max=1000)
+PATIENT = TransferLimits(lease_s=120.0, retry_s=0.2, retries_max=1000)
 HASTY = TransferLimits(retry_s=0.2, retries_max=3)
 SMALL = EngineConfig(device_blocks=16, host_blocks=16, sequences_max=4)
 

@@ -34,7 +34,7 @@ class Cluster:
             "--name", "p0", "--transfer-address", transfer, "--lease-s", str(LEASE_S), *sizes,
         ])  # fmt: skip
         self.decode = Process("decode", directory, [
-            "--name", "d0", "--prefill", f"p0={transfer}", "--retry-s", "0.5", "--requests-max", "6", *sizes,
+            "--name", "d0", "--prefill", f"p0={transfer}", "--retry-s", "1", "--requests-max", "6", *sizes,
         ])  # fmt: skip
         self.route = Process("front", directory, [
             "--prefill", f"p0={self.prefill.url}", "--decode", f"d0={self.decode.url}",
@@ -156,10 +156,11 @@ def test_prefill_is_killed_during_a_transfer(cluster: Cluster, plain: Plain) -> 
     """Goal: a pull that will never end does. Method: prefill is stopped, the pull begins, prefill is killed."""
     body = completion(200)
     asked = prefilled(cluster, body)
+    before = metrics(cluster.decode.url)["decode_pulls_total"]
     cluster.prefill.signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(ask, cluster.decode.url, "/v1/decode", asked)
-        wait_until(lambda: metrics(cluster.decode.url)["pulls{in_flight}"] == 1, "the pull is in flight")
+        wait_until(lambda: metrics(cluster.decode.url)["decode_pulls_total"] > before, "the pull has begun")
         cluster.prefill.kill()
         check_decoded(plain, body, future.result())
     assert metrics(cluster.decode.url)["decode_prefill_recomputed_tokens_total"] > 0
@@ -168,10 +169,11 @@ def test_prefill_is_killed_during_a_transfer(cluster: Cluster, plain: Plain) -> 
 def test_decode_is_killed_during_a_transfer(cluster: Cluster) -> None:
     """Goal: prefill's blocks come back. Method: decode dies with a pull in flight; the lease ends by itself."""
     asked = prefilled(cluster, completion(201))
+    before = metrics(cluster.decode.url)["decode_pulls_total"]
     cluster.prefill.signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(ask, cluster.decode.url, "/v1/decode", asked)
-        wait_until(lambda: metrics(cluster.decode.url)["pulls{in_flight}"] == 1, "the pull is in flight")
+        wait_until(lambda: metrics(cluster.decode.url)["decode_pulls_total"] > before, "the pull has begun")
         cluster.decode.kill()
         with pytest.raises(OSError):  # noqa: PT011 - reset, or closed without an answer
             future.result()
@@ -180,9 +182,9 @@ def test_decode_is_killed_during_a_transfer(cluster: Cluster) -> None:
 
 
 def test_decode_is_killed_under_load(cluster: Cluster, plain: Plain) -> None:
-    whole, failed = judge(plain, load(cluster, 12, 300, cluster.decode.kill))
+    whole, _ = judge(plain, load(cluster, 12, 300, cluster.decode.kill))
     assert whole
-    assert failed  # there is no other decode
+    assert cluster.complete(completion(399))[0] == 503  # there is no other decode
     wait_until(lambda: all_blocks_are_back(cluster.prefill.url), "prefill has its blocks back")
 
 
@@ -201,7 +203,7 @@ def test_the_route_is_killed_under_load(cluster: Cluster, plain: Plain) -> None:
     judge(plain, load(cluster, 12, 400, cluster.route.kill))
     wait_until(cluster.quiet, "all blocks are back")
     for server in (cluster.prefill, cluster.decode):
-        assert metrics(server.url)["http_requests{in_flight}"] == 0
+        wait_until(lambda url=server.url: metrics(url)["http_requests{in_flight}"] == 0, "the front is forgotten")
 
 
 def test_decode_is_stopped_for_longer_than_the_lease(cluster: Cluster, plain: Plain) -> None:
@@ -260,10 +262,10 @@ def test_sigterm_finishes_what_is_in_care(cluster: Cluster, plain: Plain) -> Non
     assert len(regions) == 4  # rows of device and host blocks, of prefill and decode
     assert all(region.exists() for region in regions)
     bodies = [completion(900 + number, max_tokens=24) for number in range(4)]
+    before = metrics(cluster.route.url)["http_requests_total"]
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(cluster.complete, body) for body in bodies]
-        wait_until(lambda: metrics(cluster.decode.url)["requests_submitted_total"] > 0, "decode has begun")
-        wait_until(lambda: metrics(cluster.route.url)["http_requests{in_flight}"] > 0, "the route has begun")
+        wait_until(lambda: metrics(cluster.route.url)["http_requests_total"] == before + 4, "the route has begun")
         cluster.route.signal(signal.SIGTERM)
         answers = [future.result() for future in futures]
     whole, _ = judge(plain, list(zip(bodies, answers, strict=True)))
