@@ -130,7 +130,7 @@ say("done")
 
 def wait_for_no_user(name: str) -> None:
     """Killed grandchildren drop their locks a moment after the signal."""
-    for _ in range(500):
+    for _ in range(6000):
         if not next((info.in_use for info in list_regions() if info.name == name), False):
             return
         time.sleep(0.01)

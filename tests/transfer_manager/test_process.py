@@ -137,7 +137,7 @@ def test_a_killed_process_fails_what_is_in_flight_and_another_takes_over(
 
 
 def test_a_process_that_hangs_is_ended_at_the_deadline(memory: Memory) -> None:
-    with CacheTransferManager(memory.parts, TransferSettings(command_s=0.5, restart_pause_s=0.05)) as process:
+    with CacheTransferManager(memory.parts, TransferSettings(command_s=3.0, restart_pause_s=0.05)) as process:
         first = process.pid
         assert first is not None
         os.kill(first, signal.SIGSTOP)
@@ -303,7 +303,7 @@ def test_a_process_that_answers_what_it_should_not_is_ended(
     script.write_text(ODD_PROCESS.format(python=sys.executable, path=[p for p in sys.path if p], how=how))
     script.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(script))
-    settings = TransferSettings(restart_pause_s=0.05, command_s=1.0, close_s=0.5)
+    settings = TransferSettings(restart_pause_s=0.05, command_s=3.0, close_s=0.5)
     with CacheTransferManager(memory.parts, settings) as process:
         first = process.pid
         asked = process.submit(out(memory, [(1, 1)]))
@@ -329,9 +329,14 @@ def test_closing_while_it_is_started_again(memory: Memory) -> None:
             process.submit(out(memory, [(1, 1)]))
 
 
-def test_a_set_up_that_takes_too_long_is_said(memory: Memory) -> None:
+def test_a_set_up_that_takes_too_long_is_said(memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Method: a process that says nothing."""
+    script = tmp_path / "silent"
+    script.write_text("#!/bin/sh\nexec sleep 600\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
     with pytest.raises(TransferProcessError, match="lost"):
-        CacheTransferManager(memory.parts, TransferSettings(set_up_s=0.001))
+        CacheTransferManager(memory.parts, TransferSettings(set_up_s=0.1))
 
 
 def test_a_start_that_the_machine_refuses_is_tried_again(
