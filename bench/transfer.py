@@ -64,10 +64,10 @@ def key_of(index: int) -> BlockKey:
 KEYS = [key_of(i) for i in range(BLOCKS)]
 
 
-def settings(transport: str, directory: Path, name: str, *, server: bool) -> ZmqSettings:
-    curve = transport.endswith("CURVE")
+def settings(link: str, directory: Path, name: str, *, server: bool) -> ZmqSettings:
+    curve = link.endswith("CURVE")
     keys = directory / "keys"
-    bind = f"ipc://{directory}/{name}" if transport in ("ipc", ENGINE) else "tcp://127.0.0.1:*"
+    bind = f"ipc://{directory}/{name}" if link in ("ipc", ENGINE) else "tcp://127.0.0.1:*"
     if server:
         allowed = (
             CurveServer(read_keys(keys / "p.key_secret"), frozenset([read_public(keys / "d.key")])) if curve else None
@@ -78,8 +78,8 @@ def settings(transport: str, directory: Path, name: str, *, server: bool) -> Zmq
     )
 
 
-def link(transport: str, chosen: ZmqSettings) -> ServingLink:
-    return open_link("mooncake" if transport == ENGINE else "zmq", chosen)
+def opened(link: str, chosen: ZmqSettings) -> ServingLink:
+    return open_link("mooncake" if link == ENGINE else "zmq", chosen)
 
 
 def pool() -> np.ndarray[Any, Any]:
@@ -89,11 +89,11 @@ def pool() -> np.ndarray[Any, Any]:
 # ---------------------------------------------------------------- prefill's processes
 
 
-def serve_node(pipe: Connection, transport: str, directory: Path) -> None:
+def serve_node(pipe: Connection, link: str, directory: Path) -> None:
     """Offers as many requests as it is told to, before their time is taken: prefill has finished then."""
     rows = pool()
     node = PrefillNode(
-        link(transport, settings(transport, directory, "node", server=True)),
+        opened(link, settings(link, directory, "node", server=True)),
         Identity(BootId(secrets.token_bytes(16)), NAMESPACE, (PART,)),
         LIMITS,
     )
@@ -115,11 +115,11 @@ def serve_node(pipe: Connection, transport: str, directory: Path) -> None:
     node.close()
 
 
-def serve_raw(pipe: Connection, transport: str, directory: Path) -> None:
+def serve_raw(pipe: Connection, link: str, directory: Path) -> None:
     """Answers ``mode, blocks`` with messages of as many records as kvroute's, each in a frame of its own."""
     rows = pool()
     context = zmq.Context()
-    chosen = settings(transport, directory, "raw", server=True)
+    chosen = settings(link, directory, "raw", server=True)
     socket = router(context, replace(chosen, curve_server=None))
     if chosen.curve_server is not None:  # encrypted as ours, without a list of clients
         socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -167,23 +167,23 @@ class Landing:
 
 
 class Decode:
-    """Pulls over kvroute, and what it is compared with, over one transport."""
+    """Pulls over kvroute, and what it is compared with, over one link."""
 
-    def __init__(self, transport: str, directory: Path) -> None:
+    def __init__(self, link: str, directory: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes, addresses = [], [], []
         for serve in (serve_node, serve_raw):
             near, far = context.Pipe()
-            process = context.Process(target=serve, args=(far, transport, directory), daemon=True)
+            process = context.Process(target=serve, args=(far, link, directory), daemon=True)
             process.start()
             self.pipes.append(near)
             self.processes.append(process)
             addresses.append(near.recv())
         self.address, raw = addresses
-        chosen = settings(transport, directory, "", server=False)
+        chosen = settings(link, directory, "", server=False)
         self.over = threading.Event()
         self.node = DecodeNode(
-            link(transport, chosen),
+            opened(link, chosen),
             Identity(BootId(secrets.token_bytes(16)), NAMESPACE, (PART,)),
             LIMITS,
             notify=self.over.set,
@@ -280,13 +280,13 @@ class Decode:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--transports", default=f"ipc,tcp,tcp+CURVE,{ENGINE}")
+    parser.add_argument("--links", default=f"ipc,tcp,tcp+CURVE,{ENGINE}", help="which, with commas between (all)")
     chosen = parser.parse_args()
     rounds = 5 if chosen.quick else 25
     sizes = Table(
         "rows of one request: MB/s until the last is in place (acked: until the ack was answered), ms to the first",
         [
-            "transport",
+            "link",
             "tokens",
             "kvroute",
             "raw",
@@ -304,14 +304,14 @@ def main() -> None:
     )
     flights = Table(
         "requests of one block (64 tokens): us a request",
-        ["transport", "in flight", "kvroute", "raw", "overhead"],
+        ["link", "in flight", "kvroute", "raw", "overhead"],
     )
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         for side in "pd":
             make_keys(directory / "keys", side)
-        for transport in chosen.transports.split(","):
-            decode = Decode(transport, directory)
+        for link in chosen.links.split(","):
+            decode = Decode(link, directory)
             decode.race(2, 1, BLOCKS)
             for tokens in (1024, 8192, 32_768):
                 blocks = tokens // BLOCK_TOKENS
@@ -322,7 +322,7 @@ def main() -> None:
                 ratios.append(f"{best['raw'] / best['kvroute']:.2f}")
                 first = decode.first_ms
                 sizes.row(
-                    transport,
+                    link,
                     f"{tokens:,}",
                     *(f"{speed[n]:.0f}" for n in ("kvroute", "raw", "sum", "joined", "pickle")),
                     *ratios,
@@ -333,7 +333,7 @@ def main() -> None:
                 best = decode.race(rounds, requests, 1)
                 us = {n: 1000 * ms / requests for n, ms in best.items()}
                 flights.row(
-                    transport,
+                    link,
                     str(requests),
                     f"{us['kvroute']:.0f}",
                     f"{us['raw']:.0f}",
