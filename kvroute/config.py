@@ -107,6 +107,13 @@ class RoutingReplayConfig:
             case "response":
                 return "response:"
 
+    def without_store(self) -> Self:
+        """This configuration for an engine whose rollouts another one stores: every key of the store at its default,
+        and each rollout handed over with its output.
+        """
+        unsaid = {f.name: f.default for f in fields(self) if f.name in (*_BY_URL, "rollout_store", "only_last_turn")}
+        return replace(self, **(unsaid | {"routing_store_type": "response"}))
+
     @classmethod
     def from_json(cls, value: str | Mapping[str, Any] | None) -> Self:
         """The configuration that a JSON text, or its content as a mapping, describes.

@@ -1,4 +1,4 @@
-"""The configuration of `kvroute prefill`, ``decode`` and ``route``: a TOML file, flags above it, one frozen object."""
+"""The configuration of `kvroute prefill`, ``decode`` and ``front``: a TOML file, flags above it, one frozen object."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, TypeVar
 from urllib.parse import urlsplit
 
 from cache_manager.errors import ConfigError
+from kvroute.config import RoutingReplayConfig
 from kvroute.engine.request import EngineConfig
 from transfer.zmq_settings import check_address
 
@@ -98,6 +99,7 @@ class EngineServerConfig(ServerConfig):
     store: str = _key("", _TEXT, "URL of a store for rows and KV (empty: none)")
     transfer_process: bool = _key(False, _FLAG, "a process beside the engine moves blocks and opens the store")
     threads: int = _key(1, _COUNT, "threads of a forward pass")
+    routing_replay_config: str = _key("", _TEXT, "JSON of a `RoutingReplayConfig` (empty: rows come with answers only)")
 
     def __post_init__(self) -> None:
         super(EngineServerConfig, self).__post_init__()
@@ -105,7 +107,13 @@ class EngineServerConfig(ServerConfig):
             raise ConfigError("name", "a non-empty string", "''")
         if self.transfer_process and not (self.store and self.memory == "shared"):
             raise ConfigError("transfer_process", "a store, and memory = 'shared'", f"{self.store!r}, {self.memory!r}")
-        _ = self.engine
+        _ = self.engine, self.replay
+
+    @property
+    def replay(self) -> RoutingReplayConfig | None:
+        """What ``routing_replay_config`` says; ``None`` when nothing is given, which is not the same as "off"."""
+        text = self.routing_replay_config
+        return RoutingReplayConfig.from_json(text) if text else None
 
     @property
     def engine(self) -> EngineConfig:
@@ -141,6 +149,12 @@ class PrefillConfig(EngineServerConfig):
         _encryptable(self.link, self.curve_secret)
         if self.lease_max_s < self.lease_s:
             raise ConfigError("lease_max_s", f"at least lease_s ({self.lease_s})", self.lease_max_s)
+
+    @property
+    def replay(self) -> RoutingReplayConfig | None:
+        """As it is given, but nothing is stored here: a sample's rollout is decode's, which ends it."""
+        given = super(PrefillConfig, self).replay
+        return given and given.without_store()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ class DecodeServer(EngineServer):
         self.job("/v1/decode", self._decode)
 
     def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: AnyStores | None) -> DecodeEngine:
-        return DecodeEngine(model, self.config.engine, namespace, stores=stores)
+        return DecodeEngine(model, self.config.engine, namespace, stores=stores, replay=self.config.replay)
 
     def not_ready(self) -> str | None:
         if not self.node.alive:

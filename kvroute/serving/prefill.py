@@ -58,7 +58,7 @@ class PrefillServer(EngineServer):
         self.app.router.add_post("/v1/release", self._release)
 
     def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: AnyStores | None) -> PrefillEngine:
-        return PrefillEngine(model, self.config.engine, namespace, stores=stores)
+        return PrefillEngine(model, self.config.engine, namespace, stores=stores, replay=self.config.replay)
 
     def banner(self) -> str:
         return f" transfer {self.node.address}"

@@ -308,7 +308,7 @@ def test_a_fork_leaves_the_engine_to_its_parent(tmp_path: Path) -> None:
     served.close()
 
 
-def test_a_transport_is_chosen_by_its_name(tmp_path: Path) -> None:
+def test_a_link_is_chosen_by_its_name(tmp_path: Path) -> None:
     """Goal: a name that is none, and an engine beside encryption, are refused by the field's name."""
     link = open_link("zmq", ZmqSettings(bind=f"ipc://{tmp_path}/p"))
     assert isinstance(link, ZmqLink)

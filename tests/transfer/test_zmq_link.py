@@ -1,4 +1,4 @@
-"""The ZeroMQ link: the contract over every transport, and what only sockets have."""
+"""The ZeroMQ link: the contract over ipc and TCP, and what only sockets have."""
 
 from __future__ import annotations
 
