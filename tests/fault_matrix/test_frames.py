@@ -167,10 +167,11 @@ def test_with_curve_a_stranger_is_not_even_heard(tmp_path: Path) -> None:
     rng = random.Random(23)
     for curve in (None, pair_of(keys, "stranger"), pair_of(keys, "alice", server="bob")):
         with contextlib.closing(Client(prefill.address, curve=curve)) as peer:
-            for _ in range(20):
-                peer.say(*(rng.randbytes(rng.randrange(100)) for _ in range(rng.randrange(1, 5))))
-            peer.say(encode(Hello(peer.boot_id, NAMESPACE, [PART], MINOR, 1 << 30)))
-            peer.say(encode(Pull(peer.boot_id, transfer, 1, [Want(0, key_of(1, 0), 1)], 1 << 30)))
+            messages = [[rng.randbytes(rng.randrange(100)) for _ in range(rng.randrange(1, 5))] for _ in range(20)]
+            messages.append([encode(Hello(peer.boot_id, NAMESPACE, [PART], MINOR, 1 << 30))])
+            messages.append([encode(Pull(peer.boot_id, transfer, 1, [Want(0, key_of(1, 0), 1)], 1 << 30))])
+            for message in messages:
+                peer.tries_to_say(*message)  # it is turned away before, within or after these
             peer.is_turned_away()
             assert peer.hears_nothing()
     assert prefill.counters.node.arrivals == bad(prefill) == 0

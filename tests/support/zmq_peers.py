@@ -57,6 +57,13 @@ class Client:
         assert self._socket.poll(int(PATIENCE_S * 1000), zmq.POLLOUT), "the server takes nothing any more"
         self._socket.send_multipart(frames)
 
+    def tries_to_say(self, *frames: bytes) -> bool:
+        """Whether it was said; who has been turned away says nothing any more."""
+        can = bool(self._socket.poll(0, zmq.POLLOUT))
+        if can:
+            self._socket.send_multipart(frames)
+        return can
+
     def hear(self, timeout_s: float = PATIENCE_S) -> Message:
         assert self._socket.poll(int(timeout_s * 1000)), "no answer"
         return decode(self._socket.recv_multipart()[0])
