@@ -38,9 +38,10 @@ from transfer.actions import OfferedBlock, WantedBlock
 from transfer.curve import CurveClient, CurveServer, make_keys, read_keys, read_public
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
+from transfer.link import ServingLink
 from transfer.links import open_link
 from transfer.messages import BootId, Part, TransferId
-from transfer.node import DecodeNode, PrefillNode, PullDone, ServingLink
+from transfer.node import DecodeNode, PrefillNode
 from transfer.zmq_settings import ZmqSettings
 from transfer.zmq_sockets import dealer, router
 
@@ -214,9 +215,8 @@ class Decode:
             assert self.over.wait(PATIENCE_S)
             self.over.clear()
             for event in self.node.poll():
-                if isinstance(event, PullDone):
-                    assert event.result.complete, event.result
-                    left -= 1
+                assert event.result.complete, event.result
+                left -= 1
         self._first("kvroute", sinks[0].first_s - start_s)
         self.rows_ms = min(self.rows_ms, 1000 * (max(sink.last_s for sink in sinks) - start_s))
 

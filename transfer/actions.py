@@ -59,10 +59,14 @@ class Install(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Prefill's blocks of this transfer are free: nobody reads them any more. Said once for each transfer."""
+    """Prefill's blocks of this transfer are free: nobody reads them any more. Said once for each transfer.
+
+    ``detail`` is not empty when a node could not begin the transfer, and says why.
+    """
 
     transfer: TransferId
     outcome: Outcome
+    detail: str = ""
 
 
 class Reason(Enum):
@@ -108,7 +112,7 @@ class PullResult:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A pull is over: nothing of it will be installed from here on. Said once for each pull."""
+    """A pull is over: nothing of it will be installed from here on, its landing blocks may go. Said once for each."""
 
     transfer: TransferId
     result: PullResult

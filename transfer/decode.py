@@ -15,26 +15,22 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from typing import Final
 
-from cache_manager.errors import ConfigError, RecordError
-from cache_manager.keys import BlockKey
-from cache_manager.record import Buffer, check_record, unpack_header
-from transfer.actions import DecodeAction, Finished, Install, Missing, PullResult, Reason, Send, WantedBlock
+from cache_manager.errors import ConfigError
+from cache_manager.record import Buffer
+from transfer.actions import DecodeAction, Finished, Install, Missing, Reason, Send, WantedBlock
 from transfer.errors import IncompatiblePeerError, LocalProtocolError, RemoteProtocolError
 from transfer.frames import split
 from transfer.identity import Identity, check_peer
 from transfer.limits import TransferLimits
 from transfer.link import Peer
 from transfer.messages import (
-    BLOCKS_MAX,
     MINOR,
     Abort,
     Absent,
     Ack,
     Bye,
-    Credit,
     Gone,
     Hello,
     Outcome,
@@ -47,7 +43,7 @@ from transfer.messages import (
     Welcome,
     decode,
 )
-from transfer.pull import DecodeCounters, Event, Greeting, Place, Pulling, State
+from transfer.pull import DecodeCounters, Event, Greeting, Pulling, State, places_of
 
 RENEWALS_A_LEASE: Final = 3
 RENEW_S_MIN: Final = 0.02
@@ -66,29 +62,18 @@ class DecodeSession:
         if limits.credit_nbytes < 2 * identity.nbytes_max:  # so that what is left of it when none is due holds a record
             raise ConfigError("credit_nbytes", f"at least 2 records of {identity.nbytes_max}", limits.credit_nbytes)
         if limits.frame_nbytes_max < identity.nbytes_max:
-            raise ConfigError(
-                "frame_nbytes_max", f"at least one record of {identity.nbytes_max}", limits.frame_nbytes_max
-            )
+            raise ConfigError("frame_nbytes_max", f"at least {identity.nbytes_max}, a record", limits.frame_nbytes_max)
         self.identity = identity
         self.limits = limits
+        self.counters = DecodeCounters()  # its own: who keeps it copies it
         self._pulls: dict[TransferId, Pulling] = {}
         self._peers: dict[Peer, Greeting] = {}  # of pulls in flight, and a few more
         self._ended: OrderedDict[TransferId, None] = OrderedDict()
         self._due: list[tuple[float, TransferId]] = []  # a heap; of a pull's entries only that at wake_s counts
         self._unsaid: dict[TransferId, None] = {}  # pulls for which the link refused a message
         self._resend_s = 0.0
-        self._counts = {f.name: 0 for f in fields(DecodeCounters)}
 
     # ---------------------------------------------------------------- the engine's side
-
-    @property
-    def counters(self) -> DecodeCounters:
-        return DecodeCounters(**self._counts)
-
-    @property
-    def bad_messages(self) -> int:
-        """As in :attr:`counters`."""
-        return self._counts["bad_messages"]
 
     @property
     def in_flight(self) -> int:
@@ -105,22 +90,13 @@ class DecodeSession:
         """
         if len(transfer) != 16 or transfer in self._pulls or transfer in self._ended:
             raise LocalProtocolError(f"transfer: wanted 16 bytes not pulled before, got {transfer.hex()}")
-        keys: dict[Place, BlockKey] = {}
-        if len({b.index for b in wanted}) != len(wanted):
-            raise LocalProtocolError("wanted: wanted each index once, got one twice")
-        for block in wanted:
-            if not 0 <= block.index < BLOCKS_MAX or not block.parts:
-                raise LocalProtocolError(f"wanted: wanted parts of an index in [0, {BLOCKS_MAX}), got {block}")
-            for part in block.parts:
-                if not 0 <= part < len(self.identity.parts):
-                    raise LocalProtocolError(f"wanted: wanted a part in [0, {len(self.identity.parts)}), got {part}")
-                keys[part, block.index] = block.key
+        keys = places_of(wanted, len(self.identity.parts))
         if len(self._pulls) >= self.limits.transfers_max or not self._make_room(peer):
             return None
         pull = Pulling(transfer, peer, keys, now_s + self.limits.retry_s, now_s)
         self._pulls[transfer] = pull
         self._peers[peer].pulls[transfer] = None
-        self._count("pulls")
+        self.counters.pulls += 1
         self._schedule(pull)
         if not keys:
             pull.apply(Event.ALL_SETTLED)
@@ -141,31 +117,23 @@ class DecodeSession:
     def close(self) -> list[DecodeAction]:
         """End every pull and say goodbye."""
         actions = [a for p in list(self._pulls.values()) for a in self._fail(p, Reason.ABORTED, "closed")]
-        return actions + [
-            Send(peer, Bye(self.identity.boot_id)) for peer, known in self._peers.items() if known.boot_id
-        ]
+        bye = Bye(self.identity.boot_id)
+        return actions + [Send(peer, bye) for peer, known in self._peers.items() if known.boot_id]
 
-    def installed(self, install: Install, ok: bool, now_s: float) -> list[DecodeAction]:
-        """The record is in place, or (``ok`` false) its block has another owner now and it was dropped."""
-        return self.installed_all([(install, ok)], now_s)
-
-    def installed_all(self, outcomes: Iterable[tuple[Install, bool]], now_s: float) -> list[DecodeAction]:
-        """The same for several records, which settles their pulls once."""
+    def installed(self, outcomes: Iterable[tuple[Install, bool]], now_s: float) -> list[DecodeAction]:
+        """Each record is in place, or (``False``) its block has another owner now and it was dropped."""
         settled: dict[TransferId, Pulling] = {}
-        placed = dropped = 0
         for install, ok in outcomes:
             pull = self._pulls.get(install.transfer)
             if pull is None or pull.installing.pop((install.part, install.index), None) is None:
                 continue
             settled[pull.id] = pull
             if ok:
-                placed += 1
+                self.counters.records_installed += 1
                 pull.installed += 1
             else:
-                dropped += 1
+                self.counters.records_stale += 1
                 pull.missing.append(Missing(install.part, install.index, Reason.STALE))
-        self._count("records_installed", placed)
-        self._count("records_stale", dropped)
         return [action for pull in settled.values() for action in self._settled(pull, now_s)]
 
     def postponed(self, install: Install) -> None:
@@ -173,7 +141,7 @@ class DecodeSession:
         pull, place = self._pulls.get(install.transfer), (install.part, install.index)
         if pull is not None and (key := pull.installing.pop(place, None)) is not None:
             pull.outstanding[place] = key
-            self._count("postponed_records")
+            self.counters.postponed_records += 1
 
     # ---------------------------------------------------------------- the link's side
 
@@ -186,22 +154,22 @@ class DecodeSession:
             elif bulk:
                 raise RemoteProtocolError(f"{type(message).__name__}: got {len(bulk)} bulk frames")
         except RemoteProtocolError:
-            self._count("bad_messages")
+            self.counters.bad_messages += 1
             return []
         match message:
             case Records() | Absent() | Gone() | Released():
                 pull = self._pulls.get(TransferId(message.transfer))
                 if pull is None:
-                    self._count("stale_messages")
+                    self.counters.stale_messages += 1
                     return []
                 if pull.peer != peer:
-                    self._count("foreign_messages")
+                    self.counters.foreign_messages += 1
                     return []
                 return self._on_pull_message(pull, message, bulk, now_s)
             case Welcome() | Refuse():
                 known = self._peers.get(peer)
                 if known is None or message.to != self.identity.boot_id:
-                    self._count("stale_messages")
+                    self.counters.stale_messages += 1
                     return []
                 if isinstance(message, Welcome):
                     return self._on_welcome(known, message, now_s)
@@ -209,7 +177,7 @@ class DecodeSession:
             case Bye():
                 return self._on_bye(peer, message)
             case _:
-                self._count("bad_messages")
+                self.counters.bad_messages += 1
                 return []
 
     def tick(self, now_s: float) -> list[DecodeAction]:
@@ -236,14 +204,12 @@ class DecodeSession:
 
     def next_due_s(self) -> float | None:
         """When :meth:`tick` has something to do, at the earliest."""
-        due_s = self._due[0][0] if self._due else None
-        if not self._unsaid:
-            return due_s
-        return self._resend_s if due_s is None else min(due_s, self._resend_s)
+        first = [due_s for due_s, _ in self._due[:1]]
+        return min([*first, self._resend_s] if self._unsaid else first, default=None)
 
     def unsent(self, send: Send, now_s: float) -> None:
         """The link refused ``send``, which is said before anything else; it is tried again soon."""
-        self._count("sends_refused")
+        self.counters.sends_refused += 1
         message = send.message
         if isinstance(message, Hello):
             if known := self._peers.get(send.peer):
@@ -286,7 +252,7 @@ class DecodeSession:
         return self._greet(peer, known, now_s) if known.pulls else []
 
     def _refused(self, known: Greeting, detail: str) -> list[DecodeAction]:
-        self._count("refusals")
+        self.counters.refusals += 1
         known.boot_id = None
         pulls = [self._pulls[transfer] for transfer in known.pulls]
         return [a for p in pulls for a in self._fail(p, Reason.REFUSED, detail)]
@@ -294,7 +260,7 @@ class DecodeSession:
     def _on_bye(self, peer: Peer, bye: Bye) -> list[DecodeAction]:
         known = self._peers.get(peer)
         if known is None or known.boot_id != bye.boot_id:
-            self._count("stale_messages")
+            self.counters.stale_messages += 1
             return []
         known.boot_id = None
         pulls = [self._pulls[transfer] for transfer in known.pulls]
@@ -309,26 +275,17 @@ class DecodeSession:
             case Released():
                 if pull.state is State.ACKING and message.outcome is Outcome.ACKED:
                     return self._finish(pull, Event.HEARD)
-                self._count("stale_messages")
+                self.counters.stale_messages += 1
                 return []
             case Absent():
                 if message.epoch != pull.epoch:
-                    self._count("stale_messages")
+                    self.counters.stale_messages += 1
                     return []
-                return self._on_absent(pull, message, now_s)
+                settled = pull.give_up(message)
+                self.counters.records_absent += settled
+                return self._settled(pull, now_s) if settled else []
             case Records():
                 return self._on_records(pull, message, bulk, now_s)
-
-    def _on_absent(self, pull: Pulling, absent: Absent, now_s: float) -> list[DecodeAction]:
-        came = False
-        for entry in absent.entries:
-            place = entry.part, entry.index
-            if pull.outstanding.pop(place, None) is not None:
-                came = True
-                pull.owed.discard(place)
-                pull.missing.append(Missing(*place, Reason.ABSENT))
-                self._count("records_absent")
-        return self._settled(pull, now_s) if came else []
 
     def _payloads(self, records: Records, bulk: Sequence[memoryview]) -> Sequence[memoryview]:
         parts = self.identity.parts
@@ -341,35 +298,10 @@ class DecodeSession:
     def _on_records(
         self, pull: Pulling, records: Records, bulk: Sequence[memoryview], now_s: float
     ) -> list[DecodeAction]:
-        actions: list[DecodeAction] = []
-        current, parts = records.epoch == pull.epoch, self.identity.parts
-        owed, keys, installing = pull.owed, pull.outstanding, pull.installing
-        for entry, payload in zip(records.entries, bulk, strict=True):
-            place = entry.part, entry.index
-            part = parts[entry.part]
-            if current and place in owed:
-                owed.discard(place)
-                pull.consumed_nbytes += part.nbytes
-            key = keys.get(place)
-            if key is None:
-                self._count("duplicate_records")
-                continue
-            try:
-                header = unpack_header(entry.header)
-                if payload.nbytes != part.nbytes:
-                    raise RecordError("payload size", part.nbytes, payload.nbytes)
-                check_record(header, key, part.fingerprint, payload)
-            except RecordError:
-                self._count("corrupt_records")
-                continue
-            installing[place] = keys.pop(place)
-            actions.append(Install(pull.id, *place, header, payload))
-        if not current:
-            self._count("stale_messages")
-        elif pull.outstanding and 2 * pull.consumed_nbytes >= self.limits.credit_nbytes:
-            pull.granted_nbytes += pull.consumed_nbytes
-            pull.consumed_nbytes, pull.spoken_s = 0, now_s
-            credit = Credit(self.identity.boot_id, pull.id, pull.epoch, pull.granted_nbytes)
+        actions: list[DecodeAction] = [*pull.take(records, bulk, self.identity.parts, self.counters)]
+        if records.epoch != pull.epoch:
+            self.counters.stale_messages += 1
+        elif credit := pull.credit(self.identity.boot_id, self.limits.credit_nbytes, now_s):
             actions.append(Send(pull.peer, credit))
         return actions
 
@@ -380,7 +312,7 @@ class DecodeSession:
         pull.apply(Event.ARRIVED)
         pull.retries = 0
         pull.due_s = now_s + self.limits.retry_s
-        if pull.outstanding or pull.installing:
+        if pull.unsettled:
             return []
         pull.apply(Event.ALL_SETTLED)
         pull.asked = False
@@ -392,7 +324,7 @@ class DecodeSession:
                 return self._finish(pull, Event.GIVE_UP)
             return self._fail(pull, Reason.TIMEOUT, f"{pull.retries} retries")
         pull.apply(Event.RETRY)
-        self._count("retries")
+        self.counters.retries += 1
         pull.retries += 1
         pull.due_s = now_s + self.limits.retry_s
         pull.asked = False
@@ -403,24 +335,13 @@ class DecodeSession:
         known = self._peers[pull.peer]
         if known.boot_id is None:
             return self._greet(pull.peer, known, now_s)
-        boot_id = self.identity.boot_id
-        pull.spoken_s = now_s
-        if pull.asked:
-            return [Send(pull.peer, Renew(boot_id, pull.id))]
-        pull.asked = True
-        if pull.state is State.ACKING:
-            ack = Ack(boot_id, pull.id, max(1, pull.epoch), pull.installed, len(pull.missing))
-            return [Send(pull.peer, ack)]
-        pull.epoch += 1
-        self._count("attempts")
-        pull.owed = set(pull.outstanding)
-        pull.granted_nbytes, pull.consumed_nbytes = self.limits.credit_nbytes, 0
-        return [Send(pull.peer, Pull(boot_id, pull.id, pull.epoch, pull.wants(), pull.granted_nbytes))]
+        message = pull.next_message(self.identity.boot_id, self.limits.credit_nbytes, now_s)
+        self.counters.attempts += isinstance(message, Pull)
+        return [Send(pull.peer, message)]
 
     def _greet(self, peer: Peer, known: Greeting, now_s: float) -> list[DecodeAction]:
-        if known.hello_s is not None and now_s < known.hello_s + self.limits.retry_s:
-            return []  # on its way
-        known.hello_s = now_s
+        if not known.says_hello(now_s, self.limits.retry_s):
+            return []  # one is on its way
         own = self.identity
         hello = Hello(own.boot_id, own.namespace, list(own.parts), MINOR, self.limits.frame_nbytes_max)
         return [Send(peer, hello)]
@@ -465,15 +386,13 @@ class DecodeSession:
         self, pull: Pulling, event: Event, reason: Reason | None = None, detail: str = ""
     ) -> list[DecodeAction]:
         pull.apply(event)
-        self._count("failed" if event is Event.FAIL else "done")
+        if event is Event.FAIL:
+            self.counters.failed += 1
+        else:
+            self.counters.done += 1
         del self._pulls[pull.id]
         self._peers[pull.peer].pulls.pop(pull.id)
         self._ended[pull.id] = None
         while len(self._ended) > self.limits.remembered_max:
             self._ended.popitem(last=False)
-        acknowledged = event is Event.HEARD
-        missing = tuple(pull.missing)
-        return [Finished(pull.id, PullResult(pull.installed, missing, reason, detail, pull.epoch, acknowledged))]
-
-    def _count(self, name: str, n: int = 1) -> None:
-        self._counts[name] += n
+        return [Finished(pull.id, pull.result(event, reason, detail))]

@@ -37,6 +37,10 @@ def join(
     return tuple(frames)
 
 
+def nbytes_of(buffer: Buffer) -> int:
+    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
+
+
 def _one(payloads: Sequence[Buffer]) -> Buffer:
     return payloads[0] if len(payloads) == 1 else b"".join(payloads)
 

@@ -62,3 +62,10 @@ class Link(Protocol):
 
     def close(self, linger_s: float = 0.5) -> None:
         """Send what can be sent in ``linger_s``, then let go of every buffer. Harmless the second time."""
+
+
+class ServingLink(Link, Protocol):
+    """A link that others connect to."""
+
+    @property
+    def address(self) -> str: ...

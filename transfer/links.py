@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from cache_manager.errors import ConfigError
+from transfer.link import ServingLink
 from transfer.mooncake_link import MooncakeLink, MooncakeLinkSettings
-from transfer.node import ServingLink
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 

@@ -20,6 +20,7 @@ from cache_manager.record import Buffer
 from cache_manager.spec import align
 from transfer import mooncake_calls as calls
 from transfer import mooncake_wire as wire
+from transfer.frames import nbytes_of
 from transfer.link import Peer
 from transfer.mooncake_engine import Arena, EngineProcess
 from transfer.zmq_link import ZmqLink
@@ -136,7 +137,7 @@ class BulkSender:
     ) -> bool | None:
         """Like a link's ``send``; ``None``: this message has to go another way, and nothing was done."""
         granted = self.granted.get(peer)
-        sizes = [_nbytes(buffer) for buffer in bulk]
+        sizes = [nbytes_of(buffer) for buffer in bulk]
         if granted is None or not self._settings.bulk_nbytes_min <= sum(sizes) <= granted.window.nbytes // 2:
             return None
         now_s = time.monotonic()
@@ -265,7 +266,3 @@ class BulkSender:
     def _give(self, number: int, granted: Granted) -> None:
         self._staging.give(number)
         granted.window.give(number)
-
-
-def _nbytes(buffer: Buffer) -> int:
-    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)

@@ -12,9 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from cache_manager.errors import BlockBusyError, KVRouteError
 from cache_manager.record import RecordHeader
@@ -35,9 +35,9 @@ from transfer.decode import DecodeSession
 from transfer.errors import LocalProtocolError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
-from transfer.link import Arrival, Link, Peer
+from transfer.link import Arrival, Link, Peer, ServingLink
 from transfer.messages import Outcome, TransferId, encode
-from transfer.node_thread import NodeClosedError, NodeCounters, NodeFullError, NodeThread
+from transfer.node_thread import NodeClosedError, NodeCounters, NodeFullError, NodeThread, Worker
 from transfer.offer import PrefillCounters
 from transfer.prefill import PrefillSession
 from transfer.pull import DecodeCounters
@@ -46,48 +46,10 @@ SENDS_A_TURN: Final = 16
 SEALS_A_TURN: Final = 16
 """Records summed before they are asked for, while there is nothing else to do."""
 
-FULL_S: Final = 0.001
-FULL_MAX_S: Final = 0.05
-"""How long to wait before a full link is tried again: at first, and at most."""
-
 CLOSE_S: Final = 10.0
 
 log = logging.getLogger(__name__)
-
-
-class ServingLink(Link, Protocol):
-    """A link that others connect to."""
-
-    @property
-    def address(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """The leases of an offered transfer end now: nobody reads its blocks any more. Told once for each offer.
-
-    ``detail`` is not empty when the offer was not taken, and says why.
-    """
-
-    transfer: TransferId
-    outcome: Outcome
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PullProgress:
-    """Records, as (part, index), that were put in place since this was last told."""
-
-    transfer: TransferId
-    installed: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PullDone:
-    """A pull is over and the sink is not called for it any more: only now may its landing blocks be given away."""
-
-    transfer: TransferId
-    result: PullResult
+_T = TypeVar("_T")
 
 
 class BlockSink(Protocol):
@@ -122,7 +84,45 @@ class DecodeNodeCounters:
     notify_errors: int
 
 
-class PrefillNode:
+class _Notify:
+    """The engine's callback, of which no error stops what the thread is in the middle of."""
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self.errors = 0
+        self._notify = notify
+
+    def __call__(self) -> None:
+        try:
+            self._notify()
+        except Exception:
+            self.errors += 1
+            log.exception("the notify callback of a node failed")
+
+
+class _Node:
+    """What the engine has of either side: a worker, and the thread that runs it."""
+
+    def __init__(self, link: Link, worker: Worker, name: str, commands_max: int) -> None:
+        self._thread = NodeThread(link, worker, name, commands_max)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.alive
+
+    @property
+    def last_error(self) -> str:
+        return self._thread.last_error
+
+    def close(self, linger_s: float = 0.5) -> bool:
+        """End everything, at the latest after ``linger_s`` and a margin; ``poll`` then has the rest.
+
+        ``False``: the thread did not end. Blocks that ``poll`` does not report must not be touched, and a sink may
+        still be called.
+        """
+        return self._thread.close(linger_s, linger_s + CLOSE_S)
+
+
+class PrefillNode(_Node):
     """Offers blocks to decode nodes. It owns ``link`` from here on, and closes it.
 
     ``notify`` is called in the node's thread when :meth:`poll` has something new; it must not block.
@@ -139,25 +139,17 @@ class PrefillNode:
     ) -> None:
         self.address = link.address
         self._worker = _PrefillWorker(link, PrefillSession(identity, limits or TransferLimits()), notify)
-        self._thread = NodeThread(link, self._worker, "kvroute-prefill-node", commands_max)
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.alive
-
-    @property
-    def last_error(self) -> str:
-        return self._thread.last_error
+        super().__init__(link, self._worker, "kvroute-prefill-node", commands_max)
 
     @property
     def counters(self) -> PrefillNodeCounters:
         session, errors = self._worker.session, self._worker.notify.errors
-        return PrefillNodeCounters(self._thread.counters, session.counters, session.in_flight, errors)
+        return PrefillNodeCounters(replace(self._thread.counters), replace(session.counters), session.in_flight, errors)
 
     def offer(self, blocks: Sequence[OfferedBlock], *, lease_s: float | None = None) -> TransferId:
         """Hold ``blocks`` for whoever pulls the id that is answered.
 
-        The blocks must be leased until :meth:`poll` tells :class:`Released`; that also comes, with a detail, when there
+        The blocks must be leased until :meth:`poll` tells :class:`Release`; that also comes, with a detail, when there
         was no room. Raises :class:`NodeFullError` or :class:`NodeClosedError`, and nothing is held.
         """
         transfer = TransferId(secrets.token_bytes(16))
@@ -173,19 +165,12 @@ class PrefillNode:
         """Rows belong to the namespace with this fingerprint from here on; every offer ends."""
         self._thread.submit(lambda _: self._worker.act(self._worker.session.reset(namespace)))
 
-    def poll(self) -> list[Released]:
+    def poll(self) -> list[Release]:
         """What ended since the last call."""
         return _drain(self._worker.released)
 
-    def close(self, linger_s: float = 0.5) -> bool:
-        """End every offer, at the latest after ``linger_s`` and a margin; :meth:`poll` then has the rest.
 
-        ``False``: the thread did not end, and blocks which :meth:`poll` does not report must not be touched.
-        """
-        return self._thread.close(linger_s, linger_s + CLOSE_S)
-
-
-class DecodeNode:
+class DecodeNode(_Node):
     """Pulls blocks from prefill nodes. It owns ``link`` from here on, and closes it.
 
     ``notify`` is called in the node's thread when a pull is over; it must not block.
@@ -201,27 +186,19 @@ class DecodeNode:
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         self._worker = _DecodeWorker(link, DecodeSession(identity, limits or TransferLimits()), notify)
-        self._thread = NodeThread(link, self._worker, "kvroute-decode-node", commands_max)
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.alive
-
-    @property
-    def last_error(self) -> str:
-        return self._thread.last_error
+        super().__init__(link, self._worker, "kvroute-decode-node", commands_max)
 
     @property
     def counters(self) -> DecodeNodeCounters:
         worker, session = self._worker, self._worker.session
         errors = worker.sink_errors, worker.notify.errors
-        return DecodeNodeCounters(self._thread.counters, session.counters, session.in_flight, *errors)
+        return DecodeNodeCounters(replace(self._thread.counters), replace(session.counters), session.in_flight, *errors)
 
     def pull(self, address: str, transfer: TransferId, wanted: Sequence[WantedBlock], sink: BlockSink) -> None:
-        """Pull what is ``wanted`` into ``sink``; the engine holds the landing blocks until :class:`PullDone`.
+        """Pull what is ``wanted`` into ``sink``; the engine holds the landing blocks until :class:`Finished`.
 
         ``address`` comes from the operator or the front, never from a peer's message. Whatever cannot be begun is told
-        as a :class:`PullDone` with a reason. Raises :class:`LocalProtocolError` for a transfer that is being pulled,
+        as a :class:`Finished` with a reason. Raises :class:`LocalProtocolError` for a transfer that is being pulled,
         :class:`NodeFullError` or :class:`NodeClosedError`, and then there will be none.
         """
         self._thread.check_alive()
@@ -233,7 +210,7 @@ class DecodeNode:
             raise
 
     def abort(self, transfer: TransferId, reason: str) -> None:
-        """Give a pull up; harmless when it has ended. Its :class:`PullDone` comes as ever."""
+        """Give a pull up; harmless when it has ended. Its :class:`Finished` comes as ever."""
         log.debug("pull %s aborted: %s", transfer.hex(), reason)
         self._thread.submit(lambda now_s: self._worker.act(self._worker.session.abort(transfer), now_s))
 
@@ -241,31 +218,9 @@ class DecodeNode:
         """Rows belong to the namespace with this fingerprint from here on; every pull ends."""
         self._thread.submit(lambda now_s: self._worker.act(self._worker.session.reset(namespace), now_s))
 
-    def poll(self) -> list[PullProgress | PullDone]:
-        """What happened since the last call; a pull's progress comes before its end."""
-        return self._worker.events()
-
-    def close(self, linger_s: float = 0.5) -> bool:
-        """End every pull, at the latest after ``linger_s`` and a margin; :meth:`poll` then has the rest.
-
-        ``False``: the thread did not end, and a sink may still be called.
-        """
-        return self._thread.close(linger_s, linger_s + CLOSE_S)
-
-
-class _Notify:
-    """The engine's callback, of which no error stops what the thread is in the middle of."""
-
-    def __init__(self, notify: Callable[[], None]) -> None:
-        self.errors = 0
-        self._notify = notify
-
-    def __call__(self) -> None:
-        try:
-            self._notify()
-        except Exception:
-            self.errors += 1
-            log.exception("the notify callback of a node failed")
+    def poll(self) -> list[Finished]:
+        """What ended since the last call."""
+        return _drain(self._worker.done)
 
 
 class _PrefillWorker:
@@ -273,9 +228,7 @@ class _PrefillWorker:
         self.notify = _Notify(notify)
         self.link = link
         self.session = session
-        self.released: deque[Released] = deque()  # bounded by the offers in flight, while the engine polls
-        self._bad = 0
-        self._full_s = 0.0
+        self.released: deque[Release] = deque()  # bounded by the offers in flight, while the engine polls
 
     def offer(self, transfer: TransferId, blocks: Sequence[OfferedBlock], now_s: float, lease_s: float | None) -> None:
         try:
@@ -283,34 +236,32 @@ class _PrefillWorker:
         except LocalProtocolError as error:
             refused = str(error)
         if refused:
-            self._release(Released(transfer, Outcome.ABORTED, refused))
+            self._release(Release(transfer, Outcome.ABORTED, refused))
 
     def act(self, actions: Iterable[PrefillAction]) -> None:
         for action in actions:
             match action:
                 case Send():
                     self._send(action)
-                case Release(transfer, outcome):
-                    self._release(Released(transfer, outcome))
+                case Release():
+                    self._release(action)
 
-    def _release(self, released: Released) -> None:
+    def _release(self, released: Release) -> None:
         self.released.append(released)
         self.notify()
 
-    def _send(self, send: Send) -> bool:
+    def _send(self, send: Send) -> None:
         on_sent = partial(self._let_go, send) if send.bulk else None
-        if self.link.send(send.peer, encode(send.message), send.bulk, on_sent):
-            return True
-        self.session.unsent(send, time.monotonic())
-        return False
+        if not self.link.send(send.peer, encode(send.message), send.bulk, on_sent):
+            self.session.unsent(send, time.monotonic())
 
     def _let_go(self, send: Send) -> None:
         self.act(self.session.let_go(send))
 
     def arrived(self, arrival: Arrival, now_s: float) -> bool:
+        before = self.session.counters.bad_messages
         self.act(self.session.receive(arrival.peer, arrival.control, arrival.bulk, now_s))
-        before, self._bad = self._bad, self.session.bad_messages
-        return self._bad == before
+        return self.session.counters.bad_messages == before
 
     def lost(self, peer: Peer) -> None:
         self.session.peer_lost(peer)
@@ -319,18 +270,13 @@ class _PrefillWorker:
         self.act(self.session.tick(now_s))
         for peer in self.session.slow_peers(now_s):
             self.link.cut(peer)
-        full = False
         for _ in range(SENDS_A_TURN):
             send = self.session.next_records()
             if send is None:
                 break
-            full |= not self._send(send)
+            self._send(send)
         else:
             return now_s
-        if full:
-            self._full_s = min(max(2 * self._full_s, FULL_S), FULL_MAX_S)
-            return now_s + self._full_s
-        self._full_s = 0.0
         if self.session.seal_ahead(SEALS_A_TURN):
             return now_s
         return self.session.next_due_s()
@@ -350,11 +296,7 @@ class _DecodeWorker:
         self.sink_errors = 0
         self._lock = threading.Lock()  # for what the engine's threads touch, below
         self._sinks: dict[TransferId, BlockSink] = {}
-        self._progress: dict[TransferId, list[tuple[int, int]]] = {}
-        self._done: list[PullDone] = []
-        self._bad = 0
-        self._refused = False
-        self._full_s = 0.0
+        self.done: deque[Finished] = deque()  # bounded by the pulls in flight, while the engine polls
 
     def enter(self, transfer: TransferId, sink: BlockSink) -> None:
         with self._lock:
@@ -366,12 +308,6 @@ class _DecodeWorker:
         with self._lock:
             del self._sinks[transfer]
 
-    def events(self) -> list[PullProgress | PullDone]:
-        with self._lock:
-            progress, self._progress = self._progress, {}
-            done, self._done = self._done, []
-        return [*(PullProgress(transfer, tuple(placed)) for transfer, placed in progress.items()), *done]
-
     def pull(self, address: str, transfer: TransferId, wanted: Sequence[WantedBlock], now_s: float) -> None:
         try:
             actions = self.session.pull(self.link.connect(address), transfer, wanted, now_s)
@@ -380,7 +316,8 @@ class _DecodeWorker:
             actions, refused = None, str(error)
         if actions is None:
             missing = tuple(Missing(part, b.index, Reason.ABORTED) for b in wanted for part in b.parts)
-            self._finish(transfer, PullResult(0, missing, Reason.ABORTED, refused, 0, acknowledged=False))
+            result = PullResult(0, missing, Reason.ABORTED, refused, 0, acknowledged=False)
+            self._finish(Finished(transfer, result))
         else:
             self.act(actions, now_s)
 
@@ -396,9 +333,8 @@ class _DecodeWorker:
             self._install(installs, now_s)
         for action in others:
             if isinstance(action, Finished):
-                self._finish(action.transfer, action.result)
+                self._finish(action)
             elif not self.link.send(action.peer, encode(action.message)):
-                self._refused = True
                 self.session.unsent(action, now_s)
 
     def _install(self, installs: Sequence[Install], now_s: float) -> None:
@@ -417,35 +353,25 @@ class _DecodeWorker:
                 log.exception("the sink of pull %s failed", install.transfer.hex())
                 placed = False
             outcomes.append((install, placed))
-        with self._lock:
-            for install, placed in outcomes:
-                if placed:
-                    self._progress.setdefault(install.transfer, []).append((install.part, install.index))
-        self.act(self.session.installed_all(outcomes, now_s), now_s)
+        self.act(self.session.installed(outcomes, now_s), now_s)
 
-    def _finish(self, transfer: TransferId, result: PullResult) -> None:
+    def _finish(self, finished: Finished) -> None:
         with self._lock:
-            del self._sinks[transfer]
-            self._done.append(PullDone(transfer, result))
+            del self._sinks[finished.transfer]
+        self.done.append(finished)
         self.notify()
 
     def arrived(self, arrival: Arrival, now_s: float) -> bool:
+        before = self.session.counters.bad_messages
         self.act(self.session.receive(arrival.peer, arrival.control, arrival.bulk, now_s), now_s)
-        before, self._bad = self._bad, self.session.bad_messages
-        return self._bad == before
+        return self.session.counters.bad_messages == before
 
     def lost(self, peer: Peer) -> None:
         self.session.peer_lost(peer)
 
     def turn(self, now_s: float) -> float | None:
-        self._refused = False
         self.act(self.session.tick(now_s), now_s)
-        due_s = self.session.next_due_s()
-        if not self._refused:
-            self._full_s = 0.0
-            return due_s
-        self._full_s = min(max(2 * self._full_s, FULL_S), FULL_MAX_S)
-        return max(due_s or 0.0, now_s + self._full_s)
+        return self.session.next_due_s()
 
     def begin_close(self, now_s: float, /) -> None:
         self.act(self.session.close(), now_s)
@@ -454,5 +380,5 @@ class _DecodeWorker:
         assert not self.session.in_flight, "a closed session pulls nothing"
 
 
-def _drain(queue: deque[Released]) -> list[Released]:
+def _drain(queue: deque[_T]) -> list[_T]:
     return [queue.popleft() for _ in range(len(queue))]

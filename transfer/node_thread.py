@@ -8,7 +8,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -35,7 +35,7 @@ class NodeFullError(TransferError):
         super().__init__(f"commands_max: wanted at most {commands_max} waiting commands, got one more")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NodeCounters:
     """What a node's thread has met: messages, peers that were lost, commands that did not fit, errors it bore."""
 
@@ -75,6 +75,7 @@ class NodeThread:
         self, link: Link, worker: Worker, name: str, commands_max: int = 4096, turn_max_s: float = 0.25
     ) -> None:
         self.last_error = ""
+        self.counters = NodeCounters()  # its own: who keeps it copies it
         self._link = link
         self._worker = worker
         self._commands: deque[Callable[[float], None]] = deque()
@@ -84,7 +85,6 @@ class NodeThread:
         self._stopping = False
         self._linger_s = 0.0
         self._pid = os.getpid()
-        self._counts = {f.name: 0 for f in fields(NodeCounters)}
         self._logged: OrderedDict[Peer, None] = OrderedDict()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -92,10 +92,6 @@ class NodeThread:
     @property
     def alive(self) -> bool:
         return self._pid == os.getpid() and self._thread.is_alive()
-
-    @property
-    def counters(self) -> NodeCounters:
-        return NodeCounters(**self._counts)
 
     def check_alive(self) -> None:
         """Raise :class:`NodeClosedError` unless there is a thread. A fork may not wait for a lock: it may be held."""
@@ -109,7 +105,7 @@ class NodeThread:
             if self._stopping:
                 raise NodeClosedError(f"{self._thread.name} is closed")
             if len(self._commands) >= self._commands_max:
-                self._counts["commands_refused"] += 1
+                self.counters.commands_refused += 1
                 raise NodeFullError(self._commands_max)
             self._commands.append(command)
         self._link.wake()
@@ -146,7 +142,7 @@ class NodeThread:
         self._commands_now()  # first: a message may be about what the engine asked for just before
         for item in came or ():
             if isinstance(item, PeerLost):
-                self._counts["peers_lost"] += 1
+                self.counters.peers_lost += 1
                 self._attempt(partial(self._worker.lost, item.peer))
             else:
                 self._arrived(item)
@@ -156,11 +152,11 @@ class NodeThread:
     def _commands_now(self) -> None:
         for _ in range(len(self._commands)):
             command = self._commands.popleft()
-            self._counts["commands"] += 1
+            self.counters.commands += 1
             self._attempt(partial(command, time.monotonic()))
 
     def _arrived(self, arrival: Arrival) -> None:
-        self._counts["arrivals"] += 1
+        self.counters.arrivals += 1
         try:
             sense = self._attempt(lambda: self._worker.arrived(arrival, time.monotonic()))
         finally:
@@ -175,7 +171,7 @@ class NodeThread:
         try:
             return act()
         except Exception as error:
-            self._counts["errors"] += 1
+            self.counters.errors += 1
             self.last_error = f"{type(error).__name__}: {error}"
             log.exception("%s goes on after an error", self._thread.name)
             return None

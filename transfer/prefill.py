@@ -11,31 +11,25 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Final
 
 from cache_manager.record import Buffer
 from transfer.actions import OfferedBlock, PrefillAction, Release, Send
 from transfer.errors import IncompatiblePeerError, LocalProtocolError, RemoteProtocolError
-from transfer.frames import join
+from transfer.greeted import Greeted
 from transfer.identity import Identity, check_peer
 from transfer.limits import TransferLimits
 from transfer.link import Peer
 from transfer.messages import (
-    BLOCKS_MAX,
-    CONTROL_NBYTES_MAX,
     MINOR,
     Abort,
     Absent,
     Ack,
     Bye,
     Credit,
-    Entry,
     Gone,
     GoneReason,
     Hello,
     Outcome,
-    Place,
     Pull,
     Records,
     Refuse,
@@ -45,10 +39,7 @@ from transfer.messages import (
     Welcome,
     decode,
 )
-from transfer.offer import PULLED, Ended, Event, Offer, PrefillCounters, State
-
-ENTRY_NBYTES_MAX: Final = 64
-"""Of an entry in a message beside its header, with a share of what is in the message once."""
+from transfer.offer import PULLED, Ended, Event, Offer, PrefillCounters, State, check_blocks
 
 
 class PrefillSession:
@@ -62,28 +53,18 @@ class PrefillSession:
     def __init__(self, identity: Identity, limits: TransferLimits) -> None:
         self.identity = identity
         self.limits = limits
+        self.counters = PrefillCounters()  # its own: who keeps it copies it
         self._transfers: dict[TransferId, Offer] = {}  # every state but RELEASED
         self._ended: OrderedDict[TransferId, Ended] = OrderedDict()  # those in ENDING among them
-        self._peers: OrderedDict[Peer, Hello] = OrderedDict()  # what they said first; the one heard last at the end
-        self._owned: dict[Peer, int] = {}  # transfers by owner
+        self._peers = Greeted(limits.peers_max)
         self._ending: dict[TransferId, None] = {}  # those in ENDING
         self._ready: OrderedDict[TransferId, None] = OrderedDict()  # with something to send and credit for it
         self._stalled: list[TransferId] = []  # those whose records the link refused, to be tried again
         self._resend_s = 0.0
         self._unsealed: deque[TransferId] = deque(maxlen=limits.transfers_max)
         self._expiries: list[tuple[float, TransferId]] = []  # a heap; a renewed transfer is pushed again when popped
-        self._counts = {f.name: 0 for f in fields(PrefillCounters)}
 
     # ---------------------------------------------------------------- the engine's side
-
-    @property
-    def counters(self) -> PrefillCounters:
-        return PrefillCounters(**self._counts)
-
-    @property
-    def bad_messages(self) -> int:
-        """As in :attr:`counters`."""
-        return self._counts["bad_messages"]
 
     @property
     def in_flight(self) -> int:
@@ -100,22 +81,19 @@ class PrefillSession:
         """
         if len(transfer) != 16 or transfer in self._transfers or transfer in self._ended:
             raise LocalProtocolError(f"transfer: wanted 16 bytes that are new, got {transfer.hex()}")
-        self._check_blocks(blocks)
+        check_blocks(blocks, self.identity.parts)
         if len(self._transfers) >= self.limits.transfers_max:
             return False
         lease_s = self.limits.lease_s if lease_s is None else lease_s
         end_s = now_s + self.limits.lease_max_s
         offered = Offer(transfer, {b.index: b for b in blocks}, min(now_s + lease_s, end_s), end_s)
-        offered.unsummed = [
-            (part, b.index) for b in reversed(blocks) for part, record in enumerate(b.records) if record is not None
-        ]
         self._transfers[transfer] = offered
         if len(self._expiries) > 2 * self.limits.transfers_max:  # most are of transfers that ended early
             self._expiries = [entry for entry in self._expiries if entry[1] in self._transfers]
             heapq.heapify(self._expiries)
         heapq.heappush(self._expiries, (offered.expires_s, transfer))
         self._unsealed.append(transfer)  # of too many the oldest are sealed when they are sent
-        self._count("offered")
+        self.counters.offered += 1
         return True
 
     def abort(self, transfer: TransferId) -> list[PrefillAction]:
@@ -127,28 +105,13 @@ class PrefillSession:
         """This side's rows belong to another namespace from here on: every transfer ends, every peer must say hello."""
         self.identity = Identity(self.identity.boot_id, namespace, self.identity.parts)
         actions = self._end_all(Outcome.RESET)
-        self._peers.clear()
+        self._peers = Greeted(self.limits.peers_max)
         return actions
 
     def close(self) -> list[PrefillAction]:
         """End every transfer and say goodbye. Close the link after this, and tell what it lets go of."""
         byes: list[PrefillAction] = [Send(peer, Bye(self.identity.boot_id)) for peer in self._peers]
         return self._end_all(Outcome.ABORTED) + byes
-
-    def _check_blocks(self, blocks: Sequence[OfferedBlock]) -> None:
-        parts = self.identity.parts
-        if len(blocks) > BLOCKS_MAX or len({b.index for b in blocks}) != len(blocks):
-            raise LocalProtocolError(f"blocks: wanted at most {BLOCKS_MAX}, each index once, got {len(blocks)}")
-        for block in blocks:
-            if not 0 <= block.index < BLOCKS_MAX or len(block.records) != len(parts):
-                raise LocalProtocolError(f"block {block.index}: wanted {len(parts)} records, got {len(block.records)}")
-            for part, record in zip(parts, block.records, strict=True):
-                if record is None:
-                    continue
-                if record.fingerprint != part.fingerprint or record.nbytes != part.nbytes or record.key != block.key:
-                    raise LocalProtocolError(
-                        f"block {block.index}: wanted a {part.name} record of its key, got another"
-                    )
 
     # ---------------------------------------------------------------- the link's side
 
@@ -160,7 +123,7 @@ class PrefillSession:
             if bulk:
                 raise RemoteProtocolError(f"{type(message).__name__}: wanted no bulk, got {len(bulk)} frames")
         except RemoteProtocolError:
-            self._count("bad_messages")
+            self.counters.bad_messages += 1
             return actions
         match message:
             case Hello():
@@ -170,7 +133,7 @@ class PrefillSession:
             case Bye():
                 actions += self._on_bye(peer, message)
             case _:
-                self._count("bad_messages")
+                self.counters.bad_messages += 1
         return actions
 
     def tick(self, now_s: float) -> list[PrefillAction]:
@@ -184,18 +147,22 @@ class PrefillSession:
 
     def next_due_s(self) -> float | None:
         """When :meth:`tick` has something to do, at the earliest."""
-        expiry_s = self._expiries[0][0] if self._expiries else None
-        if not self._stalled:
-            return expiry_s
-        return self._resend_s if expiry_s is None else min(expiry_s, self._resend_s)
+        first = [expiry_s for expiry_s, _ in self._expiries[:1]]
+        return min([*first, self._resend_s] if self._stalled else first, default=None)
 
     def next_records(self) -> Send | None:
         """The next records to send, transfers taking turns; ``None``: nothing, or no credit, or the link was full."""
         while self._ready:
             found = self._transfers[next(iter(self._ready))]
-            if found.peer is None or self._boot_id_of(found.peer) != found.boot_id:
+            if found.peer is None or not self._peers.has(found.peer, found.boot_id):
                 del self._ready[found.id]  # lost: it will say hello and pull again
-            elif send := self._batch(found, found.peer):
+                continue
+            send = found.take(self.identity.parts, self.limits, self._peers.frame_nbytes_max(found.peer))
+            if found.wanted and send:
+                self._ready.move_to_end(found.id)
+            else:
+                del self._ready[found.id]  # all sent, or out of credit
+            if send:
                 return send
         return None
 
@@ -213,18 +180,13 @@ class PrefillSession:
         """The link refused ``send``, which is said before anything else. Records are tried again after a
         :meth:`tick`; for whatever else it was, the peer asks again.
         """
-        self._count("sends_refused")
+        self.counters.sends_refused += 1
         message = send.message
         if not isinstance(message, Records):
             return
         found = self._transfers.get(TransferId(message.transfer))
         assert found is not None, "records of a transfer whose blocks are free"
-        assert found.state in PULLED, "the link refuses at once: nothing can have come between"
-        assert found.epoch == message.epoch, "the link refuses at once: nothing can have come between"
-        found.apply(Event.TAKEN_BACK)
-        found.wanted.extendleft((e.part, e.index) for e in reversed(message.entries))
-        found.used_nbytes -= sum(self.identity.parts[e.part].nbytes for e in message.entries)
-        found.in_link -= 1
+        found.take_back(message, self.identity.parts)
         self._ready.pop(found.id, None)
         self._stalled.append(found.id)
         self._resend_s = now_s + self.limits.resend_s
@@ -235,7 +197,7 @@ class PrefillSession:
         found = self._transfers.get(TransferId(send.message.transfer))
         assert found is not None, "blocks were released under the link"
         assert found.in_link > 0, "let go of more than was sent"
-        self._count("records_sent", len(send.message.entries))
+        self.counters.records_sent += len(send.message.entries)
         found.in_link -= 1
         if found.state is State.ENDING and not found.in_link:
             return self._release(found, Event.LET_GO)
@@ -250,12 +212,12 @@ class PrefillSession:
                 found.expires_s = now_s  # again after another lease
                 assert found.peer is not None, "nobody pulled what the link holds"
                 slow.append(found.peer)
-        self._count("slow_peers", len(slow))
+        self.counters.slow_peers += len(slow)
         return slow
 
     def peer_lost(self, peer: Peer) -> None:
         """The link lost ``peer``: it has to say hello again. Its transfers stay until their leases end."""
-        self._peers.pop(peer, None)
+        self._peers.forget(peer)
 
     # ---------------------------------------------------------------- messages
 
@@ -265,48 +227,31 @@ class PrefillSession:
             check_peer(own, hello.namespace, hello.parts)
             if hello.frame_nbytes_max < own.nbytes_max:
                 raise IncompatiblePeerError("frame_nbytes_max", f"at least {own.nbytes_max}", hello.frame_nbytes_max)
-            if not self._make_room(peer):
+            if not self._peers.enter(peer, hello):
                 raise IncompatiblePeerError("peers", f"at most {self.limits.peers_max} with transfers", "one more")
         except IncompatiblePeerError as error:
-            self._peers.pop(peer, None)
-            self._count("refused_peers")
+            self._peers.forget(peer)
+            self.counters.refused_peers += 1
             return [Send(peer, Refuse(error.field[:256], str(error.wanted)[:256], str(error.got)[:256], hello.boot_id))]
-        self._peers[peer] = hello
-        self._peers.move_to_end(peer)
         welcome = Welcome(own.boot_id, own.namespace, list(own.parts), MINOR, self.limits.lease_ms, hello.boot_id)
         return [Send(peer, welcome)]
-
-    def _boot_id_of(self, peer: Peer) -> bytes | None:
-        """The run that ``peer`` said hello with, if it is remembered."""
-        hello = self._peers.get(peer)
-        return None if hello is None else hello.boot_id
-
-    def _make_room(self, peer: Peer) -> bool:
-        """Whether ``peer`` can be remembered; forgets the one that was silent longest and owns nothing."""
-        if peer in self._peers or len(self._peers) < self.limits.peers_max:
-            return True
-        for known in self._peers:
-            if not self._owned.get(known):
-                del self._peers[known]
-                return True
-        return False
 
     def _on_transfer_message(
         self, peer: Peer, message: Pull | Credit | Renew | Ack | Abort, now_s: float
     ) -> list[PrefillAction]:
-        if self._boot_id_of(peer) != message.boot_id:
-            self._count("stranger_messages")
+        if not self._peers.has(peer, message.boot_id):
+            self.counters.stranger_messages += 1
             return [Send(peer, Refuse("hello", "a hello of this run first", type(message).__name__, message.boot_id))]
-        self._peers.move_to_end(peer)
+        self._peers.heard(peer)
         found = self._live(TransferId(message.transfer))
         if found is None:
             return self._on_late(peer, message)
         if found.peer is None:
             if not isinstance(message, (Pull, Abort)) and not (isinstance(message, Ack) and not message.installed):
-                self._count("stale_messages")  # only a pull makes an owner
+                self.counters.stale_messages += 1  # only a pull makes an owner
                 return []
         elif (found.peer, found.boot_id) != (peer, message.boot_id):
-            self._count("foreign_messages")
+            self.counters.foreign_messages += 1
             return [Send(peer, Gone(message.transfer, GoneReason.FOREIGN))]
         found.expires_s = max(found.expires_s, min(now_s + self.limits.lease_s, found.expires_max_s))
         match message:
@@ -324,41 +269,25 @@ class PrefillSession:
 
     def _on_pull(self, peer: Peer, found: Offer, pull: Pull) -> list[PrefillAction]:
         if pull.epoch <= found.epoch:
-            self._count("stale_messages")
+            self.counters.stale_messages += 1
             return []
         if found.peer is None:
             found.peer, found.boot_id = peer, pull.boot_id
-            self._owned[peer] = self._owned.get(peer, 0) + 1
-            self._count("pulled")
-        found.apply(Event.PULL)
-        self._count("attempts")
-        found.epoch, found.used_nbytes = pull.epoch, 0
-        found.granted_nbytes = pull.credit_nbytes
-        found.wanted.clear()
-        absent: list[Place] = []
-        for want in {w.index: w for w in pull.wanted}.values():  # who asks for a block twice gets it once
-            block = found.blocks.get(want.index)
-            if block is not None and block.key != want.key:
-                self._count("key_mismatches")
-                block = None
-            for part in range(want.parts.bit_length()):
-                if not want.parts >> part & 1:
-                    continue
-                if block is None or part >= len(block.records) or block.records[part] is None:
-                    absent.append(Place(part, want.index))
-                else:
-                    found.wanted.append((part, want.index))
+            self._peers.own(peer, 1)
+            self.counters.pulled += 1
+        absent, mismatches = found.want(pull)
+        self.counters.attempts += 1
+        self.counters.key_mismatches += mismatches
+        self.counters.records_absent += len(absent)
         if found.wanted:
             self._ready[found.id] = None
         else:
             self._ready.pop(found.id, None)
-            found.apply(Event.ALL_SENT)
-        self._count("records_absent", len(absent))
         return [Send(peer, Absent(found.id, found.epoch, absent))] if absent else []
 
     def _on_credit(self, found: Offer, credit: Credit) -> None:
         if credit.epoch != found.epoch:
-            self._count("stale_messages")
+            self.counters.stale_messages += 1
             return
         found.granted_nbytes = max(found.granted_nbytes, credit.nbytes)
         if found.wanted:
@@ -366,7 +295,7 @@ class PrefillSession:
 
     def _on_ack(self, peer: Peer, found: Offer, ack: Ack) -> list[PrefillAction]:
         if ack.epoch < found.epoch:
-            self._count("stale_messages")
+            self.counters.stale_messages += 1
             return []
         heard: list[PrefillAction] = [Send(peer, Released(found.id, Outcome.ACKED))]
         if found.peer is None:  # nothing was wanted; an ack again is then heard from this peer only
@@ -376,64 +305,27 @@ class PrefillSession:
     def _on_late(self, peer: Peer, message: Pull | Credit | Renew | Ack | Abort) -> list[PrefillAction]:
         ended = self._ended.get(TransferId(message.transfer))
         if ended is None:
-            self._count("unknown_transfers")
+            self.counters.unknown_transfers += 1
             reason = GoneReason.UNKNOWN
         elif ended.peer is not None and (ended.peer, ended.boot_id) != (peer, message.boot_id):
-            self._count("foreign_messages")
+            self.counters.foreign_messages += 1
             reason = GoneReason.FOREIGN
         else:
-            self._count("late_messages")
+            self.counters.late_messages += 1
             if isinstance(message, Ack) and ended.outcome is Outcome.ACKED:
                 return [Send(peer, Released(message.transfer, Outcome.ACKED))]
             reason = GoneReason(ended.outcome.value)
         return [] if isinstance(message, (Abort, Credit)) else [Send(peer, Gone(message.transfer, reason))]
 
     def _on_bye(self, peer: Peer, bye: Bye) -> list[PrefillAction]:
-        if self._boot_id_of(peer) != bye.boot_id:
-            self._count("stranger_messages")
+        if not self._peers.has(peer, bye.boot_id):
+            self.counters.stranger_messages += 1
             return []
-        del self._peers[peer]
+        self._peers.forget(peer)
         own = [t for t in self._transfers.values() if (t.peer, t.boot_id) == (peer, bye.boot_id) and t.state in PULLED]
         return [a for t in own for a in self._end(t, Outcome.ABORTED, tell=False)]
 
     # ---------------------------------------------------------------- sending and ending
-
-    def _batch(self, found: Offer, peer: Peer) -> Send | None:
-        """Records that fit one message and the credit, with the link from now on; ``None`` if not one does."""
-        parts, limits = self.identity.parts, self.limits
-        free_nbytes = found.granted_nbytes - found.used_nbytes
-        entries: list[Entry] = []
-        bulk: list[Buffer] = []
-        sizes: list[int] = []
-        nbytes = control_nbytes = 0
-        while found.wanted and len(entries) < limits.records_max:
-            part, index = found.wanted[0]
-            size = parts[part].nbytes
-            if nbytes + size > free_nbytes or (entries and nbytes + size > limits.records_nbytes_max):
-                break
-            record = found.blocks[index].records[part]
-            assert record is not None, "a record that is not there was queued"
-            header = found.header(part, index)
-            control_nbytes += len(header) + ENTRY_NBYTES_MAX
-            if control_nbytes > CONTROL_NBYTES_MAX:
-                break
-            found.wanted.popleft()
-            entries.append(Entry(part, index, header))
-            bulk.append(record.payload)
-            sizes.append(size)
-            nbytes += size
-        if found.wanted and entries:
-            self._ready.move_to_end(found.id)
-        else:
-            del self._ready[found.id]  # all sent, or out of credit
-        if not entries:
-            return None
-        if not found.wanted:
-            found.apply(Event.ALL_SENT)
-        found.used_nbytes += nbytes
-        found.in_link += 1
-        frames = join(bulk, sizes, limits.joined_nbytes_max, self._peers[peer].frame_nbytes_max)
-        return Send(peer, Records(found.id, found.epoch, entries), frames)
 
     def _live(self, transfer: TransferId) -> Offer | None:
         found = self._transfers.get(transfer)
@@ -459,7 +351,7 @@ class PrefillSession:
     def _end(self, found: Offer, outcome: Outcome, *, tell: bool = True) -> list[PrefillAction]:
         """The transfer is over. Its owner is told unless it knows; its blocks go now or when the link lets go."""
         found.outcome = outcome
-        self._count(outcome.value)
+        setattr(self.counters, outcome.value, getattr(self.counters, outcome.value) + 1)
         self._ended[found.id] = Ended(outcome, found.peer, found.boot_id)
         while len(self._ended) > self.limits.remembered_max:
             self._ended.popitem(last=False)
@@ -467,11 +359,9 @@ class PrefillSession:
         found.wanted.clear()
         if found.state in PULLED:
             assert found.peer is not None
-            self._owned[found.peer] -= 1
-            if not self._owned[found.peer]:
-                del self._owned[found.peer]
+            self._peers.own(found.peer, -1)
         told: list[PrefillAction] = []
-        if tell and found.peer is not None and self._boot_id_of(found.peer) == found.boot_id:
+        if tell and found.peer is not None and self._peers.has(found.peer, found.boot_id):
             told.append(Send(found.peer, Gone(found.id, GoneReason(outcome.value))))
         if found.in_link:
             found.apply(Event.END_HELD)
@@ -485,6 +375,3 @@ class PrefillSession:
         del self._transfers[found.id]
         self._ending.pop(found.id, None)
         return [Release(found.id, found.outcome)]
-
-    def _count(self, name: str, n: int = 1) -> None:
-        self._counts[name] += n

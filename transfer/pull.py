@@ -11,14 +11,18 @@ The law: the ack follows the last installation, and every wanted record ends as 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from cache_manager.errors import RecordError
 from cache_manager.keys import BlockKey
-from transfer.actions import Missing
+from cache_manager.record import check_record, unpack_header
+from transfer.actions import Install, Missing, PullResult, Reason, WantedBlock
+from transfer.errors import LocalProtocolError
 from transfer.link import Peer
-from transfer.messages import TransferId, Want
+from transfer.messages import BLOCKS_MAX, Absent, Ack, BootId, Credit, Part, Pull, Records, Renew, TransferId, Want
 
 
 class State(StrEnum):
@@ -56,7 +60,22 @@ TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
 Place = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+def places_of(wanted: Sequence[WantedBlock], parts: int) -> dict[Place, BlockKey]:
+    """The records of ``wanted`` with their keys; :class:`LocalProtocolError` for what cannot be wanted."""
+    if len({b.index for b in wanted}) != len(wanted):
+        raise LocalProtocolError("wanted: wanted each index once, got one twice")
+    keys: dict[Place, BlockKey] = {}
+    for block in wanted:
+        if not 0 <= block.index < BLOCKS_MAX or not block.parts:
+            raise LocalProtocolError(f"wanted: wanted parts of an index in [0, {BLOCKS_MAX}), got {block}")
+        for part in block.parts:
+            if not 0 <= part < parts:
+                raise LocalProtocolError(f"wanted: wanted a part in [0, {parts}), got {part}")
+            keys[part, block.index] = block.key
+    return keys
+
+
+@dataclass(slots=True)
 class DecodeCounters:
     """What a :class:`DecodeSession` has seen so far; every number only grows.
 
@@ -92,6 +111,13 @@ class Greeting:
     hello_s: float | None = None  # when the last hello was sent
     pulls: dict[TransferId, None] = field(default_factory=dict)
 
+    def says_hello(self, now_s: float, retry_s: float) -> bool:
+        """Whether a hello is due, which is then taken to be sent; not so soon after another."""
+        due = self.hello_s is None or now_s >= self.hello_s + retry_s
+        if due:
+            self.hello_s = now_s
+        return due
+
 
 @dataclass(slots=True, eq=False)
 class Pulling:
@@ -120,7 +146,76 @@ class Pulling:
         assert after is not None, f"{event.name} while {self.state.name}"
         self.state = after
 
-    def wants(self) -> list[Want]:
+    @property
+    def unsettled(self) -> bool:
+        return bool(self.outstanding or self.installing)
+
+    def next_message(self, boot_id: BootId, credit_nbytes: int, now_s: float) -> Pull | Ack | Renew:
+        """What the state asks for, taken to be sent: a pull begins the next epoch; where all was said, a renewal."""
+        self.spoken_s = now_s
+        if self.asked:
+            return Renew(boot_id, self.id)
+        self.asked = True
+        if self.state is State.ACKING:
+            return Ack(boot_id, self.id, max(1, self.epoch), self.installed, len(self.missing))
+        self.epoch += 1
+        self.owed = set(self.outstanding)
+        self.granted_nbytes, self.consumed_nbytes = credit_nbytes, 0
+        return Pull(boot_id, self.id, self.epoch, self._wants(), credit_nbytes)
+
+    def take(
+        self, records: Records, payloads: Sequence[memoryview], parts: Sequence[Part], counters: DecodeCounters
+    ) -> list[Install]:
+        """The records that are wanted and sound, to be installed from now on; what was owed is credit again."""
+        installs: list[Install] = []
+        current = records.epoch == self.epoch
+        owed, keys, installing = self.owed, self.outstanding, self.installing
+        for entry, payload in zip(records.entries, payloads, strict=True):
+            place = entry.part, entry.index
+            part = parts[entry.part]
+            if current and place in owed:
+                owed.discard(place)
+                self.consumed_nbytes += part.nbytes
+            key = keys.get(place)
+            if key is None:
+                counters.duplicate_records += 1
+                continue
+            try:
+                header = unpack_header(entry.header)
+                if payload.nbytes != part.nbytes:
+                    raise RecordError("payload size", part.nbytes, payload.nbytes)
+                check_record(header, key, part.fingerprint, payload)
+            except RecordError:
+                counters.corrupt_records += 1
+                continue
+            installing[place] = keys.pop(place)
+            installs.append(Install(self.id, *place, header, payload))
+        return installs
+
+    def credit(self, boot_id: BootId, credit_nbytes: int, now_s: float) -> Credit | None:
+        """More credit when half of it has come and more is wanted, taken to be sent."""
+        if not self.outstanding or 2 * self.consumed_nbytes < credit_nbytes:
+            return None
+        self.granted_nbytes += self.consumed_nbytes
+        self.consumed_nbytes, self.spoken_s = 0, now_s
+        return Credit(boot_id, self.id, self.epoch, self.granted_nbytes)
+
+    def give_up(self, absent: Absent) -> int:
+        """Settle what prefill does not have; how many records that are."""
+        settled = 0
+        for entry in absent.entries:
+            place = entry.part, entry.index
+            if self.outstanding.pop(place, None) is not None:
+                settled += 1
+                self.owed.discard(place)
+                self.missing.append(Missing(*place, Reason.ABSENT))
+        return settled
+
+    def result(self, event: Event, reason: Reason | None, detail: str) -> PullResult:
+        """After ``event``, which ended the pull."""
+        return PullResult(self.installed, tuple(self.missing), reason, detail, self.epoch, event is Event.HEARD)
+
+    def _wants(self) -> list[Want]:
         """What is missing, block by block."""
         blocks: dict[int, tuple[BlockKey, int]] = {}
         for (part, index), key in self.outstanding.items():

@@ -19,6 +19,7 @@ import zmq
 
 from cache_manager.record import Buffer
 from transfer.errors import TransferError
+from transfer.frames import nbytes_of
 from transfer.link import Arrival, Peer, PeerLost
 from transfer.zmq_server import EVENTS_MAX, ZmqServer, events, monitored
 from transfer.zmq_settings import ZmqSettings, check_address
@@ -197,7 +198,7 @@ class ZmqLink:
         for i, part in enumerate(parts):
             flags = _LAST if i == last else _MORE
             try:
-                if i < first_bulk or _nbytes(part) < zero_copy_nbytes:
+                if i < first_bulk or nbytes_of(part) < zero_copy_nbytes:
                     socket.send(part, flags)
                 elif isinstance(part, bytes):  # cannot change, and libzmq keeps it: its sender need not wait
                     socket.send(part, flags, copy=False)
@@ -384,10 +385,6 @@ def _arrival(peer: Peer, frames: list[zmq.Frame]) -> Arrival:
     """The message in ``frames``, which are kept until its receiver lets go."""
     control, *bulk = frames
     return Arrival(peer, control.bytes, [frame.buffer for frame in bulk], frames.clear)
-
-
-def _nbytes(buffer: Buffer) -> int:
-    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
 
 
 __all__ = ["ZmqCounters", "ZmqLink"]

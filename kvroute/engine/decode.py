@@ -20,9 +20,9 @@ from kvroute.engine.scheduler import Work
 from kvroute.engine.sequence import Event, Handover, Sequence, State
 from kvroute.engine.transfer_blocks import KV, ROWS, TransferBlocks
 from kvroute.routes import Routes
-from transfer.actions import PullResult, WantedBlock
+from transfer.actions import Finished, PullResult, WantedBlock
 from transfer.messages import TransferId
-from transfer.node import BlockSink, PullDone, PullProgress
+from transfer.node import BlockSink
 
 
 class Pulls(Protocol):
@@ -32,7 +32,7 @@ class Pulls(Protocol):
 
     def abort(self, transfer: TransferId, reason: str) -> None: ...
 
-    def poll(self) -> Many[PullProgress | PullDone]: ...
+    def poll(self) -> Many[Finished]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,7 @@ class DecodeEngine(Engine):
     def _plan(self) -> list[Work]:
         assert self._pulls is not None, "attach() comes first"
         for event in self._pulls.poll():
-            if isinstance(event, PullDone):
-                self._end_pull(event.transfer, event.result)
+            self._end_pull(event.transfer, event.result)
         for pull in list(self._in_flight.values()):
             # Samples share their blocks when they fork, and rows that come later would reach only one of them.
             if pull.sequence.state is State.LANDING and pull.has_all_kv and pull.sequence.request.n == 1:

@@ -41,10 +41,11 @@ from kvroute.engine.prefill import PrefillEngine
 from kvroute.engine.request import EngineConfig, Request
 from kvroute.engine.sequence import Handover, State
 from kvroute.engine.stores import EngineStores
+from transfer.actions import Finished
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.messages import BootId
-from transfer.node import BlockSink, DecodeNode, PrefillNode, PullDone, PullProgress
+from transfer.node import BlockSink, DecodeNode, PrefillNode
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
@@ -209,7 +210,7 @@ class Unlucky:
     def abort(self, transfer: Any, reason: str) -> None:
         self._node.abort(transfer, reason)
 
-    def poll(self) -> list[PullProgress | PullDone]:
+    def poll(self) -> list[Finished]:
         return self._node.poll()
 
 

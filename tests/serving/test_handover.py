@@ -24,11 +24,11 @@ from kvroute.engine.request import EngineConfig, FinishReason, Output, Request
 from kvroute.engine.sequence import Handover, State
 from kvroute.engine.transfer_blocks import KV, ROWS
 from kvroute.serving.bodies import DRAW
-from transfer.actions import WantedBlock
+from transfer.actions import Finished, WantedBlock
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.messages import BootId, TransferId
-from transfer.node import BlockSink, DecodeNode, PrefillNode, PullDone, PullProgress
+from transfer.node import BlockSink, DecodeNode, PrefillNode
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
@@ -61,7 +61,7 @@ class FaultyPulls:
     def abort(self, transfer: TransferId, reason: str) -> None:
         self.node.abort(transfer, reason)
 
-    def poll(self) -> list[PullProgress | PullDone]:
+    def poll(self) -> list[Finished]:
         return self.node.poll()
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from transfer_nodes import QUICK, ended
 from transfer_rows import CanarySink, identity_of, offered, wanted
 
+from transfer.actions import Finished
 from transfer.curve import CurveClient, CurveServer, make_keys, read_keys, read_public
 from transfer.limits import TransferLimits
-from transfer.node import DecodeNode, PrefillNode, PullDone
+from transfer.node import DecodeNode, PrefillNode
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
@@ -37,7 +38,7 @@ def client(keys: Path, name: str, server: str = "server", identity: bytes | None
 
 def result_of(
     prefill: PrefillNode, link: ZmqLink, request: int, limits: TransferLimits = QUICK
-) -> tuple[PullDone, CanarySink]:
+) -> tuple[Finished, CanarySink]:
     """What a decode node over ``link`` gets of an offer of three blocks; ``HASTY`` where it is to get nothing."""
     decode = DecodeNode(link, identity_of(2), limits)
     transfer, sink = prefill.offer(offered(request, 3)), CanarySink(request)

@@ -81,7 +81,7 @@ class Pair:
                 ok = self.place(action)
                 if ok:
                     self.installed.append((action.part, action.index, bytes(action.payload)))
-                self.do(D, self.decode.installed(action, ok, self.now_s))
+                self.do(D, self.decode.installed([(action, ok)], self.now_s))
 
     def talk(self) -> None:
         """Until nobody has anything to say."""

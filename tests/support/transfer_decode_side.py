@@ -211,7 +211,7 @@ class DecodeSide:
                 self.engine.kv[block][:end] = np.frombuffer(install.payload, np.uint8)[:end]
                 request.kv_from_prefill.add(install.index)
         self.world.happened["installed" if ok else "stale"] += 1
-        self.act(self.session.installed(install, ok, self.world.now_s))
+        self.act(self.session.installed([(install, ok)], self.world.now_s))
 
     def on_ack(self, ack: Ack) -> None:
         number, request = self.pull_of[TransferId(ack.transfer)]

@@ -10,9 +10,10 @@ from typing import TypeVar
 
 from transfer_rows import identity_of
 
+from transfer.actions import Finished, Release
 from transfer.limits import TransferLimits
 from transfer.messages import TransferId
-from transfer.node import DecodeNode, PrefillNode, PullDone, PullProgress, Released
+from transfer.node import DecodeNode, PrefillNode
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
@@ -46,31 +47,23 @@ def until(ask: Callable[[], _T], enough: Callable[[_T], bool]) -> _T:
     return answer
 
 
-def ended(decode: DecodeNode, transfers: set[TransferId]) -> dict[TransferId, PullDone]:
-    done: dict[TransferId, PullDone] = {}
-    progress: list[PullProgress] = []
+def ended(decode: DecodeNode, transfers: set[TransferId]) -> dict[TransferId, Finished]:
+    done: dict[TransferId, Finished] = {}
 
     def more() -> set[TransferId]:
-        for event in decode.poll():
-            if isinstance(event, PullDone):
-                assert event.transfer not in done, "told twice"
-                done[event.transfer] = event
-            else:
-                assert event.transfer not in done, "progress after the end"
-                progress.append(event)
+        for finished in decode.poll():
+            assert finished.transfer not in done, "told twice"
+            done[finished.transfer] = finished
         return set(done)
 
     until(more, lambda got: got == transfers)
-    for transfer, event in done.items():
-        told = [place for p in progress if p.transfer == transfer for place in p.installed]
-        assert len(set(told)) == len(told) == event.result.installed
     return done
 
 
-def released(prefill: PrefillNode, transfers: set[TransferId]) -> dict[TransferId, Released]:
-    found: list[Released] = []
+def released(prefill: PrefillNode, transfers: set[TransferId]) -> dict[TransferId, Release]:
+    found: list[Release] = []
 
-    def more() -> list[Released]:
+    def more() -> list[Release]:
         found.extend(prefill.poll())
         return found
 

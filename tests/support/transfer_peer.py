@@ -140,22 +140,19 @@ class _Decode:
         self.node.pull(address, TransferId(bytes.fromhex(transfer)), wanted(request, blocks), sink)
 
     def poll(self) -> dict[str, Any]:
-        from transfer.node import PullDone
-
         for event in self.node.poll():
-            if isinstance(event, PullDone):
-                transfer, result = event.transfer.hex(), event.result
-                sink = self.sinks[transfer]
-                self.done[transfer] = {
-                    "installed": result.installed,
-                    "missing": len(result.missing),
-                    "reasons": sorted({m.reason.value for m in result.missing}),
-                    "reason": result.reason and result.reason.value,
-                    "acknowledged": result.acknowledged,
-                    "there": len(sink.there),
-                    "wrong": sink.wrong,
-                    "twice": sink.twice,
-                }
+            transfer, result = event.transfer.hex(), event.result
+            sink = self.sinks[transfer]
+            self.done[transfer] = {
+                "installed": result.installed,
+                "missing": len(result.missing),
+                "reasons": sorted({m.reason.value for m in result.missing}),
+                "reason": result.reason and result.reason.value,
+                "acknowledged": result.acknowledged,
+                "there": len(sink.there),
+                "wrong": sink.wrong,
+                "twice": sink.twice,
+            }
         return self.done
 
 

@@ -135,7 +135,7 @@ class World:
             len(prefill._transfers) <= LIMITS.transfers_max
             and len(prefill._ended) <= LIMITS.remembered_max
             and len(prefill._peers) <= LIMITS.peers_max
-            and len(prefill._owned) <= LIMITS.transfers_max
+            and len(prefill._peers.owned) <= LIMITS.transfers_max
             and len(prefill._ready) <= LIMITS.transfers_max
             and len(prefill._expiries) <= 2 * LIMITS.transfers_max + 1
             and len(decode._pulls) <= LIMITS.transfers_max

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from transfer.link import Link
+from transfer.link import Link, ServingLink
 from transfer.loopback import LoopbackLink, Network
-from transfer.node import ServingLink
 from transfer.testing.contract import LinkContract
 
 

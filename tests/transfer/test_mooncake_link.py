@@ -23,6 +23,7 @@ from transfer_rows import CanarySink, identity_of, offered, wanted
 from cache_manager.errors import ConfigError
 from transfer import mooncake_calls as calls
 from transfer import mooncake_wire as wire
+from transfer.actions import Finished
 from transfer.curve import CurveClient, make_keys, read_keys
 from transfer.errors import RemoteProtocolError
 from transfer.limits import TransferLimits
@@ -30,7 +31,7 @@ from transfer.link import Peer
 from transfer.links import open_link
 from transfer.mooncake_engine import Arena, EngineProcess
 from transfer.mooncake_link import MooncakeLink, MooncakeLinkSettings, MooncakeUnavailableError
-from transfer.node import DecodeNode, PrefillNode, PullDone
+from transfer.node import DecodeNode, PrefillNode
 from transfer.testing.contract import PATIENCE_S, LinkContract, arrivals, payload, poll_until
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
@@ -59,7 +60,7 @@ def test_rows_cross_by_the_engine(tmp_path: Path) -> None:
     served, pulling = server_at(tmp_path), MooncakeLink(ZmqLink(), SMALL)
     patient = TransferLimits(lease_s=300.0, retry_s=PATIENCE_S)  # who asks again has records written that nobody awaits
     prefill, decode = PrefillNode(served, identity_of(1), patient), DecodeNode(pulling, identity_of(2), patient)
-    done: list[PullDone] = []
+    done: list[Finished] = []
     sinks = {}
     for request in range(10):
         transfer = prefill.offer(offered(request, 100))
@@ -68,7 +69,7 @@ def test_rows_cross_by_the_engine(tmp_path: Path) -> None:
     give_up_s = time.monotonic() + PATIENCE_S * 2
     while len(done) < 10:
         assert time.monotonic() < give_up_s
-        done += [event for event in decode.poll() if isinstance(event, PullDone)]
+        done += decode.poll()
         time.sleep(0.01)
     assert all(d.result.complete for d in done)
     assert all((s.wrong, s.twice, len(s.there)) == (0, 0, 100) for s in sinks.values())

@@ -21,8 +21,7 @@ from typing import Final
 import numpy as np
 import pytest
 
-from transfer.link import Arrival, Link, Peer, PeerLost
-from transfer.node import ServingLink
+from transfer.link import Arrival, Link, Peer, PeerLost, ServingLink
 
 PATIENCE_S: Final = 60.0
 SIZES: Final = (0, 1, 4096, 29_696, 300_000)
