@@ -14,6 +14,7 @@ _NODES = "tests/transfer/test_nodes.py::"
 _PROCESSES = "tests/serving/test_processes.py::"
 _SERVERS = "tests/serving/test_servers.py::"
 _SESSIONS = "tests/transfer/test_sessions.py::"
+_ENDS = "tests/transfer/test_sessions_ends.py::"
 _SIMULATION = "tests/simulation/test_transfer_simulation.py::test_every_claim_holds_under_every_fault"
 _MANAGER_PROCESS = "tests/transfer_manager/test_process.py::"
 
@@ -49,8 +50,8 @@ CROSSING_BUGS: Final = (
         "vllm-omni PR6264",
         "whatever ends a transfer, its blocks are released when the link has let go of every buffer of it",
         (
-            _SESSIONS + "test_every_end_waits_for_the_link",
-            _SESSIONS + "test_release_waits_for_the_link",
+            _ENDS + "test_every_end_waits_for_the_link",
+            _ENDS + "test_release_waits_for_the_link",
             _SIMULATION,
         ),
     ),
@@ -61,8 +62,8 @@ CROSSING_BUGS: Final = (
         "a process is a *run*: nothing of an older run is obeyed; a command carries the generations it was made for, "
         "and memory lent to an engine a life of its own",
         (
-            _SESSIONS + "test_a_restarted_decode_owns_nothing_of_its_old_run",
-            _SESSIONS + "test_a_restarted_prefill_is_greeted_again_and_has_nothing",
+            _ENDS + "test_a_restarted_decode_owns_nothing_of_its_old_run",
+            _ENDS + "test_a_restarted_prefill_is_greeted_again_and_has_nothing",
             _MANAGER_PROCESS + "test_a_block_of_another_generation_is_refused_and_not_written",
             _MOONCAKE + "test_forged_words_change_nothing",
             _PROCESSES + "test_the_same_identity_again",
@@ -97,7 +98,7 @@ CROSSING_BUGS: Final = (
         (
             _CROSSING + "test_nobody_chooses_the_id_of_a_transfer",
             _HANDOVER + "test_one_transfer_is_taken_over_once",
-            _SESSIONS + "test_wrong_calls_change_nothing",
+            _ENDS + "test_wrong_calls_change_nothing",
         ),
     ),
     BugClass(
@@ -107,7 +108,7 @@ CROSSING_BUGS: Final = (
         "a refusal holds nothing, and every begun transfer ends in a release: a table without another way out",
         (
             _NODES + "test_what_cannot_begin_is_told_and_releases",
-            _SESSIONS + "test_every_life_can_end_and_an_end_is_final",
+            _ENDS + "test_every_life_can_end_and_an_end_is_final",
             _PROCESSES + "test_decode_is_killed_during_a_transfer",
             _SIMULATION,
         ),
@@ -158,7 +159,7 @@ CROSSING_BUGS: Final = (
         (
             _HANDOVER + "test_nothing_is_computed_twice_and_every_row_is_there",
             _CROSSING + "test_a_layout_that_differs_in_anything_is_refused_by_field",
-            _SESSIONS + "test_peers_that_do_not_mean_the_same_refuse",
+            _ENDS + "test_peers_that_do_not_mean_the_same_refuse",
             _NODES + "test_peers_that_mean_other_rows_are_refused",
         ),
     ),
@@ -170,7 +171,7 @@ CROSSING_BUGS: Final = (
         "lease ends",
         (
             _CROSSING + "test_whatever_is_never_heard_both_sides_end",
-            _SESSIONS + "test_an_ack_is_repeated_until_it_is_heard_and_changes_nothing_twice",
+            _ENDS + "test_an_ack_is_repeated_until_it_is_heard_and_changes_nothing_twice",
             _SIMULATION,
         ),
     ),
@@ -181,8 +182,8 @@ CROSSING_BUGS: Final = (
         "any message of the owner renews the lease, up to a bound; a pull without progress is retried, then fails; a "
         "write that fails goes another way",
         (
-            _SESSIONS + "test_a_lease_is_renewed_by_messages_and_ends_at_its_bound",
-            _SESSIONS + "test_decode_renews_while_it_waits",
+            _ENDS + "test_a_lease_is_renewed_by_messages_and_ends_at_its_bound",
+            _ENDS + "test_decode_renews_while_it_waits",
             _CROSSING + "test_whatever_is_never_heard_both_sides_end",
             _MOONCAKE + "test_a_write_that_fails_goes_by_zeromq_and_its_range_rests",
         ),

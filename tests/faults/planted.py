@@ -31,6 +31,7 @@ REQUESTS = "tests/cache_manager/test_manager.py"
 DEFECTS = "tests/cache_manager/test_manager_defects.py"
 TWINS = "tests/cache_manager/test_manager_batch.py"
 SESSIONS = "tests/transfer/test_sessions.py"
+ENDS = "tests/transfer/test_sessions_ends.py"
 WORLD = "tests/simulation/test_transfer_simulation.py::test_every_claim_holds_under_every_fault"
 
 JOURNAL = "tests/kvroute/test_journal.py::TestForgetfulEngine"
@@ -231,7 +232,7 @@ FAULTS = (
         "prefill.py",
         "        actions = self._end_all(Outcome.RESET)\n",
         "        actions = list[PrefillAction]()\n",
-        SESSIONS,
+        ENDS,
         "test_every_end_waits_for_the_link",
         "transfer",
     ),
@@ -240,7 +241,7 @@ FAULTS = (
         "prefill.py",
         "        self._ended[found.id] = Ended(outcome, found.peer, found.boot_id)\n",
         "",
-        SESSIONS,
+        ENDS,
         "test_a_message_after_the_end_is_counted_and_refused",
         "transfer",
     ),

@@ -11,7 +11,7 @@ from transfer.decode import DecodeSession
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import Peer
-from transfer.messages import BootId, Message, Part, TransferId, encode
+from transfer.messages import BootId, Message, Outcome, Part, Records, TransferId, encode
 from transfer.prefill import PrefillSession
 
 P, D, E = Peer(b"P"), Peer(b"D"), Peer(b"E")
@@ -120,3 +120,16 @@ class Pair:
     def pull(self, n: int, parts: tuple[int, ...] = (0, 1), transfer: TransferId = T) -> None:
         self.do(D, self.decode.pull(P, transfer, wanted(n, parts), self.now_s))
         self.talk()
+
+
+def pulled() -> Pair:
+    """A transfer of one block that was pulled, and whose records are lost."""
+    pair = Pair(lose=lambda message: isinstance(message, Records))
+    pair.prefill.offer(T, blocks(1), 0.0)
+    pair.pull(1)
+    return pair
+
+
+def outcomes(pair: Pair) -> list[Outcome]:
+    """How the transfers ended whose blocks are free."""
+    return [release.outcome for release in pair.released]
