@@ -111,8 +111,15 @@ class RoutingReplayConfig:
         """This configuration for an engine whose rollouts another one stores: every key of the store at its default,
         and each rollout handed over with its output.
         """
-        unsaid = {f.name: f.default for f in fields(self) if f.name in (*_BY_URL, "rollout_store", "only_last_turn")}
-        return replace(self, **(unsaid | {"routing_store_type": "response"}))
+        return replace(
+            self,
+            routing_store_type="response",
+            local_store_dir=type(self)().local_store_dir,
+            rdma_store_server="",
+            rollout_store="",
+            use_fused_put=False,
+            only_last_turn=False,
+        )
 
     @classmethod
     def from_json(cls, value: str | Mapping[str, Any] | None) -> Self:
