@@ -116,7 +116,7 @@ def crosses(prefill: PeerProcess, decode: PeerProcess, request: int) -> str:
 def goes_by_the_engine(prefill: PeerProcess, decode: PeerProcess, request: int) -> list[str]:
     """Fresh requests until one's bulk was written by the engine again."""
     before, transfers = prefill.ask("link").get("messages_written", 0), []
-    give_up_s = time.monotonic() + PATIENCE_S
+    give_up_s = time.monotonic() + 2 * PATIENCE_S
     while prefill.ask("link").get("messages_written", 0) == before:
         assert time.monotonic() < give_up_s, "the engine is not used again"
         transfers.append(crosses(prefill, decode, request + len(transfers)))
@@ -127,14 +127,16 @@ def goes_by_the_engine(prefill: PeerProcess, decode: PeerProcess, request: int) 
 def test_rows_cross_between_processes(stage: Stage) -> None:
     """Goal: whole transfers, by the engine, acknowledged; each offer released once.
 
-    Nothing is asked for twice, so that every message that was written is one that decode has taken.
+    Nothing is asked for twice, so that every message that was written is one that decode takes. A write that takes
+    longer than a second goes by ZeroMQ, as it may on a machine that stands still; the next goes by the engine again.
     """
     prefill, decode = stage.start("prefill"), stage.start("decode", retry_s=PATIENCE_S)
     transfers = begin(prefill, decode, range(4))
     assert all(d["missing"] == 0 and d["acknowledged"] for d in ended(decode, transfers).values())
+    transfers += goes_by_the_engine(prefill, decode, 50)
     assert set(all_come_back(prefill, transfers).values()) == {"acked"}
-    written, landed = prefill.ask("link")["messages_written"], decode.ask("link")["messages_landed"]
-    assert written == landed > 0
+    written = prefill.ask("link")["messages_written"]
+    decode.ask_until("link", lambda got: got.get("messages_landed", 0) == written)
 
 
 def test_prefill_killed_during_transfers_and_restarted_at_its_address(stage: Stage) -> None:
