@@ -138,11 +138,10 @@ def test_a_full_arena_is_waited_for_until_the_deadline() -> None:
             lent.call = calls[-1]
     begun_s = time.monotonic()
     assert arena.take(64, begun_s + 0.1) is None
-    assert 0.1 <= time.monotonic() - begun_s < 60.0
+    assert 0.1 <= time.monotonic() - begun_s < 2.0
     giver = threading.Timer(0.05, arena.give, (0,))
-    giver.daemon = True
     giver.start()
-    assert arena.take(64, time.monotonic() + 60) == 0
+    assert arena.take(64, time.monotonic() + 5) == 0
     giver.join()
     arena.give(0)
     arena.close()
