@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 import kvroute
 from bench.table import Table
 from bench.timing import best_cpu_ms
-from cache_manager.aux_blocks import Rows
+from cache_manager.rows import Rows
 from kvroute.checks import check_ids
 from kvroute.routes import Routes
 from kvroute.sharding import shard_packed

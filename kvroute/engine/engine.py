@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from cache_manager.aux_blocks import AuxBlocks, Rows
+from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
+from cache_manager.rows import Rows
 from cache_manager.spec import align
 from cache_manager.step import PADDING
 from kvroute.config import RoutingReplayConfig
