@@ -226,14 +226,22 @@ class OriginMachine(RuleBasedStateMachine):
             self.a_store_evicts(side, n, lost)
         self.persist(side, block, n, rows, kv, others)
 
+    def may_persist(self, side, block) -> bool:
+        """An engine persists blocks whose KV is all there. With ``gate`` rows that are missing refuse any other."""
+        return self.policy == "gate" or bool(self.sides[side].kv.device[block].any(axis=-1).all())
+
     @rule(side=SIDE, block=BLOCK, n=KEY, rows=PLANS, kv=PLANS, others=BLOCK)
     def persist(self, side, block, n, rows, kv, others) -> None:
         """A rival puts its block ``others`` under the same key, where the plan says so."""
+        if not self.may_persist(side, block):
+            return
         house, rival = self.sides[side], self.sides[1 - side]
         key = house.key(n)
         life = house.aux.generations([block])
 
         def beside() -> None:
+            if not self.may_persist(1 - side, others):
+                return
             plans, self.store.plan = self.store.plan, ()
             life = rival.aux.generations([others])
             self.attempt(lambda: rival.aux.persist({rival.key(n): others}, generations=life))
