@@ -146,7 +146,7 @@ class EngineBlocks(BlockSet):
         of bookkeeping, unless strict: the step's rows are then missing, and counted.
         """
         try:
-            if keep is None and write_at_once(self._tiers.device, self._books, slots, rows):
+            if keep is None and write_at_once(self._device, self._books, slots, rows):
                 return np.size(slots)
             step = self.begin_step(slots)
             with step:

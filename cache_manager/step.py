@@ -344,6 +344,3 @@ def write_at_once(table: BlockTable, books: Books, slots: NDArray[Any], rows: Ma
     except (SpecError, RowError, SlotError, BlockStateError):
         return False
     return True
-
-
-__all__ = ["PADDING", "Keep", "Step", "StepEntry", "place", "write_at_once"]
