@@ -322,7 +322,10 @@ HAZARD_CLASSES: Final = (
         "the same prefix under other weights",
         "FastDeploy",
         "the weights version is in the namespace of every key; reset",
-        (_MANAGER + "test_a_reset_reaches_the_store", _ENGINE + "test_other_weights_find_nothing_in_the_store"),
+        (
+            _MANAGER + "test_a_reset_reaches_the_store",
+            "tests/engine/test_engine_stores.py::test_other_weights_find_nothing_in_the_store",
+        ),
     ),
     BugClass(
         ("H11",),

@@ -94,7 +94,7 @@ def test_r20_a_damaged_record_can_be_stored_anew(restarted: bool, tmp_path: Path
     peer="SGLang 0.5.23 HiCacheFile",
     peer_does="serves it",
     kvroute_does="a counted miss after the restart, and the block it was to fill has no row",
-    also=("tests/engine/test_engine.py::test_a_damaged_store_costs_time_and_never_a_row",),
+    also=("tests/engine/test_engine_stores.py::test_a_damaged_store_costs_time_and_never_a_row",),
 )
 @pytest.mark.parametrize("at", [0, 100, 1000, 2100])
 def test_r21_a_byte_flipped_at_rest_is_a_miss(at: int, tmp_path: Path) -> None:

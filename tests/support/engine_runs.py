@@ -1,0 +1,79 @@
+"""Requests that press an engine, what it must answer to them, and what it must leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cache_manager.keys import Namespace
+from kvroute.demo.checker import Checker, SecondRun, Verdict
+from kvroute.engine import text
+from kvroute.engine.engine import Engine, Span
+from kvroute.engine.models import build_model
+from kvroute.engine.request import EngineConfig, Output, Request
+
+PLAIN = EngineConfig(device_blocks=300, caching=False)
+TIGHT = EngineConfig(device_blocks=40, host_blocks=20)
+NAMESPACE = Namespace("tests", weights_version=3)
+
+
+def requests_of(count: int = 8, max_tokens: int = 20) -> list[Request]:
+    return [
+        Request(
+            f"r{i}",
+            tuple(text.opening(text.paragraphs()[i % 2]) + text.turn(text.questions()[i])),
+            max_tokens,
+            n=1 + i % 2,
+            temperature=0.8 * (i % 3 > 0),
+            seed=5,
+        )
+        for i in range(count)
+    ]
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> dict[tuple[str, int], Output]:
+    for request in requests:
+        engine.add(request)
+    outputs = {}
+    while engine.busy:
+        outputs |= {(o.request.id, o.sample): o for o in engine.step()}
+        engine.manager.assert_consistent()
+    assert engine.drain()
+    assert_empty(engine)
+    return outputs
+
+
+def assert_empty(engine: Engine) -> None:
+    assert not engine.manager.owners
+    assert engine.manager.free_device_blocks == engine.config.device_blocks
+    assert engine.manager.free_host_blocks == engine.config.host_blocks
+    assert engine.aux.in_flight == 0
+
+
+@dataclass
+class Hook:
+    """An observer made of two functions."""
+
+    on_begin: Callable[[Sequence[Span]], None] = field(default=lambda _: None)
+    on_end: Callable[[], None] = field(default=lambda: None)
+
+    def begin(self, spans: Sequence[Span]) -> None:
+        self.on_begin(spans)
+
+    def end(self) -> None:
+        self.on_end()
+
+
+def assert_same(one: dict[tuple[str, int], Output], other: dict[tuple[str, int], Output]) -> None:
+    assert one.keys() == other.keys()
+    for key, output in one.items():
+        assert output.tokens == other[key].tokens, key
+        assert output.reason is other[key].reason
+        assert output.routes == other[key].routes, key
+
+
+def judged(checker: Checker, model_name: str, outputs: dict[tuple[str, int], Output]) -> Verdict:
+    second_run, verdict = SecondRun(build_model(model_name, seed=0, vocab_size=text.VOCAB_SIZE)), Verdict()
+    for o in outputs.values():
+        verdict += checker.judge(o.sequence, o.routes, len(o.sequence) - 1, second_run(o.sequence))
+    return verdict
