@@ -10,6 +10,7 @@ ENGINE = "tests/cache_manager/test_engine_blocks.py::"
 HOSTILE = "tests/cache_manager/test_jobs_hostile.py::"
 INSTALL = "tests/cache_manager/test_install.py::"
 MOVERS = "tests/cache_manager/test_movers_of_others.py::"
+PAIRS = "tests/cache_manager/test_pair_mover.py::TestPairs"
 ORIGIN = "tests/cache_manager/test_origin_machine.py::TestOrigin"
 
 SAME_COMPUTATION = "rows_are_of_the_pass_that_made_the_kv"
@@ -60,16 +61,16 @@ ORIGIN_FAULTS = [
         "mover.py",
         "            if not self._is_pair(part, beside):\n",
         "            if False:\n",
-        ORIGIN + "Gate",
-        SAME_COMPUTATION,
+        PAIRS,
+        "rows of another computation",
     ),
     Fault(
         "masked rows come back beside the KV of another pass after a put that failed half way",
         "mover.py",
         "isinstance(beside, Found) and beside.origin == part.origin != 0\n",
         "isinstance(beside, Found)\n",
-        ORIGIN + "Mask",
-        SAME_COMPUTATION,
+        PAIRS,
+        "rows of another computation",
     ),
     Fault(
         "a put says that rows of another pass are stored",

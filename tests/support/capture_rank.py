@@ -1,7 +1,7 @@
 """One of two ranks that route half of a step's tokens each: ``python capture_rank.py BACKEND RANK DIRECTORY``.
 
 Both draw the same ids for all tokens, so that each knows what the step's rows are. Rank 0 owns the blocks. With nccl
-each rank has a GPU, with gloo the launch is interpreted.
+each rank has a GPU; with gloo the launch is interpreted, by ``TRITON_INTERPRET=1``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
-
-if sys.argv[1] == "gloo":
-    os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
