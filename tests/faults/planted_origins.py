@@ -62,7 +62,7 @@ ORIGIN_FAULTS = [
         "            if not self._is_pair(part, beside):\n",
         "            if False:\n",
         PAIRS,
-        "rows of another computation",
+        "KV of another computation",
     ),
     Fault(
         "masked rows come back beside the KV of another pass after a put that failed half way",
@@ -70,7 +70,7 @@ ORIGIN_FAULTS = [
         "isinstance(beside, Found) and beside.origin == part.origin != 0\n",
         "isinstance(beside, Found)\n",
         PAIRS,
-        "rows of another computation",
+        "KV of another computation",
     ),
     Fault(
         "a put says that rows of another pass are stored",
