@@ -115,7 +115,8 @@ class EmbeddedRoutes:
 
     def _given_out(self, give: Callable[[int, int], list[int]], index: int, count: int) -> list[int]:
         blocks = give(index, count)
-        self.rows.renew(blocks)
+        if blocks:  # it is asked for every token, and mostly for none
+            self.rows.renew(blocks)
         return blocks
 
     def _copied(self, copy: Callable[..., None], sources: Sequence[int], targets: Sequence[int]) -> None:

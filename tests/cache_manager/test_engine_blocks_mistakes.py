@@ -56,6 +56,7 @@ def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(hous
         (lambda e: e.write_step(np.array([999]), {}), KVRouteError),
         (lambda e: e.renew([9]), InvalidInputError),
         (lambda e: e.renew([0], [1]), InvalidInputError),
+        (lambda e: e.renew([], [1]), InvalidInputError),
         (lambda e: e.copy([(5, 1)]), InvalidInputError),
         (lambda e: e.copy([(0, 0)]), InvalidInputError),
     ],
@@ -92,6 +93,7 @@ def test_what_a_strict_set_raises_names_the_blocks() -> None:
 def test_generations_never_go_back(house) -> None:
     engine = house.engine
     assert engine.renew([0, 1], [5, 7]).tolist() == [5, 7]
+    assert engine.renew([]).size == 0
     rows = house.fill(0, "mine")
     assert engine.renew([0, 1], [5, 8]).tolist() == [0, 8]
     assert house.holds(0, rows), "the life that was known"
