@@ -110,7 +110,8 @@ class LayerCapture:
         self._addresses: list[int] = []  # of the table whose turn it is, as it is on the device
         self._form: Form | None = None  # of that table
         self._constants: dict[tuple[torch.dtype, ...], Any] = {}
-        self._seen = self._checks.numpy().copy()
+        self._words, self._flags = self._checks.numpy(), self._bad.numpy()  # as the host sees them
+        self._seen = self._words.copy()
         self._before: NDArray[np.bool_] | None = None
         self._held: list[list[torch.Tensor]] = []  # what graphs read
         streams: Any = torch.cuda  # its Stream is untyped
@@ -173,12 +174,12 @@ class LayerCapture:
 
     def expect(self) -> None:
         """A pass begins, and nobody will see whether it launches: a graph's replay, say. See :attr:`launched`."""
-        self._checks[Check.TOKENS] = 0
+        self._words[Check.TOKENS] = 0
 
     @property
     def launched(self) -> int:
         """The tokens of the last launch that has completed since :meth:`expect`, padding too; 0: there was none."""
-        return int(self._checks[Check.TOKENS])
+        return int(self._words[Check.TOKENS])
 
     def verdict(self, tokens: int) -> Verdict:
         """What was bad in the rows of the last completed launch, of ``tokens`` tokens.
@@ -188,21 +189,20 @@ class LayerCapture:
         here: call it once for each launch, before the next one. Raises :class:`CaptureError` for more tokens than the
         staged launch had.
         """
-        now = self._checks.numpy().copy()
+        now = self._words.copy()
         if self.staged and tokens > now[Check.TOKENS]:
             raise CaptureError("tokens", f"at most {now[Check.TOKENS]}, those of the last launch", tokens)
         self._rows.land(tokens)
-        if np.array_equal(now[: Check.TOKENS], self._seen[: Check.TOKENS]) and self._before is None:
+        if self._before is None and now[: Check.TOKENS].tobytes() == self._seen[: Check.TOKENS].tobytes():
             return Verdict(None, {}, "")
-        flags = self._bad.numpy()
-        bad = flags != 0
-        flags[bad] = 0  # and no others: the launch in flight may just be raising them
+        bad = self._flags != 0
+        self._flags[bad] = 0  # and no others: the launch in flight may just be raising them
         counts = {check: int(now[check] - self._seen[check]) for check in REASONS if now[check] != self._seen[check]}
         first = self._first(int(now[Check.FIRST]), counts)
         keep = ~bad if self._before is None else ~(bad | self._before)
         self._before = bad if counts else None
         self._seen = now
-        self._checks[Check.FIRST] = NOTHING
+        self._words[Check.FIRST] = NOTHING
         self._seen[Check.FIRST] = NOTHING
         return Verdict(keep[:tokens], counts, first)
 
