@@ -33,7 +33,12 @@ def main(backend: str, rank: int, directory: Path) -> None:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     distributed.init_process_group(
-        backend, init_method=f"file://{directory / 'ranks'}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        backend,
+        init_method=f"file://{directory / 'ranks'}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+        device_id=device if backend == "nccl" else None,
     )
     spec = kvroute.routing_spec(EXPERTS, TOP_K, range(LAYERS), LAYERS, BLOCK_TOKENS)
     namespace = kvroute.Namespace("m", weights_version=1)

@@ -1,0 +1,24 @@
+"""The capture launch compiles for a GPU, which needs none; the interpreter takes programs that no GPU does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SUPPORT = Path(__file__).parents[1] / "support" / "compiled_capture.py"
+
+
+def test_the_launch_compiles_and_stores_several_values_at_once() -> None:
+    """Goal: four ids leave a thread at once, not one by one."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(SUPPORT)]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines() == [
+        "58x8 of 256 in place b32",
+        "58x8 of 256 staged b32 b64",
+        "60x8 of 384 in place b32 v2.b32",
+        "60x8 of 384 staged b32 b64 v2.b32",
+    ]

@@ -1,0 +1,43 @@
+"""Compiles the capture launch for a GPU, which takes none: prints how wide its stores to the host are."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import kvroute
+from cache_manager.spec import RecordLayout
+from kvroute.capture import kernel
+from kvroute.capture.plan import Plan
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def ptx(layers: int, experts: int, *, staged: bool) -> str:
+    plan = Plan.of(RecordLayout([kvroute.routing_spec(experts, 8, range(layers), layers, 64)]))
+    plan = plan.packed() if staged else plan
+    *compiled, warps = kernel.constants_of(plan, [torch.int32], 4096)
+    function: Any = kernel._capture_all
+    types = ["*i64", "*i64", "*u8", "*i32", "*i32", "*i32", "i64", *["constexpr"] * len(compiled)]
+    first = len(types) - len(compiled)
+    aligned = {(i,): [["tt.divisibility", 16]] for i in (2, 3, 4)}
+    source = ASTSource(
+        function,
+        dict(zip(function.arg_names, types, strict=True)),
+        {(first + i,): each for i, each in enumerate(compiled)},
+        aligned,
+    )
+    made: str = triton.compile(source, target=HOPPER, options={"num_warps": warps}).asm["ptx"]
+    return made
+
+
+if __name__ == "__main__":
+    for layers, experts in ((58, 256), (60, 384)):
+        for staged in (False, True):
+            stores = re.findall(r"st\.global\.(\S+)", ptx(layers, experts, staged=staged))
+            print(f"{layers}x8 of {experts}", "staged" if staged else "in place", *sorted(set(stores)))
