@@ -77,7 +77,10 @@ class Verdict:
 
 
 class RouterWatch:
-    """Own hooks on the router modules of a transformers model: each layer's ids of the passes since :meth:`take`."""
+    """Own hooks on the router modules of a transformers model: each layer's ids of the pass since :meth:`take`.
+
+    They copy the ids into memory of their own, on the model's device: where a pass is a CUDA graph, the graph copies.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         routers = []
@@ -85,21 +88,26 @@ class RouterWatch:
             if "Router" in type(module).__name__ and (layer := re.search(r"\.layers\.(\d+)\.", name)):
                 routers.append((int(layer[1]), module))
         routers.sort(key=lambda found: found[0])
-        self._ids: list[list[NDArray[np.int32]]] = [[] for _ in routers]
+        config: Any = model.config
+        shape = (len(routers), config.max_position_embeddings, config.num_experts_per_tok)
+        self._ids = torch.full(shape, -1, dtype=torch.int32, device=next(model.parameters()).device)
         self._hooks = [module.register_forward_hook(self._keep(i)) for i, (_, module) in enumerate(routers)]
 
     def _keep(self, index: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._ids[index].append(output[2].detach().to(torch.int32).cpu().numpy().copy())
+            ids = output[2].detach()
+            self._ids[index, : len(ids)] = ids
 
         return hook
 
     def take(self) -> NDArray[np.int32]:
         """Ids ``[tokens, layers, top_k]`` of the one pass since the last take."""
-        if any(len(layer) != 1 for layer in self._ids):
-            raise AssertionError(f"routers were called {[len(layer) for layer in self._ids]} times in one pass")
-        ids = np.stack([layer.pop() for layer in self._ids], axis=1)
-        return np.ascontiguousarray(ids)
+        tokens = (self._ids[:, :, 0] >= 0).sum(1).tolist()
+        if len(set(tokens)) != 1 or not tokens[0]:
+            raise AssertionError(f"routers routed {tokens} tokens in one pass")
+        ids: NDArray[np.int32] = self._ids[:, : tokens[0]].transpose(0, 1).contiguous().cpu().numpy()
+        self._ids[:, : tokens[0]] = -1
+        return ids
 
     def close(self) -> None:
         for hook in self._hooks:

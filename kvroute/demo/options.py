@@ -25,7 +25,7 @@ class DemoOptions:
     By default the device holds a quarter of the conversations at their longest, but one and a quarter at least and
     three at most; the host holds as much. That is less than what runs at once needs. ``store`` is a URL or
     ``MOONCAKE``. With ``transfer_process`` a process beside the engine moves and stores KV and rows. Model and KV lie
-    on ``device``; on ``cuda`` one launch a pass captures the rows.
+    on ``device``; on ``cuda`` one launch a pass captures the rows, and passes that only decode are CUDA graphs.
 
     Raises :class:`ConfigError` naming the flag.
     """
@@ -79,7 +79,8 @@ class DemoOptions:
         room = round(self.longest_blocks * max(1.25, min(3.0, clients / 4)))
         device = self.device_blocks if self.device_blocks is not None else room
         host = self.host_blocks if self.host_blocks is not None else device
-        return EngineConfig(BLOCK_TOKENS, device, host, sequences_max=SEQUENCES_MAX, memory="shared")
+        cuda = self.device == "cuda"
+        return EngineConfig(BLOCK_TOKENS, device, host, sequences_max=SEQUENCES_MAX, memory="shared", graphs=cuda)
 
     @property
     def plain_engine(self) -> EngineConfig:

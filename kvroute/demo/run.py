@@ -137,7 +137,9 @@ class Demo:
         return across_update(self._build(), config, clients, lambda ended: tell(ended, ""))
 
     def _build(self) -> Any:
-        model = build_model(self._options.model, seed=self._options.seed, vocab_size=VOCAB_SIZE)
+        model: Any = build_model(self._options.model, seed=self._options.seed, vocab_size=VOCAB_SIZE)
+        if self._options.engine.graphs:
+            model.set_experts_implementation("batched_mm")  # does not wait for the device
         return model.to(self._options.device)
 
     def _progress(self) -> Progress:

@@ -28,6 +28,7 @@ from cache_manager.rows import Rows
 from cache_manager.spec import align
 from cache_manager.step import PADDING
 from kvroute.config import RoutingReplayConfig
+from kvroute.engine.decode_batches import DecodePasses
 from kvroute.engine.kv import KVShape
 from kvroute.engine.memory import EngineMemory
 from kvroute.engine.models import BATCH_MULTIPLE
@@ -95,6 +96,7 @@ class Engine:
         self._model = model
         self._positions_max: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
         routed = [self.spec] if self.replay.captures else []
+        tokens_max = align(config.step_tokens, BATCH_MULTIPLE)
         closing = ExitStack()
         closing.callback(self.replay.close)
         with closing:
@@ -115,10 +117,10 @@ class Engine:
                 jobs=config.jobs,
             )
             closing.callback(self.aux.close)
-            tokens_max = align(config.step_tokens, BATCH_MULTIPLE)
             self._capture = capture_of(model, self.spec, self.aux, tokens_max) if routed else NoCapture()
             closing.pop_all()  # all is well: nothing is closed here
         self.kv = self.memory.kv
+        self._decodes = DecodePasses(model, self.kv, tokens_max) if config.graphs else None
         self.manager = BlockManager(self.aux, caching=config.caching)
         self.scheduler = Scheduler(config, self.manager, losing=self._losing)
         self._observer = observer
@@ -223,7 +225,7 @@ class Engine:
         self._capture.close()
         self.drain()
         self.aux.close()
-        del self.kv
+        del self.kv, self._decodes
         self.memory.close()
         self.replay.close()
 
@@ -241,20 +243,22 @@ class Engine:
     def _compute(self, work: list[Work]) -> None:
         for item in work:
             self.manager.slots(item.sequence.owner, item.start, item.stop)  # refuses a block that others use
-        spans = [(w.start, torch.from_numpy(self._context(w))) for w in work]
-        batch = PagedBatch.of(self.kv, spans, multiple_of=BATCH_MULTIPLE)
-        tokens = torch.tensor([t for w in work for t in w.sequence.tokens[w.start : w.stop]])
-        slots = torch.cat([context[start:] for start, context in spans])
-        slots = functional.pad(slots, (0, batch.padding), value=PADDING)
-        lasts = [chunk.first + chunk.stop - chunk.start - 1 for chunk in batch.chunks]
-        positions = np.concatenate([*(np.arange(w.start, w.stop) for w in work), np.zeros(batch.padding, np.int64)])
-        with self._capture.step(self.aux.begin_step, slots.numpy(), positions) as step:
+        contexts = [self._context(w) for w in work]
+        tokens = [t for w in work for t in w.sequence.tokens[w.start : w.stop]]
+        decodes = self._decodes if len(tokens) == len(work) else None
+        size = decodes.size(len(tokens)) if decodes else align(len(tokens), BATCH_MULTIPLE)
+        slots, positions = np.full(size, PADDING), np.zeros(size, np.int64)
+        slots[: len(tokens)] = np.concatenate([context[w.start :] for w, context in zip(work, contexts, strict=True)])
+        positions[: len(tokens)] = np.concatenate([np.arange(w.start, w.stop) for w in work])
+        with self._capture.step(self.aux.begin_step, slots, positions) as step:
             if self._observer:
                 self._observer.begin([Span(w.sequence.owner, w.sequence.tokens[: w.stop], w.start) for w in work])
-            logits = self._forward(functional.pad(tokens, (0, batch.padding)), batch, lasts)
+            with torch.inference_mode():
+                found = decodes.run(tokens, contexts) if decodes else self._forward(work, contexts, tokens)
+                logits = (found.float() if found.dtype is torch.bfloat16 else found).cpu().numpy()
             if self._observer:
                 self._observer.end()
-            step.write("weights_version", np.full(len(slots), self.aux.namespace.weights_version, dtype=np.uint32))
+            step.write("weights_version", np.full(size, self.aux.namespace.weights_version, dtype=np.uint32))
         self.computed_tokens += len(tokens)
         for item, row in zip(work, logits, strict=True):
             if item.sequence.state is State.RUNNING:  # it may have been aborted while the pass ran
@@ -268,19 +272,20 @@ class Engine:
         slots: NDArray[np.int64] = blocks[positions // size] * size + positions % size
         return slots
 
-    def _forward(self, tokens: torch.Tensor, batch: PagedBatch, lasts: list[int]) -> NDArray[Any]:
+    def _forward(self, work: list[Work], contexts: list[NDArray[np.int64]], tokens: list[int]) -> torch.Tensor:
         """Logits ``[chunks, vocabulary]`` at the last token of each chunk."""
-        with torch.inference_mode():
-            output = self._model(
-                input_ids=tokens[None].to(batch.positions.device),
-                position_ids=batch.positions,
-                use_cache=False,
-                logits_to_keep=torch.tensor(lasts, device=batch.positions.device),
-                paged=batch,
-            )
-        logits = output.logits[0]
-        sampled: NDArray[Any] = (logits.float() if logits.dtype is torch.bfloat16 else logits).cpu().numpy()
-        return sampled
+        spans = [(w.start, torch.from_numpy(context)) for w, context in zip(work, contexts, strict=True)]
+        batch = PagedBatch.of(self.kv, spans, multiple_of=BATCH_MULTIPLE)
+        lasts = [chunk.first + chunk.stop - chunk.start - 1 for chunk in batch.chunks]
+        device = batch.positions.device
+        logits: torch.Tensor = self._model(
+            input_ids=functional.pad(torch.tensor(tokens), (0, batch.padding))[None].to(device),
+            position_ids=batch.positions,
+            use_cache=False,
+            logits_to_keep=torch.tensor(lasts, device=device),
+            paged=batch,
+        ).logits[0]
+        return logits
 
     def _advance(self, item: Work, logits: NDArray[Any]) -> None:
         """The sequence has KV and rows up to ``item.stop`` now; sample if that was its last token."""

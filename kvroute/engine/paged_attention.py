@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -22,6 +22,18 @@ from kvroute.engine.kv import PagedKV
 
 ATTENTION: Final = "kvroute_paged"
 """The name under which :func:`paged_attention` is registered with transformers."""
+
+
+class Paged(Protocol):
+    """The tokens of a forward pass, and the cache that they read and write.
+
+    ``attend`` puts keys and values ``[1, kv_heads, tokens, dim]`` into the cache and answers ``[1, tokens, heads,
+    v_dim]`` for queries ``[1, heads, tokens, k_dim]``.
+    """
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +78,25 @@ class PagedBatch:
     def padding(self) -> int:
         return self.positions.shape[1] - len(self.slots)
 
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        cached, written = self.kv.layer(layer), len(self.slots)
+        cached.write(self.slots, key[0, :, :written].transpose(0, 1), value[0, :, :written].transpose(0, 1))
+        out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        for chunk in self.chunks:
+            tokens = slice(chunk.first, chunk.first + chunk.stop - chunk.start)
+            keys, values = cached.read(chunk.context)
+            out[:, tokens] = functional.scaled_dot_product_attention(
+                query[:, :, tokens],
+                keys.transpose(0, 1)[None],
+                values.transpose(0, 1)[None],
+                attn_mask=_causal(chunk.start, chunk.stop, query.device),
+                scale=scaling,
+                enable_gqa=True,
+            ).transpose(1, 2)
+        return out
+
 
 def paged_attention(
     module: nn.Module,
@@ -75,7 +106,7 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float,
-    paged: PagedBatch | None = None,
+    paged: Paged | None = None,
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention output ``[1, tokens, heads, v_dim]``; the keys and values of this step are in the cache afterwards.
@@ -89,22 +120,7 @@ def paged_attention(
     if paged is None:
         out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
-    layer = paged.kv.layer(int(module.layer_idx))  # type: ignore[arg-type]
-    written = len(paged.slots)
-    layer.write(paged.slots, key[0, :, :written].transpose(0, 1), value[0, :, :written].transpose(0, 1))
-    out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-    for chunk in paged.chunks:
-        tokens = slice(chunk.first, chunk.first + chunk.stop - chunk.start)
-        keys, values = layer.read(chunk.context)
-        out[:, tokens] = functional.scaled_dot_product_attention(
-            query[:, :, tokens],
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
-            attn_mask=_causal(chunk.start, chunk.stop, query.device),
-            scale=scaling,
-            enable_gqa=True,
-        ).transpose(1, 2)
-    return out, None
+    return paged.attend(int(module.layer_idx), query, key, value, scaling), None  # type: ignore[arg-type]
 
 
 def _causal(start: int, stop: int, device: torch.device) -> torch.Tensor | None:

@@ -23,7 +23,9 @@ class EngineConfig:
     ``sequences_max`` bounds the sequences that run at once. With ``caching=False`` nothing is reused or stored.
     ``memory`` says where rows lie: in the heap, or in SharedMemory that other processes can attach. ``jobs`` bounds
     what the store is asked to do at once, ``restore_wait_s`` how long a sequence waits for it before it is computed.
-    ``rows`` says which are handed out of positions that were computed again after a token had been sampled.
+    ``rows`` says which are handed out of positions that were computed again after a token had been sampled. With
+    ``graphs`` passes that only decode go through static tables: on a GPU each is a CUDA graph, for models whose forward
+    does not wait for the device.
     """
 
     block_tokens: int = 16
@@ -36,6 +38,7 @@ class EngineConfig:
     jobs: JobLimits = field(default_factory=JobLimits)
     restore_wait_s: float = 10.0
     rows: RowChoice = "sampled"
+    graphs: bool = False
 
     def __post_init__(self) -> None:
         for name, low in (("device_blocks", 1), ("host_blocks", 0), ("step_tokens", 1), ("sequences_max", 1)):
