@@ -104,7 +104,7 @@ def wall_us(call: Callable[[], None], rounds: int) -> float:
 
 
 def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Generator) -> Found:
-    batch, slots = Pass(model, tokens), random_slots(tokens, rng)
+    batch, slots = Pass(model, tokens), random_slots(tokens, rng, apart=True)
     batch.slots.copy_(torch.from_numpy(slots))
     layers, row = model.layers, model.layers * TOP_K
     dtype = torch.uint8 if model.experts <= 256 else torch.uint16

@@ -83,9 +83,11 @@ def graph_of(launches: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def random_slots(tokens: int, rng: np.random.Generator, padding: float = 0.0) -> Any:
-    """Decode: anywhere. Prefill: whole blocks anywhere. Some of them padding."""
-    if tokens <= SOAK_TOKENS[-1]:
+def random_slots(tokens: int, rng: np.random.Generator, padding: float = 0.0, *, apart: bool = False) -> Any:
+    """Prefill: whole blocks anywhere. Decode: anywhere, or ``apart``, as each sequence's. Some of them padding."""
+    if tokens <= SOAK_TOKENS[-1] and apart:
+        slots = rng.permutation(BLOCKS)[:tokens] * BLOCK_TOKENS + rng.integers(0, BLOCK_TOKENS, tokens)
+    elif tokens <= SOAK_TOKENS[-1]:
         slots = rng.choice(SLOTS, tokens, replace=False)
     else:
         slots = (

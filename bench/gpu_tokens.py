@@ -3,8 +3,9 @@
     PYTHONPATH=. python -m bench.gpu_tokens [--layers N] [--sequences N] [--new N] [--rounds N] [--out DIR]
 
 transformers' continuous batching (5.23) on a Qwen3-MoE of the width of Qwen3-30B-A3B, as many layers as asked, seeded
-weights, CUDA graphs for decode; and the project's small engine on the same weights. The judge's own copies of what each
-router answered, taken in the same graphs, say which row each token must have. Needs a CUDA GPU, torch and Triton.
+weights, CUDA graphs; and the project's small engine on the same weights, CUDA graphs for decode. The judge's own copies
+of what each router answered, taken in the same graphs, say which row each token must have. Needs a CUDA GPU, torch and
+Triton.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def batching(model: Any, load: Load, *, on: bool, judge: Judge | None = None) ->
             num_blocks=2 * load.sequences * -(-(load.prompt + load.new) // PAGE),
             max_batch_tokens=load.batch_tokens,
             max_requests_per_batch=load.sequences,
-            use_cuda_graph=(False, model.device.type == "cuda"),
+            use_cuda_graph=model.device.type == "cuda",
             use_async_batching=False,
         ),
     )
@@ -231,7 +232,7 @@ def in_batches(model: Any, load: Load, rounds: int) -> Found:
 
 
 def in_the_small_engine(model: Any, load: Load, rounds: int) -> Found:
-    """The project's own engine, whose passes are eager; its rows are judged by ``kvroute demo --device cuda``."""
+    """The project's own engine; ``kvroute demo --device cuda`` judges its rows. The first turns are not timed."""
     before, model.config._attn_implementation = model.config._attn_implementation, ATTENTION
     found = Found("the small engine")
     size = -(-(load.prompt + load.new) // PAGE)
@@ -242,12 +243,13 @@ def in_the_small_engine(model: Any, load: Load, rounds: int) -> Found:
         sequences_max=load.sequences,
         caching=False,
         memory="shared",
+        graphs=model.device.type == "cuda",
     )
-    for number in range(rounds):
+    for number in range(-1, rounds):
         for on in (False, True) if number % 2 else (True, False):
             replay = None if on else RoutingReplayConfig()
             with Engine(model, config, kvroute.Namespace("bench", weights_version=0), replay=replay) as engine:
-                for i, prompt in enumerate(load.prompts(model.config.vocab_size, number)):
+                for i, prompt in enumerate(load.prompts(model.config.vocab_size, seed=number + 1)):
                     engine.add(Request(f"r{i}", tuple(prompt), load.new))
                 passes, start = list[float](), time.perf_counter()
                 for outputs in iter(engine.step, None):
@@ -259,7 +261,8 @@ def in_the_small_engine(model: Any, load: Load, rounds: int) -> Found:
                         break
                 seconds = time.perf_counter() - start
             speed = Speed(load.sequences * load.new / seconds, statistics.median(passes))
-            (found.on if on else found.off).append(speed)
+            if number >= 0:
+                (found.on if on else found.off).append(speed)
     model.config._attn_implementation = before
     return found
 
