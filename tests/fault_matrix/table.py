@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from tests.fault_matrix.classes import BUG_CLASSES, HAZARD_CLASSES, BugClass
+from tests.fault_matrix.classes import BUG_CLASSES, BugClass
 from tests.fault_matrix.crossing import CROSSING_BUGS, CROSSING_HAZARDS, PENDING_BUGS, PENDING_HAZARDS
+from tests.fault_matrix.hazards import HAZARD_CLASSES
 from tests.fault_matrix.matrix import NOT_APPLICABLE, FaultRow
 
 HERE: Final = Path(__file__).parent

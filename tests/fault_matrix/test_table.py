@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.fault_matrix import classes
-from tests.fault_matrix.classes import BUG_CLASSES, BUGS, HAZARD_CLASSES, HAZARDS
+from tests.fault_matrix.classes import BUG_CLASSES, BUGS
 from tests.fault_matrix.crossing import CROSSING_BUGS, CROSSING_HAZARDS, PENDING_BUGS, PENDING_HAZARDS
+from tests.fault_matrix.hazards import HAZARD_CLASSES, HAZARDS
 from tests.fault_matrix.matrix import NOT_APPLICABLE, ROWS
 from tests.fault_matrix.table import page, rows
 
