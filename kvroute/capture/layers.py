@@ -95,6 +95,7 @@ class LayerCapture:
         self._index = {place: i for i, place in enumerate(places)}
         self._kept: list[torch.Tensor | None] = [None] * len(places)
         self._calls = [0] * len(places)
+        self._once = [1] * len(places)
         self._widths = np.array([spec.top_k for spec in self.plan.specs for _ in spec.layer_ids])
         self._maps = kernel.joined(maps, self.plan).to(self._device)
         self._checks = torch.from_numpy(check_words())
@@ -102,6 +103,7 @@ class LayerCapture:
         self._sent = torch.zeros(RING + GRAPHS_MAX, len(places), 3, dtype=torch.int64)
         if on_gpu:
             self._checks, self._bad, self._sent = (t.pin_memory() for t in (self._checks, self._bad, self._sent))
+        self._sent_words = self._sent.numpy()
         self._tables = torch.zeros_like(self._sent, device=self._device)
         self._tables_used = RING  # those before are for launches outside of graphs, in turn
         self._turn = 0
@@ -218,11 +220,11 @@ class LayerCapture:
             raise CaptureError("slots", "int64 [tokens], contiguous", f"{slots.dtype} of shape {tuple(slots.shape)}")
         if len(slots) > self._max_tokens:
             raise CaptureError("slots", f"at most {self._max_tokens} tokens", len(slots))
-        sources: list[torch.Tensor] = []
-        for place, kept, calls in zip(self._index, self._kept, self._calls, strict=True):
-            if kept is None or calls != 1:
-                raise CaptureError(f"router of layer {place[1]}", "one call a pass", f"{calls} calls ({place[0]})")
-            sources.append(kept if kept.dim() == 2 else kept.reshape(-1, kept.shape[-1]))
+        if self._calls != self._once:
+            place, calls = next((p, n) for p, n in zip(self._index, self._calls, strict=True) if n != 1)
+            raise CaptureError(f"router of layer {place[1]}", "one call a pass", f"{calls} calls ({place[0]})")
+        kept: Any = self._kept  # called once each: none is None
+        sources: list[torch.Tensor] = [k if k.dim() == 2 else k.reshape(-1, k.shape[-1]) for k in kept]
         shapes, dtypes = [source.shape for source in sources], [source.dtype for source in sources]
         strides = [source.stride() for source in sources]
         before = self._form
@@ -261,12 +263,11 @@ class LayerCapture:
         captures = self._upload is not None and torch.cuda.is_current_stream_capturing()
         if same and not captures:
             return self._tables[self._turn]
-        words = torch.from_numpy(np.column_stack((addresses, form.strides)))
         if not captures:
             self._turn = (self._turn + 1) % RING
             if (copied := self._copied[self._turn]) is not None:
                 copied.synchronize()  # of eight launches ago
-            self._sent[self._turn] = words
+            self._fill(self._turn, addresses, form)
             self._tables[self._turn].copy_(self._sent[self._turn], non_blocking=True)
             self._addresses, self._form, self._apart = addresses, form, tokens
             if self._upload is not None:
@@ -275,11 +276,16 @@ class LayerCapture:
         if self._tables_used == RING + GRAPHS_MAX:
             raise CaptureError("graphs", f"at most {GRAPHS_MAX} of one capture", "one more")
         index, self._tables_used = self._tables_used, self._tables_used + 1
-        self._sent[index] = words
+        self._fill(index, addresses, form)
         with torch.cuda.stream(self._upload):  # beside the graph: the table is filled once, not at each replay
             self._tables[index].copy_(self._sent[index], non_blocking=True)
         self._held.append(sources)
         return self._tables[index]
+
+    def _fill(self, index: int, addresses: list[int], form: Form) -> None:
+        words = self._sent_words[index]
+        words[:, 0] = addresses
+        words[:, 1:] = form.strides
 
     def ready(self) -> None:
         """Wait until the tables of captured graphs are on the device. Call it before the first replay."""
