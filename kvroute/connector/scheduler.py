@@ -52,6 +52,7 @@ class _Running:
 @dataclass(slots=True)
 class _Load:
     run: Run
+    start: int  # the position of its first token
     keys: list[BlockKey]  # of its full blocks, where there is a store
     later: bool
 
@@ -77,7 +78,9 @@ class SchedulerRows:
         self._given: dict[int, None] = {}  # since the last step was sent
         self._asked: dict[str, tuple[int, bool]] = {}  # by request: blocks that were hit locally, KV comes later
         self._running: dict[str, _Running] = {}
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, _Load] = {}  # since the last step was sent
+        self._later: dict[str, _Load] = {}  # of which the worker's store was told
+        self._landed: dict[str, _Load] = {}  # since the last step was sent
         self._joined: list[list[int]] = []
         self._unseen = np.zeros(engine.blocks, np.int64)  # lives of blocks whose rows went by their KV
         self._siblings: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -129,7 +132,12 @@ class SchedulerRows:
             partial = self.engine.pages and external % size > 0
             run = Run(blocks[first - 1] if first else -1, blocks[first : last + partial], external)
             keys = self._keys(request, first, last) if self.engine.settings.store else []
-            self._loads[name] = _Load(run, keys, later)
+            self._loads[name] = _Load(run, first * size, keys, later)
+
+    def loaded(self, request_id: str) -> None:
+        """The KV that was to come later has come, in all ranks; before the request's blocks are anybody else's."""
+        if (load := self._later.pop(request_id, None)) is not None:
+            self._landed[request_id] = load
 
     # ---------------------------------------------------------------- a step
 
@@ -149,9 +157,17 @@ class SchedulerRows:
         joined, self._joined = self._joined, []
         meta = StepMeta(inner, before, self.feed.take(), full=full)
         if loads:
-            meta.joined, meta.loads = joined, {name: load.run for name, load in loads.items()}
-            meta.later = frozenset(name for name, load in loads.items() if load.later)
+            meta.joined, meta.loads = joined, [load.run for load in loads.values() if not load.later]
+            self._later |= {name: load for name, load in loads.items() if load.later}
+        if self._landed:
+            landed, self._landed = self._landed, {}
+            meta.landed = [run for name, load in landed.items() if (run := self._come(name, load)).blocks]
         return meta
+
+    def _come(self, name: str, load: _Load) -> Run:
+        """What has come of a load: all of it, or what lies before the first block that could not be loaded."""
+        tokens = max(0, min(load.run.tokens, self._running[name].request.num_computed_tokens - load.start))
+        return replace(load.run, blocks=load.run.blocks[: -(-tokens // self.engine.tokens)], tokens=tokens)
 
     def _filled(self, scheduled: Mapping[str, int]) -> list[Run]:
         """The blocks that this step completes; they are to be stored. Drafts that may fail have no hashes."""
@@ -177,7 +193,7 @@ class SchedulerRows:
 
     def forget(self, request_id: str) -> None:
         """The request has ended, in whatever way."""
-        for known in (self._asked, self._loads, self._running):
+        for known in (self._asked, self._loads, self._later, self._landed, self._running):
             known.pop(request_id, None)
 
     def finished(

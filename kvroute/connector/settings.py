@@ -87,9 +87,9 @@ class StepMeta:
     before: bytes  # of the feed: what has become of blocks
     after: bytes  # of the feed: what to store when the step has written
     joined: list[list[int]] = field(default_factory=list)  # blocks of each request that joins a step with loads
-    loads: dict[str, Run] = field(default_factory=dict)  # blocks whose KV is loaded, by request, in order
+    loads: list[Run] = field(default_factory=list)  # blocks whose KV is loaded in this step
+    landed: list[Run] = field(default_factory=list)  # blocks whose KV has come between steps
     full: list[Run] = field(default_factory=list)  # blocks that this step fills
-    later: frozenset[str] = frozenset()  # those of loads whose KV comes after the step
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ A layer's KV is ``[blocks, ...]`` as its engine has it, ``[blocks, heads, tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -15,8 +15,11 @@ from numpy.typing import NDArray
 
 from cache_manager.engine_blocks import EngineBlocks
 from cache_manager.errors import ConfigError
+from kvroute.connector.settings import StepMeta
 from kvroute.witness import ROOT, WORD_NBYTES, Run, Witnesses, fold_keys
 
+Add = Callable[[torch.Tensor], object]
+"""Sums int64 ``[n]`` of the CPU over the ranks, in place and modulo 2^64; each rank calls it with as many."""
 GATHER_NBYTES_MAX: Final = 32 << 20  # of KV that is copied at a time; about three times that is needed for a moment
 
 
@@ -24,11 +27,13 @@ class KvFolder:
     """Folds blocks of ``layers``, the KV of the layers that witness: usually the last one alone.
 
     ``first_head`` is the number of the first head that this rank has, where ranks divide the heads of a layer among
-    them: then the sum of the ranks' folds, modulo 2^64, is the fold of the whole layer. The layers' memory stays the
-    engine's. Raises :class:`ConfigError` for KV that has no blocks of whole 8-byte words.
+    them, and ``add`` sums over them: that is the fold of the whole layer, modulo 2^64. All ranks ask for the folds of
+    the same blocks then, in the same order. The layers' memory stays the engine's. Raises :class:`ConfigError` for KV
+    that has no blocks of whole 8-byte words.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor], first_head: int = 0) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], first_head: int = 0, add: Add | None = None) -> None:
+        self._add = add
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         first = 0
         for kv in layers:
@@ -56,8 +61,10 @@ class KvFolder:
         if not len(blocks):
             return np.zeros(0, np.uint64)
         ids = torch.as_tensor(np.asarray(blocks, np.int64))
-        folds = self.on_device(ids.to(self._layers[0][0].device, non_blocking=True))
-        return folds.cpu().numpy().view(np.uint64)
+        folds = self.on_device(ids.to(self._layers[0][0].device, non_blocking=True)).cpu()
+        if self._add is not None:
+            self._add(folds)
+        return folds.numpy().view(np.uint64)
 
     def on_device(self, ids: torch.Tensor) -> torch.Tensor:
         """The folds of blocks ``ids [n]``, int64 ``[n]`` on their device; waits for nothing."""
@@ -120,6 +127,29 @@ class KvWitness:
         return blocks, lives[: len(blocks)], witnesses
 
 
+class OtherRank:
+    """Of a rank that has no rows: its heads' part of every fold, when the first rank asks for it."""
+
+    def __init__(self, folder: KvFolder) -> None:
+        self._folder = folder
+        self._step: StepMeta | None = None
+
+    def begin(self, step: StepMeta) -> None:
+        """As :meth:`WorkerRows.begin`."""
+        self._step = step
+        self._fold(step.landed)
+
+    def end(self) -> None:
+        """As :meth:`WorkerRows.end`."""
+        step, self._step = self._step, None
+        if step is not None:
+            self._fold(step.loads)
+            self._fold(step.full)
+
+    def _fold(self, runs: Sequence[Run]) -> None:
+        self._folder.folds([block for run in runs for block in run.blocks])
+
+
 def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int]) -> list[torch.Tensor]:
     """The layers to fold, of ``kv_caches`` by names with the layer's number: the last one.
 
@@ -142,4 +172,4 @@ def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int])
     return [by_layer[i] for i in sorted(by_layer)] if narrow else [by_layer[last]]
 
 
-__all__ = ["KvFolder", "KvWitness", "witnessing"]
+__all__ = ["Add", "KvFolder", "KvWitness", "OtherRank", "witnessing"]

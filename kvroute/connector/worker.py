@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import distributed
 
 import kvroute
 from cache_manager.feed import Renew
@@ -17,7 +19,7 @@ from cache_manager.store_jobs import RestoreJob
 from kvroute.capture.step_ids import StepIds
 from kvroute.connector.pages import Pages, page_name, slots_of
 from kvroute.connector.settings import Engine, StepMeta
-from kvroute.connector.witness import KvFolder, KvWitness, witnessing
+from kvroute.connector.witness import Add, KvFolder, KvWitness, OtherRank, witnessing
 from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
@@ -32,10 +34,10 @@ class WorkerRows:
     ``kv_caches`` are the layers' KV by name, as :func:`witnessing` and :func:`page_name` want them. The routers call
     the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots` (int64 ``[tokens]``, negative:
     padding), and :meth:`end`; one that computes nothing has no slots. Blocks whose KV could not be loaded are named to
-    :meth:`fail` before it.
+    :meth:`fail` before it. See :func:`part_of` for ``add``.
     """
 
-    def __init__(self, engine: Engine, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, engine: Engine, kv_caches: Mapping[str, torch.Tensor], add: Add | None = None) -> None:
         self.engine = engine
         settings = engine.settings
         self.store = kvroute.open_store(settings.store) if settings.store else None
@@ -49,14 +51,13 @@ class WorkerRows:
         )
         self.witness: KvWitness | None = None
         if engine.witness != "off":
-            folder = KvFolder(witnessing(kv_caches, engine.spec.attrs["layer_ids"]))
+            folder = KvFolder(witnessing(kv_caches, engine.spec.attrs["layer_ids"]), add=add)
             self.witness = KvWitness(self.blocks, folder, engine.blocks)
         self.pages = Pages(kv_caches[page_name(engine.spec)], engine.spec) if engine.pages else None
         self.ids = StepIds(engine.spec, engine.max_tokens, next(iter(kv_caches.values())).device)
         self.missing: Counter[str] = Counter()  # tokens without rows, by reason
         self.slots: torch.Tensor | None = None
         self._step: StepMeta | None = None
-        self._later: dict[str, Run] = {}
         self._failed: set[int] = set()  # blocks whose KV has not come, in the step at hand
         self._failed_untold: set[int] = set()
         kvroute.preload()
@@ -74,8 +75,10 @@ class WorkerRows:
             if self.pages:
                 for given in (each for each in done if isinstance(each, Renew)):
                     self.pages.clear(np.frombuffer(given.blocks, "<i8").astype(np.int64))
-        for name in step.later:
-            self._later[name] = step.loads[name]
+        if step.landed:
+            self._land()
+            self._unpack(step.landed, [])
+            self._compare(step.landed)
 
     def fail(self, blocks: set[int]) -> None:
         """The KV of these blocks could not be loaded. A connector says so once; the scheduler is told, too."""
@@ -94,7 +97,7 @@ class WorkerRows:
         failed, self._failed = self._failed, set()
         if step is None:
             return
-        now = [run for name, run in step.loads.items() if name not in step.later] if step.loads else []
+        now = step.loads
         touched: list[int] = []
         if failed:  # what was computed from KV that had not come will be computed again
             touched = [block for table in step.joined if not failed.isdisjoint(table) for block in table]
@@ -114,13 +117,6 @@ class WorkerRows:
             self.blocks.apply(step.after)
         if step.before or step.after:
             self.blocks.poll()
-
-    def loaded(self, request: str) -> None:
-        """KV that was to come later has come."""
-        if run := self._later.pop(request, None):
-            self._land()
-            self._unpack([run], [])
-            self._compare([run])
 
     def _write(self, slots: NDArray[np.int64], without: list[int]) -> None:
         spec, ids = self.engine.spec, self.ids.take(len(slots))
@@ -177,4 +173,21 @@ class WorkerRows:
             self.store.close()
 
 
-__all__ = ["WorkerRows"]
+def part_of(
+    engine: Engine, kv_caches: Mapping[str, torch.Tensor], rank: int, group: distributed.ProcessGroup | None
+) -> WorkerRows | OtherRank | None:
+    """What a tensor-parallel rank has: the first one the rows, since routers of all ranks choose the same.
+
+    The others fold their heads, where the ranks of ``group``, on CPUs, divide those; ``None``: each has all of them.
+    """
+    divided = group is not None and distributed.get_world_size(group) > 1
+    add = partial(distributed.all_reduce, group=group) if divided else None
+    if not rank:
+        return WorkerRows(engine, kv_caches, add)
+    if add is None or engine.witness == "off":
+        return None
+    layers = witnessing(kv_caches, engine.spec.attrs["layer_ids"])
+    return OtherRank(KvFolder(layers, rank * layers[0].shape[1], add))
+
+
+__all__ = ["WorkerRows", "part_of"]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +22,7 @@ from cache_manager.keys import Namespace
 from cache_manager.spec import RecordLayout
 from kvroute.connector import Engine, SchedulerRows, Settings, routes, unseen
 from kvroute.connector.pages import page_name, token_nbytes
+from kvroute.connector.witness import KvFolder, OtherRank, witnessing
 from kvroute.connector.worker import WorkerRows
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec
@@ -43,18 +48,44 @@ class Asked:
         self.block_hashes = [hashlib.sha256(bytes(tokens[:end])).digest() for end in ends]
 
 
+class Sum:
+    """Of what two ranks have, each in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._parts = [torch.zeros(0, dtype=torch.int64)] * 2
+        self._met = threading.Barrier(2, timeout=60)
+
+    def add(self, rank: int, part: torch.Tensor) -> None:
+        self._parts[rank] = part.clone()
+        self._met.wait()
+        part.copy_(self._parts[0] + self._parts[1])
+        self._met.wait()
+
+
 class Toy:
-    """A paged engine for one request at a time: a prefix cache over ``blocks`` blocks, and KV that others may have."""
+    """A paged engine for one request at a time: a prefix cache over ``blocks`` blocks, and KV that others may have.
+
+    It loads in a step or, if ``later``, beside one. Of several ``ranks`` each has one head; the first has the rows.
+    """
 
     def __init__(
-        self, kept: dict[bytes, Any] | None = None, pages: bool = False, layers: int = 2, blocks: int = 9, **said: Any
+        self,
+        kept: dict[bytes, Any] | None = None,
+        pages: bool = False,
+        layers: int = 2,
+        blocks: int = 9,
+        later: bool = False,
+        ranks: int = 1,
+        **said: Any,
     ) -> None:
-        self.kept = kept  # KV outside, by hash of its block, in all layers
+        self.kept, self.later = kept, later  # KV outside, by hash of its block, in all layers
         spec = routing_spec(EXPERTS, TOP_K, range(layers), num_layers=layers, block_tokens=TOKENS)
         self.layers = range(layers)
-        self.kv = {f"layers.{i}": torch.zeros(blocks, 1, TOKENS, 8) for i in self.layers}
+        self.kv = {f"layers.{i}": torch.zeros(blocks, ranks, TOKENS, 8) for i in self.layers}
+        mine, others = ({name: kv[:, i : i + 1] for name, kv in self.kv.items()} for i in (0, 1))
         if pages:
             self.kv[page_name(spec)] = torch.zeros(blocks, 1, TOKENS, token_nbytes(spec), dtype=torch.uint8)
+            mine[page_name(spec)] = self.kv[page_name(spec)]
         settings = Settings.of({"strict": True, "weights": "m", **said})
         engine = Engine(
             settings,
@@ -66,7 +97,13 @@ class Toy:
             pages=pages,
             witness=settings.witness if settings.store else "off",
         )
-        self.worker, self.scheduler = WorkerRows(engine, self.kv), SchedulerRows(engine)
+        added = Sum()
+        self.worker = WorkerRows(engine, mine, partial(added.add, 0) if ranks > 1 else None)
+        self.other_rank: OtherRank | None = None
+        if ranks > 1:
+            self.other_rank = OtherRank(KvFolder(witnessing(others, self.layers), 1, partial(added.add, 1)))
+        self.threads = ThreadPoolExecutor(1)
+        self.scheduler = SchedulerRows(engine)
         self.scheduler.attach(self.worker.region)
         self.scheduler.blocks_of = lambda _name, first, last: self.table[first:last]
         self.hooks = [self.worker.ids.hook(layer) for layer in self.layers]
@@ -83,7 +120,7 @@ class Toy:
         local = next((i for i, each in enumerate(hashes[:most]) if each not in self.cached), most)
         kept = self.kept if self.kept is not None else {}
         there = next((i for i, each in enumerate(hashes[local:most]) if each not in kept), most - local)
-        taken = self.scheduler.matched(request, local * TOKENS, there * TOKENS, later=False)
+        taken = self.scheduler.matched(request, local * TOKENS, there * TOKENS, later=self.later)
         self.table = [self.cached[each] for each in hashes[:local]]
         for block in self.table:
             self.free.remove(block)
@@ -94,6 +131,14 @@ class Toy:
         self.scheduler.admitted(request, self.table, taken)
         request.num_computed_tokens, self.loaded = local * TOKENS + taken, taken
         loading, sizes = range(local, local + taken // TOKENS), [*chunks]
+        if self.later and taken:
+            failed = self._step(request, 0, loading)
+            self.scheduler.loaded(name)
+            self.scheduler.admitted(request, self.table, 0)
+            request.num_computed_tokens, loading = (
+                (local * TOKENS + taken if failed is None else failed * TOKENS),
+                range(0),
+            )
         while request.num_computed_tokens < len(tokens):
             n = min(sizes.pop(0) if sizes else len(tokens), len(tokens) - request.num_computed_tokens)
             failed = self._step(request, n, loading)
@@ -107,7 +152,7 @@ class Toy:
 
     def _step(self, request: Asked, n: int, loading: range) -> int | None:
         """Load, compute and write; the place of the first block that could not be loaded."""
-        self.worker.begin(self.scheduler.step({request.request_id: n}))
+        self._on_each_rank("begin", self.scheduler.step({request.request_id: n} if n else {}))
         for place in loading:
             for name, page in (self.kept or {})[request.block_hashes[place]].items():
                 self.kv[name][self.table[place]] = page if place not in self.fails else 7
@@ -117,15 +162,16 @@ class Toy:
         at = [(self.table[i // TOKENS], i % TOKENS) for i in range(start, start + n)]
         for i, (block, offset) in enumerate(at):
             for layer in self.layers:
-                values = _seed([*prefixes[i], layer]).normal(size=8)
-                self.kv[f"layers.{layer}"][block, 0, offset] = torch.from_numpy(values)
-        chosen = np.stack([row_of(prefix) for prefix in prefixes])
-        chosen[[i for i in range(n) if start + i in self.loses]] = -1
-        for layer, hook in enumerate(self.hooks):
-            hook(torch.from_numpy(chosen[:, layer].copy()))
-        self.worker.slots = torch.tensor([block * TOKENS + offset for block, offset in at])
+                kv = self.kv[f"layers.{layer}"]
+                kv[block, :, offset] = torch.from_numpy(_seed([*prefixes[i], layer]).normal(size=(kv.shape[1], 8)))
+        if n:
+            chosen = np.stack([row_of(prefix) for prefix in prefixes])
+            chosen[[i for i in range(n) if start + i in self.loses]] = -1
+            for layer, hook in enumerate(self.hooks):
+                hook(torch.from_numpy(chosen[:, layer].copy()))
+            self.worker.slots = torch.tensor([block * TOKENS + offset for block, offset in at])
         self.worker.fail(failed)
-        self.worker.end()
+        self._on_each_rank("end")
         assert self.worker.failures() == failed
         for place in range((start + n) // TOKENS) if self.kept is not None and not failed else ():
             pages = {name: kv[self.table[place]].clone() for name, kv in self.kv.items()}
@@ -134,6 +180,12 @@ class Toy:
         self.fails -= set(loading)
         return first
 
+    def _on_each_rank(self, call: str, *given: Any) -> None:
+        other = self.threads.submit(getattr(self.other_rank, call), *given) if self.other_rank else None
+        getattr(self.worker, call)(*given)
+        if other is not None:
+            other.result(60)
+
     def settle(self) -> None:
         """Until the store has everything."""
         while self.worker.blocks.jobs:
@@ -141,6 +193,7 @@ class Toy:
             self.worker.blocks.poll()
 
     def close(self) -> None:
+        self.threads.shutdown()
         self.scheduler.close()
         self.worker.close()
 
@@ -213,9 +266,9 @@ def test_another_engine_gets_the_rows_of_the_kv_that_it_loads(tmp_path: Path) ->
 
 
 @settings(max_examples=20)
-@given(st.sets(st.integers(0, 3), max_size=2), st.booleans(), st.lists(st.integers(1, 9), max_size=3))
+@given(st.sets(st.integers(0, 3), max_size=2), st.booleans(), st.lists(st.integers(1, 9), max_size=3), st.booleans())
 def test_what_was_computed_from_kv_that_did_not_come_is_computed_again(
-    tmp_path_factory: Any, fails: set[int], pages: bool, chunks: list[int]
+    tmp_path_factory: Any, fails: set[int], pages: bool, chunks: list[int], later: bool
 ) -> None:
     """Goal: no row of a wrong computation, and nothing lost for those who come later. Method: loads of some blocks
     fail; every row is right in the end, and so it is for who is served from the same blocks.
@@ -225,13 +278,35 @@ def test_what_was_computed_from_kv_that_did_not_come_is_computed_again(
     first = Toy(kept=kept, pages=pages, **said)
     first.ask("a", tokens)
     first.settle()
-    other = Toy(kept=kept, pages=pages, **({**said, "store": said["store"] + "?mode=read"} if said else {}))
+    said |= {"store": said["store"] + "?mode=read"} if said else {}
+    other = Toy(kept=kept, pages=pages, later=later, **said)
     other.fails = set(fails)
     assert judge(routes(other.ask("b", tokens, chunks)), tokens) == {"right": len(tokens)}
     assert judge(routes(other.ask("c", tokens)), tokens) == {"right": len(tokens)}
     assert other.loaded == 0, "hit locally"
     for each in (other, first):
         each.close()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_kv_that_is_wrong_in_one_rank_alone_has_no_rows(tmp_path: Path, later: bool) -> None:
+    """Goal: the witness is of all ranks' heads. Method: two engines of two ranks; a bit of the second rank's KV."""
+    tokens, kept, store = list(range(11)), dict[bytes, Any](), f"file://{tmp_path}"
+    first = Toy(kept=kept, ranks=2, store=store, witness="flagged")
+    first.ask("a", tokens)
+    first.settle()
+    for damaged, verdict in (
+        ({}, {"right": 11}),
+        ({1: 0}, {"right": 7, "missing": 4}),
+        ({0: 1}, {"right": 3, "missing": 8}),
+    ):
+        for block, head in damaged.items():
+            kept[Asked("", tokens).block_hashes[block]]["layers.1"].view(torch.int32)[head, 2, 3] ^= 1
+        other = Toy(kept=kept, ranks=2, later=later, store=store + "?mode=read", witness="flagged")
+        assert judge(routes(other.ask("b", tokens)), tokens) == verdict
+        assert other.loaded == 8
+        other.close()
+    first.close()
 
 
 def test_a_row_that_was_not_captured_is_missing_in_other_engines_pages() -> None:

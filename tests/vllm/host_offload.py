@@ -6,12 +6,17 @@ with streams of CUDA or XPU and refuses other devices, but takes a spec from out
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+DAMAGED_RANK = "KVROUTE_TEST_DAMAGED_RANK"
+"""In the environment: the tensor-parallel rank that brings a bit of every layer wrong, in the first block of a load."""
 
 
 class HostSpec(CPUOffloadingSpec):
@@ -38,6 +43,7 @@ class HostWorker(OffloadingWorker):
         self._host = [torch.zeros(chunks, each.shape[1], dtype=torch.int8) for each in self._device]
         self._under_way: dict[int, Transfer] = {}
         self._done: list[TransferResult] = []
+        self._damages = os.environ.get(DAMAGED_RANK) == str(get_tensor_model_parallel_rank())
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         self._under_way[job_id] = Transfer(True, src_spec.block_ids, dst_spec.block_ids)
@@ -64,5 +70,6 @@ class HostWorker(OffloadingWorker):
                     host[chunks] = device[blocks]
                 else:
                     device[blocks] = host[chunks]
+                    device[blocks[:1], 0] ^= int(self._damages)
                 nbytes += len(blocks) * host.shape[1]
             self._done.append(TransferResult(job_id, success=True, transfer_size=nbytes, transfer_time=1e-3))

@@ -6,14 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from engines import BLOCK, Engine, prompts
+from host_offload import DAMAGED_RANK
 
-from kvroute.integrations.vllm import unseen
+from kvroute.integrations.vllm import routes, unseen
 
 Start = Any  # conftest's Engines
 Model = Callable[..., Path]
 POOL = 16
 """Blocks of the engine, of which one is vLLM's own and stays empty."""
+RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
 def start(engine: Start, home: Path, settings: dict[str, Any], decoded: bool = False, **arguments: Any) -> Engine:
@@ -63,12 +66,11 @@ def test_rows_far_beyond_the_pool(engine: Start, model: Model, tmp_path: Path) -
 
 def test_ranks_that_divide_the_heads(engine: Start, model: Model, tmp_path: Path) -> None:
     """Goal: tensor parallelism with KV that leaves the pool and comes back. Method: two ranks in processes of their
-    own, each with one of two heads and a host memory of its own; what comes back goes by the first rank's heads. Then
+    own, each with one of two heads and a host memory of its own; what comes back goes by both ranks' heads. Then
     a hit in the pool and new prompts at once.
     """
     settings = {"store": f"file://{tmp_path}", "witness": "flagged"}
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    made, asked = start(engine, model("olmoe"), settings, **ranks), prompts(72, *[150] * 6)
+    made, asked = start(engine, model("olmoe"), settings, **RANKS), prompts(72, *[150] * 6)
     for prompt in asked:
         made.assert_right(made.ask([prompt], max_tokens=4))
     outputs = [made.ask([prompt], max_tokens=4)[0] for prompt in asked]
@@ -76,3 +78,18 @@ def test_ranks_that_divide_the_heads(engine: Start, model: Model, tmp_path: Path
     assert [output.num_cached_tokens for output in outputs] == [4 * BLOCK] * 6
     assert [unseen(output) for output in outputs[:2]] == [((0, 4 * BLOCK),)] * 2, "from the host"
     made.assert_right(made.ask([[*asked[-1], 7], *prompts(73, 40, 100)]))
+
+
+def test_kv_that_is_wrong_in_one_rank_alone(
+    engine: Start, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: the witness is of all ranks' heads. Method: as before; the second rank brings one bit of a layer wrong."""
+    monkeypatch.setenv(DAMAGED_RANK, "1")
+    settings = {"store": f"file://{tmp_path}", "witness": "flagged"}
+    made, asked = start(engine, model("olmoe"), settings, **RANKS), prompts(74, *[150] * 5)
+    made.assert_right([made.ask([prompt], max_tokens=4)[0] for prompt in asked])
+    for output in [made.ask([prompt], max_tokens=4)[0] for prompt in asked[:2]]:
+        assert output.num_cached_tokens == 4 * BLOCK
+        valid = routes(output).valid
+        assert not valid[: 4 * BLOCK].any()
+        assert valid[4 * BLOCK :].all()

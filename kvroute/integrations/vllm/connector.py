@@ -21,12 +21,12 @@ class RowsWithKV(Base):  # type: ignore[misc]
     """Before a connector of vLLM in a class's bases: every call goes to that connector too, and its answers stand."""
 
     _scheduler_rows: SchedulerRows
-    _worker_rows: Any = None  # imported where it is needed: it wants torch
+    _worker_rows: Any = None  # of the first rank, the only one that has any
+    _rank: Any = None
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._engine = engine_of(vllm_config, kv_cache_config, type(self).inner)
-        self._modules = vllm_config.compilation_config.static_forward_context
         if role.name == "SCHEDULER":
             self._scheduler_rows = SchedulerRows(self._engine)
 
@@ -34,19 +34,21 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
+        from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
 
-        from kvroute.connector.worker import WorkerRows
+        from kvroute.connector.worker import part_of
 
-        if get_tensor_model_parallel_rank() == 0:  # routers of all ranks choose the same
-            self._worker_rows = WorkerRows(self._engine, kv_caches)
-            self._bind(self._worker_rows.ids)
+        group, latent = get_tp_group(), self._vllm_config.model_config.use_mla
+        self._rank = part_of(self._engine, kv_caches, group.rank_in_group, None if latent else group.cpu_group)
+        if group.rank_in_group == 0:
+            self._worker_rows = self._rank
+            self._bind(self._rank.ids)
 
     def _bind(self, ids: Any) -> None:
         """Hook the router of each layer; a draft model's are others."""
         wanted: tuple[int, ...] = self._engine.spec.attrs["layer_ids"]
         bound: dict[int, str] = {}
-        for name, module in self._modules.items():
+        for name, module in self._vllm_config.compilation_config.static_forward_context.items():
             layer, router = getattr(module, "layer_id", None), getattr(module, "router", None)
             if layer not in wanted or not hasattr(router, "set_capture_fn") or "draft" in name:
                 continue
@@ -65,8 +67,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: StepMeta) -> None:
         inner = connector_metadata.inner
         super().bind_connector_metadata(connector_metadata if inner is None else inner)
-        if self._worker_rows:
-            self._worker_rows.begin(connector_metadata)
+        if self._rank:
+            self._rank.begin(connector_metadata)
 
     def handle_preemptions(self, kv_connector_metadata: StepMeta) -> None:
         super().handle_preemptions(kv_connector_metadata.inner)
@@ -88,7 +90,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
             super().wait_for_save()
         if rows:
             rows.fail(super().get_block_ids_with_load_errors())
-            rows.end()
+        if self._rank:
+            self._rank.end()
         if rows and rows.pages:  # written by now, so that they are saved like any layer
             from vllm.model_executor.models import extract_hidden_states  # type: ignore[import-not-found]
 
@@ -103,12 +106,6 @@ class RowsWithKV(Base):  # type: ignore[misc]
             rows.fail(failed)
             failed = rows.failures()
         return failed
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        results = super().get_transfer_results(finished_req_ids)
-        for request in results.finished_recving if self._worker_rows else ():
-            self._worker_rows.loaded(request)
-        return results
 
     # ---------------------------------------------------------------- in the scheduler's process
 
@@ -142,6 +139,11 @@ class RowsWithKV(Base):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._scheduler_rows.admitted(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        for request in connector_output.finished_recving or ():
+            self._scheduler_rows.loaded(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
         inner = super().build_connector_meta(scheduler_output)
