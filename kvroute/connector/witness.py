@@ -18,8 +18,8 @@ from cache_manager.errors import ConfigError
 from kvroute.connector.settings import StepMeta
 from kvroute.witness import ROOT, WORD_NBYTES, Run, Witnesses, fold_keys
 
-Add = Callable[[torch.Tensor], object]
-"""Sums int64 ``[n]`` of the CPU over the ranks, in place and modulo 2^64; each rank calls it with as many."""
+Join = Callable[[torch.Tensor], object]
+"""Makes of the ranks' folds, int64 ``[n]`` of the CPU, those of the whole KV, in place; all ranks call it together."""
 GATHER_NBYTES_MAX: Final = 32 << 20  # of KV that is copied at a time; about three times that is needed for a moment
 
 
@@ -27,13 +27,13 @@ class KvFolder:
     """Folds blocks of ``layers``, the KV of the layers that witness: usually the last one alone.
 
     ``first_head`` is the number of the first head that this rank has, where ranks divide the heads of a layer among
-    them, and ``add`` sums over them: that is the fold of the whole layer, modulo 2^64. All ranks ask for the folds of
-    the same blocks then, in the same order. The layers' memory stays the engine's. Raises :class:`ConfigError` for KV
-    that has no blocks of whole 8-byte words.
+    them: then the sum of the ranks' folds, modulo 2^64, is the fold of the whole layer, which ``join`` makes. All ranks
+    ask for the folds of the same blocks then, in the same order. The layers' memory stays the engine's. Raises
+    :class:`ConfigError` for KV that has no blocks of whole 8-byte words.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor], first_head: int = 0, add: Add | None = None) -> None:
-        self._add = add
+    def __init__(self, layers: Sequence[torch.Tensor], first_head: int = 0, join: Join | None = None) -> None:
+        self._join = join
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         first = 0
         for kv in layers:
@@ -62,8 +62,8 @@ class KvFolder:
             return np.zeros(0, np.uint64)
         ids = torch.as_tensor(np.asarray(blocks, np.int64))
         folds = self.on_device(ids.to(self._layers[0][0].device, non_blocking=True)).cpu()
-        if self._add is not None:
-            self._add(folds)
+        if self._join is not None:
+            self._join(folds)
         return folds.numpy().view(np.uint64)
 
     def on_device(self, ids: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ class KvWitness:
 
 
 class OtherRank:
-    """Of a rank that has no rows: its heads' part of every fold, when the first rank asks for it."""
+    """Of a rank that has no rows: its part of every fold, when the first rank asks for it."""
 
     def __init__(self, folder: KvFolder) -> None:
         self._folder = folder
@@ -172,4 +172,4 @@ def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int])
     return [by_layer[i] for i in sorted(by_layer)] if narrow else [by_layer[last]]
 
 
-__all__ = ["Add", "KvFolder", "KvWitness", "OtherRank", "witnessing"]
+__all__ = ["Join", "KvFolder", "KvWitness", "OtherRank", "witnessing"]

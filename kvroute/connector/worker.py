@@ -19,7 +19,7 @@ from cache_manager.store_jobs import RestoreJob
 from kvroute.capture.step_ids import StepIds
 from kvroute.connector.pages import Pages, page_name, slots_of
 from kvroute.connector.settings import Engine, StepMeta
-from kvroute.connector.witness import Add, KvFolder, KvWitness, OtherRank, witnessing
+from kvroute.connector.witness import Join, KvFolder, KvWitness, OtherRank, witnessing
 from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,10 @@ class WorkerRows:
     ``kv_caches`` are the layers' KV by name, as :func:`witnessing` and :func:`page_name` want them. The routers call
     the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots` (int64 ``[tokens]``, negative:
     padding), and :meth:`end`; one that computes nothing has no slots. Blocks whose KV could not be loaded are named to
-    :meth:`fail` before it. See :func:`part_of` for ``add``.
+    :meth:`fail` before it. See :func:`part_of` for ``joined``.
     """
 
-    def __init__(self, engine: Engine, kv_caches: Mapping[str, torch.Tensor], add: Add | None = None) -> None:
+    def __init__(self, engine: Engine, kv_caches: Mapping[str, torch.Tensor], joined: Join | None = None) -> None:
         self.engine = engine
         settings = engine.settings
         self.store = kvroute.open_store(settings.store) if settings.store else None
@@ -51,7 +51,7 @@ class WorkerRows:
         )
         self.witness: KvWitness | None = None
         if engine.witness != "off":
-            folder = KvFolder(witnessing(kv_caches, engine.spec.attrs["layer_ids"]), add=add)
+            folder = KvFolder(witnessing(kv_caches, engine.spec.attrs["layer_ids"]), join=joined)
             self.witness = KvWitness(self.blocks, folder, engine.blocks)
         self.pages = Pages(kv_caches[page_name(engine.spec)], engine.spec) if engine.pages else None
         self.ids = StepIds(engine.spec, engine.max_tokens, next(iter(kv_caches.values())).device)
@@ -174,20 +174,30 @@ class WorkerRows:
 
 
 def part_of(
-    engine: Engine, kv_caches: Mapping[str, torch.Tensor], rank: int, group: distributed.ProcessGroup | None
+    engine: Engine, kv_caches: Mapping[str, torch.Tensor], group: distributed.ProcessGroup, *, divided: bool
 ) -> WorkerRows | OtherRank | None:
     """What a tensor-parallel rank has: the first one the rows, since routers of all ranks choose the same.
 
-    The others fold their heads, where the ranks of ``group``, on CPUs, divide those; ``None``: each has all of them.
+    The others fold what they have of the KV: some heads, or, where ranks do not divide those, a copy of all. ``group``
+    are all ranks, on CPUs.
     """
-    divided = group is not None and distributed.get_world_size(group) > 1
-    add = partial(distributed.all_reduce, group=group) if divided else None
+    rank, joined = distributed.get_rank(group), None
+    if distributed.get_world_size(group) > 1:
+        joined = partial(distributed.all_reduce if divided else agree, group=group)
     if not rank:
-        return WorkerRows(engine, kv_caches, add)
-    if add is None or engine.witness == "off":
+        return WorkerRows(engine, kv_caches, joined)
+    if engine.witness == "off":
         return None
     layers = witnessing(kv_caches, engine.spec.attrs["layer_ids"])
-    return OtherRank(KvFolder(layers, rank * layers[0].shape[1], add))
+    return OtherRank(KvFolder(layers, rank * layers[0].shape[1] if divided else 0, joined))
+
+
+def agree(folds: torch.Tensor, group: distributed.ProcessGroup) -> None:
+    """Leave the folds that all ranks have; where they differ, one that stands for no KV."""
+    least = folds.clone()
+    distributed.all_reduce(least, distributed.ReduceOp.MIN, group)
+    distributed.all_reduce(folds, distributed.ReduceOp.MAX, group)
+    folds[least != folds] ^= 1
 
 
 __all__ = ["WorkerRows", "part_of"]

@@ -38,8 +38,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
         from kvroute.connector.worker import part_of
 
-        group, latent = get_tp_group(), self._vllm_config.model_config.use_mla
-        self._rank = part_of(self._engine, kv_caches, group.rank_in_group, None if latent else group.cpu_group)
+        group, divided = get_tp_group(), not self._vllm_config.model_config.use_mla
+        self._rank = part_of(self._engine, kv_caches, group.cpu_group, divided=divided)
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
             self._bind(self._rank.ids)
