@@ -26,7 +26,6 @@ MINOR: Final = 0
 
 PREFIX: Final = struct.Struct("<4sBBH")  # magic, major, kind, reserved
 CONTROL_NBYTES_MAX: Final = 1 << 20
-BOOT_ID_NBYTES: Final = 16
 PARTS_MAX: Final = 8
 BLOCKS_MAX: Final = 16_384
 """Blocks of one transfer: a million tokens in blocks of 64."""
