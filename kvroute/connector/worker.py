@@ -183,7 +183,7 @@ def part_of(
     """
     rank, joined = distributed.get_rank(group), None
     if distributed.get_world_size(group) > 1:
-        joined = partial(distributed.all_reduce if divided else agree, group=group)
+        joined = partial(distributed.all_reduce if divided else _agree, group=group)
     if not rank:
         return WorkerRows(engine, kv_caches, joined)
     if engine.witness == "off":
@@ -192,7 +192,7 @@ def part_of(
     return OtherRank(KvFolder(layers, rank * layers[0].shape[1] if divided else 0, joined))
 
 
-def agree(folds: torch.Tensor, group: distributed.ProcessGroup) -> None:
+def _agree(folds: torch.Tensor, group: distributed.ProcessGroup) -> None:
     """Leave the folds that all ranks have; where they differ, one that stands for no KV."""
     least = folds.clone()
     distributed.all_reduce(least, distributed.ReduceOp.MIN, group)

@@ -50,7 +50,8 @@ class DecodeBatch:
         for row, context in zip(sent, contexts, strict=False):
             row[COLUMNS : COLUMNS + len(context)] = context
             row[COLUMNS + len(context) :] = context[0]  # has been written: masked, it must be a number still
-        sent[count:] = (0, 0, sent[0, 2], 0, *[contexts[0][0]] * (sent.shape[1] - COLUMNS))
+        sent[count:] = contexts[0][0]
+        sent[count:, :COLUMNS] = 0, 0, sent[0, 2], 0
         self._table.copy_(self._sent)
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> Any:
@@ -80,10 +81,6 @@ class DecodePasses:
         self._model, self._kv, self._tokens_max = model, kv, tokens_max
         self._batches: dict[tuple[int, int], DecodeBatch] = {}
         self._pool: Any = None
-
-    @property
-    def graphs(self) -> int:
-        return sum(batch.graph is not None for batch in self._batches.values())
 
     def size(self, tokens: int) -> int:
         """How many tokens a pass of ``tokens`` has with its padding."""
