@@ -90,19 +90,24 @@ class RouterWatch:
         routers.sort(key=lambda found: found[0])
         config: Any = model.config
         shape = (len(routers), config.max_position_embeddings, config.num_experts_per_tok)
+        self._calls = [0] * len(routers)
         self._ids = torch.full(shape, -1, dtype=torch.int32, device=next(model.parameters()).device)
         self._hooks = [module.register_forward_hook(self._keep(i)) for i, (_, module) in enumerate(routers)]
 
     def _keep(self, index: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             ids = output[2].detach()
+            self._calls[index] += 1
             self._ids[index, : len(ids)] = ids
 
         return hook
 
     def take(self) -> NDArray[np.int32]:
         """Ids ``[tokens, layers, top_k]`` of the one pass since the last take."""
-        tokens = (self._ids[:, :, 0] >= 0).sum(1).tolist()
+        tokens, calls = (self._ids[:, :, 0] >= 0).sum(1).tolist(), self._calls
+        self._calls = [0] * len(calls)
+        if not self._ids.is_cuda and any(n != 1 for n in calls):  # a graph calls nobody, and twice while it is captured
+            raise AssertionError(f"routers were called {calls} times in one pass")
         if len(set(tokens)) != 1 or not tokens[0]:
             raise AssertionError(f"routers routed {tokens} tokens in one pass")
         ids: NDArray[np.int32] = self._ids[:, : tokens[0]].transpose(0, 1).contiguous().cpu().numpy()
