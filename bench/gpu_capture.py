@@ -243,6 +243,8 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="the table alone")
     parser.add_argument("--soak-seconds", type=float, default=60.0)
     chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("wanted a CUDA GPU, torch sees none here")
     chosen.out.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     driver = subprocess.run(

@@ -302,6 +302,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu: TRITON_INTERPRET=1, for tests")
     parser.add_argument("--out", type=Path, default=Path("bench-output"))
     chosen = parser.parse_args()
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        parser.error("wanted a CUDA GPU, torch sees none here")
     on = torch.cuda.get_device_name() if chosen.device == "cuda" else machine()
     model = wide_moe(chosen.layers, chosen.device, width=chosen.width)
     billions = sum(p.numel() for p in model.parameters()) / 1e9
