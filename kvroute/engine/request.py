@@ -49,6 +49,9 @@ class EngineConfig:
             raise ConfigError("restore_wait_s", "seconds, 0 or more", self.restore_wait_s)
         if not isinstance(self.block_tokens, int) or self.block_tokens < 8 or self.block_tokens % 8:
             raise ConfigError("block_tokens", "a multiple of 8", repr(self.block_tokens))
+        for name in ("caching", "graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, "True or False", repr(getattr(self, name)))
         if self.rows not in ROW_CHOICES:
             raise ConfigError("rows", "one of " + ", ".join(ROW_CHOICES), repr(self.rows))
 

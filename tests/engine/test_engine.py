@@ -310,7 +310,14 @@ def test_recomputed_rows_are_another_choice_and_the_judge_sees_the_difference() 
 
 @pytest.mark.parametrize(
     ("field_name", "value"),
-    [("block_tokens", 12), ("block_tokens", 0), ("device_blocks", 0), ("host_blocks", -1), ("step_tokens", 0)],
+    [
+        ("block_tokens", 12),
+        ("block_tokens", 0),
+        ("device_blocks", 0),
+        ("host_blocks", -1),
+        ("step_tokens", 0),
+        ("graphs", "yes"),
+    ],
 )
 def test_a_config_that_cannot_be_names_its_field(field_name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=field_name):
