@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from aux_house import SPEC, fill, new_aux, snapshot
+from aux_house import SPEC, fill, snapshot
 from canary import canary_rows
 
 from cache_manager.aux_blocks import AuxBlocks
@@ -21,19 +21,6 @@ from cache_manager.errors import (
 )
 from cache_manager.keys import Namespace
 from cache_manager.lifecycle import State
-from cache_manager.storage import open_store
-from cache_manager.testing.faults import FaultyStore
-
-
-@pytest.fixture
-def store() -> FaultyStore:
-    return FaultyStore(open_store("memory:"))
-
-
-@pytest.fixture(params=["heap", "shared"])
-def aux(request, store):
-    with new_aux(store, request.param) as blocks:
-        yield blocks
 
 
 def test_slot_reuse_never_shows_the_earlier_tenant(aux) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from aux_house import SPEC, fill, new_aux
+from aux_house import SPEC, fill
 from canary import canary_rows
 
 from cache_manager.aux_blocks import AuxBlocks
@@ -15,17 +15,6 @@ from cache_manager.lifecycle import State
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
-
-
-@pytest.fixture
-def store() -> FaultyStore:
-    return FaultyStore(open_store("memory:"))
-
-
-@pytest.fixture(params=["heap", "shared"])
-def aux(request, store):
-    with new_aux(store, request.param) as blocks:
-        yield blocks
 
 
 def test_a_reset_while_the_store_is_read_drops_what_was_read(aux, store) -> None:

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_house import SPEC, TOKENS, House, slots
+from engine_house import SPEC, TOKENS, slots
 
 from cache_manager.feed import BlockFeed
 from cache_manager.move import Move, split_pairs
 from cache_manager.mover import RowsMover
-
-
-@pytest.fixture
-def house():
-    house = House()
-    yield house
-    house.gate.open()
-    house.engine.close()
-
 
 # ---------------------------------------------------------------- devices that write late
 

@@ -13,14 +13,6 @@ from cache_manager.errors import BlockBusyError, ConfigError, InvalidInputError,
 from cache_manager.keys import Namespace
 
 
-@pytest.fixture
-def house():
-    house = House()
-    yield house
-    house.gate.open()
-    house.engine.close()
-
-
 def test_rows_may_come_in_another_token_order(house) -> None:
     engine, order = house.engine, np.array([2, 0, 3, 1])
     engine.renew([0])
