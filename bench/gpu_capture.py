@@ -108,7 +108,7 @@ def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Ge
     batch.slots.copy_(torch.from_numpy(slots))
     layers, row = model.layers, model.layers * TOP_K
     dtype = torch.uint8 if model.experts <= 256 else torch.uint16
-    rounds = 100 if tokens <= 1024 else 30
+    rounds = 300 if tokens <= 1024 else 80
     grid = (triton.cdiv(tokens * TOP_K, 512),)
     # (a) SGLang, vLLM: a copy a layer into int32 [tokens, layers, top_k]; then snapshot, copy, scatter on the host.
     wide = torch.zeros(tokens, layers, TOP_K, dtype=torch.int32, device=DEVICE)

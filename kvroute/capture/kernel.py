@@ -8,18 +8,26 @@ Needs Triton. The specification is ``naive.capture_rows``, of the same signature
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kvroute.capture.plan import LAYERS_MAX, Check, Plan, alignment
+from kvroute.capture.plan import LAYERS_MAX, NOTHING, Check, Plan, alignment
+
+GROUP_TOKENS = 8
+"""Rows of so many neighbours are whole lines of 128 bytes where a row has a multiple of 16."""
+GROUPED_FROM = 2048
+STORE_NBYTES = 16
+"""What a thread stores at once, at most."""
+CPU_PROGRAMS = 2
 
 _LAYERS_MAX = tl.constexpr(LAYERS_MAX)
-_SLOT = tl.constexpr(int(Check.SLOT))
-_FIRST = tl.constexpr(int(Check.FIRST))
-_TOKENS = tl.constexpr(int(Check.TOKENS))
+_NOTHING = tl.constexpr(NOTHING)
+_RANGE, _DUPLICATE, _MISSING, _ZERO, _SLOT, _FIRST, _TOKENS = (tl.constexpr(int(check)) for check in Check)
 SOURCES = {
     torch.int16: tl.int16,
     torch.int32: tl.int32,
@@ -30,27 +38,53 @@ _TARGETS = {"uint8": tl.uint8, "uint16": tl.uint16, "int32": tl.int32, "uint32":
 
 
 @triton.jit
-def _logical(values, maps, layer, there, PHYSICAL: tl.constexpr):
-    """The logical ids of physical ones; those outside the map stay what they are."""
-    known = there & (values >= 0) & (values < PHYSICAL)
-    return tl.where(known, tl.load(maps + layer * PHYSICAL + values, mask=known, other=0), values)
+def _places(slots, slots_end, first, tokens, index, EACH: tl.constexpr, GROUP: tl.constexpr):
+    """Token and slot of each of ``index``, ``EACH`` of which belong to one token: whether there is one, and is stored.
+
+    A slot of -1 is nobody's.
+    """
+    token = first + index // EACH
+    inside = (index < GROUP * EACH) & (token < tokens)
+    slot = tl.load(slots + token, mask=inside, other=-1)
+    return token, slot, inside, (slot >= 0) & (slot < slots_end)
 
 
 @triton.jit
-def _capture(
+def _sources(table, token, layer, inside, SOURCE: tl.constexpr):
+    """A layer's first value of a token, the elements to the next one, and whether there are any.
+
+    None of it waits for the slots: padding has values too.
+    """
+    address = tl.load(table + layer * 3, mask=inside, other=0)
+    by_token = tl.load(table + layer * 3 + 1, mask=inside, other=0)
+    by_k = tl.load(table + layer * 3 + 2, mask=inside, other=0)
+    return address.to(tl.pointer_type(SOURCE)) + token * by_token, by_k, address != 0
+
+
+@triton.jit
+def _id(source, k, by_k, maps, layer, there, PHYSICAL: tl.constexpr):
+    """A value as it came, and the logical id of it where it is a physical one; outside the map both are the same."""
+    value = tl.load(source + k * by_k, mask=there, other=0)
+    stored = value
+    if PHYSICAL > 0:
+        known = there & (value >= 0) & (value < PHYSICAL)
+        stored = tl.where(known, tl.load(maps + layer * PHYSICAL + value, mask=known, other=0), value)
+    return value, stored
+
+
+@triton.jit
+def _store(
     table,  # [layers, 3] int64: address, elements from token to token, from value to value
     slots,  # [tokens] int64
     rows,  # uint8: the spec's first row
-    checks,  # [7] int32
-    bad,  # [tokens] int32
     maps,  # [layers, PHYSICAL] int32, or anything
     slots_end,  # int64
-    token,
-    NUMBER: tl.constexpr,
-    SPECS: tl.constexpr,
+    first,  # the group's first token, int64
+    tokens,
     L: tl.constexpr,
     K: tl.constexpr,
-    W: tl.constexpr,  # L * K rounded up to a power of two
+    GROUP: tl.constexpr,  # tokens
+    WIDTH: tl.constexpr,  # values that a thread stores at once, of one layer
     BLOCK_TOKENS: tl.constexpr,
     RECORD: tl.constexpr,  # bytes
     STAGED: tl.constexpr,
@@ -58,131 +92,187 @@ def _capture(
     ALIGN: tl.constexpr,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
-    EXPERTS: tl.constexpr,
     PHYSICAL: tl.constexpr,
 ):
-    """One spec's row of one token."""
-    slot = tl.load(slots + token)
-    if (slot >= slots_end) & (NUMBER == 0):
-        tl.atomic_add(checks + _SLOT, 1)
-        tl.atomic_min(checks + _FIRST, (token * SPECS * _LAYERS_MAX).to(tl.int32))
-        tl.store(bad + token, 1)
-    lane = tl.arange(0, W)
-    layer, k = lane // K, lane % K
-    used = (lane < L * K) & (slot >= 0) & (slot < slots_end)
-    address = tl.load(table + layer * 3, mask=used, other=0)
-    by_token = tl.load(table + layer * 3 + 1, mask=used, other=0)
-    by_k = tl.load(table + layer * 3 + 2, mask=used, other=0)
-    source = address.to(tl.pointer_type(SOURCE)) + token * by_token + k * by_k
-    there = used & (address != 0)
-    values = tl.load(source, mask=there, other=0)
-    stored = values
-    if PHYSICAL > 0:
-        stored = _logical(values, maps, layer, there, PHYSICAL)
-    # Four counts of at most W = 2048 each in one sum, so that the program's threads meet once.
-    found = (used & (there == 0) & (k == 0)).to(tl.int64) << 32
-    if EXPERTS > 0:
-        LIMIT: tl.constexpr = PHYSICAL if PHYSICAL > 0 else EXPERTS
-        found += (there & ((values < 0) | (values >= LIMIT))).to(tl.int64)
-        again = there & (lane < 0)
-        others = stored
-        for step in tl.static_range(1, K):
-            near_there = there & (k + step < K)
-            near = tl.load(source + step * by_k, mask=near_there, other=0)
-            if PHYSICAL > 0:
-                near = _logical(near, maps, layer, near_there, PHYSICAL)
-            again = again | (near_there & (near == stored))
-            others = others | near
-        found += again.to(tl.int64) << 16
-        if K > 1:
-            found += (there & (k == 0) & (others == 0)).to(tl.int64) << 48
+    """One spec's rows of a group of tokens, side by side: rows of neighbours leave in whole lines of memory."""
+    EACH: tl.constexpr = L * K // WIDTH
+    word = tl.arange(0, triton.next_power_of_2(GROUP * EACH))
+    token, slot, inside, used = _places(slots, slots_end, first, tokens, word, EACH, GROUP)
+    lane = word % EACH * WIDTH
+    layer, near = (lane // K)[:, None], tl.arange(0, WIDTH)[None, :]
+    source, by_k, there = _sources(table, token, lane // K, inside, SOURCE)
+    k = (lane % K)[:, None] + near
+    _, stored = _id(source[:, None], k, by_k[:, None], maps, layer, there[:, None], PHYSICAL)
     # The hint makes stores of several values a thread: a bus wants them side by side.
     if STAGED:
         at = token * RECORD
     else:
         at = (slot // BLOCK_TOKENS) * RECORD + (slot % BLOCK_TOKENS) * ROW
-    row = rows + tl.multiple_of(at, ALIGN)
-    tl.store(row.to(tl.pointer_type(TARGET), bitcast=True) + lane, stored.to(TARGET), mask=there)
-    counts = tl.sum(found)
-    if counts != 0:
-        tl.atomic_add(checks, (counts & 0xFFFF).to(tl.int32))
-        tl.atomic_add(checks + 1, ((counts >> 16) & 0xFFFF).to(tl.int32))
-        tl.atomic_add(checks + 2, ((counts >> 32) & 0xFFFF).to(tl.int32))
-        tl.atomic_add(checks + 3, ((counts >> 48) & 0xFFFF).to(tl.int32))
-        first = tl.min(tl.where(found != 0, layer, L))
-        tl.atomic_min(checks + _FIRST, ((token * SPECS + NUMBER) * _LAYERS_MAX + first).to(tl.int32))
-        tl.store(bad + token, 1)
+    row = (rows + tl.multiple_of(at, ALIGN)).to(tl.pointer_type(TARGET), bitcast=True)
+    tl.store((row + lane)[:, None] + near, stored.to(TARGET), mask=(used & there)[:, None])
 
 
-@triton.jit(do_not_specialize=["slots_end"], do_not_specialize_on_alignment=["table", "slots", "maps"])
-def _capture_all(table, slots, rows, checks, bad, maps, slots_end, SPECS: tl.constexpr, COMMON: tl.constexpr):
-    """A program for each token and spec."""
-    token = tl.program_id(0).to(tl.int64)
-    if tl.program_id(1) == 0:
-        if token == 0:
-            tl.store(checks + _TOKENS, tl.num_programs(0))
-        if COMMON[2]:
-            slot = tl.load(slots + token)
+@triton.jit
+def _check(
+    table,
+    slots,
+    checks,  # [7] int32
+    bad,  # [tokens] int32
+    maps,
+    slots_end,
+    first,
+    tokens,
+    NUMBER: tl.constexpr,
+    SPECS: tl.constexpr,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SOURCE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PHYSICAL: tl.constexpr,
+):
+    """What is bad in one spec's rows of a group of tokens, row by row; the rest is as for ``_store``."""
+    row = tl.arange(0, triton.next_power_of_2(GROUP * L))
+    token, slot, inside, used = _places(slots, slots_end, first, tokens, row, L, GROUP)
+    layer = row % L
+    source, by_k, there = _sources(table, token, layer, inside, SOURCE)
+    missing = (used & (there == 0)).to(tl.int32)
+    outside = ((slot >= slots_end) & (layer == 0) & (NUMBER == 0)).to(tl.int32)
+    ranged, twice, zero = 0 * missing, 0 * missing, 0 * missing
+    there = there & used
+    if EXPERTS > 0:
+        LIMIT: tl.constexpr = PHYSICAL if PHYSICAL > 0 else EXPERTS
+        any_id = 0 * missing
+        for k in tl.static_range(K):  # the compiled program loads each value once, however often it stands here
+            value, stored = _id(source, k, by_k, maps, layer, there, PHYSICAL)
+            ranged += (there & ((value < 0) | (value >= LIMIT))).to(tl.int32)
+            any_id |= (stored != 0).to(tl.int32)
+            twin = layer < 0
+            for later in tl.static_range(k + 1, K):
+                twin |= _id(source, later, by_k, maps, layer, there, PHYSICAL)[1] == stored
+            twice += (there & twin).to(tl.int32)
+        if K > 1:
+            zero = there.to(tl.int32) & (1 - any_id)
+    found = ranged | twice | missing | zero | outside
+    if tl.max(found) != 0:
+        tl.atomic_add(checks + _RANGE, tl.sum(ranged))
+        tl.atomic_add(checks + _DUPLICATE, tl.sum(twice))
+        tl.atomic_add(checks + _MISSING, tl.sum(missing))
+        tl.atomic_add(checks + _ZERO, tl.sum(zero))
+        tl.atomic_add(checks + _SLOT, tl.sum(outside))
+        number = ((token * SPECS + NUMBER) * _LAYERS_MAX + layer).to(tl.int32)
+        tl.atomic_min(checks + _FIRST, tl.min(tl.where(found != 0, number, _NOTHING)))
+        tl.store(bad + token, 1, mask=found != 0)
+
+
+@triton.jit(do_not_specialize=["slots_end", "tokens"], do_not_specialize_on_alignment=["table", "slots", "maps"])
+def _capture_all(table, slots, rows, checks, bad, maps, slots_end, tokens, SPECS: tl.constexpr, COMMON: tl.constexpr):
+    """Programs of one spec each, which take groups of tokens in turn."""
+    GROUP: tl.constexpr = COMMON[3]
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(checks + _TOKENS, tokens)
+    first = tl.program_id(0).to(tl.int64) * GROUP
+    while first < tokens:
+        if COMMON[2] & (tl.program_id(1) == 0):
+            token = first + tl.arange(0, GROUP)
+            slot = tl.load(slots + token, mask=token < tokens, other=-1)
             head = (rows + token * COMMON[1]).to(tl.pointer_type(tl.int64), bitcast=True)
-            tl.store(head, tl.where(slot < slots_end, tl.maximum(slot, -1), -1))
-    for number in tl.static_range(len(SPECS)):
-        if tl.program_id(1) == number:
-            _capture(
-                table + SPECS[number][0] * 3,
-                slots,
-                rows + SPECS[number][1],
-                checks,
-                bad,
-                maps + SPECS[number][2],
-                slots_end,
-                token,
-                number,
-                len(SPECS),
-                SPECS[number][3],
-                SPECS[number][4],
-                SPECS[number][5],
-                COMMON[0],
-                COMMON[1],
-                COMMON[2],
-                SPECS[number][6],
-                SPECS[number][7],
-                SPECS[number][8],
-                SPECS[number][9],
-                SPECS[number][10],
-                SPECS[number][11],
-            )
+            tl.store(head, tl.where(slot < slots_end, tl.maximum(slot, -1), -1), mask=token < tokens)
+        for number in tl.static_range(len(SPECS)):
+            if tl.program_id(1) == number:
+                _store(
+                    table + SPECS[number][0] * 3,
+                    slots,
+                    rows + SPECS[number][1],
+                    maps + SPECS[number][2],
+                    slots_end,
+                    first,
+                    tokens,
+                    SPECS[number][3],
+                    SPECS[number][4],
+                    GROUP,
+                    SPECS[number][5],
+                    COMMON[0],
+                    COMMON[1],
+                    COMMON[2],
+                    SPECS[number][6],
+                    SPECS[number][7],
+                    SPECS[number][8],
+                    SPECS[number][9],
+                    SPECS[number][11],
+                )
+                _check(
+                    table + SPECS[number][0] * 3,
+                    slots,
+                    checks,
+                    bad,
+                    maps + SPECS[number][2],
+                    slots_end,
+                    first,
+                    tokens,
+                    number,
+                    len(SPECS),
+                    SPECS[number][3],
+                    SPECS[number][4],
+                    GROUP,
+                    SPECS[number][8],
+                    SPECS[number][10],
+                    SPECS[number][11],
+                )
+        first += tl.num_programs(0) * GROUP
 
 
-def launch(
-    table: torch.Tensor,  # [sources, 3] int64, on the device
-    slots: torch.Tensor,  # [tokens] int64, contiguous, on the device
-    rows: torch.Tensor,  # [blocks, record_nbytes] uint8 that the device reaches; staged: [>= tokens, record_nbytes]
-    slots_end: int,
-    checks: torch.Tensor,  # [7] int32 that the device reaches
-    bad: torch.Tensor,  # [>= tokens] int32 that the device reaches
-    maps: torch.Tensor,  # int32, the specs' maps one behind the other
-    constants: tuple,  # of ``constants_of``
-) -> None:
-    """The launch alone: nothing is looked up, allocated or waited for, so that a CUDA graph can hold it."""
-    specs, common, warps = constants
-    if len(slots):
-        grid = (len(slots), len(specs))
-        _capture_all[grid](table, slots, rows, checks, bad, maps, slots_end, specs, common, num_warps=warps)
+class Launch:
+    """The launch for passes of one look, whose values come in the dtypes ``sources``, a spec each.
+
+    ``group`` tokens are stored together, by as many programs as the device has processors; one by one by a program
+    each. It is compiled at the first call, and for one buffer ``rows`` at ``address``: always call it with the same.
+    """
+
+    def __init__(self, plan: Plan, sources: Sequence[torch.dtype], address: int, device: torch.device, group: int):
+        specs, first, at, words = [], 0, 0, 1
+        for spec, source in zip(plan.specs, sources, strict=True):
+            count = spec.layers * spec.top_k
+            width = math.gcd(spec.top_k, STORE_NBYTES * count // spec.row_nbytes)
+            numbers = (first, spec.offset, at, spec.layers, spec.top_k, width, spec.row_nbytes)
+            align = alignment(spec, plan.record_nbytes, address)
+            specs.append((*numbers, align, SOURCES[source], _TARGETS[spec.dtype], spec.experts, spec.physical))
+            first += spec.layers
+            at += spec.layers * spec.physical
+            words = max(words, triton.next_power_of_2(group * count // width))
+        self.constants = tuple(specs), (plan.block_tokens, plan.record_nbytes, plan.staged, group)
+        self.warps = min(max(words // 32, 1), 8)
+        self._group = group
+        on_gpu = device.type == "cuda"
+        self._programs = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else CPU_PROGRAMS
+        self._compiled: Any = None
+
+    def __call__(
+        self,
+        table: torch.Tensor,  # [sources, 3] int64, on the device
+        slots: torch.Tensor,  # [tokens] int64, contiguous, on the device
+        rows: torch.Tensor,  # [blocks, record_nbytes] uint8 that the device reaches; staged: [>= tokens, record_nbytes]
+        slots_end: int,
+        checks: torch.Tensor,  # [7] int32 that the device reaches
+        bad: torch.Tensor,  # [>= tokens] int32 that the device reaches
+        maps: torch.Tensor,  # int32, the specs' maps one behind the other
+    ) -> None:
+        """The launch alone: nothing is looked up, allocated or waited for, so that a CUDA graph can hold it."""
+        tokens = len(slots)
+        if not tokens:
+            return
+        programs = tokens if self._group == 1 else min(triton.cdiv(tokens, self._group), self._programs)
+        grid = (programs, len(self.constants[0]), 1)
+        given = (table, slots, rows, checks, bad, maps, slots_end, tokens, *self.constants)
+        if self._compiled is None:
+            self._compiled = _capture_all[grid](*given, num_warps=self.warps)
+        else:  # without Triton's look at each argument
+            self._compiled[grid](*given)
 
 
-def constants_of(plan: Plan, sources: Sequence[torch.dtype], address: int) -> tuple:
-    """What the kernel is compiled for: ``sources`` are the dtypes that each spec's values come in."""
-    specs, first, at = [], 0, 0
-    for spec, source in zip(plan.specs, sources, strict=True):
-        count = spec.layers * spec.top_k
-        align = alignment(spec, plan.record_nbytes, address)
-        width = triton.next_power_of_2(count)
-        numbers = (first, spec.offset, at, spec.layers, spec.top_k, width, spec.row_nbytes, align)
-        specs.append((*numbers, SOURCES[source], _TARGETS[spec.dtype], spec.experts, spec.physical))
-        first += spec.layers
-        at += spec.layers * spec.physical
-    warps = 4 if max(spec[5] for spec in specs) >= 128 else 1
-    return tuple(specs), (plan.block_tokens, plan.record_nbytes, plan.staged), warps
+def group_of(tokens: int) -> int:
+    """How many tokens a program takes at once in passes of so many: whole lines of memory, where all are busy."""
+    return GROUP_TOKENS if tokens >= GROUPED_FROM else 1
 
 
 def source_words(source: torch.Tensor | None) -> tuple[int, int, int]:
@@ -199,14 +289,15 @@ def capture_rows(
     checks: torch.Tensor,
     bad: torch.Tensor,
     maps: Mapping[str, torch.Tensor],
+    group: int = 1,
 ) -> None:
     """As ``naive.capture_rows``: the table is made and sent each time. ``LayerCapture`` keeps what does not change."""
     device = slots.device
     words = [source_words(source) for layers in sources for source in layers]
     dtypes = [next((s.dtype for s in layers if s is not None), torch.int32) for layers in sources]
     table = torch.tensor(words, dtype=torch.int64).to(device)
-    constants = constants_of(plan, dtypes, rows.data_ptr())
-    launch(table, slots, rows, slots_end, checks, bad, joined(maps, plan).to(device), constants)
+    launch = Launch(plan, dtypes, rows.data_ptr(), device, group)
+    launch(table, slots, rows, slots_end, checks, bad, joined(maps, plan).to(device))
 
 
 def joined(maps: Mapping[str, torch.Tensor], plan: Plan) -> torch.Tensor:
@@ -215,4 +306,4 @@ def joined(maps: Mapping[str, torch.Tensor], plan: Plan) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.zeros(1, dtype=torch.int32)
 
 
-__all__ = ["SOURCES", "capture_rows", "constants_of", "joined", "launch", "source_words"]
+__all__ = ["GROUP_TOKENS", "SOURCES", "Launch", "capture_rows", "group_of", "joined", "source_words"]

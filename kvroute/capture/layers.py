@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -42,11 +43,15 @@ class Verdict:
     first: str  # the first bad row: what, token and layer
 
 
+Looks = tuple[list[list[torch.Size]], list[torch.dtype], list[tuple[int, ...]]]
+"""The shape of each spec's layers, one for all if they agree; the dtype and the strides of each layer."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
     """What a pass's values look like, checked; their addresses are another matter."""
 
-    looks: tuple[list[torch.Size], list[torch.dtype], list[tuple[int, ...]]]  # shape, dtype and strides of each layer
+    looks: Looks
     tokens: int  # the fewest that one layer has
     strides: NDArray[np.int64]  # [layers, 2]: elements from token to token, from value to value
     sizes: NDArray[np.int64]  # [layers]: bytes of a value
@@ -96,6 +101,7 @@ class LayerCapture:
         self._kept: list[torch.Tensor | None] = [None] * len(places)
         self._calls = [0] * len(places)
         self._once = [1] * len(places)
+        self._firsts = [0, *accumulate(spec.layers for spec in self.plan.specs[:-1])]  # of each spec, among the places
         self._widths = np.array([spec.top_k for spec in self.plan.specs for _ in spec.layer_ids])
         self._maps = kernel.joined(maps, self.plan).to(self._device)
         self._checks = torch.from_numpy(check_words())
@@ -111,13 +117,14 @@ class LayerCapture:
         self._apart = 0  # tokens for which the layers of those words are in memory of their own
         self._addresses: list[int] = []  # of the table whose turn it is, as it is on the device
         self._form: Form | None = None  # of that table
-        self._constants: dict[tuple[torch.dtype, ...], Any] = {}
+        self._launches: dict[tuple[tuple[torch.dtype, ...], int], kernel.Launch] = {}
         self._words, self._flags = self._checks.numpy(), self._bad.numpy()  # as the host sees them
         self._seen = self._words.copy()
         self._before: NDArray[np.bool_] | None = None
         self._held: list[list[torch.Tensor]] = []  # what graphs read
         streams: Any = torch.cuda  # its Stream is untyped
         self._upload: torch.cuda.Stream | None = streams.Stream(self._device) if on_gpu else None
+        self._uploading = False
         self._slots_end = region.blocks * self.plan.block_tokens
         self._rows = rows_of(region, self.plan, max_tokens, self._device, staged)
 
@@ -147,9 +154,10 @@ class LayerCapture:
     def commit(self, slots: torch.Tensor) -> None:
         """Store the rows of the pass at ``slots [tokens]`` int64 (negative: padding), on the stream at hand.
 
-        The pass may have had more tokens: the others are padding. Hooks are ready for the next pass at once. Raises
-        :class:`CaptureError`, and stores nothing, for a layer that was not recorded or recorded twice, for tensors that
-        do not fit, and for two layers in the same memory.
+        ``slots`` may be pinned host memory: the launch reads them across the bus. The pass may have had more tokens:
+        the others are padding. Hooks are ready for the next pass at once. Raises :class:`CaptureError`, and stores
+        nothing, for a layer that was not recorded or recorded twice, for tensors that do not fit, and for two layers in
+        the same memory.
         """
         try:
             sources, form = self._checked(slots)
@@ -163,10 +171,11 @@ class LayerCapture:
             self._check_apart(sources, addresses, form, len(slots))
             self._apart = len(slots) if same else 0
         table = self._table(addresses, form, same, sources, len(slots))
-        if form.dtypes not in self._constants:
-            self._constants[form.dtypes] = kernel.constants_of(self._rows.plan, form.dtypes, rows.data_ptr())
-        constants = self._constants[form.dtypes]
-        kernel.launch(table, slots, rows, self._slots_end, self._checks, self._bad, self._maps, constants)
+        looks = form.dtypes, kernel.group_of(len(slots))
+        if (launch := self._launches.get(looks)) is None:
+            launch = kernel.Launch(self._rows.plan, looks[0], rows.data_ptr(), self._device, looks[1])
+            self._launches[looks] = launch
+        launch(table, slots, rows, self._slots_end, self._checks, self._bad, self._maps)
         self._rows.send(len(slots))
 
     def clear(self) -> None:
@@ -225,15 +234,11 @@ class LayerCapture:
             raise CaptureError(f"router of layer {place[1]}", "one call a pass", f"{calls} calls ({place[0]})")
         kept: Any = self._kept  # called once each: none is None
         sources: list[torch.Tensor] = [k if k.dim() == 2 else k.reshape(-1, k.shape[-1]) for k in kept]
-        shapes, dtypes = [source.shape for source in sources], [source.dtype for source in sources]
-        strides = [source.stride() for source in sources]
-        before = self._form
-        if before is not None and (shapes, dtypes, strides) == before.looks and len(slots) <= before.tokens:
+        looks = self._looks(sources)
+        if (before := self._form) is not None and looks == before.looks and len(slots) <= before.tokens:
             return sources, before
-        at = 0
-        for spec in self.plan.specs:
+        for spec, at in zip(self.plan.specs, self._firsts, strict=True):
             mine = sources[at : at + spec.layers]
-            at += spec.layers
             wanted, dtype = (spec.top_k,), mine[0].dtype
             for layer, source in zip(spec.layer_ids, mine, strict=True):
                 if source.shape[1:] != wanted or len(source) < len(slots) or source.dtype != dtype:
@@ -242,9 +247,18 @@ class LayerCapture:
             if dtype not in kernel.SOURCES or (dtype == torch.float32) != (spec.dtype == "float32"):
                 raise CaptureError(f"values of {spec.name}", f"a dtype that fits {spec.dtype}", dtype)
         sizes = np.array([source.element_size() for source in sources])
-        firsts = np.cumsum([0, *(spec.layers for spec in self.plan.specs[:-1])])
-        looks = shapes, dtypes, strides
-        return sources, Form(looks, min(map(len, sources)), np.array(strides), sizes, tuple(dtypes[i] for i in firsts))
+        strides = np.array([source.stride() for source in sources])
+        dtypes = tuple(sources[at].dtype for at in self._firsts)
+        return sources, Form(looks, min(map(len, sources)), strides, sizes, dtypes)
+
+    def _looks(self, sources: list[torch.Tensor]) -> Looks:
+        """What is compared at each pass. Asking a tensor for its shape is slow: the first of each spec is asked."""
+        shapes = []
+        for spec, at in zip(self.plan.specs, self._firsts, strict=True):
+            mine = sources[at : at + spec.layers]
+            alike = all(map(mine[0].is_same_size, mine))
+            shapes.append([mine[0].shape] if alike else [each.shape for each in mine])
+        return shapes, [source.dtype for source in sources], [source.stride() for source in sources]
 
     def _check_apart(self, sources: list[torch.Tensor], addresses: list[int], form: Form, tokens: int) -> None:
         """Whether the first ``tokens`` values of each lie in memory of their own."""
@@ -279,6 +293,7 @@ class LayerCapture:
         self._fill(index, addresses, form)
         with torch.cuda.stream(self._upload):  # beside the graph: the table is filled once, not at each replay
             self._tables[index].copy_(self._sent[index], non_blocking=True)
+        self._uploading = True
         self._held.append(sources)
         return self._tables[index]
 
@@ -289,8 +304,9 @@ class LayerCapture:
 
     def ready(self) -> None:
         """Wait until the tables of captured graphs are on the device. Call it before the first replay."""
-        if self._upload is not None:
+        if self._upload is not None and self._uploading:
             self._upload.synchronize()
+            self._uploading = False
 
     def close(self) -> None:
         """Wait for the device and let go of the region; again is harmless."""

@@ -18,12 +18,13 @@ from kvroute.capture.plan import Plan
 HOPPER = GPUTarget("cuda", 90, 32)
 
 
-def ptx(layers: int, experts: int, *, staged: bool) -> str:
+def ptx(layers: int, experts: int, *, staged: bool, group: int) -> str:
     plan = Plan.of(RecordLayout([kvroute.routing_spec(experts, 8, range(layers), layers, 64)]))
     plan = plan.packed() if staged else plan
-    *compiled, warps = kernel.constants_of(plan, [torch.int32], 4096)
+    launch = kernel.Launch(plan, [torch.int32], 4096, torch.device("cpu"), group)
+    compiled = launch.constants
     function: Any = kernel._capture_all
-    types = ["*i64", "*i64", "*u8", "*i32", "*i32", "*i32", "i64", *["constexpr"] * len(compiled)]
+    types = ["*i64", "*i64", "*u8", "*i32", "*i32", "*i32", "i64", "i32", *["constexpr"] * len(compiled)]
     first = len(types) - len(compiled)
     aligned = {(i,): [["tt.divisibility", 16]] for i in (2, 3, 4)}
     source = ASTSource(
@@ -32,12 +33,14 @@ def ptx(layers: int, experts: int, *, staged: bool) -> str:
         {(first + i,): each for i, each in enumerate(compiled)},
         aligned,
     )
-    made: str = triton.compile(source, target=HOPPER, options={"num_warps": warps}).asm["ptx"]
+    made: str = triton.compile(source, target=HOPPER, options={"num_warps": launch.warps}).asm["ptx"]
     return made
 
 
 if __name__ == "__main__":
     for layers, experts in ((58, 256), (60, 384)):
-        for staged in (False, True):
-            stores = re.findall(r"st\.global\.(\S+)", ptx(layers, experts, staged=staged))
-            print(f"{layers}x8 of {experts}", "staged" if staged else "in place", *sorted(set(stores)))
+        for staged, group in ((False, 1), (True, 1), (False, kernel.GROUP_TOKENS)):
+            made = ptx(layers, experts, staged=staged, group=group)
+            stores, loads = re.findall(r"st\.global\.(\S+)", made), len(re.findall(r"ld\.global", made))
+            where = "staged" if staged else "in place"
+            print(f"{layers}x8 of {experts} {where}, {group}:", *sorted(set(stores)), f"{loads} loads")
