@@ -96,7 +96,8 @@ class EmbeddedRoutes:
         from kvroute.capture.launched import LaunchedCapture
 
         max_tokens = self.engine.cache.max_batch_tokens  # padded batches have no more
-        return LaunchedCapture(manager.model, self.spec, self.rows.region("device"), max_tokens)
+        stream = self.engine.inputs_and_outputs.compute_stream
+        return LaunchedCapture(manager.model, self.spec, self.rows.region("device"), max_tokens, stream=stream)
 
     def reset(self, weights_version: int) -> None:
         """The weights are others now: call it inside ``manager.pause()``, or between sessions. No row is readable.

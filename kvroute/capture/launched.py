@@ -25,21 +25,30 @@ logger = logging.getLogger(__name__)
 class LaunchedCapture:
     """Stores the rows of each forward pass of ``model`` in ``region``, of at most ``max_tokens`` tokens.
 
-    Hooks on the routers keep references; a hook on the model launches when the forward is over, at slots that lie in
-    one tensor on the device. A CUDA graph of the forward holds that launch, so each replay stores rows, at the slots
-    of its own :meth:`step`. A bad row is missing and counted in ``bad_rows``; the first of a pass is logged by name.
-    Close it before the region. The arguments are those of :class:`LayerCapture`.
+    Hooks on the routers keep references; a hook on the model launches when the forward is over, at slots that the
+    device reads in the host's memory. A CUDA graph of the forward holds that launch, so each replay stores rows, at the
+    slots of its own :meth:`step`. A bad row is missing and counted in ``bad_rows``; the first of a pass is logged by
+    name. Close it before the region. ``stream`` is the one that passes run on; without it the whole device is waited
+    for. The other arguments are those of :class:`LayerCapture`.
     """
 
     def __init__(
-        self, model: nn.Module, spec: AuxBlockDataSpec, region: Region, max_tokens: int, *, staged: bool | None = None
+        self,
+        model: nn.Module,
+        spec: AuxBlockDataSpec,
+        region: Region,
+        max_tokens: int,
+        *,
+        stream: torch.cuda.Stream | None = None,
+        staged: bool | None = None,
     ) -> None:
         self.bad_rows = 0
         self._name = spec.name
         self._device = next(model.parameters()).device
         self._layers = LayerCapture(region, max_tokens, self._device, names=[spec.name], staged=staged)
-        self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=self._device)
-        self._sent = torch.full((max_tokens,), -1, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._stream = stream
+        self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._slots_words, self._used = self._slots.numpy(), 0
         self._failed: Exception | None = None
         self._hooks = [
             router.register_forward_hook(self._layers.hook(layer)) for layer, router in find_routers(model).items()
@@ -84,15 +93,15 @@ class LaunchedCapture:
         self._layers.close()
 
     def _begin(self, slots: NDArray[np.int64]) -> None:
-        if len(slots) > len(self._sent):
-            raise CaptureError("slots", f"at most {len(self._sent)} tokens", len(slots))
+        if len(slots) > len(self._slots):
+            raise CaptureError("slots", f"at most {len(self._slots)} tokens", len(slots))
         self._failed = None
         self._layers.clear()
         self._layers.ready()
         self._layers.expect()
-        self._sent.numpy()[: len(slots)] = slots
-        self._sent[len(slots) :] = -1
-        self._slots.copy_(self._sent)  # there when this returns, whatever stream the pass runs on
+        self._slots_words[len(slots) : self._used] = -1
+        self._slots_words[: len(slots)] = slots
+        self._used = len(slots)
 
     def _launch(self, _model: nn.Module, given: tuple[Any, ...], named: dict[str, Any], _output: Any) -> None:
         """The forward is over. What fails here must not fail the pass: its rows are missing then."""
@@ -103,8 +112,12 @@ class LaunchedCapture:
             self._failed = error
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
+        if self._device.type != "cuda":
+            return
+        if self._stream is None:
             torch.cuda.synchronize(self._device)
+        elif not self._stream.query():  # engines wait for logits or tokens themselves, mostly
+            self._stream.synchronize()
 
 
 __all__ = ["LaunchedCapture"]

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -55,7 +56,9 @@ def capture_of(model: nn.Module, spec: AuxBlockDataSpec, aux: AuxBlocks, max_tok
         return RoutingCapture(model, spec)
     from kvroute.capture.launched import LaunchedCapture  # needs Triton
 
-    return LaunchedCapture(model, spec, aux.region("device"), max_tokens)
+    device = next(model.parameters()).device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return LaunchedCapture(model, spec, aux.region("device"), max_tokens, stream=stream)
 
 
 __all__ = ["NoCapture", "PassCapture", "capture_of", "launches"]
