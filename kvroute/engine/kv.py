@@ -23,6 +23,7 @@ from cache_manager.regions import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage.records import RecordStore
 from kvroute.engine.request import EngineConfig
+from kvroute.engine.swap_stream import SwapStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,8 @@ class PagedKV:
 class KVMover:
     """The engine's :class:`~cache_manager.ports.Mover` of KV blocks, which goes wherever their rows go.
 
+    On a GPU copies are in the order of the stream at hand, and the host waits for none: see :class:`SwapStream`.
+
     With a ``store`` of their own, KV blocks are stored under the keys of their rows, with the origins of their content,
     and verified when they come back.
     """
@@ -158,6 +161,7 @@ class KVMover:
         self._layout = RecordLayout((kv.shape.spec(kv.block_tokens),))
         self._records = RecordStore(store, self._layout) if store is not None else None
         self._all_valid = prefix_valid(self._layout, kv.block_tokens)
+        self._swaps = SwapStream(kv.device, kv.host) if kv.device.is_cuda and len(kv.host) else None
 
     @property
     def stores(self) -> bool:
@@ -177,12 +181,12 @@ class KVMover:
         if not self._kv.device.is_cuda:
             tiers[target][torch.from_numpy(targets)] = tiers[source][torch.from_numpy(sources)]
             return
-        # Blocks are contiguous and host blocks pinned: each copy is one transfer, behind the pass that wrote the block
-        # and before the next one, on one stream. Only what goes to the host is waited for: rows are there at once, too.
-        for given, taken in zip(sources.tolist(), targets.tolist(), strict=True):
+        pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
+        if self._swaps is not None and source != target:
+            (self._swaps.leave if target == "host" else self._swaps.come)(pairs)
+            return
+        for given, taken in pairs:
             tiers[target][taken].copy_(tiers[source][given], non_blocking=True)
-        if target == "host":
-            torch.cuda.current_stream(self._kv.device.device).synchronize()
 
     def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]:
         payloads = [self._kv.bytes_of(block).data for block in records.blocks]
