@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn import functional
 
 from kvroute.engine.kv import PagedKV
 from kvroute.engine.models import BATCH_MULTIPLE
+from kvroute.engine.paged_attention import Reach
 
 LENGTH_MIN: Final = 64
 COLUMNS: Final = 4  # token, position, slot and source, before the context
@@ -54,19 +54,15 @@ class DecodeBatch:
         sent[count:, :COLUMNS] = 0, 0, sent[0, 2], 0
         self._table.copy_(self._sent)
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> Any:
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reach: Reach
+    ) -> torch.Tensor:
         """As :meth:`PagedBatch.attend`."""
         cached = self._kv.layer(layer)
         cached.write(self._slots, key[0].transpose(0, 1)[self._source], value[0].transpose(0, 1)[self._source])
         keys, values = cached.read(self._context)  # [tokens, length, kv_heads, dim]
-        out = functional.scaled_dot_product_attention(
-            query[0].transpose(0, 1)[:, :, None],
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=(self._columns <= self.positions[:, None])[:, None, None],
-            scale=scaling,
-            enable_gqa=True,
-        )
+        seen = reach.sees(self.positions[:, None], self._columns)[:, None, None]
+        out = reach.attend(query[0].transpose(0, 1)[:, :, None], keys.transpose(1, 2), values.transpose(1, 2), seen)
         return out[None, :, :, 0]
 
 

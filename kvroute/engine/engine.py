@@ -29,11 +29,11 @@ from cache_manager.spec import align
 from cache_manager.step import PADDING
 from kvroute.config import RoutingReplayConfig
 from kvroute.engine.decode_batches import DecodePasses
-from kvroute.engine.kv import KVShape
 from kvroute.engine.memory import EngineMemory
 from kvroute.engine.models import BATCH_MULTIPLE
 from kvroute.engine.paged_attention import PagedBatch
 from kvroute.engine.passes import NoCapture, capture_of
+from kvroute.engine.probe import kv_shape
 from kvroute.engine.replay import EngineReplay
 from kvroute.engine.request import EngineConfig, FinishReason, Output, Request
 from kvroute.engine.sampling import sample
@@ -71,8 +71,10 @@ class Engine:
 
     ``namespace`` must name the weights: with ``stores``, KV and rows that an earlier engine of the same namespace
     stored are reused. They stay the caller's; with :class:`RemoteStores` a cache-transfer process opens them, and moves
-    KV and rows. When it is lost the engine goes on: what could not be moved is computed again. Raises
-    :class:`InvalidInputError` for a model without routers.
+    KV and rows. When it is lost the engine goes on: what could not be moved is computed again.
+
+    Raises :class:`InvalidInputError` for a model without routers, and by its name for one whose tokens know of each
+    other by more than paged attention (:func:`~kvroute.engine.probe.kv_shape`): recurrent state is in no block.
 
     ``replay`` says whether rows are captured, what becomes of KV without rows, and where the routes of finished samples
     are stored; without it they are captured and come with the output only. :meth:`close` raises for a rollout that
@@ -102,7 +104,7 @@ class Engine:
         with closing:
             policy = self.replay.policy
             device = next(model.parameters()).device
-            self.memory = EngineMemory(KVShape.of(model), config, namespace, self.replay.stores, policy, device)
+            self.memory = EngineMemory(kv_shape(model), config, namespace, self.replay.stores, policy, device)
             closing.callback(self.memory.close)
             self.aux = AuxBlocks(
                 [*routed, weights_version_spec(config.block_tokens)],

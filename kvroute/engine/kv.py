@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, BlockRecords, Found, RecordCounters, StorageBackend, TierName
@@ -28,27 +26,16 @@ from kvroute.engine.swap_stream import SwapStream
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one token's keys and values are, in every attention layer of a model."""
+    """What one token's keys and values are, in every attention layer of a model: see ``kv_shape``.
+
+    Latent attention hands over expanded heads.
+    """
 
     layers: int
     heads: int
     k_dim: int
     v_dim: int
     dtype: torch.dtype
-
-    @classmethod
-    def of(cls, model: nn.Module) -> KVShape:
-        """The shape that ``model`` hands to the attention interface; latent attention hands over expanded heads."""
-        config: Any = model.config
-        latent = getattr(config, "kv_lora_rank", None)
-        k_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(
-            layers=config.num_hidden_layers,
-            heads=config.num_attention_heads if latent else config.num_key_value_heads,
-            k_dim=config.qk_head_dim if latent else k_dim,
-            v_dim=config.v_head_dim if latent else k_dim,
-            dtype=next(model.parameters()).dtype,
-        )
 
     @property
     def width(self) -> int:

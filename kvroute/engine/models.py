@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from cache_manager.errors import InvalidInputError
+from kvroute.capture.capture import find_routers
 from kvroute.engine.paged_attention import ATTENTION
 
 POSITIONS_MAX: Final = 4096
@@ -127,22 +128,29 @@ MODELS: Final[dict[str, Callable[[int], Any]]] = {
 
 
 def build_model(name: str, *, seed: int, vocab_size: int, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The model called ``name`` with weights drawn from ``seed``: on the CPU, ready for paged attention.
+    """The model called ``name``, :func:`ready` with weights drawn from ``seed``, on the CPU.
 
-    The weights are drawn in float64 and rounded to ``dtype``; in anything narrower, tokens and routes depend on how
-    requests were batched. The global random state is left as it was. Raises :class:`InvalidInputError` for a name that
-    is not in ``MODELS``.
+    The global random state is left as it was. Raises :class:`InvalidInputError` for a name that is not in ``MODELS``.
     """
     if name not in MODELS:
         raise InvalidInputError("model", "one of " + ", ".join(MODELS), name)
     with torch.random.fork_rng(devices=[]):
         model: nn.Module = MODELS[name](vocab_size)
+    return ready(model, seed=seed, dtype=dtype)
+
+
+def ready(model: nn.Module, *, seed: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """``model``, one of transformers' with routers, with weights drawn from ``seed`` and ready for paged attention.
+
+    The weights are drawn in float64 and rounded to ``dtype``; in anything narrower, tokens and routes depend on how
+    requests were batched.
+    """
     config: Any = model.config
     config._attn_implementation = ATTENTION
     config._experts_implementation = "eager"
     model = model.to(torch.float64).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    routers = {id(module.weight) for module in model.modules() if "Router" in type(module).__name__}
+    routers = {id(weight) for router in find_routers(model).values() for weight in router.parameters()}
     for _, weight in sorted(model.named_parameters()):
         if weight.ndim == 1:
             weight.fill_(1.0)
@@ -164,4 +172,4 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-__all__ = ["BATCH_MULTIPLE", "MODELS", "POSITIONS_MAX", "build_model", "weights_digest"]
+__all__ = ["BATCH_MULTIPLE", "MODELS", "POSITIONS_MAX", "build_model", "ready", "weights_digest"]

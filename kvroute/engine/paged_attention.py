@@ -4,7 +4,8 @@ A forward pass carries one flat row of tokens, ``[1, tokens]``, that belong to s
 of prompts and single decode tokens side by side. Everything that attention must know about them is one
 :class:`PagedBatch`, handed to the model's ``forward`` as the keyword ``paged``; transformers passes it down to every
 attention layer unread. There is no other state. transformers prepares no mask for an attention it does not know, so
-the only mask made is the causal one of a sequence's own chunk.
+the only mask made is the one of a sequence's own chunk: causal, and cut to the layer's window if it has one. Keys and
+values behind a window stay in the cache.
 """
 
 from __future__ import annotations
@@ -18,10 +19,50 @@ from torch import nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from cache_manager.errors import InvalidInputError
 from kvroute.engine.kv import PagedKV
 
 ATTENTION: Final = "kvroute_paged"
 """The name under which :func:`paged_attention` is registered with transformers."""
+_WITHOUT_EFFECT: Final = frozenset({"position_ids", "use_cache", "output_attentions", "output_router_logits"})
+"""Keywords that models hand to every attention and that change nothing of what it computes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reach:
+    """How a layer attends: to the last ``window`` positions or to all, with ``sinks`` or without.
+
+    A sink is one more logit of a head's softmax, without a value.
+    """
+
+    scaling: float
+    window: int | None = None
+    sinks: torch.Tensor | None = None  # [heads]
+
+    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """``[queries, keys]`` bool, for positions ``queries [n, 1]`` and ``keys [m]``."""
+        causal = keys <= queries
+        return causal if self.window is None else causal & (keys > queries - self.window)
+
+    def attend(
+        self,
+        query: torch.Tensor,  # [batch, heads, tokens, k_dim]
+        key: torch.Tensor,  # [batch, kv_heads, context, k_dim]
+        value: torch.Tensor,  # [batch, kv_heads, context, v_dim]
+        seen: torch.Tensor | None,  # bool, broadcast to [batch, heads, tokens, context]; all, if not given
+    ) -> torch.Tensor:
+        """The output ``[batch, heads, tokens, v_dim]``."""
+        if self.sinks is not None:  # a key of zeros, whose logit is what the mask adds, with a value of zeros
+            batch, heads, tokens, _ = query.shape
+            mask = query.new_zeros(batch, heads, tokens, key.shape[2])
+            if seen is not None:
+                mask = mask.masked_fill(~seen, -torch.inf)
+            logits = self.sinks.to(query.dtype)[:, None, None].expand(batch, heads, tokens, 1)
+            seen = torch.cat([mask, logits], dim=-1)
+            key, value = (functional.pad(each, (0, 0, 0, 1)) for each in (key, value))
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, scale=self.scaling, enable_gqa=True
+        )
 
 
 class Paged(Protocol):
@@ -32,7 +73,7 @@ class Paged(Protocol):
     """
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reach: Reach
     ) -> torch.Tensor: ...
 
 
@@ -79,7 +120,7 @@ class PagedBatch:
         return self.positions.shape[1] - len(self.slots)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reach: Reach
     ) -> torch.Tensor:
         cached, written = self.kv.layer(layer), len(self.slots)
         cached.write(self.slots, key[0, :, :written].transpose(0, 1), value[0, :, :written].transpose(0, 1))
@@ -87,13 +128,11 @@ class PagedBatch:
         for chunk in self.chunks:
             tokens = slice(chunk.first, chunk.first + chunk.stop - chunk.start)
             keys, values = cached.read(chunk.context)
-            out[:, tokens] = functional.scaled_dot_product_attention(
+            out[:, tokens] = reach.attend(
                 query[:, :, tokens],
                 keys.transpose(0, 1)[None],
                 values.transpose(0, 1)[None],
-                attn_mask=_causal(chunk.start, chunk.stop, query.device),
-                scale=scaling,
-                enable_gqa=True,
+                _seen(reach, chunk.start, chunk.stop, query.device),
             ).transpose(1, 2)
         return out
 
@@ -106,30 +145,40 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    dropout: float = 0.0,
     paged: Paged | None = None,
-    **_unused: Any,
+    **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention output ``[1, tokens, heads, v_dim]``; the keys and values of this step are in the cache afterwards.
 
     Padding neither reads nor writes the cache; its output is zero.
 
-    Without ``paged`` it is plain causal attention over the one sequence given: the same arithmetic, unpaged.
+    Without ``paged`` it is plain attention over the one sequence given: the same arithmetic, unpaged. Raises
+    :class:`InvalidInputError` for a layer that attends in a way of which nothing is known here.
     """
-    if attention_mask is not None:
-        raise AssertionError("attention_mask: a paged batch carries its own causality")
+    unknown = sorted(name for name in more.keys() - _WITHOUT_EFFECT if more[name] is not None)
+    unknown += ["dropout"] if dropout else []
+    unknown += ["attention_mask"] if attention_mask is not None else []  # a paged batch carries its own causality
+    unknown += [] if getattr(module, "is_causal", True) else ["is_causal=False"]
+    if unknown:
+        wanted = "causal attention, with a window, with sinks, or without"
+        raise InvalidInputError(type(module).__name__, wanted, ", ".join(unknown))
+    reach = Reach(scaling, sliding_window, s_aux)
     if paged is None:
-        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2), None
-    return paged.attend(int(module.layer_idx), query, key, value, scaling), None  # type: ignore[arg-type]
+        out = reach.attend(query, key, value, _seen(reach, 0, query.shape[2], query.device))
+        return out.transpose(1, 2).contiguous(), None
+    return paged.attend(int(module.layer_idx), query, key, value, reach), None  # type: ignore[arg-type]
 
 
-def _causal(start: int, stop: int, device: torch.device) -> torch.Tensor | None:
-    """``[stop - start, stop]``: the token at position p sees positions up to p. One token sees everything: no mask."""
-    if stop - start == 1:
+def _seen(reach: Reach, start: int, stop: int, device: torch.device) -> torch.Tensor | None:
+    """``[stop - start, stop]``: what the tokens from ``start`` on see. One token that sees everything needs no mask."""
+    if stop - start == 1 and (reach.window is None or stop <= reach.window):
         return None
-    return torch.arange(start, stop, device=device)[:, None] >= torch.arange(stop, device=device)
+    return reach.sees(torch.arange(start, stop, device=device)[:, None], torch.arange(stop, device=device))
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, paged_attention)
 
-__all__ = ["ATTENTION", "Chunk", "PagedBatch", "paged_attention"]
+__all__ = ["ATTENTION", "Chunk", "Paged", "PagedBatch", "Reach", "paged_attention"]

@@ -13,9 +13,10 @@ from kvroute.demo.checker import Checker, RouterWatch
 from kvroute.engine import text
 from kvroute.engine.decode_batches import LENGTH_MIN, DecodePasses
 from kvroute.engine.engine import Engine
-from kvroute.engine.kv import KVShape, PagedKV
+from kvroute.engine.kv import PagedKV
 from kvroute.engine.models import BATCH_MULTIPLE
 from kvroute.engine.paged_attention import PagedBatch
+from kvroute.engine.probe import kv_shape
 
 BLOCK, BLOCKS = 8, 96
 LENGTHS = [1, 9, LENGTH_MIN - 1, LENGTH_MIN, LENGTH_MIN + 1, 2 * LENGTH_MIN]
@@ -25,7 +26,7 @@ LENGTHS = [1, 9, LENGTH_MIN - 1, LENGTH_MIN, LENGTH_MIN + 1, 2 * LENGTH_MIN]
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS * 3, [2]], ids=["some", "more than a multiple", "one"])
 def test_a_decode_pass_is_the_pass_that_any_batch_makes(any_model: nn.Module, lengths: list[int]) -> None:
     """Goal: padding and masked context change nothing. Method: NaN wherever nothing was written; twice in one batch."""
-    kvs = [PagedKV(KVShape.of(any_model), block_tokens=BLOCK, device_blocks=3 * BLOCKS, host_blocks=0) for _ in "ab"]
+    kvs = [PagedKV(kv_shape(any_model), block_tokens=BLOCK, device_blocks=3 * BLOCKS, host_blocks=0) for _ in "ab"]
     for kv in kvs:
         kv.device.fill_(float("nan"))
     stops = [length + 1 for length in lengths]

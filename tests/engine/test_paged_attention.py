@@ -9,16 +9,17 @@ from torch import nn
 
 from kvroute.demo.checker import RouterWatch
 from kvroute.engine import text
-from kvroute.engine.kv import KVMover, KVShape, PagedKV
+from kvroute.engine.kv import KVMover, PagedKV
 from kvroute.engine.models import BATCH_MULTIPLE, build_model, weights_digest
 from kvroute.engine.paged_attention import PagedBatch
+from kvroute.engine.probe import kv_shape
 
 BLOCK = 8
 TOKENS = 61
 
 
 def _cache(model: nn.Module) -> PagedKV:
-    kv = PagedKV(KVShape.of(model), block_tokens=BLOCK, device_blocks=24, host_blocks=4)
+    kv = PagedKV(kv_shape(model), block_tokens=BLOCK, device_blocks=24, host_blocks=4)
     kv.device.fill_(float("nan"))  # whatever is read without having been written shows
     return kv
 
