@@ -7,11 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rollouts import FAMILIES, rollouts
+from rollouts import FAMILIES, model_of, rollouts, unpaged
 
 from kvroute.capture.capture import RoutingCapture
-from kvroute.engine.models import build_model
-from kvroute.engine.text import VOCAB_SIZE
 from kvroute.replay.transformers import packed, replay
 from kvroute.routing import routing_spec_from_hf
 
@@ -23,9 +21,8 @@ def test_a_trainer_uses_the_experts_of_the_rollout(family: str, tmp_path: Path) 
     """Goal: the round trip, engine to blocks to swap, store and decode to routes to the routers of a trainer. Method:
     the routes are what transformers routes by itself with the same weights; with *other* weights, which route
     otherwise, every replayed token still goes to the rollout's experts, in all layers."""
-    trainer = build_model(family, seed=1, vocab_size=VOCAB_SIZE)
-    trainer.set_attn_implementation("sdpa")  # type: ignore[operator]
-    spec = routing_spec_from_hf(trainer.config, block_tokens=16)  # type: ignore[arg-type]
+    trainer = unpaged(model_of(family, seed=1))
+    spec = routing_spec_from_hf(trainer.config, block_tokens=16)
     made = rollouts(family, tmp_path)
     assert {rollout.way for rollout in made} == {"swap", "store", "decode"}
     differing = 0

@@ -6,17 +6,19 @@ from functools import cache
 
 import pytest
 import torch
+from rollouts import model_of
 from torch import nn
-
-from kvroute.engine.models import build_model
-from kvroute.engine.text import VOCAB_SIZE
 
 torch.set_num_threads(1)
 
 
 @cache
 def _model(name: str) -> nn.Module:
-    return build_model(name, seed=0, vocab_size=VOCAB_SIZE)
+    model = model_of(name, seed=0)
+    for each, weight in model.named_parameters():
+        if each.endswith("sinks"):  # one of its own for each head, else heads could be mixed up
+            weight.copy_(torch.linspace(-2, 2, len(weight)))
+    return model
 
 
 @pytest.fixture
@@ -30,6 +32,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
     return _model(request.param)
 
 
-@pytest.fixture(params=["qwen3_moe", "deepseek_v3", "olmoe", "mixtral"])
+@pytest.fixture(params=["qwen3_moe", "deepseek_v3", "olmoe", "mixtral", "afmoe", "gpt_oss"])
 def any_model(request: pytest.FixtureRequest) -> nn.Module:
+    """Those, and other routers; the last two have windows, and gpt-oss sinks."""
     return _model(request.param)

@@ -1,4 +1,7 @@
-"""Rollouts of the small engine after every way a row can travel, beside what transformers alone routes.
+"""Rollouts of each family after every way a row can travel, beside what transformers alone routes.
+
+The small engine makes them where it can. It refuses models whose tokens know of each other by more than paged
+attention, and those transformers generates by itself, its rows in blocks that kvroute follows.
 
     python rollouts.py FOLDER
 
@@ -16,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiny_moe
 from numpy.typing import NDArray
 
 from kvroute.routes import Routes
 
-FAMILIES = ("qwen3_moe", "deepseek_v3", "olmoe", "mixtral")
+FAMILIES = tuple(sorted(tiny_moe.FAMILIES))
+GENERATED = ("gemma4_text", "jamba", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text")
+"""What the engine refuses: keys and values of several shapes, and recurrent states."""
 DEADLINE_S = 60.0
 
 
@@ -34,16 +40,33 @@ class Rollout:
     native: NDArray[Any]  # [tokens, routed layers, top_k]
 
 
-def rollouts(family: str, folder: Path) -> list[Rollout]:
-    """Sequences that were swapped, shared and copied; that went on from a store; that went from prefill to decode."""
-    from kvroute.engine.models import build_model
+def model_of(family: str, seed: int) -> Any:
+    """A model of the family, with routers so wide that tokens and routes do not depend on the batch."""
+    from kvroute.engine.models import MODELS, POSITIONS_MAX, build_model, ready
     from kvroute.engine.text import VOCAB_SIZE
 
-    model = build_model(family, seed=0, vocab_size=VOCAB_SIZE)
-    outputs = [("swap", o) for o in _swapped(model, folder)]
-    outputs += [("store", o) for o in _swapped(model, folder)]
-    outputs += [("decode", o) for o in _handed_over(model)]
-    return [Rollout(way, tuple(o.sequence), o.routes, _native(model, o.sequence)) for way, o in outputs]
+    if family in MODELS:
+        return build_model(family, seed=seed, vocab_size=VOCAB_SIZE)
+    tiny = tiny_moe.build(family, vocab_size=VOCAB_SIZE, max_position_embeddings=POSITIONS_MAX)
+    return ready(tiny.model, seed=seed)
+
+
+def unpaged(model: Any) -> Any:
+    """``model`` with an attention of transformers' own."""
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    return model
+
+
+def rollouts(family: str, folder: Path) -> list[Rollout]:
+    """Sequences that were swapped, shared and copied; that went on from a store; that went from prefill to decode."""
+    model = model_of(family, seed=0)
+    if family in GENERATED:
+        found = _generated(unpaged(model), folder)
+    else:
+        outputs = {"swap": _swapped(model, folder), "store": _swapped(model, folder), "decode": _handed_over(model)}
+        found = [(way, o.sequence, o.routes) for way, made in outputs.items() for o in made]
+    unpaged(model)
+    return [Rollout(way, tuple(tokens), routes, _native(model, tokens)) for way, tokens, routes in found]
 
 
 def load(file: Path) -> list[Rollout]:
@@ -60,12 +83,26 @@ def load(file: Path) -> list[Rollout]:
         ]
 
 
-def _requests() -> list[Any]:
+def _prompts() -> list[list[int]]:
     from kvroute.engine import text
+
+    return [text.opening(text.paragraphs()[i % 2])[:40] + text.turn(text.questions()[i]) for i in range(4)]
+
+
+def _generated(model: Any, folder: Path) -> list[tuple[str, list[int], Routes]]:
+    import generated
+
+    prompts = _prompts()
+    made = [("swap", each) for each in generated.swapped(model, prompts[:2])]
+    made.append(("store", generated.stored(model, prompts[2], folder)))
+    made.append(("decode", generated.handed_over(model, prompts[3])))
+    return [(way, each.tokens, each.routes) for way, each in made]
+
+
+def _requests() -> list[Any]:
     from kvroute.engine.request import Request
 
-    prompts = [text.opening(text.paragraphs()[i % 2]) + text.turn(text.questions()[i]) for i in range(4)]
-    return [Request(f"r{i}", tuple(prompt), 12, n=1 + i % 2) for i, prompt in enumerate(prompts)]
+    return [Request(f"r{i}", tuple(prompt), 12, n=1 + i % 2) for i, prompt in enumerate(_prompts())]
 
 
 def _swapped(model: Any, folder: Path) -> list[Any]:
@@ -75,15 +112,16 @@ def _swapped(model: Any, folder: Path) -> list[Any]:
     from kvroute.engine.request import EngineConfig
     from kvroute.engine.stores import EngineStores
 
+    found_there = (folder / "store").exists()
     stores = EngineStores.open(folder.joinpath("store").as_uri())
-    tight = EngineConfig(device_blocks=32, host_blocks=24)
+    tight = EngineConfig(device_blocks=12, host_blocks=10)
     with Engine(model, tight, Namespace("rollouts", weights_version=3), stores=stores) as engine:
         for request in _requests():
             engine.add(request)
         outputs = engine.run()
         assert engine.drain()
-        counters = engine.aux.counters
-        assert counters.swapped_in_rows + engine.manager.counters.restored_tokens > 0
+        again = engine.manager.counters.restored_tokens
+        assert (again if found_there else engine.aux.counters.swapped_in_rows) > 0
     stores.close()
     return list(outputs)
 
@@ -146,14 +184,9 @@ def _native(model: Any, sequence: Any) -> NDArray[Any]:
     # Padded at the end, so that float32 products are summed in one order whatever the length; see the models.
     tokens = torch.zeros(1, -(-len(sequence) // BATCH_MULTIPLE) * BATCH_MULTIPLE, dtype=torch.int64)
     tokens[0, : len(sequence)] = torch.tensor(sequence)
-    kept = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        with RoutingCapture(model, routing_spec_from_hf(model.config, block_tokens=16)) as capture, torch.no_grad():
-            model(tokens, use_cache=False)
-            return capture.rows()[: len(sequence)]
-    finally:
-        model.set_attn_implementation(kept)
+    with RoutingCapture(model, routing_spec_from_hf(model.config, block_tokens=16)) as capture, torch.no_grad():
+        model(tokens, use_cache=False)
+        return capture.rows()[: len(sequence)]
 
 
 def main(folder: Path) -> None:

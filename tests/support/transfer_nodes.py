@@ -11,6 +11,7 @@ from typing import TypeVar
 from transfer_rows import identity_of
 
 from transfer.actions import Finished, Release
+from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.messages import TransferId
 from transfer.node import DecodeNode, PrefillNode
@@ -27,11 +28,16 @@ HASTY = TransferLimits(lease_s=60.0, retry_s=0.2, retries_max=3)
 
 @contextlib.contextmanager
 def nodes(
-    directory: Path, limits: TransferLimits = QUICK, p_limits: TransferLimits | None = None, **settings: int
+    directory: Path,
+    limits: TransferLimits = QUICK,
+    p_limits: TransferLimits | None = None,
+    identities: tuple[Identity, Identity] | None = None,
+    **settings: int,
 ) -> Iterator[tuple[PrefillNode, DecodeNode]]:
     link = ZmqLink(ZmqSettings(bind=f"ipc://{directory}/p", **settings))  # type: ignore[arg-type]
-    prefill = PrefillNode(link, identity_of(1), p_limits or limits)
-    decode = DecodeNode(ZmqLink(), identity_of(2), limits)
+    mine, theirs = identities or (identity_of(1), identity_of(2))
+    prefill = PrefillNode(link, mine, p_limits or limits)
+    decode = DecodeNode(ZmqLink(), theirs, limits)
     try:
         yield prefill, decode
     finally:
