@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapters import WHOLE, unpacked
 from hypothesis import given
 from hypothesis import strategies as st
 from routes_of import expert_rows, made_routes
@@ -27,30 +26,29 @@ from kvroute.sharding import Split
 LAYERS, NUM_LAYERS, EXPERTS, TOP_K = (1, 2, 3), 4, 16, 4
 ROUTED = list(LAYERS)
 
-# Of one sample of five tokens: rows of positions 0..3 expected at the front, on the layer axis of all layers.
-WHOLE: dict[str, tuple[Callable[..., Any], int, str]] = {
-    "verl agent loop": (lambda r, **k: verl.agent_loop(r, 3, 2, **k), 4, "int16"),
-    "verl padded": (lambda r, **k: verl.padded([r], [3], [2], 3, 2, **k)[0], 5, "int16"),
-    "verl jagged": (lambda r, **k: verl.jagged([r], [5], **k).unbind()[0], 4, "int16"),
-    "slime": (lambda r, **k: slime.sample(r, 5, **k), 4, "int32"),
-    "miles": (lambda r, **k: slime.miles_sample(r, 5, **k), 4, "int32"),
-    "prime-rl": (lambda r, **k: unpacked(prime_rl.routed_experts(r, 5, **k)), 5, "uint8"),
-    "prime-rl http": (lambda r, **k: unpacked(prime_rl.http(r, 5, **k)), 4, "uint8"),
-    "NeMo-RL": (lambda r: nemo_rl.sequence(r, 5, layers="all"), 5, "int8"),
-    "SkyRL": (lambda r: skyrl.rollout_expert_indices([r], [5])[0], 4, "uint8"),
+# Of one sample of five tokens, prompt and response: how many rows, and their dtype.
+MADE = {
+    "verl agent loop": (4, "int16"),
+    "verl padded": (5, "int16"),
+    "verl jagged": (4, "int16"),
+    "slime": (4, "int32"),
+    "miles": (4, "int32"),
+    "prime-rl": (5, "uint8"),
+    "prime-rl http": (4, "uint8"),
+    "NeMo-RL": (5, "int8"),
+    "SkyRL": (4, "uint8"),
 }
 
 
-def unpacked(packed: dict[str, Any]) -> np.ndarray[Any, Any]:
-    data = packed["data"] if isinstance(packed["data"], bytes) else base64.b64decode(packed["data"])
-    return np.frombuffer(bytearray(data), packed["dtype"]).reshape(packed["shape"])
+def make(trainer: str, routes: Routes, **missing: str) -> Any:
+    return WHOLE[trainer](routes, 3, 2, **missing)
 
 
-@pytest.mark.parametrize("trainer", sorted(WHOLE))
+@pytest.mark.parametrize("trainer", sorted(MADE))
 def test_a_whole_sample(trainer: str) -> None:
     """Goal: each token's row at its place, on an axis of all layers. Method: ids that say whose they are."""
-    make, rows, dtype = WHOLE[trainer]
-    got = torch.as_tensor(make(made_routes(7, 4)))
+    rows, dtype = MADE[trainer]
+    got = torch.as_tensor(make(trainer, made_routes(7, 4)))
     assert got.shape == (rows, NUM_LAYERS, TOP_K)
     assert str(got.dtype) == f"torch.{dtype}"
     assert got.is_contiguous() or trainer.startswith("verl")
@@ -67,8 +65,7 @@ def test_a_whole_sample(trainer: str) -> None:
     ],
 )
 def test_the_last_row_is_spelled_as_the_trainer_reads_it(trainer: str, last: list[int] | None) -> None:
-    make, _, _ = WHOLE[trainer]
-    row = torch.as_tensor(make(made_routes(7, 4)))[4, 1].tolist()
+    row = torch.as_tensor(make(trainer, made_routes(7, 4)))[4, 1].tolist()
     assert row == last if last is not None else len(set(row)) == TOP_K
 
 
@@ -76,12 +73,11 @@ def test_the_last_row_is_spelled_as_the_trainer_reads_it(trainer: str, last: lis
 def test_a_hole_is_an_error_until_it_is_spelled(trainer: str) -> None:
     """Goal: nothing reads as expert 0. Method: a hole, and routes that end too early, for trainers without a word for
     a missing row; spread rows are distinct experts."""
-    make, _, _ = WHOLE[trainer]
     with pytest.raises(RowError, match=r"row 2: wanted a row for each of the positions \[0, 4\), got none"):
-        make(made_routes(7, 4, holes=(2,)))
+        make(trainer, made_routes(7, 4, holes=(2,)))
     with pytest.raises(RowError, match="row 3: wanted a row"):
-        make(made_routes(7, 3))
-    row = torch.as_tensor(make(made_routes(7, 4, holes=(2,)), missing="spread"))[2, 1].tolist()
+        make(trainer, made_routes(7, 3))
+    row = torch.as_tensor(make(trainer, made_routes(7, 4, holes=(2,)), missing="spread"))[2, 1].tolist()
     assert len(set(row)) == TOP_K
 
 

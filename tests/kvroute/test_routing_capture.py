@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from experts_seen import Seen
 from torch import nn
 
 from cache_manager.errors import RowError
@@ -20,28 +21,6 @@ from kvroute.routing import routing_spec, routing_spec_from_hf
 TOKENS = torch.tensor([[5, 9, 13, 21, 33, 47, 8], [60, 3, 3, 3, 17, 22, 41]])
 
 SOFTMAX_FAMILIES = ["granitemoe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
-
-
-class Seen:
-    """What reached the experts, watched from the other side: the arguments of each layer's ``experts`` module."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.ids: list[torch.Tensor] = []
-        self.hooks = [
-            module.register_forward_pre_hook(self._look)
-            for name, module in model.named_modules()
-            if name.endswith(".experts")
-        ]
-
-    def _look(self, _module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        self.ids.append(next(t for t in inputs if not t.is_floating_point()).clone())
-
-    def rows(self) -> np.ndarray[Any, Any]:
-        return torch.stack([t.reshape(-1, t.shape[-1]) for t in self.ids], dim=1).numpy()
-
-    def close(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
 
 
 def test_rows_are_what_the_experts_computed_with(tiny_moe: Any) -> None:

@@ -176,17 +176,14 @@ def _until(done: Callable[[], bool]) -> None:
 
 def _native(model: Any, sequence: Any) -> NDArray[Any]:
     import torch
+    from experts_seen import experts_of
 
-    from kvroute.capture.capture import RoutingCapture
     from kvroute.engine.models import BATCH_MULTIPLE
-    from kvroute.routing import routing_spec_from_hf
 
     # Padded at the end, so that float32 products are summed in one order whatever the length; see the models.
     tokens = torch.zeros(1, -(-len(sequence) // BATCH_MULTIPLE) * BATCH_MULTIPLE, dtype=torch.int64)
     tokens[0, : len(sequence)] = torch.tensor(sequence)
-    with RoutingCapture(model, routing_spec_from_hf(model.config, block_tokens=16)) as capture, torch.no_grad():
-        model(tokens, use_cache=False)
-        return capture.rows()[: len(sequence)]
+    return experts_of(model, tokens)[: len(sequence)]
 
 
 def main(folder: Path) -> None:
