@@ -62,7 +62,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
     },
-    "dots1": {**SHARED, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 3},
+    "dots1": {**SHARED, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 1, "moe_layer_interval": 2},
     "exaone_moe": {**EIGHT, **WINDOW, "num_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "gemma4_text": {
@@ -81,7 +81,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "jamba": {
         **EIGHT,
         "expert_layer_period": 3,
-        "expert_layer_offset": 2,
+        "expert_layer_offset": 0,
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
         "mamba_d_state": 4,
