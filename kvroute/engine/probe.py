@@ -1,9 +1,9 @@
 """What a model hands to the paged attention, and whether that is all that its tokens know of each other.
 
-It is asked, not read off a configuration, whose names differ from family to family: one pass in which paged attention
-lets every token see itself alone. Whatever reaches a token from another one all the same has gone past the block tables
-and would be wrong without a word: a recurrent state, a convolution, an attention that the engine does not know. The
-gradient shows it, and is exactly zero otherwise.
+It is asked, not read off a configuration, whose names differ from family to family: passes in which paged attention
+lets every token see itself alone, and one token is not a number. What is not a number in another token's logits has
+gone past the block tables and would be wrong without a word: through a recurrent state, a convolution, an attention
+that the engine does not know.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class _EachToItself:
     ) -> torch.Tensor:
         self.layers.append(layer)
         self.shapes.append(KVShape(1, key.shape[1], key.shape[3], value.shape[3], key.dtype))
-        itself = torch.eye(TOKENS, dtype=torch.bool, device=query.device)
-        return reach.attend(query, key, value, itself).transpose(1, 2).contiguous()
+        own = [slice(token, token + 1) for token in range(TOKENS)]
+        alone = [reach.attend(query[:, :, at], key[:, :, at], value[:, :, at], None) for at in own]
+        return torch.cat(alone, dim=2).transpose(1, 2).contiguous()
 
 
 def kv_shape(model: nn.Module) -> KVShape:
@@ -46,17 +47,18 @@ def kv_shape(model: nn.Module) -> KVShape:
     attention is not the paged one or differs in shape from layer to layer, and for one with any other way from token to
     token.
     """
-    found, named = _EachToItself(), f"model {type(model).__name__}"
+    named = f"model {type(model).__name__}"
     tokens = torch.arange(TOKENS, device=next(model.parameters()).device)[None]
-    with _unwatched(model), torch.enable_grad():
-        given = model.get_input_embeddings()(tokens).detach().requires_grad_()  # type: ignore[operator]
-        answer = model(inputs_embeds=given, position_ids=tokens, use_cache=False, paged=found)
-        if not found.layers:
-            raise InvalidInputError(named, f"_attn_implementation {ATTENTION}", model.config._attn_implementation)  # type: ignore[union-attr]
-        ends = [torch.autograd.grad(answer.logits[0, i].sum(), given, retain_graph=True)[0][0] for i in (0, -1)]
-    if bool(ends[0][1:].any() or ends[1][:-1].any()):
-        wanted = "tokens that know of each other by paged attention alone"
-        raise InvalidInputError(named, wanted, "another way: a recurrent state, or an attention of its own")
+    with _unwatched(model), torch.inference_mode():
+        for spoilt in (0, -1):
+            found, given = _EachToItself(), model.get_input_embeddings()(tokens).clone()  # type: ignore[operator]
+            given[0, spoilt] = torch.nan
+            logits = model(inputs_embeds=given, position_ids=tokens, use_cache=False, paged=found).logits[0]
+            if not found.layers:
+                raise InvalidInputError(named, f"_attn_implementation {ATTENTION}", model.config._attn_implementation)  # type: ignore[union-attr]
+            if bool(logits[1:].isnan().any() if spoilt == 0 else logits[:-1].isnan().any()):
+                wanted = "tokens that know of each other by paged attention alone"
+                raise InvalidInputError(named, wanted, "another way: a recurrent state, or an attention of its own")
     if sorted(found.layers) != list(range(len(found.layers))):
         raise InvalidInputError(named, "paged attention in layers 0, 1 and so on, once in each", sorted(found.layers))
     if different := set(found.shapes) - {found.shapes[0]}:
