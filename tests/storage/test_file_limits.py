@@ -14,8 +14,9 @@ from cache_manager.ports import Absence
 from cache_manager.storage import open_store
 from cache_manager.storage.disk import Space
 from cache_manager.storage.file import FileStore
-from cache_manager.storage.file.limits import Limits, is_older
+from cache_manager.storage.file.limits import Limits, is_older, victims
 from cache_manager.storage.file.segment import PAGE_NBYTES
+from cache_manager.storage.file.table import Segment
 from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import get, key_of, payload_of, put
 from tests.storage.file_stores import SEGMENT_NBYTES, Clock, flip, opened, reading, segments
@@ -188,7 +189,7 @@ def test_a_limit_that_cannot_be_kept_is_a_config_error(tmp_path: Path, options: 
 def test_a_url_sets_the_limits(tmp_path: Path) -> None:
     for text, wanted in {
         "ttl=6h&min_free=5%25": Limits(4 << 30, 16 << 20, 21_600, 0, 5),
-        "ttl=500ms&min_free=1GiB&quota=8MiB": Limits(8 << 20, 128 << 10, 0.5, 1 << 30, 0),
+        "ttl=500ms&min_free=1GiB&quota=8MiB": Limits(8 << 20, 256 << 10, 0.5, 1 << 30, 0),
         "mode=write": Limits(4 << 30, 16 << 20),
     }.items():
         store = open_store(f"file://{tmp_path}?{text}")
@@ -317,6 +318,25 @@ def test_a_real_file_system_keeps_its_reserve(tiny_disk: Path) -> None:
         answers = get(store, range(60))
         assert answers[59] == payload_of(59)
         assert all(answer in (payload_of(n), MISSING) for n, answer in enumerate(answers))
+
+
+def test_of_the_segments_used_least_recently_the_one_with_fewest_hits_goes_first() -> None:
+    """Of forty: the first four are its tenth; a segment that was set aside, or that this call has used, goes last."""
+    found = [Segment(n, f"{n}", -1, 100, used_at=n, touched_at=n, hits=bytearray([1] * 9)) for n in range(40)]
+    found[3].hits = bytearray([1, 0, 1])
+    found[9].hits = bytearray()
+    found[0].aside = True
+    found[1].touched_at = 40
+
+    def first(short_nbytes: int) -> list[int]:
+        return [segment.sequence for segment in victims(found, short_nbytes, 0) or ()]
+
+    assert first(0) == []
+    assert first(100) == [3]
+    assert first(101) == [3, 2]
+    assert first(600) == [3, 2, 4, 5, 9, 6]
+    assert first(4000)[-2:] == [1, 0]
+    assert victims(found, 4001, 0) is None
 
 
 def test_limits_say_how_much_must_go() -> None:

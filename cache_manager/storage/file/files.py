@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from typing import Final
 
+import numpy as np
+
 from cache_manager.errors import StorageError
-from cache_manager.record import Buffer
+from cache_manager.ports import Absence
+from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.spec import align
 from cache_manager.storage.disk import Disk, read_all, write_all
 from cache_manager.storage.file.directory import LockedDirectory
-from cache_manager.storage.file.index import SegmentIndex
+from cache_manager.storage.file.index import SegmentIndex, neighbours
 from cache_manager.storage.file.recovery import Content, verify
 from cache_manager.storage.file.segment import (
     DEAD_MAGIC,
@@ -32,13 +35,19 @@ from cache_manager.storage.file.segment import (
     header_is_sound,
     pack_index,
     pack_segment_page,
+    read_index,
     segment_name,
     stand_in_header,
     states_at,
+    unpack_entry,
 )
 from cache_manager.storage.file.table import Place, Segment
 
 _PIECE_NBYTES: Final = 1 << 20
+
+
+Kept = tuple[RecordHeader, memoryview]
+"""A copy of a record and its payload, whose segment goes."""
 
 
 class Sync(StrEnum):
@@ -91,6 +100,39 @@ class SegmentFiles(SegmentIndex):
             self._disk.sync(segment.fd)
             segment.unwritten = False
             self._sync_entries()
+
+    def asked_for(self, segments: Sequence[Segment], nbytes: int) -> list[Kept]:
+        """Copies of the records that were asked for since they were written, ``nbytes`` with their entries at most.
+
+        The newest ones of each segment, if these are too many. What does not come back from the disk as it was put is
+        left out, and so is a segment without an index. Held: append.
+        """
+        places: list[Place] = []
+        for segment in segments if nbytes > 0 else ():
+            with suppress(OSError):
+                for place in self._hits(segment):
+                    if (nbytes := nbytes - place[1].nbytes - ENTRY_NBYTES - 1) < 0:
+                        break
+                    places.append(place)
+        places.reverse()
+        payloads = [memoryview(bytearray(entry.payload_nbytes)) for _, entry in places]
+        found: list[RecordHeader | Absence] = [Absence.MISS] * len(places)
+        for run in neighbours(list(enumerate(places))):
+            with suppress(StorageError):
+                self._read(run, payloads, found, [])
+        kept = zip(found, payloads, strict=True)
+        return [(it, raw) for it, raw in kept if isinstance(it, RecordHeader) and checksum(raw) == it.payload_xxh3]
+
+    def _hits(self, segment: Segment) -> list[Place]:
+        """The records of a segment with an index that are served and were asked for, the newest first."""
+        numbers = np.flatnonzero(np.frombuffer(segment.hits, np.uint8)).tolist()
+        if not (numbers and segment.indexed):
+            return []
+        index = read_index(self._disk, segment.fd, segment.size, segment.sequence, self._directory.store_id)
+        entries = [unpack_entry(index[0], number) for number in reversed(numbers)] if index is not None else []
+        with self.index_lock:
+            found = zip(entries, self.table.find_all([entry.key for entry in entries]), strict=True)
+        return [place for was, place in found if place and place[0] is segment and place[1].number == was.number]
 
     def give_way(self, older: list[Place]) -> None:
         """Delete copies for which there are newer ones; ``OSError``, and ``older`` is what is left to do.

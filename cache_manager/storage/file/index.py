@@ -42,6 +42,22 @@ Run = list[tuple[int, Place]]
 """Records that are neighbours in one segment, each with its position in the call."""
 
 
+def neighbours(places: Run) -> list[Run]:
+    """Runs of those that lie behind each other in one segment, so that each run can be read in one call."""
+    runs: list[Run] = []
+    run: Run = []
+    segment, after = None, -1
+    for one in places:
+        where, entry = one[1]
+        if entry[1] != after or where is not segment or len(run) == _RUN_MAX:
+            run = []
+            runs.append(run)
+            segment = where
+        run.append(one)
+        after = entry[1] + entry[5] + (entry[2] + 63 & -64)  # Entry.nbytes, inlined: every read comes here
+    return runs
+
+
 class SegmentIndex:
     """The open segments of a store and the table of the records in them; ``clock`` is a wall clock."""
 
@@ -231,26 +247,19 @@ class SegmentIndex:
         Keys that are asked for in the order in which they were put are read in one call.
         """
         self.tick += 1
-        runs: list[Run] = []
-        run: Run = []
-        segment, after = None, -1
+        places: Run = []
         for i, place in zip(wanted, self.table.find_all([keys[i] for i in wanted]), strict=True):
             if place is None:
                 continue
-            entry = place[1]
-            nbytes = entry[2]
-            if nbytes != buffers[i].nbytes:
+            if place[1][2] != buffers[i].nbytes:
                 found[i] = Absence.CORRUPT
                 continue
-            if entry[1] != after or place[0] is not segment or len(run) == _RUN_MAX:
-                run = []
-                runs.append(run)
-                segment = place[0]
-                segment.pins += 1
-            run.append((i, place))
-            after = entry[1] + entry[5] + (nbytes + 63 & -64)  # Entry.nbytes, inlined: every read comes here
+            places.append((i, place))
+        runs = neighbours(places)
         for run in runs:
-            run[0][1][0].use(self.tick, len(run))
+            segment, entry = run[0][1]
+            segment.pins += 1
+            segment.hit(self.tick, entry[4], len(run))
         return runs
 
     def _read(self, run: Run, buffers: Sequence[memoryview], found: list[RecordHeader | Absence], odd: Run) -> None:

@@ -23,12 +23,14 @@ from cache_manager.storage.file.segment import PAGE_NBYTES
 from cache_manager.storage.file.table import Segment
 
 QUOTA_NBYTES: Final = 4 << 30
-SEGMENT_NBYTES: Final = 128 << 10
-"""Of the default segments, where the quota has room for 16 of them."""
+SEGMENT_NBYTES: Final = 512 << 10
+"""Of the default segments, where the quota has room for 32 of them."""
 SEGMENT_NBYTES_MIN: Final = 16 << 10
 SEGMENTS_MAX: Final = 512
 WRITTEN_SHARE: Final = 1 / 8
 """Of the time to live: how long a segment takes records."""
+KEPT_NBYTES_MAX: Final = 1 << 20
+"""Of the records that one call takes along from segments that make room: they are in memory, and the call waits."""
 
 
 def default_segment_nbytes(quota_nbytes: int) -> int:
@@ -36,7 +38,7 @@ def default_segment_nbytes(quota_nbytes: int) -> int:
 
     Small quotas have fewer, so that pages and indexes take little of them.
     """
-    wanted = max(-(-quota_nbytes // 256), min(SEGMENT_NBYTES, quota_nbytes // 16))
+    wanted = max(-(-quota_nbytes // 256), min(SEGMENT_NBYTES, quota_nbytes // 32))
     return max(align(wanted, PAGE_NBYTES), SEGMENT_NBYTES_MIN)
 
 
@@ -98,6 +100,14 @@ class Limits:
         return max(self.min_free_nbytes, -(-space.total_nbytes * self.min_free_percent // 100))
 
     @property
+    def kept_nbytes(self) -> int:
+        """What one call may take along of segments that make room, which leaves it room for its own.
+
+        With a time to live nothing, because what is taken along would be as young as its new segment.
+        """
+        return 0 if self.ttl_s is not None else min(self.quota_nbytes // 4, KEPT_NBYTES_MAX)
+
+    @property
     def asks_for_space(self) -> bool:
         """Whether the file system's room has to be looked at."""
         return self.min_free_nbytes > 0 or self.min_free_percent > 0
@@ -126,17 +136,20 @@ def check_ttl(ttl_s: float | None) -> None:
 
 
 def victims(segments: Iterable[Segment], short_nbytes: int, short_files: int) -> list[Segment] | None:
-    """The least recently used segments that give back so many bytes and files.
+    """The segments that go so that so many bytes and files are given back.
 
-    Those set aside go last, and before them those that the last call has used.
-    ``None`` when all of them together would not: then nothing should go, because nothing would be gained.
+    One after the other, of the tenth that was used least recently the one in which fewest records were asked for. Those
+    set aside go last, and before them those that the last call has used. ``None`` when all of them together would not
+    do: then nothing should go, because nothing would be gained.
     """
     chosen: list[Segment] = []
     segments = list(segments)
     now = max((segment.touched_at for segment in segments), default=0)
-    for segment in sorted(segments, key=lambda s: (s.aside, s.touched_at == now, s.used_at, s.sequence)):
-        if short_nbytes <= 0 and short_files <= len(chosen):
-            break
-        chosen.append(segment)
-        short_nbytes -= segment.size
+    order = sorted(segments, key=lambda s: (s.aside, s.touched_at == now, s.used_at, s.sequence))
+    candidates = max(len(order) // 10, 1)
+    while order and (short_nbytes > 0 or short_files > len(chosen)):
+        one = min(order[:candidates], key=lambda s: (s.aside, s.touched_at == now, s.hits.count(1)))
+        order.remove(one)
+        chosen.append(one)
+        short_nbytes -= one.size
     return chosen if short_nbytes <= 0 and short_files <= len(chosen) else None

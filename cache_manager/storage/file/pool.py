@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -21,7 +21,7 @@ from cache_manager.record import HEADER_NBYTES_MIN
 from cache_manager.spec import align
 from cache_manager.storage.disk import Disk, write_all
 from cache_manager.storage.file.directory import LockedDirectory
-from cache_manager.storage.file.files import SegmentFiles, Sync
+from cache_manager.storage.file.files import Kept, SegmentFiles, Sync
 from cache_manager.storage.file.limits import SEGMENTS_MAX, Limits, victims
 from cache_manager.storage.file.recovery import Content, read_segment
 from cache_manager.storage.file.segment import (
@@ -49,7 +49,7 @@ class SegmentPool(SegmentFiles):
         super().__init__(directory, disk, limits.ttl_s, sync, clock)
         self.append = threading.Lock()
         self.dropped_segments = self.damaged_segments = self.torn_records = self.lost_nbytes = 0
-        self.replaced_records = 0
+        self.replaced_records = self.kept_records = 0
         self.short_of_free = self.sweep_failures = 0
         self._limits = limits
         self._next_sequence = 1
@@ -67,9 +67,12 @@ class SegmentPool(SegmentFiles):
         """Whether a record of ``nbytes`` can be stored at all."""
         return nbytes <= self._limits.segment_nbytes // 2 or self._size_for(nbytes) <= self._limits.quota_nbytes
 
-    def activate(self, nbytes: int) -> Segment | None:
+    def activate(self, nbytes: int, kept_nbytes: int) -> tuple[Segment, list[Kept]] | None:
         """The active segment, after it was made one that has room for a record of ``nbytes``. Held: append.
 
+        And what is to be appended to a new one first, for which it has room, too: records that were asked for since
+        they were written, of the segments that made room; ``kept_nbytes`` and two thirds of it at most. A crash takes
+        them now, as it takes their segments.
         ``None``: neither the quota nor the disk has room now.
         """
         active = self.active
@@ -80,10 +83,11 @@ class SegmentPool(SegmentFiles):
                     self._make_room(size - active.size, 0)
                     self._allocate(active.fd, size, size - active.size)
                     self._resize(active, size)
-                    return active
+                    return active, []
                 self.retire(active)
             size = self._size_for(nbytes)
-            self._make_room(size, 1)
+            spare_nbytes = min(2 * size // 3, size - PAGE_NBYTES - nbytes - index_nbytes(1))
+            kept = self._make_room(size, 1, min(spare_nbytes, kept_nbytes))
             self.active = self._create(size)
         except OSError as error:
             if self.active is not None:
@@ -91,7 +95,7 @@ class SegmentPool(SegmentFiles):
             if error.errno in NO_ROOM:
                 return None
             raise StorageError(f"{self._path}: cannot start a segment: {error}") from error
-        return self.active
+        return self.active, kept
 
     def retire(self, segment: Segment) -> None:
         """Write no more to the active segment: give it its index, or drop it when nothing is in it. Held: append."""
@@ -185,30 +189,36 @@ class SegmentPool(SegmentFiles):
             chosen = victims(self._others(), grown_nbytes - free, 0)
             if not chosen:
                 raise
-            for segment in chosen:
-                self._drop(segment)
-                self.dropped_segments += 1
+            self._evict(chosen)
             self._disk.allocate(fd, nbytes)
 
     def _others(self) -> list[Segment]:
         return [segment for segment in self.segments.values() if segment is not self.active]
 
-    def _make_room(self, nbytes: int, files: int) -> None:
+    def _make_room(self, nbytes: int, files: int, kept_nbytes: int = 0) -> list[Kept]:
         """Drop the least recently used segments until ``nbytes`` in ``files`` new ones fit quota and reserve.
 
-        ``OSError`` (``ENOSPC``) when that cannot be; then nothing was dropped, unless the file system did not give
-        back what was dropped, because a reader of another process still has it open.
+        Copies of what was asked for in them, as :meth:`asked_for` says. ``OSError`` (``ENOSPC``) when that cannot be;
+        then nothing was dropped, unless the file system did not give back what was dropped, because a reader of another
+        process still has it open.
         """
         asks = nbytes > 0 and self._limits.asks_for_space
         space = self._disk.space(self._directory.fd) if asks else None
         short = self._limits.short_nbytes(self.used_nbytes, nbytes, space)
         chosen = victims(self._others(), short, len(self.segments) + files - SEGMENTS_MAX)
-        for segment in chosen or ():
-            self._drop(segment)
-            self.dropped_segments += 1
+        kept = self._evict(chosen or (), kept_nbytes)
         if chosen is None or (asks and chosen and self._is_short(nbytes)):
             self.short_of_free += space is not None and self._limits.short_nbytes(0, nbytes, space) > 0
             raise OSError(errno.ENOSPC, "neither the quota nor the file system's reserve has room")
+        return kept
+
+    def _evict(self, segments: Sequence[Segment], kept_nbytes: int = 0) -> list[Kept]:
+        """Drop segments; copies of what was asked for in them, ``kept_nbytes`` with their entries at most."""
+        kept = self.asked_for(segments, kept_nbytes)
+        for segment in segments:
+            self._drop(segment)
+            self.dropped_segments += 1
+        return kept
 
     def _is_short(self, nbytes: int) -> bool:
         space = self._disk.space(self._directory.fd)

@@ -2,8 +2,9 @@
 
 Locks, in the order in which they are taken:
 
-* ``append``: one batch is written at a time; held over the write, and over ``fdatasync`` with ``sync=batch``.
 * ``flush``: one flush at a time; held over ``fdatasync``.
+* ``append``: one batch is written or deleted at a time; held over the write, and over ``fdatasync`` with
+  ``sync=batch``. A flush takes it to see what there is to sync: a put may hold records that are in no segment then.
 * ``index_lock``: guards the index and the segments' counts; never held over I/O.
 
 A reader takes only ``index_lock``, to pin the segments that it reads; a segment that is dropped meanwhile keeps its
@@ -35,7 +36,7 @@ from cache_manager.storage.guard import ClosingStore
 
 _ZEROS: Final = bytes(ALIGNMENT)
 _COUNTS: Final = (
-    *("dropped_segments", "expired_segments", "expired_records", "sweep_failures", "short_of_free"),
+    *("dropped_segments", "kept_records", "expired_segments", "expired_records", "sweep_failures", "short_of_free"),
     *("damaged_segments", "torn_records", "replaced_records", "lost_nbytes", "lost_records", "failed_reads"),
 )
 
@@ -44,15 +45,38 @@ Held = dict[BlockKey, tuple[Segment, RecordHeader]]
 """What is stored under the keys of a put."""
 
 
+class _Batch:
+    """Records that go behind each other to the end of a segment, in one write."""
+
+    __slots__ = ("end", "headers", "rows", "vector")
+
+    def __init__(self, segment: Segment | None) -> None:
+        self.headers: list[RecordHeader] = []
+        self.rows: list[bytes] = []  # their entries
+        self.vector: list[Buffer] = []
+        self.end = segment.end if segment is not None else 0  # where the next one would go
+
+    def add(self, header: RecordHeader, packed: bytes, payload: Buffer) -> None:
+        self.headers.append(header)
+        self.rows.append(pack_entry(header, self.end, packed))
+        self.vector.append(packed)
+        self.vector.append(payload)
+        if pad := -header.payload_nbytes % ALIGNMENT:
+            self.vector.append(_ZEROS[:pad])
+        self.end += len(packed) + header.payload_nbytes + pad
+
+
 class FileStore(ClosingStore):
     """A ``StorageBackend`` in a directory, for one process at a time; others may read (:class:`FileReader`).
 
     Records are packed into segments of ``segment_nbytes``. When a new one would pass ``quota_nbytes``, or leave the
     file system less than ``min_free_nbytes`` or ``min_free_percent`` of it, whichever is more, or when the disk is
-    full, the segments that were used least recently go, whole; ``put`` answers ``None`` for a record that still has no
-    room. With ``ttl_s`` no record is served that is older by ``clock``, a wall clock; what its jumps can do is in
-    :mod:`cache_manager.storage.file.limits`. A deleted record keeps its bytes until its segment goes, and does not come
-    back after a restart.
+    full, the segments that were used least recently go. Records in them that were asked for since they were written are
+    appended to the new segment, up to two thirds of it; in one ``put`` a quarter of the quota and 1 MiB at most. On a
+    full disk, and with ``ttl_s``, none are.
+    ``put`` answers ``None`` for a record that still has no room. With ``ttl_s`` no record is served that is older by
+    ``clock``, a wall clock; what its jumps can do is in :mod:`cache_manager.storage.file.limits`. A deleted record
+    keeps its bytes until its segment goes, and does not come back after a restart.
 
     Opening reads the indexes of finished segments, and headers and payloads of the newest; nothing that could be a
     record is erased (:mod:`cache_manager.storage.file.pool`). Headers are checked here on every read, payloads by
@@ -124,14 +148,16 @@ class FileStore(ClosingStore):
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Gone from this process in any case; :class:`StorageError` when a record may be back after a restart."""
         pool = self._pool
-        places = pool.hide(keys)
+        pool.guard.check()
         failure: OSError | None = None
-        for place in places:
-            try:
-                pool.mark(place)
-            except OSError as error:
-                failure = error
-        pool.unpin(segment for segment, _ in places)
+        with pool.append:
+            places = pool.hide(keys)
+            for place in places:
+                try:
+                    pool.mark(place)
+                except OSError as error:
+                    failure = error
+            pool.unpin(segment for segment, _ in places)
         if failure is not None:
             raise StorageError(f"{self._path}: cannot mark a record as deleted: {failure}") from failure
 
@@ -144,7 +170,7 @@ class FileStore(ClosingStore):
         pool = self._pool
         pool.guard.check()
         with self._flush:
-            with pool.looking():
+            with pool.append, pool.looking():
                 dirty = [segment for segment in pool.segments.values() if segment.dirty]
                 for segment in dirty:
                     segment.pins += 1
@@ -156,12 +182,13 @@ class FileStore(ClosingStore):
     def usage(self) -> Mapping[str, int]:
         """Beside the port's four ``segments``, and since opening what went and what was refused.
 
-        ``dropped_segments`` to make room; ``expired_segments`` and ``expired_records`` for their age, of whose files
-        ``sweep_failures`` times one could not be removed; ``short_of_free``, how often the file system's reserve
-        forbade a segment; ``replaced_records``, older copies that were deleted for a newer one; ``failed_reads``,
-        records or sectors that the disk did not give back; ``lost_records``, after a failed flush. What opening found:
-        ``damaged_segments``, ``torn_records``, and ``lost_nbytes`` that are no record's. Now: ``aside_segments`` and
-        ``aside_nbytes``, which are part of what is used; ``moved``, 1 when the directory is not at its path any more.
+        ``dropped_segments`` to make room, and ``kept_records`` in them that were appended anew; ``expired_segments``
+        and ``expired_records`` for their age, of whose files ``sweep_failures`` times one could not be removed;
+        ``short_of_free``, how often the file system's reserve forbade a segment; ``replaced_records``, older copies
+        that were deleted for a newer one; ``failed_reads``, records or sectors that the disk did not give back;
+        ``lost_records``, after a failed flush. What opening found: ``damaged_segments``, ``torn_records``, and
+        ``lost_nbytes`` that are no record's. Now: ``aside_segments`` and ``aside_nbytes``, which are part of what is
+        used; ``moved``, 1 when the directory is not at its path any more.
         """
         pool, quota_nbytes = self._pool, self.limits.quota_nbytes
         moved = not self._directory.is_in_place()
@@ -184,7 +211,7 @@ class FileStore(ClosingStore):
         pool = self._pool
         if not pool.guard.closable:
             return
-        with pool.append, self._flush:
+        with self._flush, pool.append:
             with pool.index_lock:
                 if not pool.guard.closable:
                     return
@@ -222,7 +249,7 @@ class FileStore(ClosingStore):
     ) -> None:
         """Store the records numbered ``wanted``, as far as there is room. Held: append."""
         pool, active = self._pool, self._pool.active
-        batch, vector, rows, nbytes, room = list[RecordHeader](), list[Buffer](), list[bytes](), 0, 0
+        batch, room, kept_nbytes = _Batch(active), 0, self.limits.kept_nbytes
         if active is not None:
             room = active.size - active.end - index_nbytes(active.count) - ALIGNMENT
         for i in wanted:
@@ -234,19 +261,22 @@ class FileStore(ClosingStore):
                 if not pool.fits(more):
                     room += more + ENTRY_NBYTES + 1
                     continue
-                self._write(batch, vector, rows, nbytes, held)
-                batch, vector, rows, nbytes = [], [], [], 0
-                if (active := pool.activate(more)) is None:
+                self._write(batch, held)
+                batch = _Batch(None)
+                if (activated := pool.activate(more, kept_nbytes)) is None:
                     break
-                room = active.size - active.end - index_nbytes(active.count + 1) - ALIGNMENT - more
-            batch.append(header)
-            rows.append(pack_entry(header, active.end + nbytes, packed))
-            vector.append(packed)
-            vector.append(payloads[i])
-            if pad := -header.payload_nbytes % ALIGNMENT:
-                vector.append(_ZEROS[:pad])
-            nbytes += more
-        self._write(batch, vector, rows, nbytes, held)
+                active, kept = activated
+                batch = _Batch(active)
+                if kept:
+                    replaced = {headers[j].key for j in wanted}
+                    for old, copy in kept:
+                        if old.key not in replaced:
+                            batch.add(old, pack_header(old), copy)
+                    pool.kept_records += len(batch.headers)
+                    kept_nbytes -= batch.end - active.end
+                room = active.size - batch.end - index_nbytes(active.count + len(batch.headers) + 1) - ALIGNMENT - more
+            batch.add(header, packed, payloads[i])
+        self._write(batch, held)
 
     def _sweep_unless_writing(self) -> None:
         """Remove expired files now, so that a store that is only read gives them back; a writer would do it itself."""
@@ -258,21 +288,19 @@ class FileStore(ClosingStore):
             finally:
                 pool.append.release()
 
-    def _write(
-        self, batch: list[RecordHeader], vector: list[Buffer], entries: list[bytes], nbytes: int, held: Held
-    ) -> None:
+    def _write(self, batch: _Batch, held: Held) -> None:
         """Append a batch that fits the active segment; only then does the index know of it, and older copies go.
 
         A failure retires the segment, so that nothing of the batch is read back, and the next put starts another one.
         Held: append.
         """
-        if not batch:
+        if not batch.headers:
             return
         pool, segment = self._pool, self._pool.active
         assert segment is not None, "a batch is for a segment that has room for it"
-        where, rows = f"{self._path}/{segment.name}", b"".join(entries)
+        where, rows, nbytes = f"{self._path}/{segment.name}", b"".join(batch.rows), batch.end - segment.end
         try:
-            pool.write(segment, vector, nbytes, rows)
+            pool.write(segment, batch.vector, nbytes, rows)
         except OSError as error:
             pool.retire(segment)
             if error.errno in NO_ROOM:
@@ -284,13 +312,13 @@ class FileStore(ClosingStore):
             if segment.expired:  # the clock jumped while this was written: it would never be swept with the others
                 return
             segment.rows += rows
-            segment.states += bytes(len(batch))
-            segment.count += len(batch)
+            segment.states += bytes(len(batch.headers))
+            segment.count += len(batch.headers)
             segment.end += nbytes
             add = pool.table.add
-            older = [place for number, row in enumerate(entries, first) if (place := add(segment, number, row))]
-            held.update((header.key, (segment, header)) for header in batch)
-            segment.use(pool.tick, len(batch))
+            older = [place for number, row in enumerate(batch.rows, first) if (place := add(segment, number, row))]
+            held.update((header.key, (segment, header)) for header in batch.headers)
+            segment.use(pool.tick, len(batch.headers))
         back, replaced = list(older), len(older)
         try:
             pool.give_way(older)

@@ -57,6 +57,7 @@ class Segment:
     states: bytearray = field(default_factory=bytearray)  # and what has become of its records
     used_at: float = 0.0  # tick at which its records were used last, on an average: see use()
     touched_at: int = 0  # tick of the last use of any
+    hits: bytearray = field(default_factory=bytearray)  # 1 for a record that was asked for, by its number
     suspects: set[int] = field(default_factory=set)  # numbers of records that the disk did not give back
     indexed: bool = False  # its index is in the file
     aside: bool = False  # damaged: not written any more, dropped last
@@ -79,6 +80,13 @@ class Segment:
         """
         self.touched_at = tick
         self.used_at += (tick - self.used_at) * min(1.0, _GAIN * records / max(self.count, 1))
+
+    def hit(self, tick: int, first: int, records: int) -> None:
+        """So many of its records, from number ``first`` on, are used because somebody asked for them."""
+        self.use(tick, records)
+        if len(self.hits) < self.count:
+            self.hits.extend(bytes(self.count - len(self.hits)))
+        self.hits[first : first + records] = b"\1" * records
 
     def close(self) -> None:
         for fd in (self.fd, self.journal_fd):
