@@ -262,13 +262,6 @@ def test_a_full_pool_refuses_in_time_and_recovers(calm: MooncakeStore, owner: Ow
     assert get(store, range(40)) == [payload_of(n) for n in range(40)]
 
 
-def test_a_batch_of_thousands_is_split(calm: MooncakeStore) -> None:
-    store = RecordStore(calm, LAYOUT)
-    found = store.contains([key_of(n) for n in range(3000)])
-    assert found == [False] * 3000
-    assert get(store, range(3000)) == [Absence.MISS] * 3000
-
-
 def test_the_master_is_killed_and_restarted_under_load(backend: MooncakeStore, master: Master) -> None:
     store = RecordStore(backend, LAYOUT)
     stored(store, range(40))
@@ -361,21 +354,6 @@ def test_the_native_client_may_crash_or_hang(number: int, backend: MooncakeStore
     assert isinstance(answer, StorageError) or answer == whole, "another client may be there already"
     until("a new client reads", lambda: timed(lambda: get(store, range(10))) == whole)
     assert backend.counters.rebuilds > 0
-
-
-def test_memory_is_lent_by_a_process_of_its_own(master: Master) -> None:
-    """``segment=``: the pool has it as soon as the store is open, and loses it with the store."""
-    backend = opened(master, timeout_ms=CALM_MS, segment="16MiB", close_ms=5000)
-    other = opened(master, timeout_ms=CALM_MS)
-    assert other.usage()["capacity_nbytes"] == 16 << 20
-    put(RecordStore(backend, LAYOUT), [1])
-    assert get(RecordStore(other, LAYOUT), [1]) == [payload_of(1)]
-    backend.close()
-    until("the segment is gone", lambda: other.usage()["capacity_nbytes"] == 0)
-    assert get(RecordStore(other, LAYOUT), [1]) == [Absence.MISS]
-    with pytest.raises(StorageError, match="no memory"):
-        put(RecordStore(other, LAYOUT), [1])
-    other.close()
 
 
 @pytest.mark.parametrize(
