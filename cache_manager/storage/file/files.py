@@ -125,7 +125,7 @@ class SegmentFiles(SegmentIndex):
 
     def _hits(self, segment: Segment) -> list[Place]:
         """The records of a segment with an index that are served and were asked for, the newest first."""
-        numbers = np.flatnonzero(np.frombuffer(segment.hits, np.uint8)).tolist()
+        numbers = np.flatnonzero(np.frombuffer(bytes(segment.hits), np.uint8)).tolist()  # others add to it
         if not (numbers and segment.indexed):
             return []
         index = read_index(self._disk, segment.fd, segment.size, segment.sequence, self._directory.store_id)
