@@ -40,7 +40,7 @@ class OriginTiersMachine(RuleBasedStateMachine):
     def put(self, batch: list[tuple[int, Content]], replace: bool) -> None:
         with suppress(StorageError):
             for (n, _), answer in zip(batch, offer(self.it.backend, batch, replace=replace), strict=True):
-                self.told[n] = answer
+                self.told[n] = answer or self.told[n]  # no room: a tier that was not asked may have what it had
             return
         for n, _ in batch:  # no tier answered: whether one had taken it before it failed, nobody was told
             with suppress(StorageError):
@@ -100,6 +100,21 @@ def test_a_record_stays_whichever_tier_has_it_unless_it_is_replaced(replace: boo
     assert held(it.backend, [1]) == [last]
     evict(it.front, 1)
     assert held(it.backend, [1]) == [last]
+    it.close()
+
+
+def test_no_room_denies_nothing_that_a_tier_has_which_was_not_asked() -> None:
+    """The front is left in peace when the back has no room: ``None``, and what was stored before is read later."""
+    it = Tiers(pause_ms=60_000)
+    assert offer(it.backend, [(1, X)], replace=False) == [X]
+    evict(it.back, 1)
+    it.front.failing = it.back.full = True
+    with pytest.raises(StorageError):
+        it.backend.delete([key_of(0)])
+    assert offer(it.backend, [(1, Y)], replace=True) == [None]
+    assert held(it.backend, [1]) == [Absence.MISS]
+    it.come_back()
+    assert held(it.backend, [1]) == [X]
     it.close()
 
 
