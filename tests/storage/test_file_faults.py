@@ -10,7 +10,7 @@ import pytest
 
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
-from cache_manager.storage.file import Sync
+from cache_manager.storage.file import Sync, fsck
 from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import get, payload_of, put
 from tests.storage.file_stores import FILL, RECORD_NBYTES, child, opened, segments
@@ -75,6 +75,29 @@ def test_space_that_cannot_be_given_back_stays_counted(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         for n, answer in zip((1, 2, 3), get(store, [1, 2, 3]), strict=True):
             assert answer == payload_of(n) or (n == 2 and answer is not None)
+
+
+def test_what_a_failed_write_left_is_cut_away_later(tmp_path: Path) -> None:
+    """Goal: half a record is nobody's. Method: a write fails within the second record's payload, and so does the cut;
+    then the disk is well again, and the next put cuts; or the process is killed before, and the next life does."""
+    disk, directory, killed = FaultyDisk(), tmp_path / "store", tmp_path / "killed"
+    with opened(directory, disk) as store:
+        put(store, [1])
+        disk.write_budget_nbytes, disk.truncate_errno = 2 * RECORD_NBYTES - 40, errno.EIO
+        assert put(store, [2, 3]) == [False, False]
+        disk.write_budget_nbytes = None
+        assert put(store, [4]) == [True]  # in another segment: this one is not the newest any more
+        shutil.copytree(directory, killed)
+        disk.truncate_errno = None
+        assert put(store, [5]) == [True]
+        shutil.copytree(directory, tmp_path / "cut")
+        assert fsck(tmp_path / "cut").total("corrupt") == 0
+    with opened(killed) as store:
+        assert get(store, [1, 2, 3]) == [payload_of(1), payload_of(2), Absence.MISS]
+        assert put(store, [3]) == [True]
+    assert fsck(killed).total("corrupt") == 0
+    with opened(killed) as store:
+        assert get(store, [1, 3]) == [payload_of(1), payload_of(3)]
 
 
 def test_an_unreadable_record_is_missing_and_a_failing_disk_is_an_error(tmp_path: Path) -> None:

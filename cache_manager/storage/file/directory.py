@@ -170,6 +170,11 @@ class StoreDirectory:
                 found[parsed[0]] = name
         return dict(sorted(found.items()))
 
+    def journals(self) -> set[int]:
+        """The sequences of the segments that have a journal: of those that were not finished."""
+        parsed = [parse_name(name) for name in self.names()]
+        return {each[0] for each in parsed if each is not None and each[1] == "journal"}
+
     def is_in_place(self) -> bool:
         """Whether the directory is still the one at its path; else it was moved, removed or made anew."""
         try:

@@ -52,6 +52,7 @@ class SegmentPool(SegmentFiles):
         self.replaced_records = self.kept_records = 0
         self.short_of_free = self.sweep_failures = 0
         self._limits = limits
+        self._unended: list[Segment] = []  # no more is written to them, but they could not be cut to their records
         self._next_sequence = 1
         try:
             limits.check_space(disk.space(directory.fd) if limits.asks_for_space else None)
@@ -100,6 +101,9 @@ class SegmentPool(SegmentFiles):
     def retire(self, segment: Segment) -> None:
         """Write no more to the active segment: give it its index, or drop it when nothing is in it. Held: append."""
         self.active = None
+        self._end(segment)
+
+    def _end(self, segment: Segment) -> None:
         try:
             if segment.count:
                 self._finish(segment)
@@ -108,11 +112,13 @@ class SegmentPool(SegmentFiles):
         except OSError:
             try:
                 self._cut(segment)
-            except OSError:  # then the space stays taken, and counted, until the segment goes
+            except OSError:  # then the space stays taken, and counted; what is in it may look like records
                 self._resize(segment, os.fstat(segment.fd).st_size)
+                self._unended.append(segment)
 
     def leave_active(self) -> None:
         """Give back the space behind the active segment's last record; the next life goes on there. Held: append."""
+        self._end_again()
         active, self.active = self.active, None
         if active is not None:
             with suppress(OSError):
@@ -126,6 +132,7 @@ class SegmentPool(SegmentFiles):
         """
         if (active := self.active) is not None and self._limits.is_fully_written(active.created_s, now_s):
             self.retire(active)
+        self._end_again()
         if not self.sweepable:
             return
         with self.index_lock:
@@ -137,6 +144,13 @@ class SegmentPool(SegmentFiles):
             except OSError:
                 self.sweep_failures += 1
                 self.sweepable = True
+
+    def _end_again(self) -> None:
+        """End the segments whose end the disk has refused. Held: append."""
+        unended, self._unended = self._unended, []
+        for segment in unended:
+            if not segment.dropped:
+                self._end(segment)
 
     def _size_for(self, nbytes: int) -> int:
         """Of a segment that has room for a record of ``nbytes``."""
@@ -231,7 +245,11 @@ class SegmentPool(SegmentFiles):
         if newest > SEQUENCE_MAX:
             path = str(self._directory.path / files[newest])
             raise StoreFormatError(path, "sequence", f"up to {SEQUENCE_MAX}", newest)
-        opened = [self._open_segment(sequence, name, newest=sequence == newest) for sequence, name in files.items()]
+        written = self._directory.journals() | {newest}  # what has no index may end in what was not written whole
+        opened = [
+            self._open_segment(sequence, name, newest=sequence == newest, payloads=sequence in written)
+            for sequence, name in files.items()
+        ]
         older = self.serve(opened)
         for segment, content in opened:
             older += [(segment, entry) for entry in content.entries(UNSOUND)]
@@ -247,7 +265,7 @@ class SegmentPool(SegmentFiles):
         self.sweep(now_s)
         self._make_room(0, 0)
 
-    def _open_segment(self, sequence: int, name: str, *, newest: bool) -> tuple[Segment, Content]:
+    def _open_segment(self, sequence: int, name: str, *, newest: bool, payloads: bool) -> tuple[Segment, Content]:
         self.tick += 1
         segment, content = read_segment(
             self._directory,
@@ -255,7 +273,7 @@ class SegmentPool(SegmentFiles):
             sequence,
             name,
             flags=os.O_RDWR,
-            payloads=newest,
+            payloads=payloads,
             record_nbytes_max=self._limits.quota_nbytes,
         )
         segment.used_at = self.tick
