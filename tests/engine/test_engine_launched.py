@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
+from cache_manager.engine_blocks import EngineBlocks
 from cache_manager.keys import Namespace
 from kvroute.capture.launched import LaunchedCapture
 from kvroute.engine import passes
 from kvroute.engine.engine import Engine
 from kvroute.engine.request import EngineConfig, Request
+from kvroute.routing import routing_spec_from_hf
 
 REQUESTS = [Request(f"r{i}", tuple(range(3 + i, 30 + 2 * i)), 6, n=1 + i % 2) for i in range(3)]
 
@@ -32,6 +35,24 @@ def run(model: nn.Module, *, launched: bool) -> dict[tuple[str, int], tuple[tupl
 def test_rows_are_those_that_hooks_bring(qwen: nn.Module) -> None:
     """Goal: the same rows by either way. Method: the same requests, with chunks, forks and swaps, in both."""
     assert run(qwen, launched=True) == run(qwen, launched=False)
+
+
+def test_tokens_beyond_the_slots_are_padding(qwen: nn.Module) -> None:
+    """Goal: a pass that is padded, as graphs are, writes where it was told and nowhere else. Method: eight tokens at
+    eight slots, then eight others at two."""
+    spec = routing_spec_from_hf(qwen.config, 4)
+    with EngineBlocks([spec], blocks=3, namespace=Namespace("tests", weights_version=1), memory="shared") as blocks:
+        blocks.renew(range(3))
+        capture, seen = LaunchedCapture(qwen, spec, blocks.region("device"), 8), []
+        for slots in (np.arange(8), np.array([9, 8])):
+            with capture.step(blocks.begin_step, slots):
+                qwen(torch.arange(8)[None] + 11 * len(slots), use_cache=False)
+            seen.append(blocks.read(spec.name, range(3)))
+        capture.close()
+    before, after = seen
+    assert before.valid.tolist() == [True] * 8 + [False] * 4
+    assert after.valid.tolist() == [True] * 10 + [False] * 2
+    assert np.array_equal(after.values[:8], before.values[:8])
 
 
 def test_a_pass_that_fails_leaves_no_rows(qwen: nn.Module) -> None:
