@@ -113,7 +113,7 @@ class Race:
 
     def print(self) -> None:
         table = Table(
-            f"tokens/s on a CPU, a model of width {self._width}, {NEW} tokens; ratios to no connector, median [worst .. best]",
+            f"tokens/s on a CPU, width {self._width}, {NEW} tokens; ratios to no connector, median [worst .. best]",
             ["engine", "sequences", "tokens/s", "ratio", "CPU ms/step", "ratio", "MiB"],
         )
         for batch in BATCHES:
