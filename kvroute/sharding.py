@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -131,6 +132,8 @@ class Split:
         [Shard(sequence=0, start=0, stop=2), Shard(sequence=0, start=6, stop=8), Shard(sequence=1, start=0, stop=1), \
 Shard(sequence=1, start=3, stop=4)]
         """
+        if (negative := min(tokens, default=0)) < 0:
+            raise InvalidInputError("tokens", "0 or more of each sequence", negative)
         align = self.sequence_align
         padded = [-(-n // align) * align for n in tokens]
         if self.cp == 1:
@@ -149,6 +152,8 @@ Shard(sequence=1, start=3, stop=4)]
 
     def columns(self, width: int) -> list[Shard]:
         """What this rank sees of a padded batch ``[batch, width]``: its columns, as shards of a sequence 0."""
+        if width < 0:
+            raise InvalidInputError("width", "0 or more", width)
         if self.cp == 1:
             mine = [Shard(0, 0, width)]
         elif self.layout == "zigzag":
@@ -296,10 +301,27 @@ def _plan(
         for name in ("layer_ids", "num_experts", "num_layers", "top_k"):
             if getattr(other, name) != getattr(first, name):
                 raise RowError(f"sequence {i} {name}", getattr(first, name), getattr(other, name))
+    wanted = layers if isinstance(layers, str) else tuple(layers)
+    layout = tuple(first.layer_ids), first.num_layers, first.num_experts, first.top_k
+    return _plan_of(*layout, split, wanted, np.dtype(dtype), ep)
+
+
+@lru_cache(maxsize=64)
+def _plan_of(
+    layer_ids: tuple[int, ...],
+    num_layers: int,
+    num_experts: int,
+    top_k: int,
+    split: Split,
+    layers: Literal["all", "moe"] | tuple[int, ...],
+    dtype: np.dtype[Any],
+    ep: int,
+) -> Plan:
+    """A rank's plan, which is the same for every batch."""
     if isinstance(layers, str):
-        chosen = set(chosen_layers(layers, first.layer_ids, first.num_layers))
-        layers = [layer for layer in split.layers(first.num_layers) if layer in chosen]
-    return Plan(first.layer_ids, first.num_layers, first.num_experts, first.top_k, layers, np.dtype(dtype), ep)
+        chosen = set(chosen_layers(layers, layer_ids, num_layers))
+        layers = tuple(layer for layer in split.layers(num_layers) if layer in chosen)
+    return Plan(layer_ids, num_layers, num_experts, top_k, layers, dtype, ep)
 
 
 def _cut(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:

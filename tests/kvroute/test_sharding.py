@@ -246,6 +246,10 @@ def test_lengths_that_cannot_be_cut_are_refused() -> None:
         Split(cp=2).columns(6)
     with pytest.raises(InvalidInputError, match="width: wanted a multiple of cp=4"):
         Split(cp=4, layout="contiguous").columns(6)
+    with pytest.raises(InvalidInputError, match="tokens: wanted 0 or more of each sequence, got -3"):
+        Split().packed([5, -3])
+    with pytest.raises(InvalidInputError, match="width: wanted 0 or more, got -1"):
+        Split().columns(-1)
     with pytest.raises(InvalidInputError, match="stages of equal size for 7 layers"):
         Split(pp=2).layers(7)
     with pytest.raises(InvalidInputError, match="vpp: wanted a divisor"):
