@@ -56,7 +56,7 @@ def measure(memory: Memory, tokens: int, rounds: int, seed: int) -> dict[str, fl
     )
     read = aux.read(SPEC.name, ids, 0, tokens, owner="request")
     assert read.valid.all()
-    assert np.array_equal(read.ids, rows)
+    assert np.array_equal(read.values, rows)
     aux.close()
     return times
 

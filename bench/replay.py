@@ -65,7 +65,7 @@ def steps(tokens: int, seed: int) -> list[Step]:
     with aux.step(slots) as step:
         step.write(SPEC.name, ids)
     rows = aux.read(SPEC.name, table, 0, tokens)
-    holed = Rows(rows.ids, rows.valid & (np.arange(tokens) % 1000 != 7))
+    holed = Rows(rows.values, rows.valid & (np.arange(tokens) % 1000 != 7))
     routes = Routes.from_rows(SPEC, rows, checked=True)
     halves = routes.slice(0, tokens // 2), routes.slice(tokens // 2 - 64, tokens)
     encoded = routes.to_bytes()
@@ -131,7 +131,7 @@ def steps(tokens: int, seed: int) -> list[Step]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--tokens", type=int, default=32_768, help="700 or more")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
