@@ -16,8 +16,10 @@ LAYERS, EXPERTS, TOP_K, VOCABULARY = 4, 16, 4, 512
 
 
 def build(directory: Path, seed: int = 0, *, width: int = 1) -> None:
-    """A Qwen3-MoE of seeded float32 weights, without a tokenizer: 1.9 M of them; of width 8 420 M, in twice the layers
-    with twice the experts."""
+    """A Qwen3-MoE of seeded float32 weights, without a tokenizer.
+
+    It has 1.9 M weights; with ``width=8`` 420 M, in twice the layers with twice the experts.
+    """
     more = min(width, 2)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,

@@ -1,6 +1,6 @@
 """Capture in one launch: every layer's values of every token, narrowed, checked and stored at their slots.
 
-Needs Triton. The specification is ``naive.capture_rows``, of the same signature.
+Needs Triton. The specification is ``naive.capture_rows``, of the same signature but for ``group``.
 """
 # Triton's language is not the Python that mypy knows.
 # mypy: ignore-errors
@@ -250,7 +250,7 @@ class Launch:
     def __call__(
         self,
         table: torch.Tensor,  # [sources, 3] int64, on the device
-        slots: torch.Tensor,  # [tokens] int64, contiguous, on the device
+        slots: torch.Tensor,  # [tokens] int64, contiguous, that the device reaches
         rows: torch.Tensor,  # [blocks, record_nbytes] uint8 that the device reaches; staged: [>= tokens, record_nbytes]
         slots_end: int,
         checks: torch.Tensor,  # [7] int32 that the device reaches

@@ -4,7 +4,8 @@ Each :meth:`Engine.step` is one forward pass over a flat batch of tokens of seve
 produces, expert ids and the weights version, are committed to the blocks that its keys and values went to, and follow
 them from there: through prefix reuse, copy-on-write, swapping and the store.
 
-An engine belongs to one thread. Nothing here knows what a row is for.
+An engine belongs to one thread, and on a GPU to the stream that was current when it was made. Nothing here knows what a
+row is for.
 """
 
 from __future__ import annotations
