@@ -166,6 +166,20 @@ def test_a_padded_batch_is_cut_by_columns(tokens: list[int], split: Split, side:
         assert np.array_equal(row, SHAPE.ids([position])[0] if position >= 0 else np.zeros_like(row))
 
 
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_padding_of_a_shard_loads_every_expert_rank_alike(ep: int) -> None:
+    """Goal: what a shard's caller says of its ranks and layers reaches the padding. Method: a sequence of nothing but
+    padding, beside the same rows materialised; other ranks and other layers first, whose plans are kept."""
+    shape = Shape(layer_ids=(0, 1, 2), num_experts=32, num_layers=3, top_k=6)
+    empty = shape.routes(0, [])
+    for other in (8 // ep, ep):
+        for layers in ("all", [2, 0]):
+            wanted = empty.materialize(64, layers, "int64", missing="spread", ep=other)
+            found = shard_packed([empty], [1], Split(align=64), layers, ep=other)
+            assert np.array_equal(found, wanted)
+    assert (np.bincount(found.ravel() // (32 // ep), minlength=ep) == found.size // ep).all()
+
+
 def test_megatron_flattens_by_sequence_and_transformers_by_batch() -> None:
     """Goal: SkyRL's order bug is told apart. Method: two sequences of three tokens, flattened both ways."""
     parts = [SHAPE.whole(3, salt=s) for s in range(2)]
