@@ -78,10 +78,10 @@ class FileStore(ClosingStore):
     ``clock``, a wall clock; what its jumps can do is in :mod:`cache_manager.storage.file.limits`. A deleted record
     keeps its bytes until its segment goes, and does not come back after a restart.
 
-    Opening reads the indexes of finished segments, and headers and payloads of the others; nothing that could be a
-    record is erased (:mod:`cache_manager.storage.file.pool`). Headers are checked here on every read, payloads by
-    :class:`RecordStore`. :class:`StorageError` when the disk fails: the store still has every record that it had, and
-    later calls are tried anew.
+    Opening reads the indexes of finished segments, and headers and payloads of those with a journal and of the newest;
+    nothing that could be a record is erased (:mod:`cache_manager.storage.file.pool`). Headers are checked here on every
+    read, payloads by :class:`RecordStore`. :class:`StorageError` when the disk fails: the store still has every record
+    that it had, and later calls are tried anew.
     """
 
     def __init__(
