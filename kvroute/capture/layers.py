@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -20,11 +20,13 @@ from cache_manager.ports import Region
 from kvroute.capture import kernel
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.host_memory import StagedRows, rows_of
-from kvroute.capture.overlap import lie_apart, overlapping
+from kvroute.capture.overlap import extents, lie_apart, overlapping
 from kvroute.capture.plan import NOTHING, Check, Plan, SpecPlan, check_words
 
 GRAPHS_MAX: Final = 128
 RING: Final = 8
+RING_PART: Final = 4
+"""Tables that are waited for at once, before the ring comes to them again."""
 REASONS: Final = {
     Check.RANGE: "an id that is no expert",
     Check.DUPLICATE: "an expert twice",
@@ -43,8 +45,10 @@ class Verdict:
     first: str  # the first bad row: what, token and layer
 
 
-Looks = tuple[list[list[torch.Size]], list[torch.dtype], list[tuple[int, ...]]]
-"""The shape of each spec's layers, one for all if they agree; the dtype and the strides of each layer."""
+_SOUND: Final = Verdict(None, MappingProxyType({}), "")
+
+Looks = tuple[list[torch.Size], list[torch.dtype], list[tuple[int, ...]]]
+"""The shape, the dtype and the strides of each layer's values: what is compared at each pass."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +58,7 @@ class Form:
     looks: Looks
     tokens: int  # the fewest that one layer has
     strides: NDArray[np.int64]  # [layers, 2]: elements from token to token, from value to value
-    sizes: NDArray[np.int64]  # [layers]: bytes of a value
+    extents: NDArray[np.int64]  # [layers]: bytes from the first value to behind the last of so many tokens
     dtypes: tuple[torch.dtype, ...]  # of each spec's values
 
 
@@ -110,16 +114,18 @@ class LayerCapture:
         if on_gpu:
             self._checks, self._bad, self._sent = (t.pin_memory() for t in (self._checks, self._bad, self._sent))
         self._sent_words = self._sent.numpy()
-        self._tables = torch.zeros_like(self._sent, device=self._device)
+        self._sent_tables: list[torch.Tensor] = list(self._sent)
+        self._tables: list[torch.Tensor] = list(torch.zeros_like(self._sent, device=self._device))
         self._tables_used = RING  # those before are for launches outside of graphs, in turn
         self._turn = 0
-        self._copied: list[torch.cuda.Event | None] = [None] * RING
+        self._copied: list[torch.cuda.Event | None] = [None] * (RING // RING_PART)
         self._apart = 0  # tokens for which the layers of those words are in memory of their own
         self._addresses: list[int] = []  # of the table whose turn it is, as it is on the device
         self._form: Form | None = None  # of that table
         self._launches: dict[tuple[tuple[torch.dtype, ...], int], kernel.Launch] = {}
         self._words, self._flags = self._checks.numpy(), self._bad.numpy()  # as the host sees them
-        self._seen = self._words.copy()
+        self._found = self._words[: Check.TOKENS]  # what was bad
+        self._seen = self._found.copy()
         self._before: NDArray[np.bool_] | None = None
         self._held: list[list[torch.Tensor]] = []  # what graphs read
         streams: Any = torch.cuda  # its Stream is untyped
@@ -159,24 +165,25 @@ class LayerCapture:
         nothing, for a layer that was not recorded or recorded twice, for tensors that do not fit, and for two layers in
         the same memory.
         """
+        tokens = slots.numel()
         try:
-            sources, form = self._checked(slots)
+            sources, form = self._checked(slots, tokens)
         finally:
             self.clear()
         rows = self._rows.tensor
         assert rows is not None, "commit() after close()"
         addresses = [source.data_ptr() for source in sources]
         same = form is self._form and addresses == self._addresses
-        if not same or len(slots) > self._apart:
-            self._check_apart(sources, addresses, form, len(slots))
-            self._apart = len(slots) if same else 0
-        table = self._table(addresses, form, same, sources, len(slots))
-        looks = form.dtypes, kernel.group_of(len(slots))
+        if not same or tokens > self._apart:
+            self._check_apart(sources, addresses, form, tokens)
+            self._apart = tokens if same else 0
+        table = self._table(addresses, form, same, sources, tokens)
+        looks = form.dtypes, kernel.group_of(tokens)
         if (launch := self._launches.get(looks)) is None:
             launch = kernel.Launch(self._rows.plan, looks[0], rows.data_ptr(), self._device, looks[1])
             self._launches[looks] = launch
         launch(table, slots, rows, self._slots_end, self._checks, self._bad, self._maps)
-        self._rows.send(len(slots))
+        self._rows.send(tokens)
 
     def clear(self) -> None:
         """Forget what the hooks kept, as after a pass that failed."""
@@ -200,12 +207,12 @@ class LayerCapture:
         here: call it once for each launch, before the next one. Raises :class:`CaptureError` for more tokens than the
         staged launch had.
         """
-        now = self._words.copy()
-        if self.staged and tokens > now[Check.TOKENS]:
-            raise CaptureError("tokens", f"at most {now[Check.TOKENS]}, those of the last launch", tokens)
+        if self.staged and tokens > self.launched:
+            raise CaptureError("tokens", f"at most {self.launched}, those of the last launch", tokens)
         self._rows.land(tokens)
-        if self._before is None and now[: Check.TOKENS].tobytes() == self._seen[: Check.TOKENS].tobytes():
-            return Verdict(None, {}, "")
+        now = self._found.copy()
+        if self._before is None and now.tobytes() == self._seen.tobytes():
+            return _SOUND
         bad = self._flags != 0
         self._flags[bad] = 0  # and no others: the launch in flight may just be raising them
         counts = {check: int(now[check] - self._seen[check]) for check in REASONS if now[check] != self._seen[check]}
@@ -223,46 +230,41 @@ class LayerCapture:
         token, spec, layer = self.plan.place(number)
         return f"{spec.name}, token {token}, layer {layer}: " + ", ".join(REASONS[check] for check in counts)
 
-    def _checked(self, slots: torch.Tensor) -> tuple[list[torch.Tensor], Form]:
+    def _checked(self, slots: torch.Tensor, tokens: int) -> tuple[list[torch.Tensor], Form]:
         """What the hooks kept, each ``[tokens, top_k]``, and what it looks like; engines repeat the looks."""
         if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
             raise CaptureError("slots", "int64 [tokens], contiguous", f"{slots.dtype} of shape {tuple(slots.shape)}")
-        if len(slots) > self._max_tokens:
-            raise CaptureError("slots", f"at most {self._max_tokens} tokens", len(slots))
+        if tokens > self._max_tokens:
+            raise CaptureError("slots", f"at most {self._max_tokens} tokens", tokens)
         if self._calls != self._once:
             place, calls = next((p, n) for p, n in zip(self._index, self._calls, strict=True) if n != 1)
             raise CaptureError(f"router of layer {place[1]}", "one call a pass", f"{calls} calls ({place[0]})")
         kept: Any = self._kept  # called once each: none is None
-        sources: list[torch.Tensor] = [k if k.dim() == 2 else k.reshape(-1, k.shape[-1]) for k in kept]
-        looks = self._looks(sources)
-        if (before := self._form) is not None and looks == before.looks and len(slots) <= before.tokens:
+        sources: list[torch.Tensor] = list(kept)
+        before, looks = self._form, _looks(sources)
+        if before is None or looks != before.looks:
+            sources = [k if k.dim() == 2 else k.reshape(-1, k.shape[-1]) for k in kept]
+            looks = _looks(sources)
+        if before is not None and looks == before.looks and tokens <= before.tokens:
             return sources, before
         for spec, at in zip(self.plan.specs, self._firsts, strict=True):
             mine = sources[at : at + spec.layers]
             wanted, dtype = (spec.top_k,), mine[0].dtype
             for layer, source in zip(spec.layer_ids, mine, strict=True):
-                if source.shape[1:] != wanted or len(source) < len(slots) or source.dtype != dtype:
-                    what = f"{dtype} [{len(slots)} or more, {spec.top_k}]"
+                if source.shape[1:] != wanted or len(source) < tokens or source.dtype != dtype:
+                    what = f"{dtype} [{tokens} or more, {spec.top_k}]"
                     raise CaptureError(f"router of layer {layer}", what, f"{source.dtype} {tuple(source.shape)}")
             if dtype not in kernel.SOURCES or (dtype == torch.float32) != (spec.dtype == "float32"):
                 raise CaptureError(f"values of {spec.name}", f"a dtype that fits {spec.dtype}", dtype)
         sizes = np.array([source.element_size() for source in sources])
         strides = np.array([source.stride() for source in sources])
         dtypes = tuple(sources[at].dtype for at in self._firsts)
-        return sources, Form(looks, min(map(len, sources)), strides, sizes, dtypes)
-
-    def _looks(self, sources: list[torch.Tensor]) -> Looks:
-        """What is compared at each pass. Asking a tensor for its shape is slow: the first of each spec is asked."""
-        shapes = []
-        for spec, at in zip(self.plan.specs, self._firsts, strict=True):
-            mine = sources[at : at + spec.layers]
-            alike = all(map(mine[0].is_same_size, mine))
-            shapes.append([mine[0].shape] if alike else [each.shape for each in mine])
-        return shapes, [source.dtype for source in sources], [source.stride() for source in sources]
+        fewest = min(map(len, sources))
+        return sources, Form(looks, fewest, strides, extents(strides, self._widths, sizes, fewest), dtypes)
 
     def _check_apart(self, sources: list[torch.Tensor], addresses: list[int], form: Form, tokens: int) -> None:
-        """Whether the first ``tokens`` values of each lie in memory of their own."""
-        if lie_apart(np.array(addresses), form.strides, self._widths, form.sizes, tokens):
+        """Whether the first ``tokens`` values of each lie in memory of their own; as a rule all of them do."""
+        if lie_apart(np.array(addresses), form.extents):
             pass
         elif (pair := overlapping([source[:tokens] for source in sources])) is not None:
             first, second = (list(self._index)[i] for i in pair)
@@ -278,21 +280,22 @@ class LayerCapture:
         if same and not captures:
             return self._tables[self._turn]
         if not captures:
-            self._turn = (self._turn + 1) % RING
-            if (copied := self._copied[self._turn]) is not None:
-                copied.synchronize()  # of eight launches ago
-            self._fill(self._turn, addresses, form)
-            self._tables[self._turn].copy_(self._sent[self._turn], non_blocking=True)
+            turn = self._turn = (self._turn + 1) % RING
+            part, place = divmod(turn, RING_PART)
+            if place == 0 and (copied := self._copied[part]) is not None:
+                copied.synchronize()  # of five launches ago
+            self._fill(turn, addresses, form)
+            self._tables[turn].copy_(self._sent_tables[turn], non_blocking=True)
             self._addresses, self._form, self._apart = addresses, form, tokens
-            if self._upload is not None:
-                self._copied[self._turn] = torch.cuda.current_stream(self._device).record_event()
-            return self._tables[self._turn]
+            if place == RING_PART - 1 and self._upload is not None:
+                self._copied[part] = torch.cuda.current_stream(self._device).record_event()
+            return self._tables[turn]
         if self._tables_used == RING + GRAPHS_MAX:
             raise CaptureError("graphs", f"at most {GRAPHS_MAX} of one capture", "one more")
         index, self._tables_used = self._tables_used, self._tables_used + 1
         self._fill(index, addresses, form)
         with torch.cuda.stream(self._upload):  # beside the graph: the table is filled once, not at each replay
-            self._tables[index].copy_(self._sent[index], non_blocking=True)
+            self._tables[index].copy_(self._sent_tables[index], non_blocking=True)
         self._uploading = True
         self._held.append(sources)
         return self._tables[index]
@@ -320,6 +323,10 @@ class LayerCapture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _looks(sources: list[torch.Tensor]) -> Looks:
+    return [s.shape for s in sources], [s.dtype for s in sources], [s.stride() for s in sources]
 
 
 def _check_map(spec: SpecPlan, table: torch.Tensor | None) -> None:

@@ -31,17 +31,21 @@ def _interleaved(low: torch.Tensor, high: torch.Tensor) -> bool:
     return not uneven and step > 0 and top_k <= between % step <= step - top_k
 
 
-def lie_apart(
-    addresses: NDArray[np.int64],  # [n]
+def extents(
     strides: NDArray[np.int64],  # [n, 2]: elements from token to token, from value to value; none is negative
     widths: NDArray[np.int64],  # [n]: values of a token
     sizes: NDArray[np.int64],  # [n]: bytes of a value
     tokens: int,
-) -> bool:
-    """Whether each lies behind the other, as an allocator lays them; ``False`` needs a closer look."""
-    reach = max(tokens - 1, 0) * strides[:, 0] + (widths - 1) * strides[:, 1] + 1
+) -> NDArray[np.int64]:  # [n]
+    """Bytes from each one's first value to behind the last of ``tokens`` tokens."""
+    reach: NDArray[np.int64] = max(tokens - 1, 0) * strides[:, 0] + (widths - 1) * strides[:, 1] + 1
+    return reach * sizes * (tokens > 0)
+
+
+def lie_apart(addresses: NDArray[np.int64], extents: NDArray[np.int64]) -> bool:
+    """Whether each of ``[n]`` lies behind the other, as an allocator lays them; ``False`` needs a closer look."""
     order = addresses.argsort()
-    return not tokens or bool((addresses[order[:-1]] + (reach * sizes)[order[:-1]] <= addresses[order[1:]]).all())
+    return bool(((addresses + extents)[order[:-1]] <= addresses[order[1:]]).all())
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -52,4 +56,4 @@ def _extent(tensor: torch.Tensor) -> int:
     return (reach + 1) * tensor.element_size()
 
 
-__all__ = ["lie_apart", "overlapping"]
+__all__ = ["extents", "lie_apart", "overlapping"]
