@@ -71,14 +71,15 @@ def blocks_of(model: Model, *, staged: bool = False) -> Iterator[tuple[Any, Any]
             yield aux, capture
 
 
-def graph_of(launches: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def graph_of(launches: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of ``launches``. Those of one ``pool`` have their matrices in the same memory, one behind the other."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
             launches()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         launches()
     return graph
 

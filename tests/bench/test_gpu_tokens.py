@@ -24,7 +24,7 @@ def test_rows_are_judged_and_turns_are_timed(model: Any) -> None:
     assert (found.judged, found.wrong, found.missing) == (2 * (9 + 2), 0, 0)
     assert len(found.on) == len(found.off) == 1
     found = in_the_small_engine(model, LOAD, rounds=1)
-    assert (found.judged, found.missing) == (2 * 2 * (9 + 2), 0)  # a turn before the timed one, too
+    assert (found.judged, found.missing) == (2 * (9 + 2), 0)
 
 
 def test_the_judge_sees_rows_one_token_late(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
