@@ -1,6 +1,6 @@
 """What capture adds to a forward pass on a GPU, on the device and on the host, against three peers' ways and the bus.
 
-    PYTHONPATH=. python -m bench.gpu_capture [--out DIR] [--check]
+    PYTHONPATH=. python -m bench.gpu_capture [--out DIR] [--check | --measure] [--soak-seconds N] [--no-work]
 
 Correctness comes first: every shape and batch size against numpy, then a soak of random steps inside CUDA graphs with
 resets, and a device that is late. Then one table, all contestants in one run. ``--check`` leaves the table out.
@@ -242,11 +242,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="capture on a GPU: right first, then how fast")
     parser.add_argument("--out", type=Path, default=Path("bench-output"))
     parser.add_argument("--check", action="store_true", help="correctness alone, and a short soak")
+    parser.add_argument("--no-work", action="store_true", help="no matrix work: cuBLAS's own fails under racecheck")
     parser.add_argument("--measure", action="store_true", help="the table alone")
     parser.add_argument("--soak-seconds", type=float, default=60.0)
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("wanted a CUDA GPU, torch sees none here")
+    Pass.works = not chosen.no_work
     chosen.out.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     driver = subprocess.run(

@@ -31,7 +31,9 @@ MODELS = (Model("58x8 of 256", 58, 256), Model("94x8 of 128", 94, 128), Model("6
 
 
 class Pass:
-    """A model's rows, its routers' answers for one batch size, and the matrix work of a pass."""
+    """A model's rows, its routers' answers for one batch size, and a pass's matrix work if it ``works``."""
+
+    works = True
 
     def __init__(self, model: Model, tokens: int) -> None:
         self.model, self.tokens = model, tokens
@@ -51,7 +53,7 @@ class Pass:
     def work(self, each: Callable[[int], None] | None = None) -> None:
         y = self.x
         for layer in range(self.model.layers):
-            y = y @ self.w
+            y = y @ self.w if self.works else y
             if each is not None:
                 each(layer)
 

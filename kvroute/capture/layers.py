@@ -115,7 +115,7 @@ class LayerCapture:
             self._checks, self._bad, self._sent = (t.pin_memory() for t in (self._checks, self._bad, self._sent))
         self._sent_words = self._sent.numpy()
         self._sent_tables: list[torch.Tensor] = list(self._sent)
-        self._tables: list[torch.Tensor] = list(torch.zeros_like(self._sent, device=self._device))
+        self._tables: list[torch.Tensor] = list(torch.empty_like(self._sent, device=self._device))
         self._tables_used = RING  # those before are for launches outside of graphs, in turn
         self._turn = 0
         self._copied: list[torch.cuda.Event | None] = [None] * (RING // RING_PART)
