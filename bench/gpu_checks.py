@@ -85,7 +85,12 @@ def soak(model: Model, aux: Any, capture: Any, rng: np.random.Generator, seconds
     rows = wrong = resets = 0
 
     def graph_with(batch: Pass) -> torch.cuda.CUDAGraph:
-        return graph_of(lambda: (keep_all(capture, batch), batch.work(), capture.commit(batch.slots)))
+        def launches() -> None:
+            keep_all(capture, batch)
+            batch.work()
+            capture.commit(batch.slots)
+
+        return graph_of(launches)
 
     batches = [Pass(model, tokens) for tokens in SOAK_TOKENS]
     graphs = [graph_with(batch) for batch in batches]

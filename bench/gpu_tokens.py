@@ -49,7 +49,10 @@ class Load:
     batch_tokens: int
 
     def prompts(self, vocabulary: int, seed: int) -> list[list[int]]:
-        return np.random.default_rng(seed).integers(10, vocabulary, (self.sequences, self.prompt)).tolist()
+        prompts: list[list[int]] = (
+            np.random.default_rng(seed).integers(10, vocabulary, (self.sequences, self.prompt)).tolist()
+        )
+        return prompts
 
 
 @dataclass
@@ -71,7 +74,8 @@ class Found:
 
     def ratio(self, of: str) -> float:
         """How many of ``off`` there are in ``on``, the median of the turns."""
-        return statistics.median(getattr(a, of) / getattr(b, of) for a, b in zip(self.on, self.off, strict=True))
+        ratios = [getattr(a, of) / getattr(b, of) for a, b in zip(self.on, self.off, strict=True)]
+        return float(np.median(ratios))
 
 
 def wide_moe(layers: int, device: str, *, width: int = 2048) -> Any:

@@ -111,16 +111,18 @@ def pickled(load: Load, cost: Cost) -> Iterator[tuple[Tell, Take]]:
     """One segment stands for the object store; a rollout is read where it lies, and copied to be kept."""
     nbytes = load.routes(0).ids.nbytes
     segment = SharedMemory(create=True, size=nbytes)
+    shared = segment.buf
+    assert shared is not None
 
     def tell(_number: int, routes: Routes) -> bytes:
         buffers: list[pickle.PickleBuffer] = []
         answer = pickle.dumps(routes.ids, protocol=5, buffer_callback=buffers.append)
-        segment.buf[:nbytes] = buffers[0].raw()
+        shared[:nbytes] = buffers[0].raw()
         cost.stored_nbytes += nbytes
         return answer
 
     def take(answer: bytes) -> NDArray[Any]:
-        view = segment.buf[:nbytes].toreadonly()
+        view = shared[:nbytes].toreadonly()
         found = pickle.loads(answer, buffers=[view])  # noqa: S301 - our own, of this process
         return found.copy()  # type: ignore[no-any-return]
 

@@ -52,7 +52,8 @@ def sound_ids(tokens: int, seed: int) -> NDArray[np.uint8]:
     shape = (tokens, len(SPEC.attrs["layer_ids"]), 1)
     first = rng.integers(0, EXPERTS, shape, np.uint8)
     stride = rng.integers(0, EXPERTS // 2, shape, np.uint8) * np.uint8(2) + np.uint8(1)
-    return first + stride * np.arange(TOP_K, dtype=np.uint8)
+    ids: NDArray[np.uint8] = (first + stride * np.arange(TOP_K, dtype=np.uint8)).astype(np.uint8, copy=False)
+    return ids
 
 
 def steps(tokens: int, seed: int) -> list[Step]:

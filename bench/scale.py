@@ -91,7 +91,8 @@ class Lmdb:
     def get(self, numbers: Sequence[int], buffers: Sequence[memoryview]) -> None:
         with self._env.begin(buffers=True) as txn:
             for number, buffer in zip(numbers, buffers, strict=True):
-                buffer[:] = txn.get(key(number))
+                found: Any = txn.get(key(number))
+                buffer[:] = found
 
     def flush(self) -> None:
         self._env.sync(True)

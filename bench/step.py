@@ -230,7 +230,12 @@ def race(size: int, prefill: bool, cold: bool, rounds: int, peers: Sequence[Peer
     """All contestants of one load, in turns."""
     timed = step_contestants(size, prefill, rounds)
     between = Sweep() if cold else nothing
-    asked = {"what": "prefill" if prefill else "decode", "size": size, "block_tokens": BLOCK_TOKENS, "cold": cold}
+    asked: dict[str, Any] = {
+        "what": "prefill" if prefill else "decode",
+        "size": size,
+        "block_tokens": BLOCK_TOKENS,
+        "cold": cold,
+    }
     asked |= {"rounds": max(1, rounds // TURNS), "steps_max": 4 * rounds}
     theirs: dict[str, Timed] = {}
     for _ in range(TURNS):

@@ -58,9 +58,8 @@ class Bench:
         return self.rng.integers(5, 500, tokens).tolist()  # type: ignore[no-any-return]
 
     def judged(self, prompts: Sequence[list[int]], answers: Sequence[dict[str, Any]]) -> str:
-        right, missing, wrong = sum(
-            self.judge.judge([*p, *a["tokens"]], a["rows"]) for p, a in zip(prompts, answers, strict=True)
-        )
+        counts = [self.judge.judge([*p, *a["tokens"]], a["rows"]) for p, a in zip(prompts, answers, strict=True)]
+        right, missing, wrong = np.sum(counts, axis=0).tolist()
         flagged = sum((a["rows"] or {}).get("unseen", 0) for a in answers)
         flags = f" ({flagged} flagged: last router not proved)" if flagged else ""
         if not any(a["rows"] for a in answers):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -59,14 +60,14 @@ def main() -> None:
         kv = torch.randn(POOL, *shape, dtype=torch.bfloat16, device=device)
         folder = KvFolder([kv])
         for blocks in (1, 16, 64, 512):
-            ids = np.random.default_rng(blocks).permutation(POOL)[:blocks]
-            at = torch.from_numpy(ids).to(device)
+            ids = np.random.default_rng(blocks).permutation(POOL)[:blocks].tolist()
+            at = torch.tensor(ids).to(device)
             found = medians_us(
                 asked.rounds,
                 {
-                    "read": lambda kv=kv, at=at: kv.index_select(0, at),
-                    "host": lambda folder=folder, at=at: folder.on_device(at),
-                    "step": lambda folder=folder, ids=ids: folder.folds(ids),
+                    "read": partial(kv.index_select, 0, at),
+                    "host": partial(folder.on_device, at),
+                    "step": partial(folder.folds, ids),
                 },
                 wait,
             )
