@@ -120,7 +120,7 @@ class LayerCapture:
         self._turn = 0
         self._copied: list[torch.cuda.Event | None] = [None] * (RING // RING_PART)
         self._apart = 0  # tokens for which the layers of those words are in memory of their own
-        self._addresses: list[int] = []  # of the table whose turn it is, as it is on the device
+        self._addresses = np.zeros(len(places), np.int64)  # of the table whose turn it is, as it is on the device
         self._form: Form | None = None  # of that table
         self._launches: dict[tuple[tuple[torch.dtype, ...], int], kernel.Launch] = {}
         self._words, self._flags = self._checks.numpy(), self._bad.numpy()  # as the host sees them
@@ -172,8 +172,8 @@ class LayerCapture:
             self.clear()
         rows = self._rows.tensor
         assert rows is not None, "commit() after close()"
-        addresses = [source.data_ptr() for source in sources]
-        same = form is self._form and addresses == self._addresses
+        addresses = np.fromiter(map(torch.Tensor.data_ptr, sources), np.int64, len(sources))
+        same = form is self._form and addresses.tobytes() == self._addresses.tobytes()
         if not same or tokens > self._apart:
             self._check_apart(sources, addresses, form, tokens)
             self._apart = tokens if same else 0
@@ -262,9 +262,9 @@ class LayerCapture:
         fewest = min(map(len, sources))
         return sources, Form(looks, fewest, strides, extents(strides, self._widths, sizes, fewest), dtypes)
 
-    def _check_apart(self, sources: list[torch.Tensor], addresses: list[int], form: Form, tokens: int) -> None:
+    def _check_apart(self, sources: list[torch.Tensor], addresses: NDArray[np.int64], form: Form, tokens: int) -> None:
         """Whether the first ``tokens`` values of each lie in memory of their own; as a rule all of them do."""
-        if lie_apart(np.array(addresses), form.extents):
+        if lie_apart(addresses, form.extents):
             pass
         elif (pair := overlapping([source[:tokens] for source in sources])) is not None:
             first, second = (list(self._index)[i] for i in pair)
@@ -273,7 +273,7 @@ class LayerCapture:
             raise CaptureError(f"router of layer {second[1]} ({second[0]})", wanted, got)
 
     def _table(
-        self, addresses: list[int], form: Form, same: bool, sources: list[torch.Tensor], tokens: int
+        self, addresses: NDArray[np.int64], form: Form, same: bool, sources: list[torch.Tensor], tokens: int
     ) -> torch.Tensor:
         """The pointer table on the device: the shared one, or, while a graph is captured, one for that graph alone."""
         captures = self._upload is not None and torch.cuda.is_current_stream_capturing()
@@ -300,7 +300,7 @@ class LayerCapture:
         self._held.append(sources)
         return self._tables[index]
 
-    def _fill(self, index: int, addresses: list[int], form: Form) -> None:
+    def _fill(self, index: int, addresses: NDArray[np.int64], form: Form) -> None:
         words = self._sent_words[index]
         words[:, 0] = addresses
         words[:, 1:] = form.strides
