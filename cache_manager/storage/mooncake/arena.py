@@ -15,10 +15,11 @@ from typing import Any, Final
 
 from cache_manager.errors import StorageError
 from cache_manager.spec import align
+from cache_manager.storage.mooncake.wire import CALLS_MAX
 
 PAGE_NBYTES: Final = 4096
-SLOTS: Final = 4
-"""One for each native call at a time, and one that is being filled or emptied meanwhile."""
+SLOTS: Final = CALLS_MAX
+"""Who has one may make a native call."""
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ The native library ends the process that misuses it, holds the interpreter's loc
 after ``fork`` and has no deadlines. Here it may: the store that started this process waits with a deadline, kills it
 and starts another. This is the only module that imports mooncake.
 
-A native call is made only between a good set-up and the close; the close waits for calls in flight. When the other end
-is gone the process ends, properly where it can.
+A client either makes calls or lends memory. One that makes calls just ends: its native close would take a second, and
+be a crash beside a call. One that lends memory hands it back first.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ class Child:
         self._parent = parent
         self._arena_fd = arena_fd
         self._receiving = threading.Lock()
-        self._in_flight = 0
-        self._counting = threading.Condition()
-        self._store: Any = None
-        self._lends = False
+        self._store: Any = None  # makes calls
+        self._lender: Any = None  # or lends memory
         self._memory: mmap.mmap | None = None
         self._address = 0
 
@@ -46,66 +44,31 @@ class Child:
     def _take_turns(self) -> NoReturn:
         while True:
             with self._receiving:
-                asked = self._receive()
-                if isinstance(asked.request, wire.SetUp | wire.Close):
-                    self._begin_or_end(asked.number, asked.request)
+                body = self._parent.receive()
+                if body is None:
+                    self._close()
+                    os._exit(0)
+                asked = wire.decode_asked(body)
+                if isinstance(asked.request, wire.SetUp | wire.Close):  # nothing else is received meanwhile
+                    self._answer(asked)
                     continue
-                with self._counting:
-                    self._in_flight += 1
-            try:
-                self._reply(asked.number, lambda request=asked.request: self._call(request))
-            finally:
-                with self._counting:
-                    self._in_flight -= 1
-                    self._counting.notify_all()
+            self._answer(asked)
 
-    def _receive(self) -> wire.Asked:
-        body = self._parent.receive()
-        return self._leave() if body is None else wire.decode_asked(body)
-
-    def _begin_or_end(self, number: int, request: wire.SetUp | wire.Close) -> None:
-        """Nothing else is received meanwhile."""
-        if isinstance(request, wire.SetUp):
-            self._reply(number, lambda: self._set_up(request))
-            return
-        with self._counting:
-            self._counting.wait_for(lambda: self._in_flight == 0)
-        self._reply(number, self._close)
-        os._exit(0)
-
-    def _reply(self, number: int, call: Any) -> None:
+    def _answer(self, asked: wire.Asked) -> None:
         try:
-            answer = wire.Answer(number, list(call()))
+            answer = wire.Answer(asked.number, self._codes(asked.request))
         except Exception as error:  # noqa: BLE001 - this process's loop edge: the asker gets the reason
-            answer = wire.Answer(number, [], f"{type(error).__name__}: {error}")
+            answer = wire.Answer(asked.number, [], f"{type(error).__name__}: {error}")
         self._parent.send(wire.encode(answer))
+        if isinstance(asked.request, wire.Close):
+            os._exit(0)
 
-    def _set_up(self, request: wire.SetUp) -> list[int]:
-        from mooncake.store import MooncakeDistributedStore
-
-        if not request.master or self._store is not None:
-            raise AssertionError("set up once, with a master")
-        store = MooncakeDistributedStore()
-        code = store.setup(
-            request.host,
-            "P2PHANDSHAKE",
-            request.segment_nbytes,
-            LOCAL_BUFFER_NBYTES,
-            request.protocol,
-            request.devices,
-            request.master,
-        )
-        if code == 0 and request.arena_nbytes:
-            self._memory = mmap.mmap(self._arena_fd, request.arena_nbytes)
-            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-            code = store.register_buffer(self._address, request.arena_nbytes)
-        if code:
-            store.close()
-            return [code]
-        self._store, self._lends = store, request.segment_nbytes > 0
-        return [0]
-
-    def _call(self, request: wire.Request) -> list[int]:
+    def _codes(self, request: wire.Request) -> list[int]:
+        match request:
+            case wire.SetUp():
+                return [self._set_up(request)]
+            case wire.Close():
+                return [self._close()]
         store = self._store
         if store is None:
             raise AssertionError("a call before set-up")
@@ -125,8 +88,33 @@ class Child:
                 return list(store.batch_is_exist(names))
             case wire.Remove(names):
                 return list(store.batch_remove(names, True))
-            case _:
-                raise AssertionError(f"no call: {type(request).__name__}")
+
+    def _set_up(self, request: wire.SetUp) -> int:
+        from mooncake.store import MooncakeDistributedStore
+
+        if not request.master or self._store is not None or self._lender is not None:
+            raise AssertionError("set up once, with a master")
+        store = MooncakeDistributedStore()
+        code = store.setup(
+            request.host,
+            "P2PHANDSHAKE",
+            request.segment_nbytes,
+            LOCAL_BUFFER_NBYTES,
+            request.protocol,
+            request.devices,
+            request.master,
+        )
+        if code == 0 and request.arena_nbytes:
+            self._memory = mmap.mmap(self._arena_fd, request.arena_nbytes)
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            code = store.register_buffer(self._address, request.arena_nbytes)
+        if code:
+            store.close()
+        elif request.segment_nbytes:
+            self._lender = store
+        else:
+            self._store = store
+        return int(code)
 
     def _put(self, put: wire.Put) -> list[int]:
         """In sessions: a plain put answers 0 for a name that exists, as if it had stored these bytes."""
@@ -169,16 +157,8 @@ class Child:
         ranges = zip(call.offsets, call.nbytes, strict=True)
         assert all(at >= 0 and n > 0 and at + n <= len(self._memory) for at, n in ranges)
 
-    def _close(self) -> list[int]:
-        """Hand the segment back. A client without one just ends: its close, or its deletion, would take a second."""
-        return [int(self._store.close()) if self._lends else 0]
-
-    def _leave(self) -> NoReturn:
-        with self._counting:
-            idle = self._in_flight == 0
-        if idle:  # a close beside a running call would be a crash
-            self._close()
-        os._exit(0 if idle else 1)
+    def _close(self) -> int:
+        return int(self._lender.close()) if self._lender is not None else 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -53,16 +54,15 @@ class NativeClient(AskedChild[list[int]]):
         return ClientLostError(f"the native Mooncake client is lost: {cause}")
 
     def set_up(self, request: wire.SetUp, wait_s: float) -> None:
-        """Connect; :class:`StorageError` says why not, and the process is gone then or soon."""
+        """Connect; :class:`StorageError` says why not."""
         try:
             code = self.call(request, wait_s)[0]
         except StorageError as error:
-            self.kill()
+            what = f"no connection to the Mooncake master at {request.master}"
             if "ImportError" in str(error) or "ModuleNotFoundError" in str(error):
-                raise StorageError(f"the Mooncake client cannot be loaded; {DOCTOR} ({error})") from error
-            raise StorageError(f"no connection to the Mooncake master at {request.master}: {error}") from error
+                what = f"the Mooncake client cannot be loaded; {DOCTOR}"
+            raise StorageError(f"{what}: {error}") from error
         if code:
-            self.kill()
             raise StorageError(f"Mooncake set-up with master {request.master} answered {wire.describe(code)}")
 
     def submit(self, request: wire.Request) -> Future[list[int]]:
@@ -70,21 +70,24 @@ class NativeClient(AskedChild[list[int]]):
         return self.ask(lambda number: wire.encode(wire.Asked(number, request)), waits=True)
 
     def call(self, request: wire.Request, wait_s: float, lent: Ranges | None = None) -> list[int]:
-        """Send a request and wait. ``lent`` is the memory that it uses."""
+        """Send a request, which uses the memory ``lent``, and wait; a process that lets it wait longer is killed."""
         future = self.submit(request)
         if lent is not None:
             lent.call = future
         try:
             return self.wait(future, wait_s)
         except TimeoutError:
-            raise StorageError(f"no answer to {type(request).__name__} within {wait_s:.1f} s") from None
+            self.kill()
+            what = type(request).__name__
+            raise ClientLostError(f"Mooncake: no answer to {what} in {wait_s:.1f} s; a process of it hangs") from None
 
     def close(self, wait_s: float) -> None:
-        """Close the native client and end the process: properly within ``wait_s``, by force after."""
-        if not self._gone:
-            try:
-                self.call(wire.Close(), wait_s)
-            except StorageError:
-                self.kill()
-        if not self.join(1.0):
-            self.kill()
+        """End the process; what it lends to the pool is handed back first, within ``wait_s``."""
+        with suppress(StorageError):
+            self.call(wire.Close(), wait_s)
+        self.end()
+
+    def end(self) -> None:
+        """End the process, which lends nothing."""
+        self.kill()
+        self.join(1.0)

@@ -58,7 +58,6 @@ class MooncakeSettings:
     pause_ms: int = 500
     pause_max_ms: int = 10_000
     close_ms: int = 3_000
-    failures_max: int = 3
     log: Path | None = None
 
     def __post_init__(self) -> None:
@@ -76,8 +75,6 @@ class MooncakeSettings:
         for name in _DURATIONS:
             if not 0 < getattr(self, name) <= DURATION_MS_MAX:
                 raise ConfigError(f"mooncake: store parameter {name}", f"1 to {DURATION_MS_MAX}", getattr(self, name))
-        if self.failures_max < 1:
-            raise ConfigError("mooncake: failures_max", "at least 1", self.failures_max)
 
     @property
     def admin_address(self) -> tuple[str, int]:

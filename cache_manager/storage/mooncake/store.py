@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
 
 from cache_manager.errors import NoSpaceError, RecordError, StorageError
 from cache_manager.keys import BlockKey
@@ -29,9 +28,6 @@ from cache_manager.storage.mooncake.link import Link
 from cache_manager.storage.mooncake.master import pool_usage
 from cache_manager.storage.mooncake.settings import MooncakeSettings
 from cache_manager.storage.mooncake.writer import Writer
-
-SHORT: Final = -1
-"""Stands for the sum of what had no room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,28 +102,65 @@ class MooncakeStore(ClosingStore):
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         views = [buffer.cast("B") for _, buffer in zip(keys, buffers, strict=True)]
-        found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
+        answers: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
         self._payload_nbytes = max([self._payload_nbytes, *(view.nbytes for view in views)])
         with self._calling() as give_up_s:
-            unsound = self._read(range(len(keys)), keys, views, found, self._link.header_room, give_up_s)
-            if not unsound:
-                return found
-            short = [i for i, total in unsound.items() if total == SHORT]
-            rest = [i for i, total in unsound.items() if total != SHORT]
-            again = self._read(rest, keys, views, found, self._link.header_room, give_up_s)
-            again |= self._read(short, keys, views, found, HEADER_NBYTES_MAX, give_up_s)
-        torn = 0
-        for i, total in again.items():
-            same = total is not None and unsound[i] in (total, SHORT)
-            found[i] = Absence.CORRUPT if same else Absence.MISS
-            torn += not same
-        self._link.count(torn=torn)
-        return found
+            for once in rounds(keys):  # the native side answers one of two equal names in a batch
+                todo = {keys[i]: views[i] for i in once}
+                found: dict[BlockKey, RecordHeader | Absence] = {}
+                unsound = self._read(todo, found, self._link.header_room, give_up_s)
+                again = self._read({key: todo[key] for key in unsound}, found, HEADER_NBYTES_MAX, give_up_s)
+                for key, came in again.items():
+                    same = came != wire.EXPIRED and unsound[key] in (came, wire.INVALID)
+                    found[key] = Absence.CORRUPT if same else Absence.MISS
+                    self._link.count(torn=not same)
+                for i in once:
+                    answers[i] = found.get(keys[i], Absence.MISS)
+        return answers
+
+    def _read(
+        self,
+        todo: Mapping[BlockKey, memoryview],
+        found: dict[BlockKey, RecordHeader | Absence],
+        header_room: int,
+        give_up_s: float,
+    ) -> dict[BlockKey, int]:
+        """Read what is sound into its buffer and ``found``; of what is not sound, the sum of what came.
+
+        In its place ``INVALID`` where more came than there was room for, ``EXPIRED`` where the lease ended on the way.
+        """
+        link, unsound = self._link, dict[BlockKey, int]()
+        most = link.arena.slot_nbytes
+        sizes = {key: min(header_room + view.nbytes, most) for key, view in todo.items() if view.nbytes <= most}
+
+        def receive(chunk: Sequence[BlockKey]) -> list[int]:
+            with link.arena.lend([sizes[key] for key in chunk], give_up_s) as lent:
+                request = wire.Get([link.name(key) for key in chunk], lent.offsets, lent.nbytes)
+                codes = link.call(link.reads, request, give_up_s, lent)
+                for key, at, code in zip(chunk, lent.offsets, codes, strict=True):
+                    if code in (wire.INVALID, wire.EXPIRED):
+                        unsound[key] = code
+                    elif code >= 0:
+                        raw, view = link.arena.view[at : at + code], todo[key]
+                        try:
+                            header = _header(raw, header_room)
+                            if header.payload_nbytes == view.nbytes:
+                                view[:] = raw[header.nbytes :]
+                            check_record(header, key, header.fingerprint, view)
+                            found[key] = header
+                        except RecordError:
+                            unsound[key] = checksum(raw)
+                return codes
+
+        link.each(link.reads, list(sizes), sizes.__getitem__, receive)
+        return unsound
 
     @property
     def lent_nbytes_max(self) -> int:
         """As much as one native call brings; nothing until it is known how large records are, by one put or read."""
-        return self._link.arena.slot_nbytes if self._payload_nbytes else 0
+        nbytes = self._payload_nbytes
+        records = self._link.arena.slot_nbytes // align(self._link.header_room + nbytes)
+        return min(records, wire.KEYS_PER_CALL_MAX) * nbytes
 
     @contextmanager
     def borrow(self, keys: Sequence[BlockKey]) -> Iterator[list[Lent | Absence]]:
@@ -136,20 +169,18 @@ class MooncakeStore(ClosingStore):
         ``NoSpaceError`` also where something came that is not one whole record: :meth:`get_into` looks again.
         """
         link, once = self._link, list(dict.fromkeys(keys))
-        sizes = [link.header_room + self._payload_nbytes] * len(once)
-        wanted_nbytes, most = sum(map(align, sizes)), self.lent_nbytes_max
-        if not 0 < wanted_nbytes <= most or len(once) > wire.KEYS_PER_CALL_MAX:
-            raise NoSpaceError("Mooncake arena", wanted_nbytes, most, "borrow fewer records at once")
+        nbytes, most = self._payload_nbytes, self.lent_nbytes_max
+        if not 0 < len(once) * nbytes <= most:
+            raise NoSpaceError("Mooncake arena", len(once) * nbytes, most, "borrow fewer records at once")
+        sizes = [link.header_room + nbytes] * len(once)
         came: dict[BlockKey, Lent] = {}
-        codes: list[int] = []
         with self._calling() as give_up_s, link.arena.lend(sizes, give_up_s) as lent:
 
             def receive(chunk: Sequence[BlockKey]) -> list[int]:
                 request = wire.Get([link.name(key) for key in chunk], lent.offsets, lent.nbytes)
-                codes[:] = link.call(link.reads, request, give_up_s, lent)
-                return [0 if code == wire.INVALID else code for code in codes]
+                return link.call(link.reads, request, give_up_s, lent)
 
-            link.each(link.reads, [once], receive)
+            codes = link.each(link.reads, once, lambda _: sizes[0], receive)
             try:
                 for key, at, code in zip(once, lent.offsets, codes, strict=True):
                     if code in (wire.INVALID, wire.EXPIRED):
@@ -159,58 +190,12 @@ class MooncakeStore(ClosingStore):
                         header = _header(raw, link.header_room)
                         came[key] = header, raw[header.nbytes :]
             except RecordError as error:
-                raise NoSpaceError("Mooncake arena", wanted_nbytes, 0, "read it with get_into") from error
+                raise NoSpaceError("Mooncake arena", len(once) * nbytes, 0, "read it with get_into") from error
             try:
                 yield [came.get(key, Absence.MISS) for key in keys]
             finally:
                 for _, payload in came.values():
                     payload.release()
-
-    def _read(
-        self,
-        wanted: Iterable[int],
-        keys: Sequence[BlockKey],
-        views: Sequence[memoryview],
-        found: list[RecordHeader | Absence],
-        header_room: int,
-        give_up_s: float,
-    ) -> dict[int, int | None]:
-        """Fill in the sound records of the keys numbered ``wanted``; of those that are not sound, the sum of what came.
-
-        It is ``SHORT`` where more came than there was room for, ``None`` where the lease ended on the way.
-        """
-        link, unsound = self._link, dict[int, int | None]()
-
-        def size(i: int) -> int:
-            return min(header_room + views[i].nbytes, link.arena.slot_nbytes)
-
-        def receive(chunk: Sequence[int]) -> list[int]:
-            with link.arena.lend([size(i) for i in chunk], give_up_s) as lent:
-                request = wire.Get([link.name(keys[i]) for i in chunk], lent.offsets, lent.nbytes)
-                codes = link.call(link.reads, request, give_up_s, lent)
-                for i, at, code in zip(chunk, lent.offsets, codes, strict=True):
-                    if code == wire.INVALID:
-                        unsound[i] = SHORT
-                    elif code == wire.EXPIRED:
-                        unsound[i] = None
-                    elif code >= 0:
-                        raw = link.arena.view[at : at + code]
-                        try:
-                            header = _header(raw, header_room)
-                            if header.payload_nbytes == views[i].nbytes:
-                                views[i][:] = raw[header.nbytes :]
-                            check_record(header, keys[i], header.fingerprint, views[i])
-                            found[i] = header
-                        except RecordError:
-                            unsound[i] = checksum(raw)
-            return [0 if code == wire.INVALID else code for code in codes]
-
-        fitting = [i for i in wanted if views[i].nbytes <= link.arena.slot_nbytes]
-        chunks: list[list[int]] = []
-        for once in rounds(keys[i] for i in fitting):  # the native side answers one of two equal names in a batch
-            chunks += link.chunks([fitting[i] for i in once], size)
-        link.each(link.reads, chunks, receive)
-        return unsound
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         with self._calling() as give_up_s:

@@ -9,11 +9,11 @@ from typing import Final
 
 import msgspec
 
-CALLS_MAX: Final = 3
+CALLS_MAX: Final = 4
 """Native calls at a time."""
 
-KEYS_PER_CALL_MAX: Final = 512
-"""Three calls of this many stay under 2048 transfers, which is what one peer bears."""
+KEYS_PER_CALL_MAX: Final = 500
+"""So many calls of this many stay under 2048 transfers, which is what one peer bears."""
 
 
 class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
@@ -84,6 +84,8 @@ MISSES: Final = frozenset({-703, -704, EXPIRED, -712})
 BUGS: Final = frozenset({-10, -400, INVALID, -601})
 """Arguments that the native side refuses; the caller has checked them before."""
 REFUSALS: Final = frozenset({FULL, EXISTS, -706})
+LATER: Final = frozenset({FULL, EXISTS})
+"""Of a put: it may succeed when it is made again."""
 MASTER: Final = frozenset({-900, -901})
 """Nothing works without the master: one such answer opens the breakers."""
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
 from cache_manager.errors import RecordError, StorageError
@@ -67,13 +67,16 @@ class Writer:
         for header, payload in zip(headers, payloads, strict=True):
             packed = pack_header(header)
             records.append(Outgoing(header, packed, flat(header, payload), len(packed) + header.payload_nbytes))
-        self._link.header_room = max([self._link.header_room, *(len(record.packed) for record in records)])
-        limit = self._record_nbytes_max(max((record.nbytes for record in records), default=0), give_up_s)
+        link = self._link
+        link.header_room = max([link.header_room, *(len(record.packed) for record in records)])
+        limit = link.arena.slot_nbytes
+        if any(record.nbytes > LARGE_NBYTES for record in records):
+            limit = min(limit, self._pool_nbytes(give_up_s))
         answers: Answers = {}
         with self._alone({header.key for header in headers}, give_up_s):
             for once in rounds(header.key for header in headers):
                 todo = {records[i].header.key: records[i] for i in once if align(records[i].nbytes) <= limit}
-                self._link.count(too_large=len(once) - len(todo))
+                link.count(too_large=len(once) - len(todo))
                 self._put_all(todo, answers, give_up_s, replace=replace)
         return [answers.get(header.key) for header in headers]
 
@@ -97,39 +100,31 @@ class Writer:
         pause_s = BACK_OFF_S
         for key in todo:
             answers.pop(key, None)
-        while True:
-            full, taken = self._put(list(todo.values()), answers, give_up_s)
-            later, removed = self._settle(taken, answers, give_up_s, replace=replace) if taken else ({}, False)
-            later |= full
+        while todo:
+            codes = dict(zip(todo, self._send(list(todo.values()), give_up_s), strict=True))
+            answers |= {key: todo[key].header for key, code in codes.items() if code == 0}
+            taken = [todo[key] for key, code in codes.items() if code == wire.EXISTS]
+            removed = self._settle(taken, answers, give_up_s, replace=replace)
+            todo = {key: todo[key] for key, code in codes.items() if code in wire.LATER and key not in answers}
             wait_s = 0.0 if removed else pause_s
-            if not later or time.monotonic() + wait_s > full_s or link.stopping.wait(wait_s):
+            if not todo or time.monotonic() + wait_s > full_s or link.stopping.wait(wait_s):
                 break
-            todo, pause_s = later, pause_s if removed else min(2 * pause_s, BACK_OFF_MAX_S)
-        link.count(refused=len(later))
-        if later and not answers and self._pool_nbytes(give_up_s) == 0:  # as it is for a while after its master is back
+            pause_s = pause_s if removed else min(2 * pause_s, BACK_OFF_MAX_S)
+        link.count(refused=len(todo))
+        if todo and not answers and self._pool_nbytes(give_up_s) == 0:  # as it is for a while after its master is back
             raise StorageError("the Mooncake pool has no memory: none of its owners is there, or back yet")
 
-    def _pool_nbytes(self, give_up_s: float) -> int | None:
-        """What the pool has memory for; ``None`` where that cannot be asked."""
-        try:
-            return pool_usage(self._link.settings.admin_address, give_up_s - time.monotonic())["capacity_nbytes"]
-        except StorageError:
-            return None
+    def _pool_nbytes(self, give_up_s: float) -> int:
+        """What the pool has memory for, a slot of the arena at most, which is also the answer when it gives none."""
+        most = self._link.arena.slot_nbytes
+        with suppress(StorageError):
+            usage = pool_usage(self._link.settings.admin_address, give_up_s - time.monotonic())
+            return min(most, usage["capacity_nbytes"])
+        return most
 
-    def _record_nbytes_max(self, largest_nbytes: int, give_up_s: float) -> int:
-        """What a record may have, as far as it matters for records of at most ``largest_nbytes``."""
-        limit = self._link.arena.slot_nbytes
-        if largest_nbytes <= LARGE_NBYTES or (pool := self._pool_nbytes(give_up_s)) is None:
-            return limit  # or the pool answers for itself
-        return min(limit, pool)
-
-    def _put(
-        self, records: list[Outgoing], answers: Answers, give_up_s: float
-    ) -> tuple[dict[BlockKey, Outgoing], list[Outgoing]]:
-        """Put under new names; those that the pool has no room for now, and those whose names exist."""
+    def _send(self, records: Sequence[Outgoing], give_up_s: float) -> list[int]:
+        """Put under new names; a code for each."""
         link = self._link
-        full: dict[BlockKey, Outgoing] = {}
-        taken: list[Outgoing] = []
 
         def send(chunk: Sequence[Outgoing]) -> list[int]:
             with link.arena.lend([record.nbytes for record in chunk], give_up_s) as lent:
@@ -140,20 +135,12 @@ class Writer:
                     arena[body : at + nbytes] = payload
                 keys = [record.header.key for record in chunk]
                 request = wire.Put([link.name(key) for key in keys], lent.offsets, lent.nbytes, self._groups_of(keys))
-                codes = link.call(link.writes, request, give_up_s, lent)
-            for record, code in zip(chunk, codes, strict=True):
-                if code in wire.BUGS:
-                    raise AssertionError(f"put of {record.header.key.hex()}: {wire.describe(code)}")
-                if code == 0:
-                    answers[record.header.key] = record.header
-                elif code == wire.FULL:
-                    full[record.header.key] = record
-                elif code == wire.EXISTS:
-                    taken.append(record)
-            return codes
+                return link.call(link.writes, request, give_up_s, lent)
 
-        link.each(link.writes, link.chunks(records, lambda record: record.nbytes), send)
-        return full, taken
+        codes = link.each(link.writes, records, lambda record: record.nbytes, send)
+        if bugs := wire.BUGS.intersection(codes):
+            raise AssertionError(f"put of {len(records)} records: {wire.describe(min(bugs))}")
+        return codes
 
     def _groups_of(self, keys: Sequence[BlockKey]) -> list[str]:
         """``""`` for a key without a group; empty when no key has one."""
@@ -163,37 +150,33 @@ class Writer:
             groups = [self._groups.get(key, "") for key in keys]
         return groups if any(groups) else []
 
-    def _settle(
-        self, records: list[Outgoing], answers: Answers, give_up_s: float, *, replace: bool
-    ) -> tuple[dict[BlockKey, Outgoing], bool]:
-        """What becomes of records whose names exist: the older one stays, or is removed.
+    def _settle(self, taken: Sequence[Outgoing], answers: Answers, give_up_s: float, *, replace: bool) -> bool:
+        """What becomes of records whose names exist: the older one stays, and is the answer, or is removed.
 
-        Answers those to try again, and whether any was removed. An object that somebody is writing, or that went
-        meanwhile, is looked at again.
+        Whether any was removed. One that somebody is writing, or that went meanwhile, is looked at again.
         """
         link = self._link
-        again: dict[BlockKey, Outgoing] = {}
-        older: list[BlockKey] = []
+        heads: dict[BlockKey, bytes] = {}
 
         def look(chunk: Sequence[Outgoing]) -> list[int]:
             with link.arena.lend([len(record.packed) for record in chunk], give_up_s) as lent:
-                request = wire.Head([link.name(record.header.key) for record in chunk], lent.offsets, lent.nbytes)
-                codes = link.call(link.reads, request, give_up_s, lent)
-                heads = [bytes(link.arena.view[at:][:n]) for at, n in zip(lent.offsets, lent.nbytes, strict=True)]
-            for record, code, head in zip(chunk, codes, heads, strict=True):
-                key = record.header.key
-                stored = _header(head, key) if code == len(head) else None
-                if stored is not None and not takes_the_place(record.header, stored, replace=replace):
-                    answers[key] = stored
-                    continue
-                if code >= 0 or code == wire.INVALID:  # there, to be replaced; or shorter than a header: no record
-                    older.append(key)
-                again[key] = record
-            return [0 if code == wire.INVALID else code for code in codes]
+                names = [link.name(record.header.key) for record in chunk]
+                codes = link.call(link.reads, wire.Head(names, lent.offsets, lent.nbytes), give_up_s, lent)
+                for record, at, nbytes, code in zip(chunk, lent.offsets, lent.nbytes, codes, strict=True):
+                    if code == nbytes:
+                        heads[record.header.key] = bytes(link.arena.view[at : at + nbytes])
+                return codes
 
-        link.each(link.reads, link.chunks(records, lambda record: len(record.packed)), look)
+        codes = link.each(link.reads, taken, lambda record: len(record.packed), look)
+        older: list[BlockKey] = []
+        for (offered, *_), code in zip(taken, codes, strict=True):
+            stored = _header(heads.get(offered.key, b""), offered.key)
+            if stored is not None and not takes_the_place(offered, stored, replace=replace):
+                answers[offered.key] = stored
+            elif code >= 0 or code == wire.INVALID:  # to be replaced; or shorter than a header: no record
+                older.append(offered.key)
         codes = link.ask(link.writes, wire.Remove, older, give_up_s)
-        return again, not all(map(wire.is_failure, codes))
+        return not all(map(wire.is_failure, codes))
 
 
 def _header(raw: bytes, key: BlockKey) -> RecordHeader | None:
