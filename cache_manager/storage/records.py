@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Final, TypeVar
 
 from cache_manager.errors import ConfigError, NoSpaceError, RecordError, StorageError
@@ -28,25 +28,6 @@ class RecordStore:
     store.
     """
 
-    __slots__ = (
-        "_conflicts",
-        "_corrupt",
-        "_fingerprint",
-        "_hits",
-        "_kept",
-        "_lending",
-        "_lock",
-        "_misses",
-        "_nbytes",
-        "_no_row",
-        "_quarantine_failures",
-        "_refused",
-        "_stored",
-        "_valid_nbytes",
-        "backend",
-        "layout",
-    )
-
     def __init__(self, backend: StorageBackend, layout: RecordLayout) -> None:
         self.layout = layout
         self.backend = backend
@@ -61,27 +42,21 @@ class RecordStore:
         width, rows = 64 * layout.valid_words, layout.block_tokens
         unused = (1 << width) - (1 << rows)
         self._no_row = sum(unused << width * i for i in range(len(layout.specs)))
-        self._stored = self._kept = self._conflicts = self._refused = 0
-        self._hits = self._misses = self._corrupt = self._quarantine_failures = 0
+        self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards the counts, nothing else
 
     @property
     def counters(self) -> RecordCounters:
         """The counts of this moment, consistent with each other."""
         with self._lock:
-            stored, hits = self._stored, self._hits
-            return RecordCounters(
-                stored=stored,
-                kept=self._kept,
-                conflicts=self._conflicts,
-                refused=self._refused,
-                hits=hits,
-                misses=self._misses,
-                corrupt=self._corrupt,
-                quarantine_failures=self._quarantine_failures,
-                put_nbytes=stored * self._nbytes,
-                get_nbytes=hits * self._nbytes,
-            )
+            counts = self._counts.copy()
+        put_nbytes, get_nbytes = counts["stored"] * self._nbytes, counts["hits"] * self._nbytes
+        return RecordCounters(**counts, put_nbytes=put_nbytes, get_nbytes=get_nbytes)
+
+    def _count(self, **by: int) -> None:
+        with self._lock:
+            for name, number in by.items():
+                self._counts[name] += number
 
     def put(
         self,
@@ -122,11 +97,8 @@ class RecordStore:
                 kept += 1
             else:
                 conflicts += 1
-        with self._lock:
-            self._stored += stored
-            self._kept += kept
-            self._conflicts += conflicts
-            self._refused += len(answers) - stored - kept - conflicts
+        refused = len(answers) - stored - kept - conflicts
+        self._count(stored=stored, kept=kept, conflicts=conflicts, refused=refused)
         return answers
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
@@ -139,48 +111,59 @@ class RecordStore:
         for buffer in buffers:
             if buffer.nbytes != nbytes:
                 raise RecordError("buffer size", nbytes, buffer.nbytes)
-        found, torn = self._read(keys, buffers)
-        if torn:
+        came = self._read(keys, buffers)
+        if torn := [i for i, header in enumerate(came) if header is None]:
             # What was read may be gone by now, and another record be there: what goes has to be corrupt twice.
-            again, _ = self._read([keys[i] for i in torn], [buffers[i] for i in torn])
-            for i, answer in zip(torn, again, strict=True):
-                found[i] = answer
+            again = self._read([keys[i] for i in torn], [buffers[i] for i in torn])
+            for i, header in zip(torn, again, strict=True):
+                came[i] = header
+        found = [Absence.CORRUPT if header is None else header for header in came]
         absent = [i for i, header in enumerate(found) if isinstance(header, Absence)]
         bad = [keys[i] for i in absent if found[i] is Absence.CORRUPT]
-        with self._lock:
-            self._hits += len(found) - len(absent)
-            self._misses += len(absent) - len(bad)
-            self._corrupt += len(bad)
+        self._count(hits=len(found) - len(absent), misses=len(absent) - len(bad), corrupt=len(bad))
         if bad:
             self._quarantine(bad)
         return found
 
-    def _read(
-        self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]
-    ) -> tuple[list[RecordHeader | Absence], list[int]]:
-        """Every record verified and in its buffer; from where it lies, if the backend lends, else behind a copy.
+    def _read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence | None]:
+        """Every record verified and in its buffer; ``None`` for one that is corrupt though the backend did not say so.
 
-        And which are corrupt though the backend did not find them so.
+        From where the records lie, as many at once as the backend lends, else behind a copy.
         """
-        lending, found, torn = self._lending, list[RecordHeader | Absence](), list[int]()
-        if lending is not None and 0 < len(keys) * self._nbytes <= lending.lent_nbytes_max:
-            with suppress(NoSpaceError), lending.borrow(keys) as lent:
-                for each, key, buffer in zip(_one_each(lent, keys), keys, buffers, strict=True):
-                    if isinstance(each, Absence):
-                        found.append(each)
-                    elif self._is_sound(each[0], key, each[1]):
-                        buffer[:] = each[1]  # verified a moment ago, and so still in the processor's cache
-                        found.append(each[0])
-                    else:
-                        torn.append(len(found))
-                        found.append(Absence.CORRUPT)
-                return found, torn
+        lending = self._lending
+        at_once = lending.lent_nbytes_max // self._nbytes if lending is not None else 0
+        if lending is None or at_once == 0:
+            return self._copied(keys, buffers)
+        found: list[RecordHeader | Absence | None] = []
+        for start in range(0, len(keys), at_once):
+            some, room = keys[start : start + at_once], buffers[start : start + at_once]
+            try:
+                found += self._borrowed(lending, some, room)
+            except NoSpaceError:
+                found += self._copied(some, room)
+        return found
+
+    def _borrowed(
+        self, lending: LendingBackend, keys: Sequence[BlockKey], buffers: Sequence[memoryview]
+    ) -> list[RecordHeader | Absence | None]:
+        found: list[RecordHeader | Absence | None] = []
+        with lending.borrow(keys) as lent:
+            for each, key, buffer in zip(_one_each(lent, keys), keys, buffers, strict=True):
+                if isinstance(each, Absence):
+                    found.append(each)
+                elif self._is_sound(each[0], key, each[1]):
+                    buffer[:] = each[1]  # verified a moment ago, and so still in the processor's cache
+                    found.append(each[0])
+                else:
+                    found.append(None)
+        return found
+
+    def _copied(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence | None]:
         found = _one_each(self.backend.get_into(keys, buffers), keys)
-        for i, header in enumerate(found):
-            if not (isinstance(header, Absence) or self._is_sound(header, keys[i], buffers[i])):
-                torn.append(i)
-                found[i] = Absence.CORRUPT
-        return found, torn
+        return [
+            header if isinstance(header, Absence) or self._is_sound(header, key, buffer) else None
+            for header, key, buffer in zip(found, keys, buffers, strict=True)
+        ]
 
     def _is_sound(self, header: RecordHeader, key: BlockKey, payload: memoryview) -> bool:
         """Whether this is the record of ``key`` in this layout, whole, and with no row more than a block has."""
@@ -198,8 +181,7 @@ class RecordStore:
         try:
             self.backend.delete(keys)
         except StorageError:  # the other keys' records are good; these are checked again whenever they are read
-            with self._lock:
-                self._quarantine_failures += len(keys)
+            self._count(quarantine_failures=len(keys))
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether a record is there for each key; it is verified when it is read, not here."""
