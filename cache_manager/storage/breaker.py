@@ -50,18 +50,6 @@ class Breaker:
     'closed'
     """
 
-    __slots__ = (
-        "_failures",
-        "_failures_max",
-        "_pause_max_s",
-        "_pause_s",
-        "_unproven",
-        "cause",
-        "opened",
-        "state",
-        "until",
-    )
-
     def __init__(self, failures_max: int, pause_s: float, pause_max_s: float) -> None:
         self._failures_max = failures_max
         self._pause_s = pause_s

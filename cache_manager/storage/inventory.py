@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
@@ -28,35 +28,37 @@ OLDER, UNKNOWN = "older", "unknown"
 
 
 @dataclass(slots=True)
-class SegmentContents:
-    """One file of a store. ``records`` are the living ones: key, and bytes with header and padding."""
+class SegmentSummary:
+    """One file of a store."""
 
     name: str
     nbytes: int = 0
     created_s: float | None = None  # wall clock
-    records: list[tuple[BlockKey, int]] = field(default_factory=list)
+    records: int = 0  # the living ones
     deleted: int = 0
     aside: bool = False
     trouble: str = ""  # what is wrong with it; what is said of its records is true all the same
 
 
-def read_segments(directory: Path) -> Iterator[SegmentContents]:
+def read_segments(directory: Path) -> Iterator[tuple[SegmentSummary, list[tuple[BlockKey, int]]]]:
     """The segments of a store, oldest first: the one place here that knows the format.
 
-    :class:`StoreMissingError` and :class:`StoreFormatError` when there is no store of this format. A segment that
-    cannot be read says so in ``trouble``.
+    With each the living records: key, and bytes with header and padding. :class:`StoreMissingError` and
+    :class:`StoreFormatError` when there is no store of this format. A segment that cannot be read says so in
+    ``trouble``.
     """
     opened, disk = StoreDirectory.existing(directory), SystemDisk()
     try:
         files = opened.files()
         for sequence, name in files.items():
-            found = SegmentContents(name, aside=name.endswith(".aside"))
+            found, records = SegmentSummary(name, aside=name.endswith(".aside")), list[tuple[BlockKey, int]]()
             try:
                 found.nbytes = os.stat(name, dir_fd=opened.fd, follow_symlinks=False).st_size
                 segment, content = read_segment(opened, disk, sequence, name)
                 segment.close()
                 found.created_s = content.created_s
-                found.records = [(entry.key, entry.nbytes) for entry in content.entries(LIVING)]
+                records = [(entry.key, entry.nbytes) for entry in content.entries(LIVING)]
+                found.records = len(records)
                 found.deleted = content.states.count(DELETED)
                 found.trouble = _trouble(content, newest=sequence == max(files))
             except FileNotFoundError:
@@ -65,7 +67,7 @@ def read_segments(directory: Path) -> Iterator[SegmentContents]:
                 found.trouble = f"left alone: {error}"
             except OSError as error:
                 found.trouble = f"cannot be read: {error.strerror}"
-            yield found
+            yield found, records
     finally:
         opened.close()
 
@@ -101,19 +103,6 @@ class Share:
         if created_s:
             self.oldest_s = min(self.oldest_s or created_s, created_s)
             self.newest_s = max(self.newest_s, created_s)
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentSummary:
-    """A segment without its records."""
-
-    name: str
-    nbytes: int
-    created_s: float | None
-    records: int
-    deleted: int
-    aside: bool
-    trouble: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,23 +148,15 @@ def inventory(directory: Path, now_s: float) -> Inventory:
     ages = {name: Share(name) for name in (*AGES_S, OLDER, UNKNOWN)}
     segments = []
     try:
-        for segment in read_segments(directory):
+        for segment, records in read_segments(directory):
+            segments.append(segment)
             age = ages[_age_line(now_s, segment.created_s)]
-            for key, nbytes in segment.records:
-                scope = key[:SCOPE_NBYTES].hex()
-                up_to = 1 << max(nbytes - 1, 1).bit_length()
-                for share in (
-                    namespaces.setdefault(scope, Share(scope)),
-                    sizes.setdefault(up_to, Share(f"up to {_size(up_to)}")),
-                    age,
-                ):
+            for key, nbytes in records:
+                scope, up_to = key[:SCOPE_NBYTES].hex(), 1 << max(nbytes - 1, 1).bit_length()
+                of_scope = namespaces.setdefault(scope, Share(scope))
+                of_size = sizes.setdefault(up_to, Share(f"up to {_size(up_to)}"))
+                for share in (of_scope, of_size, age):
                     share.add(nbytes, segment.created_s)
-            segments.append(
-                SegmentSummary(
-                    *(segment.name, segment.nbytes, segment.created_s, len(segment.records), segment.deleted),
-                    *(segment.aside, segment.trouble),
-                )
-            )
     except OSError as error:
         raise StorageError(f"{directory}: cannot look through the store: {error}") from error
     return Inventory(
@@ -244,4 +225,4 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-__all__ = ["Inventory", "SegmentContents", "Share", "inventory", "read_segments", "stores_in", "to_json", "to_text"]
+__all__ = ["Inventory", "SegmentSummary", "Share", "inventory", "read_segments", "stores_in", "to_json", "to_text"]

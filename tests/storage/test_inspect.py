@@ -146,7 +146,7 @@ def test_what_is_said_to_be_there_a_reader_serves(tmp_path: Path) -> None:
     with opened(tmp_path / "s") as store:
         put(store, range(14))
         store.backend.delete([key_of(3)])
-    keys = [key for segment in read_segments(tmp_path / "s") for key, _ in segment.records]
+    keys = [key for _, records in read_segments(tmp_path / "s") for key, _ in records]
     assert sorted(keys) == sorted(key_of(n) for n in range(14) if n != 3)
     with reading(tmp_path / "s") as store:
         assert all(store.contains(keys))
