@@ -100,35 +100,4 @@ class Run:
     tokens: int = 0
 
 
-class Witnesses:
-    """The witness of each device block, in the life in which it was taken.
-
-    A block's witness is known from :meth:`take` until the block is given out again, and so has another generation.
-    Nothing here is locked: it belongs to the thread that runs the engine's steps.
-    """
-
-    def __init__(self, blocks: int) -> None:
-        self._of: NDArray[np.uint64] = np.zeros(blocks, np.uint64)
-        self._lives: NDArray[np.int64] = np.full(blocks, -1, np.int64)
-
-    def take(
-        self, before: int, blocks: Sequence[int], generations: Sequence[int], folds: NDArray[np.uint64]
-    ) -> list[int]:
-        """Chain the ``folds [n]`` of a sequence's successive blocks, in these lives, to the witness ``before`` them.
-
-        The witnesses; where ``before`` is unknown, so are they.
-        """
-        found = []
-        for block, life, fold in zip(blocks, generations, folds.tolist(), strict=True):
-            before = chained(before, fold)
-            self._of[block], self._lives[block] = before, life
-            found.append(before)
-        return found
-
-    def known(self, blocks: Sequence[int], generations: Sequence[int]) -> list[int]:
-        """The witnesses of blocks in these lives, :data:`UNKNOWN` for each that none was taken of."""
-        pairs = zip(blocks, generations, strict=True)  # a few: their integers cost less than arrays of them
-        return [int(self._of[block]) if self._lives[block] == life else UNKNOWN for block, life in pairs]
-
-
-__all__ = ["ROOT", "UNKNOWN", "Run", "Witnesses", "chained", "fold_keys", "fold_reference", "folded"]
+__all__ = ["ROOT", "UNKNOWN", "Run", "chained", "fold_keys", "fold_reference", "folded"]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cache_manager.engine_blocks import EngineBlocks
 from cache_manager.errors import ConfigError
 from kvroute.connector.settings import StepMeta
-from kvroute.witness import ROOT, WORD_NBYTES, Run, Witnesses, fold_keys
+from kvroute.witness import ROOT, UNKNOWN, WORD_NBYTES, Run, chained, fold_keys
 
 Join = Callable[[torch.Tensor], object]
 """Makes of the ranks' folds, int64 ``[n]`` of the CPU, those of the whole KV, in place; all ranks call it together."""
@@ -87,11 +87,14 @@ class KvWitness:
     """Names rows by the KV beside them when they are stored, and compares when both have come back.
 
     ``rows`` are the engine's; ``folder`` folds its KV. Called by the thread that runs the steps, when the device's
-    writes into the blocks have been launched.
+    writes into the blocks have been launched. A block's witness is known until the block is given out again, and so has
+    another generation.
     """
 
     def __init__(self, rows: EngineBlocks, folder: KvFolder, blocks: int) -> None:
-        self._rows, self._folder, self._witnesses = rows, folder, Witnesses(blocks)
+        self._rows, self._folder = rows, folder
+        self._of: NDArray[np.uint64] = np.zeros(blocks, np.uint64)  # the witness of each block,
+        self._lives: NDArray[np.int64] = np.full(blocks, -1, np.int64)  # in this life
 
     def name(self, runs: Sequence[Run]) -> None:
         """These blocks have just been filled: their rows leave under the origins that their KV says."""
@@ -119,11 +122,16 @@ class KvWitness:
         if not blocks:
             return [], [], []
         lives = self._rows.generations([*blocks, *(max(0, run.before) for run in runs)]).tolist()
-        folds, before_lives, witnesses = self._folder.folds(blocks), lives[len(blocks) :], list[int]()
-        for run, life in zip(runs, before_lives, strict=True):
-            at = slice(len(witnesses), len(witnesses) + len(run.blocks))
-            before = ROOT if run.before < 0 else self._witnesses.known([run.before], [life])[0]
-            witnesses += self._witnesses.take(before, run.blocks, lives[at], folds[at])
+        folds, witnesses = self._folder.folds(blocks).tolist(), list[int]()
+        for run, life in zip(runs, lives[len(blocks) :], strict=True):
+            before = ROOT
+            if run.before >= 0:
+                before = int(self._of[run.before]) if self._lives[run.before] == life else UNKNOWN
+            for block in run.blocks:
+                at = len(witnesses)
+                before = chained(before, folds[at])
+                self._of[block], self._lives[block] = before, lives[at]
+                witnesses.append(before)
         return blocks, lives[: len(blocks)], witnesses
 
 

@@ -46,7 +46,8 @@ def rank_of(rank: int, directory: Path, divided: bool, damaged: bool) -> None:
     part.end()
     if isinstance(part, WorkerRows):
         assert part.witness is not None
-        found = part.witness._witnesses.known(RUN.blocks, part.blocks.generations(RUN.blocks).tolist())
+        assert part.witness._lives[RUN.blocks].tolist() == part.blocks.generations(RUN.blocks).tolist()
+        found = part.witness._of[RUN.blocks].tolist()
         (directory / "witnesses").write_text(" ".join(map(str, found)))
         part.close()
     distributed.destroy_process_group()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import ConfigError, InvalidInputError
 from kvroute.connector.witness import KvFolder
-from kvroute.witness import ROOT, UNKNOWN, Witnesses, chained, fold_keys, fold_reference
+from kvroute.witness import ROOT, UNKNOWN, chained, fold_keys, fold_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 seeds = st.integers(0, 2**32 - 1)
@@ -117,23 +117,16 @@ def test_a_change_is_seen_in_every_later_block(seed: int, n: int, data: st.DataO
     have other witnesses, those before have the same.
     """
     kv = kv_of(seed, (n, 1, 2, 16), torch.float32)
-    blocks, lives = list(range(n)), [1] * n
-    before = Witnesses(n).take(ROOT, blocks, lives, KvFolder([kv]).folds(blocks))
+
+    def witnesses() -> list[int]:
+        found = [ROOT]
+        for fold in KvFolder([kv]).folds(range(n)).tolist():
+            found.append(chained(found[-1], fold))
+        return found[1:]
+
+    before = witnesses()
     at = data.draw(st.integers(0, n - 1))
     kv.view(torch.uint8)[at, 0, 1, 3] ^= 1
-    after = Witnesses(n).take(ROOT, blocks, lives, KvFolder([kv]).folds(blocks))
-    assert [a == b for a, b in zip(before, after, strict=True)] == [True] * at + [False] * (n - at)
+    assert [a == b for a, b in zip(before, witnesses(), strict=True)] == [True] * at + [False] * (n - at)
     assert UNKNOWN not in before
-
-
-def test_a_witness_is_of_one_life_and_of_a_known_prefix() -> None:
-    """Goal: nothing is claimed about KV that nobody saw. Method: a block in another life, one never taken, and what is
-    chained to an unknown one; each is unknown.
-    """
-    taken = Witnesses(4)
-    first, second = taken.take(ROOT, [0, 1], [5, 6], np.array([11, 12], np.uint64))
-    assert taken.known([0, 1, 2], [5, 6, 0]) == [first, second, UNKNOWN]
-    assert taken.known([0, 1], [5, 7]) == [first, UNKNOWN]
-    assert taken.take(UNKNOWN, [3], [1], np.array([13], np.uint64)) == [UNKNOWN]
-    assert taken.take(first, [2], [1], np.array([12], np.uint64)) == [second], "the same prefix in another block"
-    assert chained(ROOT, 0) != UNKNOWN
+    assert chained(UNKNOWN, 13) == UNKNOWN != chained(ROOT, 0)

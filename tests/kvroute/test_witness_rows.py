@@ -17,7 +17,7 @@ from cache_manager.keys import Namespace
 from cache_manager.storage import open_store
 from kvroute.connector.witness import KvFolder, KvWitness, witnessing
 from kvroute.routing import routing_spec
-from kvroute.witness import Run
+from kvroute.witness import UNKNOWN, Run
 
 TOKENS, POOL = 2, 8
 SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=[0, 1], num_layers=2, block_tokens=TOKENS)
@@ -88,6 +88,25 @@ def test_rows_of_a_prefix_that_nobody_saw_are_never_taken_for_sound() -> None:
     assert not second.load([3, 4], first.kv[[1, 2]]).any()
     first.rows.close()
     second.rows.close()
+
+
+def test_a_witness_is_of_one_life_and_of_a_known_prefix() -> None:
+    """Goal: nothing is claimed about KV that nobody saw. Method: the same KV behind a block in the life in which it was
+    seen, in another life, and behind one never seen; and the same prefix in other blocks.
+    """
+    worker = Worker(open_store("memory:"))
+    worker.kv[:] = 1
+    worker.rows.renew(range(POOL))
+
+    def witnesses(before: int, blocks: list[int]) -> list[int]:
+        return worker.witness._take([Run(before, blocks)])[2]
+
+    first, second = witnesses(-1, [0, 1])
+    assert witnesses(0, [2]) == [second]
+    assert witnesses(-1, [5, 6]) == [first, second]
+    worker.rows.renew([0])
+    assert witnesses(0, [2]) == witnesses(7, [3]) == witnesses(3, [4]) == [UNKNOWN]
+    worker.rows.close()
 
 
 def test_what_has_no_rows_is_not_refused() -> None:
