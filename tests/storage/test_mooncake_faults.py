@@ -348,7 +348,7 @@ def test_the_native_client_may_crash_or_hang(number: int, backend: MooncakeStore
     """The records are elsewhere: another client has them all."""
     store = RecordStore(backend, LAYOUT)
     stored(store, range(10))
-    send(backend.native_pid, number)
+    send(backend._link._client.pid, number)
     whole = [payload_of(n) for n in range(10)]
     answer = timed(lambda: get(store, range(10)))
     assert isinstance(answer, StorageError) or answer == whole, "another client may be there already"

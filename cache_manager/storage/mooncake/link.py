@@ -70,11 +70,6 @@ class Link:
         self._keeper = threading.Thread(target=self._keep, name="kvroute-mooncake-keeper", daemon=True)
         self._keeper.start()
 
-    @property
-    def native_pid(self) -> int:
-        with self.lock:
-            return self._client.pid
-
     def count(self, **by: int) -> None:
         with self.lock:
             self.counts.update({name: number for name, number in by.items() if number})
@@ -149,7 +144,14 @@ class Link:
             self.count(lost_calls=1)
             raise
         assert len(codes) == len(call.names)
-        self._judge(breaker, codes)
+        failures = [code for code in codes if wire.is_failure(code)]
+        with self.lock:
+            if master := wire.MASTER.intersection(failures):
+                self._open_both(wire.describe(max(master)))
+            elif failures and len(failures) == len(codes):
+                breaker.failed(time.monotonic(), wire.describe(failures[0]))
+            elif not failures:
+                breaker.succeeded()
         return codes
 
     def close(self) -> None:
@@ -163,17 +165,6 @@ class Link:
         self._end_owner()
         if self._client.gone and self.arena.idle:
             self.arena.close()
-
-    def _judge(self, breaker: Breaker, codes: list[int]) -> None:
-        failures = [code for code in codes if wire.is_failure(code)]
-        master = [code for code in failures if code in wire.MASTER]
-        with self.lock:
-            if master:
-                self._open_both(wire.describe(master[0]))
-            elif failures and len(failures) == len(codes):
-                breaker.failed(time.monotonic(), wire.describe(failures[0]))
-            elif not failures:
-                breaker.succeeded()
 
     def _lost(self, client: NativeClient, cause: str) -> None:
         with self.lock:

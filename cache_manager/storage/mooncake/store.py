@@ -84,11 +84,6 @@ class MooncakeStore(ClosingStore):
         with self._link.lock:
             return self._link.reads.state, self._link.writes.state
 
-    @property
-    def native_pid(self) -> int:
-        """Of the native client's process at this moment."""
-        return self._link.native_pid
-
     def name_groups(self, groups: Mapping[BlockKey, str]) -> None:
         """Mooncake's eviction groups of records that are put next: the objects of one group are evicted together."""
         self._writer.name_groups(groups)
