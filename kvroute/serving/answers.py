@@ -26,17 +26,26 @@ def completion(
     Where an encoding has no way to say that rows are missing, and some are, its field is ``None`` and
     ``routed_experts_error`` beside it says why. ``missing_rows`` gives the reasons in every encoding.
     """
-    body: dict[str, Any] = {
-        "id": request_id,
-        "object": "text_completion",
-        "created": created_s,
-        "model": model,
-        "choices": [_choice(i, sample, encoding) for i, sample in enumerate(answer.samples)],
-        "usage": usage(prompt_tokens, [sample.tokens for sample in answer.samples]),
+    body = _body(request_id, created_s, model, [_choice(i, each, encoding) for i, each in enumerate(answer.samples)])
+    tokens = sum(len(sample.tokens) for sample in answer.samples)
+    body["usage"] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": tokens,
+        "total_tokens": prompt_tokens + tokens,
     }
     if encoding == "sglang":
         body["sglext"] = _told("sglang", answer.samples[0])
     return body
+
+
+def _body(request_id: str, created_s: int, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": request_id,
+        "object": "text_completion",
+        "created": created_s,
+        "model": model,
+        "choices": choices,
+    }
 
 
 def _choice(index: int, sample: SampleAnswer, encoding: Encoding | None) -> dict[str, Any]:
@@ -68,29 +77,13 @@ def _told(encoding: Encoding, sample: SampleAnswer) -> dict[str, Any]:
 def chunk(request_id: str, created_s: int, model: str, sample: int, tokens: list[int], piece: str) -> dict[str, Any]:
     """One event of a streamed completion: new tokens of one sample."""
     choice = {"index": sample, "text": piece, "token_ids": tokens, "logprobs": None, "finish_reason": None}
-    return {
-        "id": request_id,
-        "object": "text_completion",
-        "created": created_s,
-        "model": model,
-        "choices": [choice],
-    }
+    return _body(request_id, created_s, model, [choice])
 
 
 def last_chunk(body: dict[str, Any], rests: Sequence[str]) -> dict[str, Any]:
     """The last event: what :func:`completion` has beside the text, of which only ``rests`` were not sent before."""
     choices = [choice | {"text": rest, "token_ids": []} for choice, rest in zip(body["choices"], rests, strict=True)]
     return body | {"choices": choices}
-
-
-def usage(prompt_tokens: int, generated: Sequence[Sequence[int]]) -> dict[str, int]:
-    """OpenAI's count of tokens."""
-    tokens = sum(map(len, generated))
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": tokens,
-        "total_tokens": prompt_tokens + tokens,
-    }
 
 
 class TextStream:
@@ -112,4 +105,4 @@ class TextStream:
         return text.decode(self._tokens)[self._sent :]
 
 
-__all__ = ["TextStream", "chunk", "completion", "last_chunk", "usage"]
+__all__ = ["TextStream", "chunk", "completion", "last_chunk"]

@@ -195,13 +195,16 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     check_tokens("stop_token_ids", sampling.stop_token_ids, vocabulary, low=0)
 
 
-def engine_request(request_id: str, prompt: list[int], sampling: Sampling) -> Request:
-    """The engine's request for a body whose values were checked."""
-    if not 1 <= len(request_id) <= 128:
-        raise InvalidInputError("id", "1 to 128 characters", len(request_id))
+def engine_request(body: PrefillBody | DecodeBody, vocabulary: int) -> Request:
+    """The engine's request for a body; raises unless every value is one that an engine can follow."""
+    check_tokens("prompt", body.prompt, vocabulary)
+    check_sampling(body.sampling, vocabulary)
+    if not 1 <= len(body.id) <= 128:
+        raise InvalidInputError("id", "1 to 128 characters", len(body.id))
+    sampling = body.sampling
     return Request(
-        id=request_id,
-        prompt=tuple(prompt),
+        id=body.id,
+        prompt=tuple(body.prompt),
         max_tokens=sampling.max_tokens,
         n=sampling.n,
         temperature=sampling.temperature,

@@ -15,11 +15,7 @@ def serve(config: ServerConfig) -> int:
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    return asyncio.run(_serve(config))
-
-
-async def _serve(config: ServerConfig) -> int:
-    await _made(config).run()
+    asyncio.run(_made(config).run())
     return 0
 
 

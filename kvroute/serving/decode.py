@@ -26,7 +26,6 @@ from kvroute.serving.bodies import (
     HandoverBody,
     SampleAnswer,
     TokensLine,
-    check_sampling,
     check_tokens,
     engine_request,
     parse,
@@ -37,6 +36,7 @@ from kvroute.serving.engine_server import EngineServer
 from kvroute.serving.errors import DrainingError, ServingError
 from kvroute.serving.nodes import decode_node
 from kvroute.serving.server import json_response
+from transfer.node import DecodeNode
 
 
 class DecodeServer(EngineServer):
@@ -44,18 +44,11 @@ class DecodeServer(EngineServer):
 
     config: DecodeConfig
     engine: DecodeEngine
+    node: DecodeNode
 
     def __init__(self, config: DecodeConfig) -> None:
         super().__init__(config)
-        try:
-            self.node = decode_node(config, self.engine)
-        except BaseException:
-            self.give_back()
-            raise
-        self.engine.attach(self.node)
         self.sources.count("decode", lambda: self.engine.decode_counters)
-        self.sources.count("transfer", lambda: self.node.counters.session)
-        self.sources.count("transfer_node", lambda: self.node.counters.node)
         self.sources.gauge(
             "pulls", "Pulls whose landing blocks are held.", "state", lambda: {"in_flight": self.engine.pulls_in_flight}
         )
@@ -64,16 +57,12 @@ class DecodeServer(EngineServer):
     def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: AnyStores | None) -> DecodeEngine:
         return DecodeEngine(model, self.config.engine, namespace, stores=stores, replay=self.config.replay)
 
-    def not_ready(self) -> str | None:
-        if not self.node.alive:
-            return f"the transfer node has ended: {self.node.last_error}"
-        return super().not_ready()
+    def make_node(self) -> DecodeNode:
+        return decode_node(self.config, self.engine)
 
     async def _decode(self, request: web.Request) -> web.StreamResponse:
         body = parse(DecodeBody, await request.read())
-        check_tokens("prompt", body.prompt, VOCAB_SIZE)
-        check_sampling(body.sampling, VOCAB_SIZE)
-        asked = engine_request(body.id, body.prompt, body.sampling)
+        asked = engine_request(body, VOCAB_SIZE)
         add = self._adding(asked, body.kv_transfer)
         if body.stream:
             return await self._stream(request, asked, add)
@@ -124,9 +113,6 @@ class DecodeServer(EngineServer):
         finally:
             if not working.done():
                 working.cancel()
-
-    def disconnect(self) -> bool:
-        return self.node.close()
 
 
 async def _write(response: web.StreamResponse, line: msgspec.Struct) -> None:

@@ -21,6 +21,7 @@ from kvroute.engine.text import VOCAB_SIZE
 from kvroute.serving.config import EngineServerConfig
 from kvroute.serving.loop import EngineLoop, Tell
 from kvroute.serving.server import Server
+from transfer.node import DecodeNode, PrefillNode
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,10 +42,11 @@ class EngineCounters:
 class EngineServer(Server):
     """A server with an engine: built before HTTP is served, closed after it has ended.
 
-    Subclasses make the engine (:meth:`make_engine`), once.
+    Subclasses make the engine (:meth:`make_engine`) and the node that carries its blocks (:meth:`make_node`), once.
     """
 
     config: EngineServerConfig
+    node: PrefillNode | DecodeNode
 
     def __init__(self, config: EngineServerConfig) -> None:
         super().__init__(config)
@@ -54,10 +56,19 @@ class EngineServer(Server):
         except BaseException:
             self._close_stores()
             raise
+        try:
+            self.node = self.make_node()
+        except BaseException:
+            self.give_back()
+            raise
         self.loop = EngineLoop(self.engine, requests_max=config.requests_max)
         self._tell_numbers()
 
     def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: AnyStores | None) -> Engine:
+        raise NotImplementedError
+
+    def make_node(self) -> PrefillNode | DecodeNode:
+        """Of this server's engine, which knows it then."""
         raise NotImplementedError
 
     def _build(self) -> Engine:
@@ -77,6 +88,8 @@ class EngineServer(Server):
             "engine",
             lambda: EngineCounters(engine.steps, engine.computed_tokens, engine.scheduler.dropped),
         )
+        sources.count("transfer", lambda: self.node.counters.session)
+        sources.count("transfer_node", lambda: self.node.counters.node)
         if self.config.transfer_process:
             sources.count("moves", lambda: engine.memory.process.counters)
         sources.gauge("sequences", "Sequences by state.", "state", self._sequences)
@@ -125,6 +138,8 @@ class EngineServer(Server):
     # ---------------------------------------------------------------- life
 
     def not_ready(self) -> str | None:
+        if not self.node.alive:
+            return f"the transfer node has ended: {self.node.last_error}"
         if self.loop.failure is not None:
             return f"the engine has failed: {self.loop.failure}"
         if (ago := self.loop.turned_ago_s) > STALLED_S:
@@ -138,9 +153,9 @@ class EngineServer(Server):
         self.loop.abort_all()
 
     async def stop(self) -> None:
-        """The nodes first: nobody may read or write a block of an engine that is being closed."""
+        """The node first: nobody may read or write a block of an engine that is being closed."""
         ended = await asyncio.to_thread(self.loop.close, 30.0)
-        disconnected = await asyncio.to_thread(self.disconnect)
+        disconnected = await asyncio.to_thread(self.node.close)
         if not (ended and disconnected):
             logger.error("a thread did not end; memory is left to the operating system")
             return
@@ -150,10 +165,6 @@ class EngineServer(Server):
         """Close the engine, which nothing else uses any more, and what it stores to."""
         self.engine.close()
         self._close_stores()
-
-    def disconnect(self) -> bool:
-        """Close what carries blocks; whether nothing touches them any more."""
-        return True
 
 
 def _stores(config: EngineServerConfig) -> AnyStores | None:

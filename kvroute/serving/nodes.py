@@ -18,23 +18,27 @@ from transfer.zmq_settings import ZmqSettings
 
 
 def prefill_node(config: PrefillConfig, engine: PrefillEngine) -> PrefillNode:
-    """The node that offers ``engine``'s blocks at ``config.transfer_address``."""
+    """The node that offers ``engine``'s blocks at ``config.transfer_address``, attached to it."""
     limits = TransferLimits(lease_s=config.lease_s, lease_max_s=config.lease_max_s, transfers_max=config.transfers_max)
     curve = None
     if config.curve_secret:
         curve = CurveServer(read_keys(Path(config.curve_secret)), read_clients(Path(config.curve_clients)))
     settings = ZmqSettings(bind=config.transfer_address, bind_any=config.transfer_bind_any, curve_server=curve)
-    return PrefillNode(open_link(config.link, settings), _identity(engine), limits)
+    node = PrefillNode(open_link(config.link, settings), _identity(engine), limits)
+    engine.attach(node)
+    return node
 
 
 def decode_node(config: DecodeConfig, engine: DecodeEngine) -> DecodeNode:
-    """The node that pulls blocks for ``engine``."""
+    """The node that pulls blocks for ``engine``, attached to it."""
     limits = TransferLimits(retry_s=config.retry_s, retries_max=config.retries_max, transfers_max=config.transfers_max)
     curve = None
     if config.curve_secret:
         curve = CurveClient(read_keys(Path(config.curve_secret)), read_public(Path(config.curve_server)))
     link = open_link(config.link, ZmqSettings(curve_client=curve))
-    return DecodeNode(link, _identity(engine), limits)
+    node = DecodeNode(link, _identity(engine), limits)
+    engine.attach(node)
+    return node
 
 
 def _identity(engine: PrefillEngine | DecodeEngine) -> Identity:

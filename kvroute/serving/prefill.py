@@ -20,8 +20,6 @@ from kvroute.serving.bodies import (
     PrefillAnswer,
     PrefillBody,
     ReleaseBody,
-    check_sampling,
-    check_tokens,
     engine_request,
     parse,
     transfer_id,
@@ -30,8 +28,9 @@ from kvroute.serving.config import PrefillConfig
 from kvroute.serving.engine_server import EngineServer
 from kvroute.serving.errors import DrainingError
 from kvroute.serving.nodes import prefill_node
-from kvroute.serving.server import DRAIN_POLL_S, json_response
+from kvroute.serving.server import json_response, waited
 from transfer.messages import TransferId
+from transfer.node import PrefillNode
 
 
 class PrefillServer(EngineServer):
@@ -39,18 +38,11 @@ class PrefillServer(EngineServer):
 
     config: PrefillConfig
     engine: PrefillEngine
+    node: PrefillNode
 
     def __init__(self, config: PrefillConfig) -> None:
         super().__init__(config)
-        try:
-            self.node = prefill_node(config, self.engine)
-        except BaseException:
-            self.give_back()
-            raise
-        self.engine.attach(self.node)
         self.sources.count("prefill", lambda: self.engine.prefill_counters)
-        self.sources.count("transfer", lambda: self.node.counters.session)
-        self.sources.count("transfer_node", lambda: self.node.counters.node)
         self.sources.gauge(
             "transfers", "Transfers whose blocks are held.", "state", lambda: {"leased": self.engine.leased_transfers}
         )
@@ -60,19 +52,15 @@ class PrefillServer(EngineServer):
     def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: AnyStores | None) -> PrefillEngine:
         return PrefillEngine(model, self.config.engine, namespace, stores=stores, replay=self.config.replay)
 
+    def make_node(self) -> PrefillNode:
+        return prefill_node(self.config, self.engine)
+
     def banner(self) -> str:
         return f" transfer {self.node.address}"
 
-    def not_ready(self) -> str | None:
-        if not self.node.alive:
-            return f"the transfer node has ended: {self.node.last_error}"
-        return super().not_ready()
-
     async def _prefill(self, request: web.Request) -> web.StreamResponse:
         body = parse(PrefillBody, await request.read())
-        check_tokens("prompt", body.prompt, VOCAB_SIZE)
-        check_sampling(body.sampling, VOCAB_SIZE)
-        asked = engine_request(body.id, body.prompt, body.sampling)
+        asked = engine_request(body, VOCAB_SIZE)
         offered: list[TransferId] = []
         gone = threading.Event()  # set when nobody will hear the answer
 
@@ -122,15 +110,7 @@ class PrefillServer(EngineServer):
 
     async def finish_others(self, within_s: float) -> None:
         """Blocks on offer stay while decode may be pulling them."""
-        try:
-            async with asyncio.timeout(within_s):
-                while self.engine.leased_transfers and self.loop.failure is None:
-                    await asyncio.sleep(DRAIN_POLL_S)
-        except TimeoutError:
-            pass
-
-    def disconnect(self) -> bool:
-        return self.node.close()
+        await waited(lambda: self.engine.leased_transfers and self.loop.failure is None, within_s)
 
 
 __all__ = ["PrefillServer"]

@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -180,23 +181,23 @@ class Server:
     async def _finish(self) -> None:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self.config.drain_s
-        await self._drain(self.config.drain_s)
+        await waited(lambda: self.in_flight, self.config.drain_s)
         await self.finish_others(max(0.0, deadline_s - loop.time()))
         if self.in_flight:
             await self.abort_requests()
-            await self._drain(ABORT_S)
-
-    async def _drain(self, within_s: float) -> None:
-        try:
-            async with asyncio.timeout(within_s):
-                while self.in_flight:
-                    await asyncio.sleep(DRAIN_POLL_S)
-        except TimeoutError:
-            pass
+            await waited(lambda: self.in_flight, ABORT_S)
 
     def _say(self, text: str) -> None:
         sys.stdout.write(f"kvroute {self.config.command}: {text}\n")
         sys.stdout.flush()
+
+
+async def waited(busy: Callable[[], object], within_s: float) -> None:
+    """Returns when nothing is ``busy`` any more, or the time is over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            while busy():
+                await asyncio.sleep(DRAIN_POLL_S)
 
 
 def _outcome(error: BaseException) -> str:
@@ -219,4 +220,4 @@ def json_response(value: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
-__all__ = ["DRAIN_POLL_S", "Handler", "Server", "error_body", "json_response"]
+__all__ = ["Handler", "Server", "error_body", "json_response", "waited"]
