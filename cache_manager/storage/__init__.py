@@ -14,9 +14,9 @@ function that takes a :class:`~cache_manager.storage.url.StoreUrl` and returns a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Final
+from typing import Any, Final
 
 from cache_manager.errors import ConfigError
 from cache_manager.ports import StorageBackend
@@ -41,12 +41,17 @@ def open_store(url: str) -> StorageBackend:
     is there but cannot be used. An adapter is imported when its scheme is first asked for.
     """
     parsed = StoreUrl.parse(url)
-    entry = BUILT_IN.get(parsed.scheme) or next(iter(entry_points(group=GROUP, name=parsed.scheme)), None)
-    if entry is None:
-        known = sorted({*BUILT_IN, *(e.name for e in entry_points(group=GROUP))})
-        raise ConfigError("store scheme", "one of " + ", ".join(known), repr(parsed.scheme))
-    opener: StoreOpener = entry.load()
+    opener: StoreOpener = opener_of(parsed.scheme, BUILT_IN, GROUP, "store scheme")
     return opener(parsed)
 
 
-__all__ = ["BUILT_IN", "GROUP", "StoreOpener", "StoreUrl", "open_store"]
+def opener_of(scheme: str, built_in: Mapping[str, EntryPoint], group: str, field: str) -> Any:
+    """What stands for ``scheme`` in ``built_in`` or among the entry points of ``group``, imported."""
+    entry = built_in.get(scheme) or next(iter(entry_points(group=group, name=scheme)), None)
+    if entry is None:
+        known = sorted({*built_in, *(e.name for e in entry_points(group=group))})
+        raise ConfigError(field, "one of " + ", ".join(known), repr(scheme))
+    return entry.load()
+
+
+__all__ = ["BUILT_IN", "GROUP", "StoreOpener", "StoreUrl", "open_store", "opener_of"]

@@ -13,11 +13,11 @@ value a function that takes a :class:`~cache_manager.storage.url.StoreUrl` and r
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Final
 
-from cache_manager.errors import ConfigError
 from cache_manager.ports import Absence
+from cache_manager.storage import opener_of
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.ids import previous_turn, rollout_id_of
@@ -42,11 +42,7 @@ def open_rollouts(url: str) -> RolloutStore:
     there but cannot be used. An adapter is imported when its scheme is first asked for.
     """
     parsed = StoreUrl.parse(url)
-    entry = BUILT_IN.get(parsed.scheme) or next(iter(entry_points(group=GROUP, name=parsed.scheme)), None)
-    if entry is None:
-        known = sorted({*BUILT_IN, *(e.name for e in entry_points(group=GROUP))})
-        raise ConfigError("rollout store scheme", "one of " + ", ".join(known), repr(parsed.scheme))
-    opener: RolloutOpener = entry.load()
+    opener: RolloutOpener = opener_of(parsed.scheme, BUILT_IN, GROUP, "rollout store scheme")
     return opener(parsed)
 
 

@@ -18,13 +18,13 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from cache_manager.errors import InvalidInputError, StorageError, StoreClosedError
+from cache_manager.errors import InvalidInputError, StorageError
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer, checksum
 from cache_manager.storage.disk import Disk, SystemDisk, open_regular, read_all, write_all
@@ -34,7 +34,7 @@ from kvroute.rollout.grid import Grid, Range, Selection, cells_of
 from kvroute.rollout.handle import PUT_ID_NBYTES, Manifest, RolloutHandle
 from kvroute.rollout.ids import checked_id, file_name
 from kvroute.rollout.locks import GoneError, lock, translated
-from kvroute.rollout.port import Counting, RolloutCounters
+from kvroute.rollout.port import CountingStore
 from kvroute.rollout.settings import CutSettings
 from kvroute.routes import Routes
 
@@ -44,7 +44,7 @@ UNSYNCED_MAX: Final = 1024
 """Puts that wait for a flush; one more flushes first."""
 
 
-class LocalRollouts:
+class LocalRollouts(CountingStore):
     """A ``RolloutStore`` in a directory, which is made if it is not there.
 
     ``sync`` says that a put returns when it is on the disk; without it :meth:`flush` and :meth:`close` see to that.
@@ -55,21 +55,16 @@ class LocalRollouts:
         self, directory: Path, cut: CutSettings | None = None, *, sync: bool = False, disk: Disk | None = None
     ) -> None:
         self.directory = directory.absolute()
+        super().__init__(f"the rollout store at {self.directory}")
         self._cut = cut or CutSettings()
         self._sync = sync
         self._disk: Disk = disk or SystemDisk()
-        self._counting = Counting()
-        self._closed = False
         self._lock = threading.Lock()
         self._unsynced: dict[Path, None] = {}
         with translated(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             self._locks = self.directory / ".locks"
             self._locks.mkdir(exist_ok=True)
-
-    @property
-    def counters(self) -> RolloutCounters:
-        return self._counting.now
 
     def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
         self._check_open()
@@ -79,24 +74,22 @@ class LocalRollouts:
         handle = RolloutHandle.of(SCHEME, rollout_id, put_id, routes, grid)
         partial = home / f"{handle.put_id}.partial"
         try:
-            with translated(home):
+            with translated(home), ExitStack() as held:
                 with self._locked(home):
                     home.mkdir(exist_ok=True)
                     self._reap(home)
                     partial.mkdir()
-                    held = lock(partial, os.O_RDONLY)
+                    held.enter_context(lock(partial, os.O_RDONLY))
                 try:
                     self._write(partial, handle, routes, grid)
                     self._publish(home, partial, handle)
                 except BaseException:
                     shutil.rmtree(partial, ignore_errors=True)
                     raise
-                finally:
-                    os.close(held)
         except BaseException:
-            self._counting.add(put_failures=1)
+            self._count(put_failures=1)
             raise
-        self._counting.add(puts=1, put_nbytes=routes.ids.nbytes)
+        self._count(puts=1, put_nbytes=routes.ids.nbytes)
         return handle
 
     def find(self, rollout_id: str) -> RolloutHandle | None:
@@ -105,7 +98,7 @@ class LocalRollouts:
         try:
             return self._current(home)
         except InvalidInputError:
-            self._counting.add(corrupt=1)
+            self._count(corrupt=1)
             return None
 
     def get(
@@ -136,10 +129,10 @@ class LocalRollouts:
             assert manifest is not None
             found = handle.routes(ids, manifest, wanted)
         except GoneError:
-            return self._counting.absent(Absence.MISS)
+            return self._absent(Absence.MISS)
         except InvalidInputError:
-            return self._counting.absent(Absence.CORRUPT)
-        self._counting.add(hits=1, get_nbytes=nbytes)
+            return self._absent(Absence.CORRUPT)
+        self._count(hits=1, get_nbytes=nbytes)
         return found
 
     def delete(self, handle: RolloutHandle) -> None:
@@ -153,7 +146,7 @@ class LocalRollouts:
             self._remove(home / handle.put_id)
             with suppress(OSError):  # other puts, or there is no such rollout
                 home.rmdir()
-        self._counting.add(deletes=1)
+        self._count(deletes=1)
 
     def flush(self) -> None:
         self._check_open()
@@ -185,16 +178,18 @@ class LocalRollouts:
             parts: list[Buffer] = [grid.cut(cells, part).data for part in bands]
             first = group * grid.part_layers
             header = FileHeader(handle, handle.layer_ids[first : first + grid.part_layers], manifest, sums_of(parts))
-            buffers = [header.pack(), *parts]
-            fd = open_regular(partial / _file_of(handle, group), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            try:
-                write_all(self._disk, fd, buffers, 0, sum(memoryview(b).nbytes for b in buffers))
-                if self._sync:
-                    self._disk.sync(fd)
-            finally:
-                os.close(fd)
+            self._write_file(partial / _file_of(handle, group), [header.pack(), *parts])
         if self._sync:
             self._sync_directory(partial)
+
+    def _write_file(self, path: Path, buffers: Sequence[Buffer]) -> None:
+        fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            write_all(self._disk, fd, buffers, 0, sum(memoryview(b).nbytes for b in buffers))
+            if self._sync:
+                self._disk.sync(fd)
+        finally:
+            os.close(fd)
 
     def _publish(self, home: Path, partial: Path, handle: RolloutHandle) -> None:
         """The whole put gets its name, then it is the current one, then the one before goes."""
@@ -225,17 +220,12 @@ class LocalRollouts:
         body = handle.to_json().encode()
         text = f"{checksum(body):016x} ".encode() + body + b"\n"
         new = home / f"{handle.put_id}.current"
-        fd = open_regular(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            write_all(self._disk, fd, [text], 0, len(text))
-            if self._sync:
-                self._disk.sync(fd)
+            self._write_file(new, [text])
             new.replace(home / "current")
         except BaseException:
             new.unlink(missing_ok=True)
             raise
-        finally:
-            os.close(fd)
 
     def _remove(self, place: Path) -> None:
         """Out of every reader's way in one step, then file by file."""
@@ -255,12 +245,8 @@ class LocalRollouts:
         found = 0
         for place in home.iterdir():
             if place.name.endswith(".partial"):
-                with suppress(BlockingIOError):
-                    held = lock(place, os.O_RDONLY | os.O_DIRECTORY, wait=False)
-                    try:
-                        shutil.rmtree(place)
-                    finally:
-                        os.close(held)
+                with suppress(BlockingIOError), lock(place, os.O_RDONLY | os.O_DIRECTORY, wait=False):
+                    shutil.rmtree(place)
                     found += 1
             elif place.name.endswith(".current"):
                 place.unlink()
@@ -348,21 +334,12 @@ class LocalRollouts:
         finally:
             os.close(fd)
 
-    @contextmanager
-    def _locked(self, home: Path) -> Iterator[None]:
+    def _locked(self, home: Path) -> AbstractContextManager[None]:
         """The lock that names in ``home`` are changed under; some rollouts share one."""
-        held = lock(self._locks / f"{checksum(home.name.encode()) & 0xFF:02x}", os.O_RDWR | os.O_CREAT)
-        try:
-            yield
-        finally:
-            os.close(held)
+        return lock(self._locks / f"{checksum(home.name.encode()) & 0xFF:02x}", os.O_RDWR | os.O_CREAT)
 
     def _home(self, rollout_id: str) -> Path:
         return self.directory / file_name(checked_id(rollout_id))
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError(f"the rollout store at {self.directory} is closed")
 
 
 def _file_of(handle: RolloutHandle, group: int) -> str:

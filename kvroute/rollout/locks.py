@@ -15,15 +15,15 @@ class GoneError(StorageError):
     """A file is not there."""
 
 
-def lock(path: Path, flags: int, *, wait: bool = True) -> int:
-    """A descriptor that holds an advisory lock; ``BlockingIOError`` when somebody else does and there is no waiting."""
+@contextmanager
+def lock(path: Path, flags: int, *, wait: bool = True) -> Iterator[None]:
+    """Holds an advisory lock; ``BlockingIOError`` when somebody else does and there is no waiting."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
+        yield
+    finally:
         os.close(fd)
-        raise
-    return fd
 
 
 @contextmanager

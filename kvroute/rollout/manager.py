@@ -103,12 +103,6 @@ class Ticket:
         self.asked = True
         return handle
 
-    def _stored(self, handle: RolloutHandle) -> None:
-        self._future.set_result(handle)
-
-    def _failed(self, reason: StorageError) -> None:
-        self._future.set_exception(reason)
-
 
 class RoutingReplayManager:
     """Stores what a ``RoutingReplayConfig`` says, where it says. Safe from several threads; a journal belongs to one.
@@ -284,7 +278,7 @@ class RoutingReplayManager:
                     self._fail(ticket, _as_storage_error(ticket.rollout_id, error))
             else:
                 self._end(routes, stored=1)
-                ticket._stored(handle)
+                ticket._future.set_result(handle)
                 if self.config.only_last_turn:
                     self._delete_turn_before(ticket.rollout_id)
             with self._changed:
@@ -338,7 +332,7 @@ class RoutingReplayManager:
         if len(self._untold) == UNTOLD_MAX:
             self._forgotten += not self._untold.popleft()[0].asked
         self._untold.append((ticket, str(reason)))
-        ticket._failed(reason)
+        ticket._future.set_exception(reason)
 
     def _count(self, **by: int) -> None:
         self._counters = replace(self._counters, **{k: getattr(self._counters, k) + n for k, n in by.items()})

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from cache_manager.errors import InvalidInputError, RecordError, StorageError, StoreClosedError
+from cache_manager.errors import InvalidInputError, RecordError, StorageError
 from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import Buffer, RecordHeader, check_record, checksum
@@ -26,7 +26,7 @@ from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.grid import Range, Selection, batches, cells_of
 from kvroute.rollout.handle import PUT_ID_NBYTES, Manifest, RolloutHandle
 from kvroute.rollout.ids import checked_id
-from kvroute.rollout.port import Counting, RolloutCounters
+from kvroute.rollout.port import CountingStore
 from kvroute.rollout.settings import CutSettings
 from kvroute.routes import Routes
 
@@ -42,7 +42,7 @@ POINTERS_MAX: Final = 64
 """Puts of one rollout id."""
 
 
-class MooncakeRollouts:
+class MooncakeRollouts(CountingStore):
     """A ``RolloutStore`` over a backend that takes records of any size, which it owns and closes: a ``MooncakeStore``.
 
     ``name_groups`` is told that the records of a put belong together, for a pool that evicts them together.
@@ -58,12 +58,7 @@ class MooncakeRollouts:
         self.backend = backend
         self._name_groups = name_groups
         self._cut = cut or CutSettings()
-        self._counting = Counting()
-        self._closed = False
-
-    @property
-    def counters(self) -> RolloutCounters:
-        return self._counting.now
+        super().__init__("the rollout store")
 
     def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
         self._check_open()
@@ -81,9 +76,9 @@ class MooncakeRollouts:
                 self._store(handle, [MANIFEST], [manifest])
                 self._point(handle)
         except BaseException:
-            self._counting.add(put_failures=1)
+            self._count(put_failures=1)
             raise
-        self._counting.add(puts=1, put_nbytes=routes.ids.nbytes)
+        self._count(puts=1, put_nbytes=routes.ids.nbytes)
         return handle
 
     def find(self, rollout_id: str) -> RolloutHandle | None:
@@ -103,7 +98,7 @@ class MooncakeRollouts:
             if handle.rollout_id != rollout_id:
                 raise InvalidInputError("pointer", rollout_id, handle.rollout_id)
         except (InvalidInputError, RecordError):
-            self._counting.add(corrupt=1)
+            self._count(corrupt=1)
             with suppress(StorageError):  # it is found damaged again, then
                 self.backend.delete([key])
             return None
@@ -116,11 +111,11 @@ class MooncakeRollouts:
         wanted = Selection.of(handle.layer_ids, (handle.start, handle.stop), layers, spans)
         grid, nbytes, page = handle.grid, 0, bytearray(handle.manifest_nbytes)
         if (absence := self._load(handle, [MANIFEST], [page])) is not None:
-            return self._counting.absent(absence)
+            return self._absent(absence)
         try:
             manifest = Manifest.decode(page, handle.rows)
         except InvalidInputError:
-            return self._counting.absent(Absence.CORRUPT)
+            return self._absent(Absence.CORRUPT)
         # Only now is the handle known to be one that was put, and what it claims made room for.
         ids = wanted.room(handle.top_k, handle.dtype)
         cells = [cells_of(part) for part in ids]
@@ -128,15 +123,15 @@ class MooncakeRollouts:
         for batch in batches(numbers, [grid.nbytes_of(p) for p in numbers], BATCH_NBYTES):
             room = [bytearray(grid.nbytes_of(part)) for part in batch]
             if (absence := self._load(handle, batch, room)) is not None:
-                return self._counting.absent(absence)
+                return self._absent(absence)
             for part, content in zip(batch, room, strict=True):
                 grid.paste(part, content, cells, wanted.layers, wanted.rows)
                 nbytes += len(content)
         try:
             found = handle.routes(ids, manifest, wanted)
         except InvalidInputError:
-            return self._counting.absent(Absence.CORRUPT)
-        self._counting.add(hits=1, get_nbytes=nbytes)
+            return self._absent(Absence.CORRUPT)
+        self._count(hits=1, get_nbytes=nbytes)
         return found
 
     def delete(self, handle: RolloutHandle) -> None:
@@ -145,7 +140,7 @@ class MooncakeRollouts:
         if current is not None and current.put_id == handle.put_id:
             self.backend.delete([_pointer_key(handle.rollout_id, number) for number in range(POINTERS_MAX)])
         self._forget(handle)
-        self._counting.add(deletes=1)
+        self._count(deletes=1)
 
     def flush(self) -> None:
         self._check_open()
@@ -228,10 +223,6 @@ class MooncakeRollouts:
             except RecordError:
                 absence = Absence.CORRUPT
         return absence
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError("the rollout store is closed")
 
 
 MANIFEST: Final = -1

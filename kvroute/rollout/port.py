@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from cache_manager.errors import StoreClosedError
 from cache_manager.ports import Absence
 from kvroute.rollout.grid import Range
 from kvroute.rollout.handle import RolloutHandle
@@ -72,31 +73,35 @@ class RolloutStore(Protocol):
     def close(self) -> None: ...
 
 
-class Counting:
-    """Counters that several threads add to."""
+class CountingStore:
+    """What every store here has: counters that several threads add to, and an end. ``name`` is for messages."""
 
-    __slots__ = ("_counters", "_lock")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._closed = False
+        self._counting = threading.Lock()
         self._counters = RolloutCounters()
 
     @property
-    def now(self) -> RolloutCounters:
-        with self._lock:
+    def counters(self) -> RolloutCounters:
+        with self._counting:
             return self._counters
 
-    def add(self, **by: int) -> None:
-        with self._lock:
+    def _count(self, **by: int) -> None:
+        with self._counting:
             self._counters = replace(self._counters, **{k: getattr(self._counters, k) + n for k, n in by.items()})
 
-    def absent(self, absence: Absence) -> Absence:
+    def _absent(self, absence: Absence) -> Absence:
         """Count an absence, and answer it."""
         if absence is Absence.CORRUPT:
-            self.add(corrupt=1)
+            self._count(corrupt=1)
         else:
-            self.add(misses=1)
+            self._count(misses=1)
         return absence
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"{self._name} is closed")
 
-__all__ = ["Counting", "RolloutCounters", "RolloutStore"]
+
+__all__ = ["CountingStore", "RolloutCounters", "RolloutStore"]

@@ -8,38 +8,33 @@ from typing import Final
 
 import numpy as np
 
-from cache_manager.errors import InvalidInputError, StoreClosedError
+from cache_manager.errors import InvalidInputError
 from cache_manager.ports import Absence
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.grid import Range, Selection
 from kvroute.rollout.handle import PUT_ID_NBYTES, RolloutHandle
 from kvroute.rollout.ids import checked_id
-from kvroute.rollout.port import Counting, RolloutCounters
+from kvroute.rollout.port import CountingStore
 from kvroute.rollout.settings import CutSettings
 from kvroute.routes import Routes
 
 SCHEME: Final = "response"
 
 
-class ResponseRollouts:
+class ResponseRollouts(CountingStore):
     """A ``RolloutStore`` that keeps nothing: ``find`` answers ``None``, and deleting changes nothing.
 
     The rows are in ``handle.inline``, as :meth:`Routes.to_bytes` has them.
     """
 
     def __init__(self) -> None:
-        self._counting = Counting()
-        self._closed = False
-
-    @property
-    def counters(self) -> RolloutCounters:
-        return self._counting.now
+        super().__init__("the rollout store")
 
     def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
         self._check_open()
         checked_id(rollout_id)
         grid, inline = CutSettings(fused=True).grid(routes), routes.to_bytes()
-        self._counting.add(puts=1, put_nbytes=routes.ids.nbytes)
+        self._count(puts=1, put_nbytes=routes.ids.nbytes)
         return RolloutHandle.of(SCHEME, rollout_id, os.urandom(PUT_ID_NBYTES), routes, grid, inline=inline)
 
     def find(self, rollout_id: str) -> RolloutHandle | None:
@@ -53,15 +48,15 @@ class ResponseRollouts:
         self._check_open()
         wanted = Selection.of(handle.layer_ids, (handle.start, handle.stop), layers, spans)
         if not handle.inline:
-            return self._counting.absent(Absence.MISS)
+            return self._absent(Absence.MISS)
         try:
             routes = Routes.from_bytes(handle.inline, checked=True)
             for name in ("start", "stop", "layer_ids", "num_layers", "num_experts", "top_k"):
                 if getattr(routes, name) != getattr(handle, name):
                     raise InvalidInputError(f"inline {name}", getattr(handle, name), getattr(routes, name))
         except InvalidInputError:
-            return self._counting.absent(Absence.CORRUPT)
-        self._counting.add(hits=1, get_nbytes=routes.ids.nbytes)
+            return self._absent(Absence.CORRUPT)
+        self._count(hits=1, get_nbytes=routes.ids.nbytes)
         return [
             layers_of(routes.slice(handle.start + first, handle.start + last), wanted.layers)
             for first, last in wanted.rows
@@ -70,17 +65,13 @@ class ResponseRollouts:
     def delete(self, handle: RolloutHandle) -> None:
         self._check_open()
         checked_id(handle.rollout_id)
-        self._counting.add(deletes=1)
+        self._count(deletes=1)
 
     def flush(self) -> None:
         self._check_open()
 
     def close(self) -> None:
         self._closed = True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError("the rollout store is closed")
 
 
 def layers_of(routes: Routes, layers: Sequence[int]) -> Routes:

@@ -199,7 +199,7 @@ def test_a_stranger_adds_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     entries: Callable[..., list[EntryPoint]] = lambda group, name=None: [  # noqa: E731
         e for e in [entry] if group == kvroute.rollout.GROUP and name in (None, e.name)
     ]
-    monkeypatch.setattr(kvroute.rollout, "entry_points", entries)
+    monkeypatch.setattr("cache_manager.storage.entry_points", entries)
     assert isinstance(open_rollouts("mine:"), ResponseRollouts)
     with pytest.raises(ConfigError, match="file, mine, mooncake, response"):
         open_rollouts("other:")
