@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from cache_manager.errors import RecordError
 from cache_manager.keys import BlockKey
 from cache_manager.record import Buffer, RecordHeader
+
+_T = TypeVar("_T")
 
 
 def rounds(keys: Iterable[BlockKey]) -> list[list[int]]:
@@ -27,6 +31,27 @@ def rounds(keys: Iterable[BlockKey]) -> list[list[int]]:
     return found
 
 
+def chunks(
+    items: Iterable[_T], nbytes: Callable[[_T], int], room_nbytes: int, items_max: float = math.inf
+) -> Iterator[list[_T]]:
+    """``items`` in lists of at most ``items_max`` that have at most ``room_nbytes`` together, or one item.
+
+    >>> list(chunks([3, 1, 1, 9, 2], nbytes=int, room_nbytes=4))
+    [[3, 1], [1], [9], [2]]
+    """
+    chunk: list[_T] = []
+    room = room_nbytes
+    for item in items:
+        size = nbytes(item)
+        if chunk and (size > room or len(chunk) == items_max):
+            yield chunk
+            chunk, room = [], room_nbytes
+        chunk.append(item)
+        room -= size
+    if chunk:
+        yield chunk
+
+
 def flat(header: RecordHeader, payload: Buffer) -> memoryview:
     """The payload's bytes; :class:`RecordError` unless they are as many as the header says, and side by side."""
     view = memoryview(payload)
@@ -35,4 +60,4 @@ def flat(header: RecordHeader, payload: Buffer) -> memoryview:
     return view.cast("B")
 
 
-__all__ = ["flat", "rounds"]
+__all__ = ["chunks", "flat", "rounds"]

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -165,18 +165,4 @@ class Selection:
         return [np.empty((b - a, len(self.layers), top_k), dtype) for a, b in self.rows]
 
 
-def batches(items: Sequence[int], nbytes: Sequence[int], batch_nbytes: int) -> Iterator[list[int]]:
-    """``items`` in lists that have at most ``batch_nbytes`` together, or one item."""
-    batch: list[int] = []
-    room = batch_nbytes
-    for item, size in zip(items, nbytes, strict=True):
-        if batch and size > room:
-            yield batch
-            batch, room = [], batch_nbytes
-        batch.append(item)
-        room -= size
-    if batch:
-        yield batch
-
-
-__all__ = ["PART_NBYTES", "PART_NBYTES_MAX", "PART_NBYTES_MIN", "Grid", "Range", "Selection", "batches", "cells_of"]
+__all__ = ["PART_NBYTES", "PART_NBYTES_MAX", "PART_NBYTES_MIN", "Grid", "Range", "Selection", "cells_of"]

@@ -22,8 +22,9 @@ from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import Buffer, RecordHeader, check_record, checksum
 from cache_manager.storage import open_store
+from cache_manager.storage.batch import chunks
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.grid import Range, Selection, batches, cells_of
+from kvroute.rollout.grid import Range, Selection, cells_of
 from kvroute.rollout.handle import PUT_ID_NBYTES, Manifest, RolloutHandle
 from kvroute.rollout.ids import checked_id
 from kvroute.rollout.port import CountingStore
@@ -71,7 +72,7 @@ class MooncakeRollouts(CountingStore):
         numbers = range(grid.parts)
         try:
             with self._undone(handle):
-                for batch in batches(numbers, [grid.nbytes_of(p) for p in numbers], BATCH_NBYTES):
+                for batch in chunks(numbers, grid.nbytes_of, BATCH_NBYTES):
                     self._store(handle, batch, [grid.cut(cells, part).data for part in batch])
                 self._store(handle, [MANIFEST], [manifest])
                 self._point(handle)
@@ -120,7 +121,7 @@ class MooncakeRollouts(CountingStore):
         ids = wanted.room(handle.top_k, handle.dtype)
         cells = [cells_of(part) for part in ids]
         numbers = grid.needed(wanted.layers, wanted.rows)
-        for batch in batches(numbers, [grid.nbytes_of(p) for p in numbers], BATCH_NBYTES):
+        for batch in chunks(numbers, grid.nbytes_of, BATCH_NBYTES):
             room = [bytearray(grid.nbytes_of(part)) for part in batch]
             if (absence := self._load(handle, batch, room)) is not None:
                 return self._absent(absence)

@@ -10,12 +10,13 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from cache_manager.errors import StorageError, StoreUnavailableError
 from cache_manager.keys import BlockKey
 from cache_manager.spec import align
+from cache_manager.storage.batch import chunks
 from cache_manager.storage.breaker import Breaker
 from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.arena import Arena, Ranges
@@ -91,7 +92,9 @@ class Link:
         codes: list[int] = []
         error: StorageError | None = None
         try:
-            for chunk in self._chunks(items, nbytes):
+            for chunk in chunks(
+                items, lambda item: align(nbytes(item)), self.arena.slot_nbytes, wire.KEYS_PER_CALL_MAX
+            ):
                 codes += call(chunk)
         except StorageError as stopped:
             error = stopped
@@ -101,20 +104,6 @@ class Link:
         if failures and len(failures) == len(codes):
             raise error or StorageError(f"Mooncake at {self.settings.master}: {wire.describe(failures[0])}")
         return codes
-
-    def _chunks(self, items: Sequence[_T], nbytes: Callable[[_T], int]) -> Iterator[list[_T]]:
-        """What one native call may have: so many names, and a slot of the arena."""
-        chunk: list[_T] = []
-        room = self.arena.slot_nbytes
-        for item in items:
-            size = align(nbytes(item))
-            if chunk and (len(chunk) == wire.KEYS_PER_CALL_MAX or size > room):
-                yield chunk
-                chunk, room = [], self.arena.slot_nbytes
-            chunk.append(item)
-            room -= size
-        if chunk:
-            yield chunk
 
     def ask(
         self, breaker: Breaker, what: type[wire.Exist | wire.Remove], keys: Sequence[BlockKey], give_up_s: float
