@@ -15,14 +15,15 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Final
 
 from cache_manager.errors import InvalidInputError, RecordError, StorageError
 from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import Buffer, RecordHeader, check_record, checksum
-from cache_manager.storage import open_store
 from cache_manager.storage.batch import chunks
+from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.grid import Range, Selection, cells_of
 from kvroute.rollout.handle import PUT_ID_NBYTES, Manifest, RolloutHandle
@@ -259,16 +260,9 @@ def open_mooncake_rollouts(url: StoreUrl) -> MooncakeRollouts:
     """
     cut = CutSettings.from_url(url)
     grouped = url.choice("groups", ("none", "plain"), "none") == "plain"
-    backend = open_store(_without(url, *CutSettings.PARAMETERS, "groups"))
-    names = getattr(backend, "name_groups", None) if grouped else None
-    return MooncakeRollouts(backend, cut, name_groups=names)
-
-
-def _without(url: StoreUrl, *names: str) -> str:
-    """The URL without some of its parameters."""
-    place, _, query = url.text.partition("?")
-    kept = [part for part in query.split("&") if part and part.partition("=")[0] not in names]
-    return f"{place}?{'&'.join(kept)}" if kept else place
+    of_store = {k: v for k, v in url.parameters.items() if k not in (*CutSettings.PARAMETERS, "groups")}
+    backend = open_mooncake_store(replace(url, parameters=of_store))
+    return MooncakeRollouts(backend, cut, name_groups=backend.name_groups if grouped else None)
 
 
 __all__ = ["MooncakeRollouts", "keys_of", "open_mooncake_rollouts"]
