@@ -1,5 +1,6 @@
-"""What every store asks first, before it touches a lock: is it open, and is this the process that opened it?
+"""Who may go on: what every store asks first, and whose turn a key is.
 
+Before a store touches a lock: is it open, and is this the process that opened it?
 A forked child has its parent's locks as they were at the fork, held by threads that it does not have. So the question
 comes before any lock, in every method, and once more under the lock where another thread may close meanwhile.
 """
@@ -7,10 +8,14 @@ comes before any lock, in every method, and once more under the lock where anoth
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from cache_manager.errors import StoreClosedError
+from cache_manager.errors import StorageError, StoreClosedError
+from cache_manager.keys import BlockKey
 
 
 class Guard:
@@ -39,6 +44,34 @@ class Guard:
         self._open = False
 
 
+class HeldKeys:
+    """Keys that a call works on while no other call does. ``changed`` guards them, and what else its owner says."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._held: set[BlockKey] = set()
+
+    @contextmanager
+    def hold(
+        self, keys: Collection[BlockKey], *, free: bool = False, wait_s: float | None = None
+    ) -> Iterator[set[BlockKey]]:
+        """Within the block these are the caller's; of several calls each holds what it wants at once, or waits.
+
+        ``free``: only those that nobody holds now. :class:`StorageError` when ``wait_s`` is over.
+        """
+        with self.changed:
+            if not free and not self.changed.wait_for(lambda: self._held.isdisjoint(keys), wait_s):
+                raise StorageError("another call with the same keys did not end in time")
+            mine = set(keys) - self._held
+            self._held |= mine
+        try:
+            yield mine
+        finally:
+            with self.changed:
+                self._held -= mine
+                self.changed.notify_all()
+
+
 class ClosingStore:
     """``with open_store(url) as store:`` closes the store at the end."""
 
@@ -54,4 +87,4 @@ class ClosingStore:
         raise NotImplementedError
 
 
-__all__ = ["ClosingStore", "Guard"]
+__all__ = ["ClosingStore", "Guard", "HeldKeys"]

@@ -12,8 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -24,7 +24,7 @@ from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import Buffer, RecordHeader, check_record, covers, takes_the_place
 from cache_manager.storage.batch import flat, rounds
-from cache_manager.storage.guard import ClosingStore, Guard
+from cache_manager.storage.guard import ClosingStore, Guard, HeldKeys
 from cache_manager.storage.url import StoreUrl
 
 OWED_MAX: Final = 262_144
@@ -166,8 +166,8 @@ class TieredStore(ClosingStore):
             raise ConfigError("tiered: store parameter pause_ms", f"1 to {PAUSE_MS_MAX}", pause_ms)
         self.pause_ms = pause_ms
         self._guard = Guard("tiered store")
-        self._lock = threading.Condition()
-        self._busy: set[BlockKey] = set()  # keys that a call may change
+        self._keys = HeldKeys()  # that a call may change
+        self._lock = self._keys.changed
         self._hidden: set[BlockKey] = set()  # of these, those that are changing: in one tier and not yet in all
         self._tiers = [Tier(name, backend, pause_ms / 1e3, self._lock) for name, backend in tiers.items()]
 
@@ -183,7 +183,7 @@ class TieredStore(ClosingStore):
         self._guard.check()
         records = [(header, flat(header, payload)) for header, payload in zip(headers, payloads, strict=True)]
         stored: dict[BlockKey, RecordHeader | None] = {}
-        with self._holding({header.key for header in headers}):
+        with self._keys.hold({header.key for header in headers}):
             for once in rounds(header.key for header in headers):
                 stored |= self._put({headers[i].key: records[i] for i in once}, replace=replace)
         return [stored[header.key] for header in headers]
@@ -244,7 +244,7 @@ class TieredStore(ClosingStore):
             hits: dict[BlockKey, Offer] = {}
             bad: list[BlockKey] = []
             # Nobody changes a key until it is in front, too: what was replaced or deleted meanwhile is not put there.
-            with self._holding([keys[i] for i in left] if depth else (), free=True) as held:
+            with self._keys.hold([keys[i] for i in left] if depth else (), free=True) as held:
                 asked = self._shown(tier, left, keys)
                 get = partial(tier.backend.get_into, [keys[i] for i in asked], [buffers[i] for i in asked])
                 if isinstance(answers := tier.call("reads", len(asked), get), StorageError):
@@ -290,7 +290,7 @@ class TieredStore(ClosingStore):
     def delete(self, keys: Sequence[BlockKey]) -> None:
         self._guard.check()
         wanted = set(keys)
-        with self._holding(wanted):
+        with self._keys.hold(wanted):
             with self._lock:
                 if any(len(tier.owed.keys() | wanted) > OWED_MAX for tier in self._tiers):
                     raise StorageError(f"more than {OWED_MAX} deletions wait for a tier that does not work")
@@ -307,7 +307,7 @@ class TieredStore(ClosingStore):
         for tier in self._tiers:
             with self._lock:
                 owed = list(tier.owed)
-            with self._holding(owed):
+            with self._keys.hold(owed):
                 if error := tier.pay(owed, anyway=True) or tier.do(0, tier.backend.flush, anyway=True):
                     errors.append(error)
         _raise(errors)
@@ -341,21 +341,6 @@ class TieredStore(ClosingStore):
                 rest.callback(tier.close, errors)
         _raise(errors)
 
-    @contextmanager
-    def _holding(self, keys: Collection[BlockKey], *, free: bool = False) -> Iterator[set[BlockKey]]:
-        """No other call changes these keys meanwhile. ``free``: only those that no other call changes now."""
-        with self._lock:
-            if not free:
-                self._lock.wait_for(lambda: self._busy.isdisjoint(keys))
-            held = set(keys) - self._busy
-            self._busy |= held
-        try:
-            yield held
-        finally:
-            with self._lock:
-                self._busy -= held
-                self._lock.notify_all()
-
     def _shown(self, tier: Tier, wanted: Iterable[int], keys: Sequence[BlockKey]) -> list[int]:
         """Of the keys numbered ``wanted``, those that may be read from a tier."""
         with self._lock:
@@ -367,7 +352,7 @@ class TieredStore(ClosingStore):
             if not tier.owed:
                 return
             others = [key for key, _ in zip(tier.owed, range(PAID_MAX), strict=False) if key not in mine]
-        with self._holding(others, free=True) as free:
+        with self._keys.hold(others, free=True) as free:
             tier.pay([*mine, *free])
 
 

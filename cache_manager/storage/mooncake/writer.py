@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from cache_manager.errors import RecordError, StorageError
@@ -18,6 +18,7 @@ from cache_manager.keys import BlockKey
 from cache_manager.record import Buffer, RecordHeader, pack_header, takes_the_place, unpack_header
 from cache_manager.spec import align
 from cache_manager.storage.batch import flat, rounds
+from cache_manager.storage.guard import HeldKeys
 from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.link import Link
 from cache_manager.storage.mooncake.master import pool_usage
@@ -48,12 +49,12 @@ class Writer:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._busy: set[BlockKey] = set()
-        self._free = threading.Condition()  # and guards the groups
+        self._keys = HeldKeys()
+        self._lock = threading.Lock()  # of the groups
         self._groups: OrderedDict[BlockKey, str] = OrderedDict()
 
     def name_groups(self, groups: Mapping[BlockKey, str]) -> None:
-        with self._free:
+        with self._lock:
             for key, group in groups.items():
                 self._groups[key] = group
                 self._groups.move_to_end(key)
@@ -73,25 +74,12 @@ class Writer:
         if any(record.nbytes > LARGE_NBYTES for record in records):
             limit = min(limit, self._pool_nbytes(give_up_s))
         answers: Answers = {}
-        with self._alone({header.key for header in headers}, give_up_s):
+        with self._keys.hold({header.key for header in headers}, wait_s=give_up_s - time.monotonic()):
             for once in rounds(header.key for header in headers):
                 todo = {records[i].header.key: records[i] for i in once if align(records[i].nbytes) <= limit}
                 link.count(too_large=len(once) - len(todo))
                 self._put_all(todo, answers, give_up_s, replace=replace)
         return [answers.get(header.key) for header in headers]
-
-    @contextmanager
-    def _alone(self, keys: set[BlockKey], give_up_s: float) -> Iterator[None]:
-        with self._free:
-            if not self._free.wait_for(lambda: self._busy.isdisjoint(keys), max(give_up_s - time.monotonic(), 0)):
-                raise StorageError("another thread's put of the same keys did not end in time")
-            self._busy |= keys
-        try:
-            yield
-        finally:
-            with self._free:
-                self._busy -= keys
-                self._free.notify_all()
 
     def _put_all(self, todo: dict[BlockKey, Outgoing], answers: Answers, give_up_s: float, *, replace: bool) -> None:
         """Put, and again for a while what the pool cannot take now: it is full, or an older object was in the way."""
@@ -146,7 +134,7 @@ class Writer:
         """``""`` for a key without a group; empty when no key has one."""
         if not self._groups:
             return []
-        with self._free:
+        with self._lock:
             groups = [self._groups.get(key, "") for key in keys]
         return groups if any(groups) else []
 
