@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Final, Self
@@ -119,7 +117,6 @@ class RoutingReplayManager:
         *,
         store: RolloutStore | None = None,
         limits: ReplayLimits | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not config.enable_routing_replay:
             raise ConfigError("enable_routing_replay", "true, for there to be a manager", False)
@@ -128,7 +125,6 @@ class RoutingReplayManager:
         self.config = config.fitted(spec)
         self.spec = spec
         self.limits = limits or ReplayLimits()
-        self._clock = clock
         self.store = open_rollouts(config.rollout_url) if store is None else store
         self._journals: dict[tuple[str, int], RequestJournal] = {}
         self._changed = threading.Condition()
@@ -207,18 +203,18 @@ class RoutingReplayManager:
         with self._changed:
             return self._counters
 
-    def flush(self, timeout_s: float | None = None) -> None:
+    def flush(self) -> None:
         """Return when what was submitted before is stored, and on stable storage, as far as the store has any.
 
-        ``StorageError`` when that takes longer than ``timeout_s`` (``limits.close_s``), and when the store cannot do
-        it. A rollout that could not be stored is its ticket's to tell.
+        ``StorageError`` when that takes longer than ``limits.close_s``, and when the store cannot do it. A rollout that
+        could not be stored is its ticket's to tell.
         """
         with self._changed:
             self._check_open()
-        self._drain(self.limits.close_s if timeout_s is None else timeout_s)
+        self._drain()
         self.store.flush()
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self) -> None:
         """Store what was submitted, make it durable, close the store; idempotent.
 
         Raises ``StorageError`` that names what was not stored and whose ticket nobody has asked, and what the store
@@ -230,7 +226,7 @@ class RoutingReplayManager:
             self._closing = True
         problems: list[str] = []
         try:
-            self._drain(self.limits.close_s if timeout_s is None else timeout_s)
+            self._drain()
         except StorageError as error:
             problems.append(str(error))
         with self._changed:
@@ -311,15 +307,11 @@ class RoutingReplayManager:
             with self._changed:
                 self._count(turns_deleted=int(handle is not None))
 
-    def _drain(self, timeout_s: float) -> None:
-        give_up_s = self._clock() + timeout_s
+    def _drain(self) -> None:
+        limit_s = self.limits.close_s
         with self._changed:
-            while self._waiting or self._busy:
-                left_s = give_up_s - self._clock()
-                if left_s <= 0:
-                    counts = self._counters
-                    raise StorageError(f"{counts.waiting} rollouts are not stored after {timeout_s:.1f} s")
-                self._changed.wait(left_s)
+            if not self._changed.wait_for(lambda: not (self._waiting or self._busy), limit_s):
+                raise StorageError(f"{self._counters.waiting} rollouts are not stored after {limit_s:.1f} s")
 
     # ---------------------------------------------------------------- held: _changed
 
