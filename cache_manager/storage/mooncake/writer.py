@@ -70,9 +70,8 @@ class Writer:
             records.append(Outgoing(header, packed, flat(header, payload), len(packed) + header.payload_nbytes))
         link = self._link
         link.header_room = max([link.header_room, *(len(record.packed) for record in records)])
-        limit = link.arena.slot_nbytes
-        if any(record.nbytes > LARGE_NBYTES for record in records):
-            limit = min(limit, self._pool_nbytes(give_up_s))
+        large = any(record.nbytes > LARGE_NBYTES for record in records)
+        limit = self._pool_nbytes(give_up_s) if large else link.arena.slot_nbytes
         answers: Answers = {}
         with self._keys.hold({header.key for header in headers}, wait_s=give_up_s - time.monotonic()):
             for once in rounds(header.key for header in headers):
@@ -157,12 +156,13 @@ class Writer:
 
         codes = link.each(link.reads, taken, lambda record: len(record.packed), look)
         older: list[BlockKey] = []
-        for (offered, *_), code in zip(taken, codes, strict=True):
-            stored = _header(heads.get(offered.key, b""), offered.key)
-            if stored is not None and not takes_the_place(offered, stored, replace=replace):
-                answers[offered.key] = stored
+        for record, code in zip(taken, codes, strict=True):
+            key = record.header.key
+            stored = _header(heads.get(key, b""), key)
+            if stored is not None and not takes_the_place(record.header, stored, replace=replace):
+                answers[key] = stored
             elif code >= 0 or code == wire.INVALID:  # to be replaced; or shorter than a header: no record
-                older.append(offered.key)
+                older.append(key)
         codes = link.ask(link.writes, wire.Remove, older, give_up_s)
         return not all(map(wire.is_failure, codes))
 
