@@ -128,7 +128,8 @@ class RecordStore:
     def _read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence | None]:
         """Every record verified and in its buffer; ``None`` for one that is corrupt though the backend did not say so.
 
-        From where the records lie, as many at once as the backend lends, else behind a copy.
+        From where the records lie, as many at once as the backend lends, else behind a copy. What comes behind a part
+        that failed is a miss beside what was read.
         """
         lending = self._lending
         at_once = lending.lent_nbytes_max // self._nbytes if lending is not None else 0
@@ -141,6 +142,10 @@ class RecordStore:
                 found += self._borrowed(lending, some, room)
             except NoSpaceError:
                 found += self._copied(some, room)
+            except StorageError:
+                if not found:
+                    raise
+                return found + [Absence.MISS] * (len(keys) - len(found))
         return found
 
     def _borrowed(

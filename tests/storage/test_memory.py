@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_manager.errors import NoSpaceError, RecordError
+from cache_manager.errors import NoSpaceError, RecordError, StorageError
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.spec import align
 from cache_manager.storage.memory import MemoryStore
@@ -124,4 +124,38 @@ def test_a_store_that_is_closed_leaves_what_it_has_lent() -> None:
         backend.close()
         assert isinstance(found[0], tuple)
         assert bytes(found[0][1]) == payload_of(1)
+    backend.close()
+
+
+class Lender(MemoryStore):
+    """Counts what is borrowed; fails from the call numbered ``fails_at`` on."""
+
+    def __init__(self, capacity_nbytes: int) -> None:
+        super().__init__(capacity_nbytes)
+        self.parts: list[int] = []
+        self.fails_at = 0
+
+    def borrow(self, keys):
+        self.parts.append(len(keys))
+        if 0 < self.fails_at <= len(self.parts):
+            raise StorageError("on purpose")
+        return super().borrow(keys)
+
+
+def test_a_batch_larger_than_is_lent_at_once_is_borrowed_in_parts() -> None:
+    """Goal: no record is summed twice, and a part that fails costs no other one. Method: a store that lends four
+    records at once, asked for ten; then one that fails at the second part, and at the first.
+    """
+    backend = Lender(8 * LAYOUT.nbytes)
+    store = RecordStore(backend, LAYOUT)
+    put(store, range(8))
+    wanted = [*(payload_of(n) for n in range(8)), Absence.MISS, Absence.MISS]
+    assert get(store, range(10)) == wanted
+    assert backend.parts == [4, 4, 2]
+    backend.parts, backend.fails_at = [], 2
+    assert get(store, range(10)) == wanted[:4] + [Absence.MISS] * 6
+    backend.parts, backend.fails_at = [], 1
+    with pytest.raises(StorageError, match="on purpose"):
+        get(store, range(10))
+    assert store.counters.hits + store.counters.misses == 20
     backend.close()
