@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import msgspec
 import pytest
 
 from cache_manager.errors import StorageError, StoreFormatError
+from cache_manager.ports import Absence
 from cache_manager.record import pack_header
 from cache_manager.storage.disk import SystemDisk
 from cache_manager.storage.file import FileReader, FileStore, fsck
 from cache_manager.storage.file.recovery import read_on
-from cache_manager.storage.file.segment import PAGE_NBYTES, UNSOUND
-from cache_manager.testing.records import get, header_of, payload_of, put
+from cache_manager.storage.file.segment import ENTRY_NBYTES, FRAME_NBYTES, PAGE_NBYTES, UNSOUND, pack_index
+from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 from tests.storage.file_stores import opened, segments
 
 OPENERS: list[Callable[[Path], object]] = [
@@ -102,3 +104,27 @@ def test_a_check_does_not_read_holes(tmp_path: Path) -> None:
     (aside,) = segments(tmp_path)
     assert (aside.suffix, aside.stat().st_size) == (".aside", 1 << 42)  # nothing is erased
     assert fsck(tmp_path).sound
+
+
+@pytest.mark.parametrize("opener", OPENERS, ids=["writer", "reader", "fsck", "repair"])
+def test_an_index_that_names_headers_too_short_to_be_any_is_no_index(
+    tmp_path: Path, opener: Callable[[Path], object]
+) -> None:
+    """Goal: no stranger's file ends a call. Method: 68 bytes with a key and their own sum, and an index that fits."""
+    with opened(tmp_path) as store:
+        assert all(put(store, range(8)))
+    path = segments(tmp_path)[0]
+    raw = bytearray(path.read_bytes())
+    page, frame = raw[:PAGE_NBYTES], raw[-FRAME_NBYTES:]
+    end = int.from_bytes(frame[24:32], "little")
+    rows = raw[end + FRAME_NBYTES : end + FRAME_NBYTES + 6 * ENTRY_NBYTES]
+    first = raw[PAGE_NBYTES : PAGE_NBYTES + 64]
+    sum_ = zlib.crc32(first).to_bytes(4, "little")
+    raw[PAGE_NBYTES + 64 : PAGE_NBYTES + 68] = sum_
+    rows[56:64] = (68).to_bytes(4, "little") + sum_
+    raw[end:] = pack_index(1, bytes(page[24:40]), end, rows, bytes(6))
+    path.write_bytes(raw)
+    found = opener(tmp_path)
+    if isinstance(found, FileStore | FileReader):
+        assert found.get_into([key_of(0)], [memoryview(bytearray(LAYOUT.nbytes))]) == [Absence.MISS]
+        found.close()

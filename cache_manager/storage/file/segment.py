@@ -24,7 +24,16 @@ import numpy as np
 
 from cache_manager.errors import StoreFormatError
 from cache_manager.keys import BlockKey
-from cache_manager.record import MAGIC, START, Buffer, RecordHeader, checksum, pack_header
+from cache_manager.record import (
+    HEADER_NBYTES_MAX,
+    HEADER_NBYTES_MIN,
+    MAGIC,
+    START,
+    Buffer,
+    RecordHeader,
+    checksum,
+    pack_header,
+)
 from cache_manager.spec import align
 from cache_manager.storage.disk import Disk, read_all
 
@@ -216,9 +225,12 @@ def read_index(
 
 
 def _is_in_order(rows: bytearray, end: int) -> bool:
-    """Whether records lie behind each other, within the page and ``end``."""
+    """Whether records with headers that can be some lie behind each other, within the page and ``end``."""
     table = np.frombuffer(rows, ENTRY_DTYPE)
-    sizes = table["header_nbytes"].astype(np.uint64) + (table["payload_nbytes"] + np.uint64(63)) // 64 * np.uint64(64)
+    headers = table["header_nbytes"]
+    if ((headers < HEADER_NBYTES_MIN) | (headers > HEADER_NBYTES_MAX)).any():
+        return False
+    sizes = headers.astype(np.uint64) + (table["payload_nbytes"] + np.uint64(63)) // 64 * np.uint64(64)
     after = np.concatenate([np.array([PAGE_NBYTES], np.uint64), table["offset"] + sizes])
     starts = np.concatenate([table["offset"], np.array([end], np.uint64)])
     last = np.uint64(end)
