@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from hypothesis import strategies as st
 from cache_manager.errors import StorageError, StoreFormatError, StoreLockedError, StoreMissingError
 from cache_manager.ports import Absence
 from cache_manager.record import header_nbytes, pack_header
+from cache_manager.storage.disk import SystemDisk
 from cache_manager.storage.file import FsckReport, SegmentReport, fsck
-from cache_manager.storage.file.segment import PAGE_NBYTES
+from cache_manager.storage.file.directory import StoreDirectory
+from cache_manager.storage.file.segment import ENTRY_NBYTES, PAGE_NBYTES, pack_index, read_index
 from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 from kvroute.cli import FAILED, USAGE, main
@@ -146,6 +149,60 @@ def test_what_is_wrong_is_named_repaired_and_then_right(
     with opened(tmp_path) as store:
         assert all(put(store, range(RECORDS)))
         assert get(store, range(RECORDS)) == [payload_of(n) for n in range(RECORDS)]
+
+
+def another_field(header: bytearray) -> None:
+    header[72] ^= 1  # a bit of the generation; the sums stay
+
+
+def another_header(header: bytearray) -> None:
+    header[72] ^= 1
+    header[-4:] = zlib.crc32(header[:-4]).to_bytes(4, "little")
+
+
+def another_version(header: bytearray) -> None:
+    header[4] ^= 1
+    header[-4:] = zlib.crc32(header[:-4]).to_bytes(4, "little")
+
+
+def unharmed(_: bytearray) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("harm", "named_key", "named_sum"),
+    [
+        (another_field, 2, False),
+        (another_header, 2, False),
+        (another_version, 2, True),
+        (unharmed, 99, True),
+    ],
+)
+def test_a_record_is_sound_only_with_the_very_header_that_its_index_names(
+    tmp_path: Path, harm: Callable[[bytearray], None], named_key: int, named_sum: bool
+) -> None:
+    """Goal: each thing that is compared counts. Method: a header and its index that differ in that thing alone.
+
+    The index names a key, and the sum that the header ended in when it was put or, with ``named_sum``, ends in now.
+    """
+    path = segments(filled(tmp_path))[0]
+    raw, store_id = bytearray(path.read_bytes()), StoreDirectory.existing(tmp_path).store_id
+    with path.open("rb") as file:
+        found = read_index(SystemDisk(), file.fileno(), len(raw), 1, store_id)
+    assert found is not None
+    rows, states, end = found
+    header = raw[at(2) : at(2) + HEADER_NBYTES]
+    harm(header)
+    raw[at(2) : at(2) + HEADER_NBYTES] = header
+    rows[2 * ENTRY_NBYTES : 2 * ENTRY_NBYTES + 32] = key_of(named_key)
+    if named_sum:
+        rows[3 * ENTRY_NBYTES - 4 : 3 * ENTRY_NBYTES] = header[-4:]
+    raw[end:] = pack_index(1, store_id, end, rows, states)
+    path.write_bytes(raw)
+    assert [segment.corrupt for segment in fsck(tmp_path).segments] == [1, 0, 0]
+    fsck(tmp_path, repair=True)
+    assert served(tmp_path) == set(range(RECORDS)) - {2, 3, 9}
+    assert fsck(tmp_path).sound
 
 
 @settings(max_examples=150)

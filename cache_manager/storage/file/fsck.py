@@ -16,16 +16,20 @@ import json
 import os
 import time
 from collections import Counter
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from cache_manager.errors import StorageError, StoreFormatError, StoreLockedError
 from cache_manager.storage.disk import Disk, SystemDisk
 from cache_manager.storage.file.directory import LockedDirectory, StoreDirectory, StoreLock
 from cache_manager.storage.file.files import Sync
-from cache_manager.storage.file.index import SegmentIndex
 from cache_manager.storage.file.limits import Limits
 from cache_manager.storage.file.pool import SegmentPool
 from cache_manager.storage.file.recovery import Content, read_segment, verify
@@ -40,7 +44,7 @@ from cache_manager.storage.file.segment import (
     parse_name,
     unpack_entry,
 )
-from cache_manager.storage.file.table import Segment
+from cache_manager.storage.file.table import Segment, replaced
 
 _COLUMNS: Final = {
     "bytes": "nbytes",
@@ -52,6 +56,8 @@ _COLUMNS: Final = {
     "unreadable": "unreadable",
     "lost bytes": "lost_nbytes",
 }
+_THREADS: Final = 2
+"""While one waits for the disk, or copies what that gave, the other sums."""
 _NO_LIMIT: Final = Limits(1 << 62, 1 << 54)
 
 
@@ -148,55 +154,73 @@ def fsck(directory: Path, *, repair: bool = False, disk: Disk | None = None) -> 
     way than by sectors that it cannot read, which leaves repaired what was repaired before.
     """
     disk = disk or SystemDisk()
-    opened = StoreDirectory.existing(directory)
-    index = SegmentIndex(disk, None, directory, time.time)
-    unsound: list[tuple[int, Entry]] = []  # sequences, and records that a repair marks
-    reports: list[SegmentReport] = []
-    found: list[tuple[Segment, Content]] = []
-    with ExitStack() as stack:
-        stack.callback(opened.close)
-        stack.callback(index.release)
+    with closing(StoreDirectory.existing(directory)) as opened:
         lock, writer = _lock(opened, repair=repair)
         try:
             unfinished = () if writer else tuple(opened.leftovers())
             files = opened.files()
-            for sequence, name in files.items():
-                try:
-                    segment, content = read_segment(opened, disk, sequence, name, payloads=True)
-                except FileNotFoundError:
-                    continue  # a live writer has dropped it
-                except StoreFormatError as error:
-                    nbytes = os.stat(name, dir_fd=opened.fd).st_size
-                    reports.append(SegmentReport(name, nbytes, refused=str(error)))
-                    continue
-                wrong = _verified(disk, segment, content, newest=sequence == max(files))
-                unsound += [(sequence, entry) for entry in wrong]
-                found.append((segment, content))
+            check = partial(_check, opened, disk, newest=max(files, default=0), beside_writer=writer is not None)
+            with ThreadPoolExecutor(_THREADS) as pool:
+                checked = [each for each in pool.map(check, files.items()) if each is not None]
             foreign = tuple(name for name in opened.names() if not _is_ours(name, unfinished))
         except OSError as error:
             raise StorageError(f"{directory}: cannot check the store: {error}") from error
         finally:
             if lock is not None:
                 lock.close()
-        older = Counter(segment.sequence for segment, _ in index.serve(found) if writer is None)
-        for segment, content in found:
-            live = writer is not None and segment.sequence == max(files)
-            reports.append(_report(segment, content, older[segment.sequence], live=live))
-        may = repair and not any(report.refused for report in reports)
-        if may:
-            _repair(directory, disk, unsound)
-        ordered = tuple(sorted(reports, key=lambda report: report.name))
-        return FsckReport(str(directory), ordered, unfinished, foreign, writer, may)
+    reports = [each.report for each in checked]
+    if writer is None:
+        for number, older in _older(checked).items():
+            reports[number] = replace(reports[number], records=reports[number].records - older, older=older)
+    may = repair and not any(report.refused for report in reports)
+    if may:
+        _repair(directory, disk, [(each.sequence, entry) for each in checked for entry in each.wrong])
+    ordered = tuple(sorted(reports, key=lambda report: report.name))
+    return FsckReport(str(directory), ordered, unfinished, foreign, writer, may)
 
 
-def _verified(disk: Disk, segment: Segment, content: Content, *, newest: bool) -> list[Entry]:
-    """Look at the records that an index names, too; those that the index, or a scan, should not serve."""
-    if not content.indexed:
-        return [] if newest else list(content.entries(UNSOUND))  # at the end of the newest opening cuts them away
-    before = bytes(content.states)
-    verify(disk, segment.fd, segment.size, content)
-    pairs = enumerate(zip(before, content.states, strict=True))
-    return [unpack_entry(content.rows, n) for n, (was, now) in pairs if now not in (was, UNREADABLE)]
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A segment without a look at the others; a repair marks what is ``wrong`` as deleted."""
+
+    sequence: int
+    report: SegmentReport
+    content: Content
+    wrong: list[Entry]
+
+
+def _check(
+    directory: StoreDirectory, disk: Disk, file: tuple[int, str], *, newest: int, beside_writer: bool
+) -> _Checked | None:
+    """Read all of a segment, by its sequence and name; ``None`` when a live writer has dropped it."""
+    sequence, name = file
+    try:
+        segment, content = read_segment(directory, disk, sequence, name, payloads=True)
+    except FileNotFoundError:
+        return None
+    except StoreFormatError as error:
+        nbytes = os.stat(name, dir_fd=directory.fd).st_size
+        return _Checked(sequence, SegmentReport(name, nbytes, refused=str(error)), Content(), [])
+    wrong = []
+    if content.indexed:
+        before = np.array(content.states)
+        verify(disk, segment.fd, segment.size, content)
+        after = np.array(content.states)
+        changed = np.flatnonzero((after != before) & (after != UNREADABLE))
+        wrong = [unpack_entry(content.rows, number) for number in changed.tolist()]
+    elif sequence != newest:  # at the end of the newest opening cuts them away
+        wrong = list(content.entries(UNSOUND))
+    segment.close()
+    return _Checked(sequence, _report(segment, content, live=beside_writer and sequence == newest), content, wrong)
+
+
+def _older(checked: Sequence[_Checked]) -> Counter[int]:
+    """How many copies give way to newer ones, as they do when a store is opened, by the places of their segments."""
+    rows = b"".join([each.content.rows for each in checked])
+    states = np.frombuffer(b"".join([each.content.states for each in checked]), np.uint8)
+    stops = np.cumsum([len(each.content.states) for each in checked])
+    older = [old for old, new in replaced(rows, states) if states[new] != UNREADABLE]
+    return Counter(np.searchsorted(stops, older, "right").tolist())
 
 
 def _lock(directory: StoreDirectory, *, repair: bool) -> tuple[StoreLock | None, str | None]:
@@ -217,18 +241,17 @@ def _is_ours(name: str, unfinished: tuple[str, ...]) -> bool:
     return name in (MARKER_NAME, LOCK_NAME, *unfinished) or parse_name(name) is not None
 
 
-def _report(segment: Segment, content: Content, older: int, *, live: bool) -> SegmentReport:
+def _report(segment: Segment, content: Content, *, live: bool) -> SegmentReport:
     states, torn = content.states, 0
     while torn < len(states) and states[-1 - torn] == UNSOUND and not content.indexed:
         torn += 1
     return SegmentReport(
         segment.name,
         segment.size,
-        records=states.count(LIVING) - older,
+        records=states.count(LIVING),
         deleted=states.count(DELETED),
         corrupt=states.count(UNSOUND) - torn,
         torn=0 if live else torn + (content.cut_short and not segment.aside),
-        older=older,
         unreadable=states.count(UNREADABLE),
         lost_nbytes=0 if live else content.lost_nbytes,
         page_damaged=not content.page_sound and not content.empty,

@@ -10,8 +10,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
+
+import numpy as np
 
 from cache_manager.errors import RecordError
 from cache_manager.record import (
@@ -20,7 +23,6 @@ from cache_manager.record import (
     MAGIC,
     RecordHeader,
     RunningChecksum,
-    checksum,
     payload_sum,
     unpack_header,
 )
@@ -29,6 +31,7 @@ from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.segment import (
     DEAD_MAGIC,
     DELETED,
+    ENTRY_DTYPE,
     ENTRY_NBYTES,
     INDEX_MAGIC,
     LIVING,
@@ -37,6 +40,7 @@ from cache_manager.storage.file.segment import (
     UNREADABLE,
     UNSOUND,
     Entry,
+    are_sound,
     header_is_dead,
     header_is_sound,
     pack_entry,
@@ -49,6 +53,8 @@ from cache_manager.storage.file.segment import (
 from cache_manager.storage.file.table import Segment
 
 _WINDOW_NBYTES: Final = 1 << 20
+_FEW: Final = 4
+"""So many records are looked at faster one by one than in one call."""
 _HEADER_NBYTES: Final = 1024
 _JOURNAL_NBYTES_MAX: Final = 64 << 20
 """A million records in one segment."""
@@ -123,20 +129,6 @@ class _Window:
         at = offset - self._start
         return self._view[at : min(at + nbytes, self._stop - self._start)]
 
-    def payload_is(self, offset: int, nbytes: int, sum_: int) -> bool:
-        """Whether the payload there is the one of that sum; a header can claim more than memory holds."""
-        left = nbytes
-        if left <= len(self._buffer):
-            return checksum(self.at(offset, left)) == sum_
-        found = RunningChecksum()
-        while left:
-            piece = self.at(offset, min(left, len(self._buffer)))
-            if not piece:
-                return False
-            found.update(piece)
-            offset, left = offset + len(piece), left - len(piece)
-        return bool(found.intdigest() == sum_)
-
 
 def read_segment(
     directory: StoreDirectory,
@@ -156,6 +148,8 @@ def read_segment(
     fd = directory.open(name, flags)
     segment = Segment(sequence, name, fd, os.fstat(fd).st_size, aside=name.endswith(".aside"))
     content, raw = Content(), bytearray(PAGE_NBYTES)
+    if payloads:  # read ahead from the start: after the page and the index the system would do so in single pages
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
     try:
         found = read_all(disk, fd, [raw], 0, PAGE_NBYTES)
         start = bytes(raw[: min(found, len(SEGMENT_MAGIC))])
@@ -274,22 +268,56 @@ def _header(window: _Window, at: int) -> tuple[RecordHeader | None, bytes, bool]
 
 
 def verify(disk: Disk, fd: int, size: int, content: Content) -> None:
-    """Look at every living record: header and payload. Changes the states of those that are not."""
-    window = _Window(disk, fd, size, _WINDOW_NBYTES)
-    for number, state in enumerate(content.states):
-        if state != LIVING:
-            continue
-        entry = unpack_entry(content.rows, number)
-        try:
-            raw = bytes(window.at(entry.offset, entry.header_nbytes))
-            if not header_is_sound(raw, entry):
-                state = DELETED if header_is_dead(raw, entry) else UNSOUND
-            elif not window.payload_is(entry.offset + len(raw), entry.payload_nbytes, payload_sum(raw)):
-                state = UNSOUND
-        except OSError as error:
-            content.count(error)
-            state = UNREADABLE
-        content.states[number] = state
+    """Look at every living record: header and payload. Changes the states of those that are not.
+
+    Many are read and looked at in one call; one that is not sound at first sight, or near which the disk gives nothing
+    back, is read again by itself.
+    """
+    if LIVING not in content.states:
+        return
+    table = np.frombuffer(content.rows, ENTRY_DTYPE)
+    living = np.flatnonzero(np.frombuffer(content.states, np.uint8) == LIVING)
+    starts = table["offset"][living]
+    stops = starts + table["header_nbytes"][living] + table["payload_nbytes"][living]
+    buffer = memoryview(bytearray(min(_WINDOW_NBYTES, size)))
+    at = 0
+    while at < len(living):
+        after = max(int(np.searchsorted(stops, starts[at] + np.uint64(len(buffer)), "right")), at + 1)
+        odd = some = living[at:after]
+        start, nbytes = int(starts[at]), int(stops[after - 1] - starts[at])
+        if len(some) > _FEW and nbytes <= len(buffer):
+            with suppress(OSError):  # whose it is shows below
+                if read_all(disk, fd, [buffer[:nbytes]], start, nbytes) == nbytes:
+                    odd = some[~are_sound(buffer, start, table[some])]
+        for number in odd.tolist():
+            content.states[number] = _look_at(disk, fd, unpack_entry(content.rows, number), content, buffer)
+        at = after
+
+
+def _look_at(disk: Disk, fd: int, entry: Entry, content: Content, buffer: memoryview) -> int:
+    """What has become of one record."""
+    raw = bytearray(entry.header_nbytes)
+    try:
+        read_all(disk, fd, [raw], entry.offset, len(raw))
+        if not header_is_sound(raw, entry):
+            return DELETED if header_is_dead(raw, entry) else UNSOUND
+        payload = _sum_of(disk, fd, entry.offset + len(raw), entry.payload_nbytes, buffer)
+        return LIVING if payload == payload_sum(raw) else UNSOUND
+    except OSError as error:
+        content.count(error)
+        return UNREADABLE
+
+
+def _sum_of(disk: Disk, fd: int, offset: int, nbytes: int, buffer: memoryview) -> int | None:
+    """The sum of a payload; ``None`` where the file ends within it. A header can claim more than memory holds."""
+    found, stop = RunningChecksum(), offset + nbytes
+    while offset < stop:
+        piece = buffer[: stop - offset]
+        if read_all(disk, fd, [piece], offset, len(piece)) < len(piece):
+            return None
+        found.update(piece)
+        offset += len(piece)
+    return found.intdigest()
 
 
 def _data_behind(disk: Disk, fd: int, start: int, stop: int) -> int:

@@ -21,6 +21,8 @@ import zlib
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from cache_manager.errors import StoreFormatError
 from cache_manager.keys import BlockKey
@@ -76,6 +78,16 @@ ENTRY_DTYPE: Final = np.dtype(
         ("header_sum", "V4"),
     ]
 )
+
+_HEADER_DTYPE: Final = np.dtype(
+    {
+        "names": ["start", "key", "payload_xxh3"],
+        "formats": [f"V{len(START)}", "V32", "<u8"],
+        "offsets": [0, 32, 80],
+        "itemsize": HEADER_NBYTES_MIN,
+    }
+)
+"""What is looked at in many packed headers at once."""
 
 LIVING, DELETED, UNSOUND, UNREADABLE = range(4)
 """What has become of a record: served; deleted, or given way; its payload is not the one of its sum; the disk does not
@@ -254,6 +266,26 @@ def header_is_sound(raw: bytes | bytearray, entry: Entry) -> bool:
         and raw.endswith(entry.header_sum)
         and raw.startswith(entry.key, _KEY_AT)
     )
+
+
+def are_sound(raw: memoryview, first: int, table: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Which records have the header and the payload that were put: bool, one an entry of ``table`` (``ENTRY_DTYPE``).
+
+    ``raw`` is what the file has from the offset ``first`` on, to the end of the last of these records at least.
+    """
+    starts = table["offset"].astype(np.int64) - first
+    payloads = starts + table["header_nbytes"]
+    stops = payloads + table["payload_nbytes"].astype(np.int64)
+    octets = np.frombuffer(raw, np.uint8)
+    headers = sliding_window_view(octets, HEADER_NBYTES_MIN)[starts].view(_HEADER_DTYPE)[:, 0]
+    header_sums = sliding_window_view(octets, 4)[payloads - 4].view("V4")[:, 0]
+    where = list(zip(starts.tolist(), payloads.tolist(), stops.tolist(), strict=True))
+    crcs = np.array([zlib.crc32(raw[start:payload]) for start, payload, _ in where])
+    sums = np.array([checksum(raw[payload:stop]) for _, payload, stop in where], np.uint64)
+    sound: NDArray[np.bool_] = crcs == CRC_RESIDUE
+    sound &= (headers["start"] == np.void(START)) & (headers["key"] == table["key"])
+    sound &= (header_sums == table["header_sum"]) & (headers["payload_xxh3"] == sums)
+    return sound
 
 
 def header_is_dead(raw: bytes | bytearray, entry: Entry) -> bool:

@@ -210,17 +210,12 @@ class KeyTable:
             start, stop = stop, stop + segment.count
             table["ordinal"][start:stop] = segment.ordinal
             table["number"][start:stop] = np.arange(segment.count)
-        gone, older = states != LIVING, list[Place]()
-        newest: dict[bytes, int] = {}
-        for i in _twice(hashes):
-            key = bytes(rows[i * ENTRY_NBYTES : i * ENTRY_NBYTES + 32])
-            before, newest[key] = newest.get(key), i
-            if before is not None and not gone[before]:
-                gone[before] = True
+        living, older = states == LIVING, list[Place]()
+        for before, later in replaced(rows, states):
+            living[before] = False
+            if states[later] != UNREADABLE:
                 entry = Entry._make(ENTRY.unpack_from(rows, before * ENTRY_NBYTES))
-                if states[i] != UNREADABLE:
-                    older.append((where[entry.ordinal], entry))
-        living = ~gone
+                older.append((where[entry.ordinal], entry))
         self.records, self._dead = int(living.sum()), 0
         count = max(_BUCKETS_MIN, self.records // _PER_BUCKET)
         self._mask = (1 << (count - 1).bit_length()) - 1
@@ -280,9 +275,14 @@ def _keys(rows: bytearray) -> Iterator[BlockKey]:
         yield from [BlockKey(some[at : at + 32]) for at in range(0, len(some), ENTRY_NBYTES)]
 
 
-def _twice(hashes: NDArray[np.int64]) -> list[int]:
-    """Where hashes are that are there more than once, in their order."""
-    ordered = np.sort(hashes)
+def replaced(rows: Buffer, states: NDArray[np.uint8]) -> Iterator[tuple[int, int]]:
+    """The living entries that a later one of their key takes the place of, and each time that later one."""
+    ends = np.frombuffer(rows, "<u8").reshape(-1, ENTRY_NBYTES // 8)[:, 3]  # the last bytes of the keys
+    ordered = np.sort(ends)
     again = ordered[1:][ordered[1:] == ordered[:-1]]
-    found: list[int] = np.flatnonzero(np.isin(hashes, again)).tolist() if len(again) else []
-    return found
+    latest: dict[bytes, int] = {}
+    for i in np.flatnonzero(np.isin(ends, again)).tolist() if len(again) else ():
+        key = bytes(rows[i * ENTRY_NBYTES : i * ENTRY_NBYTES + 32])
+        before, latest[key] = latest.get(key), i
+        if before is not None and states[before] == LIVING:
+            yield before, i
