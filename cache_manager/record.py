@@ -26,8 +26,6 @@ START: Final = MAGIC + VERSION.to_bytes(2, "little")
 # bytes
 _FIXED = struct.Struct("<4sHHQ16s32sQQQII")
 _CRC = struct.Struct("<I")
-_PAYLOAD_SUM = struct.Struct("<Q")
-_PAYLOAD_SUM_AT: Final = 80
 HEADER_NBYTES_MIN: Final = align(_FIXED.size + _CRC.size)
 HEADER_NBYTES_MAX: Final = 65_472
 
@@ -156,12 +154,6 @@ def unpack_checked_header(raw: bytes) -> RecordHeader:
     """The header in bytes that :func:`unpack_header` took once, by their sum; nothing is checked again."""
     _, _, _, payload_nbytes, fingerprint, key, generation, origin, xxh3, _, valid_nbytes = _FIXED.unpack_from(raw)
     return RecordHeader(key, fingerprint, generation, origin, raw[96 : 96 + valid_nbytes], payload_nbytes, xxh3)
-
-
-def payload_sum(raw: Buffer) -> int:
-    """The payload's sum in a packed header that was checked before."""
-    found: int = _PAYLOAD_SUM.unpack_from(raw, _PAYLOAD_SUM_AT)[0]
-    return found
 
 
 def takes_the_place(offered: RecordHeader, stored: RecordHeader, *, replace: bool) -> bool:

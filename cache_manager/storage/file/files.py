@@ -28,13 +28,13 @@ from cache_manager.storage.file.segment import (
     DELETED,
     ENTRY,
     ENTRY_NBYTES,
+    LIVING,
     PAGE_NBYTES,
     UNSOUND,
     Entry,
-    header_is_dead,
-    header_is_sound,
     pack_index,
     pack_segment_page,
+    read_header,
     read_index,
     segment_name,
     stand_in_header,
@@ -154,13 +154,12 @@ class SegmentFiles(SegmentIndex):
         A header that is not the record's any more is replaced, so that a scan gets past it.
         """
         segment, entry = place
-        raw = bytearray(entry.header_nbytes)
         with self._marking:
             segment.dirty = True
-            read_all(self._disk, segment.fd, [raw], entry.offset, len(raw))
-            if header_is_sound(raw, entry):
+            state, _ = read_header(self._disk, segment.fd, entry)
+            if state == LIVING:
                 write_all(self._disk, segment.fd, [DEAD_MAGIC], entry.offset, len(DEAD_MAGIC))
-            elif not header_is_dead(raw, entry):
+            elif state == UNSOUND:
                 write_all(self._disk, segment.fd, [stand_in_header(entry)], entry.offset, entry.header_nbytes)
             if segment.indexed:
                 at = states_at(segment.end, segment.count) + entry.number

@@ -28,7 +28,7 @@ from cache_manager.storage.file.segment import (
     LIVING,
     UNREADABLE,
     header_is_dead,
-    header_is_sound,
+    read_header,
     unpack_entry,
 )
 from cache_manager.storage.file.table import KeyTable, Place, Segment
@@ -175,14 +175,13 @@ class SegmentIndex:
     def header_of(self, place: Place) -> RecordHeader | None:
         """The header of a record whose segment is pinned, from the disk; ``None`` where it does not come back sound."""
         segment, entry = place
-        raw = bytearray(entry.header_nbytes)
         try:
-            read_all(self._disk, segment.fd, [raw], entry.offset, len(raw))
+            state, raw = read_header(self._disk, segment.fd, entry)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise StorageError(f"{self._path}/{segment.name}: cannot read: {error}") from error
             return None
-        return unpack_checked_header(bytes(raw)) if header_is_sound(raw, entry) else None
+        return unpack_checked_header(raw) if state == LIVING else None
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         with self.looking():

@@ -24,12 +24,12 @@ from cache_manager.errors import StorageError, StoreClosedError, StoreReadOnlyEr
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer, RecordHeader
-from cache_manager.storage.disk import Disk, SystemDisk, read_all
+from cache_manager.storage.disk import Disk, SystemDisk
 from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.index import SegmentIndex
 from cache_manager.storage.file.limits import check_ttl
 from cache_manager.storage.file.recovery import Content, read_on, read_segment
-from cache_manager.storage.file.segment import PAGE_NBYTES, header_is_dead, header_is_sound
+from cache_manager.storage.file.segment import PAGE_NBYTES, UNSOUND, read_header
 from cache_manager.storage.file.table import Segment
 from cache_manager.storage.guard import ClosingStore
 
@@ -250,9 +250,7 @@ class FileReader(ClosingStore):
 
     def _is_in_place(self, segment: Segment) -> bool:
         """Whether the record that was read last is where it was, alive or dead, so that another may begin behind it."""
-        if (entry := segment.last) is None:
+        if segment.last is None:
             return True  # reading begins behind the page
-        raw = bytearray(entry.header_nbytes)
-        if read_all(self._disk, segment.fd, [memoryview(raw)], entry.offset, len(raw)) < len(raw):
-            return False
-        return header_is_sound(raw, entry) or header_is_dead(raw, entry)
+        state, _ = read_header(self._disk, segment.fd, segment.last)
+        return state != UNSOUND

@@ -23,7 +23,7 @@ from cache_manager.record import (
     MAGIC,
     RecordHeader,
     RunningChecksum,
-    payload_sum,
+    unpack_checked_header,
     unpack_header,
 )
 from cache_manager.storage.disk import Disk, read_all
@@ -41,9 +41,8 @@ from cache_manager.storage.file.segment import (
     UNSOUND,
     Entry,
     are_sound,
-    header_is_dead,
-    header_is_sound,
     pack_entry,
+    read_header,
     read_index,
     read_segment_page,
     record_nbytes,
@@ -56,6 +55,7 @@ _WINDOW_NBYTES: Final = 1 << 20
 _FEW: Final = 4
 """So many records are looked at faster one by one than in one call."""
 _HEADER_NBYTES: Final = 1024
+_AHEAD_NBYTES: Final = 64 << 10
 _JOURNAL_NBYTES_MAX: Final = 64 << 20
 """A million records in one segment."""
 RECORD_NBYTES_MAX: Final = 1 << 36
@@ -106,25 +106,20 @@ class Content:
 
 
 class _Window:
-    """A file of ``size`` bytes, read ahead through one buffer."""
+    """A file, read ahead through a buffer that has room for any header."""
 
-    def __init__(self, disk: Disk, fd: int, size: int, ahead_nbytes: int) -> None:
-        self._disk, self._fd, self._size = disk, fd, size
-        self._ahead_nbytes = ahead_nbytes
-        self._buffer = bytearray(min(max(ahead_nbytes, 2 * HEADER_NBYTES_MAX), max(size, 1)))
-        self._view = memoryview(self._buffer)
+    def __init__(self, disk: Disk, fd: int) -> None:
+        self._disk, self._fd = disk, fd
+        self._view = memoryview(bytearray(_AHEAD_NBYTES))
         self._start = self._stop = 0
 
     def at(self, offset: int, nbytes: int) -> memoryview:
-        """The bytes there; fewer only where the file ends. ``nbytes`` is no more than the window; ``OSError``."""
+        """The bytes there; fewer only where the file ends. ``nbytes`` is no more than the buffer; ``OSError``."""
         if not self._start <= offset <= offset + nbytes <= self._stop:
-            wanted = min(max(nbytes, self._ahead_nbytes), len(self._buffer), max(self._size - offset, 0))
             self._start = self._stop = offset
             try:
-                self._stop += read_all(self._disk, self._fd, [self._view[:wanted]], offset, wanted)
+                self._stop += read_all(self._disk, self._fd, [self._view], offset, _AHEAD_NBYTES)
             except OSError:
-                if wanted <= nbytes:
-                    raise
                 self._stop += read_all(self._disk, self._fd, [self._view[:nbytes]], offset, nbytes)  # no further
         at = offset - self._start
         return self._view[at : min(at + nbytes, self._stop - self._start)]
@@ -184,7 +179,7 @@ class _Scan:
         self._disk, self._fd, self._size = disk, fd, size
         self._content = content
         self._record_nbytes_max = record_nbytes_max
-        self._window = _Window(disk, fd, size, 64 * _HEADER_NBYTES)
+        self._window = _Window(disk, fd)
 
     def run(self, journal: bytes) -> None:
         at = self.read_on(PAGE_NBYTES)
@@ -199,21 +194,22 @@ class _Scan:
         content, size = self._content, self._size
         while at + HEADER_NBYTES_MIN <= size:
             try:
-                header, packed, dead = _header(self._window, at)
+                found = _header(self._window, at)
             except RecordError:
                 return at
             except OSError as error:
                 content.count(error)
                 return at
-            if header is None:
+            if found is None:
                 return None
+            header, packed = found
             if header.payload_nbytes > self._record_nbytes_max:
                 return at
             if at + record_nbytes(header) > size:
                 content.cut_short = True
                 return None
             content.rows += pack_entry(header, at, packed)
-            content.states.append(DELETED if dead else LIVING)
+            content.states.append(DELETED if packed.startswith(DEAD_MAGIC) else LIVING)
             at += record_nbytes(header)
             content.end = at
         return at
@@ -224,13 +220,12 @@ class _Scan:
             entry = unpack_entry(journal, number)
             if not at < entry.offset <= self._size - HEADER_NBYTES_MIN or entry.header_nbytes > HEADER_NBYTES_MAX:
                 continue
-            raw = bytearray(entry.header_nbytes)
             try:
-                read_all(self._disk, self._fd, [raw], entry.offset, len(raw))
+                state, _ = read_header(self._disk, self._fd, entry)
             except OSError as error:
                 self._content.count(error)
                 continue
-            if header_is_sound(raw, entry) or header_is_dead(raw, entry):
+            if state != UNSOUND:
                 return entry.offset
         return None
 
@@ -244,27 +239,20 @@ def read_on(disk: Disk, fd: int, size: int, start: int, *, payloads: bool) -> Co
     return content
 
 
-def _header(window: _Window, at: int) -> tuple[RecordHeader | None, bytes, bool]:
-    """The header there, its bytes, and whether its record is deleted; :class:`RecordError` when it is not sound.
+def _header(window: _Window, at: int) -> tuple[RecordHeader, bytes] | None:
+    """The header there and its bytes, those of a dead one as well; :class:`RecordError` when it is not sound.
 
     ``None`` where the records end and an index begins.
     """
     raw = window.at(at, _HEADER_NBYTES)
-    start = bytes(raw[: len(INDEX_MAGIC)])
-    if start == INDEX_MAGIC:
-        return None, b"", False
-    dead = start.startswith(DEAD_MAGIC)
-    for nbytes in (len(raw), HEADER_NBYTES_MAX):
-        if nbytes > len(raw):
-            raw = window.at(at, nbytes)
-        try:
-            header = unpack_header(MAGIC + bytes(raw[len(MAGIC) :]) if dead else raw)
-        except RecordError as error:
-            if error.field != "size" or nbytes == HEADER_NBYTES_MAX:
-                raise
-            continue
-        return header, bytes(raw[: header.nbytes]), dead
-    raise RecordError("size", f"at most {HEADER_NBYTES_MAX} bytes", "more")
+    if bytes(raw[: len(INDEX_MAGIC)]) == INDEX_MAGIC:
+        return None
+    nbytes = int.from_bytes(raw[6:8], "little")  # as it says itself
+    if nbytes > len(raw):
+        raw = window.at(at, nbytes)
+    packed = bytes(raw[:nbytes])
+    alive = MAGIC + packed[len(MAGIC) :] if packed.startswith(DEAD_MAGIC) else packed
+    return unpack_header(alive), packed
 
 
 def verify(disk: Disk, fd: int, size: int, content: Content) -> None:
@@ -296,13 +284,12 @@ def verify(disk: Disk, fd: int, size: int, content: Content) -> None:
 
 def _look_at(disk: Disk, fd: int, entry: Entry, content: Content, buffer: memoryview) -> int:
     """What has become of one record."""
-    raw = bytearray(entry.header_nbytes)
     try:
-        read_all(disk, fd, [raw], entry.offset, len(raw))
-        if not header_is_sound(raw, entry):
-            return DELETED if header_is_dead(raw, entry) else UNSOUND
+        state, raw = read_header(disk, fd, entry)
+        if state != LIVING:
+            return state
         payload = _sum_of(disk, fd, entry.offset + len(raw), entry.payload_nbytes, buffer)
-        return LIVING if payload == payload_sum(raw) else UNSOUND
+        return LIVING if payload == unpack_checked_header(raw).payload_xxh3 else UNSOUND
     except OSError as error:
         content.count(error)
         return UNREADABLE

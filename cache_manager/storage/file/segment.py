@@ -250,11 +250,6 @@ def _is_in_order(rows: bytearray, end: int) -> bool:
     return bool(bounded and (after <= starts).all())
 
 
-def pack_dead_header(header: RecordHeader) -> bytes:
-    """The header of a deleted record: all bytes as they were but the magic, so that a torn rewrite does no harm."""
-    return DEAD_MAGIC + pack_header(header)[len(MAGIC) :]
-
-
 def header_is_sound(raw: bytes | bytearray, entry: Entry) -> bool:
     """Whether the header bytes read back are whole, of the entry's key, and by their sum the very ones that were put.
 
@@ -293,10 +288,23 @@ def header_is_dead(raw: bytes | bytearray, entry: Entry) -> bool:
     return raw.startswith(DEAD_MAGIC) and header_is_sound(MAGIC + raw[len(MAGIC) :], entry)
 
 
+def read_header(disk: Disk, fd: int, entry: Entry) -> tuple[int, bytes]:
+    """What the disk has in the place of a record's header, now: a state, and the bytes; ``OSError``.
+
+    ``LIVING``: the header that was put. ``DELETED``: the same with the mark of deletion. ``UNSOUND``: something else.
+    """
+    raw = bytearray(entry.header_nbytes)
+    read_all(disk, fd, [raw], entry.offset, len(raw))
+    if header_is_sound(raw, entry):
+        return LIVING, bytes(raw)
+    return DELETED if header_is_dead(raw, entry) else UNSOUND, bytes(raw)
+
+
 def stand_in_header(entry: Entry) -> bytes:
     """A deleted record's header for a place whose own one is not sound: a scan gets past it by its size."""
-    bitmap = (entry.header_nbytes - _FIXED_RECORD) // 8 * 8
-    return pack_dead_header(RecordHeader(entry.key, bytes(16), 0, 0, bytes(bitmap), entry.payload_nbytes, 0))
+    bitmap = bytes((entry.header_nbytes - _FIXED_RECORD) // 8 * 8)
+    header = RecordHeader(entry.key, bytes(16), 0, 0, bitmap, entry.payload_nbytes, 0)
+    return DEAD_MAGIC + pack_header(header)[len(MAGIC) :]
 
 
 _FIXED_RECORD: Final = 100
