@@ -93,8 +93,7 @@ class SegmentFiles(SegmentIndex):
             try:
                 write_all(self._disk, segment.journal_fd, [rows], len(segment.rows), len(rows))
             except OSError:  # records are found without it, unless there is damage
-                os.close(segment.journal_fd)
-                segment.journal_fd = -1
+                segment.close_journal()
         if self._sync is Sync.BATCH:
             segment.unwritten = True
             self._disk.sync(segment.fd)
@@ -197,12 +196,15 @@ class SegmentFiles(SegmentIndex):
                     if self.table.find(entry.key) == (segment, entry):
                         self.table.remove((segment, entry), UNSOUND)
                         self.lost_records += 1
-            page = pack_segment_page(segment.sequence, self._directory.store_id, segment.created_s)
-            write_all(self._disk, segment.fd, [page], 0, len(page))
+            self._write_page(segment)
             for at in range(PAGE_NBYTES, stop, _PIECE_NBYTES):
                 piece = bytearray(min(_PIECE_NBYTES, stop - at))
                 found = read_all(self._disk, segment.fd, [piece], at, len(piece))
                 write_all(self._disk, segment.fd, [memoryview(piece)[:found]], at, found)
+
+    def _write_page(self, segment: Segment) -> None:
+        page = pack_segment_page(segment.sequence, self._directory.store_id, segment.created_s)
+        write_all(self._disk, segment.fd, [page], 0, len(page))
 
     def _sync_entries(self) -> None:
         """Make the directory's entries durable, unless they are; they stay to be synced when that fails."""
@@ -234,6 +236,12 @@ class SegmentFiles(SegmentIndex):
             self._disk.truncate(segment.fd, size)
         self._resize(segment, size)
 
+    def _begin_journal(self, segment: Segment) -> None:
+        """Start the journal of the active segment with the records that are in it."""
+        name = segment_name(segment.sequence, "journal")
+        segment.journal_fd = self._directory.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        write_all(self._disk, segment.journal_fd, [segment.rows], 0, len(segment.rows))
+
     def _resize(self, segment: Segment, size: int) -> None:
         with self.index_lock:
             self.used_nbytes += size - segment.size
@@ -255,8 +263,6 @@ class SegmentFiles(SegmentIndex):
         self.let_go(segment)  # from here on its descriptors are closed by whoever reads there last
 
     def _drop_journal(self, segment: Segment) -> None:
-        if segment.journal_fd >= 0:
-            os.close(segment.journal_fd)
-            segment.journal_fd = -1
+        segment.close_journal()
         with suppress(OSError):  # an orphan is removed at the next opening
             self._directory.unlink(segment_name(segment.sequence, "journal"))

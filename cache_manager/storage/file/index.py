@@ -26,10 +26,8 @@ from cache_manager.storage.file.segment import (
     CRC_RESIDUE,
     ENTRY_NBYTES,
     LIVING,
-    UNREADABLE,
     header_is_dead,
     read_header,
-    unpack_entry,
 )
 from cache_manager.storage.file.table import KeyTable, Place, Segment
 from cache_manager.storage.guard import Guard
@@ -94,7 +92,7 @@ class SegmentIndex:
         self.table.join(segment)
 
     def serve(self, found: Sequence[tuple[Segment, Content]]) -> list[Place]:
-        """Serve the records of segments, oldest first; the copies that give way, as of :meth:`take`.
+        """Serve the records of segments, oldest first; where nothing was served yet, the copies that give way.
 
         Held: index_lock.
         """
@@ -102,31 +100,27 @@ class SegmentIndex:
             self.join(segment)
         if not self.table.records:
             return self.table.load([(segment, content.rows, content.states) for segment, content in found])
-        return [place for segment, content in found for place in self.take(segment, content.rows, content.states)]
+        for segment, content in found:
+            self.take(segment, content.rows, content.states)
+        return []
 
-    def take(self, segment: Segment, rows: bytes | bytearray, states: bytes | bytearray) -> list[Place]:
-        """Serve what was found at the end of a segment that joined; the copies that give way to newer ones.
+    def take(self, segment: Segment, rows: bytes | bytearray, states: bytes | bytearray) -> None:
+        """Serve what was found at the end of a segment that joined.
 
         The segment with the higher sequence has the newer copy, and in one segment what comes later. A copy that is
-        deleted or not sound decides like any other: no older one of its key is served. What decides only because the
-        disk does not give it back now costs the older one nothing for good. Held: index_lock.
+        deleted or not sound decides like any other: no older one of its key is served. Held: index_lock.
         """
-        table, older, first = self.table, list[Place](), segment.count
+        first = segment.count
         segment.count += len(states)
-        for number, state in enumerate(states):
-            entry = unpack_entry(rows, number)._replace(ordinal=segment.ordinal, number=first + number)
-            known = table.find(entry.key)
-            if known is not None:
-                if (known[0].sequence, known[1].number) > (segment.sequence, entry.number):
-                    if state == LIVING:
-                        older.append((segment, entry))
-                    continue
-                table.remove(known)
-                if state != UNREADABLE:
-                    older.append(known)
+        for number, state in enumerate(states, first):
+            row = bytes(rows[(number - first) * ENTRY_NBYTES : (number - first + 1) * ENTRY_NBYTES])
+            known = self.table.find(BlockKey(row[:32]))
+            if known is not None and (known[0].sequence, known[1].number) > (segment.sequence, number):
+                continue
             if state == LIVING:
-                table.add(segment, entry.number, bytes(rows[number * ENTRY_NBYTES : (number + 1) * ENTRY_NBYTES]))
-        return older
+                self.table.add(segment, number, row)
+            elif known is not None:
+                self.table.remove(known)
 
     def let_go(self, segment: Segment) -> None:
         """Forget a segment and close it when the last call that reads it ends."""
@@ -146,12 +140,9 @@ class SegmentIndex:
                     segment.close()
 
     def release(self) -> None:
-        """Close every segment, those in use when their last pin goes."""
-        with self.index_lock:
-            for segment in self.segments.values():
-                segment.pins += 1
-                segment.dropped = True
-        self.unpin(self.segments.values())
+        """Let go of every segment."""
+        for segment in list(self.segments.values()):
+            self.let_go(segment)
 
     def expire(self, now_s: float) -> None:
         """Hide the records of every segment that is too old; their files are for whoever may touch them.

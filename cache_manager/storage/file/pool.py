@@ -19,7 +19,7 @@ from typing import Final
 from cache_manager.errors import StorageError, StoreFormatError
 from cache_manager.record import HEADER_NBYTES_MIN
 from cache_manager.spec import align
-from cache_manager.storage.disk import Disk, write_all
+from cache_manager.storage.disk import Disk
 from cache_manager.storage.file.directory import LockedDirectory
 from cache_manager.storage.file.files import Kept, SegmentFiles, Sync
 from cache_manager.storage.file.limits import SEGMENTS_MAX, Limits, victims
@@ -30,7 +30,6 @@ from cache_manager.storage.file.segment import (
     SEQUENCE_MAX,
     UNSOUND,
     index_nbytes,
-    pack_segment_page,
     segment_name,
 )
 from cache_manager.storage.file.table import Segment
@@ -58,15 +57,14 @@ class SegmentPool(SegmentFiles):
             limits.check_space(disk.space(directory.fd) if limits.asks_for_space else None)
             self._recover()
         except BaseException as error:
-            for segment in self.segments.values():
-                segment.close()
+            self.release()
             if isinstance(error, OSError):
                 raise StorageError(f"{directory.path}: cannot read the store: {error}") from error
             raise
 
     def fits(self, nbytes: int) -> bool:
         """Whether a record of ``nbytes`` can be stored at all."""
-        return nbytes <= self._limits.segment_nbytes // 2 or self._size_for(nbytes) <= self._limits.quota_nbytes
+        return self._size_for(nbytes) <= self._limits.quota_nbytes
 
     def activate(self, nbytes: int, kept_nbytes: int) -> tuple[Segment, list[Kept]] | None:
         """The active segment, after it was made one that has room for a record of ``nbytes``. Held: append.
@@ -158,21 +156,18 @@ class SegmentPool(SegmentFiles):
 
     def _create(self, size: int) -> Segment:
         """A new segment. Nothing is synced: until its first record is, the file may be gone after a power cut."""
-        created_s, directory = self.clock(), self._directory
+        created_s = self.clock()
         sequence, fd = self._new_file()
-        name, journal = segment_name(sequence), segment_name(sequence, "journal")
-        segment = Segment(sequence, name, fd, size, created_s)
+        segment = Segment(sequence, segment_name(sequence), fd, size, created_s)
         try:
             self._allocate(segment.fd, size, size)
-            write_all(
-                self._disk, segment.fd, [pack_segment_page(sequence, directory.store_id, created_s)], 0, PAGE_NBYTES
-            )
-            segment.journal_fd = directory.open(journal, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            self._write_page(segment)
+            self._begin_journal(segment)
         except OSError:
             segment.close()
-            for leftover in (name, journal):
+            for kind in ("kvr", "journal"):
                 with suppress(OSError):  # the failure that is on its way out says more
-                    directory.unlink(leftover)
+                    self._directory.unlink(segment_name(sequence, kind))
             raise
         self._next_sequence = sequence + 1
         self._entries_changed += 1
@@ -221,7 +216,9 @@ class SegmentPool(SegmentFiles):
         short = self._limits.short_nbytes(self.used_nbytes, nbytes, space)
         chosen = victims(self._others(), short, len(self.segments) + files - SEGMENTS_MAX)
         kept = self._evict(chosen or (), kept_nbytes)
-        if chosen is None or (asks and chosen and self._is_short(nbytes)):
+        if asks and chosen:
+            space = self._disk.space(self._directory.fd)
+        if chosen is None or self._limits.short_nbytes(self.used_nbytes, nbytes, space) > 0:
             self.short_of_free += space is not None and self._limits.short_nbytes(0, nbytes, space) > 0
             raise OSError(errno.ENOSPC, "neither the quota nor the file system's reserve has room")
         return kept
@@ -233,10 +230,6 @@ class SegmentPool(SegmentFiles):
             self._drop(segment)
             self.dropped_segments += 1
         return kept
-
-    def _is_short(self, nbytes: int) -> bool:
-        space = self._disk.space(self._directory.fd)
-        return self._limits.short_nbytes(self.used_nbytes, nbytes, space) > 0
 
     def _recover(self) -> None:
         """Find what is in the segments, and go on in the newest if nothing is wrong with it."""
@@ -255,8 +248,7 @@ class SegmentPool(SegmentFiles):
             older += [(segment, entry) for entry in content.entries(UNSOUND)]
             segment.states = bytearray(state and DELETED for state in content.states)
         for segment, entry in older:
-            if entry.number < len(segment.states):
-                segment.states[entry.number] = DELETED
+            segment.states[entry.number] = DELETED
         self.give_way(older)
         for segment, content in opened:
             self._admit(segment, content, newest=segment.sequence == newest)
@@ -297,31 +289,22 @@ class SegmentPool(SegmentFiles):
         if content.empty or not (segment.served or segment.aside):
             self._drop(segment)
             return
-        self._set_name(segment)
-        if not content.page_sound and not content.failed_reads:  # damage that adds up would look like a foreign file
-            page = pack_segment_page(segment.sequence, self._directory.store_id, segment.created_s)
-            write_all(self._disk, segment.fd, [page], 0, PAGE_NBYTES)
-        if not (segment.aside or segment.indexed):
-            segment.rows = bytearray(content.rows)
-            if newest:
-                self._cut(segment)
-                self.active = segment
-                self._begin_journal(segment)
-                return
-            if self.used_nbytes + index_nbytes(segment.count) + PAGE_NBYTES <= self._limits.quota_nbytes:
-                with suppress(OSError):
-                    self._finish(segment)
-        segment.rows, segment.states = bytearray(), bytearray()
-
-    def _set_name(self, segment: Segment) -> None:
         name = segment_name(segment.sequence, "aside" if segment.aside else "kvr")
         if name != segment.name:
             self._directory.rename(segment.name, name)
             segment.name = name
             self._entries_changed += 1
-
-    def _begin_journal(self, segment: Segment) -> None:
-        with suppress(OSError):
-            name = segment_name(segment.sequence, "journal")
-            segment.journal_fd = self._directory.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            write_all(self._disk, segment.journal_fd, [bytes(segment.rows)], 0, len(segment.rows))
+        if not content.page_sound and not content.failed_reads:  # damage that adds up would look like a foreign file
+            self._write_page(segment)
+        if not (segment.aside or segment.indexed):
+            segment.rows = bytearray(content.rows)
+            if newest:
+                self._cut(segment)
+                self.active = segment
+                with suppress(OSError):
+                    self._begin_journal(segment)
+                return
+            if self.used_nbytes + index_nbytes(segment.count) + PAGE_NBYTES <= self._limits.quota_nbytes:
+                with suppress(OSError):
+                    self._finish(segment)
+        segment.rows, segment.states = bytearray(), bytearray()

@@ -11,7 +11,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Final
 
 import numpy as np
@@ -32,8 +32,8 @@ from cache_manager.storage.file.segment import (
 
 _PER_BUCKET: Final = 5
 _BUCKETS_MIN: Final = 1024
-_KEYS_AT_ONCE: Final = 4096
 _BUCKETS_AT_ONCE: Final = 16384
+_KEY = struct.Struct("32s32x")  # of an entry
 _PLACE = struct.Struct("<II")
 _GAIN: Final = 2
 """How much of a segment the use of one of its n records stands for: 2/n, because it is seldom used alone."""
@@ -88,11 +88,16 @@ class Segment:
             self.hits.extend(bytes(self.count - len(self.hits)))
         self.hits[first : first + records] = b"\1" * records
 
+    def close_journal(self) -> None:
+        if self.journal_fd >= 0:
+            os.close(self.journal_fd)
+            self.journal_fd = -1
+
     def close(self) -> None:
-        for fd in (self.fd, self.journal_fd):
-            if fd >= 0:
-                os.close(fd)
-        self.fd = self.journal_fd = -1
+        self.close_journal()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def __del__(self) -> None:
         self.close()
@@ -198,13 +203,14 @@ class KeyTable:
     def load(self, found: Sequence[tuple[Segment, Buffer, Buffer]]) -> list[Place]:
         """Serve the living ones of segments, oldest first, in a table that serves nothing yet; those that give way.
 
-        As :meth:`take <cache_manager.storage.file.index.SegmentIndex.take>` says, for a million records at once.
+        As :meth:`take <cache_manager.storage.file.index.SegmentIndex.take>` says, for a million records at once. What
+        decides only because the disk does not give it back now costs an older copy nothing for good.
         """
         assert not self.records, "this is for opening"
         rows = bytearray().join([rows for _, rows, _ in found])
         states = np.frombuffer(b"".join([states for _, _, states in found]), np.uint8)
         table, where, stop = np.frombuffer(rows, ENTRY_DTYPE), dict[int, Segment](), 0
-        hashes = np.fromiter(map(hash, _keys(rows)), np.int64, len(table))
+        hashes = np.fromiter(map(hash, chain.from_iterable(_KEY.iter_unpack(rows))), np.int64, len(table))
         for segment, _, theirs in found:
             where[segment.ordinal], segment.count = segment, len(theirs)
             start, stop = stop, stop + segment.count
@@ -266,13 +272,6 @@ def _position(bucket: bytes, key: bytes) -> int:
     while at >= 0 and at % ENTRY_NBYTES:
         at = bucket.find(key, at + 1)
     return at
-
-
-def _keys(rows: bytearray) -> Iterator[BlockKey]:
-    """Of the entries."""
-    for start in range(0, len(rows), _KEYS_AT_ONCE * ENTRY_NBYTES):
-        some = bytes(rows[start : start + _KEYS_AT_ONCE * ENTRY_NBYTES])
-        yield from [BlockKey(some[at : at + 32]) for at in range(0, len(some), ENTRY_NBYTES)]
 
 
 def replaced(rows: Buffer, states: NDArray[np.uint8]) -> Iterator[tuple[int, int]]:
