@@ -56,7 +56,7 @@ def read_segments(directory: Path) -> Iterator[tuple[SegmentSummary, list[tuple[
                 found.nbytes = os.stat(name, dir_fd=opened.fd, follow_symlinks=False).st_size
                 segment, content = read_segment(opened, disk, sequence, name)
                 segment.close()
-                found.created_s = content.created_s
+                found.created_s = segment.created_s
                 records = [(entry.key, entry.nbytes) for entry in content.entries(LIVING)]
                 found.records = len(records)
                 found.deleted = content.states.count(DELETED)

@@ -36,14 +36,12 @@ def open_file_store(url: StoreUrl) -> StorageBackend:
     if reads:
         return FileReader(Path(url.path), ttl_s=ttl_s)
     quota = url.nbytes("quota", QUOTA_NBYTES)
-    segment = url.nbytes("segment", default_segment_nbytes(quota))
-    sync = Sync(url.choice("sync", tuple(Sync), Sync.NONE))
     nbytes, percent = _min_free(url.parameters.get("min_free"))
     return FileStore(
         Path(url.path),
         quota_nbytes=quota,
-        segment_nbytes=segment,
-        sync=sync,
+        segment_nbytes=url.nbytes("segment", default_segment_nbytes(quota)),
+        sync=Sync(url.choice("sync", tuple(Sync), Sync.NONE)),
         ttl_s=ttl_s,
         min_free_nbytes=nbytes,
         min_free_percent=percent,

@@ -6,7 +6,6 @@ readers, and nobody who holds it ever touches what was made under its old name.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import secrets
@@ -163,17 +162,13 @@ class StoreDirectory:
 
     def files(self) -> dict[int, str]:
         """The names of the segments that are there, whole and set aside, by their sequence, oldest first."""
-        found = {}
-        for name in self.names():
-            parsed = parse_name(name)
-            if parsed is not None and parsed[1] != "journal":
-                found[parsed[0]] = name
-        return dict(sorted(found.items()))
+        parsed = [(parse_name(name), name) for name in self.names()]
+        return {found[0]: name for found, name in parsed if found is not None and found[1] != "journal"}
 
     def journals(self) -> set[int]:
         """The sequences of the segments that have a journal: of those that were not finished."""
-        parsed = [parse_name(name) for name in self.names()]
-        return {each[0] for each in parsed if each is not None and each[1] == "journal"}
+        parsed = map(parse_name, self.names())
+        return {found[0] for found in parsed if found is not None and found[1] == "journal"}
 
     def is_in_place(self) -> bool:
         """Whether the directory is still the one at its path; else it was moved, removed or made anew."""
@@ -259,11 +254,7 @@ class LockedDirectory(StoreDirectory):
         if (found := self.read_marker()) is not None:
             return found
         store_id = secrets.token_bytes(16)
-        try:
-            self.unlink(_TEMP_MARKER)
-        except OSError as error:
-            if error.errno not in (errno.EISDIR, errno.EPERM):
-                raise
+        self.unlink(_TEMP_MARKER)
         with open(self.open(_TEMP_MARKER, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(pack_marker(store_id))
             file.flush()

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,16 +46,7 @@ from cache_manager.storage.file.segment import (
 )
 from cache_manager.storage.file.table import Segment, replaced
 
-_COLUMNS: Final = {
-    "bytes": "nbytes",
-    "records": "records",
-    "deleted": "deleted",
-    "corrupt": "corrupt",
-    "torn": "torn",
-    "older": "older",
-    "unreadable": "unreadable",
-    "lost bytes": "lost_nbytes",
-}
+_COLUMNS: Final = ("nbytes", "records", "deleted", "corrupt", "torn", "older", "unreadable", "lost_nbytes")
 _THREADS: Final = 2
 """While one waits for the disk, or copies what that gave, the other sums."""
 _NO_LIMIT: Final = Limits(1 << 62, 1 << 54)
@@ -112,11 +103,12 @@ class FsckReport:
     def to_text(self) -> str:
         """The report for people: a line a segment, what else is there, and a verdict."""
         width = max((len(segment.name) for segment in self.segments), default=0)
-        lines = [f"{'segment':{width}}" + "".join(f"{title:>11}" for title in _COLUMNS)]
+        titles = [name.replace("nbytes", "bytes").replace("_", " ") for name in _COLUMNS]
+        lines = [f"{'segment':{width}}" + "".join(f"{title:>11}" for title in titles)]
         for segment in self.segments:
-            counts = "".join(f"{int(getattr(segment, name)):>11,}" for name in _COLUMNS.values())
+            counts = "".join(f"{int(getattr(segment, name)):>11,}" for name in _COLUMNS)
             lines.append(f"{segment.name:{width}}{counts}{_remark(segment)}")
-        lines.append(f"{'all':{width}}" + "".join(f"{self.total(name):>11,}" for name in _COLUMNS.values()))
+        lines.append(f"{'all':{width}}" + "".join(f"{self.total(name):>11,}" for name in _COLUMNS))
         lines += [f"left unfinished by a crash: {name}" for name in self.leftovers]
         lines += [f"no part of the store: {name}" for name in self.foreign]
         if self.writer is not None:
@@ -155,19 +147,18 @@ def fsck(directory: Path, *, repair: bool = False, disk: Disk | None = None) -> 
     """
     disk = disk or SystemDisk()
     with closing(StoreDirectory.existing(directory)) as opened:
-        lock, writer = _lock(opened, repair=repair)
         try:
-            unfinished = () if writer else tuple(opened.leftovers())
-            files = opened.files()
-            check = partial(_check, opened, disk, newest=max(files, default=0), beside_writer=writer is not None)
-            with ThreadPoolExecutor(_THREADS) as pool:
-                checked = [each for each in pool.map(check, files.items()) if each is not None]
-            foreign = tuple(name for name in opened.names() if not _is_ours(name, unfinished))
+            lock, writer = _lock(opened, repair=repair)
+            with lock or nullcontext():
+                unfinished = () if writer else tuple(opened.leftovers())
+                files = opened.files()
+                check = partial(_check, opened, disk, newest=max(files, default=0), beside_writer=writer is not None)
+                with ThreadPoolExecutor(_THREADS) as pool:
+                    checked = [each for each in pool.map(check, files.items()) if each is not None]
+                ours = {MARKER_NAME, LOCK_NAME, *unfinished}
+                foreign = tuple(name for name in opened.names() if name not in ours and parse_name(name) is None)
         except OSError as error:
             raise StorageError(f"{directory}: cannot check the store: {error}") from error
-        finally:
-            if lock is not None:
-                lock.close()
     reports = [each.report for each in checked]
     if writer is None:
         for number, older in _older(checked).items():
@@ -202,7 +193,7 @@ def _check(
         nbytes = os.stat(name, dir_fd=directory.fd).st_size
         return _Checked(sequence, SegmentReport(name, nbytes, refused=str(error)), Content(), [])
     wrong = []
-    if content.indexed:
+    if segment.indexed:
         before = np.array(content.states)
         verify(disk, segment.fd, segment.size, content)
         after = np.array(content.states)
@@ -223,28 +214,21 @@ def _older(checked: Sequence[_Checked]) -> Counter[int]:
     return Counter(np.searchsorted(stops, older, "right").tolist())
 
 
-def _lock(directory: StoreDirectory, *, repair: bool) -> tuple[StoreLock | None, str | None]:
+def _lock(directory: StoreDirectory, *, repair: bool) -> tuple[closing[StoreLock] | None, str | None]:
     """The lock for the job, and for a report without one who writes."""
     try:
-        return StoreLock(directory, shared=not repair), None
+        return closing(StoreLock(directory, shared=not repair)), None
     except FileNotFoundError:
         return None, None  # a copy without its lock file: nobody writes it
     except StoreLockedError as error:
         if repair:
             raise
         return None, str(error)
-    except OSError as error:
-        raise StorageError(f"{directory.path}: cannot lock the store: {error}") from error
-
-
-def _is_ours(name: str, unfinished: tuple[str, ...]) -> bool:
-    return name in (MARKER_NAME, LOCK_NAME, *unfinished) or parse_name(name) is not None
 
 
 def _report(segment: Segment, content: Content, *, live: bool) -> SegmentReport:
-    states, torn = content.states, 0
-    while torn < len(states) and states[-1 - torn] == UNSOUND and not content.indexed:
-        torn += 1
+    states = content.states
+    torn = 0 if segment.indexed else len(states) - len(states.rstrip(bytes([UNSOUND])))
     return SegmentReport(
         segment.name,
         segment.size,
@@ -261,19 +245,17 @@ def _report(segment: Segment, content: Content, *, live: bool) -> SegmentReport:
 
 
 def _repair(path: Path, disk: Disk, unsound: list[tuple[int, Entry]]) -> None:
-    directory = LockedDirectory(path)
     try:
-        pool = SegmentPool(directory, disk, _NO_LIMIT, Sync.NONE, time.time)
-        try:
-            for sequence, entry in unsound:
-                segment = pool.segments.get(sequence)
-                if segment is not None and entry.number < segment.count:
-                    pool.mark((segment, entry))
-            pool.leave_active()
-            pool.sync_all([segment for segment in pool.segments.values() if segment.dirty])
-        finally:
-            pool.release()
+        with closing(LockedDirectory(path)) as directory:
+            pool = SegmentPool(directory, disk, _NO_LIMIT, Sync.NONE, time.time)
+            try:
+                for sequence, entry in unsound:
+                    segment = pool.segments.get(sequence)
+                    if segment is not None and entry.number < segment.count:
+                        pool.mark((segment, entry))
+                pool.leave_active()
+                pool.sync_all([segment for segment in pool.segments.values() if segment.dirty])
+            finally:
+                pool.release()
     except OSError as error:
         raise StorageError(f"{path}: cannot repair the store: {error}") from error
-    finally:
-        directory.close()

@@ -70,7 +70,6 @@ class FileReader(ClosingStore):
         self._refresh = threading.Lock()  # one look at a time; taken before the index lock
         self._shelf = SegmentIndex(self._disk, ttl_s, directory, clock)
         self._refreshes = self._refresh_failures = 0
-        self._looked_at = ticks()
         try:
             self._look()
         except BaseException:
@@ -121,8 +120,6 @@ class FileReader(ClosingStore):
         """
         self._shelf.guard.check()
         with self._refresh:
-            self._shelf.guard.check()
-            self._looked_at = self._ticks()
             self._look()
 
     def usage(self) -> Mapping[str, int]:
@@ -164,8 +161,6 @@ class FileReader(ClosingStore):
         if self._ticks() - self._looked_at < due_s or not self._refresh.acquire(blocking=False):
             return False
         try:
-            self._shelf.guard.check()
-            self._looked_at = self._ticks()
             self._look()
         except StoreClosedError:
             raise
@@ -178,6 +173,8 @@ class FileReader(ClosingStore):
 
     def _look(self) -> None:
         """Let go of what was dropped, read on in what is there. Held: refresh (or not yet shared)."""
+        self._shelf.guard.check()
+        self._looked_at = self._ticks()
         self._refreshes += 1
         self._follow()
         shelf = self._shelf

@@ -69,8 +69,6 @@ class Content:
     rows: bytearray = field(default_factory=bytearray)  # an entry of 64 bytes each
     states: bytearray = field(default_factory=bytearray)
     end: int = PAGE_NBYTES  # of the last record that can be told from what follows it
-    indexed: bool = False
-    created_s: float | None = None  # wall clock, as the header page has it
     page_sound: bool = True
     empty: bool = False  # no page, and nothing behind it
     cut_short: bool = False  # the file ends within the last record
@@ -153,22 +151,22 @@ def read_segment(
             content.empty = _data_behind(disk, fd, PAGE_NBYTES, segment.size) == 0
         else:
             path = str(directory.path / name)
-            content.page_sound, content.created_s = read_segment_page(bytes(raw), path, sequence, directory.store_id)
+            content.page_sound, segment.created_s = read_segment_page(bytes(raw), path, sequence, directory.store_id)
     except OSError as error:
         content.count(error)
         content.page_sound = False
     try:
         if (index := read_index(disk, fd, segment.size, sequence, directory.store_id)) is not None:
             content.rows, content.states, content.end = index
-            content.indexed = True
+            segment.indexed = True
     except OSError as error:
         content.count(error)
-    if not (content.indexed or content.empty):
+    if not (segment.indexed or content.empty):
         scan = _Scan(disk, fd, segment.size, content, record_nbytes_max)
         scan.run(_read_journal(directory, disk, sequence))
         if payloads:
             verify(disk, fd, segment.size, content)
-    segment.end, segment.indexed, segment.created_s = content.end, content.indexed, content.created_s
+    segment.end = content.end
     return segment, content
 
 
@@ -336,13 +334,8 @@ def _data_from(fd: int, at: int, stop: int) -> int:
 def _read_journal(directory: StoreDirectory, disk: Disk, sequence: int) -> bytes:
     """The journal of a segment; empty where there is none, or it cannot be read."""
     try:
-        fd = directory.open(segment_name(sequence, "journal"), os.O_RDONLY)
+        with open(directory.open(segment_name(sequence, "journal"), os.O_RDONLY), "rb") as file:
+            raw = bytearray(min(os.fstat(file.fileno()).st_size, _JOURNAL_NBYTES_MAX))
+            return bytes(raw[: read_all(disk, file.fileno(), [raw], 0, len(raw))])
     except OSError:
         return b""
-    try:
-        raw = bytearray(min(os.fstat(fd).st_size, _JOURNAL_NBYTES_MAX) // ENTRY_NBYTES * ENTRY_NBYTES)
-        return bytes(raw[: read_all(disk, fd, [raw], 0, len(raw))])
-    except OSError:
-        return b""
-    finally:
-        os.close(fd)
