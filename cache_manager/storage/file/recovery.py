@@ -103,26 +103,6 @@ class Content:
         return unpack_entry(self.rows, keep - 1) if keep else None
 
 
-class _Window:
-    """A file, read ahead through a buffer that has room for any header."""
-
-    def __init__(self, disk: Disk, fd: int) -> None:
-        self._disk, self._fd = disk, fd
-        self._view = memoryview(bytearray(_AHEAD_NBYTES))
-        self._start = self._stop = 0
-
-    def at(self, offset: int, nbytes: int) -> memoryview:
-        """The bytes there; fewer only where the file ends. ``nbytes`` is no more than the buffer; ``OSError``."""
-        if not self._start <= offset <= offset + nbytes <= self._stop:
-            self._start = self._stop = offset
-            try:
-                self._stop += read_all(self._disk, self._fd, [self._view], offset, _AHEAD_NBYTES)
-            except OSError:
-                self._stop += read_all(self._disk, self._fd, [self._view[:nbytes]], offset, nbytes)  # no further
-        at = offset - self._start
-        return self._view[at : min(at + nbytes, self._stop - self._start)]
-
-
 def read_segment(
     directory: StoreDirectory,
     disk: Disk,
@@ -171,13 +151,14 @@ def read_segment(
 
 
 class _Scan:
-    """Reads from header to header what has no index."""
+    """Reads from header to header what has no index, ahead through a buffer that has room for any header."""
 
     def __init__(self, disk: Disk, fd: int, size: int, content: Content, record_nbytes_max: int) -> None:
         self._disk, self._fd, self._size = disk, fd, size
         self._content = content
         self._record_nbytes_max = record_nbytes_max
-        self._window = _Window(disk, fd)
+        self._buffer = memoryview(bytearray(_AHEAD_NBYTES))
+        self._start = self._stop = 0  # of what is in it
 
     def run(self, journal: bytes) -> None:
         at = self.read_on(PAGE_NBYTES)
@@ -192,7 +173,7 @@ class _Scan:
         content, size = self._content, self._size
         while at + HEADER_NBYTES_MIN <= size:
             try:
-                found = _header(self._window, at)
+                found = self._header(at)
             except RecordError:
                 return at
             except OSError as error:
@@ -227,6 +208,30 @@ class _Scan:
                 return entry.offset
         return None
 
+    def _header(self, at: int) -> tuple[RecordHeader, bytes] | None:
+        """The header there and its bytes, those of a dead one as well; :class:`RecordError` when it is not sound.
+
+        ``None`` where the records end and an index begins.
+        """
+        raw = self._read(at, _HEADER_NBYTES)
+        if raw.startswith(INDEX_MAGIC):
+            return None
+        nbytes = int.from_bytes(raw[6:8], "little")  # as it says itself
+        packed = raw[:nbytes] if nbytes <= len(raw) else self._read(at, nbytes)
+        alive = MAGIC + packed[len(MAGIC) :] if packed.startswith(DEAD_MAGIC) else packed
+        return unpack_header(alive), packed
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        """What is there; fewer bytes only where the file ends. ``OSError``."""
+        if not self._start <= offset <= offset + nbytes <= self._stop:
+            self._start = self._stop = offset
+            try:
+                self._stop += read_all(self._disk, self._fd, [self._buffer], offset, _AHEAD_NBYTES)
+            except OSError:
+                self._stop += read_all(self._disk, self._fd, [self._buffer[:nbytes]], offset, nbytes)  # no further
+        at = offset - self._start
+        return bytes(self._buffer[at : min(at + nbytes, self._stop - self._start)])
+
 
 def read_on(disk: Disk, fd: int, size: int, start: int, *, payloads: bool) -> Content:
     """The records from ``start`` on, where one begins, up to whatever is none."""
@@ -235,22 +240,6 @@ def read_on(disk: Disk, fd: int, size: int, start: int, *, payloads: bool) -> Co
     if payloads:
         verify(disk, fd, size, content)
     return content
-
-
-def _header(window: _Window, at: int) -> tuple[RecordHeader, bytes] | None:
-    """The header there and its bytes, those of a dead one as well; :class:`RecordError` when it is not sound.
-
-    ``None`` where the records end and an index begins.
-    """
-    raw = window.at(at, _HEADER_NBYTES)
-    if bytes(raw[: len(INDEX_MAGIC)]) == INDEX_MAGIC:
-        return None
-    nbytes = int.from_bytes(raw[6:8], "little")  # as it says itself
-    if nbytes > len(raw):
-        raw = window.at(at, nbytes)
-    packed = bytes(raw[:nbytes])
-    alive = MAGIC + packed[len(MAGIC) :] if packed.startswith(DEAD_MAGIC) else packed
-    return unpack_header(alive), packed
 
 
 def verify(disk: Disk, fd: int, size: int, content: Content) -> None:
