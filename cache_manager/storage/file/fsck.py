@@ -246,16 +246,13 @@ def _report(segment: Segment, content: Content, *, live: bool) -> SegmentReport:
 
 def _repair(path: Path, disk: Disk, unsound: list[tuple[int, Entry]]) -> None:
     try:
-        with closing(LockedDirectory(path)) as directory:
-            pool = SegmentPool(directory, disk, _NO_LIMIT, Sync.NONE, time.time)
-            try:
-                for sequence, entry in unsound:
-                    segment = pool.segments.get(sequence)
-                    if segment is not None and entry.number < segment.count:
-                        pool.mark((segment, entry))
-                pool.leave_active()
-                pool.sync_all([segment for segment in pool.segments.values() if segment.dirty])
-            finally:
-                pool.release()
+        with (
+            closing(LockedDirectory(path)) as directory,
+            closing(SegmentPool(directory, disk, _NO_LIMIT, Sync.NONE, time.time)) as pool,
+        ):
+            for sequence, entry in unsound:
+                segment = pool.segments.get(sequence)
+                if segment is not None and entry.number < segment.count:
+                    pool.mark((segment, entry))
     except OSError as error:
         raise StorageError(f"{path}: cannot repair the store: {error}") from error

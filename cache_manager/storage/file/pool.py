@@ -114,13 +114,20 @@ class SegmentPool(SegmentFiles):
                 self._resize(segment, os.fstat(segment.fd).st_size)
                 self._unended.append(segment)
 
-    def leave_active(self) -> None:
-        """Give back the space behind the active segment's last record; the next life goes on there. Held: append."""
-        self._end_again()
-        active, self.active = self.active, None
-        if active is not None:
-            with suppress(OSError):
-                (self._cut if active.count else self._drop)(active)
+    def close(self) -> None:
+        """Give back the space behind the active segment's last record, where the next life goes on; sync; let go.
+
+        :class:`StorageError` when not all of it could be synced. Held: flush, append.
+        """
+        try:
+            self._end_again()
+            active, self.active = self.active, None
+            if active is not None:
+                with suppress(OSError):
+                    (self._cut if active.count else self._drop)(active)
+            self.sync_all([segment for segment in self.segments.values() if segment.dirty])
+        finally:
+            self.release()
 
     def sweep(self, now_s: float) -> None:
         """Remove the files of expired segments, and write no more to a segment that has taken records long enough.

@@ -121,8 +121,9 @@ def read_segment(
     fd = directory.open(name, flags)
     segment = Segment(sequence, name, fd, os.fstat(fd).st_size, aside=name.endswith(".aside"))
     content, raw = Content(), bytearray(PAGE_NBYTES)
-    if payloads:  # read ahead from the start: after the page and the index the system would do so in single pages
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+    if payloads:  # from the start: after the page and the index the system would read ahead in small pages
+        with suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
     try:
         found = read_all(disk, fd, [raw], 0, PAGE_NBYTES)
         start = bytes(raw[: min(found, len(SEGMENT_MAGIC))])

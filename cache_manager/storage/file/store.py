@@ -217,10 +217,8 @@ class FileStore(ClosingStore):
                     return
                 pool.guard.close()
             try:
-                pool.leave_active()
-                pool.sync_all([segment for segment in pool.segments.values() if segment.dirty])
+                pool.close()
             finally:
-                pool.release()
                 self._directory.close()
 
     def _held(self, headers: Sequence[RecordHeader]) -> Held:
