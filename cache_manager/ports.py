@@ -69,7 +69,7 @@ class StorageBackend(Protocol):
       ``get_into`` fills the whole buffer or reports an absence, after which the buffer's content means nothing.
     * ``put`` answers, key by key, the header of what is stored under the key when it returns, or ``None`` where nothing
       is, because there was no room. Where this call stored the record, the answer is the offered header, the very
-      object.
+      object. What was stored before is known by its header: a payload that was damaged since is found by the read.
     * A key that is stored and put again: a record of the same origin gives way to one that has all of its valid rows
       and more, a record of another origin only with ``replace``; otherwise it stays
       (:func:`cache_manager.record.takes_the_place`). What has given way never comes back.
