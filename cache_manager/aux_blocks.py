@@ -18,12 +18,11 @@ from cache_manager.lifecycle import State
 from cache_manager.move import Move, Pairs, split_pairs
 from cache_manager.mover import PairMover, RowsMover
 from cache_manager.ports import HitPolicy, Mover, Region, StorageBackend, TierName
-from cache_manager.records import Export, read_rows
-from cache_manager.rows import Rows
+from cache_manager.records import Export
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Step
 from cache_manager.storage.records import RecordStore
-from cache_manager.store_jobs import Archive, PersistJob, RestoreJob
+from cache_manager.store_jobs import Archive
 from cache_manager.table import Blocks, BlockTable
 
 Slots = NDArray[Any] | Sequence[int]
@@ -150,13 +149,10 @@ class AuxBlocks(BlockSet):
         Blocks that nobody holds any more keep their rows until they are allocated again or evicted.
         """
         owner = owner_name(owner)
-        if blocks is not None:
-            chosen = self._table(tier or "device")
-            ids = chosen.ids_often(blocks)
-            self._lock.now_or_later(lambda: _drop(chosen.release(owner, ids)))
-            return
-        tables = list(self._open.values()) if tier is None else [self._table(tier)]
-        self._lock.now_or_later(lambda: _drop([table.release(owner) for table in tables]))
+        everywhere = tier is None and blocks is None
+        tables = list(self._open.values()) if everywhere else [self._table(tier or "device")]
+        ids = None if blocks is None else tables[0].ids_often(blocks)
+        self._lock.now_or_later(lambda: [table.release(owner, ids) for table in tables])
 
     def evict(self, blocks: Blocks, tier: TierName = "device") -> None:
         """Forget the rows of blocks that nobody holds."""
@@ -233,72 +229,6 @@ class AuxBlocks(BlockSet):
         """:meth:`begin_copy` and commit."""
         self.begin_copy(pairs, rows).commit()
 
-    # ---------------------------------------------------------------- storing
-
-    def persist(
-        self, blocks: Mapping[BlockKey, int], *, owner: Hashable | None = None, generations: Blocks | None = None
-    ) -> dict[BlockKey, int]:
-        """:meth:`begin_persist`, done by the calling thread: its result. Raises ``StorageError`` if the store fails."""
-        job = self.begin_persist(blocks, owner=owner, generations=generations, queued=False)
-        assert job is not None, "nothing but the queue is ever full"
-        return job.result()
-
-    def restore(
-        self,
-        blocks: Mapping[BlockKey, int],
-        *,
-        owner: Hashable | None = None,
-        generations: Blocks | None = None,
-        origins: Mapping[BlockKey, int] | None = None,
-    ) -> dict[BlockKey, bool]:
-        """:meth:`begin_restore`, done by the calling thread: its result. Raises ``StorageError`` if the store fails."""
-        job = self.begin_restore(blocks, owner=owner, generations=generations, origins=origins, queued=False)
-        assert job is not None, "nothing but the queue is ever full"
-        return job.result()
-
-    def begin_persist(
-        self,
-        blocks: Mapping[BlockKey, int],
-        *,
-        owner: Hashable | None = None,
-        generations: Blocks | None = None,
-        queued: bool = True,
-    ) -> PersistJob | None:
-        """Store device blocks under their keys; the job's result is, by key, the origin that is stored now.
-
-        The blocks are those of ``owner``, which must hold them all, or in these ``generations``, one each: a block in
-        another life is not stored. Equal to :meth:`origins` of the block, the answer says that this very content is
-        stored; another one, that a whole pair of another computation was there and stays; 0, that nothing is: the block
-        misses a required row, is in another life, the key is of another namespace (a reset came between), or the store
-        has no room. The blocks can be neither given away nor written until the job has landed. ``None`` when there is
-        no room for a further job: nothing has changed. A job that is not ``queued`` is over when it is returned, and
-        there is always room for it. Raises :class:`ConfigError` when there is no store.
-        """
-        self._check_stores()
-        return self._archive.begin_persist(blocks, owner, generations, queued=queued)
-
-    def begin_restore(
-        self,
-        blocks: Mapping[BlockKey, int],
-        *,
-        owner: Hashable | None = None,
-        generations: Blocks | None = None,
-        origins: Mapping[BlockKey, int] | None = None,
-        queued: bool = True,
-    ) -> RestoreJob | None:
-        """Fill device blocks without rows with what is stored under their keys; the result: which have come back.
-
-        ``owner`` or ``generations`` as above. Whoever keeps the KV elsewhere says with ``origins``, by key, of which
-        computation it is: rows of another are not restored, and counted.
-
-        What is read is verified first: bytes that are not sound, or not of this key, layout and namespace, are a miss
-        and are counted. What was read is dropped when a reset came between or the job was cancelled. A ``False`` block
-        has no rows. The blocks can be neither read, written nor given away until the job has landed. ``None`` and
-        ``queued`` are as above.
-        """
-        self._check_stores()
-        return self._archive.begin_restore(blocks, owner, generations, origins, queued=queued)
-
     # ---------------------------------------------------------------- crossing
 
     def export(
@@ -316,26 +246,3 @@ class AuxBlocks(BlockSet):
         row, is in another life, or the key is of another namespace. End the export when nobody reads the records.
         """
         return Export(self._device, self._books, blocks, owner, generations, rows)
-
-    # ---------------------------------------------------------------- reading
-
-    def read(
-        self,
-        name: str,
-        blocks: Blocks,
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        owner: Hashable | None = None,
-        tier: TierName = "device",
-    ) -> Rows:
-        """Rows ``[start, stop)`` of the tokens in ``blocks``, taken as one sequence; what is not readable is masked.
-
-        With ``owner``, blocks that the owner does not hold count as missing; without, the caller must know that they
-        are its own. Takes no lock while it copies: a block that is given away meanwhile comes out missing.
-        """
-        return read_rows(self._table(tier), self._books, name, blocks, start, stop, owner=owner)
-
-
-def _drop(_: object) -> None:
-    """What a queued call answers has nobody to go to."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, Self, TypeVar, get_args
 
@@ -19,11 +19,13 @@ from cache_manager.memory import check_region
 from cache_manager.move import Move
 from cache_manager.ports import Mover, RecordCounters, Region, TierName
 from cache_manager.record import Buffer, RecordHeader
-from cache_manager.records import Export, bind_origin, install_record
+from cache_manager.records import Export, bind_origin, install_record, read_rows
 from cache_manager.regions.heap import HeapRegion
 from cache_manager.regions.shared import SharedRegion
+from cache_manager.rows import Rows
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Step
+from cache_manager.store_jobs import Archive, PersistJob, RestoreJob
 from cache_manager.table import Blocks, BlockTable, Ints, Origins
 
 _T = TypeVar("_T")
@@ -34,14 +36,13 @@ Memory = Literal["heap", "shared"] | Mapping[TierName, Region]
 class BlockSet:
     """Tables, books and jobs of one set of blocks. Not for callers: :class:`AuxBlocks` or :class:`EngineBlocks`.
 
-    Lock contract. One lock guards states, generations, leases, origins and validity (:mod:`cache_manager.books`). It
-    is held for bookkeeping and for placing the rows of a step, never while a store is read or written, nor while rows
-    are gathered or moved: those go on beside the scheduler, protected by the blocks' states and generations. Every
-    method may be called from any thread. In a finaliser or a signal handler ``free`` and ``abort`` do their work when
-    the call that they interrupt ends; other methods raise ``BlockBusyError`` there.
+    Every method may be called from any thread. One lock (:mod:`cache_manager.books`, which also says what a finaliser
+    or a signal handler may do) is held for bookkeeping and for placing the rows of a step, never while a store is read
+    or written, nor while rows are gathered or moved: those are protected by the blocks' states and generations.
     """
 
     _mover: Mover
+    _archive: Archive
 
     def __init__(
         self,
@@ -63,19 +64,16 @@ class BlockSet:
         if not names:
             raise ConfigError("required", "at least one spec's name", "none")
         self._required = tuple(self.layout.index(name) for name in names)
-        count_in_range(steps_max, "steps_max", 1)
-        self._steps_max = steps_max
+        self._steps_max = count_in_range(steps_max, "steps_max", 1)
         self._books = Books(KeyChain(namespace, self.layout))
         self._lock = self._books.guard
         self._runner = JobRunner(jobs or JobLimits())
-        count_in_range(device_blocks, "device_blocks", 1)
-        count_in_range(host_blocks, "host_blocks", 0)
-        if memory not in ("heap", "shared") and not isinstance(memory, Mapping):
-            raise ConfigError("memory", "'heap', 'shared' or regions by tier", repr(memory))
         self._closed = False
         self._lent = isinstance(memory, Mapping)  # the embedder's own regions, which stay the embedder's to close
         self._tables: dict[TierName, BlockTable] = {}
-        draw, sizes = Origins(), {"device": device_blocks, "host": host_blocks}
+        draw = Origins()
+        sizes = {"device": count_in_range(device_blocks, "device_blocks", 1)}
+        sizes["host"] = count_in_range(host_blocks, "host_blocks", 0)
         try:
             for tier in get_args(TierName):
                 if blocks := sizes[tier]:
@@ -194,7 +192,92 @@ class BlockSet:
         """Sleep until :meth:`poll` has something to land, or no job is left; ``False`` after ``timeout_s``."""
         return self._runner.wait_any(timeout_s)
 
+    # ---------------------------------------------------------------- reading
+
+    def read(
+        self,
+        name: str,
+        blocks: Blocks,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        owner: Hashable | None = None,
+        generations: Blocks | None = None,
+        tier: TierName = "device",
+    ) -> Rows:
+        """Rows ``[start, stop)`` of the tokens in ``blocks``, taken as one sequence; what is not readable is masked.
+
+        Blocks that ``owner`` does not hold, or that are not in these ``generations``, count as missing; with neither,
+        the caller must know that they are its own. A block that is given away meanwhile comes out missing.
+        """
+        return read_rows(self._table(tier), self._books, name, blocks, start, stop, owner, generations)
+
     # ---------------------------------------------------------------- storing
+
+    def persist(
+        self, blocks: Mapping[BlockKey, int], generations: Blocks | None = None, *, owner: Hashable | None = None
+    ) -> dict[BlockKey, int]:
+        """:meth:`begin_persist`, done by the calling thread: its result. Raises ``StorageError`` if the store fails."""
+        job = self.begin_persist(blocks, generations, owner=owner, queued=False)
+        assert job is not None, "nothing but the queue is ever full"
+        return job.result()
+
+    def restore(
+        self,
+        blocks: Mapping[BlockKey, int],
+        generations: Blocks | None = None,
+        origins: Mapping[BlockKey, int] | None = None,
+        *,
+        owner: Hashable | None = None,
+    ) -> dict[BlockKey, bool]:
+        """:meth:`begin_restore`, done by the calling thread: its result. Raises ``StorageError`` if the store fails."""
+        job = self.begin_restore(blocks, generations, origins, owner=owner, queued=False)
+        assert job is not None, "nothing but the queue is ever full"
+        return job.result()
+
+    def begin_persist(
+        self,
+        blocks: Mapping[BlockKey, int],
+        generations: Blocks | None = None,
+        *,
+        owner: Hashable | None = None,
+        queued: bool = True,
+    ) -> PersistJob | None:
+        """Store device blocks under their keys; the job's result is, by key, the origin that is stored now.
+
+        The blocks are those in these ``generations``, one each, or of ``owner``, which must hold them all. Equal to
+        :meth:`origins` of the block, the answer says that this very content is stored; another one, that a whole pair
+        of another computation was there and stays; 0, that nothing is: the block misses a required row, is in another
+        life, the key is of another namespace (a reset came between), or the store has no room. Until the job has landed
+        blocks of owners can be neither given away nor written; of an engine's the store has a copy. ``None`` when there
+        is no room for a further job: nothing has changed. A job that is not ``queued`` is over when it is returned, and
+        there is always room for it. Raises :class:`ConfigError` when there is no store.
+        """
+        self._check_stores()
+        return self._archive.begin(lambda: PersistJob(self._archive, blocks, owner, generations), queued=queued)
+
+    def begin_restore(
+        self,
+        blocks: Mapping[BlockKey, int],
+        generations: Blocks | None = None,
+        origins: Mapping[BlockKey, int] | None = None,
+        *,
+        owner: Hashable | None = None,
+        queued: bool = True,
+    ) -> RestoreJob | None:
+        """Fill device blocks without rows with what is stored under their keys; the result: which have come back.
+
+        ``generations``, ``owner``, ``queued`` and ``None`` are as above. Whoever keeps the KV elsewhere says with
+        ``origins``, by key, of which computation it is: rows of another are not restored, and counted. What is read is
+        verified: bytes that are not sound, or not of this key, layout and namespace, are a miss. What was read is
+        dropped after a reset, and when the job was cancelled; a ``False`` block has no rows. Until the job has landed
+        blocks of owners can be neither read, written nor given away; an engine's must be in their lives by then, and no
+        step may write them.
+        """
+        self._check_stores()
+        return self._archive.begin(
+            lambda: RestoreJob(self._archive, blocks, owner, generations, origins), queued=queued
+        )
 
     @property
     def store_counters(self) -> RecordCounters | None:
@@ -221,7 +304,7 @@ class BlockSet:
         """The KV of the block's first ``tokens`` tokens has come from elsewhere, where it had this ``origin``.
 
         Rows of another origin that had come before are dropped. ``False``: the block is in another life than
-        ``generation`` or nobody holds it. Raises ``BlockBusyError`` while the block is in motion.
+        ``generation``, or nobody holds it. Raises ``BlockBusyError`` while it is in motion.
         """
         return bind_origin(self._device, self._books, block, generation, origin, tokens)
 
@@ -229,10 +312,10 @@ class BlockSet:
         """Put the rows of a record into a held device block, where no row is readable and no step will write one.
 
         How many rows landed. The record's sum and key were verified by the caller. A row lands beside KV of its own
-        origin only: KV that was computed here, or came under another origin (:meth:`bind_origin`), gets none of it. A
-        block in another life than ``generation``, one that nobody holds, and a record of another namespace get nothing
-        either; all that is counted. Steps may write other rows of the block meanwhile. Raises ``BlockBusyError`` while
-        the block is in motion and ``RecordError`` for a record that does not fit the layout.
+        origin only: KV that was computed here, or came under another origin (:meth:`bind_origin`), gets none of it, nor
+        does a block in another life than ``generation``, one that nobody holds, or a record of another namespace; all
+        that is counted. Raises ``BlockBusyError`` while the block is in motion and ``RecordError`` for a record that
+        does not fit the layout.
         """
         return install_record(self._device, self._books, block, generation, header, payload)
 
@@ -242,8 +325,7 @@ class BlockSet:
         """A weight update: every row from before becomes unreadable in every tier, in-flight work included.
 
         Blocks stay whose they are. Keys are derived in the new namespace from here on; keys from before are refused.
-        With the version unchanged, memory is forgotten and the store is not: what it holds was made by these very
-        weights.
+        With the version unchanged memory is forgotten and the store is not, which holds what these very weights made.
         """
         with self._lock:
             tables = self._open.values()
@@ -259,8 +341,7 @@ class BlockSet:
         """Give the memory back; harmless the second time. The store stays open: it is the caller's.
 
         Waits for jobs, up to ``close_s`` of their limits. Raises :class:`BlockStateError` while a step, a move or a job
-        is in flight, naming the jobs, and ``BufferError`` while somebody keeps a view of a region: call it again when
-        the view is gone. Every other method raises from the first call that closed it on.
+        is in flight, and ``BufferError`` while somebody keeps a view of a region: call it again when that is gone.
         """
         with self._lock:  # in a forked child it raises, before anything is waited for
             self._check_still()
@@ -314,4 +395,6 @@ def _region(layout: RecordLayout, namespace: Namespace, tier: TierName, blocks: 
         return memory[tier]
     if memory == "heap":
         return HeapRegion(layout, blocks)
-    return SharedRegion.create(layout, blocks, tier=tier, namespace=namespace.fingerprint)
+    if memory == "shared":
+        return SharedRegion.create(layout, blocks, tier=tier, namespace=namespace.fingerprint)
+    raise ConfigError("memory", "'heap', 'shared' or regions by tier", repr(memory))

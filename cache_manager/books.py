@@ -80,7 +80,7 @@ class Guard:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._busy = False  # this thread is between enter and exit; read and written with the lock taken
-        self._later: deque[Callable[[], None]] = deque()
+        self._later: deque[Callable[[], object]] = deque()
         self._pid = os.getpid()
 
     def __enter__(self) -> None:
@@ -100,7 +100,7 @@ class Guard:
         self._busy = False
         self._lock.release()
 
-    def now_or_later(self, call: Callable[[], None]) -> None:
+    def now_or_later(self, call: Callable[[], object]) -> None:
         """Run ``call``, which takes no lock, with the lock taken: now, or when the call that this one interrupts ends.
 
         Raises what ``call`` raises when it runs now; what it raises later has nobody to go to and is dropped, so that

@@ -34,10 +34,11 @@ def integers(
     return array.astype(np.int64)
 
 
-def count_in_range(value: int, field: str, low: int) -> None:
-    """:class:`ConfigError` unless ``value`` is an integer in ``[low, COUNT_END)``."""
+def count_in_range(value: int, field: str, low: int) -> int:
+    """``value``, or :class:`ConfigError` unless it is an integer in ``[low, COUNT_END)``."""
     if not isinstance(value, int) or not low <= value < COUNT_END:
         raise ConfigError(field, f"an integer in [{low}, {COUNT_END})", repr(value))
+    return value
 
 
 def owner_name(owner: Hashable) -> Hashable:

@@ -23,17 +23,15 @@ from cache_manager.block_set import BlockSet, Memory
 from cache_manager.errors import InvalidInputError, KVRouteError
 from cache_manager.feed import FeedReader, Operation
 from cache_manager.jobs import JobLimits
-from cache_manager.keys import BlockKey, Namespace
+from cache_manager.keys import Namespace
 from cache_manager.lifecycle import ALLOWED, Event, State
 from cache_manager.move import MOVED, Move, Pairs, split_pairs
 from cache_manager.mover import RowsMover
 from cache_manager.ports import StorageBackend, TierName
-from cache_manager.records import read_rows
-from cache_manager.rows import Rows
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Keep, Step, write_at_once
 from cache_manager.storage.records import RecordStore
-from cache_manager.store_jobs import Archive, PersistJob, RestoreJob
+from cache_manager.store_jobs import Archive
 from cache_manager.table import Blocks, BlockTable, Ints
 
 logger = logging.getLogger(__name__)
@@ -234,68 +232,6 @@ class EngineBlocks(BlockSet):
             sources, targets = sources[good], targets[good]
         return sources, targets, rows
 
-    # ---------------------------------------------------------------- storing
-
-    def begin_persist(
-        self, blocks: Mapping[BlockKey, int], generations: Blocks, *, queued: bool = True
-    ) -> PersistJob | None:
-        """Copy the rows of complete blocks and store them under their keys; blocks in another life are passed over.
-
-        The job's result: by key, the origin that is stored now, 0 for none. ``None`` when there is no room for a
-        further job. Raises :class:`ConfigError` when there is no store.
-        """
-        self._check_stores()
-        return self._archive.begin_persist(blocks, None, generations, queued=queued)
-
-    def begin_restore(
-        self,
-        blocks: Mapping[BlockKey, int],
-        generations: Blocks,
-        origins: Mapping[BlockKey, int] | None = None,
-        *,
-        queued: bool = True,
-    ) -> RestoreJob | None:
-        """Read what is stored under the keys and put it into blocks that are still in these lives when it has come.
-
-        The job's result: by key, whether the block's rows are there. ``origins``, by key, are those of the KV that the
-        engine has loaded: rows of another computation do not land. Nor do they in a block that a step writes by then.
-        """
-        self._check_stores()
-        return self._archive.begin_restore(blocks, None, generations, origins, queued=queued)
-
-    def persist(self, blocks: Mapping[BlockKey, int], generations: Blocks) -> dict[BlockKey, int]:
-        """:meth:`begin_persist`, done by the calling thread: its result."""
-        job = self.begin_persist(blocks, generations, queued=False)
-        assert job is not None, "nothing but the queue is ever full"
-        return job.result()
-
-    def restore(
-        self, blocks: Mapping[BlockKey, int], generations: Blocks, origins: Mapping[BlockKey, int] | None = None
-    ) -> dict[BlockKey, bool]:
-        """:meth:`begin_restore`, done by the calling thread: its result."""
-        job = self.begin_restore(blocks, generations, origins, queued=False)
-        assert job is not None, "nothing but the queue is ever full"
-        return job.result()
-
-    # ---------------------------------------------------------------- reading
-
-    def read(
-        self,
-        name: str,
-        blocks: Blocks,
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        generations: Blocks | None = None,
-        tier: TierName = "device",
-    ) -> Rows:
-        """Rows ``[start, stop)`` of the tokens in ``blocks``, taken as one sequence; what is not readable is masked.
-
-        With ``generations``, one for each block, what is of another life is missing; without, the caller must know that
-        nothing was given out since.
-        """
-        return read_rows(self._table(tier), self._books, name, blocks, start, stop, generations=generations)
-
     # ---------------------------------------------------------------- feeding
 
     def apply(self, operations: bytes) -> list[Operation]:
@@ -319,15 +255,10 @@ class EngineBlocks(BlockSet):
             for table in self._open.values():
                 table.forget(np.arange(table.blocks))
 
-    def count_feed(self, counter: str) -> None:
-        """A feed's batch was late or missing."""
+    def dropped(self, counter: str, n: int, wanted: str) -> None:
+        """So many things of a feed were dropped; they are counted, and the first of the kind is logged."""
         with self._lock:
-            self._bad(counter, 1, "apply", "batches of a feed in order, each once")
-
-    def count_refused(self, blocks: int) -> None:
-        """The queue had no room for what a feed wanted of the store: nobody's mistake, and not silent either."""
-        with self._lock:
-            self._drop("feed_blocks_refused", blocks, "apply", "room for what the store is to do")
+            self._drop(counter, n, "apply", wanted)
 
     def _bad(self, counter: str, bad: int | Ints, call: str, what: str) -> None:
         """Blocks, or so many things, were dropped: count them, log the first of the kind, or raise in a strict set.

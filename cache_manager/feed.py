@@ -179,21 +179,23 @@ class FeedReader:
             raise InvalidInputError("feed version", VERSION, batch.version)
         calls = [_call(operation) for operation in batch.operations]
         if batch.number < self._next:
-            to.count_feed("feed_repetitions")
+            if to.strict:
+                raise InvalidInputError("feed", f"batch {self._next}", batch.number)
+            to.dropped("feed_repetitions", 1, "batches of a feed in order, each once")
             return []
         missing, self._next = batch.number - self._next, batch.number + 1
         if missing:
             to.forget()
             if to.strict:
                 raise FeedGapError(f"feed: wanted batch {batch.number - missing}, got {batch.number}")
-            to.count_feed("feed_gaps")
+            to.dropped("feed_gaps", 1, "batches of a feed in order, each once")
         for call in calls:
             try:
                 call(to)
             except KVRouteError:
                 if to.strict:
                     raise
-                to.count_feed("feed_operations_failed")
+                to.dropped("feed_operations_failed", 1, "operations that can be done")
         return batch.operations
 
 
@@ -225,7 +227,7 @@ def _call(operation: Operation) -> Callable[[EngineBlocks], object]:
 def _check_begun(to: EngineBlocks, job: Job | None, blocks: int) -> None:
     """A job for which there was no room is not begun later: nobody hears of it but by its count."""
     if job is None:
-        to.count_refused(blocks)
+        to.dropped("feed_blocks_refused", blocks, "room for what the store is to do")
 
 
 def _copied(operation: Copied) -> Callable[[EngineBlocks], object]:

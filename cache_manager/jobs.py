@@ -17,9 +17,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import compress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -81,15 +82,18 @@ class JobLimits:
 class Job(ABC):
     """What the store does for some blocks of one :class:`Archive`. Any thread may ask it, and land it by a poll.
 
-    ``wanted`` are the keys that the caller named, ``keys`` those of the blocks ``ids`` that there is something to do
-    for. The blocks of an engine may be given out at any time: for these the store works on a copy.
+    There is something to do for the ``live`` ones of ``blocks``, whose ids are ``ids [n]``. The blocks of an engine may
+    be given out at any time: for these the store works on a copy.
     """
 
-    def __init__(self, archive: Archive, what: str, wanted: list[BlockKey], keys: list[BlockKey], ids: Ints) -> None:
-        self._archive, self._wanted, self._keys, self._ids = archive, wanted, keys, ids
+    def __init__(
+        self, archive: Archive, what: str, blocks: Mapping[BlockKey, int], ids: Ints, live: NDArray[np.bool_]
+    ) -> None:
+        self._archive, self._wanted = archive, list(blocks)
+        self._keys, self._ids = keys, ids = list(compress(blocks, live.tolist())), ids[live]
         self._generations = archive.table.generations.take(ids)
         self._mover, self._at, self._copied = archive.mover, ids, np.empty(0, np.uint8)
-        self.name, self.nbytes = f"{what} of {len(wanted)} blocks", len(keys) * archive.table.layout.nbytes
+        self.name, self.nbytes = f"{what} of {len(blocks)} blocks", len(keys) * archive.table.layout.nbytes
         self.phase = Phase.QUEUED if keys else Phase.LANDED
         self.failure: BaseException | None = None
         """What the store raised, ``StorageError`` unless there is a bug; known once the job has been carried."""

@@ -33,11 +33,10 @@ def read_rows(
     blocks: Blocks,
     start: int,
     stop: int | None,
-    *,
-    owner: Hashable | None = None,
-    generations: Sequence[int] | Ints | None = None,
+    owner: Hashable | None,
+    generations: Blocks | None,
 ) -> Rows:
-    """See :meth:`AuxBlocks.read` and :meth:`EngineBlocks.read`."""
+    """See :meth:`BlockSet.read`."""
     index = table.layout.index(name)
     ids = table.ids_often(blocks)
     held, window = window_of(ids.size, start, stop, table.tokens)

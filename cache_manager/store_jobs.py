@@ -9,9 +9,8 @@ carried and landed by the thread that asks, before it gets the job.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import TypeVar
 
 import numpy as np
@@ -42,56 +41,25 @@ class Archive:
     mover: Mover
     policy: HitPolicy
 
-    def begin_persist(
-        self, blocks: Mapping[BlockKey, int], owner: Hashable | None, generations: Blocks | None, *, queued: bool
-    ) -> PersistJob | None:
-        """See :meth:`AuxBlocks.begin_persist`."""
-        with self.books.guard:
-            ids, live = claimed(self.table, self.books, blocks, owner, generations)
-            whole = self.table.complete(ids, self.required)
-            self.books.count("incomplete_blocks_not_persisted", int(count(live & ~whole)))
-            if self.policy == "gate":  # nothing of a block that misses required rows is stored
-                live &= whole
-            job = PersistJob(self, "persist", list(blocks), list(compress(blocks, live.tolist())), ids[live])
-            begun = self._begin(job, queued=queued)
-        return self._carry(job, queued=queued) if begun else None
+    def begin(self, make: Callable[[], J], *, queued: bool) -> J | None:
+        """Begin the job that ``make`` makes under the lock; one that is not ``queued`` is carried and landed, too.
 
-    def begin_restore(
-        self,
-        blocks: Mapping[BlockKey, int],
-        owner: Hashable | None,
-        generations: Blocks | None,
-        origins: Mapping[BlockKey, int] | None,
-        *,
-        queued: bool,
-    ) -> RestoreJob | None:
-        """See :meth:`AuxBlocks.begin_restore`."""
+        ``None``: there was no room for a queued one.
+        """
         with self.books.guard:
-            ids, live = claimed(self.table, self.books, blocks, owner, generations)
-            keys = list(compress(blocks, live.tolist()))
-            job = RestoreJob(self, "restore", list(blocks), keys, ids[live])
-            job.expected = None if origins is None else np.array([origins.get(key, 0) for key in keys], np.uint64)
-            begun = self._begin(job, queued=queued)
-        return self._carry(job, queued=queued) if begun else None
-
-    def _begin(self, job: Job, *, queued: bool) -> bool:
-        """Whether the job has begun, for which a queued one needs room. The lock is held."""
-        if not self.table.by_engine:
-            job.check()
-        if job.phase is Phase.LANDED:
-            return True
+            job = make()
+            if not self.table.by_engine:
+                job.check()
+            if job.phase is Phase.LANDED:  # nothing to do
+                return job
+            if not queued:
+                job.begin()
+            elif not self.runner.start(job):
+                self.books.count("jobs_refused")
+                return None
+            self.books.count("jobs_begun")
+            self.books.jobs += 1
         if not queued:
-            job.begin()
-        elif not self.runner.start(job):
-            self.books.count("jobs_refused")
-            return False
-        self.books.count("jobs_begun")
-        self.books.jobs += 1
-        return True
-
-    def _carry(self, job: J, *, queued: bool) -> J:
-        """Carry a job that is not queued, and land it. The lock is not held."""
-        if not queued and job.phase is not Phase.LANDED:
             self.runner.carry(job)
             job.poll()
         return job
@@ -101,6 +69,16 @@ class PersistJob(Job):
     """Blocks on their way to the store. :meth:`result`: by key, the origin that is stored now, 0 for none."""
 
     _stored: Sequence[Found | None] = ()
+
+    def __init__(
+        self, archive: Archive, blocks: Mapping[BlockKey, int], owner: Hashable | None, generations: Blocks | None
+    ) -> None:
+        ids, live = claimed(archive.table, archive.books, blocks, owner, generations)
+        whole = archive.table.complete(ids, archive.required)
+        archive.books.count("incomplete_blocks_not_persisted", int(count(live & ~whole)))
+        if archive.policy == "gate":  # nothing of a block that misses required rows is stored
+            live &= whole
+        super().__init__(archive, "persist", blocks, ids, live)
 
     def check(self) -> None:
         self._archive.table.check_no_step(self._ids, "store it")
@@ -142,10 +120,21 @@ class PersistJob(Job):
 class RestoreJob(Job):
     """Blocks on their way from the store. :meth:`result`: by key, whether the block's rows have come back."""
 
-    expected: NDArray[np.uint64] | None = None
-    """The origins that count, one for each key, where the caller has said so."""
     _found: Sequence[Found | Absence] = ()
     _arrived: NDArray[np.bool_] | None = None
+
+    def __init__(
+        self,
+        archive: Archive,
+        blocks: Mapping[BlockKey, int],
+        owner: Hashable | None,
+        generations: Blocks | None,
+        origins: Mapping[BlockKey, int] | None,
+    ) -> None:
+        super().__init__(archive, "restore", blocks, *claimed(archive.table, archive.books, blocks, owner, generations))
+        self._expected: NDArray[np.uint64] | None = None  # the origins that count, one for each key
+        if origins is not None:
+            self._expected = np.array([origins.get(key, 0) for key in self._keys], np.uint64)
 
     def check(self) -> None:
         table = self._archive.table
@@ -219,8 +208,8 @@ class RestoreJob(Job):
                 if each.valid:
                     bits[i] = np.frombuffer(each.valid, "<u8").reshape(bits.shape[1:])
         live, named = self._live(), origins != 0
-        if self.expected is not None:
-            named &= origins == self.expected
+        if self._expected is not None:
+            named &= origins == self._expected
         if table.by_engine:
             known = table.origin.take(ids)  # of the KV, where somebody has said so
             named &= (known == 0) | (known == origins)
