@@ -192,7 +192,10 @@ class PairMover:
             torn = [i for i in whole if not self._is_pair(kv.get(i), rows.get(i))]
             again = [i for i in torn if any(p and p.origin != records.origins[i] for p in (kv.get(i), rows.get(i)))]
             more_kv, more_rows = self._put_parts(records, again, replace=True)
-            kv, rows = {**kv, **more_kv}, {**rows, **more_rows}
+            for part, more in ((kv, more_kv), (rows, more_rows)):
+                for i in again:  # what was there before may be gone
+                    part.pop(i, None)
+                part.update(more)
             if gated:
                 rows |= self._still(self._rows, records, list(more_rows))
             else:

@@ -336,6 +336,30 @@ def test_a_gate_neither_stores_nor_brings_a_block_without_its_required_rows() ->
     masked.close()
 
 
+def test_a_part_that_is_put_again_and_finds_no_room_is_not_answered_for(policy: HitPolicy) -> None:
+    """Goal: nothing answers for what is not stored.
+
+    Method: the part that is put last was evicted and is stored beside an older other part; it is evicted again just
+    before both are put anew, and there is no room for it.
+    """
+    stores = FussyStore(MemoryStore(1 << 20)), FussyStore(MemoryStore(1 << 20))
+    first, last = stores if policy == "gate" else stores[::-1]
+    engine = Engine(*stores, policy)
+    engine.put([0], 1)
+    last.delete([key(0)])
+    put = first.put
+
+    def beside_an_eviction(headers, payloads, *, replace=False):
+        if replace:
+            last.delete([key(0)])
+            last.refusing = True
+        return put(headers, payloads, replace=replace)
+
+    first.put = beside_an_eviction
+    assert engine.put([0], 2) == [None if policy == "gate" else Found(2, b"")]
+    engine.close()
+
+
 @pytest.mark.parametrize(("valid", "before"), [(BOTH, 2), (PART, 1)], ids=["replacing", "in part"])
 def test_a_rival_between_kv_and_rows_is_not_answered_for(valid: bytes, before: int) -> None:
     """Goal: nothing answers for KV that is gone. Method: a rival puts a pair just before our rows."""
