@@ -43,6 +43,12 @@ def unpack_bits(words: NDArray[np.uint64], block_tokens: int) -> NDArray[np.bool
     return bits.view(np.bool_)
 
 
+def rows_in(words: NDArray[np.uint64]) -> int:
+    """How many rows are valid in some spec, of blocks' validity words ``[..., specs, W]``."""
+    merged = words if words.shape[-2] == 1 else np.bitwise_or.reduce(words, axis=-2)
+    return int(np.bitwise_count(merged).sum())
+
+
 class Cells:
     """Where slots are among the validity words of blocks of ``block_tokens`` rows.
 

@@ -26,7 +26,7 @@ from cache_manager.rows import Rows
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Step
 from cache_manager.store_jobs import Archive, PersistJob, RestoreJob
-from cache_manager.table import Blocks, BlockTable, Ints, Origins
+from cache_manager.table import Blocks, BlockTable, Ints
 
 _T = TypeVar("_T")
 Memory = Literal["heap", "shared"] | Mapping[TierName, Region]
@@ -71,14 +71,13 @@ class BlockSet:
         self._closed = False
         self._lent = isinstance(memory, Mapping)  # the embedder's own regions, which stay the embedder's to close
         self._tables: dict[TierName, BlockTable] = {}
-        draw = Origins()
         sizes = {"device": count_in_range(device_blocks, "device_blocks", 1)}
         sizes["host"] = count_in_range(host_blocks, "host_blocks", 0)
         try:
             for tier in get_args(TierName):
                 if blocks := sizes[tier]:
                     region = _region(self.layout, namespace, tier, blocks, memory)
-                    self._tables[tier] = BlockTable(tier, region, draw, owned_by_engine=owned_by_engine)
+                    self._tables[tier] = BlockTable(tier, region, owned_by_engine=owned_by_engine)
         except BaseException:
             self._give_back()
             raise

@@ -121,10 +121,8 @@ class Guard:
     def _drain(self) -> None:
         while self._later:
             call = self._later.popleft()
-            try:
+            with suppress(BlockStateError):  # what it wanted to give up is in motion or given up: it came too late
                 call()
-            except BlockStateError:  # what it wanted to give up was in motion or given up before: it was asked too late
-                continue
 
 
 class Books:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy import count_nonzero as count
@@ -19,12 +18,8 @@ Ints = NDArray[np.int64]
 _NONE: Ints = np.empty(0, np.int64)
 
 
-class Followers(NamedTuple):
-    """Owners whose claims follow a move, and for each a mask over the move's pairs, as they were at ``turn``."""
-
-    turn: int
-    owners: list[Hashable]
-    masks: list[NDArray[np.bool_]]
+Followers = list[tuple[Hashable, NDArray[np.bool_]]]
+"""Owners whose claims follow a move, each with a mask over the move's pairs."""
 
 
 class Leases:
@@ -36,12 +31,11 @@ class Leases:
     (np.int32(2), [5], [])
     """
 
-    __slots__ = ("_blocks", "_mark", "_staying", "_turn", "holders")
+    __slots__ = ("_blocks", "_mark", "_staying", "holders")
 
     def __init__(self, blocks: int) -> None:
         self._blocks: dict[Hashable, array[int]] = {}
         self._staying: set[Hashable] = set()
-        self._turn = 0  # changes with every release
         self.holders: NDArray[np.int32] = np.zeros(blocks, np.int32)
         self._mark: NDArray[np.bool_] = np.zeros(blocks, np.bool_)  # all False between calls
 
@@ -89,7 +83,6 @@ class Leases:
         mine = self._blocks.get(owner)
         if mine is None:
             return _NONE
-        self._turn += 1
         if ids is None or (held and ids.size == len(mine)):
             del self._blocks[owner]
             self._staying.discard(owner)
@@ -115,20 +108,18 @@ class Leases:
     def followers(self, sources: Ints, owner: Hashable | None) -> Followers:
         """``owner``, or all owners of some of ``sources`` that do not stay, and which of these each has now."""
         if owner is not None:
-            return Followers(self._turn, [owner], [self.among(sources, self.blocks(owner))])
+            return [(owner, self.among(sources, self.blocks(owner)))]
         owners = [(name, mine) for name, mine in self._blocks.items() if name not in self._staying]
         masks = [(name, self.among(sources, np.array(mine))) for name, mine in owners]
-        some = [(name, mask) for name, mask in masks if count(mask)]
-        return Followers(self._turn, [name for name, _ in some], [mask for _, mask in some])
+        return [(name, mask) for name, mask in masks if count(mask)]
 
     def pass_on(self, sources: Ints, to: Leases, targets: Ints, followers: Followers) -> None:
         """Claims of ``followers`` on ``sources`` become claims on ``targets`` of ``to``, pair by pair.
 
         Nobody holds the targets before. A follower that has let its source go meanwhile is passed over.
         """
-        unchanged = followers.turn == self._turn
-        for owner, mask in zip(followers.owners, followers.masks, strict=True):
-            going = mask if unchanged else mask & self.among(sources, self.blocks(owner))
+        for owner, mask in followers:
+            going = mask & self.among(sources, self.blocks(owner))
             everything = count(going) == going.size
             self.release(owner, sources if everything else sources[going], held=True)
             to.acquire(owner, targets if everything else targets[going])
@@ -140,9 +131,6 @@ class Leases:
         """The owner's blocks in the order in which it took them; the caller's own."""
         mine = self._blocks.get(owner)
         return _NONE if mine is None else np.array(mine)
-
-    def owners(self) -> frozenset[Hashable]:
-        return frozenset(self._blocks)
 
     def counted(self) -> NDArray[np.int64]:
         """Reference counts as the arrays say: what :attr:`holders` must equal."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager.bits import prefix_bits
+from cache_manager.bits import rows_in
 from cache_manager.books import Books, InFlight
 from cache_manager.checks import integers
 from cache_manager.errors import BlockStateError, InvalidInputError
@@ -43,10 +43,8 @@ def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[I
         return np.empty(0, np.int64), np.empty(0, np.int64)
     if table.shape[1] != 2:
         raise InvalidInputError("pairs", wanted, f"{table.dtype} of shape {table.shape}")
-    sources, targets = np.ascontiguousarray(table.T)
-    target.within(targets, "pairs target")
-    target.check_once(targets, "pairs target")
-    source.within(sources, "pairs source")
+    targets = target.ids(table[:, 1], "pairs target")
+    sources = source.ids_often(table[:, 0], "pairs source")
     if source is target and count(both := source.leases.among(sources, targets)):
         raise InvalidInputError("pairs", "no block as source and as target", int(sources[both].min()))
     return sources, targets
@@ -84,12 +82,8 @@ class Move(InFlight):
         self._ended = True  # until it has begun
         self._books, self._source, self._target = books, source, target
         self._sources, self._targets = sources, targets
-        self._followers: Followers | None = None
-        self._rows = None
-        if rows is not None:
-            self._rows = prefix_bits(integers(rows, "rows", "a row count for each pair"), target.tokens)
-            if len(self._rows) != targets.size:
-                raise InvalidInputError("rows", f"{targets.size} row counts, one for each pair", len(self._rows))
+        self._followers: Followers = []
+        self._rows = None if rows is None else target.first_rows(rows, targets.size, "pair")
         with books.guard:
             if not beside_steps:
                 source.check_no_step(sources, "copy from it")
@@ -102,7 +96,7 @@ class Move(InFlight):
                 target.refuse(targets, held, "FREE or CACHED to copy into", "HELD", BlockStateError)
                 self._followers = source.leases.followers(sources, owner)
                 if owner is not None:
-                    source.check_holder(owner, sources, self._followers.masks[0])
+                    source.check_holder(owner, sources, self._followers[0][1])
             else:
                 target.check_empty(targets)
             if beside_steps:  # a row that a step commits while the bytes are copied may not be among them
@@ -131,10 +125,8 @@ class Move(InFlight):
                 valid &= self._rows
             put_bits(target.region, self._targets, valid)
             target.carry_origin(self._targets, source.origin.take(self._sources))
-            arrived = np.bitwise_or.reduce(valid, axis=1) if valid.shape[1] > 1 else valid
-            self._books.count(MOVED[source.tier, target.tier], int(np.bitwise_count(arrived).sum()))
-            if self._followers is not None:
-                source.leases.pass_on(self._sources, target.leases, self._targets, self._followers)
+            self._books.count(MOVED[source.tier, target.tier], rows_in(valid))
+            source.leases.pass_on(self._sources, target.leases, self._targets, self._followers)
             self._end(arrived=True)
 
     def _give_up(self, _how: str, /) -> None:

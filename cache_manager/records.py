@@ -13,7 +13,7 @@ import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager.bits import prefix_bits, unpack_bits
+from cache_manager.bits import prefix_bits, rows_in, unpack_bits
 from cache_manager.books import Books, InFlight
 from cache_manager.checks import integers
 from cache_manager.errors import BlockBusyError, InvalidInputError, RecordError
@@ -41,15 +41,18 @@ def read_rows(
     ids = table.ids_often(blocks)
     held, window = window_of(ids.size, start, stop, table.tokens)
     ids = ids[held]
-    wanted = None if generations is None else of_blocks(generations, held, "generations")
+    if generations is not None:
+        generations = integers(generations, "generations", "one integer for each block")
+        if generations.size < held.stop:
+            raise InvalidInputError("generations", f"one for each of {held.stop} blocks", generations.size)
     rows, bits, words = gather(table.region, index, ids)
     with books.guard:
         if owner is not None:
             mine = table.leases.among(ids, table.leases.blocks(owner))
             mine &= table.region.words.take(ids) == words  # else given to this owner after the bytes were copied
             bits[~mine] = 0
-        if wanted is not None:
-            bits[table.generations.take(ids) != wanted] = 0
+        if generations is not None:
+            bits[table.generations.take(ids) != generations[held]] = 0
             bits[table.region.words.take(ids) != words] = 0
         found = Rows.of(table.layout.specs[index], rows, bits, window)
         books.count("rows_read", found.valid.size)
@@ -57,25 +60,16 @@ def read_rows(
     return found
 
 
-def of_blocks(values: Sequence[int] | Ints, held: slice, field: str) -> Ints:
-    """One integer for each block of a call, cut to the blocks ``held`` that matter."""
-    given = integers(values, field, "one integer for each block")
-    if given.size < held.stop:
-        raise InvalidInputError(field, f"one for each of {held.stop} blocks", given.size)
-    return given[held]
-
-
 def claimed(
     table: BlockTable,
     books: Books,
     blocks: Mapping[BlockKey, int],
     owner: Hashable | None,
-    generations: Sequence[int] | Ints | None,
+    generations: Blocks | None,
 ) -> tuple[Ints, NDArray[np.bool_]]:
     """The ids of ``blocks``, and which are in the life that is meant with a key of this namespace; the lock is held.
 
-    The caller says for which life it binds keys to blocks: that of an owner, which must hold them all, or of
-    generations, one for each. One that says neither is refused: whoever has decided to store a block and comes when it
+    A caller that names neither owner nor generations is refused: whoever has decided to store a block and comes when it
     has become somebody else's must not store the other's rows under the first one's key. What is of another life or
     namespace is counted. :class:`BlockStateError` for a block that the owner lacks.
     """
@@ -113,20 +107,16 @@ class Export(InFlight):
         books: Books,
         blocks: Mapping[BlockKey, int],
         owner: Hashable | None,
-        generations: Sequence[int] | Ints | None,
+        generations: Blocks | None,
         rows: Sequence[int] | None,
     ) -> None:
         self._ended = True  # until it has begun
         self._table, self._books = table, books
         self.records: list[OfferedRecord | None] = []
-        limit = None
-        if rows is not None:
-            limit = prefix_bits(integers(rows, "rows", "a row count for each block"), table.tokens)
-            if len(limit) != len(blocks):
-                raise InvalidInputError("rows", f"{len(blocks)} row counts, one for each block", len(limit))
+        limit = table.full if rows is None else table.first_rows(rows, len(blocks), "block")
         with books.guard:
             ids, live = claimed(table, books, blocks, owner, generations)
-            valid = bits_of(table.region, ids) & (table.full if limit is None else limit)
+            valid = bits_of(table.region, ids) & limit
             offered = live & (valid != 0).any(axis=(1, 2))
             whole = offered & (valid == table.full).all(axis=(1, 2))
             table.check_no_step(ids[whole], "offer it")
@@ -143,7 +133,7 @@ class Export(InFlight):
     def _record(self, key: BlockKey, block: int, valid: NDArray[np.uint64], *, whole: bool) -> OfferedRecord:
         table = self._table
         payload: Buffer = table.region.rows[block].data if whole else _only(table, block, valid)
-        self._books.count("rows_exported", _rows_in(valid))
+        self._books.count("rows_exported", rows_in(valid))
         return OfferedRecord(
             key,
             table.layout.fingerprint,
@@ -181,11 +171,6 @@ def _by_spec(layout: RecordLayout, record: NDArray[np.uint8]) -> list[NDArray[np
         record[offset : offset + spec.block_nbytes].reshape(spec.block_tokens, spec.row_nbytes)
         for spec, offset in zip(layout.specs, layout.offsets, strict=True)
     ]
-
-
-def _rows_in(valid: NDArray[np.uint64]) -> int:
-    """Rows that are valid in some spec, of a block's words ``[specs, words]``."""
-    return int(np.bitwise_count(np.bitwise_or.reduce(valid, axis=0)).sum())
 
 
 def bind_origin(table: BlockTable, books: Books, block: int, generation: int, origin: int, tokens: int) -> bool:
@@ -228,7 +213,7 @@ def install_record(
         for i, rows in enumerate(places(table.region)):
             rows[index][keep[i]] = source[i][keep[i]]
         table.region.valid[index] |= landed
-        books.count("rows_installed", n := _rows_in(landed))
+        books.count("rows_installed", n := rows_in(landed))
         return n
 
 
@@ -286,7 +271,6 @@ def _owed(table: BlockTable, block: int) -> NDArray[np.uint64]:
             if step.in_place:
                 slots = step.slots[(step.slots >= first) & (step.slots < first + table.tokens)]
                 owed[slots - first] = True
-        padded = np.zeros(64 * table.words_per_block, np.bool_)
-        padded[: table.tokens] = owed
-        bits = np.packbits(padded, bitorder="little").view("<u8").astype(np.uint64)
+        cells, marks = table.cells.of_ordered(first + np.flatnonzero(owed))
+        bits[cells - block * table.words_per_block] = marks
     return bits

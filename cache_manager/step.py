@@ -145,8 +145,6 @@ class Step(InFlight):
         """
         table, index = self._table, self._table.layout.index(name)
         spec = table.layout.specs[index]
-        self._check_open("write")
-        self._check_first(index, name)
         values = np.asarray(rows)
         if values.shape[:1] != (self._total,):
             raise RowError(f"{name} rows", f"shape {(self._total, *spec.row_shape)}", f"shape {values.shape}")
@@ -199,7 +197,6 @@ class Step(InFlight):
         not). A row whose block has meanwhile begun another life, or whose slot a later step has taken, or which an
         in-place step that began earlier may still overwrite, is dropped and counted.
         """
-        self._check_open("commit")
         chosen = self._chosen(keep)
         table, entry = self._table, self._entry
         with self._books.guard:

@@ -2,9 +2,7 @@
 
 A job has a lease of its own on its blocks, so that whoever else holds them may let go meanwhile: they come back when
 the job has landed, and not before. Where an engine owns the blocks nothing is kept: a persist stores a copy, and a
-restore reads into one, which lands in what is still as it was. Rows and whatever else the mover carries go by one call
-of the mover. A job that is *queued* is carried by a thread of the runner's and landed by whoever polls it; any other is
-carried and landed by the thread that asks, before it gets the job.
+restore reads into one, which lands in what is still as it was.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ Not thread-safe by itself: whoever owns a table calls it with the lock of its :c
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +25,7 @@ import numpy as np
 from numpy import count_nonzero as count  # on booleans several times cheaper than .any() and .all()
 from numpy.typing import NDArray
 
-from cache_manager.bits import Cells, full_bits
+from cache_manager.bits import Cells, full_bits, prefix_bits
 from cache_manager.checks import integers
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, SlotError
 from cache_manager.leases import Leases
@@ -43,18 +42,6 @@ Blocks = Sequence[int] | Ints
 STEP_NUMBERS: Final = (1 << 31) - 1  # of the int32 numbers in ``writer``; 0 is nobody
 
 
-class Origins:
-    """Draws origins: random numbers from 1 to 2**64 - 1, from the system's entropy once and PCG64 after that."""
-
-    __slots__ = ("_draw",)
-
-    def __init__(self, seed: int | None = None) -> None:
-        self._draw = np.random.Generator(np.random.PCG64(int.from_bytes(os.urandom(16)) if seed is None else seed))
-
-    def __call__(self, n: int) -> NDArray[np.uint64]:
-        return self._draw.integers(1, (1 << 64) - 1, size=n, dtype=np.uint64, endpoint=True)
-
-
 class BlockTable:
     """The blocks of one tier, named ``tier``, whose rows lie in ``region``.
 
@@ -62,7 +49,7 @@ class BlockTable:
     a motion or a step is what stands in the way) and have changed nothing.
     """
 
-    def __init__(self, tier: TierName, region: Region, draw: Origins, *, owned_by_engine: bool = False) -> None:
+    def __init__(self, tier: TierName, region: Region, *, owned_by_engine: bool = False) -> None:
         self.tier, self.region, self.layout, self.blocks = tier, region, region.layout, (blocks := region.blocks)
         self.tokens, self.words_per_block = self.layout.block_tokens, self.layout.valid_words
         self.full = full_bits(self.tokens)
@@ -81,7 +68,7 @@ class BlockTable:
         self._ticket, self._last_step = 1, 0
         self.turns = 0  # changes whenever a slot that a step in flight had claimed has become another's
         self.steps: dict[int, StepEntry] = {}  # in flight, oldest first
-        self.draw = draw
+        self._random = np.random.default_rng()  # of the system's entropy
         self.end = blocks * self.tokens  # of the slots
         self.cells = Cells(self.tokens)
         self.view()
@@ -100,23 +87,24 @@ class BlockTable:
 
     def ids_often(self, blocks: Blocks, field: str = "blocks") -> Ints:
         """As :meth:`ids`, of blocks that may be named several times; without the lock, too."""
-        return self.within(integers(blocks, field, "a flat sequence of block ids"), field)
-
-    def within(self, ids: Ints, field: str) -> Ints:
+        ids = integers(blocks, field, "a flat sequence of block ids")
         if ids.size and not 0 <= (bad := extreme(ids)) < self.blocks:
             raise InvalidInputError(field, f"{self.tier} block ids in [0, {self.blocks})", bad)
         return ids
 
     def check_once(self, ids: Ints, field: str) -> None:
         """Raise :class:`InvalidInputError` for a block that is named twice. The lock is held."""
-        if count(once := self.once(ids)) != ids.size:
-            raise InvalidInputError(field, "each block once", f"block {int(ids[int(np.argmin(once))])} twice")
-
-    def once(self, ids: Ints) -> NDArray[np.bool_]:
-        """True at one place for each block that ``ids`` name, however often they do. The lock is held."""
         order = np.arange(ids.size)
         self._seen[ids] = order  # means nothing afterwards
-        return np.asarray(self._seen.take(ids) == order)
+        if count(once := self._seen.take(ids) == order) != ids.size:
+            raise InvalidInputError(field, "each block once", f"block {int(ids[int(np.argmin(once))])} twice")
+
+    def first_rows(self, rows: Sequence[int], n: int, what: str) -> NDArray[np.uint64]:
+        """Validity words ``[n, 1, W]`` of the first ``rows[i]`` rows of a block, for ``n`` things called ``what``."""
+        counts = integers(rows, "rows", f"a row count for each {what}")
+        if counts.size != n:
+            raise InvalidInputError("rows", f"{n} row counts, one for each {what}", counts.size)
+        return prefix_bits(counts, self.tokens)
 
     def check(self, event: Event, ids: Ints) -> None:
         """Raise :class:`BlockStateError` unless the law allows ``event`` for every one of ``ids``."""
@@ -290,6 +278,10 @@ class BlockTable:
 
     # ---------------------------------------------------------------- origins
 
+    def draw(self, n: int) -> NDArray[np.uint64]:
+        """New origins ``[n]``: random numbers from 1 to 2**64 - 1."""
+        return self._random.integers(1, (1 << 64) - 1, size=n, dtype=np.uint64, endpoint=True)
+
     def write_under_own_origin(self, blocks: Ints, slots: Ints) -> None:
         """A step is about to write ``slots``, which lie in ``blocks``: each block has an origin that is its own."""
         if count(own := self.own.take(blocks)) != blocks.size:
@@ -314,8 +306,6 @@ class BlockTable:
         if count(unknown := self.origin.take(ids) == 0):
             self.origin[ids[unknown]] = self.draw(int(count(unknown)))
         self.own[ids] = False
-
-    # ---------------------------------------------------------------- cells
 
     def begin_writing(self, slots: Ints) -> tuple[Ints, NDArray[np.uint64], bool, int]:
         """The cells of distinct ``slots``, stamped; the bits in each; whether cells and slots pair up; the ticket.

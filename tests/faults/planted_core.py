@@ -87,7 +87,7 @@ CORE_FAULTS = [
     Fault(
         "a lease given up during a move comes back at the target",
         "leases.py",
-        "            going = mask if unchanged else mask & self.among(sources, self.blocks(owner))\n",
+        "            going = mask & self.among(sources, self.blocks(owner))\n",
         "            going = mask\n",
         LIVES + "test_a_lease_that_ended_while_the_move_was_open_is_passed_on_to_nobody",
         "test_a_lease_that_ended_while_the_move_was_open_is_passed_on_to_nobody",
