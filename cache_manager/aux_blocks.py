@@ -76,17 +76,14 @@ class AuxBlocks(BlockSet):
         self.policy: HitPolicy = policy
         device, host = self._device, self._host_region()
         try:
-            self._mover = mover(device.region, host) if mover else self._own_mover(device.region, host, store, kv)
+            records = None if store is None else RecordStore(store, self.layout)
+            self._mover = mover(device.region, host) if mover else RowsMover(device.region, host, records)
+            if kv is not None:
+                self._mover = PairMover(self._mover, kv, policy, self.layout, self._required)
         except BaseException:
             self._give_back()
             raise
         self._archive = Archive(device, self._books, self._runner, self._required, self._mover, policy)
-
-    def _own_mover(self, device: Region, host: Region | None, store: StorageBackend | None, kv: Mover | None) -> Mover:
-        rows = RowsMover(device, host, None if store is None else RecordStore(store, self.layout))
-        if kv is None:
-            return rows
-        return PairMover(rows, kv, self.policy, self.layout, [self.layout.specs[i].name for i in self._required])
 
     @property
     def has_store(self) -> bool:
@@ -101,12 +98,8 @@ class AuxBlocks(BlockSet):
         with self._lock:
             return self._table(tier).leases.holds(owner, block)
 
-    def reference_counts(self, blocks: Blocks, tier: TierName = "device") -> NDArray[np.int32]:
-        """How many leases there are on each of ``blocks``, those of jobs included: ``[n]``."""
-        return self._ask(blocks, tier, lambda table, ids: table.leases.holders.take(ids))
-
     def holders(self, tier: TierName = "device") -> NDArray[np.int32]:
-        """:meth:`reference_counts` of all blocks of a tier, as they are whenever it is looked at; not to be written."""
+        """How many leases there are on each block of a tier, those of jobs included: as it is when it is looked at."""
         view = self._table(tier).leases.holders.view()
         view.flags.writeable = False
         return view

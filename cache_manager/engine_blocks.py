@@ -130,12 +130,7 @@ class EngineBlocks(BlockSet):
         counted; in a strict set it raises. Raises ``BlockBusyError`` for one step too many.
         """
         return Step(
-            self._device,
-            self._books,
-            slots,
-            steps_max=self._steps_max,
-            in_place=in_place,
-            drop_bad=not self.strict,
+            self._device, self._books, slots, steps_max=self._steps_max, in_place=in_place, drop_bad=not self.strict
         )
 
     def write_step(self, slots: NDArray[Any], rows: Mapping[str, StepRows], keep: Keep | None = None) -> int:
@@ -198,15 +193,7 @@ class EngineBlocks(BlockSet):
         try:
             with self._lock:
                 sources, targets, limits = self._movable(*tables, pairs, rows)
-            Move(
-                self._books,
-                *tables,
-                sources,
-                targets,
-                mover=self._mover,
-                rows=limits,
-                beside_steps=True,
-            ).commit()
+            Move(self._books, *tables, sources, targets, mover=self._mover, rows=limits, beside_steps=True).commit()
         except KVRouteError as error:
             if self.strict:
                 raise

@@ -81,9 +81,23 @@ class RowsMover:
         return RecordCounters() if self._records is None else self._records.counters
 
     def copy(self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Records are copied pair by pair, neighbours at once; a fancy index would gather them first."""
         given, taken = self._regions[source], self._regions[target]
         assert given is not None and taken is not None, f"{source} to {target}: a tier that there is"  # noqa: PT018
-        copy_records(given.rows, taken.rows, sources, targets)
+        assert len(sources) == len(targets), f"{len(sources)} sources, {len(targets)} targets"
+        assert given is not taken or not np.isin(targets, sources).any(), "a block is source and target"
+        if not len(sources):
+            return
+        rows, into = given.rows, taken.rows
+        apart = (np.diff(sources) != 1) | (np.diff(targets) != 1)
+        edges = [0, *(np.flatnonzero(apart) + 1).tolist(), sources.size]
+        first, to = sources.tolist(), targets.tolist()
+        if len(edges) == sources.size + 1:  # no two are neighbours
+            for s, t in zip(first, to, strict=True):
+                into[t] = rows[s]
+            return
+        for a, b in pairwise(edges):
+            into[to[a] : to[a] + b - a] = rows[first[a] : first[a] + b - a]
 
     def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]:
         if self._records is None or not records.keys:
@@ -127,30 +141,11 @@ class RowsMover:
                     view.release()
 
 
-def copy_records(
-    source: NDArray[np.uint8], target: NDArray[np.uint8], sources: NDArray[np.int64], targets: NDArray[np.int64]
-) -> None:
-    """Copy records ``[n, nbytes]`` pair by pair, neighbours at once. A fancy index would gather them first."""
-    assert len(sources) == len(targets), f"{len(sources)} sources, {len(targets)} targets"
-    assert source is not target or not np.isin(targets, sources).any(), "a block is source and target"
-    if not len(sources):
-        return
-    apart = (np.diff(sources) != 1) | (np.diff(targets) != 1)
-    edges = [0, *(np.flatnonzero(apart) + 1).tolist(), sources.size]
-    first, to = sources.tolist(), targets.tolist()
-    if len(edges) == sources.size + 1:  # no two are neighbours
-        for s, t in zip(first, to, strict=True):
-            target[t] = source[s]
-        return
-    for a, b in pairwise(edges):
-        target[to[a] : to[a] + b - a] = source[first[a] : first[a] + b - a]
-
-
 class PairMover:
     """A ``Mover`` of two movers: ``rows``, of records of ``layout``, and ``kv``, which ignores rows' validity.
 
-    With ``gate`` a block counts when both parts are there: blocks with every row of the ``required`` specs (all, unless
-    they are named) are put, and of keys, which are a prefix, as many are brought as have both parts from the first on;
+    With ``gate`` a block counts when both parts are there: blocks with every row of the ``required`` specs, by their
+    indices, are put, and of keys, which are a prefix, as many are brought as have both parts from the first on;
     where they are of two origins, that key's answer is ``Absence.ORIGIN``, and nothing is brought for those behind.
     With ``mask`` KV decides: every block's KV is put and brought, rows where there are any, and what is answered
     without rows has ``valid=b""``. Safe from several threads.
@@ -159,15 +154,13 @@ class PairMover:
     __slots__ = ("_kv", "_policy", "_required", "_rows")
 
     def __init__(
-        self, rows: Mover, kv: Mover, policy: HitPolicy, layout: RecordLayout, required: Sequence[str] | None = None
+        self, rows: Mover, kv: Mover, policy: HitPolicy, layout: RecordLayout, required: Sequence[int]
     ) -> None:
         self._rows = rows
         self._kv = kv
         self._policy = policy
         width, full = 64 * layout.valid_words, (1 << layout.block_tokens) - 1
-        names = [spec.name for spec in layout.specs]
-        wanted = names if required is None else required
-        self._required = sum(full << width * names.index(name) for name in wanted)
+        self._required = sum(full << width * index for index in set(required))
 
     @property
     def stores(self) -> bool:

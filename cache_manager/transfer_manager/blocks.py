@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Final
 
@@ -43,17 +42,13 @@ class ProcessMover:
         self._policy: HitPolicy = policy
         self._required = required
         self._settings = settings
-        self._lock = threading.Lock()  # guards the counters
         self._counters = RecordCounters()
         self._process: CacheTransferManager | None = None
 
     def start(self, device: Region, host: Region | None) -> ProcessMover:
         """Start the process for these regions of the rows; they have to be shared ones."""
-        for region in (device, host):
-            if region is not None and not isinstance(region, SharedRegion):
-                raise ConfigError("memory", "'shared', to be seen by the cache-transfer process", "'heap'")
-        assert isinstance(device, SharedRegion)
-        assert host is None or isinstance(host, SharedRegion)
+        if not isinstance(device, SharedRegion) or not isinstance(host, SharedRegion | None):
+            raise ConfigError("memory", "'shared', to be seen by the cache-transfer process", "'heap'")
         self._regions: dict[TierName, SharedRegion | None] = {"device": device, "host": host}
         rows = SharedPart("rows", device, host, self._store)
         parts = [rows] if self._kv is None else [rows, self._kv]
@@ -78,8 +73,7 @@ class ProcessMover:
     @property
     def counters(self) -> RecordCounters:
         """Of the rows' store, as the process told last."""
-        with self._lock:
-            return self._counters
+        return self._counters
 
     def copy(self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Copy every part of blocks, in the generations that the targets are in now."""
@@ -106,8 +100,7 @@ class ProcessMover:
             answer = self.process.call(command)
         except TransferProcessError as error:
             raise StoreUnavailableError(str(error)) from error
-        with self._lock:
-            self._counters = RecordCounters(*answer.counters)
+        self._counters = RecordCounters(*answer.counters)
         return answer
 
     def _generations(self, tier: TierName, blocks: Sequence[int]) -> list[int]:

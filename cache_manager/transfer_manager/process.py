@@ -48,10 +48,9 @@ class Transfers:
             for number, (regions, records) in enumerate(zip(self._regions, self._records, strict=True))
         ]
         rows, *more = movers
-        layout = self._regions[0]["device"].layout
         self._mover: Mover = rows
         if more:
-            self._mover = PairMover(rows, more[0], setup.policy, layout, [layout.specs[i].name for i in setup.required])
+            self._mover = PairMover(rows, more[0], setup.policy, self._regions[0]["device"].layout, setup.required)
 
     def do(self, command: commands.Command) -> Answer:
         """Do a command other than the first and the last. What it is asked of blocks holds before and after."""

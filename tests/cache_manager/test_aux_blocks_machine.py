@@ -261,7 +261,7 @@ class AuxBlocksMachine(AuxModel):
         for tier, blocks in self.model.items():
             for i, block in enumerate(blocks):
                 jobs = [j for j in self.jobs if tier == "device" and j.block == i]
-                assert self.aux.reference_counts([i], tier) == [len(block.owners) + len(jobs)]
+                assert self.aux.holders(tier)[i] == len(block.owners) + len(jobs)
                 for owner in OWNERS:
                     assert self.aux.holds(owner, i, tier) == (owner in block.owners)
 

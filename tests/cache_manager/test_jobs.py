@@ -177,17 +177,17 @@ def test_a_job_keeps_its_blocks_whoever_lets_go(house) -> None:
     house.fill(0, "a")
     job = house.aux.begin_persist({house.key: 0}, owner="a")
     house.settle()
-    assert house.aux.reference_counts([0]).tolist() == [2]
+    assert house.aux.holders()[[0]].tolist() == [2]
     with house.aux.begin_swap_out([(0, 1)]):  # what is stored may be swapped out meanwhile
         assert house.aux.jobs == [job]
     assert house.aux.holds("a", 1, "host")
     assert not house.aux.holds("a", 0)
-    assert house.aux.reference_counts([0]).tolist() == [1], "the job's lease follows nobody"
+    assert house.aux.holders()[[0]].tolist() == [1], "the job's lease follows nobody"
     with pytest.raises(BlockBusyError):
         house.aux.allocate([0], "b")
     house.let_go()
     assert job.poll()
-    assert house.aux.reference_counts([0]).tolist() == [0]
+    assert house.aux.holders()[[0]].tolist() == [0]
     house.aux.allocate([0], "b")
 
 
@@ -198,7 +198,7 @@ def test_no_owner_can_take_the_place_of_a_job(house) -> None:
     house.aux.free(job.name)
     with pytest.raises(InvalidInputError, match="owner: wanted a non-empty string or an integer"):
         house.aux.free(job)
-    assert house.aux.reference_counts([0]).tolist() == [2]
+    assert house.aux.holders()[[0]].tolist() == [2]
 
 
 def test_an_answer_names_the_origin_that_is_stored(house) -> None:

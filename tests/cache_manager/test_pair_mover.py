@@ -89,7 +89,7 @@ class Engine:
             RowsMover(self.regions[0], None, RecordStore(rows, ROWS)),
             KVMover(self.regions[1], None, RecordStore(kv, KV)),
         )
-        self.pair = PairMover(*self.movers, policy, ROWS, required=["routing"])
+        self.pair = PairMover(*self.movers, policy, ROWS, required=[1])
 
     def compute(self, n: int, origin: int) -> None:
         """Block ``n`` has the rows and the KV of key ``n`` that the computation ``origin`` makes."""

@@ -189,7 +189,7 @@ class Gated(BlockManagerAdapter):
         return [int(value[0]) if valid else None for value, valid in zip(rows.values, rows.valid, strict=True)]
 
     def ref_counts(self):
-        return dict(enumerate(self.aux.reference_counts(list(self.blocks)).tolist()))
+        return dict(enumerate(self.aux.holders().tolist()))
 
     def check(self):
         self.manager.assert_consistent()

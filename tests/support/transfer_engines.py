@@ -135,7 +135,7 @@ class Engine:
     def admit(self, tokens: tuple[int, ...], room: int, dice: random.Random) -> Request | None:
         """Blocks for ``tokens`` and ``room`` more; ``None`` when the pool is full."""
         needed = -(-(len(tokens) + room) // TOKENS)
-        unheld = [b for b, n in enumerate(self.aux.reference_counts(range(BLOCKS))) if not n]
+        unheld = [b for b, n in enumerate(self.aux.holders()) if not n]
         if len(unheld) < needed:
             return None
         self.count += 1
@@ -167,7 +167,7 @@ class Engine:
 
     def churn(self, dice: random.Random) -> None:
         """Somebody else uses unheld blocks, with rows and KV of their own, and is gone again."""
-        for block in [b for b, n in enumerate(self.aux.reference_counts(range(BLOCKS))) if not n][: dice.randint(1, 3)]:
+        for block in [b for b, n in enumerate(self.aux.holders()) if not n][: dice.randint(1, 3)]:
             self.aux.allocate([block], "churn")
             with self.aux.step(range(block * TOKENS, block * TOKENS + TOKENS)) as step:
                 for spec in SPECS:

@@ -202,7 +202,7 @@ class World:
         for engine in (self.prefill.engine, self.decode.engine):
             for request in list(engine.requests):
                 engine.end(request)
-            unheld = [b for b, n in enumerate(engine.aux.reference_counts(range(BLOCKS))) if not n]
+            unheld = [b for b, n in enumerate(engine.aux.holders()) if not n]
             claim("no block is lost", unheld == list(range(BLOCKS)), f"{engine.name}: {unheld}")
             claim(name, engine.aux.in_flight == 0, engine.name)
             engine.aux.assert_consistent()
