@@ -203,41 +203,33 @@ def _call(operation: Operation) -> Callable[[EngineBlocks], object]:
     """The operation as a call, its bytes unpacked; :class:`InvalidInputError` if they cannot be."""
     match operation:
         case Renew():
-            ids, lives, tier = _ints(operation.blocks), _ints(operation.generations), operation.tier
-            _check_each("generations", lives.size, ids.size)
-            return lambda to: to.renew(ids, lives, tier)
+            ids, given = _ints(operation.blocks), _ints(operation.generations)
+            _check_each("generations", given.size, ids.size)
+            return lambda to: to.renew(ids, given, operation.tier)
         case Copied():
-            return _copied(operation)
-        case Persist():
-            blocks, lives = _by_key(operation.keys, operation.blocks), _ints(operation.generations)
-            _check_each("generations", lives.size, len(blocks))
-            return lambda to: _check_begun(to, to.begin_persist(blocks, lives), len(blocks))
-        case Restore():
-            blocks, lives = _by_key(operation.keys, operation.blocks), _ints(operation.generations)
-            _check_each("generations", lives.size, len(blocks))
-            origins = None
-            if operation.origins is not None:
-                _check_each("bytes of origins", len(operation.origins), 8 * len(blocks))
-                origins = dict(zip(blocks, np.frombuffer(operation.origins, "<u8").tolist(), strict=True))
-            return lambda to: _check_begun(to, to.begin_restore(blocks, lives, origins), len(blocks))
+            pairs, rows = _ints(operation.pairs), None
+            if pairs.size % 2:
+                raise InvalidInputError("feed", "pairs of block ids", f"{pairs.size} integers")
+            if operation.rows is not None:
+                rows = _ints(operation.rows).tolist()
+                _check_each("row counts", 2 * len(rows), pairs.size)
+            return lambda to: to.move(operation.source, operation.target, pairs.reshape(-1, 2), rows)
         case Reset():
             return lambda to: to.reset(weights_version=operation.weights_version)
+    blocks, lives, origins = _by_key(operation.keys, operation.blocks), _ints(operation.generations), None
+    _check_each("generations", lives.size, len(blocks))
+    if isinstance(operation, Persist):
+        return lambda to: _check_begun(to, to.begin_persist(blocks, lives), len(blocks))
+    if operation.origins is not None:
+        _check_each("bytes of origins", len(operation.origins), 8 * len(blocks))
+        origins = dict(zip(blocks, np.frombuffer(operation.origins, "<u8").tolist(), strict=True))
+    return lambda to: _check_begun(to, to.begin_restore(blocks, lives, origins), len(blocks))
 
 
 def _check_begun(to: EngineBlocks, job: Job | None, blocks: int) -> None:
     """A job for which there was no room is not begun later: nobody hears of it but by its count."""
     if job is None:
         to.dropped("feed_blocks_refused", blocks, "room for what the store is to do")
-
-
-def _copied(operation: Copied) -> Callable[[EngineBlocks], object]:
-    pairs, rows = _ints(operation.pairs), None
-    if pairs.size % 2:
-        raise InvalidInputError("feed", "pairs of block ids", f"{pairs.size} integers")
-    if operation.rows is not None:
-        rows = _ints(operation.rows).tolist()
-        _check_each("row counts", 2 * len(rows), pairs.size)
-    return lambda to: to.move(operation.source, operation.target, pairs.reshape(-1, 2), rows)
 
 
 def _check_each(what: str, n: int, wanted: int) -> None:

@@ -54,14 +54,13 @@ class Namespace:
 
     def __post_init__(self) -> None:
         for name in ("model", "salt"):
-            if not isinstance(getattr(self, name), str):
-                raise SpecError(f"namespace.{name}", "a string", repr(getattr(self, name)))
+            text = getattr(self, name)
+            if not isinstance(text, str):
+                raise SpecError(f"namespace.{name}", "a string", repr(text))
             try:
-                getattr(self, name).encode()
+                text.encode()
             except UnicodeEncodeError as error:
-                raise SpecError(
-                    f"namespace.{name}", "a string that UTF-8 can hold", repr(getattr(self, name))
-                ) from error
+                raise SpecError(f"namespace.{name}", "a string that UTF-8 can hold", repr(text)) from error
         for name in ("weights_version", "rank", "world"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
@@ -98,6 +97,9 @@ class KeyChain:
     True
     >>> second.hex()
     'f8211665907a9840cd82fedbf0f25c6fc090a9f8e2f7dd8b48e3be88e8257915'
+    >>> adapter, adopted = keys.salted(b"lora-7").key(None, [1, 2]), keys.adopt(bytes(32))
+    >>> len({first, adapter, adopted}), keys.owns(adapter), keys.owns(adopted)
+    (3, True, True)
     """
 
     __slots__ = ("_full", "_seed", "block_tokens", "namespace", "scope")
@@ -117,13 +119,6 @@ class KeyChain:
         """The chain of one tenant or adapter within the namespace: its keys are of this chain's scope, and no others.
 
         An empty salt is this chain itself.
-
-        >>> from cache_manager.spec import AuxBlockDataSpec
-        >>> layout = RecordLayout((AuxBlockDataSpec("r", row_shape=(2,), dtype="uint8", block_tokens=2),))
-        >>> plain = KeyChain(Namespace("m", 1), layout)
-        >>> lora = plain.salted(b"lora-7")
-        >>> lora.key(None, [1, 2]) != plain.key(None, [1, 2]), plain.owns(lora.key(None, [1, 2]))
-        (True, True)
         """
         if not isinstance(salt, bytes):
             raise InvalidInputError("salt", "bytes", repr(salt))
@@ -151,12 +146,6 @@ class KeyChain:
 
         ``digest`` has 16 to 1,024 bytes, and is as good as the engine's hash is: blocks that it gives one digest share
         one key. Adopted keys and those made from tokens never meet.
-
-        >>> from cache_manager.spec import AuxBlockDataSpec
-        >>> layout = RecordLayout((AuxBlockDataSpec("r", row_shape=(2,), dtype="uint8", block_tokens=2),))
-        >>> one, other = KeyChain(Namespace("m", 1), layout), KeyChain(Namespace("m", 2), layout)
-        >>> one.adopt(bytes(32)) != other.adopt(bytes(32)), one.owns(one.adopt(bytes(32)))
-        (True, True)
         """
         if not isinstance(digest, bytes) or not 16 <= len(digest) <= 1024:
             got = f"{len(digest)} bytes" if isinstance(digest, bytes) else repr(digest)

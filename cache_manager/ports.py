@@ -38,13 +38,9 @@ class Absence(Enum):
 class Region(Protocol):
     """Memory for the records of ``blocks`` blocks, with what a reader needs to know that it read the right thing.
 
-    * ``words[b]`` is ``generation << 16 | sequence``: before any byte of a readable row may change, its bit is cleared
-      and then the word changes.
-    * ``valid[b, spec, w]`` has a bit for each row: set only after the row's bytes are in place.
-    * A reader takes the word, then the bits, then the bytes, then the word again; equal words prove the bytes.
-
-    Both sides of this are in :mod:`cache_manager.memory`. The arrays are writable and C-contiguous. They stay valid
-    until :meth:`close`, which raises ``BufferError`` while a view of them is still alive.
+    ``words[b]`` is ``generation << 16 | sequence``, ``valid[b, spec, w]`` has a bit for each row. In which order they
+    change, and are read without a lock, is in :mod:`cache_manager.memory`. The arrays are writable and C-contiguous.
+    They stay valid until :meth:`close`, which raises ``BufferError`` while a view of them is still alive.
     """
 
     layout: RecordLayout

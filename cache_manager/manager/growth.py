@@ -30,7 +30,7 @@ FEW: Final = 4
 
 
 class Growth:
-    """Appends to the rows of ``sequences``; every row that is named is READY, which the caller has checked."""
+    """The calls of the same names of :class:`BlockManager`, for rows of ``sequences`` that it has found READY."""
 
     def __init__(self, aux: AuxBlocks, sequences: Sequences, pool: BlockPool, counts: Counts, *, caching: bool) -> None:
         self._aux, self._sequences, self._pool, self._counts = aux, sequences, pool, counts
@@ -39,7 +39,6 @@ class Growth:
     # ---------------------------------------------------------------- room
 
     def append(self, row: int, total: int) -> bool:
-        """See :meth:`BlockManager.append`."""
         s, pool = self._sequences, self._pool
         have, wanted, first = s.length_at[row], -(-total // self._tokens), s.computed_at[row] // self._tokens
         if wanted <= have and wanted - first == 1 and not pool.others_use(s.block_at[row * s.width + first]):
@@ -51,7 +50,6 @@ class Growth:
         return wanted <= s.width_max and self._give([(row, i) for i in columns], whole=True) > 0
 
     def append_batch(self, rows: Ints) -> NDArray[np.bool_]:
-        """See :meth:`BlockManager.append_batch`."""
         s, pool = self._sequences, self._pool
         if rows.size < FEW:
             return np.array([self.append(row, s.computed_at[row] + 1) for row in rows.tolist()], np.bool_)
@@ -138,7 +136,6 @@ class Growth:
     # ---------------------------------------------------------------- slots
 
     def slots(self, row: int, start: int, stop: int) -> Ints:
-        """See :meth:`BlockManager.slots`."""
         s, tokens = self._sequences, self._tokens
         room = s.length_at[row] * tokens
         if not 0 <= start <= stop <= room:
@@ -152,7 +149,6 @@ class Growth:
         return slots[start - first * tokens : stop - first * tokens]
 
     def slots_batch(self, rows: Ints) -> Ints:
-        """See :meth:`BlockManager.slots_batch`."""
         s = self._sequences
         if rows.size < FEW:
             few: list[int] = rows.tolist()
@@ -192,7 +188,6 @@ class Growth:
     # ---------------------------------------------------------------- what can be found
 
     def publish(self, row: int, tokens: Tokens) -> None:
-        """See :meth:`BlockManager.publish`."""
         s, size = self._sequences, self._tokens
         done, total, room = s.computed_at[row], len(tokens), s.length_at[row] * size
         if not done <= total <= room:
@@ -224,7 +219,6 @@ class Growth:
             self._find([row], [column], s.flat_filling[start : start + size].tobytes())
 
     def publish_batch(self, rows: Ints, tokens: Any) -> None:
-        """See :meth:`BlockManager.publish_batch`."""
         s, size = self._sequences, self._tokens
         ids = integers(tokens, "tokens", "a flat sequence of integers")
         if ids.size != rows.size:

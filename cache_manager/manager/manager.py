@@ -150,9 +150,8 @@ class BlockManager:
         ids = integers(tokens, "tokens", "a flat sequence of integers")
         if self._sequences.full:
             return None
-        keys = (
-            record.of(ids[: (total - 1) // self._tokens * self._tokens]) if self._caching else []
-        )  # one is left to do
+        full = (total - 1) // self._tokens * self._tokens  # at least one token is left to compute
+        keys = record.of(ids[:full]) if self._caching else []
         shared = self._pool.match(keys)
         fresh = self._pool.take([owner] * (-(-total // self._tokens) - len(shared)), whole=True, without=shared)
         if not fresh:

@@ -58,7 +58,7 @@ class Errand:
 
 
 class Storing:
-    """The errands of one block manager that are not over, and what comes of them.
+    """The errands of one block manager that are not over, and what comes of them: the calls of the same names.
 
     A store that hangs must leave blocks to compute with: it keeps at most ``pinned_max``. What it can keep are the
     blocks of every persist, and those of as many restores as it has threads, should their sequences end: a restore
@@ -146,13 +146,11 @@ class Storing:
     # ---------------------------------------------------------------- ending
 
     def poll(self) -> dict[str, Admission]:
-        """See :meth:`BlockManager.poll`."""
         self._end_all()
         settled, self._settled = self._settled, {}
         return settled
 
     def drain(self, timeout_s: float) -> bool:
-        """See :meth:`BlockManager.drain`."""
         give_up_s = time.monotonic() + timeout_s
         while True:
             self._end_all()
