@@ -18,7 +18,7 @@ from cache_manager.lifecycle import State
 from cache_manager.move import Move, Pairs, split_pairs
 from cache_manager.mover import PairMover, RowsMover
 from cache_manager.ports import HitPolicy, Mover, Region, StorageBackend, TierName
-from cache_manager.records import Export
+from cache_manager.records import Claim, Export
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Step
 from cache_manager.storage.records import RecordStore
@@ -238,4 +238,4 @@ class AuxBlocks(BlockSet):
         many tokens, and rows beyond them belong to other keys. A record is ``None`` where the block has no readable
         row, is in another life, or the key is of another namespace. End the export when nobody reads the records.
         """
-        return Export(self._device, self._books, blocks, owner, generations, rows)
+        return Export(self._device, self._books, Claim(blocks, owner, generations), rows)

@@ -19,7 +19,7 @@ from cache_manager.memory import check_region
 from cache_manager.move import Move
 from cache_manager.ports import Mover, RecordCounters, Region, TierName
 from cache_manager.record import Buffer, RecordHeader
-from cache_manager.records import Export, bind_origin, install_record, read_rows
+from cache_manager.records import Claim, Export, bind_origin, install_record, read_rows
 from cache_manager.regions.heap import HeapRegion
 from cache_manager.regions.shared import SharedRegion
 from cache_manager.rows import Rows
@@ -253,7 +253,8 @@ class BlockSet:
         there is always room for it. Raises :class:`ConfigError` when there is no store.
         """
         self._check_stores()
-        return self._archive.begin(lambda: PersistJob(self._archive, blocks, owner, generations), queued=queued)
+        claim = Claim(blocks, owner, generations)
+        return self._archive.begin(lambda: PersistJob(self._archive, claim), queued=queued)
 
     def begin_restore(
         self,
@@ -274,9 +275,8 @@ class BlockSet:
         step may write them.
         """
         self._check_stores()
-        return self._archive.begin(
-            lambda: RestoreJob(self._archive, blocks, owner, generations, origins), queued=queued
-        )
+        claim = Claim(blocks, owner, generations)
+        return self._archive.begin(lambda: RestoreJob(self._archive, claim, origins), queued=queued)
 
     @property
     def store_counters(self) -> RecordCounters | None:

@@ -99,19 +99,16 @@ class EngineBlocks(BlockSet):
             ids, good = self._known(table, blocks)
             next_lives = table.generations.take(ids, mode="clip") + 1
             if generations is not None:
-                next_lives = self._given_lives(generations, next_lives, good)
+                given = np.asarray(generations, np.int64)
+                if given.shape != next_lives.shape:
+                    raise InvalidInputError("generations", f"{next_lives.size}, one for each block", given.shape)
+                good &= (given >= next_lives) & (given < GENERATION_END)
+                next_lives = given
             good &= ALLOWED[Event.RENEW].take(table.states.take(ids, mode="clip"))
             if count(good) != ids.size:
                 self._bad("stale_blocks", ids[~good], "renew", "block ids, and generations larger than before")
             table.renew(ids[good], next_lives[good])
         return np.where(good, next_lives, 0)
-
-    def _given_lives(self, generations: Blocks, next_lives: Ints, good: NDArray[np.bool_]) -> Ints:
-        given = np.asarray(generations, np.int64)
-        if given.shape != next_lives.shape:
-            raise InvalidInputError("generations", f"{next_lives.size}, one for each block", given.shape)
-        good &= (given >= next_lives) & (given < GENERATION_END)
-        return given
 
     def _known(self, table: BlockTable, blocks: Blocks) -> tuple[Ints, NDArray[np.bool_]]:
         """``blocks`` as an array, and which are blocks of the table, each the first time it is named. Lock held."""

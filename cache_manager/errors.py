@@ -11,17 +11,16 @@ class KVRouteError(Exception):
     """Every failure that kvroute raises on purpose."""
 
 
-class InvalidInputError(KVRouteError, ValueError):
-    """An argument does not fit; nothing was changed.
+class MismatchError(KVRouteError):
+    """The message names the field, what was wanted and what came; ``of`` is what has the field."""
 
-    The message always names the field, what was wanted and what came.
-    """
+    def __init__(self, field: str, wanted: object, got: object, *, of: str = "") -> None:
+        super().__init__(f"{of}{field}: wanted {wanted}, got {got}")
+        self.field, self.wanted, self.got = field, wanted, got
 
-    def __init__(self, field: str, wanted: object, got: object) -> None:
-        super().__init__(f"{field}: wanted {wanted}, got {got}")
-        self.field = field
-        self.wanted = wanted
-        self.got = got
+
+class InvalidInputError(MismatchError, ValueError):
+    """An argument does not fit; nothing was changed."""
 
 
 class SpecError(InvalidInputError):
@@ -71,15 +70,12 @@ class RegionMissingError(RegionError):
     """No region has that name."""
 
 
-class RegionMismatchError(RegionError):
+class RegionMismatchError(RegionError, MismatchError):
     """A region exists but is not the one that was wanted; it was not mapped."""
 
     def __init__(self, region: str, field: str, wanted: object, got: object) -> None:
-        super().__init__(f"region {region}: {field}: wanted {wanted}, got {got}")
+        super().__init__(field, wanted, got, of=f"region {region}: ")
         self.region = region
-        self.field = field
-        self.wanted = wanted
-        self.got = got
 
 
 class TransferProcessError(KVRouteError):
@@ -94,15 +90,12 @@ class StorageError(KVRouteError):
     """A storage backend failed; a miss is never reported this way."""
 
 
-class StoreFormatError(StorageError):
+class StoreFormatError(StorageError, MismatchError):
     """A file or directory that is not what its place says; it was left as it is."""
 
     def __init__(self, path: str, field: str, wanted: object, got: object) -> None:
-        super().__init__(f"{path}: {field}: wanted {wanted}, got {got}")
+        super().__init__(field, wanted, got, of=f"{path}: ")
         self.path = path
-        self.field = field
-        self.wanted = wanted
-        self.got = got
 
 
 class StoreMissingError(StorageError):
@@ -125,11 +118,8 @@ class StoreUnavailableError(StorageError):
     """The store failed a moment ago and is not asked until a probe has found it well; the message has the cause."""
 
 
-class RecordError(StorageError):
+class RecordError(StorageError, MismatchError):
     """Bytes that are not a sound record of the expected kind."""
 
     def __init__(self, field: str, wanted: object, got: object) -> None:
-        super().__init__(f"record {field}: wanted {wanted}, got {got}")
-        self.field = field
-        self.wanted = wanted
-        self.got = got
+        super().__init__(field, wanted, got, of="record ")

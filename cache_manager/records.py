@@ -8,6 +8,7 @@ row lands at most once.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy import count_nonzero as count
@@ -60,19 +61,24 @@ def read_rows(
     return found
 
 
-def claimed(
-    table: BlockTable,
-    books: Books,
-    blocks: Mapping[BlockKey, int],
-    owner: Hashable | None,
-    generations: Blocks | None,
-) -> tuple[Ints, NDArray[np.bool_]]:
-    """The ids of ``blocks``, and which are in the life that is meant with a key of this namespace; the lock is held.
+class Claim(NamedTuple):
+    """Keys for blocks, and for which life: that of ``owner``, who must hold them all, or of ``generations``, one each.
 
-    A caller that names neither owner nor generations is refused: whoever has decided to store a block and comes when it
-    has become somebody else's must not store the other's rows under the first one's key. What is of another life or
-    namespace is counted. :class:`BlockStateError` for a block that the owner lacks.
+    One that says neither is refused: whoever has decided to store a block and comes when it has become somebody else's
+    must not store the other's rows under the first one's key.
     """
+
+    blocks: Mapping[BlockKey, int]
+    owner: Hashable | None
+    generations: Blocks | None
+
+
+def claimed(table: BlockTable, books: Books, claim: Claim) -> tuple[Ints, NDArray[np.bool_]]:
+    """The ids of a claim's blocks, and which are in the life that is meant with a key of this namespace; lock held.
+
+    What is of another life or namespace is counted. :class:`BlockStateError` for a block that the owner lacks.
+    """
+    blocks, owner, generations = claim
     if (owner is None) == (generations is None):
         got = "neither" if owner is None else "both"
         raise InvalidInputError("owner, generations", "one of them, to say for which life", got)
@@ -101,21 +107,13 @@ class Export(InFlight):
 
     __slots__ = ("_pinned", "_table", "records")
 
-    def __init__(
-        self,
-        table: BlockTable,
-        books: Books,
-        blocks: Mapping[BlockKey, int],
-        owner: Hashable | None,
-        generations: Blocks | None,
-        rows: Sequence[int] | None,
-    ) -> None:
+    def __init__(self, table: BlockTable, books: Books, claim: Claim, rows: Sequence[int] | None) -> None:
         self._ended = True  # until it has begun
         self._table, self._books = table, books
         self.records: list[OfferedRecord | None] = []
-        limit = table.full if rows is None else table.first_rows(rows, len(blocks), "block")
+        limit = table.full if rows is None else table.first_rows(rows, len(claim.blocks), "block")
         with books.guard:
-            ids, live = claimed(table, books, blocks, owner, generations)
+            ids, live = claimed(table, books, claim)
             valid = bits_of(table.region, ids) & limit
             offered = live & (valid != 0).any(axis=(1, 2))
             whole = offered & (valid == table.full).all(axis=(1, 2))
@@ -124,7 +122,7 @@ class Export(InFlight):
             self._pinned = ids[whole]
             table.begin_departure(self._pinned)
             table.seal(ids[offered & ~whole])
-            for i, (key, block) in enumerate(blocks.items()):
+            for i, (key, block) in enumerate(claim.blocks.items()):
                 self.records.append(self._record(key, block, valid[i], whole=bool(whole[i])) if offered[i] else None)
             self._ended = not self._pinned.size
             if not self._ended:

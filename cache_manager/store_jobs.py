@@ -7,7 +7,7 @@ restore reads into one, which lands in what is still as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,8 +22,8 @@ from cache_manager.lifecycle import Event, State
 from cache_manager.memory import bits_of, put_bits
 from cache_manager.mover import one_each
 from cache_manager.ports import Absence, BlockRecords, Found, HitPolicy, Mover
-from cache_manager.records import claimed
-from cache_manager.table import Blocks, BlockTable
+from cache_manager.records import Claim, claimed
+from cache_manager.table import BlockTable
 
 J = TypeVar("J", bound=Job)
 
@@ -68,15 +68,13 @@ class PersistJob(Job):
 
     _stored: Sequence[Found | None] = ()
 
-    def __init__(
-        self, archive: Archive, blocks: Mapping[BlockKey, int], owner: Hashable | None, generations: Blocks | None
-    ) -> None:
-        ids, live = claimed(archive.table, archive.books, blocks, owner, generations)
+    def __init__(self, archive: Archive, claim: Claim) -> None:
+        ids, live = claimed(archive.table, archive.books, claim)
         whole = archive.table.complete(ids, archive.required)
         archive.books.count("incomplete_blocks_not_persisted", int(count(live & ~whole)))
         if archive.policy == "gate":  # nothing of a block that misses required rows is stored
             live &= whole
-        super().__init__(archive, "persist", blocks, ids, live)
+        super().__init__(archive, "persist", claim.blocks, ids, live)
 
     def check(self) -> None:
         self._archive.table.check_no_step(self._ids, "store it")
@@ -121,15 +119,8 @@ class RestoreJob(Job):
     _found: Sequence[Found | Absence] = ()
     _arrived: NDArray[np.bool_] | None = None
 
-    def __init__(
-        self,
-        archive: Archive,
-        blocks: Mapping[BlockKey, int],
-        owner: Hashable | None,
-        generations: Blocks | None,
-        origins: Mapping[BlockKey, int] | None,
-    ) -> None:
-        super().__init__(archive, "restore", blocks, *claimed(archive.table, archive.books, blocks, owner, generations))
+    def __init__(self, archive: Archive, claim: Claim, origins: Mapping[BlockKey, int] | None) -> None:
+        super().__init__(archive, "restore", claim.blocks, *claimed(archive.table, archive.books, claim))
         self._expected: NDArray[np.uint64] | None = None  # the origins that count, one for each key
         if origins is not None:
             self._expected = np.array([origins.get(key, 0) for key in self._keys], np.uint64)

@@ -25,16 +25,8 @@ from cache_manager.errors import (
 from cache_manager.ports import HitPolicy
 from cache_manager.regions import SharedRegion
 from cache_manager.storage.breaker import Breaker
-from cache_manager.transfer_manager.commands import (
-    Answer,
-    Asked,
-    Close,
-    Command,
-    PartSetUp,
-    SetUp,
-    decode_answer,
-    encode,
-)
+from cache_manager.transfer_manager import commands
+from cache_manager.transfer_manager.commands import Answer, Command
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +177,7 @@ class CacheTransferManager:
         if worker is None:
             return
         try:
-            worker.wait(worker.submit(Close(), self.settings.close_s))
+            worker.wait(worker.submit(commands.Close(), self.settings.close_s))
         except (TransferProcessError, StorageError) as error:
             logger.warning("the cache-transfer process did not close: %s", error)
         if not worker.join(self.settings.close_s):  # should it have answered and not ended
@@ -273,12 +265,14 @@ class _Worker(AskedChild[Answer]):
     def submit(
         self, command: Command, within_s: float, most: float = math.inf, *, waits: bool = True
     ) -> Future[Answer]:
-        future = self.ask(lambda number: encode(Asked(number, command)), within_s, waits=waits, waiting_max=most)
+        future = self.ask(
+            lambda number: commands.encode(commands.Asked(number, command)), within_s, waits=waits, waiting_max=most
+        )
         self._manager._count("commands")
         return future
 
     def _decoded(self, body: bytes) -> tuple[int, Answer | Exception]:
-        answer = decode_answer(body)
+        answer = commands.decode_answer(body)
         if not answer.error:
             return answer.number, answer
         return answer.number, (StorageError if answer.of_store else TransferProcessError)(answer.error)
@@ -296,7 +290,7 @@ class _Worker(AskedChild[Answer]):
         return TransferProcessError(f"the cache-transfer process was lost: {cause}")
 
 
-def _setup_of(parts: Sequence[SharedPart], policy: HitPolicy, required: Sequence[int]) -> SetUp:
+def _setup_of(parts: Sequence[SharedPart], policy: HitPolicy, required: Sequence[int]) -> commands.SetUp:
     if not parts:
         raise ConfigError("parts", "at least one", "none")
     first = parts[0]
@@ -310,7 +304,7 @@ def _setup_of(parts: Sequence[SharedPart], policy: HitPolicy, required: Sequence
         if bool(part.store) != bool(first.store):
             raise ConfigError(f"part {part.name}: store", "one for every part, or none", repr(part.store))
     named = [
-        PartSetUp(
+        commands.PartSetUp(
             part.name,
             [spec.to_json() for spec in part.device.layout.specs],
             part.device.name,
@@ -319,4 +313,4 @@ def _setup_of(parts: Sequence[SharedPart], policy: HitPolicy, required: Sequence
         )
         for part in parts
     ]
-    return SetUp(named, policy, list(required))
+    return commands.SetUp(named, policy, list(required))
