@@ -70,15 +70,9 @@ class Namespace:
 
     @property
     def canonical(self) -> bytes:
-        return b"".join(
-            (
-                _part(b"model", self.model.encode()),
-                _part(b"weights", self.weights_version.to_bytes(8, "little")),
-                _part(b"salt", self.salt.encode()),
-                _part(b"rank", self.rank.to_bytes(8, "little")),
-                _part(b"world", self.world.to_bytes(8, "little")),
-            )
-        )
+        weights, rank, world = (n.to_bytes(8, "little") for n in (self.weights_version, self.rank, self.world))
+        model = _part(b"model", self.model.encode()) + _part(b"weights", weights)
+        return model + _part(b"salt", self.salt.encode()) + _part(b"rank", rank) + _part(b"world", world)
 
     @property
     def fingerprint(self) -> bytes:
@@ -152,7 +146,7 @@ class KeyChain:
             raise InvalidInputError("digest", "16 to 1024 bytes", got)
         seed = self._seed.copy()
         seed.update(_part(b"adopted", digest))
-        return BlockKey(self.scope + seed.digest()[: KEY_NBYTES - SCOPE_NBYTES])
+        return BlockKey(self.scope + seed.digest())
 
     def keys(self, tokens: Tokens, parent: BlockKey | None = None, extra: bytes = b"") -> list[BlockKey]:
         """The keys of all full blocks of ``tokens``, in order; a partial last block has none here."""

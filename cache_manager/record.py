@@ -105,19 +105,8 @@ def pack_header(header: RecordHeader) -> bytes:
         raise AssertionError(f"malformed header of key {key.hex()}, fingerprint {fingerprint.hex()}, {size} bytes")
     nbytes = _FIXED.size + size + _CRC.size + 63 & -64  # align, inlined: every record comes here
     rows = int.from_bytes(valid, "little").bit_count()
-    fixed = _FIXED.pack(
-        MAGIC,
-        VERSION,
-        nbytes,
-        header.payload_nbytes,
-        fingerprint,
-        key,
-        header.generation,
-        header.origin,
-        header.payload_xxh3,
-        rows,
-        size,
-    )
+    numbers = header.generation, header.origin, header.payload_xxh3, rows, size
+    fixed = _FIXED.pack(MAGIC, VERSION, nbytes, header.payload_nbytes, fingerprint, key, *numbers)
     body = (fixed + valid).ljust(nbytes - _CRC.size, b"\0")
     return body + zlib.crc32(body).to_bytes(4, "little")
 

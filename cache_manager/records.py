@@ -132,14 +132,9 @@ class Export(InFlight):
         table = self._table
         payload: Buffer = table.region.rows[block].data if whole else _only(table, block, valid)
         self._books.count("rows_exported", rows_in(valid))
-        return OfferedRecord(
-            key,
-            table.layout.fingerprint,
-            int(table.generations[block]),
-            int(table.origin[block]),
-            valid.astype("<u8").tobytes(),
-            payload,
-        )
+        generation, origin = int(table.generations[block]), int(table.origin[block])
+        bits = valid.astype("<u8").tobytes()
+        return OfferedRecord(key, table.layout.fingerprint, generation, origin, bits, payload)
 
     def commit(self) -> None:
         """Let the blocks go. Harmless the second time."""

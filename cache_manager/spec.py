@@ -27,20 +27,8 @@ BLOCK_TOKENS_MAX = 65_536
 RECORD_NBYTES_MAX = 1 << 30
 VALID_NBYTES_MAX = 65_280  # so that a record's header fits its 16-bit length
 
-DTYPES = (
-    "bool",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "float32",
-    "float64",
-)
+INTEGERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+DTYPES = ("bool", *INTEGERS, "float16", "float32", "float64")
 
 _LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in DTYPES}
 

@@ -46,6 +46,12 @@ class SharedPart:
     host: SharedRegion | None = None
     store: str = ""
 
+    def set_up(self) -> commands.PartSetUp:
+        """What the process is told of it."""
+        specs = [spec.to_json() for spec in self.device.layout.specs]
+        host = "" if self.host is None else self.host.name
+        return commands.PartSetUp(self.name, specs, self.device.name, host, self.store)
+
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
@@ -303,14 +309,4 @@ def _setup_of(parts: Sequence[SharedPart], policy: HitPolicy, required: Sequence
                 raise ConfigError(f"part {part.name}: {tier} blocks", f"{wanted}, as {first.name}", got)
         if bool(part.store) != bool(first.store):
             raise ConfigError(f"part {part.name}: store", "one for every part, or none", repr(part.store))
-    named = [
-        commands.PartSetUp(
-            part.name,
-            [spec.to_json() for spec in part.device.layout.specs],
-            part.device.name,
-            part.host.name if part.host else "",
-            part.store,
-        )
-        for part in parts
-    ]
-    return commands.SetUp(named, policy, list(required))
+    return commands.SetUp([part.set_up() for part in parts], policy, list(required))

@@ -33,6 +33,19 @@ def test_slot_reuse_never_shows_the_earlier_tenant(aux) -> None:
     assert (rows.values == 0xFF).all()
 
 
+def test_rows_are_read_for_the_lives_that_a_reader_means(aux) -> None:
+    """Goal: a reader that names generations needs no owner. Method: two blocks, one of which begins another life."""
+    fill(aux, [0, 1], "first", "a")
+    lives = aux.generations([0, 1])
+    aux.free("a")
+    assert aux.read("routing", [0, 1], generations=lives).valid.all()
+    aux.allocate([0], "b")
+    fill(aux, [0], "second")
+    assert aux.read("routing", [0, 1], generations=lives).valid.tolist() == [False] * 4 + [True] * 4
+    with pytest.raises(InvalidInputError, match="generations: wanted one for each of 2 blocks, got 1"):
+        aux.read("routing", [0, 1], generations=lives[:1])
+
+
 def test_a_late_write_into_a_reused_block_is_dropped(aux) -> None:
     """Goal: H4. Method: begin a step, give its block away before the step commits, as overlap schedulers do."""
     aux.allocate([0, 1], "a")
