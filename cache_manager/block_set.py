@@ -269,10 +269,10 @@ class BlockSet:
 
         ``generations``, ``owner``, ``queued`` and ``None`` are as above. Whoever keeps the KV elsewhere says with
         ``origins``, by key, of which computation it is: rows of another are not restored, and counted. What is read is
-        verified: bytes that are not sound, or not of this key, layout and namespace, are a miss. What was read is
-        dropped after a reset, and when the job was cancelled; a ``False`` block has no rows. Until the job has landed
-        blocks of owners can be neither read, written nor given away; an engine's must be in their lives by then, and no
-        step may write them.
+        verified: bytes that are not sound, or not of this key, layout and namespace, are a miss, and counted. What was
+        read is dropped after a reset or a cancel; a ``False`` block has no rows. Until the job has landed blocks of
+        owners can be neither read, written nor given away; an engine's must be in their lives by then, and no step may
+        write them.
         """
         self._check_stores()
         claim = Claim(blocks, owner, generations)
@@ -313,8 +313,8 @@ class BlockSet:
         How many rows landed. The record's sum and key were verified by the caller. A row lands beside KV of its own
         origin only: KV that was computed here, or came under another origin (:meth:`bind_origin`), gets none of it, nor
         does a block in another life than ``generation``, one that nobody holds, or a record of another namespace; all
-        that is counted. Raises ``BlockBusyError`` while the block is in motion and ``RecordError`` for a record that
-        does not fit the layout.
+        that is counted. Steps may write other rows meanwhile. Raises ``BlockBusyError`` while the block is in motion
+        and ``RecordError`` for a record that does not fit the layout.
         """
         return install_record(self._device, self._books, block, generation, header, payload)
 
@@ -341,6 +341,7 @@ class BlockSet:
 
         Waits for jobs, up to ``close_s`` of their limits. Raises :class:`BlockStateError` while a step, a move or a job
         is in flight, and ``BufferError`` while somebody keeps a view of a region: call it again when that is gone.
+        Every other method raises from the first call that closed it on.
         """
         with self._lock:  # in a forked child it raises, before anything is waited for
             self._check_still()
