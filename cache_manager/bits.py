@@ -74,7 +74,10 @@ class Cells:
 
     def run_by_run(self, slots: Ints, cells: Ints) -> tuple[Ints, Bits]:
         """A cell, and the bits there, for each run of slots next to each other in one of their ``cells``; not none."""
-        edges = np.flatnonzero(np.concatenate(([True], (np.diff(slots) != 1) | (np.diff(cells) != 0), [True])))
+        edge = np.ones(slots.size + 1, np.bool_)
+        np.not_equal(slots[1:], slots[:-1] + 1, out=edge[1:-1])
+        edge[1:-1] |= cells[1:] != cells[:-1]
+        edges = np.flatnonzero(edge)
         length = np.diff(edges).view(np.uint64)
         first, bits = self.bit_by_bit(slots[edges[:-1]])
         return first, (_ALL >> (_BITS - length)) * bits
