@@ -44,8 +44,7 @@ def __getattr__(name: str) -> Any:
 def _init(base: Any) -> Any:
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:  # noqa: N807 - it becomes a class's
         base.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        transfer = vllm_config.kv_transfer_config
-        if transfer is not None and wants_pages(settings_of(transfer), vllm_config):
+        if (transfer := vllm_config.kv_transfer_config) is not None and wants_pages(settings_of(transfer), vllm_config):
             self.kvroute_rows = _layer(vllm_config)
 
     return __init__
