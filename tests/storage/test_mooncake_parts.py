@@ -17,9 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cache_manager.errors import ConfigError, StorageError
 from cache_manager.storage import open_store
 from cache_manager.storage.breaker import TRANSITIONS, Breaker, Event, State
+from cache_manager.storage.mooncake import link as link_module
 from cache_manager.storage.mooncake import wire
 from cache_manager.storage.mooncake.arena import SLOTS, Arena, Ranges
-from cache_manager.storage.mooncake.client import NativeClient
+from cache_manager.storage.mooncake.client import ClientLostError, NativeClient
+from cache_manager.storage.mooncake.link import Link
 from cache_manager.storage.mooncake.master import pool_usage
 from cache_manager.storage.mooncake.settings import MooncakeSettings
 from cache_manager.storage.url import StoreUrl
@@ -211,3 +213,33 @@ def test_a_call_before_set_up_is_an_error_and_no_crash() -> None:
     with pytest.raises(StorageError, match="ended"):
         client.call(wire.Exist(["k"]), 5.0)
     arena.close()
+
+
+class Connected:
+    """Stands for a native client that is set up; answers Exist with ``code``, and no put."""
+
+    code = 0
+
+    def __init__(self, *_: object) -> None: ...
+
+    def set_up(self, *_: object) -> None: ...
+
+    def call(self, request: wire.Request, *_: object) -> list[int]:
+        if isinstance(request, wire.Exist):
+            return [self.code]
+        raise ClientLostError("put is not answered")
+
+    def kill(self) -> None: ...
+
+
+@pytest.mark.parametrize(("code", "reason"), [(-900, "are its version and ours equal"), (0, "put is not answered")])
+def test_a_master_that_fails_the_first_calls_is_an_error_that_says_so(
+    code: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug that was found: the error of the trial had a view of the arena, which then could not be closed."""
+    monkeypatch.setattr(Connected, "code", code)
+    monkeypatch.setattr(link_module, "NativeClient", Connected)
+    monkeypatch.setattr(link_module, "reach", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(link_module, "check_ready", lambda *_: None)
+    with pytest.raises(StorageError, match=reason):
+        Link(MooncakeSettings("h:1"))

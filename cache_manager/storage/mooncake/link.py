@@ -236,7 +236,8 @@ class Link:
         name = [f"{self.settings.prefix}/probe/{uuid.uuid4().hex}"]
         give_up_s = min(give_up_s, time.monotonic() + self.settings.timeout_s + PROBE_S)
         with self.arena.lend([PROBE_NBYTES], give_up_s) as lent:
-            room, wanted = self.arena.view[lent.offsets[0] :][:PROBE_NBYTES], os.urandom(PROBE_NBYTES)
+            # No view of the arena is kept: an error that has one would keep the arena from being closed.
+            room, wanted = slice(lent.offsets[0], lent.offsets[0] + PROBE_NBYTES), os.urandom(PROBE_NBYTES)
 
             def ask(call: wire.Call) -> int:
                 return client.call(call, max(give_up_s - time.monotonic(), 0.1), lent)[0]
@@ -244,12 +245,12 @@ class Link:
             if code := ask(wire.Exist(name)):
                 where = f"master {self.settings.master}"
                 raise StorageError(f"{where}: {wire.describe(code)}; are its version and ours equal?")
-            room[:] = wanted
+            self.arena.view[room] = wanted
             if code := ask(wire.Put(name, lent.offsets, lent.nbytes)):
                 return code
-            room[:] = bytes(PROBE_NBYTES)
+            self.arena.view[room] = bytes(PROBE_NBYTES)
             code = ask(wire.Get(name, lent.offsets, lent.nbytes))
-            same = room == wanted
+            same = self.arena.view[room] == wanted
             ask(wire.Remove(name))  # by force: nobody else knows this name
             return 0 if code == PROBE_NBYTES and same else min(code, -1)
 
