@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from cache_manager.errors import ConfigError, NoSpaceError, RecordError, StorageError
@@ -140,8 +141,6 @@ class RecordStore:
             some, room = keys[start : start + at_once], buffers[start : start + at_once]
             try:
                 found += self._borrowed(lending, some, room)
-            except NoSpaceError:
-                found += self._copied(some, room)
             except StorageError:
                 if not found:
                     raise
@@ -151,8 +150,9 @@ class RecordStore:
     def _borrowed(
         self, lending: LendingBackend, keys: Sequence[BlockKey], buffers: Sequence[memoryview]
     ) -> list[RecordHeader | Absence | None]:
-        found: list[RecordHeader | Absence | None] = []
-        with lending.borrow(keys) as lent:
+        """Read from where the records lie or, if the backend cannot lend them now, behind a copy."""
+        with suppress(NoSpaceError), lending.borrow(keys) as lent:
+            found: list[RecordHeader | Absence | None] = []
             for each, key, buffer in zip(_one_each(lent, keys), keys, buffers, strict=True):
                 if isinstance(each, Absence):
                     found.append(each)
@@ -161,7 +161,8 @@ class RecordStore:
                     found.append(each[0])
                 else:
                     found.append(None)
-        return found
+            return found
+        return self._copied(keys, buffers)
 
     def _copied(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence | None]:
         found = _one_each(self.backend.get_into(keys, buffers), keys)

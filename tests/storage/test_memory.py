@@ -159,3 +159,27 @@ def test_a_batch_larger_than_is_lent_at_once_is_borrowed_in_parts() -> None:
         get(store, range(10))
     assert store.counters.hits + store.counters.misses == 20
     backend.close()
+
+
+class Crowded(Lender):
+    """Lends its first part alone, and cannot copy either."""
+
+    def borrow(self, keys):
+        if self.parts:
+            raise NoSpaceError("memory store", len(keys), 0, "on purpose")
+        return super().borrow(keys)
+
+    def get_into(self, keys, buffers):
+        raise StorageError("on purpose")
+
+
+def test_a_part_that_can_be_neither_lent_nor_copied_costs_no_other_part() -> None:
+    """A bug that was found: what failed in the copy after a refused loan took the parts before with it."""
+    with Crowded(8 * LAYOUT.nbytes) as backend:
+        store = RecordStore(backend, LAYOUT)
+        put(store, range(8))
+        assert get(store, range(8)) == [*(payload_of(n) for n in range(4)), *[Absence.MISS] * 4]
+        assert backend.parts == [4]
+        with pytest.raises(StorageError, match="on purpose"):
+            get(store, range(8))
+        assert (store.counters.hits, store.counters.misses) == (4, 4)
