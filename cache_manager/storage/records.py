@@ -109,7 +109,7 @@ class RecordStore:
         the layout (nothing is read then) and :class:`StorageError` when the backend fails.
         """
         nbytes = self._nbytes
-        for buffer in buffers:
+        for _, buffer in zip(keys, buffers, strict=True):
             if buffer.nbytes != nbytes:
                 raise RecordError("buffer size", nbytes, buffer.nbytes)
         came = self._read(keys, buffers)

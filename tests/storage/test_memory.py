@@ -183,3 +183,13 @@ def test_a_part_that_can_be_neither_lent_nor_copied_costs_no_other_part() -> Non
         with pytest.raises(StorageError, match="on purpose"):
             get(store, range(8))
         assert (store.counters.hits, store.counters.misses) == (4, 4)
+
+
+def test_more_buffers_than_keys_are_refused() -> None:
+    """Also where the keys are whole parts, so that no part has buffers left over."""
+    with MemoryStore(8 * LAYOUT.nbytes) as backend:
+        store = RecordStore(backend, LAYOUT)
+        put(store, range(8))
+        for keys in (0, 4, 7):
+            with pytest.raises(ValueError, match="longer"):
+                store.get_into([key_of(n) for n in range(keys)], [memoryview(bytearray(LAYOUT.nbytes))] * 8)
