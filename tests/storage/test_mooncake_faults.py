@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from cache_manager.record import pack_header
 from cache_manager.storage import open_store
 from cache_manager.storage.breaker import State
 from cache_manager.storage.mooncake import MooncakeStore
+from cache_manager.storage.mooncake.link import Link
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.origins import Content, held, offer
 from cache_manager.testing.records import BOTH, LAYOUT, get, header_of, key_of, payload_of, put
@@ -208,6 +210,24 @@ def test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew(
     assert get(store, range(20)) == [Absence.MISS] * 20
     assert all(put(store, range(20)))
     assert get(store, range(20)) == [payload_of(n) for n in range(20)]
+
+
+def test_headers_that_grow_while_records_are_borrowed(
+    master: Master,
+    owner: Owner,  # noqa: ARG001 - the pool's memory
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bug that was found: the first put of larger headers, of another thread, made a slot too small for a loan.
+
+    Method: the size changes between the looks at it that a read takes."""
+    with opened(master, timeout_ms=CALM_MS, arena="1MiB") as backend:
+        store = RecordStore(backend, LAYOUT)
+        put(store, range(3))
+        count = backend.lent_nbytes_max // LAYOUT.nbytes
+        for looks in range(1, 5):
+            sizes = chain(repeat(1024, looks), repeat(8192))
+            monkeypatch.setattr(Link, "header_room", property(lambda _, sizes=sizes: next(sizes)), raising=False)
+            assert get(store, range(count)) == [*(payload_of(n) for n in range(3)), *[Absence.MISS] * (count - 3)]
 
 
 def test_a_record_that_others_read_can_be_deleted_and_replaced(master: Master, owner: Owner) -> None:

@@ -153,8 +153,10 @@ class MooncakeStore(ClosingStore):
     @property
     def lent_nbytes_max(self) -> int:
         """As much as one native call brings; nothing until it is known how large records are, by one put or read."""
-        nbytes = self._payload_nbytes
-        records = self._link.arena.slot_nbytes // align(self._link.header_room + nbytes)
+        return self._lent_nbytes_max(self._link.header_room, self._payload_nbytes)
+
+    def _lent_nbytes_max(self, header_room: int, nbytes: int) -> int:
+        records = self._link.arena.slot_nbytes // align(header_room + nbytes)
         return min(records, wire.KEYS_PER_CALL_MAX) * nbytes
 
     @contextmanager
@@ -164,10 +166,11 @@ class MooncakeStore(ClosingStore):
         ``NoSpaceError`` also where something came that is not one whole record: :meth:`get_into` looks again.
         """
         link, once = self._link, list(dict.fromkeys(keys))
-        nbytes, most = self._payload_nbytes, self.lent_nbytes_max
+        header_room, nbytes = link.header_room, self._payload_nbytes  # both may grow meanwhile
+        most = self._lent_nbytes_max(header_room, nbytes)
         if not 0 < len(once) * nbytes <= most:
             raise NoSpaceError("Mooncake arena", len(once) * nbytes, most, "borrow fewer records at once")
-        sizes = [link.header_room + nbytes] * len(once)
+        sizes = [header_room + nbytes] * len(once)
         came: dict[BlockKey, Lent] = {}
         with self._calling() as give_up_s, link.arena.lend(sizes, give_up_s) as lent:
 
@@ -182,7 +185,7 @@ class MooncakeStore(ClosingStore):
                         raise RecordError("object", f"{sizes[0]} bytes at most", wire.describe(code))
                     if code >= 0:
                         raw = link.arena.view[at : at + code].toreadonly()
-                        header = _header(raw, link.header_room)
+                        header = _header(raw, header_room)
                         came[key] = header, raw[header.nbytes :]
             except RecordError as error:
                 raise NoSpaceError("Mooncake arena", len(once) * nbytes, 0, "read it with get_into") from error
