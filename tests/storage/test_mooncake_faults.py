@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -9,15 +10,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mooncake_pool import LEASE_MS, Master, Owner, free_port, running_master, running_owner, send
 
 from cache_manager.errors import NoSpaceError, StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.ports import Absence
-from cache_manager.record import pack_header
+from cache_manager.record import RecordHeader, pack_header
 from cache_manager.storage import open_store
 from cache_manager.storage.breaker import State
 from cache_manager.storage.mooncake import MooncakeStore
@@ -212,6 +213,39 @@ def test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew(
     assert get(store, range(20)) == [payload_of(n) for n in range(20)]
 
 
+@pytest.mark.parametrize("master", [60_000], indirect=True)
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_second_look_that_fails_costs_no_record_that_was_found(
+    damaged: bool, calm: MooncakeStore, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug that was found. A key is read once more where it stands twice in a batch, and where what came is damaged.
+
+    Method: the pool answers one call, and no other."""
+    put(RecordStore(calm, LAYOUT), [1, 2])
+    numbers = [1, 3, 2] if damaged else [1, 2, 2]
+    assert owner.ask("put", name_of(3), "junk", "") == 0
+    calls, real = itertools.count(), Link.call
+
+    def once(link: Link, *call: Any) -> list[int]:
+        if next(calls):
+            raise StorageError("on purpose")
+        return real(link, *call)
+
+    monkeypatch.setattr(Link, "call", once)
+    room = [bytearray(LAYOUT.nbytes) for _ in numbers]
+    found = calm.get_into([key_of(n) for n in numbers], [*map(memoryview, room)])
+    absent = 1 if damaged else 2
+    for at, (n, header) in enumerate(zip(numbers, found, strict=True)):
+        if at == absent:
+            assert header is Absence.MISS
+        else:
+            assert isinstance(header, RecordHeader)
+            assert room[at] == payload_of(n)
+    assert calm.counters.failed_reads == 1
+    with pytest.raises(StorageError, match="on purpose"):
+        calm.get_into([key_of(1)], [memoryview(room[0])])
+
+
 def test_headers_that_grow_while_records_are_borrowed(
     master: Master,
     owner: Owner,  # noqa: ARG001 - the pool's memory
@@ -225,7 +259,7 @@ def test_headers_that_grow_while_records_are_borrowed(
         put(store, range(3))
         count = backend.lent_nbytes_max // LAYOUT.nbytes
         for looks in range(1, 5):
-            sizes = chain(repeat(1024, looks), repeat(8192))
+            sizes = itertools.chain(itertools.repeat(1024, looks), itertools.repeat(8192))
             monkeypatch.setattr(Link, "header_room", property(lambda _, sizes=sizes: next(sizes)), raising=False)
             assert get(store, range(count)) == [*(payload_of(n) for n in range(3)), *[Absence.MISS] * (count - 3)]
 

@@ -100,11 +100,16 @@ class MooncakeStore(ClosingStore):
         answers: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
         self._payload_nbytes = max([self._payload_nbytes, *(view.nbytes for view in views)])
         with self._calling() as give_up_s:
-            for once in rounds(keys):  # the native side answers one of two equal names in a batch
+            for turn, once in enumerate(rounds(keys)):  # the native side answers one of two equal names in a batch
                 todo = {keys[i]: views[i] for i in once}
                 found: dict[BlockKey, RecordHeader | Absence] = {}
-                unsound = self._read(todo, found, self._link.header_room, give_up_s)
-                again = self._read({key: todo[key] for key in unsound}, found, HEADER_NBYTES_MAX, give_up_s)
+                try:
+                    unsound = self._read(todo, found, self._link.header_room, give_up_s)
+                    again = self._read({key: todo[key] for key in unsound}, found, HEADER_NBYTES_MAX, give_up_s)
+                except StorageError:
+                    if not (turn or found):
+                        raise
+                    again = {}  # what is not found is a miss beside others, and is counted
                 for key, came in again.items():
                     same = came != wire.EXPIRED and unsound[key] in (came, wire.INVALID)
                     found[key] = Absence.CORRUPT if same else Absence.MISS
