@@ -246,6 +246,17 @@ def test_a_second_look_that_fails_costs_no_record_that_was_found(
         calm.get_into([key_of(1)], [memoryview(room[0])])
 
 
+def test_a_record_that_changes_between_two_looks_is_counted_by_a_number(
+    calm: MooncakeStore, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug that was found: it was counted by a truth value, and so told as one."""
+    assert owner.ask("put", name_of(1), "junk", "") == 0
+    sums = itertools.count()
+    monkeypatch.setattr("cache_manager.storage.mooncake.store.checksum", lambda _: next(sums))
+    assert calm.get_into([key_of(1)], [memoryview(bytearray(LAYOUT.nbytes))]) == [Absence.MISS]
+    assert repr(calm.counters.torn) == "1"
+
+
 def test_headers_that_grow_while_records_are_borrowed(
     master: Master,
     owner: Owner,  # noqa: ARG001 - the pool's memory

@@ -113,7 +113,7 @@ class MooncakeStore(ClosingStore):
                 for key, came in again.items():
                     same = came != wire.EXPIRED and unsound[key] in (came, wire.INVALID)
                     found[key] = Absence.CORRUPT if same else Absence.MISS
-                    self._link.count(torn=not same)
+                    self._link.count(torn=int(not same))
                 for i in once:
                     answers[i] = found.get(keys[i], Absence.MISS)
         return answers
