@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -386,6 +388,26 @@ def test_a_master_that_hangs_costs_one_deadline(backend: MooncakeStore, master: 
     assert isinstance(timed(lambda: lender.contains([key_of(1)])), StoreClosedError)
     master.signal(signal.SIGCONT)
     until("the store works again", lambda: stores_again(store, 3))
+
+
+def test_a_client_that_cannot_be_started_is_tried_again(
+    backend: MooncakeStore, master: Master, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A bug that was found: a machine without a descriptor for a moment ended the thread that brings clients back."""
+    store = RecordStore(backend, LAYOUT)
+    stored(store, [1])
+    starts, real = itertools.count(), subprocess.Popen
+
+    def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if next(starts) < 2:
+            raise OSError(errno.EMFILE, "no descriptor, on purpose")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    os.kill(backend._link._client.pid, signal.SIGKILL)
+    until("the store works again", lambda: stores_again(store, 2))
+    with pytest.raises(StorageError, match="cannot be started"):
+        opened(master, log=tmp_path / "nowhere" / "log")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

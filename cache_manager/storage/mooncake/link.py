@@ -218,7 +218,10 @@ class Link:
         with self.lock:
             if self.stopping.is_set():
                 raise StorageError("the store is being closed")
-            client = self._starting = NativeClient(arena, s.timeout_ms, s.log)
+            try:
+                client = self._starting = NativeClient(arena, s.timeout_ms, s.log)
+            except OSError as error:  # no process or descriptor is left, or the log cannot be written
+                raise StorageError(f"the native Mooncake client cannot be started: {error}") from error
         try:
             arena_nbytes = arena.nbytes if arena else 0
             request = wire.SetUp(s.master, s.host or local, s.protocol, s.devices, segment_nbytes, arena_nbytes)
