@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from cache_manager.record import RecordHeader, pack_header
 from cache_manager.storage import open_store
 from cache_manager.storage.breaker import State
 from cache_manager.storage.mooncake import MooncakeStore
+from cache_manager.storage.mooncake.arena import SLOTS
 from cache_manager.storage.mooncake.link import Link
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.origins import Content, held, offer
@@ -388,6 +390,30 @@ def test_a_master_that_hangs_costs_one_deadline(backend: MooncakeStore, master: 
     assert isinstance(timed(lambda: lender.contains([key_of(1)])), StoreClosedError)
     master.signal(signal.SIGCONT)
     until("the store works again", lambda: stores_again(store, 3))
+
+
+def test_an_open_breaker_is_told_at_once_though_the_whole_arena_is_lent(backend: MooncakeStore) -> None:
+    """A bug that was found: calls waited for a slot first, until their deadline. And what is lent stays as it is."""
+    store = RecordStore(backend, LAYOUT)
+    stored(store, range(SLOTS))
+    until("the store knows how large records are", lambda: backend.lent_nbytes_max > 0)
+    with ExitStack() as lent:
+        views = [lent.enter_context(backend.borrow([key_of(n)])) for n in range(SLOTS)]
+        os.kill(backend._link._client.pid, signal.SIGKILL)
+        until("the breakers are open", lambda: State.CLOSED not in backend.states)
+        calls: list[Callable[[], object]] = [
+            lambda: backend.contains([key_of(1)]),
+            lambda: backend.delete([key_of(1)]),
+            lambda: get(store, [1]),
+            lambda: put(store, [8]),
+        ]
+        for call in calls:
+            with pytest.raises(StoreUnavailableError):
+                call()
+        for n, (view,) in enumerate(views):
+            assert isinstance(view, tuple)
+            assert bytes(view[1]) == payload_of(n)
+    until("the store works again", lambda: stores_again(store, 8))
 
 
 def test_a_client_that_cannot_be_started_is_tried_again(

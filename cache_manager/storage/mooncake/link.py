@@ -95,6 +95,7 @@ class Link:
             for chunk in chunks(
                 items, lambda item: align(nbytes(item)), self.arena.slot_nbytes, wire.KEYS_PER_CALL_MAX
             ):
+                self.admitted(breaker)  # before a slot is waited for and filled
                 codes += call(chunk)
         except StorageError as stopped:
             error = stopped
@@ -116,13 +117,17 @@ class Link:
 
         return self.each(breaker, keys, lambda _: 0, call)
 
-    def call(self, breaker: Breaker, call: wire.Call, give_up_s: float, lent: Ranges) -> list[int]:
-        """The codes of one native call, which uses the memory ``lent``."""
+    def admitted(self, breaker: Breaker) -> NativeClient:
+        """Who makes calls now; :class:`StoreUnavailableError` while none is to be made."""
         with self.lock:
-            client = self._client
             if not breaker.closed:
                 self.counts["bypassed"] += 1
                 raise StoreUnavailableError(f"Mooncake at {self.settings.master} is not asked: {breaker.cause}")
+            return self._client
+
+    def call(self, breaker: Breaker, call: wire.Call, give_up_s: float, lent: Ranges) -> list[int]:
+        """The codes of one native call, which uses the memory ``lent``."""
+        client = self.admitted(breaker)
         left_s = give_up_s - time.monotonic()
         if left_s < self.settings.timeout_s / 4:  # too little to show that the pool hangs
             raise StorageError(f"no time is left of {self.settings.timeout_ms} ms for another Mooncake call")

@@ -177,6 +177,8 @@ class MooncakeStore(ClosingStore):
             raise NoSpaceError("Mooncake arena", len(once) * nbytes, most, "borrow fewer records at once")
         sizes = [header_room + nbytes] * len(once)
         came: dict[BlockKey, Lent] = {}
+        self._guard.check()
+        link.admitted(link.reads)  # before a slot is waited for
         with self._calling() as give_up_s, link.arena.lend(sizes, give_up_s) as lent:
 
             def receive(chunk: Sequence[BlockKey]) -> list[int]:
