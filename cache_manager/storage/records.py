@@ -115,7 +115,12 @@ class RecordStore:
         came = self._read(keys, buffers)
         if torn := [i for i, header in enumerate(came) if header is None]:
             # What was read may be gone by now, and another record be there: what goes has to be corrupt twice.
-            again = self._read([keys[i] for i in torn], [buffers[i] for i in torn])
+            again: list[RecordHeader | Absence | None] = [Absence.MISS] * len(torn)
+            try:
+                again = self._read([keys[i] for i in torn], [buffers[i] for i in torn])
+            except StorageError:
+                if len(torn) == len(keys):
+                    raise
             for i, header in zip(torn, again, strict=True):
                 came[i] = header
         found = [Absence.CORRUPT if header is None else header for header in came]

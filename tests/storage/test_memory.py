@@ -185,6 +185,23 @@ def test_a_part_that_can_be_neither_lent_nor_copied_costs_no_other_part() -> Non
         assert (store.counters.hits, store.counters.misses) == (4, 4)
 
 
+def test_a_bad_record_that_cannot_be_read_once_more_costs_no_other_one() -> None:
+    """It is a miss, and stays: it was found bad only once. Alone in its batch, the failure is told."""
+    backend = Lender(8 * LAYOUT.nbytes)
+    store = RecordStore(backend, LAYOUT)
+    put(store, range(2))
+    backend.put([header_of(2)], [payload_of(3)])
+    backend.fails_at = 2
+    assert get(store, range(3)) == [payload_of(0), payload_of(1), Absence.MISS]
+    backend.parts = []
+    with pytest.raises(StorageError, match="on purpose"):
+        get(store, [2])
+    backend.fails_at = 0
+    assert get(store, [2]) == [Absence.CORRUPT]
+    assert (store.counters.hits, store.counters.misses, store.counters.corrupt) == (2, 1, 1)
+    backend.close()
+
+
 def test_more_buffers_than_keys_are_refused() -> None:
     """Also where the keys are whole parts, so that no part has buffers left over."""
     with MemoryStore(8 * LAYOUT.nbytes) as backend:
