@@ -210,6 +210,8 @@ class EngineBlocks(BlockSet):
         good &= target.states.take(targets) == State.HELD
         good &= ~target.busy(targets)
         if count(good) != targets.size:
+            if rows is not None:
+                target.first_rows(rows, targets.size, "pair")  # else counts would be dropped with the wrong pairs
             what = "blocks that were given out, and into which no step writes"
             self._bad("bad_moves_dropped", targets[~good], "move", what)
             rows = None if rows is None else [r for r, fine in zip(rows, good.tolist(), strict=True) if fine]
