@@ -231,11 +231,11 @@ class PairMover:
         return {i: found if found is not None else Found(0, b"") for i, found in zip(some, now, strict=True)}
 
     def _answer(self, kv: Found | None, rows: Found | None) -> Found | None:
+        if self._policy == "gate":
+            return rows if self._is_pair(kv, rows) else None
         if kv is not None and rows is not None and kv.origin == rows.origin != 0:
             return rows
-        if self._policy == "gate" or kv is None:
-            return None
-        return Found(kv.origin, b"")
+        return None if kv is None else Found(kv.origin, b"")
 
     def _get_gated(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
         answers: list[Found | Absence] = [Absence.MISS] * len(keys)

@@ -360,6 +360,20 @@ def test_a_part_that_is_put_again_and_finds_no_room_is_not_answered_for(policy: 
     engine.close()
 
 
+def test_a_gate_does_not_answer_for_stored_rows_that_miss_required_ones() -> None:
+    """Goal: what is answered as stored comes back. Method: who requires other rows has stored the same computation."""
+    stores = MemoryStore(1 << 20), MemoryStore(1 << 20)
+    engine, other = Engine(*stores, "gate"), Engine(*stores, "gate")
+    other.pair = PairMover(*other.movers, "gate", ROWS, required=[0])
+    assert other.put([0], 1, EXTRA) == [Found(1, EXTRA)]
+    assert engine.put([0], 1, REQUIRED) == [None]
+    assert engine.get([0]) == [Absence.MISS]
+    assert engine.put([0], 1, BOTH) == [Found(1, BOTH)]
+    assert engine.get([0]) == other.get([0]) == [Found(1, BOTH)]
+    engine.close()
+    other.close()
+
+
 @pytest.mark.parametrize(("valid", "before"), [(BOTH, 2), (PART, 1)], ids=["replacing", "in part"])
 def test_a_rival_between_kv_and_rows_is_not_answered_for(valid: bytes, before: int) -> None:
     """Goal: nothing answers for KV that is gone. Method: a rival puts a pair just before our rows."""
