@@ -143,7 +143,7 @@ class AuxBlocks(BlockSet):
         """
         owner = owner_name(owner)
         everywhere = tier is None and blocks is None
-        tables = list(self._open.values()) if everywhere else [self._table(tier or "device")]
+        tables = list(self._open.values()) if everywhere else [self._table("device" if tier is None else tier)]
         ids = None if blocks is None else tables[0].ids_often(blocks)
         self._lock.now_or_later(lambda: [table.release(owner, ids) for table in tables])
 

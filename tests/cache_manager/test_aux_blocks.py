@@ -209,6 +209,8 @@ def test_reset_reaches_every_tier_and_everything_in_flight(aux) -> None:
         (lambda a: a.read("logprob", [0]), SpecError, "spec name: wanted one of routing, got 'logprob'"),
         (lambda a: a.read("routing", [0], 3, 2), InvalidInputError, r"start, stop: wanted 0 <= start <= stop <= 4"),
         (lambda a: a.read("routing", [0], tier="disk"), InvalidInputError, "tier: wanted 'device' or 'host'"),
+        (lambda a: a.free("a", tier=""), InvalidInputError, "tier: wanted 'device' or 'host', got ''"),
+        (lambda a: a.free("a", [0], ""), InvalidInputError, "tier: wanted 'device' or 'host', got ''"),
         (lambda a: a.evict([0]), BlockStateError, "device block 0: wanted FREE or CACHED to evict, got HELD"),
     ],
 )
