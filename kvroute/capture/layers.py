@@ -165,11 +165,11 @@ class LayerCapture:
         nothing, for a layer that was not recorded or recorded twice, for tensors that do not fit, and for two layers in
         the same memory.
         """
-        tokens = slots.numel()
         try:
-            sources, form = self._checked(slots, tokens)
+            sources, form = self._checked(slots)
         finally:
             self.clear()
+        tokens = slots.numel()
         rows = self._rows.tensor
         assert rows is not None, "commit() after close()"
         addresses = np.fromiter(map(torch.Tensor.data_ptr, sources), np.int64, len(sources))
@@ -230,11 +230,11 @@ class LayerCapture:
         token, spec, layer = self.plan.place(number)
         return f"{spec.name}, token {token}, layer {layer}: " + ", ".join(REASONS[check] for check in counts)
 
-    def _checked(self, slots: torch.Tensor, tokens: int) -> tuple[list[torch.Tensor], Form]:
+    def _checked(self, slots: torch.Tensor) -> tuple[list[torch.Tensor], Form]:
         """What the hooks kept, each ``[tokens, top_k]``, and what it looks like; engines repeat the looks."""
         if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
             raise CaptureError("slots", "int64 [tokens], contiguous", f"{slots.dtype} of shape {tuple(slots.shape)}")
-        if tokens > self._max_tokens:
+        if (tokens := slots.numel()) > self._max_tokens:
             raise CaptureError("slots", f"at most {self._max_tokens} tokens", tokens)
         if self._calls != self._once:
             place, calls = next((p, n) for p, n in zip(self._index, self._calls, strict=True) if n != 1)

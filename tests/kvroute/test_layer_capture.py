@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -120,6 +122,16 @@ def test_a_pass_that_does_not_fit_stores_nothing(
     capture.commit(torch.tensor([0, 1]))
     capture.verdict(2)
     assert (aux.region("device").rows != before).any()
+
+
+@pytest.mark.parametrize("slots", [np.array([0, 1]), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([[0], [1]])])
+def test_slots_of_another_kind_are_refused_and_the_next_pass_is_captured(slots: Any, capture: LayerCapture) -> None:
+    record(capture, ids(2, 0), torch.zeros(2, 1))
+    with pytest.raises(CaptureError, match=r"slots: wanted int64 \[tokens\], contiguous"):
+        capture.commit(slots)
+    record(capture, ids(2, 1), torch.zeros(2, 1))
+    capture.commit(torch.tensor([0, 1]))
+    assert capture.verdict(2).keep is None
 
 
 def test_what_a_capture_cannot_be(aux: kvroute.AuxBlocks) -> None:
