@@ -75,8 +75,8 @@ ORIGIN_FAULTS = [
     Fault(
         "a put says that rows of another pass are stored",
         "mover.py",
-        "        if kv is not None and rows is not None and kv.origin == rows.origin != 0:\n",
-        "        if kv is not None and rows is not None:\n",
+        "            return rows if self._is_pair(kv, rows) else None\n",
+        "            return rows if kv is not None and rows is not None else None\n",
         ORIGIN + "Gate",
         "nothing_answers_true_for_what_was_not_stored",
     ),
