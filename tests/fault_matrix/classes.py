@@ -68,7 +68,7 @@ BUG_CLASSES: Final = (
         "the payload's sum decides, never a result code; a lease that ended is read once more",
         (
             "tests/storage/test_mooncake_parts.py::test_a_code_is_one_thing",
-            _MOONCAKE + "test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew",
+            "tests/storage/test_mooncake_damage.py::test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew",
         ),
     ),
     BugClass(

@@ -63,7 +63,7 @@ def test_r03_a_file_cut_short_shows_no_stale_byte(tmp_path: Path) -> None:
     kvroute_does="a counted miss, whichever byte of header or payload it is; the neighbours are served",
     also=(
         "cache_manager/testing/contract.py::test_one_bad_key_fails_that_key_only",
-        "tests/storage/test_mooncake_faults.py::test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew",
+        "tests/storage/test_mooncake_damage.py::test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew",
     ),
 )
 @pytest.mark.parametrize("at", [0, 5, 9, 20, 40, 70, 82, 89, 94, 97, 120, 188, 192, 192 + 2080, RECORD_NBYTES - 1])

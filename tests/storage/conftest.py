@@ -1,4 +1,4 @@
-"""A real file system that is soon full."""
+"""A real file system that is soon full, and a Mooncake pool with stores of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mooncake_pool import LEASE_MS, Master, Owner, running_master, running_owner
+
+from cache_manager.storage.mooncake import MooncakeStore
+from tests.storage.mooncake_stores import CALM_MS, SEGMENT_NBYTES, opened
 
 
 @pytest.fixture
@@ -23,3 +27,28 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("this user may not mount a file system")
     yield where
     subprocess.run(["umount", str(where)], check=True)
+
+
+@pytest.fixture
+def master(request: pytest.FixtureRequest) -> Iterator[Master]:
+    """Its parameter is the lease that a read has, in ms."""
+    with running_master(getattr(request, "param", LEASE_MS)) as running:
+        yield running
+
+
+@pytest.fixture
+def owner(master: Master, tmp_path: Path) -> Iterator[Owner]:
+    with running_owner(master, tmp_path / "segment", SEGMENT_NBYTES) as running:
+        yield running
+
+
+@pytest.fixture
+def backend(master: Master, owner: Owner) -> Iterator[MooncakeStore]:  # noqa: ARG001 - the pool's memory
+    with opened(master) as store:
+        yield store
+
+
+@pytest.fixture
+def calm(master: Master, owner: Owner) -> Iterator[MooncakeStore]:  # noqa: ARG001 - the pool's memory
+    with opened(master, timeout_ms=CALM_MS) as store:
+        yield store

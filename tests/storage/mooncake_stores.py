@@ -1,0 +1,65 @@
+"""Stores of a Mooncake pool whose deadlines are short, and what tests of its faults ask of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from mooncake_pool import Master
+
+from cache_manager.errors import StorageError
+from cache_manager.ports import Absence
+from cache_manager.storage import open_store
+from cache_manager.storage.mooncake import MooncakeStore
+from cache_manager.storage.records import RecordStore
+from cache_manager.testing.records import get, key_of, payload_of, put
+
+TIMEOUT_MS = 1_000
+GRACE_S = 8.0
+"""For a machine that is shared. What no deadline bounds takes 10 s and more in the native client."""
+CALM_MS = 30_000
+"""Where nothing hangs: a machine that stands still for a second fails no call."""
+SEGMENT_NBYTES = 1 << 20
+
+
+def opened(master: Master, **parameters: object) -> MooncakeStore:
+    wanted = {"timeout_ms": TIMEOUT_MS, "full_ms": 300, "pause_ms": 200, "pause_max_ms": 1000, **parameters}
+    store = open_store(master.url(**wanted))
+    assert isinstance(store, MooncakeStore)
+    return store
+
+
+def timed(call: Callable[[], object]) -> object:
+    """The answer or the :class:`StorageError`; a call that passes its deadline fails the test."""
+    begun_s = time.monotonic()
+    try:
+        answer = call()
+    except StorageError as error:
+        answer = error
+    took_s = time.monotonic() - begun_s
+    assert took_s < TIMEOUT_MS / 1e3 + GRACE_S, f"{took_s:.1f} s: {answer}"
+    return answer
+
+
+def until(what: str, holds: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < give_up_s, f"not within 60 s: {what}"
+        time.sleep(0.05)
+
+
+def stored(store: RecordStore, numbers: Sequence[int]) -> None:
+    """Returns when all are stored, before anything is broken."""
+    until("all are stored", lambda: timed(lambda: put(store, numbers)) == [True] * len(numbers))
+
+
+def name_of(number: int) -> str:
+    return f"test/2/{key_of(number).hex()}"
+
+
+def stores_again(store: RecordStore, number: int) -> bool:
+    """Whether a record can be put and read; none is ever read wrong."""
+    stored = timed(lambda: put(store, [number]))
+    answer = timed(lambda: get(store, [number]))
+    assert isinstance(answer, StorageError) or answer[0] in (payload_of(number), Absence.MISS)
+    return stored == [True] and answer == [payload_of(number)]
