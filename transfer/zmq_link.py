@@ -175,8 +175,10 @@ class ZmqLink:
             raise AssertionError(f"{len(bulk)} bulk frames where a message has at most {self.settings.frames_max - 2}")
         server = self._servers.get(peer)
         if server is not None:
-            socket, head = server.socket, []
             server.used = next(self._uses)
+            if not server.connected:  # ZeroMQ tells of a loss before it stops taking messages for who was lost
+                return False
+            socket, head = server.socket, []
         else:
             routing_id = None if self._server is None else self._server.routing_id(peer)
             if self._server is None or routing_id is None:

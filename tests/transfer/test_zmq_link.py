@@ -286,6 +286,27 @@ def test_a_server_that_returns_is_found_again(tmp_path: Path) -> None:
     server.close()
 
 
+def test_nothing_is_taken_for_a_server_between_its_loss_and_its_return(tmp_path: Path) -> None:
+    """Goal: who was told of a loss and then sends knows that it went nowhere, also where ZeroMQ would still take it.
+
+    Method: the server is back, and ZeroMQ ready to send, before this end has been told so.
+    """
+    contract, client = TestZmqIpc(), ZmqLink()
+    server = contract.make_server(tmp_path)
+    there, _ = contract.meet(server, client)
+    server.close()
+    poll_until(client, lambda came: PeerLost(there) in came)
+    server = contract.make_server(tmp_path)
+    assert client._servers[there].socket.poll(PATIENCE_S * 1000, zmq.POLLOUT)
+    assert not client.send(there, b"lost")
+    assert not client.poll(0)
+    assert client.send(there, b"taken")
+    (arrival,) = arrivals(poll_until(server, lambda came: bool(arrivals(came))))
+    assert bytes(arrival.control) == b"taken"
+    client.close()
+    server.close()
+
+
 def test_idle_servers_make_room(tmp_path: Path) -> None:
     """Goal: addresses of servers that are gone do not pile up; connected ones are never dropped."""
     client = ZmqLink(ZmqSettings(servers_max=4))
