@@ -6,9 +6,11 @@ and 1, 4 and 16 reader processes at once, each with random batches. Every step h
 is that step's: RSS of one writer; of readers their PSS, in which a page that several map is divided among them. Reading
 the store's files from end to end, from the same place, is the yardstick of fsck: from the page cache and from the disk.
 
-The two take turns step by step. LMDB writes without sync and checks nothing when it reads; kvroute verifies every
-record. Both are flushed after the puts, not timed. ``--full`` goes to a million records and 16 readers, and needs 10 GB
-of disk and a few minutes; without it a run takes one.
+They take turns step by step, and with ``--rounds`` opening and getting are the medians of so many turns. With
+``--before DIR`` kvroute of another checkout, which has this benchmark, takes part as ``before``. LMDB writes without
+sync and checks nothing when it reads; kvroute verifies every record. All are flushed after the puts, not timed.
+``--full`` goes to a million records and 16 readers, and needs 10 GB of disk and a few minutes; without it a run takes
+one.
 """
 
 from __future__ import annotations
@@ -24,20 +26,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import lmdb
 import numpy as np
 
 from bench.table import Table, machine
-from bench.turns import Peer, serve_answers
+from bench.turns import ROOT, Peer, serve_answers
 from cache_manager.keys import BlockKey
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage import open_store
 from cache_manager.storage.records import RecordStore
 
 BATCH = 32
-NAMES = ("kvroute", "LMDB")
 SCOPE = b"bench..."
 VALID = b"\xff" * 8
 
@@ -194,50 +196,61 @@ def answer(asked: dict[str, Any]) -> dict[str, float]:
 
 
 class Steps:
-    """Asks processes of their own."""
+    """Asks processes of their own; ``roots`` are the checkouts that the contestants come from, by their names."""
 
-    def __init__(self, logs: Path, nbytes: int, records: int) -> None:
-        self._logs, self._common = logs, {"nbytes": nbytes, "records": records, "cold": False, "reads": False}
+    def __init__(self, parent: Path, roots: dict[str, Path], nbytes: int, records: int) -> None:
+        self._parent, self._roots = parent, roots
+        self._common = {"nbytes": nbytes, "records": records, "cold": False, "reads": False}
 
-    def ask(self, processes: int, directory: Path, **asked: Any) -> list[dict[str, Any]]:
+    def ask(self, processes: int, name: str, **asked: Any) -> list[dict[str, Any]]:
         with ExitStack() as stack:
             peers = []
             for i in range(processes):
-                peers.append(Peer(Path(sys.executable), "bench.scale", self._logs / f"log{i}", {}, "--answer"))
+                log, root = self._parent / f"log{i}", self._roots[name]
+                peers.append(Peer(Path(sys.executable), "bench.scale", log, {}, "--answer", root=root))
                 stack.callback(peers[-1].close)
-            wanted = {**self._common, "directory": str(directory), "begin_s": time.monotonic() + 0.5, **asked}
+            store = {"store": "LMDB" if name == "LMDB" else "kvroute", "directory": str(self._parent / name)}
+            wanted = {**self._common, **store, "begin_s": time.monotonic() + 0.5, **asked}
             with ThreadPoolExecutor(processes) as pool:
                 return list(pool.map(lambda peer: peer.ask(wanted), peers))
 
 
 def measure(
-    parent: Path | None, nbytes: int, records: int, readers: Sequence[int], gets: int
+    parent: Path | None,
+    roots: dict[str, Path],
+    nbytes: int,
+    records: int,
+    readers: Sequence[int],
+    gets: int,
+    rounds: int,
 ) -> dict[str, dict[str, Any]]:
-    """Every step of both, by name."""
-    found: dict[str, dict[str, Any]] = {name: {"records": records, "readers": []} for name in NAMES}
+    """Every step of each, by name."""
+    found: dict[str, dict[str, Any]] = {name: {"records": records, "readers": []} for name in roots}
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-scale-", dir=parent)))
-        steps = Steps(root, nbytes, records)
-        places = {name: root / name for name in NAMES}
-        for name, place in places.items():
-            (took,) = steps.ask(1, place, store=name, what="put")
+        steps = Steps(root, roots, nbytes, records)
+        for name in roots:
+            (took,) = steps.ask(1, name, what="put")
             found[name]["put_us"] = 1e6 * took["seconds"] / records
+        warm: dict[str, list[dict[str, Any]]] = {name: [] for name in roots}
+        for name in [*roots] * rounds:
+            warm[name] += steps.ask(1, name, what="open", gets=gets)
+        for name, turns in warm.items():
+            found[name]["open_s"] = median(took["opened_s"] for took in turns)
+            found[name]["rss_a_record"] = median(took["nbytes"] for took in turns) / records
+            found[name]["get_us"] = 1e6 * median(took["seconds"] for took in turns) / gets
+            (took,) = steps.ask(1, name, what="open", cold=True, gets=0)
+            found[name]["open_cold_s"] = took["opened_s"]
         for cold in (False, True):
-            for name, place in places.items():
-                (took,) = steps.ask(1, place, store=name, what="open", cold=cold, gets=0 if cold else gets)
-                found[name]["open_cold_s" if cold else "open_s"] = took["opened_s"]
-                if not cold:
-                    found[name] |= {"rss_a_record": took["nbytes"] / records, "get_us": 1e6 * took["seconds"] / gets}
-        for cold in (False, True):
-            for name, place in places.items():
-                (took,) = steps.ask(1, place, store=name, what="check", cold=cold)
-                (bare,) = steps.ask(1, place, store=name, what="read files", cold=cold)
+            for name in roots:
+                (took,) = steps.ask(1, name, what="check", cold=cold)
+                (bare,) = steps.ask(1, name, what="read files", cold=cold)
                 where = "_cold_s" if cold else "_s"
                 found[name] |= {"check" + where: took["seconds"], "read" + where: bare["seconds"]}
                 found[name]["files_nbytes"] = bare["nbytes"]
         for processes in readers:
-            for name, place in places.items():
-                answers = steps.ask(processes, place, store=name, what="open", reads=True, gets=gets)
+            for name in roots:
+                answers = steps.ask(processes, name, what="open", reads=True, gets=gets)
                 found[name]["readers"].append(
                     {
                         "processes": processes,
@@ -269,8 +282,7 @@ def show(measured: Sequence[dict[str, Any]], nbytes: int) -> None:
     wide = Table("reader processes at once", ["records", "processes", "what", "open s", "PSS B", "gets/s", "x LMDB"])
     for found in measured:
         base = found["LMDB"]
-        for name in NAMES:
-            it = found[name]
+        for name, it in found.items():
             table.row(
                 *(f"{it['records']:,}", name, f"{it['put_us']:.1f}", f"{it['get_us']:.1f}", f"{it['open_s']:.3f}"),
                 *(f"{it['open_cold_s']:.3f}", f"{it['rss_a_record']:.0f}", f"{it['check_s']:.2f}"),
@@ -298,14 +310,17 @@ def main() -> None:
     parser.add_argument("--kib", type=int, default=4, help="of a record")
     parser.add_argument("--gets", type=int, default=3_200, help="records that each process gets")
     parser.add_argument("--dir", type=Path, help="where files go (default: the system's place for temporary files)")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of opening and getting")
+    parser.add_argument("--before", type=Path, help="a checkout of an earlier kvroute")
     parser.add_argument("--full", action="store_true", help="1e3 to 1e6 records; 1, 4 and 16 readers")
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     args = parser.parse_args()
     if args.full:
         args.records, args.readers, args.gets = [1_000, 10_000, 100_000, 1_000_000], [1, 4, 16], 32_000
     measured = []
+    roots = {"kvroute": ROOT, **({"before": args.before} if args.before else {}), "LMDB": ROOT}
     for records in args.records:
-        measured.append(measure(args.dir, args.kib << 10, records, args.readers, args.gets))
+        measured.append(measure(args.dir, roots, args.kib << 10, records, args.readers, args.gets, args.rounds))
         print(f"  {records:,} records", file=sys.stderr, flush=True)
     show(measured, args.kib << 10)
     if args.json:

@@ -137,9 +137,20 @@ class PeerError(Exception):
 
 
 class Peer:
-    """A peer's process. ``version`` is what it says of itself; :class:`PeerError` has the last line that it printed."""
+    """A peer's process. ``version`` is what it says of itself; :class:`PeerError` has the last line that it printed.
 
-    def __init__(self, python: Path, module: str, log: Path, environment: Mapping[str, str], *arguments: str) -> None:
+    The module is that of the checkout ``root``.
+    """
+
+    def __init__(
+        self,
+        python: Path,
+        module: str,
+        log: Path,
+        environment: Mapping[str, str],
+        *arguments: str,
+        root: Path = ROOT,
+    ) -> None:
         self._log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(  # noqa: S603 - our own modules
@@ -147,7 +158,7 @@ class Peer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
-                cwd=ROOT,
+                cwd=root,
                 env={**os.environ, "PYTHONPATH": "", **environment},
                 text=True,
             )

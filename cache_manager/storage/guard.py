@@ -19,12 +19,13 @@ from cache_manager.keys import BlockKey
 
 
 class Guard:
-    """Whether calls may go on; ``name`` is what messages begin with."""
+    """Whether calls may go on; ``name`` is what messages begin with, ``lock`` the one under which they ask again."""
 
-    __slots__ = ("_name", "_open", "_pid")
+    __slots__ = ("_lock", "_name", "_open", "_pid")
 
-    def __init__(self, name: object) -> None:
+    def __init__(self, name: object, lock: threading.Lock | threading.Condition) -> None:
         self._name = name
+        self._lock = lock
         self._open = True
         self._pid = os.getpid()
 
@@ -40,8 +41,13 @@ class Guard:
         """Whether closing has anything to do: not in a forked child, whose parent goes on, and not twice."""
         return self._open and os.getpid() == self._pid
 
-    def close(self) -> None:
-        self._open = False
+    def close(self) -> bool:
+        """No call begins from here on; whether that is new."""
+        if not self.closable:
+            return False
+        with self._lock:
+            was_open, self._open = self._open, False
+        return was_open
 
 
 class HeldKeys:

@@ -78,8 +78,8 @@ class MemoryStore(ClosingStore):
         self._slot_nbytes = 0
         self._lent_nbytes = self._left_nbytes = 0
         self._evicted = self._replaced = 0
-        self._guard = Guard("memory store")
         self._lock = threading.Lock()
+        self._guard = Guard("memory store", self._lock)
 
     @property
     def lent_nbytes_max(self) -> int:
@@ -214,12 +214,9 @@ class MemoryStore(ClosingStore):
 
     def close(self) -> None:
         """Idempotent. What is lent stays readable until it is given back."""
-        if not self._guard.closable:
+        if not self._guard.close():
             return
         with self._lock:
-            if not self._guard.closable:
-                return
-            self._guard.close()
             self._index.clear()
             self._free.clear()
             with suppress(BufferError):  # lent: the memory goes with the last view of it

@@ -124,7 +124,7 @@ class RecordStore:
             for i, header in zip(torn, again, strict=True):
                 came[i] = header
         found = [Absence.CORRUPT if header is None else header for header in came]
-        absent = [i for i, header in enumerate(found) if isinstance(header, Absence)]
+        absent = [i for i, header in enumerate(found) if not isinstance(header, RecordHeader)]
         bad = [keys[i] for i in absent if found[i] is Absence.CORRUPT]
         self._count(hits=len(found) - len(absent), misses=len(absent) - len(bad), corrupt=len(bad))
         if bad:
@@ -159,7 +159,7 @@ class RecordStore:
         with suppress(NoSpaceError), lending.borrow(keys) as lent:
             found: list[RecordHeader | Absence | None] = []
             for each, key, buffer in zip(_one_each(lent, keys), keys, buffers, strict=True):
-                if isinstance(each, Absence):
+                if not isinstance(each, tuple):
                     found.append(each)
                 elif self._is_sound(each[0], key, each[1]):
                     buffer[:] = each[1]  # verified a moment ago, and so still in the processor's cache
@@ -172,7 +172,7 @@ class RecordStore:
     def _copied(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence | None]:
         found = _one_each(self.backend.get_into(keys, buffers), keys)
         return [
-            header if isinstance(header, Absence) or self._is_sound(header, key, buffer) else None
+            header if not isinstance(header, RecordHeader) or self._is_sound(header, key, buffer) else None
             for header, key, buffer in zip(found, keys, buffers, strict=True)
         ]
 

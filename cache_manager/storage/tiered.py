@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -165,9 +165,9 @@ class TieredStore(ClosingStore):
         if not 0 < pause_ms <= PAUSE_MS_MAX:
             raise ConfigError("tiered: store parameter pause_ms", f"1 to {PAUSE_MS_MAX}", pause_ms)
         self.pause_ms = pause_ms
-        self._guard = Guard("tiered store")
         self._keys = HeldKeys()  # that a call may change
         self._lock = self._keys.changed
+        self._guard = Guard("tiered store", self._lock)
         self._hidden: set[BlockKey] = set()  # of these, those that are changing: in one tier and not yet in all
         self._tiers = [Tier(name, backend, pause_ms / 1e3, self._lock) for name, backend in tiers.items()]
 
@@ -240,9 +240,10 @@ class TieredStore(ClosingStore):
         found: list[RecordHeader | Absence] = [Absence.MISS for _ in zip(keys, buffers, strict=True)]
         errors: list[StorageError] = []
         for depth, tier in enumerate(self._tiers):
-            left = [i for i, header in enumerate(found) if isinstance(header, Absence)]
+            left = [i for i, header in enumerate(found) if not isinstance(header, RecordHeader)]
             hits: dict[BlockKey, Offer] = {}
             bad: list[BlockKey] = []
+            sound = 0
             # Nobody changes a key until it is in front, too: what was replaced or deleted meanwhile is not put there.
             with self._keys.hold([keys[i] for i in left] if depth else (), free=True) as held:
                 asked = self._shown(tier, left, keys)
@@ -251,19 +252,18 @@ class TieredStore(ClosingStore):
                     errors.append(answers)
                     continue
                 for i, answer in zip(asked, answers, strict=True):
-                    if isinstance(answer, RecordHeader):
-                        with suppress(RecordError):
-                            check_record(answer, keys[i], answer.fingerprint, buffers[i])
-                            found[i] = answer
-                            hits |= {keys[i]: (answer, buffers[i].cast("B"))} if keys[i] in held else {}
-                            continue
-                    if answer is not Absence.MISS:
+                    if isinstance(answer, RecordHeader) and _is_sound(answer, keys[i], buffers[i]):
+                        found[i] = answer
+                        sound += 1
+                        if keys[i] in held:
+                            hits[keys[i]] = (answer, buffers[i].cast("B"))
+                    elif answer is not Absence.MISS:
                         found[i] = Absence.CORRUPT
                         bad.append(keys[i])
                 for front in self._tiers[:depth]:
                     self._offer(front, hits, "promoted")
             with self._lock:
-                tier.counts["hits"] += sum(isinstance(found[i], RecordHeader) for i in asked)
+                tier.counts["hits"] += sound
                 tier.counts["corrupt"] += len(bad)
                 tier.owe(bad)
             self._pay_some(tier, ())
@@ -329,12 +329,8 @@ class TieredStore(ClosingStore):
 
     def close(self) -> None:
         """Idempotent. :class:`StorageError`: closed, but a tier could not delete all that it owes."""
-        if not self._guard.closable:
+        if not self._guard.close():
             return
-        with self._lock:
-            if not self._guard.closable:
-                return
-            self._guard.close()
         errors: list[StorageError] = []
         with ExitStack() as rest:  # a tier that ends with what is no StorageError leaves no other one open
             for tier in reversed(self._tiers):
@@ -354,6 +350,14 @@ class TieredStore(ClosingStore):
             others = [key for key, _ in zip(tier.owed, range(PAID_MAX), strict=False) if key not in mine]
         with self._keys.hold(others, free=True) as free:
             tier.pay([*mine, *free])
+
+
+def _is_sound(header: RecordHeader, key: BlockKey, payload: memoryview) -> bool:
+    try:
+        check_record(header, key, header.fingerprint, payload)
+    except RecordError:
+        return False
+    return True
 
 
 def _is_same(stored: RecordHeader, offered: RecordHeader) -> bool:

@@ -11,12 +11,16 @@ from typing import Any
 
 from cache_manager.record import header_nbytes
 from cache_manager.storage.file import FileReader, FileStore
+from cache_manager.storage.file.segment import PAGE_NBYTES
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.faults import FaultyDisk
-from cache_manager.testing.records import LAYOUT
+from cache_manager.testing.records import LAYOUT, key_of, put
 
-RECORD_NBYTES = header_nbytes(LAYOUT) + LAYOUT.nbytes
+HEADER_NBYTES = header_nbytes(LAYOUT)
+RECORD_NBYTES = HEADER_NBYTES + LAYOUT.nbytes
 SEGMENT_NBYTES = 32 << 10  # six records
+RECORDS = 14
+"""In a store that is :func:`filled`."""
 
 
 class Clock:
@@ -48,6 +52,19 @@ def reading(directory: Path, **options: Any) -> Iterator[RecordStore]:
         yield RecordStore(backend, LAYOUT)
     finally:
         backend.close()
+
+
+def filled(directory: Path) -> Path:
+    """Fourteen records in three segments, of which two are deleted, closed."""
+    with opened(directory) as store:
+        assert all(put(store, range(RECORDS)))
+        store.backend.delete([key_of(3), key_of(9)])
+    return directory
+
+
+def at(n: int) -> int:
+    """Where record ``n`` lies in its segment; six to a segment."""
+    return PAGE_NBYTES + n % 6 * RECORD_NBYTES
 
 
 def segments(directory: Path) -> list[Path]:

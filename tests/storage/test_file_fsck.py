@@ -1,13 +1,10 @@
-"""``kvroute fsck``: finds whatever is wrong with a file store, repairs it once, and never costs a sound record."""
+"""A check of a file store finds whatever is wrong, repairs it once, and never costs a sound record."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,33 +14,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_manager.errors import StorageError, StoreFormatError, StoreLockedError, StoreMissingError
+from cache_manager.errors import StorageError, StoreLockedError
 from cache_manager.ports import Absence
-from cache_manager.record import header_nbytes, pack_header
+from cache_manager.record import pack_header
 from cache_manager.storage.disk import SystemDisk
-from cache_manager.storage.file import FsckReport, SegmentReport, fsck
+from cache_manager.storage.file import fsck
 from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.segment import ENTRY_NBYTES, PAGE_NBYTES, pack_index, read_index
 from cache_manager.testing.faults import FaultyDisk
-from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
+from cache_manager.testing.records import get, header_of, key_of, payload_of, put
 from kvroute.cli import FAILED, USAGE, main
-from tests.storage.file_stores import RECORD_NBYTES, flip, opened, reading, segments
-
-RECORDS = 14
-HEADER_NBYTES = header_nbytes(LAYOUT)
-
-
-def filled(directory: Path) -> Path:
-    """Fourteen records in three segments, of which two are deleted, closed."""
-    with opened(directory) as store:
-        assert all(put(store, range(RECORDS)))
-        store.backend.delete([key_of(3), key_of(9)])
-    return directory
-
-
-def at(n: int) -> int:
-    """Where record ``n`` lies in its segment; six to a segment."""
-    return PAGE_NBYTES + n % 6 * RECORD_NBYTES
+from tests.storage.file_stores import (
+    HEADER_NBYTES,
+    RECORD_NBYTES,
+    RECORDS,
+    at,
+    filled,
+    flip,
+    opened,
+    reading,
+    segments,
+)
 
 
 def served(directory: Path) -> set[int]:
@@ -348,59 +339,3 @@ def test_a_disk_that_fails_is_an_error(tmp_path: Path) -> None:
     disk.read_errno = errno.EIO  # of every sector
     report = fsck(tmp_path, disk=disk)
     assert (report.sound, report.total("records"), len(report.segments)) == (False, 0, 3)
-
-
-def test_where_there_is_no_store_nothing_is_checked_and_nothing_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for missing in (tmp_path / "empty", tmp_path / "nowhere"):
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        with pytest.raises(StoreMissingError):
-            fsck(missing, repair=True)
-        assert main(["fsck", str(missing), "--repair"]) == USAGE
-        assert "there is no store" in capsys.readouterr().err
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "thesis.tex").write_text("years of work")
-    with pytest.raises(StoreFormatError):
-        fsck(tmp_path / "home", repair=True)
-    assert main(["fsck", str(tmp_path / "home")]) == USAGE
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty", "home", "thesis.tex"]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "kvroute.cli", "fsck", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_the_command_as_it_is_typed(tmp_path: Path) -> None:
-    """Sound, not sound, repaired, sound again; the table for people and the file for machines agree."""
-    directory, out = filled(tmp_path / "store"), tmp_path / "report.json"
-    first = run(str(directory))
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.endswith(f"{directory}: sound\n")
-    payload_flip(directory)
-    torn_tail(directory)
-    second = run(str(directory), "--json", str(out))
-    assert second.returncode == FAILED
-    assert "kvroute fsck --repair takes away what is wrong" in second.stdout
-    report = json.loads(out.read_text())
-    assert report["sound"] is False
-    assert [segment["corrupt"] for segment in report["segments"]] == [1, 0, 0]
-    third = run(str(directory), "--repair")
-    assert third.returncode == FAILED
-    assert "was not sound and is repaired" in third.stdout
-    for arguments in ((), ("--repair",)):
-        assert run(str(directory), *arguments).returncode == 0
-
-
-def test_the_table_has_a_line_a_segment() -> None:
-    segment = SegmentReport("segment-1.kvr", 1_234_567, records=12, corrupt=1, page_missing=True)
-    text = FsckReport("/store", (segment,), ("segment-2.kvr.tmp",), ("notes",), None, repaired=False).to_text()
-    assert text.splitlines() == [
-        "segment            bytes    records    deleted    corrupt       torn      older unreadable lost bytes",
-        f"segment-1.kvr  1,234,567         12          0          1{'0':>11}{'0':>11}{'0':>11}{0:>11}  no header page",
-        "all            1,234,567         12          0          1          0          0          0          0",
-        "left unfinished by a crash: segment-2.kvr.tmp",
-        "no part of the store: notes",
-        "/store: not sound; kvroute fsck --repair takes away what is wrong",
-    ]

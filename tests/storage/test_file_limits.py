@@ -202,7 +202,10 @@ def test_a_url_sets_the_limits(tmp_path: Path) -> None:
 
 
 class FilledDisk(FaultyDisk):
-    """A file system of one MiB, of which others have taken ``foreign_nbytes``, and the store what its files are."""
+    """A file system of one MiB, of which others have taken ``foreign_nbytes``, and the store what its segments are.
+
+    Journals are left out: they grow by 64 bytes a record without asking for the reserve.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -211,7 +214,7 @@ class FilledDisk(FaultyDisk):
         self.lowest_nbytes = 1 << 20
 
     def space(self, fd: int) -> Space:
-        own = sum(path.stat().st_size for path in self.directory.glob("segment-*"))
+        own = sum(path.stat().st_size for path in segments(self.directory))
         return Space((1 << 20) - self.foreign_nbytes - own, 1 << 20)
 
     def allocate(self, fd: int, nbytes: int) -> None:

@@ -21,7 +21,7 @@ from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.spec import align
 from cache_manager.storage.disk import Disk, read_all, write_all
 from cache_manager.storage.file.directory import LockedDirectory
-from cache_manager.storage.file.index import SegmentIndex, neighbours
+from cache_manager.storage.file.index import SegmentIndex, plan
 from cache_manager.storage.file.recovery import Content, verify
 from cache_manager.storage.file.segment import (
     DEAD_MAGIC,
@@ -116,9 +116,9 @@ class SegmentFiles(SegmentIndex):
         places.reverse()
         payloads = [memoryview(bytearray(entry.payload_nbytes)) for _, entry in places]
         found: list[RecordHeader | Absence] = [Absence.MISS] * len(places)
-        for run in neighbours(list(enumerate(places))):
+        for run in plan(enumerate(places), payloads, found):
             with suppress(StorageError):
-                self._read(run, payloads, found, [])
+                self._read(run, found, [])
         kept = zip(found, payloads, strict=True)
         return [(it, raw) for it, raw in kept if isinstance(it, RecordHeader) and checksum(raw) == it.payload_xxh3]
 

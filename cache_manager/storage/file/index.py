@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import errno
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Final
+from zlib import crc32
 
 from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader, unpack_checked_header
-from cache_manager.spec import ALIGNMENT
 from cache_manager.storage.disk import IOV_MAX, Disk, Room, read_all
 from cache_manager.storage.file.limits import is_older
 from cache_manager.storage.file.recovery import Content
@@ -26,6 +26,7 @@ from cache_manager.storage.file.segment import (
     CRC_RESIDUE,
     ENTRY_NBYTES,
     LIVING,
+    Entry,
     header_is_dead,
     read_header,
 )
@@ -36,33 +37,22 @@ _RUN_MAX: Final = IOV_MAX // 3
 _NEVER: Final = (float("inf"), float("-inf"))
 _LOOKS_MAX: Final = 4
 
-Run = list[tuple[int, Place]]
-"""Records that are neighbours in one segment, each with its position in the call."""
+Wanted = tuple[int, Entry, bytearray]
+"""A record, with its position in the call and room for its header."""
 
+Run = tuple[Segment, list[Room], list[Wanted]]
+"""Records that lie behind each other in one segment, and where their bytes go: they are read in one call."""
 
-def neighbours(places: Run) -> list[Run]:
-    """Runs of those that lie behind each other in one segment, so that each run can be read in one call."""
-    runs: list[Run] = []
-    run: Run = []
-    segment, after = None, -1
-    for one in places:
-        where, entry = one[1]
-        if entry[1] != after or where is not segment or len(run) == _RUN_MAX:
-            run = []
-            runs.append(run)
-            segment = where
-        run.append(one)
-        after = entry[1] + entry[5] + (entry[2] + 63 & -64)  # Entry.nbytes, inlined: every read comes here
-    return runs
+Found = list[RecordHeader | Absence]
 
 
 class SegmentIndex:
     """The open segments of a store and the table of the records in them; ``clock`` is a wall clock."""
 
     def __init__(self, disk: Disk, ttl_s: float | None, path: object, clock: Callable[[], float]) -> None:
-        self.guard = Guard(path)
         self.clock = clock
         self.index_lock = threading.Lock()
+        self.guard = Guard(path, self.index_lock)
         self.table = KeyTable()
         self.segments: dict[int, Segment] = {}
         self.tick = 0
@@ -187,7 +177,7 @@ class SegmentIndex:
                 place[0].pins += 1
         return places
 
-    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> Found:
         """Read records straight into the callers' buffers.
 
         A record that is not what was looked up may have been replaced meanwhile, and is looked up again. One that the
@@ -195,24 +185,33 @@ class SegmentIndex:
         """
         if len(keys) != len(buffers):
             raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers")
-        found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
-        wanted: Sequence[int] = range(len(keys))
+        found: Found = [Absence.MISS] * len(keys)
+        numbers: Sequence[int] = range(len(keys))
         for _ in range(_LOOKS_MAX):
-            with self.looking():
-                runs = self._plan(wanted, keys, buffers, found)
-            odd: Run = []
+            odd: list[tuple[int, Place]] = []
+            self.guard.check()
+            now_s = self.clock()
+            with self.index_lock:  # looking(), without what a generator costs each read
+                self.guard.check()
+                self.expire(now_s)
+                places = self.table.find_all([keys[i] for i in numbers])
+                runs = plan(zip(numbers, places, strict=True), buffers, found)
+                self.tick += 1
+                for segment, _, records in runs:
+                    segment.pins += 1
+                    segment.hit(self.tick, records[0][1].number, len(records))
             try:
                 for run in runs:
-                    self._read(run, buffers, found, odd)
+                    self._read(run, found, odd)
             finally:
-                self.unpin(run[0][1][0] for run in runs)
+                self.unpin([segment for segment, _, _ in runs])
             if not odd:
                 break
             with self.index_lock:
-                wanted = [i for i, place in odd if self._has_moved(i, place, found)]
+                numbers = [i for i, place in odd if self._has_moved(i, place, found)]
         return found
 
-    def _has_moved(self, i: int, place: Place, found: list[RecordHeader | Absence]) -> bool:
+    def _has_moved(self, i: int, place: Place, found: Found) -> bool:
         """Whether what was read where a record was is not what its key has now; if it is, a deleted one goes.
 
         Held: index_lock.
@@ -225,70 +224,65 @@ class SegmentIndex:
             self.table.remove(now)
         return False
 
-    def _plan(
-        self,
-        wanted: Sequence[int],
-        keys: Sequence[BlockKey],
-        buffers: Sequence[memoryview],
-        found: list[RecordHeader | Absence],
-    ) -> list[Run]:
-        """Where to read what, with the segments pinned; ``found`` gets what no disk has to be asked. Held: index_lock.
-
-        Keys that are asked for in the order in which they were put are read in one call.
-        """
-        self.tick += 1
-        places: Run = []
-        for i, place in zip(wanted, self.table.find_all([keys[i] for i in wanted]), strict=True):
-            if place is None:
-                continue
-            if place[1][2] != buffers[i].nbytes:
-                found[i] = Absence.CORRUPT
-                continue
-            places.append((i, place))
-        runs = neighbours(places)
-        for run in runs:
-            segment, entry = run[0][1]
-            segment.pins += 1
-            segment.hit(self.tick, entry[4], len(run))
-        return runs
-
-    def _read(self, run: Run, buffers: Sequence[memoryview], found: list[RecordHeader | Absence], odd: Run) -> None:
+    def _read(self, run: Run, found: Found, odd: list[tuple[int, Place]]) -> None:
         """Read what was planned and check each header; ``odd`` gets the records whose headers are not as they were."""
-        segment, first = run[0][1]
-        last = run[-1][1][1]
-        nbytes = last.offset + last.nbytes - first.offset
-        room = memoryview(bytearray(sum([place[1][5] for _, place in run])))
-        vector: list[Room] = []
-        at = 0
-        for i, (_, entry) in run:
-            vector.append(room[at : (at := at + entry[5])])
-            vector.append(buffers[i])
-            if pad := -entry[2] % ALIGNMENT:
-                vector.append(bytearray(pad))
+        segment, vector, records = run
+        first, last = records[0][1], records[-1][1]
+        nbytes = last[1] + last[5] + (last[2] + 63 & -64) - first[1]
         unreadable = False
         try:
-            whole = read_all(self._disk, segment.fd, vector, first.offset, nbytes) == nbytes
+            whole = read_all(self._disk, segment.fd, vector, first[1], nbytes) == nbytes
         except OSError as error:
             if error.errno != errno.EIO:
                 raise StorageError(f"{self._path}/{segment.name}: cannot read: {error}") from error
             whole, unreadable = False, True
-        if not whole and len(run) > 1:  # the file was cut, or a sector is bad: find out whose
-            for one in run:
-                self._read([one], buffers, found, odd)
+        if not whole and len(records) > 1:  # the file was cut, or a sector is bad: find out whose
+            buffers = iter(vector)
+            for one in records:
+                alone = list(islice(buffers, 3 if one[1][2] & 63 else 2))
+                self._read((segment, alone, [one]), found, odd)
             return
         if unreadable:
             with self.index_lock:
                 self.failed_reads += 1
                 segment.suspects.add(first.number)
             return
-        headers, at, crc32 = bytes(room), 0, zlib.crc32
-        for i, place in run:
-            entry = place[1]
-            raw = headers[at : (at := at + entry[5])]
+        for i, entry, raw in records:
             if crc32(raw) == CRC_RESIDUE and raw.endswith(entry[6]) and raw.startswith(entry[0], 32) and whole:
                 found[i] = unpack_checked_header(raw)
                 continue
             found[i] = Absence.MISS if whole and header_is_dead(raw, entry) else Absence.CORRUPT
-            odd.append((i, place))
+            odd.append((i, (segment, entry)))
         if segment.suspects:
-            segment.suspects.difference_update([place[1].number for _, place in run])
+            segment.suspects.difference_update([entry.number for _, entry, _ in records])
+
+
+def plan(places: Iterable[tuple[int, Place | None]], buffers: Sequence[memoryview], found: Found) -> list[Run]:
+    """What to read in which calls; ``found`` gets what no disk has to be asked.
+
+    Keys that are asked for in the order in which they were put are read in one call.
+    """
+    runs: list[Run] = []
+    vector: list[Room] = []
+    records: list[Wanted] = []
+    segment, after = None, -1
+    for i, place in places:
+        if place is None:
+            continue
+        where, entry = place
+        _, offset, payload_nbytes, _, _, header_nbytes, _ = entry
+        buffer, raw = buffers[i], bytearray(header_nbytes)
+        if payload_nbytes != buffer.nbytes:
+            found[i] = Absence.CORRUPT
+            continue
+        if offset == after and where is segment and len(records) < _RUN_MAX:
+            vector += (raw, buffer)
+            records.append((i, entry, raw))
+        else:
+            segment, vector, records = where, [raw, buffer], [(i, entry, raw)]
+            runs.append((where, vector, records))
+        after = offset + header_nbytes + payload_nbytes
+        if pad := -payload_nbytes & 63:
+            vector.append(bytearray(pad))
+            after += pad
+    return runs

@@ -149,10 +149,8 @@ class FileReader(ClosingStore):
         if not self._shelf.guard.closable:
             return
         with self._refresh:
-            with self._shelf.index_lock:
-                if not self._shelf.guard.closable:
-                    return
-                self._shelf.guard.close()
+            if not self._shelf.guard.close():
+                return
             self._shelf.release()
             self._directory.close()
 

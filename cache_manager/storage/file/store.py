@@ -212,10 +212,8 @@ class FileStore(ClosingStore):
         if not pool.guard.closable:
             return
         with self._flush, pool.append:
-            with pool.index_lock:
-                if not pool.guard.closable:
-                    return
-                pool.guard.close()
+            if not pool.guard.close():
+                return
             try:
                 pool.close()
             finally:

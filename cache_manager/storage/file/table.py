@@ -78,15 +78,17 @@ class Segment:
 
         By the last use alone a segment would stay for one record in it that is asked for again and again.
         """
+        share = _GAIN * records / (self.count or 1)
         self.touched_at = tick
-        self.used_at += (tick - self.used_at) * min(1.0, _GAIN * records / max(self.count, 1))
+        self.used_at += (tick - self.used_at) * (min(1.0, share))
 
     def hit(self, tick: int, first: int, records: int) -> None:
         """So many of its records, from number ``first`` on, are used because somebody asked for them."""
         self.use(tick, records)
-        if len(self.hits) < self.count:
-            self.hits.extend(bytes(self.count - len(self.hits)))
-        self.hits[first : first + records] = b"\1" * records
+        hits = self.hits
+        if len(hits) < self.count:
+            hits.extend(bytes(self.count - len(hits)))
+        hits[first : first + records] = b"\1" * records
 
     def close_journal(self) -> None:
         if self.journal_fd >= 0:

@@ -63,9 +63,9 @@ class MooncakeStore(ClosingStore):
 
     def __init__(self, settings: MooncakeSettings) -> None:
         self.settings = settings
-        self._guard = Guard("Mooncake store")
         self._users = 0
         self._idle = threading.Condition()
+        self._guard = Guard("Mooncake store", self._idle)
         self._payload_nbytes = 0  # of the largest record that was put or asked for
         self._link = Link(settings)
         self._writer = Writer(self._link)
@@ -223,12 +223,9 @@ class MooncakeStore(ClosingStore):
 
     def close(self) -> None:
         """Idempotent; waits for calls that are running, at most ``timeout_ms``."""
-        if not self._guard.closable:
+        if not self._guard.close():
             return
         with self._idle:
-            if not self._guard.closable:
-                return
-            self._guard.close()
             self._link.stopping.set()
             self._idle.wait_for(lambda: self._users == 0, self.settings.timeout_s + 1.0)
         self._link.close()
