@@ -66,12 +66,12 @@ def main() -> None:
                 asked.rounds,
                 {
                     "read": partial(kv.index_select, 0, at),
-                    "host": partial(folder.on_device, at),
-                    "step": partial(folder.folds, ids),
+                    "host": partial(folder.folds, ids),
+                    "step": partial(folder.folds, ids),  # and waits
                 },
                 wait,
             )
-            folds = folder.folds(ids).tolist()
+            folds = folder.folds(ids).numpy().view(np.uint64).tolist()
             start = time.thread_time()
             for _ in range(20):
                 before = ROOT

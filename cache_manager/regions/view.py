@@ -116,6 +116,12 @@ class RegionView:
             whole[:] = False
         return whole
 
+    def generations(self, blocks: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+        """Which life each block is in ``[n]``, as far as the owner has come."""
+        region = self._attached()
+        ids, _ = _pairs(region, blocks, np.zeros(len(blocks), np.int64))
+        return (region.words[ids] >> np.uint64(GENERATION_SHIFT)).astype(np.int64)
+
     def follow(self, namespace: bytes) -> None:
         """After a weight update: read rows of ``namespace`` from here on.
 

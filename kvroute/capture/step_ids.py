@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 
 from cache_manager.spec import AuxBlockDataSpec
 
@@ -20,66 +19,70 @@ OTHERS = "a router had other tokens than the step"
 class StepIds:
     """What the routers of ``spec``'s layers chose in the step at hand.
 
-    On a CPU the hooks keep references. Elsewhere they copy into a buffer of their own on the device, which a CUDA graph
-    replays without Python; it is emptied after each step, so that a layer that nobody recorded is seen as such: its ids
-    are :data:`NOTHING`.
+    The hooks keep references. Beside a device, the last one of a pass brings them together in a buffer on that device:
+    one launch, which a CUDA graph replays without Python. The buffer is emptied when a step begins, so that a pass that
+    nobody recorded is seen as such: its ids are :data:`NOTHING`.
     """
 
     def __init__(self, spec: AuxBlockDataSpec, max_tokens: int, device: torch.device) -> None:
         self._layers: tuple[int, ...] = spec.attrs["layer_ids"]
         self._row_shape = spec.row_shape
-        self._nothing: list[Any] = [None] * len(self._layers)
-        self._kept = self._nothing.copy()  # of each layer that was called: its tensor, or that it was copied
-        self._twice: list[int] = []  # layers that were called once too often
+        self._kept: dict[int, Any] = {}  # by layer, in the order of the calls
+        self._twice = False
         self._buffer: torch.Tensor | None = None
         if device.type != "cpu":
             self._buffer = torch.full((max_tokens, *spec.row_shape), NOTHING, dtype=torch.int32, device=device)
 
+    def begin(self) -> None:
+        """A step begins: what was recorded before, to warm an engine up say, is nobody's."""
+        self._forget()
+        if self._buffer is not None:
+            self._buffer.fill_(NOTHING)
+
     def hook(self, layer_id: int) -> Callable[[torch.Tensor], None]:
         """The callback for the router of a layer, which hands it ``[tokens, top_k]``."""
-        column, kept, twice, buffer = self._layers.index(layer_id), self._kept, self._twice, self._buffer
+        assert layer_id in self._layers
+        kept, last, buffer = self._kept, len(self._layers), self._buffer
 
-        def keep(ids: Any) -> None:
-            if kept[column] is not None:
-                twice.append(layer_id)
-            kept[column] = ids
+        def keep(ids: torch.Tensor) -> None:
+            self._twice |= layer_id in kept
+            kept[layer_id] = ids
+            if buffer is not None and len(kept) == last:
+                if isinstance(found := self._joined(None), list):
+                    torch.stack(found, 1, out=buffer[: len(found[0])])
+                self._forget()
 
-        def copy(ids: torch.Tensor) -> None:
-            assert buffer is not None
-            buffer[: ids.shape[0], column] = ids
-            keep(True)
+        return keep
 
-        return keep if buffer is None else copy
+    def take(self, tokens: int) -> torch.Tensor | str:
+        """The ids ``[tokens, layers, top_k]`` of the step, or why there are none.
 
-    def take(self, tokens: int) -> NDArray[Any] | str:
-        """The ids ``[tokens, layers, top_k]`` of the step, whose device is waited for; or why there are none.
-
-        The hooks are ready for the next step.
+        Beside a device they are the buffer's, there once that is done with what was launched, until the next step
+        begins. Otherwise the hooks are ready for the next step.
         """
-        kept, again = self._kept.copy(), bool(self._twice)
-        self._kept[:] = self._nothing
-        self._twice.clear()
-        if again:
-            return "a router was called twice in a step"
         if self._buffer is not None:
-            return self._copied(self._buffer, tokens)
-        try:
-            ids: NDArray[Any] = torch.stack(kept, 1).numpy()
-        except (TypeError, RuntimeError):  # not only tensors, not of one shape
-            absent = any(each is None for each in kept)
-            return "a router's hook was not called: the model was compiled before it was bound" if absent else OTHERS
-        if ids.shape != (tokens, *self._row_shape):
-            return OTHERS
-        if len(set(map(torch.Tensor.data_ptr, kept))) != len(kept):
-            return "a router uses the memory of another's ids"
-        return ids
+            return self._buffer[:tokens] if tokens <= len(self._buffer) else "the step has more tokens than were said"
+        found = self._joined(tokens)
+        self._forget()
+        return found if isinstance(found, str) else torch.stack(found, 1)
 
-    def _copied(self, buffer: torch.Tensor, tokens: int) -> NDArray[Any] | str:
-        if tokens > len(buffer):
-            return "the step has more tokens than the engine said"
-        ids: NDArray[Any] = buffer[:tokens].to("cpu", copy=True).numpy()
-        buffer[:tokens] = NOTHING
-        return ids
+    def _joined(self, tokens: int | None) -> list[torch.Tensor] | str:
+        """Each layer's ids of a pass, of ``tokens`` tokens where that is known, or why there are none."""
+        if self._twice:
+            return "a router was called twice in a step"
+        if len(self._kept) < len(self._layers):
+            return "a router's hook was not called: the model was compiled before it was bound"
+        found = [self._kept[layer] for layer in self._layers]
+        wanted = (len(found[0]) if tokens is None else tokens, self._row_shape[1])
+        if any(ids.shape != wanted for ids in found) or (self._buffer is not None and wanted[0] > len(self._buffer)):
+            return OTHERS
+        if len(set(map(torch.Tensor.data_ptr, found))) != len(found):
+            return "a router uses the memory of another's ids"
+        return found if self._buffer is None else [ids.to(torch.int32) for ids in found]
+
+    def _forget(self) -> None:
+        self._kept.clear()
+        self._twice = False
 
 
 __all__ = ["NOTHING", "StepIds"]

@@ -7,6 +7,7 @@ one place all along. A row that was not captured has a sum of zero and is missin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -15,10 +16,14 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec, align
+from kvroute.connector.folds import folded_on_device, keys_on, to_host
 from kvroute.witness import WORD_NBYTES, fold_keys, folded
 
 NAME: Final = "model.kvroute.{}.rows"
 """The layer's name has one integer, as vLLM wants it: the first that is no layer of the model."""
+
+_STORED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""By the bytes of an id: its lower bits are the row's, whatever the sign."""
 
 
 def page_name(spec: AuxBlockDataSpec) -> str:
@@ -40,50 +45,54 @@ class Pages:
             got = f"{cache.dtype} of shape {tuple(cache.shape)}"
             raise ConfigError("pages of rows", f"uint8 [blocks, {', '.join(map(str, wanted))}]", got)
         self.cache, self._spec = cache, spec
-        self._host = cache.device.type == "cpu"
-        self._pages: Any = cache.numpy() if self._host else cache  # the same memory
         self._words = token_nbytes(spec) // WORD_NBYTES
-        self._keys = fold_keys(0, self._words - 1)
+        self._keys = keys_on(cache.device, 0, self._words - 1)
 
-    def put(self, slots: NDArray[np.int64], ids: NDArray[Any] | None, keep: NDArray[np.bool_] | None = None) -> None:
-        """Rows ``ids [T, layers, top_k]`` at ``slots [T]`` (negative: padding); those not to ``keep`` are missing.
+    def put(self, slots: torch.Tensor, ids: torch.Tensor | None, keep: torch.Tensor | None = None) -> None:
+        """Rows ``ids [T, layers, top_k]`` at ``slots`` int64 ``[T]`` (negative: padding), both on the pages' device.
 
-        Without ``ids`` all of them are. What lay there before is gone in any case.
+        Rows with an id that is none are missing, those not to ``keep`` bool ``[T]``, and without ``ids`` all. What lay
+        there before is gone in any case. Waits for nothing.
         """
-        spec, packed = self._spec, np.zeros((len(slots), self._words), np.uint64)
+        if not len(slots):
+            return
+        spec, packed = self._spec, torch.zeros(len(slots), self._words, dtype=torch.int64, device=slots.device)
         if ids is not None:
-            rows = np.ascontiguousarray(ids, spec.dtype).reshape(len(slots), -1).view(np.uint8)
-            packed.view(np.uint8)[:, WORD_NBYTES : WORD_NBYTES + spec.row_nbytes] = rows
-            packed[:, 0] = self._sums(packed)
+            flat = ids.reshape(len(slots), -1)
+            good = ((flat >= 0) & (flat < spec.attrs["num_experts"])).all(1)
             if keep is not None:
-                packed[~keep] = 0
-        if slots.size and slots.min() < 0:
-            slots, packed = slots[slots >= 0], packed[slots >= 0]
-        self._pages[self._at(slots)] = self._there(packed.view(np.uint8))
+                good &= keep
+            rows = flat.to(_STORED[np.dtype(spec.dtype).itemsize]).view(torch.uint8)
+            packed.view(torch.uint8)[:, WORD_NBYTES : WORD_NBYTES + spec.row_nbytes] = rows
+            packed[:, 0] = folded_on_device(packed[:, 1:], self._keys) | 1
+            packed *= good[:, None]
+        # To leave padding out, the device would have to say how much there is: it writes what one token writes, again.
+        real = slots >= 0
+        one = real.int().argmax(keepdim=True)
+        blocks, offsets = self._at(torch.where(real, slots, slots[one]))
+        rows = torch.where(real[:, None], packed, packed[one]).view(torch.uint8)
+        self.cache[blocks, 0, offsets] = torch.where(real.any(), rows, self.cache[blocks, 0, offsets])
 
-    def _there(self, array: NDArray[Any]) -> Any:
-        """``array`` as what indexes the pages, or goes into them."""
-        return array if self._host else torch.from_numpy(array).to(self.cache.device, non_blocking=True)
+    def _at(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Blocks and offsets ``[T]`` of tokens ``slots [T]``."""
+        tokens = self._spec.block_tokens
+        return slots.div(tokens, rounding_mode="floor"), slots.remainder(tokens)
 
-    def _at(self, slots: NDArray[np.int64]) -> tuple[Any, int, Any]:
-        """The index of tokens ``slots [T]``, each ``[token_nbytes]`` there."""
-        blocks, offsets = np.divmod(slots, self._spec.block_tokens)
-        return self._there(blocks), 0, self._there(offsets)
-
-    def clear(self, blocks: NDArray[np.int64]) -> None:
+    def clear(self, blocks: Sequence[int]) -> None:
         """These blocks were given out: no row of an earlier life is in them, captured anew or not."""
-        self._pages[self._there(blocks), :, :, :WORD_NBYTES] = 0
+        self.cache[torch.tensor(blocks).to(self.cache.device, non_blocking=True), :, :, :WORD_NBYTES] = 0
 
-    def get(self, slots: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """The rows ``[T, layers, top_k]`` at ``slots [T]``, and which are there and sound; waits for the device."""
-        raw = np.ascontiguousarray(torch.as_tensor(self._pages[self._at(slots)]).cpu().numpy())
-        rows, packed = raw[:, WORD_NBYTES : WORD_NBYTES + self._spec.row_nbytes], raw.view(np.uint64)
-        ids: NDArray[Any] = np.ascontiguousarray(rows).view(self._spec.dtype).reshape(-1, *self._spec.row_shape)
-        return ids, packed[:, 0] == self._sums(packed)
+    def get(self, slots: NDArray[np.int64]) -> torch.Tensor:
+        """What lies at ``slots [T]``, for :meth:`rows`: in host memory, and there when the device is done."""
+        return to_host(self.cache[:, 0][self._at(torch.from_numpy(slots).to(self.cache.device, non_blocking=True))])
 
-    def _sums(self, packed: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Of each token's row, the words behind the first of ``packed [T, words]``; never zero."""
-        return folded(packed[:, 1:], self._keys) | np.uint64(1)
+    def rows(self, got: torch.Tensor) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """The rows ``[T, layers, top_k]`` of what was :meth:`got`, and which are there and sound."""
+        raw, spec = np.ascontiguousarray(got.numpy()), self._spec
+        rows, packed = raw[:, WORD_NBYTES : WORD_NBYTES + spec.row_nbytes], raw.view(np.uint64)
+        ids: NDArray[Any] = np.ascontiguousarray(rows).view(spec.dtype).reshape(-1, *spec.row_shape)
+        sums = folded(packed[:, 1:], fold_keys(0, self._words - 1)) | np.uint64(1)  # never zero
+        return ids, packed[:, 0] == sums
 
 
 def slots_of(blocks: NDArray[np.int64], tokens: int, count: int) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ A step costs a look at each request of it, and more only for blocks that were gi
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvroute
-from cache_manager.errors import KVRouteError
+from cache_manager.errors import KVRouteError, RowError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import StorageBackend
+from cache_manager.rows import Rows
 from kvroute.connector.answers import FIELD, UNSEEN
-from kvroute.connector.settings import Engine, StepMeta
+from kvroute.connector.settings import Engine, Handshake, StepMeta
 from kvroute.rollout import open_rollouts
 from kvroute.rollout.response import layers_of
 from kvroute.routes import Routes
@@ -29,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 SIBLINGS_MAX: Final = 1024
 """Requests with several completions of which some are done and others are not."""
+LATE_S: Final = 1.0
+"""How long rows of a request that is done are waited for, of a worker that waits for a device."""
+POLL_S: Final = 50e-6
 
 
 class Request(Protocol):
@@ -73,6 +78,8 @@ class SchedulerRows:
         self.keys = kvroute.KeyChain(self.namespace, engine.layout)
         self.blocks_of: Callable[[str, int, int], list[int]] = lambda *_: []
         self.hits_cut = 0
+        self._late = False
+        self._steps = 0  # that were sent
         self._reader: StorageBackend | None = None
         self._rollouts = open_rollouts(engine.settings.rollouts) if engine.settings.rollouts else None
         self._given: dict[int, None] = {}  # since the last step was sent
@@ -86,9 +93,10 @@ class SchedulerRows:
         self._siblings: OrderedDict[str, dict[str, Any]] = OrderedDict()
         kvroute.preload()
 
-    def attach(self, region: str) -> None:
-        """The worker's rows are in the region of this name."""
-        self.view = kvroute.RegionView(region, namespace=self.namespace.fingerprint)
+    def attach(self, worker: Handshake) -> None:
+        """This worker has the rows. Raises :class:`RegionMissingError` where its region cannot be reached."""
+        assert worker.region is not None, "of the rank that has rows"
+        self.view, self._late = kvroute.RegionView(worker.region, namespace=self.namespace.fingerprint), worker.late
 
     def given(self, blocks: Iterable[int]) -> None:
         """The pool has given these blocks out: whatever is in them is of an earlier life."""
@@ -143,8 +151,8 @@ class SchedulerRows:
 
     def step(self, scheduled: Mapping[str, int], inner: Any = None) -> StepMeta:
         """What the worker has to know of a step that computes so many tokens of each request."""
-        if self._given:
-            self.feed.renew(list(self._given))
+        if given := list(self._given):
+            self.feed.renew(given)
             self._given.clear()
         loads, self._loads = self._loads, {}
         for load in loads.values():
@@ -155,7 +163,10 @@ class SchedulerRows:
         before = self.feed.take()
         full = self._filled(scheduled) if self.engine.settings.store else []
         joined, self._joined = self._joined, []
-        meta = StepMeta(inner, before, self.feed.take(), full=full)
+        self._steps += 1
+        meta = StepMeta(inner, before, self.feed.take(), self._steps, sum(scheduled.values()), full=full)
+        if self.engine.pages:
+            meta.given = given
         if loads:
             meta.joined, meta.loads = joined, [load.run for load in loads.values() if not load.later]
             self._later |= {name: load for name, load in loads.items() if load.later}
@@ -206,11 +217,10 @@ class SchedulerRows:
         """
         if self._rollouts is None:
             return None
-        assert self.view is not None, "the handshake comes before the first request"
         try:
             lives = self.feed.generations[blocks := list(blocks)]
             stop = max(0, min(tokens, len(blocks) * self.engine.tokens))
-            rows = self.view.read(self.engine.spec.name, blocks, 0, stop, generations=lives)
+            rows = self._read(blocks, lives, stop)
             version = self.namespace.weights_version
             routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=version, checked=True)
             routes, unseen = self._settled(routes, self._unseen[blocks] == lives)
@@ -221,6 +231,24 @@ class SchedulerRows:
         if unseen:
             told[UNSEEN.format(index)] = unseen
         return {FIELD: told if parent is None else self._with_siblings(parent, told)}
+
+    def _read(self, blocks: Sequence[int], lives: NDArray[np.int64], stop: int) -> Rows:
+        """The first ``stop`` rows of ``blocks`` in these lives, of a late worker when it has come to the last of them.
+
+        Its device is done with them, since what it sampled is here: the worker hears of that when we do. Where the last
+        one is missing it is waited for until all steps are over. After :data:`LATE_S` that is a :class:`RowError`: rows
+        that came from a store may not have been compared with their KV.
+        """
+        assert self.view is not None, "the handshake comes before the first request"
+        name, give_up_s = self.engine.spec.name, time.monotonic() + LATE_S
+        while True:
+            over = not self._late or not stop or self.view.generations([self.engine.clock])[0] >= self._steps
+            rows = self.view.read(name, blocks, 0, stop, generations=lives)
+            if over or rows.valid[-1]:
+                return rows
+            if time.monotonic() > give_up_s:
+                raise RowError("rows", f"written by the worker within {LATE_S} s", "a worker that is behind")
+            time.sleep(POLL_S)
 
     def _settled(self, routes: Routes, by_kv: NDArray[np.bool_]) -> tuple[Routes, list[list[int]]]:
         """What is answered where rows of the blocks ``by_kv`` went by their KV, which the last router is behind.

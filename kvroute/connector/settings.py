@@ -73,6 +73,11 @@ class Engine:
         return self.layout.block_tokens
 
     @property
+    def clock(self) -> int:
+        """A block of rows that no request ever has: its generation is the number of the last step that is over."""
+        return self.blocks
+
+    @property
     def unseen(self) -> bool:
         """Whether a witness leaves out what the last router chose: no later layer has KV."""
         last: int = self.spec.attrs["layer_ids"][-1]
@@ -86,6 +91,9 @@ class StepMeta:
     inner: Any  # from the connector that moves the KV, whatever it says
     before: bytes  # of the feed: what has become of blocks
     after: bytes  # of the feed: what to store when the step has written
+    number: int = 0  # of the step, from 1
+    tokens: int = 0  # that the step computes
+    given: list[int] = field(default_factory=list)  # blocks that were given out, where rows are in the KV
     joined: list[list[int]] = field(default_factory=list)  # blocks of each request that joins a step with loads
     loads: list[Run] = field(default_factory=list)  # blocks whose KV is loaded in this step
     landed: list[Run] = field(default_factory=list)  # blocks whose KV has come between steps
@@ -97,7 +105,8 @@ class Handshake:
     """A worker's first message: what the inner connector has to say, and the region of the rows where it has them."""
 
     inner: Any
-    region: str | None
+    region: str | None = None
+    late: bool = False  # rows are written behind a device, when the scheduler may have its answers
 
 
 __all__ = ["Engine", "Handshake", "Settings", "StepMeta"]

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from cache_manager.engine_blocks import EngineBlocks
 from cache_manager.errors import ConfigError
+from kvroute.connector.folds import folded_on_device, keys_on, to_host
 from kvroute.connector.settings import StepMeta
-from kvroute.witness import ROOT, UNKNOWN, WORD_NBYTES, Run, chained, fold_keys
+from kvroute.witness import ROOT, UNKNOWN, WORD_NBYTES, Run, chained
 
 Join = Callable[[torch.Tensor], object]
-"""Makes of the ranks' folds, int64 ``[n]`` of the CPU, those of the whole KV, in place; all ranks call it together."""
+"""Makes of the ranks' folds, int64 ``[n]``, those of the whole KV, in place; all ranks call it together."""
 GATHER_NBYTES_MAX: Final = 32 << 20  # of KV that is copied at a time; about three times that is needed for a moment
 
 
@@ -42,8 +43,7 @@ class KvFolder:
                 raise ConfigError("KV layer", "blocks of whole 8-byte words", f"{kv.dtype} of shape {tuple(kv.shape)}")
             words = nbytes // WORD_NBYTES
             mine = first + first_head * (words // kv.shape[1])
-            keys = torch.from_numpy(fold_keys(mine, words).view(np.int64)).to(kv.device)
-            self._layers.append((kv, keys))
+            self._layers.append((kv, keys_on(kv.device, mine, words)))
             first += 1 << 40  # more words than any layer of a block has
         if not self._layers:
             raise ConfigError("KV layers", "at least one", "none")
@@ -53,42 +53,35 @@ class KvFolder:
         """Bytes of KV that are read to fold one block."""
         return sum(keys.shape[1] * WORD_NBYTES for _, keys in self._layers)
 
-    def folds(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
-        """The folds ``[n]`` of these blocks, as their KV is when all that was launched before is done.
+    def folds(self, blocks: Sequence[int]) -> torch.Tensor:
+        """The folds int64 ``[n]`` of these blocks, as their KV is when all that was launched before is done.
 
-        Waits for the device once.
+        In host memory, and there when the device is done with what was launched; nothing is waited for.
         """
         if not len(blocks):
-            return np.zeros(0, np.uint64)
-        ids = torch.as_tensor(np.asarray(blocks, np.int64))
-        folds = self.on_device(ids.to(self._layers[0][0].device, non_blocking=True)).cpu()
+            return torch.zeros(0, dtype=torch.int64)
+        ids = torch.as_tensor(np.asarray(blocks, np.int64)).to(self._layers[0][0].device, non_blocking=True)
+        step = max(1, GATHER_NBYTES_MAX // self.block_nbytes)
+        folds = torch.cat([self._folded(ids[start : start + step]) for start in range(0, len(ids), step)])
         if self._join is not None:
             self._join(folds)
-        return folds.numpy().view(np.uint64)
-
-    def on_device(self, ids: torch.Tensor) -> torch.Tensor:
-        """The folds of blocks ``ids [n]``, int64 ``[n]`` on their device; waits for nothing."""
-        step = max(1, GATHER_NBYTES_MAX // self.block_nbytes)
-        parts = [self._folded(ids[start : start + step]) for start in range(0, len(ids), step)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return to_host(folds)
 
     def _folded(self, ids: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
-        for kv, (first, second) in self._layers:
+        for kv, keys in self._layers:
             raw = kv.view(torch.uint8) if kv.element_size() == 1 else kv  # float8 cannot be gathered everywhere
-            words = raw.index_select(0, ids).reshape(len(ids), -1).view(torch.int64)
-            mixed = words * first
-            high = (mixed >> 32) & 0xFFFFFFFF  # the shift of torch is arithmetic
-            total += (mixed.bitwise_xor_(high)).mul_(second).sum(1)
+            total += folded_on_device(raw.index_select(0, ids).reshape(len(ids), -1).view(torch.int64), keys)
         return total
 
 
 class KvWitness:
     """Names rows by the KV beside them when they are stored, and compares when both have come back.
 
-    ``rows`` are the engine's; ``folder`` folds its KV. Called by the thread that runs the steps, when the device's
-    writes into the blocks have been launched. A block's witness is known until the block is given out again, and so has
-    another generation.
+    ``rows`` are the engine's; ``folder`` folds its KV. :meth:`look` is called by the thread that runs the steps, when
+    the device's writes into the blocks have been launched; what it answers is for :meth:`name` or :meth:`refused`, when
+    the device is done, in the order of the looks. A block's witness is known until the block is given out again, and so
+    has another generation.
     """
 
     def __init__(self, rows: EngineBlocks, folder: KvFolder, blocks: int) -> None:
@@ -96,18 +89,22 @@ class KvWitness:
         self._of: NDArray[np.uint64] = np.zeros(blocks, np.uint64)  # the witness of each block,
         self._lives: NDArray[np.int64] = np.full(blocks, -1, np.int64)  # in this life
 
-    def name(self, runs: Sequence[Run]) -> None:
+    def look(self, runs: Sequence[Run]) -> torch.Tensor:
+        """The folds of all blocks of ``runs``; see :meth:`KvFolder.folds`."""
+        return self._folder.folds([block for run in runs for block in run.blocks])
+
+    def name(self, runs: Sequence[Run], folds: torch.Tensor) -> None:
         """These blocks have just been filled: their rows leave under the origins that their KV says."""
-        blocks, lives, witnesses = self._take(runs)
+        blocks, lives, witnesses = self._take(runs, folds)
         if blocks:
             self._rows.name_origins(blocks, lives, np.array(witnesses, np.uint64))
 
-    def refused(self, runs: Sequence[Run]) -> list[int]:
+    def refused(self, runs: Sequence[Run], folds: torch.Tensor) -> list[int]:
         """The KV of these blocks was loaded, and rows may have come for them: the blocks whose rows are of other KV.
 
         Their rows are forgotten. A block whose rows did not come is not among them.
         """
-        blocks, _, witnesses = self._take(runs)
+        blocks, _, witnesses = self._take(runs, folds)
         if not blocks:
             return []
         pairs = zip(blocks, self._rows.origins(blocks), witnesses, strict=True)
@@ -116,20 +113,20 @@ class KvWitness:
             self._rows.forget(wrong)
         return wrong
 
-    def _take(self, runs: Sequence[Run]) -> tuple[list[int], list[int], list[int]]:
-        """All blocks of ``runs``, their lives and their witnesses, after one look at the KV."""
+    def _take(self, runs: Sequence[Run], folds: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
+        """All blocks of ``runs``, their lives and their witnesses."""
         blocks = [block for run in runs for block in run.blocks]
         if not blocks:
             return [], [], []
         lives = self._rows.generations([*blocks, *(max(0, run.before) for run in runs)]).tolist()
-        folds, witnesses = self._folder.folds(blocks).tolist(), list[int]()
+        each, witnesses = folds.numpy().view(np.uint64).tolist(), list[int]()
         for run, life in zip(runs, lives[len(blocks) :], strict=True):
             before = ROOT
             if run.before >= 0:
                 before = int(self._of[run.before]) if self._lives[run.before] == life else UNKNOWN
             for block in run.blocks:
                 at = len(witnesses)
-                before = chained(before, folds[at])
+                before = chained(before, each[at])
                 self._of[block], self._lives[block] = before, lives[at]
                 witnesses.append(before)
         return blocks, lives[: len(blocks)], witnesses

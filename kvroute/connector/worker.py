@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,11 +15,12 @@ from numpy.typing import NDArray
 from torch import distributed
 
 import kvroute
-from cache_manager.feed import Renew
 from cache_manager.store_jobs import RestoreJob
 from kvroute.capture.step_ids import StepIds
+from kvroute.connector.behind import Behind
+from kvroute.connector.folds import to_host
 from kvroute.connector.pages import Pages, page_name, slots_of
-from kvroute.connector.settings import Engine, StepMeta
+from kvroute.connector.settings import Engine, Handshake, StepMeta
 from kvroute.connector.witness import Join, KvFolder, KvWitness, OtherRank, witnessing
 from kvroute.witness import Run
 
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 RESTORE_S: Final = 30.0
 """How long a step waits at most for rows of KV that it loads; they are missing then."""
+NO_SLOTS: Final = "the engine did not say where a step's tokens are"
 
 
 class WorkerRows:
@@ -35,15 +38,25 @@ class WorkerRows:
     the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots` (int64 ``[tokens]``, negative:
     padding), and :meth:`end`; one that computes nothing has no slots. Blocks whose KV could not be loaded are named to
     :meth:`fail` before it. See :func:`part_of` for ``joined``.
+
+    Both calls launch what they want of the device and wait for nothing. What is then to be done on the host is done at
+    once on a CPU; if ``late``, as beside any other device, it is done behind the device, on a thread of its own.
     """
 
-    def __init__(self, engine: Engine, kv_caches: Mapping[str, torch.Tensor], joined: Join | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        kv_caches: Mapping[str, torch.Tensor],
+        joined: Join | None = None,
+        *,
+        late: bool | None = None,
+    ) -> None:
         self.engine = engine
-        settings = engine.settings
+        settings, self._device = engine.settings, next(iter(kv_caches.values())).device
         self.store = kvroute.open_store(settings.store) if settings.store else None
         self.blocks = kvroute.EngineBlocks(
             engine.layout.specs,
-            blocks=engine.blocks,
+            blocks=engine.clock + 1,
             namespace=engine.namespace,
             store=self.store,
             memory="shared",
@@ -54,31 +67,36 @@ class WorkerRows:
             folder = KvFolder(witnessing(kv_caches, engine.spec.attrs["layer_ids"]), join=joined)
             self.witness = KvWitness(self.blocks, folder, engine.blocks)
         self.pages = Pages(kv_caches[page_name(engine.spec)], engine.spec) if engine.pages else None
-        self.ids = StepIds(engine.spec, engine.max_tokens, next(iter(kv_caches.values())).device)
+        self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
         self.missing: Counter[str] = Counter()  # tokens without rows, by reason
         self.slots: torch.Tensor | None = None
+        self._behind = Behind(self._lose) if (self._device.type != "cpu" if late is None else late) else None
+        self._lost: Exception | None = None
         self._step: StepMeta | None = None
         self._failed: set[int] = set()  # blocks whose KV has not come, in the step at hand
         self._failed_untold: set[int] = set()
         kvroute.preload()
 
-    @property
-    def region(self) -> str:
-        name: str = self.blocks.region("device").name  # type: ignore[attr-defined]
-        return name
+    def handshake(self, inner: Any = None) -> Handshake:
+        """What the scheduler has to know before the first request."""
+        region: Any = self.blocks.region("device")
+        return Handshake(inner, region.name, self._behind is not None)
 
     def begin(self, step: StepMeta) -> None:
         """A step begins: what has become of blocks until now."""
         self._step, self.slots = step, None
-        if step.before:
-            done = self.blocks.apply(step.before)
-            if self.pages:
-                for given in (each for each in done if isinstance(each, Renew)):
-                    self.pages.clear(np.frombuffer(given.blocks, "<i8").astype(np.int64))
-        if step.landed:
+        self.ids.begin()
+        if step.given and self.pages:
+            self.pages.clear(step.given)
+        if step.before or step.landed:
+            self._then(partial(self._begun, step.before, self._come(step.landed)))
+
+    def _begun(self, operations: bytes, landed: _Come) -> None:
+        self.blocks.apply(operations)
+        if landed.runs:
             self._land()
-            self._unpack(step.landed, [])
-            self._compare(step.landed)
+            self._unpack(landed)
+            self._compare(landed)
 
     def fail(self, blocks: set[int]) -> None:
         """The KV of these blocks could not be loaded. A connector says so once; the scheduler is told, too."""
@@ -94,37 +112,66 @@ class WorkerRows:
     def end(self) -> None:
         """The step is over."""
         step, self._step = self._step, None
-        failed, self._failed = self._failed, set()
+        failed, self._failed = sorted(self._failed), set()
         if step is None:
             return
-        now = step.loads
         touched: list[int] = []
         if failed:  # what was computed from KV that had not come will be computed again
-            touched = [block for table in step.joined if not failed.isdisjoint(table) for block in table]
-        if now:
+            touched = [block for table in step.joined if not set(failed).isdisjoint(table) for block in table]
+        ids: torch.Tensor | str = NO_SLOTS
+        if self.slots is not None:
+            ids = self.ids.take(len(self.slots))
+            if self.pages:
+                self._put(self.pages, self.slots, ids, touched)
+            ids = ids if isinstance(ids, str) else to_host(ids)
+        slots = None if self.slots is None else to_host(self.slots)
+        come, full = self._come(step.loads, failed), None
+        if self.witness and step.full:
+            full = self.witness.look(step.full)
+        self._then(partial(self._ended, step, come, failed, slots, ids, touched, full))
+
+    def _ended(
+        self,
+        step: StepMeta,
+        come: _Come,
+        failed: list[int],
+        slots: torch.Tensor | None,
+        ids: torch.Tensor | str,
+        touched: list[int],
+        full: torch.Tensor | None,
+    ) -> None:
+        """What :meth:`end` leaves to the host; the device is done with the step."""
+        if come.runs:
             self._land()
         if failed:
-            self.blocks.forget(sorted(failed))
-        if now:
-            self._unpack(now, sorted(failed))
-        if self.slots is not None:
-            self._write(self.slots.cpu().numpy(), touched)
-        if now:
-            self._compare(now)
-        if step.full and self.witness:
-            self.witness.name(step.full)
+            self.blocks.forget(failed)
+        self._unpack(come)
+        self._compare(come)  # before the rows of the step: who sees those believes what is before them
+        if slots is not None or step.tokens:
+            self._write(slots, ids, step.tokens, touched)
+        if full is not None and self.witness:
+            self.witness.name(step.full, full)
         if step.after:
             self.blocks.apply(step.after)
         if step.before or step.after:
             self.blocks.poll()
+        if self._behind is not None:
+            self.blocks.renew([self.engine.clock], [step.number])
 
-    def _write(self, slots: NDArray[np.int64], without: list[int]) -> None:
-        spec, ids = self.engine.spec, self.ids.take(len(slots))
-        if isinstance(ids, str):
-            self._miss(ids, int(np.count_nonzero(slots >= 0)))
-            if self.pages:
-                self.pages.put(slots, None)
+    def _put(self, pages: Pages, slots: torch.Tensor, ids: torch.Tensor | str, without: list[int]) -> None:
+        """The step's rows go into their pages, but those of blocks ``without``."""
+        keep = None
+        if without:
+            blocks = torch.tensor(without).to(slots.device, non_blocking=True)
+            keep = ~torch.isin(slots.div(self.engine.tokens, rounding_mode="floor"), blocks)
+        pages.put(slots, None if isinstance(ids, str) else ids, keep)
+
+    def _write(self, at: torch.Tensor | None, given: torch.Tensor | str, tokens: int, without: list[int]) -> None:
+        spec = self.engine.spec
+        if at is None or isinstance(given, str):
+            self._miss(str(given), tokens if at is None else int(np.count_nonzero(at.numpy() >= 0)))
             return
+        slots, ids = at.numpy(), given.numpy()
         keep = kvroute.valid_rows(spec, ids)
         rows = ids.astype(spec.dtype, copy=False)  # those that do not fit are not kept
         if without:
@@ -134,8 +181,17 @@ class WorkerRows:
             self._miss("ids that no router can choose, or KV that could not be loaded", bad)
             kept = keep
         self.blocks.write_step(slots, {spec.name: rows}, kept)
-        if self.pages:
-            self.pages.put(slots, rows, kept)
+
+    def _come(self, runs: Sequence[Run], lost: Sequence[int] = ()) -> _Come:
+        """Look at the KV of these blocks, which was loaded; of those ``lost`` nothing came."""
+        slots, rows, folds = np.zeros(0, np.int64), None, None
+        if runs and self.pages:
+            slots = np.concatenate([slots_of(np.asarray(run.blocks), self.engine.tokens, run.tokens) for run in runs])
+            slots = slots[~np.isin(slots // self.engine.tokens, lost)]
+            rows = self.pages.get(slots)
+        if runs and self.witness:
+            folds = self.witness.look(runs)
+        return _Come(runs, slots, rows, folds)
 
     def _land(self) -> None:
         """Wait for rows that are on their way from the store."""
@@ -143,21 +199,19 @@ class WorkerRows:
             if isinstance(job, RestoreJob) and not job.wait(RESTORE_S):
                 job.cancel()
 
-    def _unpack(self, loaded: Sequence[Run], lost: Sequence[int]) -> None:
-        """Rows that came in pages with the KV of these blocks; of those ``lost`` nothing came."""
-        if self.pages is None:
+    def _unpack(self, come: _Come) -> None:
+        """Rows that came in pages with the KV of blocks."""
+        if self.pages is None or come.rows is None:
             return
-        slots = np.concatenate([slots_of(np.asarray(run.blocks), self.engine.tokens, run.tokens) for run in loaded])
-        slots = slots[~np.isin(slots // self.engine.tokens, lost)]
-        ids, good = self.pages.get(slots)
+        ids, good = self.pages.rows(come.rows)
         good &= kvroute.valid_rows(self.engine.spec, ids)
         if absent := int(np.count_nonzero(~good)):
             self._miss("pages without a sound row beside KV that was loaded", absent)
-        self.blocks.write_step(slots, {self.engine.spec.name: ids}, good)
+        self.blocks.write_step(come.slots, {self.engine.spec.name: ids}, good)
 
-    def _compare(self, loaded: Sequence[Run]) -> None:
-        """The KV of these blocks is there, and so are the rows that the store has for them."""
-        if self.witness and (refused := self.witness.refused(loaded)):
+    def _compare(self, come: _Come) -> None:
+        """The KV of blocks is there, and so are the rows that the store has for them."""
+        if self.witness and come.folds is not None and (refused := self.witness.refused(come.runs, come.folds)):
             self._miss("rows of other KV than was loaded", len(refused) * self.engine.tokens)
 
     def _miss(self, reason: str, tokens: int) -> None:
@@ -165,12 +219,54 @@ class WorkerRows:
             logger.warning("%d tokens have no rows: %s; further ones are counted", tokens, reason)
         self.missing[reason] += tokens
 
+    def _then(self, call: Callable[[], None]) -> None:
+        """Do this when the device has done what was launched until now: on a CPU at once."""
+        if self._behind is None:
+            call()
+            return
+        if self._lost is not None and self.engine.settings.strict:
+            raise self._lost
+        done = None
+        if self._device.type != "cpu":
+            done = torch.Event(self._device, blocking=True)
+            done.record()
+        self._behind.put(partial(_after, done, call))
+
+    def _lose(self, error: Exception) -> None:
+        """What was to be done for a step was not: nobody knows what is in its blocks."""
+        self._lost = error
+        self.blocks.forget()
+
+    def settle(self) -> None:
+        """Wait until all that was to be done on the host is done, or for :data:`RESTORE_S`."""
+        if self._behind is not None:
+            self._behind.settle(RESTORE_S)
+
     def close(self) -> None:
+        if self._behind is not None and not self._behind.close(RESTORE_S):
+            logger.warning("the device is not done with the last steps: their rows stay behind")
+            return
         for job in self.blocks.jobs:
             job.wait(RESTORE_S)
         self.blocks.close()
         if self.store is not None:
             self.store.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Come:
+    """KV that was loaded, as far as it says something about its rows."""
+
+    runs: Sequence[Run]
+    slots: NDArray[np.int64]  # whose rows came in pages,
+    rows: torch.Tensor | None  # these
+    folds: torch.Tensor | None  # of all blocks
+
+
+def _after(done: torch.Event | None, call: Callable[[], None]) -> None:
+    if done is not None:
+        done.synchronize()
+    call()
 
 
 def part_of(
@@ -179,7 +275,7 @@ def part_of(
     """What a tensor-parallel rank has: the first one the rows, since routers of all ranks choose the same.
 
     The others fold what they have of the KV: some heads, or, where ranks do not divide those, a copy of all. ``group``
-    are all ranks, on CPUs.
+    are all ranks, on the device of the KV.
     """
     rank, joined = distributed.get_rank(group), None
     if distributed.get_world_size(group) > 1:

@@ -29,6 +29,10 @@ def pages(spec: Any) -> Pages:
     return Pages(torch.from_numpy(random), spec)
 
 
+def put(held: Pages, slots: NDArray[np.int64], ids: NDArray[np.int32] | None, keep: NDArray[np.bool_]) -> None:
+    held.put(torch.from_numpy(slots), None if ids is None else torch.from_numpy(ids), torch.from_numpy(keep))
+
+
 def choices(rng: np.random.Generator, spec: Any, n: int) -> NDArray[np.int32]:
     ids = rng.permuted(np.tile(np.arange(spec.attrs["num_experts"]), (n, spec.row_shape[0], 1)), axis=2)
     return ids[..., : spec.row_shape[1]].astype(np.int32)
@@ -45,12 +49,12 @@ def test_a_row_that_comes_out_went_in_there(seed: int, spec: Any) -> None:
         slots[rng.random(slots.size) < 0.2] = -1
         ids, keep = choices(rng, spec, slots.size), rng.random(slots.size) < 0.8
         captured = rng.random() < 0.8
-        held.put(slots, ids if captured else None, keep)
+        put(held, slots, ids if captured else None, keep)
         for slot, row, kept in zip(slots.tolist(), ids, keep.tolist(), strict=True):
             if slot >= 0:
                 known[slot] = row if captured and kept else None
     everything = np.arange(BLOCKS * TOKENS)
-    found, good = held.get(everything)
+    found, good = held.rows(held.get(everything))
     assert good.tolist() == [known.get(slot) is not None for slot in everything.tolist()]
     for slot in np.flatnonzero(good).tolist():
         assert (found[slot] == known[slot]).all()
@@ -61,10 +65,10 @@ def test_a_changed_byte_is_a_missing_row(seed: int, spec: Any, data: st.DataObje
     """Goal: a damaged page is never believed. Method: change any byte of a token; that row is missing, no other."""
     rng, held = np.random.default_rng(seed), pages(spec)
     slots = np.arange(BLOCKS * TOKENS)
-    held.put(slots, choices(rng, spec, slots.size))
+    held.put(torch.from_numpy(slots), torch.from_numpy(choices(rng, spec, slots.size)))
     slot = data.draw(st.integers(0, slots.size - 1))
     held.cache.view(-1, token_nbytes(spec))[slot, data.draw(st.integers(0, token_nbytes(spec) - 1))] ^= 255
-    assert np.flatnonzero(~held.get(slots)[1]).tolist() == [slot]
+    assert np.flatnonzero(~held.rows(held.get(slots))[1]).tolist() == [slot]
 
 
 @given(seeds)
@@ -72,9 +76,9 @@ def test_a_block_that_is_given_out_has_no_row_of_its_earlier_life(seed: int) -> 
     """Goal: a step whose rows are lost leaves nothing that looks like a row. Method: fill all, give two blocks out."""
     spec, held = SPECS[0], pages(SPECS[0])
     slots = np.arange(BLOCKS * TOKENS)
-    held.put(slots, choices(np.random.default_rng(seed), spec, slots.size))
-    held.clear(np.array([4, 1]))
-    assert (~held.get(slots)[1]).reshape(BLOCKS, TOKENS).sum(1).tolist() == [0, TOKENS, 0, 0, TOKENS, 0]
+    held.put(torch.from_numpy(slots), torch.from_numpy(choices(np.random.default_rng(seed), spec, slots.size)))
+    held.clear([4, 1])
+    assert (~held.rows(held.get(slots))[1]).reshape(BLOCKS, TOKENS).sum(1).tolist() == [0, TOKENS, 0, 0, TOKENS, 0]
 
 
 @given(seeds)
@@ -84,11 +88,31 @@ def test_pages_move_with_their_blocks(seed: int) -> None:
     one, other = pages(spec), pages(spec)
     blocks, to = np.array([4, 1]), np.array([0, 5])
     ids = choices(rng, spec, 7)
-    one.put(slots_of(blocks, TOKENS, 7), ids)
+    one.put(torch.from_numpy(slots_of(blocks, TOKENS, 7)), torch.from_numpy(ids))
     other.cache[to] = one.cache[blocks]
-    found, good = other.get(slots_of(to, TOKENS, 7))
+    found, good = other.rows(other.get(slots_of(to, TOKENS, 7)))
     assert good.all()
     assert (found == ids).all()
+
+
+@given(seeds, st.sampled_from(SPECS))
+def test_padding_and_ids_that_are_none_leave_no_row(seed: int, spec: Any) -> None:
+    """Goal: a page says of each token whether its row is there, whatever a device finds. Method: a step of padding
+    alone, over pages that are full; then one whose tokens have one id each that no expert has.
+    """
+    held, slots = pages(spec), np.arange(BLOCKS * TOKENS)
+    rng = np.random.default_rng(seed)
+    ids = choices(rng, spec, slots.size)
+    held.put(torch.from_numpy(slots), torch.from_numpy(ids))
+    held.put(torch.full((3,), -1), torch.from_numpy(ids[:3]))
+    found, good = held.rows(held.get(slots))
+    assert good.all()
+    assert (found == ids).all()
+    some = rng.permutation(slots.size)[:2]
+    bad = ids[some].copy()
+    bad[0, -1, -1], bad[1, 0, 0] = spec.attrs["num_experts"], -1
+    held.put(torch.from_numpy(slots[some]), torch.from_numpy(bad))
+    assert sorted(np.flatnonzero(~held.rows(held.get(slots))[1])) == sorted(some)
 
 
 def test_a_layer_of_another_shape_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,11 @@ def kv_of(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
     return torch.from_numpy(raw).view(dtype)
 
 
+def folds(layers: list[torch.Tensor], blocks: Sequence[int], first_head: int = 0) -> NDArray[np.uint64]:
+    found: NDArray[np.uint64] = KvFolder(layers, first_head).folds(blocks).numpy().view(np.uint64)
+    return found
+
+
 def raw_bytes(kv: torch.Tensor) -> NDArray[np.uint8]:
     found: NDArray[np.uint8] = kv.contiguous().view(torch.uint8).numpy()
     return found
@@ -33,18 +40,18 @@ def test_the_device_folds_as_the_reference_does(seed: int, dtype: torch.dtype, s
     """Goal: one definition. Method: random bytes of every dtype that KV has; torch against numpy, in any order."""
     kv = kv_of(seed, shape, dtype)
     blocks = np.random.default_rng(seed).integers(0, shape[0], 6).tolist()
-    assert KvFolder([kv]).folds(blocks).tolist() == fold_reference(raw_bytes(kv)[blocks]).tolist()
+    assert folds([kv], blocks).tolist() == fold_reference(raw_bytes(kv)[blocks]).tolist()
 
 
 @given(seeds, st.sampled_from(DTYPES), st.data())
 def test_one_word_that_differs_is_always_seen(seed: int, dtype: torch.dtype, data: st.DataObject) -> None:
     """Goal: a fold is a permutation of each word. Method: change any bits of one word; that block's fold differs."""
     kv = kv_of(seed, (3, 2, 4, 16), dtype)
-    before = KvFolder([kv]).folds([0, 1, 2])
+    before = folds([kv], [0, 1, 2])
     words = kv.view(torch.int64).view(3, -1)
     word = data.draw(st.integers(0, words.shape[1] - 1))
     words[1, word] ^= data.draw(st.integers(-(2**63), 2**63 - 1).filter(bool))
-    after = KvFolder([kv]).folds([0, 1, 2])
+    after = folds([kv], [0, 1, 2])
     assert (before != after).tolist() == [False, True, False]
 
 
@@ -65,7 +72,7 @@ def test_the_layout_in_memory_does_not_matter(seed: int) -> None:
     kv = kv_of(seed, (4, 2, 8, 16), torch.bfloat16)
     tokens_first = kv.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3)
     assert not tokens_first.is_contiguous()
-    assert KvFolder([kv]).folds([3, 0]).tolist() == KvFolder([tokens_first]).folds([3, 0]).tolist()
+    assert folds([kv], [3, 0]).tolist() == folds([tokens_first], [3, 0]).tolist()
 
 
 @given(seeds, st.sampled_from([(1, 7), (4, 4), (2, 3, 3)]))
@@ -74,18 +81,18 @@ def test_folds_of_ranks_add_up(seed: int, split: tuple[int, ...]) -> None:
     heads = sum(split)
     kv = kv_of(seed, (3, heads, 4, 16), torch.bfloat16)
     firsts = np.cumsum([0, *split[:-1]]).tolist()
-    parts = [KvFolder([kv[:, f : f + n]], first_head=f).folds([0, 1, 2]) for f, n in zip(firsts, split, strict=True)]
-    assert np.sum(parts, axis=0, dtype=np.uint64).tolist() == KvFolder([kv]).folds([0, 1, 2]).tolist()
+    parts = [folds([kv[:, f : f + n]], [0, 1, 2], first_head=f) for f, n in zip(firsts, split, strict=True)]
+    assert np.sum(parts, axis=0, dtype=np.uint64).tolist() == folds([kv], [0, 1, 2]).tolist()
 
 
 @given(seeds)
 def test_of_several_layers_each_counts(seed: int) -> None:
     """Goal: of 8-bit KV all layers are folded, and none stands for another. Method: change one; swap two."""
     first, second = (kv_of(seed + i, (2, 1, 4, 16), torch.float8_e4m3fn) for i in (0, 1))
-    both = KvFolder([first, second]).folds([0, 1]).tolist()
-    assert KvFolder([second, first]).folds([0, 1]).tolist() != both
+    both = folds([first, second], [0, 1]).tolist()
+    assert folds([second, first], [0, 1]).tolist() != both
     first.view(torch.uint8)[1, 0, 3, 5] ^= 1
-    assert [a == b for a, b in zip(KvFolder([first, second]).folds([0, 1]).tolist(), both, strict=True)] == [
+    assert [a == b for a, b in zip(folds([first, second], [0, 1]).tolist(), both, strict=True)] == [
         True,
         False,
     ]
@@ -94,10 +101,10 @@ def test_of_several_layers_each_counts(seed: int) -> None:
 def test_a_large_batch_is_folded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: the copy of KV has a limit. Method: a limit of three blocks for ten; the folds are those without it."""
     kv = kv_of(3, (10, 2, 4, 16), torch.float32)
-    whole = KvFolder([kv]).folds(range(10)).tolist()
+    whole = folds([kv], range(10)).tolist()
     monkeypatch.setattr("kvroute.connector.witness.GATHER_NBYTES_MAX", 3 * KvFolder([kv]).block_nbytes)
-    assert KvFolder([kv]).folds(range(10)).tolist() == whole
-    assert KvFolder([kv]).folds([]).tolist() == []
+    assert folds([kv], range(10)).tolist() == whole
+    assert folds([kv], []).tolist() == []
 
 
 @pytest.mark.parametrize("shape", [(4,), (0, 3, 8), (4, 1, 3)])
@@ -120,7 +127,7 @@ def test_a_change_is_seen_in_every_later_block(seed: int, n: int, data: st.DataO
 
     def witnesses() -> list[int]:
         found = [ROOT]
-        for fold in KvFolder([kv]).folds(range(n)).tolist():
+        for fold in folds([kv], range(n)).tolist():
             found.append(chained(found[-1], fold))
         return found[1:]
 

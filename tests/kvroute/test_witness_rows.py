@@ -40,8 +40,14 @@ class Worker:
         self.rows.write_step(
             slots, {SPEC.name: rng.permuted(np.tile(np.arange(8), (slots.size, 2, 1)), axis=2)[..., :2]}
         )
-        self.witness.name([Run(before, blocks)])
+        self.name([Run(before, blocks)])
         return self.rows.persist(self.keys(blocks), lives)
+
+    def name(self, runs: list[Run]) -> None:
+        self.witness.name(runs, self.witness.look(runs))
+
+    def refused(self, runs: list[Run]) -> list[int]:
+        return self.witness.refused(runs, self.witness.look(runs))
 
     def keys(self, blocks: list[int]) -> Any:
         return {self.rows.keys.adopt(bytes([i]) * 32): block for i, block in enumerate(blocks)}
@@ -51,7 +57,7 @@ class Worker:
         lives = self.rows.renew(blocks)
         self.rows.restore(self.keys(blocks), lives)
         self.kv[blocks] = kv
-        self.witness.refused([Run(-1, blocks)])
+        self.refused([Run(-1, blocks)])
         return self.rows.complete(blocks)
 
 
@@ -99,7 +105,8 @@ def test_a_witness_is_of_one_life_and_of_a_known_prefix() -> None:
     worker.rows.renew(range(POOL))
 
     def witnesses(before: int, blocks: list[int]) -> list[int]:
-        return worker.witness._take([Run(before, blocks)])[2]
+        runs = [Run(before, blocks)]
+        return worker.witness._take(runs, worker.witness.look(runs))[2]
 
     first, second = witnesses(-1, [0, 1])
     assert witnesses(0, [2]) == [second]
@@ -113,8 +120,8 @@ def test_what_has_no_rows_is_not_refused() -> None:
     """Goal: a miss is a miss, no mismatch. Method: KV is loaded for which the store has no rows."""
     worker = Worker(open_store("memory:"))
     worker.rows.renew([2])
-    assert worker.witness.refused([Run(-1, [2])]) == []
-    assert worker.witness.refused([]) == []
+    assert worker.refused([Run(-1, [2])]) == []
+    assert worker.refused([]) == []
     worker.rows.close()
 
 
@@ -129,7 +136,7 @@ def test_a_block_that_is_given_out_again_is_another_prefix(seed: int) -> None:
     kv = first.kv[[0, 1]].clone()
     first.rows.renew([0])
     first.rows.renew([1])
-    first.witness.name([Run(0, [1])])
+    first.name([Run(0, [1])])
     assert second.load([6, 7], kv).all()
     assert all(kept.values())
     first.rows.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from vllm import SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from kvroute.connector import worker
 from kvroute.integrations.vllm import routes, unseen
 from kvroute.rollout import open_rollouts
 
@@ -45,7 +47,7 @@ class Done:
 
 @pytest.fixture(scope="module", autouse=True)
 def ahead() -> Iterator[None]:
-    """Every engine here schedules ahead."""
+    """Every engine here schedules ahead, and writes rows behind its steps, as beside a device."""
     decide = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
 
     def forced(cls: type, config: Any) -> None:
@@ -57,6 +59,7 @@ def ahead() -> Iterator[None]:
         for name in ("Event", "Stream", "current_stream"):
             patch.setattr(torch.cuda, name, Done)
         patch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        patch.setattr(worker, "WorkerRows", partial(worker.WorkerRows, late=True))
         yield
 
 

@@ -96,7 +96,7 @@ def test_a_row_that_was_not_captured_is_missing_where_its_kv_arrives(
     first = start(engine, model("qwen3_moe"), tmp_path / "kv", num_gpu_blocks_override=16, max_model_len=256)
     for prompt in prompts(43, *[150] * 5):
         first.assert_right(first.ask([prompt]))
-    first.kept._write = lambda *_: None
+    first.kept._put = first.kept._write = lambda *_: None
     first.ask([ASKED[0]])
     second = start(engine, model("qwen3_moe"), tmp_path / "kv")
     (found,) = second.ask([ASKED[0]])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engines import BLOCK, Engine, Verdict, judge, prompts
 from vllm import SamplingParams
 
@@ -106,7 +107,7 @@ def test_rows_that_were_lost_are_missing(qwen: Engine) -> None:
 
     def forgets(tokens: int) -> Any:
         if next(steps) in (0, 5):
-            kept[1] = None
+            kept.pop(1)
         return take(tokens)
 
     qwen.kept.ids.take = forgets
@@ -125,7 +126,7 @@ def test_ids_that_no_router_chooses_are_missing(qwen: Engine) -> None:
 
     def zeros(tokens: int) -> Any:
         ids = take(tokens)
-        return np.zeros_like(ids) if next(steps) == 0 else ids
+        return torch.zeros_like(ids) if next(steps) == 0 else ids
 
     qwen.kept.ids.take = zeros
     try:

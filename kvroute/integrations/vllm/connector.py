@@ -39,15 +39,14 @@ class RowsWithKV(Base):  # type: ignore[misc]
         from kvroute.connector.worker import part_of
 
         group, divided = get_tp_group(), not self._vllm_config.model_config.use_mla
-        self._rank = part_of(self._engine, kv_caches, group.cpu_group, divided=divided)
+        self._rank = part_of(self._engine, kv_caches, group.device_group, divided=divided)
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
             self._bind(self._rank.ids)
 
     def _bind(self, ids: Any) -> None:
         """Hook the router of each layer; a draft model's are others."""
-        wanted: tuple[int, ...] = self._engine.spec.attrs["layer_ids"]
-        bound: dict[int, str] = {}
+        wanted, bound = self._engine.spec.attrs["layer_ids"], dict[Any, str]()
         for name, module in self._vllm_config.compilation_config.static_forward_context.items():
             layer, router = getattr(module, "layer_id", None), getattr(module, "router", None)
             if layer not in wanted or not hasattr(router, "set_capture_fn") or "draft" in name:
@@ -61,8 +60,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> Any:
         inner = super().get_handshake_metadata()
-        rows = self._worker_rows
-        return Handshake(inner, rows.region if rows else None) if rows or inner is not None else None
+        return self._worker_rows.handshake(inner) if self._worker_rows else inner and Handshake(inner)
 
     def bind_connector_metadata(self, connector_metadata: StepMeta) -> None:
         inner = connector_metadata.inner
@@ -75,9 +73,11 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
-        slots = forward_context.slot_mapping
-        if self._worker_rows and slots and isinstance(slots, dict):
-            self._worker_rows.slots = next(iter(slots.values()))
+        slots, rows = forward_context.slot_mapping, self._worker_rows
+        if rows and slots and isinstance(slots, dict):
+            rows.slots = next(iter(slots.values()))
+        elif rows and isinstance(layers := kwargs.get("attn_metadata"), dict):  # of a pass in one graph: no layer calls
+            rows.slots = getattr(next(iter(layers.values()), None), "slot_mapping", None)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
@@ -110,7 +110,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
     # ---------------------------------------------------------------- in the scheduler's process
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Handshake]) -> None:
-        self._scheduler_rows.attach(next(each.region for each in metadata.values() if each.region))
+        self._scheduler_rows.attach(next(each for each in metadata.values() if each.region))
         if inner := {rank: each.inner for rank, each in metadata.items() if each.inner is not None}:
             super().set_xfer_handshake_metadata_pp_aware(inner)
 

@@ -1,0 +1,143 @@
+"""Small models for vLLM on a GPU with the pass that judges their rows, and the shape of a large one without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from bench.vllm_model import unpacked
+
+EXPERTS, TOP_K, VOCABULARY = 16, 4, 512
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_experts_per_tok": TOP_K,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+LATENT: dict[str, Any] = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+
+
+def build(directory: Path, family: str, dtype: torch.dtype) -> None:
+    """A Qwen3-MoE or a DeepSeek-V3 of seeded weights, whose routers' choices are wide apart."""
+    torch.manual_seed(0)
+    model: Any
+    if family == "qwen3":
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": EXPERTS}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **heads))
+    else:
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**COMMON, **LATENT))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight.fill_(1.0 if "norm" in name else 0.0)
+            else:
+                weight.normal_(0, 0.3 if name.endswith("gate.weight") else 0.05)
+    model.to(dtype).save_pretrained(directory)
+
+
+def shape(directory: Path, layers: int) -> None:
+    """The configuration of a model of Qwen3-30B-A3B's shape, with so many layers: 0.63 B weights each."""
+    Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    ).save_pretrained(directory)
+
+
+class Judge:
+    """A float32 pass of the same weights by transformers, over the tokens of prompt and answer."""
+
+    def __init__(self, directory: Path, close: float, device: str = "cuda") -> None:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._model, self._close, self._device = model.to(device).eval(), close, device
+        self._logits: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self._model.model.layers):
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.register_forward_hook(lambda m, a, _o, i=index: self._keep(i, m, a[0]))
+
+    def _keep(self, layer: int, gate: Any, hidden: torch.Tensor) -> None:
+        flat = hidden.reshape(-1, hidden.shape[-1]).float()
+        self._logits[layer] = torch.nn.functional.linear(flat, gate.weight.float())
+
+    def judge(self, tokens: Sequence[int], rows: Mapping[str, Any] | None) -> NDArray[np.int64]:
+        """How many of the rows that are due are right, missing, wrong, and others where a choice was close.
+
+        Close is a row before which, in any layer, the logits of the last expert chosen and the first one not chosen are
+        less apart than ``close``: rounding may have decided it.
+        """
+        due = len(tokens) - 1
+        if rows is None:
+            return np.array([0, due, 0, 0])
+        ids, valid = unpacked(rows["ids"])[:due].astype(np.int64), unpacked(rows["valid"])[:due]
+        order, apart = self.choices(tokens)
+        wanted = np.sort(order[: len(ids), : ids.shape[1]], -1)  # the last layer may be left out
+        same, close = (wanted == np.sort(ids, -1)).all((1, 2)), apart[: len(ids)] < self._close
+        missing = due - len(ids) + (~valid).sum()
+        others = ~same & valid
+        return np.array([(same & valid).sum(), missing, (others & ~close).sum(), (others & close).sum()])
+
+    def choices(self, tokens: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The experts chosen ``[tokens, layers, top_k]``, and by how much, in the closest layer ``[tokens]``."""
+        with torch.no_grad():
+            self._model(torch.tensor([list(tokens)], device=self._device))
+        logits, order = torch.stack([self._logits[i] for i in sorted(self._logits)], 1).sort(-1, descending=True)
+        apart = (logits[..., TOP_K - 1] - logits[..., TOP_K]).amin(1)
+        return order[..., :TOP_K].cpu().numpy(), apart.cpu().numpy()
+
+    def cut(self) -> None:
+        """From here on the experts multiply as TF32 does: 13 bits of each weight and each input are cut off."""
+        for layer in self._model.model.layers:
+            for weight in layer.mlp.experts.parameters():
+                weight.data = _cut(weight.data)
+            layer.mlp.experts.register_forward_pre_hook(lambda _m, given: (_cut(given[0]), *given[1:]))
+
+
+def _cut(values: torch.Tensor) -> torch.Tensor:
+    return (values.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+__all__ = ["VOCABULARY", "Judge", "build", "shape"]

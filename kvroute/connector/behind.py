@@ -1,0 +1,58 @@
+"""A thread that does what waits for a device, so that nobody who launches has to wait."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Final
+
+logger = logging.getLogger(__name__)
+
+PENDING_MAX: Final = 16
+"""What is under way at most; :meth:`Behind.put` waits for room."""
+
+
+class Behind:
+    """Does calls one by one, in the order in which they were put, on a thread of its own.
+
+    What a call raises is logged and given to ``on_failure``, on that thread; the next call is done.
+    """
+
+    def __init__(self, on_failure: Callable[[Exception], None]) -> None:
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(PENDING_MAX)
+        self._on_failure = on_failure
+        self._thread = threading.Thread(target=self._run, name="kvroute-behind", daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Do this when all that was put before is done."""
+        self._calls.put(call)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until all that was put is done; whether it is."""
+        done = threading.Event()
+        try:
+            self._calls.put(done.set, timeout=timeout_s)
+        except queue.Full:
+            return False
+        return done.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """:meth:`settle`, and end the thread. It ends with the process where a device never comes to an end."""
+        if settled := self.settle(timeout_s):
+            self._calls.put(None)
+            self._thread.join(timeout_s)
+        return settled
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception as error:  # there is nobody to raise it to
+                logger.exception("rows of a step are lost")
+                self._on_failure(error)
+
+
+__all__ = ["Behind"]

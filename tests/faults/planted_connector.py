@@ -1,0 +1,100 @@
+"""Faults of a KV connector that keeps rows with the KV; see :mod:`planted`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from planted import Fault
+
+IDS = "tests/kvroute/test_step_ids.py::"
+PAGES = "tests/kvroute/test_pages.py::"
+ENDS = "tests/kvroute/test_connector.py::"
+LATE = "tests/kvroute/test_connector_late.py::"
+
+
+def _fault(name: str, file: str, before: str, after: str, where: str, claim: str) -> Fault:
+    return Fault(name, file, before, after, where + claim, claim, "kvroute")
+
+
+_ids = partial(_fault, file="capture/step_ids.py", where=IDS)
+
+CONNECTOR_FAULTS = [
+    _ids(
+        "ids of the pass before stay on the device",
+        before="            self._buffer.fill_(NOTHING)\n",
+        after="            pass\n",
+        claim="test_a_layer_that_nobody_recorded_is_seen",
+    ),
+    _ids(
+        "half a pass before a step is half of its own",
+        before='is nobody\'s."""\n        self._forget()\n',
+        after='is nobody\'s."""\n',
+        claim="test_what_was_called_before_a_step_is_not_of_it",
+    ),
+    _ids(
+        "layers that share memory are taken",
+        before="if len(set(map(torch.Tensor.data_ptr, found))) != len(found):",
+        after="if not found:",
+        claim="test_routers_that_share_memory_are_refused",
+    ),
+    _fault(
+        "padding takes the place of a row in a page",
+        "connector/pages.py",
+        "torch.where(real.any(), rows, self.cache[blocks, 0, offsets])",
+        "rows",
+        PAGES,
+        "test_padding_and_ids_that_are_none_leave_no_row",
+    ),
+    _fault(
+        "an id that is none goes into a page",
+        "connector/pages.py",
+        'good = ((flat >= 0) & (flat < spec.attrs["num_experts"])).all(1)',
+        "good = flat.sum(1) < 1 << 40",
+        PAGES,
+        "test_padding_and_ids_that_are_none_leave_no_row",
+    ),
+    _fault(
+        "an answer does not wait for a late device",
+        "connector/scheduler.py",
+        "            if over or rows.valid[-1]:\n",
+        "            if True:\n",
+        LATE,
+        "test_a_request_that_is_done_has_the_rows_of_a_device_that_is_late",
+    ),
+    _fault(
+        "rows of a store are there before they are compared",
+        "connector/worker.py",
+        "        self._compare(come)  # before the rows of the step: who sees those believes what is before them\n"
+        "        if slots is not None or step.tokens:\n"
+        "            self._write(slots, ids, step.tokens, touched)\n",
+        "        if slots is not None or step.tokens:\n"
+        "            self._write(slots, ids, step.tokens, touched)\n"
+        "        self._compare(come)\n",
+        LATE,
+        "test_rows_of_a_store_are_compared_before_anybody_believes_them",
+    ),
+    _fault(
+        "what a step left half done is readable",
+        "connector/worker.py",
+        "        self._lost = error\n        self.blocks.forget()\n",
+        "        self._lost = error\n",
+        LATE,
+        "test_a_step_whose_host_part_fails_leaves_no_row",
+    ),
+    _fault(
+        "rows that were computed from KV that did not come are kept",
+        "connector/worker.py",
+        "keep &= ~np.isin(slots // self.engine.tokens, without)",
+        "pass",
+        ENDS,
+        "test_what_was_computed_from_kv_that_did_not_come_is_computed_again",
+    ),
+    _fault(
+        "rows of other KV are believed",
+        "connector/witness.py",
+        "            self._rows.forget(wrong)\n",
+        "            pass\n",
+        ENDS,
+        "test_another_engine_gets_the_rows_of_the_kv_that_it_loads",
+    ),
+]

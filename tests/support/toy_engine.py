@@ -1,0 +1,210 @@
+"""A small paged engine with both ends of a connector, whose rows are a function of the tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cache_manager.keys import Namespace
+from cache_manager.spec import RecordLayout
+from kvroute.connector import Engine, SchedulerRows, Settings
+from kvroute.connector.pages import page_name, token_nbytes
+from kvroute.connector.witness import KvFolder, OtherRank, witnessing
+from kvroute.connector.worker import WorkerRows
+from kvroute.routes import Routes
+from kvroute.routing import routing_spec
+
+TOKENS, EXPERTS, TOP_K = 4, 8, 2
+
+
+def _seed(tokens: Sequence[int]) -> np.random.Generator:
+    return np.random.default_rng(list(hashlib.blake2b(bytes(tokens), digest_size=8).digest()))
+
+
+def row_of(tokens: Sequence[int]) -> NDArray[np.int64]:
+    """What the routers choose for the last of ``tokens``: ``[layers, top_k]``."""
+    return np.stack([_seed(tokens).permutation(EXPERTS)[:TOP_K], _seed([*tokens, 1]).permutation(EXPERTS)[:TOP_K]])
+
+
+class Asked:
+    """A request, under the names that the connector asks for."""
+
+    def __init__(self, name: str, tokens: Sequence[int]) -> None:
+        self.request_id, self.tokens, self.num_computed_tokens = name, tokens, 0
+        ends = range(TOKENS, len(tokens) + 1, TOKENS)
+        self.block_hashes = [hashlib.sha256(bytes(tokens[:end])).digest() for end in ends]
+
+
+class Sum:
+    """Of what two ranks have, each in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._parts = [torch.zeros(0, dtype=torch.int64)] * 2
+        self._met = threading.Barrier(2, timeout=60)
+
+    def add(self, rank: int, part: torch.Tensor) -> None:
+        self._parts[rank] = part.clone()
+        self._met.wait()
+        part.copy_(self._parts[0] + self._parts[1])
+        self._met.wait()
+
+
+class Toy:
+    """A paged engine for one request at a time: a prefix cache over ``blocks`` blocks, and KV that others may have.
+
+    It loads in a step or, if ``later``, beside one. Of several ``ranks`` each has one head; the first has the rows. If
+    ``late``, what steps leave to the host is done behind them, as beside a device.
+    """
+
+    def __init__(
+        self,
+        kept: dict[bytes, Any] | None = None,
+        pages: bool = False,
+        layers: int = 2,
+        blocks: int = 9,
+        later: bool = False,
+        ranks: int = 1,
+        late: bool = False,
+        **said: Any,
+    ) -> None:
+        self.kept, self.later = kept, later  # KV outside, by hash of its block, in all layers
+        spec = routing_spec(EXPERTS, TOP_K, range(layers), num_layers=layers, block_tokens=TOKENS)
+        self.layers = range(layers)
+        self.kv = {f"layers.{i}": torch.zeros(blocks, ranks, TOKENS, 8) for i in self.layers}
+        mine, others = ({name: kv[:, i : i + 1] for name, kv in self.kv.items()} for i in (0, 1))
+        if pages:
+            self.kv[page_name(spec)] = torch.zeros(blocks, 1, TOKENS, token_nbytes(spec), dtype=torch.uint8)
+            mine[page_name(spec)] = self.kv[page_name(spec)]
+        settings = Settings.of({"strict": True, "weights": "m", **said})
+        engine = Engine(
+            settings,
+            RecordLayout((spec,)),
+            Namespace("m", 1),
+            blocks=blocks,
+            max_tokens=64,
+            gate=not pages,
+            pages=pages,
+            witness=settings.witness if settings.store else "off",
+        )
+        added = Sum()
+        self.worker = WorkerRows(engine, mine, partial(added.add, 0) if ranks > 1 else None, late=late)
+        self.other_rank: OtherRank | None = None
+        if ranks > 1:
+            self.other_rank = OtherRank(KvFolder(witnessing(others, self.layers), 1, partial(added.add, 1)))
+        self.threads = ThreadPoolExecutor(1)
+        self.scheduler = SchedulerRows(engine)
+        self.scheduler.attach(self.worker.handshake())
+        self.scheduler.blocks_of = lambda _name, first, last: self.table[first:last]
+        self.hooks = [self.worker.ids.hook(layer) for layer in self.layers]
+        self.free, self.cached = list(range(blocks)), dict[bytes, int]()
+        self.table: list[int] = []
+        self.fails: set[int] = set()  # places in the request of blocks whose load fails
+        self.loses: set[int] = set()  # positions at which the router's ids are not ones
+        self.loaded = 0
+
+    def ask(self, name: str, tokens: Sequence[int], chunks: Sequence[int] = (64,)) -> dict[str, Any]:
+        """Compute ``tokens`` in steps of so many tokens; what goes to the client."""
+        request, hashes = Asked(name, tokens), Asked(name, tokens).block_hashes
+        most = (len(tokens) - 1) // TOKENS  # the last token is always computed
+        local = next((i for i, each in enumerate(hashes[:most]) if each not in self.cached), most)
+        kept = self.kept if self.kept is not None else {}
+        there = next((i for i, each in enumerate(hashes[local:most]) if each not in kept), most - local)
+        taken = self.scheduler.matched(request, local * TOKENS, there * TOKENS, later=self.later)
+        self.table = [self.cached[each] for each in hashes[:local]]
+        for block in self.table:
+            self.free.remove(block)
+        given = [self.free.pop(0) for _ in range(-(-len(tokens) // TOKENS) - local)]
+        self.cached = {each: block for each, block in self.cached.items() if block not in given}
+        self.table += given
+        self.scheduler.given(given)
+        self.scheduler.admitted(request, self.table, taken)
+        request.num_computed_tokens, self.loaded = local * TOKENS + taken, taken
+        loading, sizes = range(local, local + taken // TOKENS), [*chunks]
+        if self.later and taken:
+            failed = self._step(request, 0, loading)
+            self.scheduler.loaded(name)
+            self.scheduler.admitted(request, self.table, 0)
+            request.num_computed_tokens, loading = (
+                (local * TOKENS + taken if failed is None else failed * TOKENS),
+                range(0),
+            )
+        while request.num_computed_tokens < len(tokens):
+            n = min(sizes.pop(0) if sizes else len(tokens), len(tokens) - request.num_computed_tokens)
+            failed = self._step(request, n, loading)
+            request.num_computed_tokens = failed * TOKENS if failed is not None else request.num_computed_tokens + n
+            loading = range(0)
+        self.scheduler.forget(name)
+        told = self.scheduler.finished(name, self.table, len(tokens))
+        self.free += self.table
+        self.cached |= dict(zip(hashes, self.table, strict=False))
+        return {"kv_transfer_params": told}
+
+    def _step(self, request: Asked, n: int, loading: range) -> int | None:
+        """Load, compute and write; the place of the first block that could not be loaded."""
+        self._on_each_rank("begin", self.scheduler.step({request.request_id: n} if n else {}))
+        for place in loading:
+            for name, page in (self.kept or {})[request.block_hashes[place]].items():
+                self.kv[name][self.table[place]] = page if place not in self.fails else 7
+        failed = {self.table[place] for place in loading if place in self.fails}
+        start = request.num_computed_tokens
+        prefixes = [request.tokens[: i + 1] for i in range(start, start + n)]
+        at = [(self.table[i // TOKENS], i % TOKENS) for i in range(start, start + n)]
+        for i, (block, offset) in enumerate(at):
+            for layer in self.layers:
+                kv = self.kv[f"layers.{layer}"]
+                kv[block, :, offset] = torch.from_numpy(_seed([*prefixes[i], layer]).normal(size=(kv.shape[1], 8)))
+        if n:
+            chosen = np.stack([row_of(prefix) for prefix in prefixes])
+            chosen[[i for i in range(n) if start + i in self.loses]] = -1
+            for layer, hook in enumerate(self.hooks):
+                hook(torch.from_numpy(chosen[:, layer].copy()))
+            self.worker.slots = torch.tensor([block * TOKENS + offset for block, offset in at])
+        self.worker.fail(failed)
+        self._on_each_rank("end")
+        assert self.worker.failures() == failed
+        if failed and n:  # computed from KV that had not come
+            self.worker.settle()
+            assert not self.worker.blocks.read("routing", self.table, start, start + n).valid.any()
+        for place in range((start + n) // TOKENS) if self.kept is not None and not failed else ():
+            pages = {name: kv[self.table[place]].clone() for name, kv in self.kv.items()}
+            self.kept.setdefault(request.block_hashes[place], pages)
+        first = min((place for place in loading if place in self.fails), default=None)
+        self.fails -= set(loading)
+        return first
+
+    def _on_each_rank(self, call: str, *given: Any) -> None:
+        other = self.threads.submit(getattr(self.other_rank, call), *given) if self.other_rank else None
+        getattr(self.worker, call)(*given)
+        if other is not None:
+            other.result(60)
+
+    def settle(self) -> None:
+        """Until the store has everything."""
+        self.worker.settle()
+        while self.worker.blocks.jobs:
+            assert self.worker.blocks.wait(30)
+            self.worker.blocks.poll()
+
+    def close(self) -> None:
+        self.threads.shutdown()
+        self.worker.settle()
+        self.scheduler.close()
+        self.worker.close()
+
+
+def judge(found: Routes, tokens: Sequence[int]) -> Counter[str]:
+    """How many rows of ``found`` are right, wrong and missing, in the layers that it has."""
+    count: Counter[str] = Counter()
+    for i in range(len(tokens)):
+        same = (found.ids[i] == row_of(tokens[: i + 1])[list(found.layer_ids)]).all()
+        count["missing" if not found.valid[i] else "right" if same else "wrong"] += 1
+    return count
