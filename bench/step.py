@@ -40,10 +40,10 @@ from bench.table import Table, machine
 from bench.timing import Sweep, Timed, nothing, take_turns
 from bench.turns import Peer
 from cache_manager.aux_blocks import AuxBlocks
-from cache_manager.block_set import Memory
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.mover import RowsMover
+from cache_manager.regions.choice import Memory
 from cache_manager.rows import Rows
 from kvroute.checks import check_ids
 from kvroute.routes import Routes

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager.block_set import BlockSet, Memory
+from cache_manager.block_set import BlockSet
 from cache_manager.checks import owner_name
 from cache_manager.errors import ConfigError
-from cache_manager.jobs import JobLimits
-from cache_manager.keys import BlockKey, Namespace
+from cache_manager.keys import BlockKey
 from cache_manager.lifecycle import State
 from cache_manager.move import Move, Pairs, split_pairs
-from cache_manager.mover import PairMover, RowsMover
-from cache_manager.ports import HitPolicy, Mover, Region, StorageBackend, TierName
+from cache_manager.ports import TierName
 from cache_manager.records import Claim, Export
-from cache_manager.spec import AuxBlockDataSpec
-from cache_manager.step import Step
-from cache_manager.storage.records import RecordStore
-from cache_manager.store_jobs import Archive
 from cache_manager.table import Blocks, BlockTable
-
-Slots = NDArray[Any] | Sequence[int]
 
 
 class AuxBlocks(BlockSet):
@@ -42,48 +33,6 @@ class AuxBlocks(BlockSet):
 
     Methods that take blocks succeed for all of them or raise and change nothing.
     """
-
-    def __init__(
-        self,
-        specs: Sequence[AuxBlockDataSpec],
-        *,
-        device_blocks: int,
-        namespace: Namespace,
-        host_blocks: int = 0,
-        store: StorageBackend | None = None,
-        kv: Mover | None = None,
-        policy: HitPolicy = "gate",
-        mover: Callable[[Region, Region | None], Mover] | None = None,
-        required: Sequence[str] | None = None,
-        memory: Memory = "heap",
-        steps_max: int = 64,
-        jobs: JobLimits | None = None,
-    ) -> None:
-        if mover is not None and (store is not None or kv is not None):
-            raise ConfigError("mover", "a mover, or a store and the KV's mover", "both")
-        if policy not in ("gate", "mask"):
-            raise ConfigError("policy", "'gate' or 'mask'", repr(policy))
-        super().__init__(
-            specs,
-            device_blocks=device_blocks,
-            host_blocks=host_blocks,
-            namespace=namespace,
-            required=required,
-            memory=memory,
-            steps_max=steps_max,
-            jobs=jobs,
-        )
-        self.policy: HitPolicy = policy
-        device, host = self._device, self._host_region()
-        try:
-            records = None if store is None else RecordStore(store, self.layout)
-            self._mover = mover(device.region, host) if mover else RowsMover(device.region, host, records)
-            if kv is not None:
-                self._mover = PairMover(self._mover, kv, policy, self.layout, self._required)
-        except BaseException:
-            self._give_back()
-            raise
-        self._archive = Archive(device, self._books, self._runner, self._required, self._mover, policy)
 
     @property
     def has_store(self) -> bool:
@@ -152,21 +101,6 @@ class AuxBlocks(BlockSet):
         with self._lock:
             table = self._table(tier)
             table.evict(table.ids(blocks))
-
-    # ---------------------------------------------------------------- writing
-
-    def begin_step(self, slots: Slots, *, in_place: bool = False) -> Step:
-        """Begin a forward pass that writes rows at ``slots``: ``block * block_tokens + offset``; -1 is padding.
-
-        Rows at these slots are unreadable until the step commits. Steps may overlap in time; of two that write one
-        slot, the later one counts. With ``in_place`` a device writes the rows into the host buffer by itself: see
-        :mod:`cache_manager.step` for what nobody may do with the blocks meanwhile. Raises :class:`SlotError` for slots
-        outside the pool or given twice, :class:`BlockStateError` for a block that nobody holds.
-        """
-        return Step(self._device, self._books, slots, steps_max=self._steps_max, in_place=in_place)
-
-    step = begin_step
-    """For a ``with`` statement: leaving commits, an exception commits nothing."""
 
     # ---------------------------------------------------------------- moving
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, Self, TypeVar, get_args
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,24 +13,22 @@ from numpy.typing import NDArray
 from cache_manager.books import AuxCounters, Books
 from cache_manager.checks import count_in_range
 from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, SpecError
-from cache_manager.jobs import Job, JobLimits, JobRunner
+from cache_manager.jobs import AnyJob, JobLimits, JobRunner
 from cache_manager.keys import BlockKey, KeyChain, Namespace
-from cache_manager.memory import check_region
 from cache_manager.move import Move
-from cache_manager.ports import Mover, RecordCounters, Region, TierName
+from cache_manager.mover import PairMover, RowsMover
+from cache_manager.ports import HitPolicy, Mover, RecordCounters, Region, StorageBackend, TierName
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.records import Claim, Export, bind_origin, install_record, read_rows
-from cache_manager.regions.heap import HeapRegion
-from cache_manager.regions.shared import SharedRegion
+from cache_manager.regions.choice import Memory, region_in
 from cache_manager.rows import Rows
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Step
+from cache_manager.storage.records import RecordStore
 from cache_manager.store_jobs import Archive, PersistJob, RestoreJob
 from cache_manager.table import Blocks, BlockTable, Ints
 
 _T = TypeVar("_T")
-Memory = Literal["heap", "shared"] | Mapping[TierName, Region]
-"""Where rows lie: this process's memory, SharedMemory that others may attach, or regions that the embedder made."""
 
 
 class BlockSet:
@@ -41,22 +39,28 @@ class BlockSet:
     or written, nor while rows are gathered or moved: those are protected by the blocks' states and generations.
     """
 
-    _mover: Mover
-    _archive: Archive
+    _by_engine: ClassVar = False  # whether an engine owns the blocks
 
     def __init__(
         self,
         specs: Sequence[AuxBlockDataSpec],
         *,
         device_blocks: int,
-        host_blocks: int,
         namespace: Namespace,
-        required: Sequence[str] | None,
-        memory: Memory,
-        steps_max: int,
-        jobs: JobLimits | None,
-        owned_by_engine: bool = False,
+        host_blocks: int = 0,
+        store: StorageBackend | None = None,
+        kv: Mover | None = None,
+        policy: HitPolicy = "gate",
+        mover: Callable[[Region, Region | None], Mover] | None = None,
+        required: Sequence[str] | None = None,
+        memory: Memory = "heap",
+        steps_max: int = 64,
+        jobs: JobLimits | None = None,
     ) -> None:
+        if mover is not None and (store is not None or kv is not None):
+            raise ConfigError("mover", "a mover, or a store and the KV's mover", "both")
+        if policy not in ("gate", "mask"):
+            raise ConfigError("policy", "'gate' or 'mask'", repr(policy))
         if isinstance(specs, AuxBlockDataSpec):
             raise SpecError("specs", "a sequence of AuxBlockDataSpec", "a single one")
         self.layout = RecordLayout(tuple(specs))
@@ -64,23 +68,33 @@ class BlockSet:
         if not names:
             raise ConfigError("required", "at least one spec's name", "none")
         self._required = tuple(self.layout.index(name) for name in names)
-        self._steps_max = count_in_range(steps_max, "steps_max", 1)
+        self._steps_max, self._drop_bad = count_in_range(steps_max, "steps_max", 1), False
         self._books = Books(KeyChain(namespace, self.layout))
         self._lock = self._books.guard
-        self._runner = JobRunner(jobs or JobLimits())
+        self.job_limits = jobs or JobLimits()
+        self._runner = JobRunner(self.job_limits)
         self._closed = False
         self._lent = isinstance(memory, Mapping)  # the embedder's own regions, which stay the embedder's to close
         self._tables: dict[TierName, BlockTable] = {}
-        sizes = {"device": count_in_range(device_blocks, "device_blocks", 1)}
-        sizes["host"] = count_in_range(host_blocks, "host_blocks", 0)
+        self.block_tokens = self.layout.block_tokens
+        self.device_blocks = count_in_range(device_blocks, "device_blocks", 1)
+        self.host_blocks = count_in_range(host_blocks, "host_blocks", 0)
+        sizes: dict[TierName, int] = {"device": self.device_blocks, "host": self.host_blocks}
         try:
-            for tier in get_args(TierName):
-                if blocks := sizes[tier]:
-                    region = _region(self.layout, namespace, tier, blocks, memory)
-                    self._tables[tier] = BlockTable(tier, region, owned_by_engine=owned_by_engine)
+            for tier, blocks in sizes.items():
+                if blocks:
+                    region = region_in(memory, self.layout, blocks, tier, namespace)
+                    self._tables[tier] = BlockTable(tier, region, owned_by_engine=self._by_engine)
+            device, host = self._device, self._tables["host"].region if self.host_blocks else None
+            records = None if store is None else RecordStore(store, self.layout)
+            self._mover = mover(device.region, host) if mover else RowsMover(device.region, host, records)
+            if kv is not None:
+                self._mover = PairMover(self._mover, kv, policy, self.layout, self._required)
         except BaseException:
             self._give_back()
             raise
+        self.policy: HitPolicy = policy
+        self._archive = Archive(device, self._books, self._runner, self._required, self._mover, policy)
 
     @property
     def _open(self) -> dict[TierName, BlockTable]:
@@ -101,9 +115,6 @@ class BlockSet:
             raise InvalidInputError("tier", "host_blocks > 0 for the host tier", 0)
         raise InvalidInputError("tier", "'device' or 'host'", repr(tier))
 
-    def _host_region(self) -> Region | None:
-        return self._tables["host"].region if "host" in self._tables else None
-
     # ---------------------------------------------------------------- what it is
 
     @property
@@ -114,18 +125,6 @@ class BlockSet:
     def keys(self) -> KeyChain:
         """Derives block keys in the current namespace; take it anew after :meth:`reset`."""
         return self._books.keys
-
-    @property
-    def block_tokens(self) -> int:
-        return self.layout.block_tokens
-
-    @property
-    def device_blocks(self) -> int:
-        return self._device.blocks
-
-    @property
-    def host_blocks(self) -> int:
-        return host.blocks if (host := self._open.get("host")) else 0
 
     @property
     def counters(self) -> AuxCounters:
@@ -175,21 +174,34 @@ class BlockSet:
             return [move for handle in self._books.moves.values() if (move := handle())]
 
     @property
-    def job_limits(self) -> JobLimits:
-        return self._runner.limits
-
-    @property
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[AnyJob]:
         """Those that have begun and not landed, the earliest first; any of them may be cancelled."""
         return self._runner.jobs
 
-    def poll(self) -> list[Job]:
+    def poll(self) -> list[AnyJob]:
         """Land the jobs that the store has done its part of; those jobs. Waits for nothing."""
         return self._runner.poll()
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until :meth:`poll` has something to land, or no job is left; ``False`` after ``timeout_s``."""
         return self._runner.wait_any(timeout_s)
+
+    # ---------------------------------------------------------------- writing
+
+    def begin_step(self, slots: NDArray[Any] | Sequence[int], *, in_place: bool = False) -> Step:
+        """Begin a forward pass that writes rows at ``slots`` ``[T]``: ``block * block_tokens + offset``; -1 is padding.
+
+        Rows at these slots are unreadable until the step commits. Steps may overlap in time; of two that write one
+        slot, the later one counts. With ``in_place`` a device writes the rows into the host buffer by itself: see
+        :mod:`cache_manager.step` for what nobody may do with the blocks meanwhile. Raises :class:`SlotError` for slots
+        outside the pool or given twice, :class:`BlockStateError` for a block that nobody holds, ``BlockBusyError`` for
+        one step too many. Of an engine's blocks bad slots are dropped and counted, unless the set is strict.
+        """
+        table = self._device
+        return Step(table, self._books, slots, steps_max=self._steps_max, in_place=in_place, drop_bad=self._drop_bad)
+
+    step = begin_step
+    """For a ``with`` statement: leaving commits, an exception commits nothing."""
 
     # ---------------------------------------------------------------- reading
 
@@ -385,16 +397,3 @@ class BlockSet:
         with self._lock:
             for table in self._open.values():
                 table.assert_consistent()
-
-
-def _region(layout: RecordLayout, namespace: Namespace, tier: TierName, blocks: int, memory: Memory) -> Region:
-    if isinstance(memory, Mapping):
-        if tier not in memory:
-            raise ConfigError("memory", f"a region for the {tier} tier", "none")
-        check_region(memory[tier], layout, blocks)
-        return memory[tier]
-    if memory == "heap":
-        return HeapRegion(layout, blocks)
-    if memory == "shared":
-        return SharedRegion.create(layout, blocks, tier=tier, namespace=namespace.fingerprint)
-    raise ConfigError("memory", "'heap', 'shared' or regions by tier", repr(memory))

@@ -19,19 +19,18 @@ import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager.block_set import BlockSet, Memory
-from cache_manager.errors import InvalidInputError, KVRouteError
-from cache_manager.feed import FeedReader, Operation
+from cache_manager.block_set import BlockSet
+from cache_manager.checks import integers
+from cache_manager.errors import FeedGapError, InvalidInputError, KVRouteError
+from cache_manager.feed import Operation, decoded
 from cache_manager.jobs import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.lifecycle import ALLOWED, Event, State
 from cache_manager.move import MOVED, Move, Pairs, split_pairs
-from cache_manager.mover import RowsMover
 from cache_manager.ports import StorageBackend, TierName
+from cache_manager.regions.choice import Memory
 from cache_manager.spec import AuxBlockDataSpec
-from cache_manager.step import Keep, Step, write_at_once
-from cache_manager.storage.records import RecordStore
-from cache_manager.store_jobs import Archive
+from cache_manager.step import Keep
 from cache_manager.table import Blocks, BlockTable, Ints
 
 logger = logging.getLogger(__name__)
@@ -49,6 +48,8 @@ class EngineBlocks(BlockSet):
     ``bad_moves_dropped`` and ``stale_blocks`` of :attr:`counters` count them otherwise, and the first of each kind is
     logged.
     """
+
+    _by_engine = True
 
     def __init__(
         self,
@@ -69,39 +70,33 @@ class EngineBlocks(BlockSet):
             device_blocks=blocks,
             host_blocks=host_blocks,
             namespace=namespace,
+            store=store,
             required=required,
             memory=memory,
             steps_max=steps_max,
             jobs=jobs,
-            owned_by_engine=True,
         )
-        self.strict = strict
+        self.strict, self._drop_bad = strict, not strict
         self._logged: set[str] = set()
-        device = self._device
-        records = None if store is None else RecordStore(store, self.layout)
-        self._mover = RowsMover(device.region, self._host_region(), records)
-        self._archive = Archive(device, self._books, self._runner, self._required, self._mover, "gate")
-        self._feed = FeedReader()
+        self._next_batch = 0  # of the feed
 
     # ---------------------------------------------------------------- lives
 
-    def renew(self, blocks: Blocks, generations: Blocks | None = None, tier: TierName = "device") -> Ints:
+    def renew(self, blocks: Blocks, generations: Blocks | None = None) -> Ints:
         """The engine has given these blocks out: nothing in them is readable. The generations they begin, ``[n]``.
 
         ``generations`` are chosen by whoever tells readers about them, a scheduler in another process say; each must be
         larger than the one before. A block that is not of this tier, or whose generation is not larger, is dropped and
         counted: its generation is 0 in the answer, and its rows stay those of the life that was known.
         """
-        table = self._table(tier)
+        table = self._device
         if generations is None and not len(blocks):  # engines ask for room for every token, and mostly have it
             return np.empty(0, np.int64)
         with self._lock:
             ids, good = self._known(table, blocks)
             next_lives = table.generations.take(ids, mode="clip") + 1
             if generations is not None:
-                given = np.asarray(generations, np.int64)
-                if given.shape != next_lives.shape:
-                    raise InvalidInputError("generations", f"{next_lives.size}, one for each block", given.shape)
+                given = integers(generations, "generations", "one integer for each block", n=ids.size)
                 good &= (given >= next_lives) & (given < GENERATION_END)
                 next_lives = given
             good &= ALLOWED[Event.RENEW].take(table.states.take(ids, mode="clip"))
@@ -120,16 +115,6 @@ class EngineBlocks(BlockSet):
 
     # ---------------------------------------------------------------- writing
 
-    def begin_step(self, slots: NDArray[Any] | Sequence[int], *, in_place: bool = False) -> Step:
-        """Begin a forward pass that writes rows at ``slots`` ``[T]``; -1 is padding. See :class:`Step`.
-
-        A slot outside the pool, given before in this call, or of a block that was never given out is dropped and
-        counted; in a strict set it raises. Raises ``BlockBusyError`` for one step too many.
-        """
-        return Step(
-            self._device, self._books, slots, steps_max=self._steps_max, in_place=in_place, drop_bad=not self.strict
-        )
-
     def write_step(self, slots: NDArray[Any], rows: Mapping[str, StepRows], keep: Keep | None = None) -> int:
         """A whole step whose rows are here: begin, write, commit. How many tokens' rows became readable.
 
@@ -138,8 +123,6 @@ class EngineBlocks(BlockSet):
         of bookkeeping, unless strict: the step's rows are then missing, and counted.
         """
         try:
-            if keep is None and write_at_once(self._device, self._books, slots, rows):
-                return np.size(slots)
             step = self.begin_step(slots)
             with step:
                 for name, given in rows.items():
@@ -147,10 +130,7 @@ class EngineBlocks(BlockSet):
                     step.write(name, values, at)
                 return step.commit(keep)
         except KVRouteError as error:
-            if self.strict:
-                raise
-            with self._lock:
-                self._bad("bad_writes_dropped", np.size(slots), "write_step", str(error))
+            self.dropped("bad_writes_dropped", np.size(slots), "write_step", error)
             return 0
 
     def name_origins(self, blocks: Blocks, generations: Blocks, origins: NDArray[np.uint64]) -> None:
@@ -192,10 +172,7 @@ class EngineBlocks(BlockSet):
                 sources, targets, limits = self._movable(*tables, pairs, rows)
             Move(self._books, *tables, sources, targets, mover=self._mover, rows=limits, beside_steps=True).commit()
         except KVRouteError as error:
-            if self.strict:
-                raise
-            with self._lock:
-                self._bad("bad_moves_dropped", len(pairs), "move", str(error))
+            self.dropped("bad_moves_dropped", len(pairs), "move", error)
 
     def _movable(
         self, source: BlockTable, target: BlockTable, pairs: Pairs, rows: Sequence[int] | None
@@ -224,9 +201,27 @@ class EngineBlocks(BlockSet):
         """Do what a scheduler's :class:`BlockFeed` says has become of blocks, in its order; the operations done.
 
         A batch that came before is passed over and counted. Where one is missing, nobody knows what has become of any
-        block: all rows are forgotten, and counted; a strict set raises :class:`FeedGapError` after that.
+        block: all rows are forgotten, and counted; a strict set raises :class:`FeedGapError` after that. Bytes that no
+        feed has made are refused before anything is done.
         """
-        return self._feed.apply(operations, self)
+        if not operations:
+            return []
+        batch, calls = decoded(operations)
+        if batch.number < self._next_batch:
+            again = InvalidInputError("feed", f"batch {self._next_batch}", batch.number)
+            self.dropped("feed_repetitions", 1, "apply", again)
+            return []
+        missing, self._next_batch = batch.number - self._next_batch, batch.number + 1
+        if missing:
+            self.forget()
+            gap = FeedGapError(f"feed: wanted batch {batch.number - missing}, got {batch.number}")
+            self.dropped("feed_gaps", 1, "apply", gap)
+        for call in calls:
+            try:
+                call(self)
+            except KVRouteError as error:
+                self.dropped("feed_operations_failed", 1, "apply", error)
+        return batch.operations
 
     def forget(self, blocks: Blocks | None = None) -> None:
         """Nothing that was written so far is readable, in no tier; blocks stay in their lives.
@@ -241,27 +236,26 @@ class EngineBlocks(BlockSet):
             for table in self._open.values():
                 table.forget(np.arange(table.blocks))
 
-    def dropped(self, counter: str, n: int, wanted: str) -> None:
-        """So many things of a feed were dropped; they are counted, and the first of the kind is logged."""
+    def dropped(self, counter: str, n: int, call: str, error: KVRouteError, *, mistake: bool = True) -> None:
+        """So many things were dropped for ``error``: count them, and log the first of the kind; a strict set raises
+        what was somebody's ``mistake``."""
+        if self.strict and mistake:
+            raise error
         with self._lock:
-            self._drop(counter, n, "apply", wanted)
+            self._drop(counter, n, f"{call}: {error}")
 
-    def _bad(self, counter: str, bad: int | Ints, call: str, what: str) -> None:
-        """Blocks, or so many things, were dropped: count them, log the first of the kind, or raise in a strict set.
-
-        The lock is held.
-        """
-        n = bad if isinstance(bad, int) else bad.size
+    def _bad(self, counter: str, bad: Ints, call: str, wanted: str) -> None:
+        """The same for blocks, by mistake; the lock is held."""
+        error = InvalidInputError(call, wanted, f"{'block' if bad.size == 1 else 'blocks'} {named(bad)}")
         if self.strict:
-            got = f"{n} others" if isinstance(bad, int) else f"{'block' if n == 1 else 'blocks'} {named(bad)}"
-            raise InvalidInputError(call, what, got)
-        self._drop(counter, n, call, what)
+            raise error
+        self._drop(counter, bad.size, str(error))
 
-    def _drop(self, counter: str, n: int, call: str, what: str) -> None:
+    def _drop(self, counter: str, n: int, why: str) -> None:
         self._books.count(counter, n)
         if counter not in self._logged:
             self._logged.add(counter)
-            logger.warning("%s: wanted %s; %d dropped, further ones are counted as %s", call, what, n, counter)
+            logger.warning("%s; %d dropped, further ones are counted as %s", why, n, counter)
 
 
 def named(blocks: Ints) -> str:

@@ -17,13 +17,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.errors import FeedGapError, InvalidInputError, KVRouteError
+from cache_manager.errors import BlockBusyError, InvalidInputError
 from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.ports import TierName
 
 if TYPE_CHECKING:
     from cache_manager.engine_blocks import EngineBlocks
-    from cache_manager.jobs import Job
+    from cache_manager.jobs import AnyJob
 
 VERSION: Final = 1
 Ints = NDArray[np.int64]
@@ -47,7 +47,6 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
 
     blocks: bytes
     generations: bytes
-    tier: TierName = "device"
 
 
 class Copied(msgspec.Struct, frozen=True, tag="copy", array_like=True):
@@ -91,6 +90,9 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     version: int
     number: int
     operations: list[Operation]
+
+
+_DECODER: Final = msgspec.msgpack.Decoder(Batch)
 
 
 class BlockFeed:
@@ -158,45 +160,15 @@ class BlockFeed:
         return msgspec.msgpack.encode(batch)
 
 
-class FeedReader:
-    """The worker's end: which batch comes next."""
-
-    __slots__ = ("_decoder", "_next")
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._decoder = msgspec.msgpack.Decoder(Batch)
-
-    def apply(self, packed: bytes, to: EngineBlocks) -> list[Operation]:
-        """See :meth:`EngineBlocks.apply`. Bytes that no feed has made are refused before anything is done."""
-        if not packed:
-            return []
-        try:
-            batch = self._decoder.decode(packed)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise InvalidInputError("feed", "a batch of a BlockFeed", str(error)) from error
-        if batch.version != VERSION:
-            raise InvalidInputError("feed version", VERSION, batch.version)
-        calls = [_call(operation) for operation in batch.operations]
-        if batch.number < self._next:
-            if to.strict:
-                raise InvalidInputError("feed", f"batch {self._next}", batch.number)
-            to.dropped("feed_repetitions", 1, "batches of a feed in order, each once")
-            return []
-        missing, self._next = batch.number - self._next, batch.number + 1
-        if missing:
-            to.forget()
-            if to.strict:
-                raise FeedGapError(f"feed: wanted batch {batch.number - missing}, got {batch.number}")
-            to.dropped("feed_gaps", 1, "batches of a feed in order, each once")
-        for call in calls:
-            try:
-                call(to)
-            except KVRouteError:
-                if to.strict:
-                    raise
-                to.dropped("feed_operations_failed", 1, "operations that can be done")
-        return batch.operations
+def decoded(packed: bytes) -> tuple[Batch, list[Callable[[EngineBlocks], object]]]:
+    """A batch, and its operations as calls; :class:`InvalidInputError` for bytes that no feed has made."""
+    try:
+        batch = _DECODER.decode(packed)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidInputError("feed", "a batch of a BlockFeed", str(error)) from error
+    if batch.version != VERSION:
+        raise InvalidInputError("feed version", VERSION, batch.version)
+    return batch, [_call(operation) for operation in batch.operations]
 
 
 def _call(operation: Operation) -> Callable[[EngineBlocks], object]:
@@ -205,7 +177,7 @@ def _call(operation: Operation) -> Callable[[EngineBlocks], object]:
         case Renew():
             ids, given = _ints(operation.blocks), _ints(operation.generations)
             _check_each("generations", given.size, ids.size)
-            return lambda to: to.renew(ids, given, operation.tier)
+            return lambda to: to.renew(ids, given)
         case Copied():
             pairs, rows = _ints(operation.pairs), None
             if pairs.size % 2:
@@ -226,10 +198,11 @@ def _call(operation: Operation) -> Callable[[EngineBlocks], object]:
     return lambda to: _check_begun(to, to.begin_restore(blocks, lives, origins), len(blocks))
 
 
-def _check_begun(to: EngineBlocks, job: Job | None, blocks: int) -> None:
+def _check_begun(to: EngineBlocks, job: AnyJob | None, blocks: int) -> None:
     """A job for which there was no room is not begun later: nobody hears of it but by its count."""
     if job is None:
-        to.dropped("feed_blocks_refused", blocks, "room for what the store is to do")
+        full = BlockBusyError("feed", "room for what the store is to do", f"{blocks} blocks too many")
+        to.dropped("feed_blocks_refused", blocks, "apply", full, mistake=False)
 
 
 def _check_each(what: str, n: int, wanted: int) -> None:

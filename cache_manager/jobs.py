@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import compress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ from cache_manager.table import Ints
 
 if TYPE_CHECKING:
     from cache_manager.store_jobs import Archive
+
+_T = TypeVar("_T")
 
 
 class Phase(Enum):
@@ -79,7 +81,7 @@ class JobLimits:
             raise ConfigError("close_s", "a finite number of seconds, 0 or more", self.close_s)
 
 
-class Job(ABC):
+class Job(ABC, Generic[_T]):
     """What the store does for some blocks of one :class:`Archive`. Any thread may ask it, and land it by a poll.
 
     There is something to do for the ``live`` ones of ``blocks``, whose ids are ``ids [n]``. The blocks of an engine may
@@ -89,7 +91,7 @@ class Job(ABC):
     def __init__(
         self, archive: Archive, what: str, blocks: Mapping[BlockKey, int], ids: Ints, live: NDArray[np.bool_]
     ) -> None:
-        self._archive, self._wanted = archive, list(blocks)
+        self._archive, self.blocks = archive, dict(blocks)
         self._keys, self._ids = keys, ids = list(compress(blocks, live.tolist())), ids[live]
         self._generations = archive.table.generations.take(ids)
         self._mover, self._at, self._copied = archive.mover, ids, np.empty(0, np.uint8)
@@ -98,6 +100,10 @@ class Job(ABC):
         self.failure: BaseException | None = None
         """What the store raised, ``StorageError`` unless there is a bug; known once the job has been carried."""
         self.cancelled = False
+
+    @property
+    def over(self) -> bool:
+        return self.phase is Phase.LANDED
 
     def poll(self) -> bool:
         """Land the job if the store has done its part; whether it is over. Never waits for the store."""
@@ -108,7 +114,7 @@ class Job(ABC):
                         self._land()
                     finally:
                         self._archive.runner.end(self)  # last: whoever sees it LANDED may ask for its result
-        return self.phase is Phase.LANDED
+        return self.over
 
     def wait(self, timeout_s: float) -> bool:
         """:meth:`poll` as soon as that ends the job, or when ``timeout_s`` is over."""
@@ -120,12 +126,17 @@ class Job(ABC):
         self._archive.runner.cancel(self)
         self.poll()
 
-    def _check_over(self) -> None:
-        """Raise what the store raised, or :class:`BlockStateError` when the job is not over."""
-        if self.phase is not Phase.LANDED:
+    def result(self) -> dict[BlockKey, _T]:
+        """The caller's own. Raises what the store raised, and :class:`BlockStateError` before the job is over."""
+        if not self.over:
             raise BlockStateError(self.name, "a job that has landed", f"one that is {self.phase.value}")
         if self.failure is not None:
             raise self.failure
+        return self.known()
+
+    @abstractmethod
+    def known(self) -> dict[BlockKey, _T]:
+        """As :meth:`result`, so far as is known, without raising."""
 
     def move(self, event: Event) -> None:
         """Change the phase by the law."""
@@ -162,26 +173,29 @@ class Job(ABC):
         books.jobs -= 1
 
 
+AnyJob = Job[Any]
+
+
 class JobRunner:
     """Runs jobs on up to ``threads_max`` threads, which start when they are first needed."""
 
     def __init__(self, limits: JobLimits) -> None:
         self.limits = limits
         self._changed = threading.Condition()  # guards all below, and the phases of queued and running jobs
-        self._jobs: dict[Job, None] = {}  # not landed, in the order in which they began
-        self._queue: deque[Job] = deque()
+        self._jobs: dict[AnyJob, None] = {}  # not landed, in the order in which they began
+        self._queue: deque[AnyJob] = deque()
         self._nbytes = 0
         self._idle = 0
         self._threads: list[threading.Thread] = []
         self._closing = False
 
     @property
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[AnyJob]:
         """Those that have begun and not landed, the earliest first."""
         with self._changed:
             return list(self._jobs)
 
-    def start(self, job: Job) -> bool:
+    def start(self, job: AnyJob) -> bool:
         """Begin a job and queue it; ``False`` when there is no room for it. The lock of the books is held."""
         with self._changed:
             full = len(self._jobs) >= self.limits.jobs_max
@@ -210,14 +224,14 @@ class JobRunner:
         else:
             self._threads.append(thread)
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: AnyJob) -> None:
         with self._changed:
             job.cancelled = job.cancelled or job.phase is not Phase.LANDED
             if job.phase is Phase.QUEUED:
                 self._queue.remove(job)
             job.move(Event.CANCEL)
 
-    def end(self, job: Job) -> None:
+    def end(self, job: AnyJob) -> None:
         """The job lands; one that was not queued, too."""
         with self._changed:
             job.move(Event.LAND)
@@ -231,7 +245,7 @@ class JobRunner:
         with self._changed:
             return self._changed.wait_for(reached, timeout_s)
 
-    def poll(self) -> list[Job]:
+    def poll(self) -> list[AnyJob]:
         """Land what has been carried, the earliest begun first; the jobs that are over by it."""
         return [job for job in self.jobs if job.poll()]
 
@@ -256,13 +270,13 @@ class JobRunner:
         for thread in self._threads:
             thread.join()
 
-    def carry(self, job: Job) -> None:
+    def carry(self, job: AnyJob) -> None:
         """Do a job's store calls on the calling thread, whatever the limits; what they raise is :attr:`Job.failure`."""
         with self._changed:
             job.move(Event.START)
         self._finish(job)
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: AnyJob) -> None:
         try:
             job.carry()
         except BaseException as error:  # noqa: BLE001 (it is not lost: whoever polls the job gets it)
@@ -277,7 +291,7 @@ class JobRunner:
             self._finish(job)
             del job  # a thread without work keeps nothing alive
 
-    def _next(self) -> Job | None:
+    def _next(self) -> AnyJob | None:
         with self._changed:
             self._idle += 1
             self._changed.wait_for(lambda: self._queue or self._closing)

@@ -129,7 +129,8 @@ class KeyChain:
         ``extra`` is whatever else decides the block's content, such as the digest of an image. A partial block (fewer
         than ``block_tokens`` tokens) has a key of its own, different from that of every longer block.
         """
-        self._check_parent(parent)
+        if parent is not None and not self.owns(parent):
+            raise InvalidInputError("parent", "a key of this chain, or None", repr(parent))
         ids = _token_bytes(tokens)
         if not 1 <= len(ids) // 8 <= self.block_tokens:
             raise InvalidInputError("tokens", f"1 to {self.block_tokens} token ids", len(ids) // 8)
@@ -148,24 +149,17 @@ class KeyChain:
         seed.update(_part(b"adopted", digest))
         return BlockKey(self.scope + seed.digest())
 
-    def keys(self, tokens: Tokens, parent: BlockKey | None = None, extra: bytes = b"") -> list[BlockKey]:
+    def keys(self, tokens: Tokens) -> list[BlockKey]:
         """The keys of all full blocks of ``tokens``, in order; a partial last block has none here."""
-        self._check_parent(parent)
-        ids = _token_bytes(tokens)
-        step, last, found = self.block_tokens * 8, parent or b"", []
+        ids, step = _token_bytes(tokens), self.block_tokens * 8
+        found: list[BlockKey] = []
         for at in range(0, len(ids) - step + 1, step):
-            key = self.following(BlockKey(last), ids[at : at + step], extra)
-            found.append(key)
-            last = key
+            found.append(self.following(found[-1] if found else None, ids[at : at + step]))
         return found
 
     def owns(self, key: bytes) -> bool:
         """Whether ``key`` was made in this chain's namespace and layout."""
         return isinstance(key, bytes) and len(key) == KEY_NBYTES and key[:SCOPE_NBYTES] == self.scope
-
-    def _check_parent(self, parent: BlockKey | None) -> None:
-        if parent is not None and not self.owns(parent):
-            raise InvalidInputError("parent", "a key of this chain, or None", repr(parent))
 
     def following(self, parent: BlockKey | None, ids: bytes, extra: bytes = b"") -> BlockKey:
         """:meth:`key` of a full block for callers who have its token ids as little-endian int64; nothing is checked."""

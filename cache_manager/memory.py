@@ -22,13 +22,14 @@ Cells are those of :class:`cache_manager.bits.Cells`.
 from __future__ import annotations
 
 import platform
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.bits import full_bits
-from cache_manager.errors import InvalidInputError, RegionError
+from cache_manager.errors import RegionError
 from cache_manager.ports import Region
 from cache_manager.spec import RecordLayout
 
@@ -40,14 +41,29 @@ _ONE: Final = np.uint64(1)
 _STORES_ARE_ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
 
 
+class Records(Protocol):
+    """Memory for records: a region, or a copy of some blocks' records."""
+
+    layout: RecordLayout
+    rows: NDArray[np.uint8]  # [n, layout.nbytes]
+
+
+@dataclass(slots=True)
+class Copies:
+    """:class:`Records` of blocks, one after the other."""
+
+    layout: RecordLayout
+    rows: NDArray[np.uint8]
+
+
 # ---- the writer's side: one thread at a time, under the table's lock -----------------------------------------------
 
 
-def places(region: Region) -> tuple[NDArray[np.uint8], ...]:
-    """By spec, views ``[blocks, block_tokens, row_nbytes]`` of the region's row bytes. Drop them before its close."""
-    layout, blocks = region.layout, region.blocks
+def places(records: Records) -> tuple[NDArray[np.uint8], ...]:
+    """By spec, views ``[n, block_tokens, row_nbytes]`` of ``n`` blocks' rows. Drop a region's before its close."""
+    layout, rows = records.layout, records.rows
     return tuple(
-        region.rows[:, offset : offset + spec.block_nbytes].reshape(blocks, spec.block_tokens, spec.row_nbytes)
+        rows[:, offset : offset + spec.block_nbytes].reshape(len(rows), spec.block_tokens, spec.row_nbytes)
         for spec, offset in zip(layout.specs, layout.offsets, strict=True)
     )
 
@@ -69,7 +85,7 @@ def clear(region: Region, cells: NDArray[np.int64], bits: NDArray[np.uint64]) ->
         at = _cells_of(region, cells, spec)
         now = flat.take(at)
         hit = now & bits
-        if np.count_nonzero(hit):
+        if hit.tobytes() != bytes(hit.nbytes):  # some readable; count_nonzero() touches more code
             flat[at] = now & ~bits
             had = hit if had is None else had | hit
     if had is not None:
@@ -102,7 +118,6 @@ def _by_block(region: Region) -> NDArray[Any]:
 
 
 def _flat(region: Region) -> NDArray[np.uint64]:
-    assert region.valid.flags.c_contiguous, "a flat copy would take the bits instead of the region"
     return region.valid.reshape(-1)
 
 
@@ -127,16 +142,15 @@ def require_ordered_stores(reader: str) -> None:
 
 
 def gather(
-    region: Region, spec: int, ids: NDArray[np.int64], *, locked: bool = False
+    region: Region, spec: int, ids: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint64]]:
     """Rows ``[n, block_nbytes]``, validity words ``[n, W]`` and block words ``[n]`` of blocks ``ids [n]``, copied.
 
     The rows and bits of a block are those of the generation that its word names. A block that changes under each of
-    ``READ_RETRIES_MAX`` copies comes back without a valid row. A block may be asked for twice. ``locked``: the caller
-    holds the writer's lock. Raises :class:`RegionError` where stores are not ordered, unless ``locked``.
+    ``READ_RETRIES_MAX`` copies comes back without a valid row. A block may be asked for twice. Raises
+    :class:`RegionError` where stores are not ordered.
     """
-    if not locked:
-        require_ordered_stores("gather")
+    require_ordered_stores("gather")
     offset, nbytes = region.layout.offsets[spec], region.layout.specs[spec].block_nbytes
     # One item a block: numpy copies items faster than rows of bytes.
     source = region.rows[:, offset : offset + nbytes].view(f"V{nbytes}")[:, 0]
@@ -169,29 +183,3 @@ def complete(
     whole = (region.valid[ids][:, specs] == full_bits(region.layout.block_tokens)).all(axis=(1, 2))
     held: NDArray[np.bool_] = whole & (words >> _SHIFT == generations.astype(np.uint64))
     return np.asarray(held & (region.words[ids] == words))
-
-
-# ---- regions that an embedder made ---------------------------------------------------------------------------------
-
-
-def check_region(region: Region, layout: RecordLayout, blocks: int | None = None) -> None:
-    """Raise :class:`InvalidInputError` unless ``region`` can hold the records of ``layout`` (and of ``blocks`` blocks).
-
-    Its arrays must have the shapes and dtypes of :class:`~cache_manager.ports.Region`, be writable, C-contiguous and
-    aligned; their content does not matter, a table publishes every block before anybody reads.
-    """
-    if region.layout.fingerprint != layout.fingerprint:
-        raise InvalidInputError("region layout", layout.fingerprint.hex(), region.layout.fingerprint.hex())
-    if blocks is not None and region.blocks != blocks:
-        raise InvalidInputError("region blocks", blocks, region.blocks)
-    valid_shape = (region.blocks, len(layout.specs), layout.valid_words)
-    for name, shape, dtype in (
-        ("rows", (region.blocks, layout.nbytes), np.uint8),
-        ("words", (region.blocks,), np.uint64),
-        ("valid", valid_shape, np.uint64),
-    ):
-        array = getattr(region, name)
-        if (array.shape, array.dtype) != (shape, np.dtype(dtype)):
-            raise InvalidInputError(f"region {name}", f"{np.dtype(dtype)} {shape}", f"{array.dtype} {array.shape}")
-        if not (array.flags.c_contiguous and array.flags.writeable and array.flags.aligned):
-            raise InvalidInputError(f"region {name}", "a writable, aligned, C-contiguous array", repr(array.flags))

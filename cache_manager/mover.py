@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,27 +25,13 @@ from numpy.typing import NDArray
 from cache_manager.bits import full_bits
 from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
+from cache_manager.memory import Copies, Records
 from cache_manager.ports import Absence, BlockRecords, Found, HitPolicy, Mover, RecordCounters, TierName
 from cache_manager.record import RecordHeader
 from cache_manager.spec import RecordLayout
 from cache_manager.storage.records import RecordStore
 
 _T = TypeVar("_T")
-
-
-class Records(Protocol):
-    """Memory for records: a region, or a copy of some blocks' records."""
-
-    layout: RecordLayout
-    rows: NDArray[np.uint8]  # [n, layout.nbytes]
-
-
-@dataclass(slots=True)
-class Copies:
-    """:class:`Records` of blocks, one after the other."""
-
-    layout: RecordLayout
-    rows: NDArray[np.uint8]
 
 
 class RowsMover:

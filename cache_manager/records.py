@@ -20,7 +20,7 @@ from cache_manager.checks import integers
 from cache_manager.errors import BlockBusyError, InvalidInputError, RecordError
 from cache_manager.keys import BlockKey
 from cache_manager.lifecycle import IN_MOTION, Event, State
-from cache_manager.memory import bits_of, gather, places
+from cache_manager.memory import Copies, bits_of, gather, places
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
 from cache_manager.rows import Rows, window_of
 from cache_manager.spec import RecordLayout
@@ -87,9 +87,7 @@ def claimed(table: BlockTable, books: Books, claim: Claim) -> tuple[Ints, NDArra
     if generations is None:
         table.check_holder(owner, ids)
     else:
-        given = integers(generations, "generations", "one integer for each block")
-        if given.size != ids.size:
-            raise InvalidInputError("generations", f"{ids.size}, one for each block", given.size)
+        given = integers(generations, "generations", "one integer for each block", n=ids.size)
         live = table.generations.take(ids) == given
     ours = np.array([books.keys.owns(key) for key in blocks], np.bool_)
     books.count("stale_keys", int(count(~ours)))
@@ -151,19 +149,11 @@ class Export(InFlight):
 def _only(table: BlockTable, block: int, valid: NDArray[np.uint64]) -> bytes:
     """A copy of the block's record with nothing in it but the ``valid`` rows; the others may be written."""
     layout = table.layout
-    record = np.zeros(layout.nbytes, np.uint8)
+    record = np.zeros((1, layout.nbytes), np.uint8)
     keep = unpack_bits(valid, layout.block_tokens)
-    for i, (copy, rows) in enumerate(zip(_by_spec(layout, record), places(table.region), strict=True)):
-        copy[keep[i]] = rows[block][keep[i]]
+    for i, (copy, rows) in enumerate(zip(places(Copies(layout, record)), places(table.region), strict=True)):
+        copy[0][keep[i]] = rows[block][keep[i]]
     return record.tobytes()
-
-
-def _by_spec(layout: RecordLayout, record: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-    """Views ``[block_tokens, row_nbytes]`` of a record's rows, one for each spec."""
-    return [
-        record[offset : offset + spec.block_nbytes].reshape(spec.block_tokens, spec.row_nbytes)
-        for spec, offset in zip(layout.specs, layout.offsets, strict=True)
-    ]
 
 
 def bind_origin(table: BlockTable, books: Books, block: int, generation: int, origin: int, tokens: int) -> bool:
@@ -202,9 +192,9 @@ def install_record(
         came = prefix_bits(np.array([tokens]), table.tokens)[0]
         landed = bits & came & ~table.region.valid[index] & ~_owed(table, index)
         keep = unpack_bits(landed, table.tokens)
-        source = _by_spec(table.layout, np.frombuffer(payload, np.uint8))
+        source = places(Copies(table.layout, np.frombuffer(payload, np.uint8)[None]))
         for i, rows in enumerate(places(table.region)):
-            rows[index][keep[i]] = source[i][keep[i]]
+            rows[index][keep[i]] = source[i][0][keep[i]]
         table.region.valid[index] |= landed
         books.count("rows_installed", n := rows_in(landed))
         return n

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import takewhile
 from typing import Any, Final
 
 import numpy as np
@@ -26,16 +26,12 @@ from numpy.typing import NDArray
 
 from cache_manager.books import Books, InFlight
 from cache_manager.checks import integers
-from cache_manager.errors import BlockBusyError, BlockStateError, RowError, SlotError, SpecError
+from cache_manager.errors import BlockBusyError, BlockStateError, RowError, SlotError
 from cache_manager.lifecycle import ALLOWED, Event
 from cache_manager.memory import add, clear
 from cache_manager.table import BlockTable, Ints, extreme
 
 PADDING: Final = -1
-FEW_SLOTS: Final = 256
-"""Up to so many slots a Python set tells sooner than arrays that their cells differ."""
-RUN_MIN: Final = 16
-"""Rows next to each other, on average, from which on they are copied run by run."""
 
 Keep = NDArray[np.bool_] | Mapping[str, NDArray[np.bool_]]
 
@@ -45,7 +41,6 @@ class StepEntry:
     """What a table knows of a step in flight. ``slots`` ``[n]`` are those that are not padding."""
 
     number: int  # stands in ``writer`` where the step will write
-    ticket: int  # every stamp of the step is at least this
     slots: Ints
     blocks: Ints  # each once
     generations: Ints  # of ``blocks``, at the beginning
@@ -62,7 +57,7 @@ class Step(InFlight):
     dropped is aborted and counted, unless a device writes its rows.
     """
 
-    __slots__ = ("_bits", "_cells", "_entry", "_pairs_up", "_table", "_tokens", "_total", "_written")
+    __slots__ = ("_bits", "_cells", "_entry", "_table", "_tokens", "_total", "_written")
 
     def __init__(
         self,
@@ -86,19 +81,21 @@ class Step(InFlight):
         with books.guard:
             if len(table.steps) >= steps_max:
                 raise BlockBusyError("steps in flight", f"fewer than {steps_max}", len(table.steps))
-            if drop_bad:
-                kept = self._writable(kept)
+            try:
+                blocks = self._claim(kept)
+            except (SlotError, BlockStateError):
+                if not drop_bad:
+                    raise
+                blocks = self._claim(kept := self._writable(kept))
+            if kept.size != wanted:
                 books.count("bad_writes_dropped", wanted - kept.size)
-            self._cells, self._bits, self._pairs_up, ticket = table.begin_writing(kept)
-            blocks = table.cells.blocks(self._cells)
-            table.check(Event.WRITE, blocks)
             number = table.step_number()
             clear(table.region, self._cells, self._bits)
             table.write_under_own_origin(blocks, kept)
             table.writer[kept] = number
             table.turns += bool(table.steps)
             generations, handle = table.generations.take(blocks), (lambda: self) if in_place else weakref.ref(self)
-            self._entry = StepEntry(number, ticket, kept, blocks, generations, in_place, table.turns, handle)
+            self._entry = StepEntry(number, kept, blocks, generations, in_place, table.turns, handle)
             table.steps[number] = self._entry
             self._ended = False
         self._written: dict[int, None] = {}
@@ -115,21 +112,21 @@ class Step(InFlight):
             self._tokens, kept = self._tokens[~bad], kept[~bad]
         return wanted, kept
 
+    def _claim(self, kept: Ints) -> Ints:
+        """The blocks of ``kept``, all of which may be written; raises for others. The lock is held."""
+        self._cells, self._bits = self._table.cells_of(kept)
+        blocks = self._table.cells.blocks(self._cells)
+        self._table.check(Event.WRITE, blocks)
+        return blocks
+
     def _writable(self, kept: Ints) -> Ints:
         """The slots of blocks that may be written, each once: the first of those given twice. The lock is held."""
         good = ALLOWED[Event.WRITE].take(self._table.states.take(kept // self._table.tokens))
         first = np.zeros(kept.size, np.bool_)
         first[np.unique(kept, return_index=True)[1]] = True
         good &= first
-        if count(good) == kept.size:
-            return kept
         self._tokens = np.flatnonzero(good) if self._tokens is None else self._tokens[good]
         return kept[good]
-
-    @property
-    def blocks(self) -> Ints:
-        """The distinct blocks that the step writes."""
-        return self._entry.blocks
 
     @property
     def in_place(self) -> bool:
@@ -154,7 +151,7 @@ class Step(InFlight):
         elif self._tokens is not None:
             values = values[self._tokens]
         values = spec.rows(values, tokens=at.size, copy=False)
-        items = np.ascontiguousarray(values).reshape(-1).view(f"V{spec.row_nbytes}") if at.size else values
+        items = np.ascontiguousarray(values).reshape(-1).view(table.items[index].dtype)
         with self._books.guard:
             self._check_open("write")
             self._check_first(index, name)
@@ -163,13 +160,12 @@ class Step(InFlight):
             if table.turns != self._entry.turns:
                 mine = table.writer.take(at) == self._entry.number
                 at, items = at[mine], items[mine]
-            place(table, index, at, items, self._cells.size)
+            target = table.items[index]
+            target[at if target.ndim == 1 else np.divmod(at, table.tokens)] = items
             self._written[index] = None
 
     def _reordered(self, name: str, values: NDArray[Any], slots: NDArray[Any]) -> tuple[NDArray[Any], Ints]:
-        at = integers(slots, f"{name} slots", "a flat array of integers", error=SlotError)
-        if at.size != self._total:
-            raise SlotError(f"{name} slots", f"{self._total} slots, one for each row", at.size)
+        at = integers(slots, f"{name} slots", "one integer for each row", n=self._total, error=SlotError)
         keep = at != PADDING
         if self._tokens is not None and count(keep) > self._entry.slots.size:
             keep &= np.isin(at, self._entry.slots)  # of the step's, without those that it was begun without
@@ -201,42 +197,40 @@ class Step(InFlight):
         table, entry = self._table, self._entry
         with self._books.guard:
             self._check_open("commit")
-            self._end()
             if table.by_engine:
                 self._renew_origins()
-            if table.turns == entry.turns and not table.steps and not chosen:  # nearly always
+            if table.turns == entry.turns and len(table.steps) == 1 and not chosen:  # nearly always
                 for spec in self._written:
                     add(table.region, spec, self._cells, self._bits)
-                live, landed, rejected = entry.slots.size, entry.slots.size if self._written else 0, 0
+                landed = entry.slots.size if self._written else 0
             else:
-                live, landed, rejected = self._commit_some(chosen)
+                landed = self._commit_some(chosen)
             self._books.count("rows_committed", landed)
-            self._books.count("late_writes_dropped", entry.slots.size - live)
-            self._books.count("rows_rejected", rejected)
+            self._end()
         return landed
 
-    def _commit_some(self, chosen: dict[int, NDArray[np.bool_]]) -> tuple[int, int, int]:
-        """Make readable what is still the step's and counts; how many tokens are still its, landed, were rejected."""
+    def _commit_some(self, chosen: dict[int, NDArray[np.bool_]]) -> int:
+        """Make readable what is still the step's and counts; how many tokens' rows that is."""
         table, entry = self._table, self._entry
-        mine = table.writer.take(entry.slots) == entry.number
-        if table.steps:
-            mine = self._outside_fences(mine)
+        mine = self._outside_fences(table.writer.take(entry.slots) == entry.number)
         committed: NDArray[np.bool_] = np.zeros(mine.size, np.bool_)
         for spec in self._written:
             wanted = mine & chosen.get(spec, chosen.get(-1, mine))
             if n := int(count(wanted)):
-                add(table.region, spec, *self._marks(wanted, n))
+                whole = n == wanted.size
+                marks = (self._cells, self._bits) if whole else table.cells.of_ordered(np.sort(entry.slots[wanted]))
+                add(table.region, spec, *marks)
             committed |= wanted
         live, landed = int(count(mine)), int(count(committed))
-        if not self._written:  # nothing lands, and what was said not to count is what is rejected
-            return live, 0, int(count(mine & ~chosen.get(-1, mine)))
-        return live, landed, live - landed
+        # Where nothing was written, what was said not to count is what is rejected.
+        counted = landed if self._written else int(count(mine & chosen.get(-1, mine)))
+        self._books.count("late_writes_dropped", int(entry.slots.size) - live)
+        self._books.count("rows_rejected", live - counted)
+        return landed
 
     def _chosen(self, keep: Keep | None) -> dict[int, NDArray[np.bool_]]:
         """By spec, or -1 for all of them: which of the entry's slots count."""
-        if keep is None:
-            return {}
-        masks = keep.items() if isinstance(keep, Mapping) else [(None, keep)]
+        masks = keep.items() if isinstance(keep, Mapping) else [] if keep is None else [(None, keep)]
         chosen = {}
         for name, given in masks:
             mask = np.asarray(given)
@@ -249,8 +243,8 @@ class Step(InFlight):
 
     def _outside_fences(self, mine: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """``mine`` without the slots that an in-place step which began earlier may still write."""
-        begun = self._entry.ticket
-        earlier = [step.slots for step in self._table.steps.values() if step.in_place and step.ticket < begun]
+        begun = takewhile(lambda step: step is not self._entry, self._table.steps.values())
+        earlier = [step.slots for step in begun if step.in_place]
         return mine & ~np.isin(self._entry.slots, np.concatenate(earlier)) if earlier else mine
 
     def _yield_to_devices(self) -> None:
@@ -269,13 +263,6 @@ class Step(InFlight):
             table.origin[blocks] = table.draw(blocks.size)
             table.own[blocks] = True
 
-    def _marks(self, wanted: NDArray[np.bool_], n: int) -> tuple[Ints, NDArray[np.uint64]]:
-        if n == wanted.size:
-            return self._cells, self._bits
-        if self._pairs_up:
-            return self._cells[wanted], self._bits[wanted]
-        return self._table.cells.of_ordered(np.sort(self._entry.slots[wanted]))
-
     def _give_up(self, how: str, /) -> None:
         if not self._ended:
             self._end()
@@ -292,52 +279,3 @@ class Step(InFlight):
     def _check_first(self, index: int, name: str) -> None:
         if index in self._written:
             raise RowError(f"{name} rows", "one write a step", "a second one")
-
-
-def place(table: BlockTable, index: int, at: Ints, items: NDArray[Any], cells: int) -> None:
-    """Copy the rows ``items [n]`` of spec ``index`` to the slots ``at [n]``, which lie in so many ``cells``."""
-    if not at.size:
-        return
-    target = table.items[index]
-    if target.ndim == 1 and at.size >= RUN_MIN * cells:  # runs: a row is next to the one before
-        edges = np.flatnonzero(np.diff(at, prepend=at[0] - 2, append=at[-1] + 2) != 1).tolist()
-        if len(edges) * RUN_MIN <= at.size + RUN_MIN:
-            for (a, b), start in zip(pairwise(edges), at[edges[:-1]].tolist(), strict=True):
-                target[start : start + b - a] = items[a:b]
-            return
-    target[at if target.ndim == 1 else np.divmod(at, table.tokens)] = items
-
-
-def write_at_once(table: BlockTable, books: Books, slots: NDArray[Any], rows: Mapping[str, Any]) -> bool:
-    """Begin a step at ``slots [T]``, write ``rows [T, *row_shape]`` and commit them, as one moment under the lock.
-
-    Nobody comes between, so nothing is kept for an end: a third of the cost of a :class:`Step`. ``False``, and nothing
-    has changed, where it takes one: another step is in flight, or a slot, a block or a row is not as it should be.
-    """
-    slots = np.asarray(slots)
-    if not rows or not slots.size or slots.dtype != np.int64 or slots.ndim != 1 or not 0 <= extreme(slots) < table.end:
-        return False
-    try:
-        brought = []
-        for name, values in rows.items():
-            if isinstance(values, tuple):  # in another order
-                return False
-            spec = table.layout.specs[index := table.layout.index(name)]
-            values = np.ascontiguousarray(spec.rows(values, tokens=slots.size, copy=False))
-            brought.append((index, values.reshape(-1).view(table.items[index].dtype)))
-        with books.guard:
-            if table.steps:
-                return False
-            cells, bits = table.cells.bit_by_bit(slots) if slots.size <= FEW_SLOTS else (slots[:0], slots[:0])
-            if len(set(cells.tolist())) != slots.size:  # not one row of each sequence, as decode has them
-                cells, bits, _, _ = table.begin_writing(slots)
-            table.check(Event.WRITE, blocks := table.cells.blocks(cells))
-            clear(table.region, cells, bits)
-            table.write_under_own_origin(blocks, slots)
-            for index, items in brought:
-                place(table, index, slots, items, cells.size)
-                add(table.region, index, cells, bits)
-            books.count("rows_committed", slots.size)
-    except (SpecError, RowError, SlotError, BlockStateError):
-        return False
-    return True

@@ -16,7 +16,7 @@ from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
 from cache_manager.books import Books
-from cache_manager.jobs import Job, JobRunner, Phase
+from cache_manager.jobs import AnyJob, Job, JobRunner
 from cache_manager.keys import BlockKey
 from cache_manager.lifecycle import Event, State
 from cache_manager.memory import bits_of, put_bits
@@ -25,7 +25,7 @@ from cache_manager.ports import Absence, BlockRecords, Found, HitPolicy, Mover
 from cache_manager.records import Claim, claimed
 from cache_manager.table import BlockTable
 
-J = TypeVar("J", bound=Job)
+J = TypeVar("J", bound=AnyJob)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Archive:
             job = make()
             if not self.table.by_engine:
                 job.check()
-            if job.phase is Phase.LANDED:  # nothing to do
+            if job.over:  # nothing to do
                 return job
             if not queued:
                 job.begin()
@@ -63,7 +63,7 @@ class Archive:
         return job
 
 
-class PersistJob(Job):
+class PersistJob(Job[int]):
     """Blocks on their way to the store. :meth:`result`: by key, the origin that is stored now, 0 for none."""
 
     _stored: Sequence[Found | None] = ()
@@ -91,14 +91,8 @@ class PersistJob(Job):
         self._origins: list[int] = table.origin.take(self._ids).tolist()
         self._valid = [words.astype("<u8").tobytes() for words in bits_of(table.region, self._ids)]
 
-    def result(self) -> dict[BlockKey, int]:
-        """The caller's own. Raises what the store raised, and :class:`BlockStateError` before the job is over."""
-        self._check_over()
-        return self.stored()
-
-    def stored(self) -> dict[BlockKey, int]:
-        """As :meth:`result`, without raising: what is stored so far as is known."""
-        found = dict.fromkeys(self._wanted, 0)
+    def known(self) -> dict[BlockKey, int]:
+        found = dict.fromkeys(self.blocks, 0)
         found.update((key, each.origin) for key, each in zip(self._keys, self._stored, strict=False) if each)
         return found
 
@@ -113,7 +107,7 @@ class PersistJob(Job):
         self._archive.books.count("persisted_blocks", sum(each is not None for each in self._stored))
 
 
-class RestoreJob(Job):
+class RestoreJob(Job[bool]):
     """Blocks on their way from the store. :meth:`result`: by key, whether the block's rows have come back."""
 
     _found: Sequence[Found | Absence] = ()
@@ -141,14 +135,8 @@ class RestoreJob(Job):
             table.leases.acquire(self, self._ids, stays=True)
             self._generations = table.generations.take(self._ids)
 
-    def result(self) -> dict[BlockKey, bool]:
-        """The caller's own. Raises what the store raised, and :class:`BlockStateError` before the job is over."""
-        self._check_over()
-        return self.restored()
-
-    def restored(self) -> dict[BlockKey, bool]:
-        """As :meth:`result`, without raising."""
-        found = dict.fromkeys(self._wanted, False)
+    def known(self) -> dict[BlockKey, bool]:
+        found = dict.fromkeys(self.blocks, False)
         if self._arrived is not None:
             found.update(zip(self._keys, self._arrived.tolist(), strict=True))
         return found

@@ -3,15 +3,16 @@
 What is decided about a block is decided here, by :mod:`cache_manager.lifecycle`'s law, for a whole array of blocks at a
 time; the rows' bytes and the words that let a reader check them lie in a region (:mod:`cache_manager.memory`).
 
-Four ideas carry the cost of a step:
+Three ideas carry the cost of a step:
 
 * ``writer[slot]`` is the number of the step that will write the slot's row; a later step writes its own number over it
   and a new life of the block writes 0, which is how the earlier step finds out that it is late.
-* ``stamp[cell]`` takes increasing tickets, which proves a step's cells distinct without a sort, and says of a block
-  that no step in flight writes it when its stamps are older than the oldest step. A *cell* is one validity word.
 * ``origin[block]`` names the computation that filled the block. ``own[block]`` is set while the next write goes on
   under that name: not before the first write, nor after the content came from elsewhere or has left for elsewhere.
-* The arrays of a step or a move are the caller's slots or pairs; no Python object is made for a block or a token.
+* The arrays of a step or a move are the caller's slots or pairs; no Python object is made for a block or a token. That
+  they are distinct is proved by writing their places in the call at their own, and reading these back: no sort.
+
+A *cell* is one validity word.
 
 Not thread-safe by itself: whoever owns a table calls it with the lock of its :class:`~cache_manager.books.Books` taken.
 """
@@ -63,9 +64,9 @@ class BlockTable:
         self.installed: dict[int, tuple[int, int]] = {}  # block: origin and tokens that an installation brought
         self.lapses: Ints = np.zeros(blocks, np.int64)  # how often what was to come for a block has become worthless
         self.writer: NDArray[np.int32] = np.zeros(blocks * self.tokens, np.int32)
-        self._stamp: Ints = np.zeros(blocks * self.words_per_block, np.int64)
-        self._seen: Ints = np.zeros(blocks, np.int64)
-        self._ticket, self._last_step = 1, 0
+        self._order: Ints = np.arange(blocks * self.words_per_block)
+        self._seen: Ints = np.zeros(self._order.size, np.int64)  # means nothing between calls
+        self._last_step = 0
         self.turns = 0  # changes whenever a slot that a step in flight had claimed has become another's
         self.steps: dict[int, StepEntry] = {}  # in flight, oldest first
         self._random = np.random.default_rng()  # of the system's entropy
@@ -94,17 +95,20 @@ class BlockTable:
 
     def check_once(self, ids: Ints, field: str) -> None:
         """Raise :class:`InvalidInputError` for a block that is named twice. The lock is held."""
-        order = np.arange(ids.size)
-        self._seen[ids] = order  # means nothing afterwards
-        if count(once := self._seen.take(ids) == order) != ids.size:
-            raise InvalidInputError(field, "each block once", f"block {int(ids[int(np.argmin(once))])} twice")
+        if not self._differ(ids):
+            raise InvalidInputError(field, "each block once", f"block {twice(np.sort(ids))} twice")
+
+    def _differ(self, numbers: Ints) -> bool:
+        """Whether no two of ``numbers``, of blocks or of cells, are the same. The lock is held."""
+        if numbers.size > self._order.size:
+            return False
+        order = self._order[: numbers.size]
+        self._seen[numbers] = order
+        return self._seen.take(numbers).tobytes() == order.tobytes()  # as bytes: == touches more code
 
     def first_rows(self, rows: Sequence[int], n: int, what: str) -> NDArray[np.uint64]:
         """Validity words ``[n, 1, W]`` of the first ``rows[i]`` rows of a block, for ``n`` things called ``what``."""
-        counts = integers(rows, "rows", f"a row count for each {what}")
-        if counts.size != n:
-            raise InvalidInputError("rows", f"{n} row counts, one for each {what}", counts.size)
-        return prefix_bits(counts, self.tokens)
+        return prefix_bits(integers(rows, "rows", f"one count for each {what}", n=n), self.tokens)
 
     def check(self, event: Event, ids: Ints) -> None:
         """Raise :class:`BlockStateError` unless the law allows ``event`` for every one of ``ids``."""
@@ -137,16 +141,12 @@ class BlockTable:
         A device that writes rows by itself counts whatever the life, because nobody can tell it that another has begun.
         """
         found: NDArray[np.bool_] = np.zeros(ids.size, np.bool_)
-        if not self.steps or not ids.size:
-            return found
-        oldest = next(iter(self.steps.values())).ticket
-        recent = self._stamp.reshape(self.blocks, -1)[ids].max(axis=1) >= oldest  # a superset, and mostly empty
-        if count(recent):
-            for step in self.steps.values():
-                if step.in_place:
-                    found |= np.isin(ids, step.blocks)
-                elif not devices_only:
-                    found |= np.isin(ids, step.blocks[self.generations.take(step.blocks) == step.generations])
+        for step in self.steps.values():
+            if step.in_place:
+                found |= self.leases.among(ids, step.blocks)
+            elif not devices_only:
+                present = self.generations.take(step.blocks) == step.generations
+                found |= self.leases.among(ids, step.blocks[present])
         return found
 
     def check_no_step(self, ids: Ints, why: str) -> None:
@@ -284,7 +284,7 @@ class BlockTable:
 
     def write_under_own_origin(self, blocks: Ints, slots: Ints) -> None:
         """A step is about to write ``slots``, which lie in ``blocks``: each block has an origin that is its own."""
-        if count(own := self.own.take(blocks)) != blocks.size:
+        if False in (own := self.own.take(blocks)).tobytes():
             fresh = blocks[~own]
             self.origin[fresh] = self.draw(fresh.size)
             self.own[fresh] = True
@@ -307,33 +307,21 @@ class BlockTable:
             self.origin[ids[unknown]] = self.draw(int(count(unknown)))
         self.own[ids] = False
 
-    def begin_writing(self, slots: Ints) -> tuple[Ints, NDArray[np.uint64], bool, int]:
-        """The cells of distinct ``slots``, stamped; the bits in each; whether cells and slots pair up; the ticket.
+    def cells_of(self, slots: Ints) -> tuple[Ints, NDArray[np.uint64]]:
+        """The cells of distinct ``slots``, each once, and the bits in each; the lock is held.
 
         Raises :class:`~cache_manager.errors.SlotError` for a slot given twice.
         """
-        ticket = self._ticket
-        self._ticket += 1  # an empty step has a ticket of its own, too
         cells, bits = self.cells.bit_by_bit(slots)
-        n = slots.size
-        runs = n > 1 and slots[1] == slots[0] + 1  # a prefill comes first, or there is none
+        runs = slots.size > 1 and slots[1] == slots[0] + 1  # a prefill comes first, or there is none
         if not runs and self._differ(cells):  # one row of each sequence, as decode has them
-            return cells, bits, True, ticket
-        if n and self._differ((found := self.cells.run_by_run(slots, cells))[0]):
-            return *found, False, ticket
+            return cells, bits
+        if self._differ((found := self.cells.run_by_run(slots, cells))[0]):
+            return found
         ordered = np.sort(slots)
-        if count(twice := ordered[1:] == ordered[:-1]):
-            raise SlotError("slots", "each slot once in a step", f"slot {int(ordered[int(np.argmax(twice))])} twice")
-        cells, bits = self.cells.of_ordered(ordered)
-        self._differ(cells)
-        return cells, bits, False, ticket
-
-    def _differ(self, cells: Ints) -> bool:
-        """Stamp ``cells``; whether no two are the same."""
-        tickets = np.arange(self._ticket, self._ticket + cells.size)
-        self._ticket += cells.size
-        self._stamp[cells] = tickets
-        return bool(count(self._stamp.take(cells) == tickets) == cells.size)
+        if (slot := twice(ordered)) is not None:
+            raise SlotError("slots", "each slot once in a step", f"slot {slot} twice")
+        return self.cells.of_ordered(ordered)
 
     def step_number(self) -> int:
         """A number that no step in flight has. Where all have been given, they begin anew: it says nothing of order."""
@@ -371,7 +359,14 @@ class BlockTable:
 
 def extreme(ids: Ints) -> int:
     """A negative one of ``ids``, or the largest if there is none: quicker than a mask of those that are outside."""
-    return int(ids[ids.view(np.uint64).argmax()])
+    lowest: int = ids.item(ids.argmin())
+    return lowest if lowest < 0 else ids.item(ids.argmax())
+
+
+def twice(ordered: Ints) -> int | None:
+    """One of ``ordered`` numbers that is there twice."""
+    again = ordered[1:] == ordered[:-1]
+    return int(ordered[int(np.argmax(again))]) if count(again) else None
 
 
 def some(ids: Ints, which: NDArray[np.bool_]) -> Ints:

@@ -1,7 +1,6 @@
 """A complete block manager for engines that have none."""
 
-from cache_manager.manager.counters import ManagerCounters
-from cache_manager.manager.manager import BlockManager
+from cache_manager.manager.manager import BlockManager, ManagerCounters
 from cache_manager.manager.storing import Admission
 
 __all__ = ["Admission", "BlockManager", "ManagerCounters"]

@@ -8,6 +8,7 @@ need a block, or have filled one, cost Python. The two forms differ in which blo
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -16,10 +17,9 @@ from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
 from cache_manager.aux_blocks import AuxBlocks
-from cache_manager.checks import integers
+from cache_manager.checks import count_in_range, integers
 from cache_manager.errors import BlockStateError, InvalidInputError, TransferProcessError
 from cache_manager.keys import Tokens
-from cache_manager.manager.counters import Counts
 from cache_manager.manager.pool import BlockPool
 from cache_manager.manager.sequences import Ints, Sequences
 
@@ -29,16 +29,25 @@ FEW: Final = 4
 """Fewer sequences than this are cheaper one by one."""
 
 
-class Growth:
-    """The calls of the same names of :class:`BlockManager`, for rows of ``sequences`` that it has found READY."""
+class GrowingSequences:
+    """The sequences of a block manager and the blocks that they have; its calls that a forward pass makes."""
 
-    def __init__(self, aux: AuxBlocks, sequences: Sequences, pool: BlockPool, counts: Counts, *, caching: bool) -> None:
-        self._aux, self._sequences, self._pool, self._counts = aux, sequences, pool, counts
-        self._caching, self._tokens = caching, aux.block_tokens
+    def __init__(self, aux: AuxBlocks, *, caching: bool, sequences_max: int) -> None:
+        self.aux, self._caching, self._tokens = aux, caching, aux.block_tokens
+        self._counts: Counter[str] = Counter()
+        self._pool = BlockPool(aux, self._counts)
+        self._sequences = Sequences(aux.block_tokens, rows_max=count_in_range(sequences_max, "sequences_max", 1))
 
     # ---------------------------------------------------------------- room
 
-    def append(self, row: int, total: int) -> bool:
+    def append(self, owner: str, total_tokens: int) -> bool:
+        """Make room so that the sequence can hold ``total_tokens``; ``False`` when there is none, nothing changed.
+
+        A block that would be written and that another owner holds too is copied first (copy-on-write).
+        """
+        return self._append(self._sequences.ready(owner), total_tokens)
+
+    def _append(self, row: int, total: int) -> bool:
         s, pool = self._sequences, self._pool
         have, wanted, first = s.length_at[row], -(-total // self._tokens), s.computed_at[row] // self._tokens
         if wanted <= have and wanted - first == 1 and not pool.others_use(s.block_at[row * s.width + first]):
@@ -47,12 +56,17 @@ class Growth:
         columns = [*shared.tolist(), *range(have, wanted)]
         if not columns:
             return True
-        return wanted <= s.width_max and self._give([(row, i) for i in columns], whole=True) > 0
+        return self._give([(row, i) for i in columns], whole=True) > 0
 
-    def append_batch(self, rows: Ints) -> NDArray[np.bool_]:
-        s, pool = self._sequences, self._pool
+    def append_batch(self, seqs: Any) -> NDArray[np.bool_]:
+        """:meth:`append` of one token to each of ``seqs`` ``[n]``: ``[n]``, in their order.
+
+        ``False`` where there was no room, and then that sequence is as it was. Raises before anything is changed if one
+        is not on the device, waits for the store, or is given twice.
+        """
+        s, pool, rows = self._sequences, self._pool, self._sequences.ready_rows(seqs)
         if rows.size < FEW:
-            return np.array([self.append(row, s.computed_at[row] + 1) for row in rows.tolist()], np.bool_)
+            return np.array([self._append(row, s.computed_at[row] + 1) for row in rows.tolist()], np.bool_)
         column, tail = self._tails(rows)
         new = column >= s.length.take(rows)
         needs = new | pool.used_by_others(tail)
@@ -60,10 +74,6 @@ class Growth:
         if not count(needs):  # most often: one sequence in block_tokens needs a block, and one after a fork
             return room
         chosen = np.flatnonzero(needs)
-        columns = column.take(chosen)
-        if columns.max() >= s.width_max:
-            room &= column < s.width_max
-            chosen = chosen[columns < s.width_max]
         copies = count(new.take(chosen)) < chosen.size
         if copies:
             chosen = self._leaving(chosen, tail, new)
@@ -120,7 +130,7 @@ class Growth:
         s, tokens = self._sequences, self._tokens
         pairs = [(int(s.blocks[place]), block) for place, block in copies]
         rows = [min(tokens, max(0, s.computed_at[row] - i * tokens)) for (row, i), _ in copies]
-        self._aux.copy(pairs, rows)
+        self.aux.copy(pairs, rows)
         for (place, copy), (source, _) in zip(copies, pairs, strict=True):
             s.blocks[place] = copy
             self._give_back([(place, source)])
@@ -130,13 +140,18 @@ class Growth:
     def _give_back(self, blocks: Sequence[tuple[tuple[int, int], int]]) -> None:
         """Blocks that sequences, by row and column, have no more."""
         for (row, _), block in blocks:
-            self._aux.free(self._sequences.record(row).owner, [block])
+            self.aux.free(self._sequences.record(row).owner, [block])
             self._pool.let_go(np.array([block]))
 
     # ---------------------------------------------------------------- slots
 
-    def slots(self, row: int, start: int, stop: int) -> Ints:
-        s, tokens = self._sequences, self._tokens
+    def slots(self, owner: str, start: int, stop: int) -> NDArray[np.int64]:
+        """Device slots of the tokens ``[start, stop)``, to be written.
+
+        Raises :class:`BlockStateError` if one of their blocks is shared, or can be found by key, whoever has computed
+        it: what is only to be read is in :meth:`table`.
+        """
+        s, tokens, row = self._sequences, self._tokens, self._sequences.ready(owner)
         room = s.length_at[row] * tokens
         if not 0 <= start <= stop <= room:
             raise InvalidInputError("start, stop", f"0 <= start <= stop <= {room}", f"{start}, {stop}")
@@ -148,8 +163,9 @@ class Growth:
         slots: Ints = (blocks[:, None] * tokens + np.arange(tokens)).reshape(-1)
         return slots[start - first * tokens : stop - first * tokens]
 
-    def slots_batch(self, rows: Ints) -> Ints:
-        s = self._sequences
+    def slots_batch(self, seqs: Any) -> NDArray[np.int64]:
+        """The slot ``[n]`` of the next token of each of ``seqs`` ``[n]``, which :meth:`append_batch` made room for."""
+        s, rows = self._sequences, self._sequences.ready_rows(seqs)
         if rows.size < FEW:
             few: list[int] = rows.tolist()
             for row in few:
@@ -187,8 +203,12 @@ class Growth:
 
     # ---------------------------------------------------------------- what can be found
 
-    def publish(self, row: int, tokens: Tokens) -> None:
-        s, size = self._sequences, self._tokens
+    def publish(self, owner: str, tokens: Tokens) -> None:
+        """The KV and the committed rows of ``tokens``, all that the sequence has computed so far, are in place.
+
+        Full blocks among them can be found by later sequences from here on.
+        """
+        s, size, row = self._sequences, self._tokens, self._sequences.ready(owner)
         done, total, room = s.computed_at[row], len(tokens), s.length_at[row] * size
         if not done <= total <= room:
             raise InvalidInputError("tokens", f"{done} to {room} tokens", total)
@@ -218,11 +238,10 @@ class Growth:
         if done + 1 == (column + 1) * size:
             self._find([row], [column], s.flat_filling[start : start + size].tobytes())
 
-    def publish_batch(self, rows: Ints, tokens: Any) -> None:
-        s, size = self._sequences, self._tokens
-        ids = integers(tokens, "tokens", "a flat sequence of integers")
-        if ids.size != rows.size:
-            raise InvalidInputError("tokens", f"{rows.size}, one for each sequence", ids.size)
+    def publish_batch(self, seqs: Any, tokens: Any) -> None:
+        """:meth:`publish` of one more token of each of ``seqs``; ``tokens`` ``[n]`` are these."""
+        s, size, rows = self._sequences, self._tokens, self._sequences.ready_rows(seqs)
+        ids = integers(tokens, "tokens", "one integer for each sequence", n=rows.size)
         done = s.computed.take(rows)
         column = done // size
         if count(short := column >= s.length.take(rows)):
@@ -245,7 +264,7 @@ class Growth:
         """
         if not self._caching:
             return
-        s, current, step, publish = self._sequences, self._aux.keys, 8 * self._tokens, self._pool.publish
+        s, current, step, publish = self._sequences, self.aux.keys, 8 * self._tokens, self._pool.publish
         records, block_at, width, at = s.records, s.block_at, s.width, 0
         for row, column in zip(rows, columns, strict=True):
             record = records[row]
@@ -259,7 +278,7 @@ def _used(block: int) -> BlockStateError:
     return BlockStateError(f"device block {block}", "append() before it is written", "one that others use too")
 
 
-def not_moved(counts: Counts, error: TransferProcessError) -> None:
+def not_moved(counts: Counter[str], error: TransferProcessError) -> None:
     """A process that moves blocks for this one is lost: there is no room for now, and nothing has changed."""
     counts["moves_failed"] += 1
     logger.warning("blocks were not moved, going on without that: %s", str(error))

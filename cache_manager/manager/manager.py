@@ -6,57 +6,59 @@ neither. Its methods belong to one thread, the scheduler's; rows may be read fro
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cache_manager.aux_blocks import AuxBlocks
-from cache_manager.checks import count_in_range, integers
+from cache_manager.checks import integers
 from cache_manager.errors import BlockBusyError, InvalidInputError, TransferProcessError
 from cache_manager.keys import BlockKey, Tokens
-from cache_manager.manager.counters import Counts, ManagerCounters
-from cache_manager.manager.growth import Growth, not_moved
-from cache_manager.manager.pool import BlockPool
-from cache_manager.manager.sequences import Extra, Ints, Phase, SequenceKeys, Sequences, digests
-from cache_manager.manager.storing import Admission, Storing
+from cache_manager.manager.growth import not_moved
+from cache_manager.manager.sequences import Extra, Ints, Phase, SequenceKeys, digests
+from cache_manager.manager.storing import Admission, StoredSequences
 from cache_manager.rows import MISSING_BYTE, Rows
 
 
-class BlockManager:
+@dataclass(frozen=True, slots=True)
+class ManagerCounters:
+    """What happened since the start; every number only grows."""
+
+    sequences: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    restored_tokens: int = 0
+    persisted_blocks: int = 0
+    evicted_blocks: int = 0
+    preemptions: int = 0
+    swapped_out_tokens: int = 0
+    swapped_in_tokens: int = 0
+    cow_blocks: int = 0
+    cow_tokens: int = 0
+    hits_cut_for_missing_rows: int = 0
+    store_failures: int = 0
+    errands_refused: int = 0
+    errands_cut: int = 0
+    restores_abandoned: int = 0
+    moves_failed: int = 0
+
+
+class BlockManager(StoredSequences):
     """Blocks for sequences, over ``aux.device_blocks`` on the device and ``aux.host_blocks`` to swap to.
 
     A sequence has a name, its owner, for the calls that concern it alone, and a number, :meth:`sequence`, for the calls
-    of a decode step, which take those of many (``..._batch``). There are at most ``sequences_max``, of at most
-    ``blocks_per_sequence_max`` blocks each (all there are, if not given); no room for one more is no room.
+    of a decode step, which take those of many (``..._batch``). There are at most ``sequences_max``; no room for one
+    more is no room.
 
     With the policy ``gate`` of ``aux`` a cached block counts as a hit only if its rows are complete too; with ``mask``
     the KV decides, and missing rows are reported when they are read. ``caching=False`` turns off prefix reuse and the
     store. A move that fails with :class:`TransferProcessError` counts as one for which there is no room now.
     """
 
-    def __init__(
-        self,
-        aux: AuxBlocks,
-        *,
-        caching: bool = True,
-        sequences_max: int = 4096,
-        blocks_per_sequence_max: int | None = None,
-    ) -> None:
-        count_in_range(sequences_max, "sequences_max", 1)
-        width_max = aux.device_blocks if blocks_per_sequence_max is None else blocks_per_sequence_max
-        count_in_range(width_max, "blocks_per_sequence_max", 1)
-        self.aux = aux
-        self._caching = caching
-        self._tokens = aux.block_tokens
-        self._tokens_max = min(width_max, aux.device_blocks) * aux.block_tokens
-        self._counts: Counts = Counter()
-        self._pool = BlockPool(aux, self._counts)
-        self._sequences = Sequences(aux.block_tokens, rows_max=sequences_max, width_max=width_max)
-        self._growth = Growth(aux, self._sequences, self._pool, self._counts, caching=caching)
-        self._storing = Storing(aux, self._sequences, self._pool, self._counts, pinned_max=aux.device_blocks // 2)
+    def __init__(self, aux: AuxBlocks, *, caching: bool = True, sequences_max: int = 4096) -> None:
+        super().__init__(aux, caching=caching, sequences_max=sequences_max)
+        self._tokens_max = aux.device_blocks * aux.block_tokens
         self._keys = aux.keys  # whose blocks the pool finds
 
     # ---------------------------------------------------------------- looking
@@ -168,7 +170,7 @@ class BlockManager:
             record.asked = keys, ids.astype("<i8", copy=False).tobytes()
         try:
             wanted = dict(zip(keys[len(shared) :] if restore else [], fresh, strict=False))
-            restored = self._storing.restore(row, wanted, queued=queued)
+            restored = self._restore(row, wanted, queued=queued)
         except BaseException:
             self.free(owner)
             raise
@@ -177,44 +179,6 @@ class BlockManager:
         self._counts["prefix_hit_tokens"] += len(shared) * self._tokens
         pending = record.errand is not None
         return Admission((*shared, *fresh), len(shared) * self._tokens + restored, restored, pending=pending)
-
-    def append(self, owner: str, total_tokens: int) -> bool:
-        """Make room so that the sequence can hold ``total_tokens``; ``False`` when there is none, nothing changed.
-
-        A block that would be written and that another owner holds too is copied first (copy-on-write).
-        """
-        return self._growth.append(self._sequences.ready(owner), total_tokens)
-
-    def append_batch(self, seqs: Any) -> NDArray[np.bool_]:
-        """:meth:`append` of one token to each of ``seqs`` ``[n]``: ``[n]``, in their order.
-
-        ``False`` where there was no room, and then that sequence is as it was. Raises before anything is changed if one
-        is not on the device, waits for the store, or is given twice.
-        """
-        return self._growth.append_batch(self._sequences.ready_rows(seqs))
-
-    def slots(self, owner: str, start: int, stop: int) -> NDArray[np.int64]:
-        """Device slots of the tokens ``[start, stop)``, to be written.
-
-        Raises :class:`BlockStateError` if one of their blocks is shared, or can be found by key, whoever has computed
-        it: what is only to be read is in :meth:`table`.
-        """
-        return self._growth.slots(self._sequences.ready(owner), start, stop)
-
-    def slots_batch(self, seqs: Any) -> NDArray[np.int64]:
-        """The slot ``[n]`` of the next token of each of ``seqs`` ``[n]``, which :meth:`append_batch` made room for."""
-        return self._growth.slots_batch(self._sequences.ready_rows(seqs))
-
-    def publish(self, owner: str, tokens: Tokens) -> None:
-        """The KV and the committed rows of ``tokens``, all that the sequence has computed so far, are in place.
-
-        Full blocks among them can be found by later sequences from here on.
-        """
-        self._growth.publish(self._sequences.ready(owner), tokens)
-
-    def publish_batch(self, seqs: Any, tokens: Any) -> None:
-        """:meth:`publish` of one more token of each of ``seqs``; ``tokens`` ``[n]`` are these."""
-        self._growth.publish_batch(self._sequences.ready_rows(seqs), tokens)
 
     def fork(self, parent: str, child: str) -> None:
         """The child shares every block of the parent, the partial last one too, until one of them appends.
@@ -261,7 +225,7 @@ class BlockManager:
             self._pool.host.let_go(blocks.tolist())
         else:
             self._pool.let_go(blocks, keeps=bool(keeps))
-        self._storing.abandon(owner, errand)
+        self._abandon(owner, errand)
 
     def _check_room_for_one(self) -> None:
         if self._sequences.full:
@@ -342,33 +306,6 @@ class BlockManager:
             lost = cached[self.aux.generations(cached) != lives]
             self._pool.forget_cached(lost.tolist())
             raise
-
-    # ---------------------------------------------------------------- storing
-
-    def persist(self, owner: str) -> int:
-        """:meth:`begin_persist`, waiting for the store; how many blocks are stored now. A failing store stores none."""
-        return self._storing.persist(self._sequences.ready(owner), queued=False)
-
-    def begin_persist(self, owner: str) -> bool:
-        """Begin to store the sequence's full blocks, rows and KV; whether there was anything to do, and room for it.
-
-        The store is never waited for, and the sequence may go on or end meanwhile: the blocks are kept for the store
-        until :meth:`poll` has found that it is done.
-        """
-        return self._storing.persist(self._sequences.ready(owner), queued=True) > 0
-
-    def poll(self) -> dict[str, Admission]:
-        """Take in what the store has done; the final admissions of sequences that were pending. Waits for nothing."""
-        return self._storing.poll()
-
-    @property
-    def errands(self) -> int:
-        """How many restores and persists have begun and were not found done by :meth:`poll`."""
-        return len(self._storing)
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until the store has done everything; ``False`` when ``timeout_s`` was over before."""
-        return self._storing.drain(timeout_s)
 
     # ---------------------------------------------------------------- resetting
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockStateError
 from cache_manager.keys import BlockKey
-from cache_manager.manager.counters import Counts
 from cache_manager.manager.index import PrefixIndex
 from cache_manager.ports import TierName
 
@@ -94,7 +94,7 @@ class BlockPool:
     read nothing.
     """
 
-    def __init__(self, aux: AuxBlocks, counts: Counts) -> None:
+    def __init__(self, aux: AuxBlocks, counts: Counter[str]) -> None:
         self._aux, self._counts = aux, counts
         self.index = PrefixIndex(aux.device_blocks)
         self.uses: NDArray[np.int32] = np.zeros(aux.device_blocks, np.int32)

@@ -21,7 +21,7 @@ from cache_manager.keys import BlockKey, KeyChain
 from cache_manager.ports import TierName
 
 if TYPE_CHECKING:
-    from cache_manager.manager.storing import Errand
+    from cache_manager.store_jobs import RestoreJob
 
 Ints = NDArray[np.int64]
 Extra = bytes | Mapping[int, bytes]
@@ -54,7 +54,7 @@ class SequenceKeys:
     chain: KeyChain
     extra: dict[int, bytes] = field(default_factory=dict)
     keys: list[BlockKey] = field(default_factory=list)  # of its first full blocks
-    errand: Errand | None = None
+    errand: RestoreJob | None = None  # which it waits for
     asked: tuple[list[BlockKey], bytes] = ([], b"")  # keys by which it was admitted, and the token ids they are of
 
     def of(self, ids: Ints) -> list[BlockKey]:
@@ -82,14 +82,14 @@ class SequenceKeys:
 
 
 class Sequences:
-    """Up to ``rows_max`` sequences of up to ``width_max`` blocks each.
+    """Up to ``rows_max`` sequences.
 
     ``blocks[row, i]`` means something below ``length[row]``; ``computed`` tokens have KV and rows; ``filling`` has the
     ids of the computed tokens of a block that is not full. ``..._at`` are the same arrays for one element at a time.
     """
 
-    def __init__(self, block_tokens: int, *, rows_max: int, width_max: int) -> None:
-        self.tokens, self.rows_max, self.width_max = block_tokens, rows_max, width_max
+    def __init__(self, block_tokens: int, *, rows_max: int) -> None:
+        self.tokens, self.rows_max = block_tokens, rows_max
         self.by_owner: dict[str, int] = {}
         self.records: list[SequenceKeys | None] = []
         self._free: list[int] = []
@@ -99,7 +99,7 @@ class Sequences:
         self.phase: NDArray[np.uint8] = np.empty(0, np.uint8)
         self.length, self.computed = np.empty(0, np.int64), np.empty(0, np.int64)
         self.filling: Ints = np.empty((0, block_tokens), "<i8")
-        self._resize(min(16, rows_max), min(16, width_max))
+        self._resize(min(16, rows_max), 16)
 
     def _resize(self, rows: int, width: int) -> None:
         """Make room for ``rows`` of ``width``, no fewer than there were."""
@@ -223,9 +223,8 @@ class Sequences:
 
     def make_wide(self, n: int) -> None:
         """Rows have at least ``n`` columns from here on."""
-        assert n <= self.width_max, "more blocks than a sequence may have"
         if n > self.width:
-            self._resize(self.rows, min(max(2 * self.width, n), self.width_max))
+            self._resize(self.rows, max(2 * self.width, n))
 
     def of_tier(self, tier: TierName) -> list[int]:
         """All blocks of all sequences and holders in the tier; a shared one as often as it is shared."""

@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import takewhile
+from typing import TypeVar
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
-from cache_manager.jobs import Phase as JobPhase
 from cache_manager.keys import BlockKey
-from cache_manager.manager.counters import Counts
-from cache_manager.manager.pool import BlockPool
-from cache_manager.manager.sequences import Phase, Sequences
+from cache_manager.manager.growth import GrowingSequences
+from cache_manager.manager.sequences import Phase
 from cache_manager.store_jobs import PersistJob, RestoreJob
 
 logger = logging.getLogger(__name__)
@@ -39,85 +38,77 @@ class Admission:
     pending: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Errand:
-    """``owner``'s sequence is what the job was begun for; it may have ended since."""
-
-    owner: str
-    job: PersistJob | RestoreJob
-    wanted: Mapping[BlockKey, int]
-
-    @property
-    def over(self) -> bool:
-        return self.job.phase is JobPhase.LANDED
-
-    @property
-    def stored(self) -> int:
-        """How many blocks a persist has found or made stored."""
-        return sum(origin != 0 for origin in self.job.stored().values()) if isinstance(self.job, PersistJob) else 0
+J = TypeVar("J", PersistJob, RestoreJob)
 
 
-class Storing:
-    """The errands of one block manager that are not over, and what comes of them: the calls of the same names.
+class StoredSequences(GrowingSequences):
+    """What the store does for sequences: the errands that are not over, and what comes of them.
 
-    A store that hangs must leave blocks to compute with: it keeps at most ``pinned_max``. What it can keep are the
+    A store that hangs must leave blocks to compute with: it keeps at most half of them. What it can keep are the
     blocks of every persist, and those of as many restores as it has threads, should their sequences end: a restore
     that no thread has begun ends with its sequence. A queued errand for which that is too much is cut to its first
     blocks, or refused when not even one fits; one that its caller waits for is neither.
     """
 
-    def __init__(
-        self, aux: AuxBlocks, sequences: Sequences, pool: BlockPool, counts: Counts, *, pinned_max: int
-    ) -> None:
-        self._aux, self._sequences, self._pool, self._counts = aux, sequences, pool, counts
-        self._pinned_max = pinned_max
-        self._errands: dict[Errand, None] = {}
+    def __init__(self, aux: AuxBlocks, *, caching: bool, sequences_max: int) -> None:
+        super().__init__(aux, caching=caching, sequences_max=sequences_max)
+        self._errands: dict[PersistJob | RestoreJob, str] = {}  # and for whose sequence, which may have ended since
         self._settled: dict[str, Admission] = {}
-
-    def __len__(self) -> int:
-        return len(self._errands)
 
     # ---------------------------------------------------------------- beginning
 
-    def persist(self, row: int, *, queued: bool) -> int:
-        """See :meth:`BlockManager.persist`: how many blocks are stored; if it is ``queued``, how many will be."""
-        record = self._sequences.record(row)
-        keys = record.keys if record.base is self._aux.keys else ()
-        wanted = dict(zip(keys, self._sequences.table(row).tolist(), strict=False))
-        errand = self._begin(row, self._aux.begin_persist, wanted, self._aux.job_limits.threads_max, queued=queued)
-        if errand is None or queued:
-            return 0 if errand is None else len(errand.wanted)
-        self._end(errand)
-        return errand.stored
+    def persist(self, owner: str) -> int:
+        """:meth:`begin_persist`, waiting for the store; how many blocks are stored now. A failing store stores none."""
+        return self._persist(self._sequences.ready(owner), queued=False)
 
-    def restore(self, row: int, wanted: Mapping[BlockKey, int], *, queued: bool) -> int:
+    def begin_persist(self, owner: str) -> bool:
+        """Begin to store the sequence's full blocks, rows and KV; whether there was anything to do, and room for it.
+
+        The store is never waited for, and the sequence may go on or end meanwhile: the blocks are kept for the store
+        until :meth:`poll` has found that it is done.
+        """
+        return self._persist(self._sequences.ready(owner), queued=True) > 0
+
+    def _persist(self, row: int, *, queued: bool) -> int:
+        """How many blocks are stored; if it is ``queued``, how many will be."""
+        record = self._sequences.record(row)
+        keys = record.keys if record.base is self.aux.keys else ()
+        wanted = dict(zip(keys, self._sequences.table(row).tolist(), strict=False))
+        job = self._begin(row, self.aux.begin_persist, wanted, self.aux.job_limits.threads_max, queued=queued)
+        if job is None or queued:
+            return 0 if job is None else len(job.blocks)
+        self._end(job)
+        return _stored(job)
+
+    def _restore(self, row: int, wanted: Mapping[BlockKey, int], *, queued: bool) -> int:
         """Fill blocks of the sequence with the longest run of keys that the store has; how many tokens that are by now.
 
         If it is ``queued``, the sequence is pending.
         """
         # It is itself one of the restores that threads may hang in.
-        others = self._aux.job_limits.threads_max - 1
-        errand = self._begin(row, self._aux.begin_restore, wanted, others, queued=queued)
-        if errand is None:
+        others = self.aux.job_limits.threads_max - 1
+        job = self._begin(row, self.aux.begin_restore, wanted, others, queued=queued)
+        if job is None:
             return 0
-        self._sequences.record(row).errand = errand
+        record = self._sequences.record(row)
+        record.errand = job
         self._sequences.set_phase(row, Phase.PENDING)
         if queued:
             return 0
-        self._end(errand)
-        return self._settled.pop(errand.owner).restored_tokens
+        self._end(job)
+        return self._settled.pop(record.owner).restored_tokens
 
     def _begin(
         self,
         row: int,
-        begin: Callable[..., PersistJob | RestoreJob | None],
+        begin: Callable[..., J | None],
         wanted: Mapping[BlockKey, int],
         restores: int,
         *,
         queued: bool,
-    ) -> Errand | None:
+    ) -> J | None:
         """``begin`` a job for the sequence; ``None`` when there is nothing to do, or no room for it."""
-        if not wanted or not self._aux.has_store:
+        if not wanted or not self.aux.has_store:
             return None
         owner = self._sequences.record(row).owner
         first = self._first(wanted, restores) if queued else dict(wanted)
@@ -126,15 +117,14 @@ class Storing:
             self._counts["errands_refused"] += 1
             return None
         self._counts["errands_cut"] += len(first) < len(wanted)
-        errand = Errand(owner, job, first)
-        self._errands[errand] = None
-        return errand
+        self._errands[job] = owner
+        return job
 
     def _first(self, wanted: Mapping[BlockKey, int], restores: int) -> dict[BlockKey, int]:
         """The first of ``wanted``, so many that all persists and the ``restores`` largest restores may hang too."""
-        pinned = {b for e in self._errands if isinstance(e.job, PersistJob) for b in e.wanted.values()}
-        restored = (len(e.wanted) for e in self._errands if isinstance(e.job, RestoreJob))
-        room = self._pinned_max - len(pinned) - sum(nlargest(restores, restored))
+        pinned = {block for job in self._errands if isinstance(job, PersistJob) for block in job.blocks.values()}
+        restored = (len(job.blocks) for job in self._errands if isinstance(job, RestoreJob))
+        room = self.aux.device_blocks // 2 - len(pinned) - sum(nlargest(restores, restored))
         first: dict[BlockKey, int] = {}
         for key, block in wanted.items():
             room -= block not in pinned
@@ -145,44 +135,51 @@ class Storing:
 
     # ---------------------------------------------------------------- ending
 
+    @property
+    def errands(self) -> int:
+        """How many restores and persists have begun and were not found done by :meth:`poll`."""
+        return len(self._errands)
+
     def poll(self) -> dict[str, Admission]:
+        """Take in what the store has done; the final admissions of sequences that were pending. Waits for nothing."""
         self._end_all()
         settled, self._settled = self._settled, {}
         return settled
 
     def drain(self, timeout_s: float) -> bool:
+        """Wait until the store has done everything; ``False`` when ``timeout_s`` was over before."""
         give_up_s = time.monotonic() + timeout_s
         while True:
             self._end_all()
             left_s = give_up_s - time.monotonic()
             if not self._errands or left_s <= 0:
                 return not self._errands
-            self._aux.wait(left_s)
+            self.aux.wait(left_s)
 
-    def abandon(self, owner: str, errand: Errand | None) -> None:
+    def _abandon(self, owner: str, errand: RestoreJob | None) -> None:
         """The owner's sequence has ended; ``errand`` is what it waited for."""
         self._settled.pop(owner, None)
         if errand is not None:
             self._counts["restores_abandoned"] += 1
-            errand.job.cancel()
+            errand.cancel()
             if errand.over:
                 self._end(errand)
 
     def _end_all(self) -> None:
         """Land what the store has done its part of."""
-        self._aux.poll()
-        for errand in [errand for errand in self._errands if errand.over]:
-            self._end(errand)
+        self.aux.poll()
+        for job in [job for job in self._errands if job.over]:
+            self._end(job)
 
-    def _end(self, errand: Errand) -> None:
+    def _end(self, job: PersistJob | RestoreJob) -> None:
         """The store is done: a sequence that waited for it can go on."""
-        assert errand.over, "its blocks are in motion"
-        del self._errands[errand]
-        row = self._sequences.by_owner.get(errand.owner)
-        if row is not None and self._sequences.record(row).errand is errand:
-            self._settle(row, errand)
-        self._counts["persisted_blocks"] += errand.stored
-        failure = errand.job.failure
+        assert job.over, "its blocks are in motion"
+        row = self._sequences.by_owner.get(self._errands.pop(job))
+        if isinstance(job, PersistJob):
+            self._counts["persisted_blocks"] += _stored(job)
+        elif row is not None and self._sequences.record(row).errand is job:
+            self._settle(row, job)
+        failure = job.failure
         if isinstance(failure, KVRouteError):
             self._counts["store_failures"] += 1
             # As text: a log record that keeps the exception keeps its frames, and with them views of the rows.
@@ -190,15 +187,14 @@ class Storing:
         elif failure is not None:
             raise failure
 
-    def _settle(self, row: int, errand: Errand) -> None:
+    def _settle(self, row: int, job: RestoreJob) -> None:
         """The sequence has what the store had for it."""
         sequences, record = self._sequences, self._sequences.record(row)
         record.errand = None
         sequences.set_phase(row, Phase.READY)
         # After a reset what landed before it is gone, and what its sequence has is found by no key any more.
-        assert isinstance(errand.job, RestoreJob), "no sequence waits for a persist"
-        back = errand.job.restored() if record.base is self._aux.keys else {}
-        run = list(takewhile(lambda wanted: back.get(wanted[0]), errand.wanted.items()))
+        back = job.known() if record.base is self.aux.keys else {}
+        run = list(takewhile(lambda wanted: back.get(wanted[0]), job.blocks.items()))
         for key, block in run:
             record.keys.append(key)
             self._pool.publish(key, block)
@@ -206,4 +202,9 @@ class Storing:
         sequences.computed[row] += restored
         self._counts["restored_tokens"] += restored
         blocks, computed = tuple(sequences.table(row).tolist()), int(sequences.computed[row])
-        self._settled[errand.owner] = Admission(blocks, computed, restored)
+        self._settled[record.owner] = Admission(blocks, computed, restored)
+
+
+def _stored(job: PersistJob) -> int:
+    """How many blocks it has found or made stored."""
+    return sum(origin != 0 for origin in job.known().values())

@@ -14,17 +14,24 @@ from dataclasses import dataclass
 from queue import Full
 from typing import Final, Self
 
+import numpy as np
+
 from cache_manager.child import LOOK_S, AskedChild, Child
 from cache_manager.errors import (
     BlockStateError,
     ConfigError,
     StorageError,
+    StoreUnavailableError,
     TransferProcessError,
     TransferProcessFullError,
 )
-from cache_manager.ports import HitPolicy
+from cache_manager.keys import BlockKey
+from cache_manager.memory import GENERATION_SHIFT
+from cache_manager.mover import one_each
+from cache_manager.ports import Absence, BlockRecords, Found, HitPolicy, RecordCounters, Region, TierName
 from cache_manager.regions import SharedRegion
 from cache_manager.storage.breaker import Breaker
+from cache_manager.table import Ints
 from cache_manager.transfer_manager import commands
 from cache_manager.transfer_manager.commands import Answer, Command
 
@@ -45,6 +52,17 @@ class SharedPart:
     device: SharedRegion
     host: SharedRegion | None = None
     store: str = ""
+
+    def check_beside(self, rows: SharedPart) -> Self:
+        """Raise :class:`ConfigError` unless it has the blocks of ``rows``, and a store if they have one."""
+        for tier in ("device", "host"):
+            regions: list[SharedRegion | None] = [getattr(rows, tier), getattr(self, tier)]
+            wanted, got = ("none" if each is None else each.blocks for each in regions)
+            if got != wanted:
+                raise ConfigError(f"part {self.name}: {tier} blocks", f"{wanted}, as {rows.name}", got)
+        if bool(self.store) != bool(rows.store):
+            raise ConfigError(f"part {self.name}: store", "one for every part, or none", repr(self.store))
+        return self
 
     def set_up(self) -> commands.PartSetUp:
         """What the process is told of it."""
@@ -86,40 +104,110 @@ class TransferCounters:
 
 
 class CacheTransferManager:
-    """Swaps, persists and restores every part of blocks in a process of its own, by block ids.
+    """The :class:`Mover` that swaps, persists and restores every part of blocks in a process of its own.
 
-    :meth:`submit` never waits for the process. A command's future ends with its answer; with :class:`StorageError` when
-    a store failed; with :class:`TransferProcessError` when the process failed it, ended or was too slow, and then the
-    process is gone *and reaped*, so that nothing touches the blocks any more. Only what the caller then declares
-    readable is readable: a command that failed has changed nothing.
+    ``AuxBlocks(..., memory="shared", mover=manager.start)`` starts the process for its regions of the rows, which are
+    moved together with those of ``kv``, if there are any; :meth:`close` ends it, after the ``AuxBlocks``. ``store`` is
+    the URL of the rows' store, if there is one; ``policy`` and ``required`` (indices of the rows' specs, all if not
+    given) are the law of pairs, which the process keeps.
+
+    A command ends with its answer; with :class:`StorageError` when a store failed; with :class:`TransferProcessError`
+    when the process failed it, ended or was too slow, and then the process is gone *and reaped*, so that nothing
+    touches the blocks any more. Only what the caller then declares readable is readable: a command that failed has
+    changed nothing. As a mover, a process that is lost fails moves with :class:`TransferProcessError`, and persists and
+    restores with :class:`StoreUnavailableError`.
 
     A process that ended is started again, at once and then with growing pauses; the regions stay, as they are the
-    engine's. Safe from several threads. Opening starts the process and raises :class:`TransferProcessError` when it
-    cannot be set up.
+    engine's. Safe from several threads.
     """
 
     def __init__(
         self,
-        parts: Sequence[SharedPart],
-        settings: TransferSettings | None = None,
+        kv: SharedPart | None = None,
         *,
+        store: str = "",
         policy: HitPolicy = "gate",
-        required: Sequence[int] = (0,),
+        required: Sequence[int] = (),
+        settings: TransferSettings | None = None,
     ) -> None:
         self.settings = s = settings or TransferSettings()
-        self._setup = _setup_of(parts, policy, required)
+        self._kv, self._store, self._policy, self._required = kv, store, policy, required
+        self._records = RecordCounters()  # of the rows' store, as the process told last
         self._lock = threading.Lock()  # the counts, the breaker and the process of the moment
         self._counts = dict.fromkeys(TransferCounters.__dataclass_fields__, 0)
         self._breaker = Breaker(1, s.restart_pause_s, s.restart_pause_max_s)
         self._stopping, self._up, self._down = threading.Event(), threading.Event(), threading.Event()
-        self._pid = os.getpid()
+        self._starter: threading.Thread | None = None
         self._worker: _Worker | None = None
+
+    def start(self, device: Region, host: Region | None = None) -> Self:
+        """Start the process for these regions of the rows, which have to be shared ones.
+
+        Raises :class:`ConfigError` for others, or where the KV's are of other blocks, and :class:`TransferProcessError`
+        when the process cannot be set up.
+        """
+        if not isinstance(device, SharedRegion) or not isinstance(host, SharedRegion | None):
+            raise ConfigError("memory", "'shared', to be seen by the cache-transfer process", "'heap'")
+        rows = SharedPart("rows", device, host, self._store)
+        required = list(self._required) or list(range(len(device.layout.specs)))
+        parts = [rows] if self._kv is None else [rows, self._kv.check_beside(rows)]
+        self._regions: dict[TierName, SharedRegion | None] = {"device": device, "host": host}
+        self._setup = commands.SetUp([part.set_up() for part in parts], self._policy, required)
+        self._pid = os.getpid()
         self._start()
         self._starter = threading.Thread(target=self._keep, name="kvroute-cache-transfer-starter", daemon=True)
         self._starter.start()
+        return self
+
+    # ---------------------------------------------------------------- a mover
 
     @property
-    def counters(self) -> TransferCounters:
+    def stores(self) -> bool:
+        return bool(self._store)
+
+    @property
+    def counters(self) -> RecordCounters:
+        return self._records
+
+    def copy(self, source: TierName, target: TierName, sources: Ints, targets: Ints) -> None:
+        """Copy every part of blocks, in the generations that the targets are in now."""
+        wanted = self._generations(target, targets.tolist())
+        self.call(commands.Move(source, target, sources.tolist(), targets.tolist(), wanted))
+
+    def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]:
+        assert not replace, "the process itself knows when a pair is to be replaced"
+        return one_each(self._ask(commands.Persist(records)).stored, records.keys)
+
+    def get_into(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
+        asked = commands.Restore(list(keys), list(blocks), self._generations("device", blocks))
+        restored = one_each(self._ask(asked).restored, keys)
+        return [Absence(each) if isinstance(each, str) else each for each in restored]
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return one_each(self._ask(commands.Contains(list(keys))).there, keys)
+
+    def flush(self) -> None:
+        self._ask(commands.Flush())
+
+    def _ask(self, command: Command) -> Answer:
+        try:
+            answer = self.call(command)
+        except TransferProcessError as error:
+            raise StoreUnavailableError(str(error)) from error
+        self._records = RecordCounters(*answer.counters)
+        return answer
+
+    def _generations(self, tier: TierName, blocks: Sequence[int]) -> list[int]:
+        region = self._regions[tier]
+        assert region is not None, f"{tier}: a tier that there is"
+        found: list[int] = (region.words[list(blocks)] >> np.uint64(GENERATION_SHIFT)).tolist()
+        return found
+
+    # ---------------------------------------------------------------- a process
+
+    @property
+    def command_counters(self) -> TransferCounters:
+        """What has become of the commands, and of the process."""
         with self._lock:
             return TransferCounters(**self._counts)
 
@@ -157,13 +245,13 @@ class CacheTransferManager:
         return worker.wait(future)
 
     def _submit(self, command: Command, *, waits: bool) -> tuple[_Worker, Future[Answer]]:
-        if os.getpid() != self._pid:
+        if self._starter is not None and os.getpid() != self._pid:
             raise BlockStateError("cache-transfer process", "the process that started it", f"a fork, {os.getpid()}")
         with self._lock:
             worker = self._worker
             if worker is None or self._stopping.is_set():
                 self._counts["commands_refused"] += 1
-                cause = "it was closed" if self._stopping.is_set() else self._breaker.cause
+                cause = "it was closed" if self._stopping.is_set() else self._breaker.cause or "it was not started"
                 raise TransferProcessError(f"the cache-transfer process is not running: {cause}")
         try:
             return worker, worker.submit(command, self.settings.command_s, self.settings.commands_max, waits=waits)
@@ -178,7 +266,8 @@ class CacheTransferManager:
             return
         self._stopping.set()
         self._down.set()
-        self._starter.join()
+        if self._starter is not None:
+            self._starter.join()
         worker = self._worker
         if worker is None:
             return
@@ -294,19 +383,3 @@ class _Worker(AskedChild[Answer]):
     def _lost(self, cause: str) -> Exception:
         self._manager._count("commands_lost")
         return TransferProcessError(f"the cache-transfer process was lost: {cause}")
-
-
-def _setup_of(parts: Sequence[SharedPart], policy: HitPolicy, required: Sequence[int]) -> commands.SetUp:
-    if not parts:
-        raise ConfigError("parts", "at least one", "none")
-    first = parts[0]
-    for part in parts:
-        for tier in ("device", "host"):
-            wanted, got = (
-                "none" if each is None else each.blocks for each in (getattr(first, tier), getattr(part, tier))
-            )
-            if got != wanted:
-                raise ConfigError(f"part {part.name}: {tier} blocks", f"{wanted}, as {first.name}", got)
-        if bool(part.store) != bool(first.store):
-            raise ConfigError(f"part {part.name}: store", "one for every part, or none", repr(part.store))
-    return commands.SetUp([part.set_up() for part in parts], policy, list(required))

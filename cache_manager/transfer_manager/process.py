@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from typing import Final, NoReturn
@@ -35,27 +35,28 @@ STORE_THREADS: Final = 2
 
 
 class Transfers:
-    """What the commands do, given regions and stores."""
+    """What the commands do, given regions and stores by the first of them."""
 
-    def __init__(self, setup: commands.SetUp) -> None:
+    def _set_up(self, setup: commands.SetUp) -> None:
         self._regions = [_regions(part) for part in setup.parts]
         self._records = [
             RecordStore(open_store(part.store), regions["device"].layout) if part.store else None
             for part, regions in zip(setup.parts, self._regions, strict=True)
         ]
-        movers = [
+        rows, *more = (
             RowsMover(regions["device"], regions.get("host"), records, whole=number > 0)
             for number, (regions, records) in enumerate(zip(self._regions, self._records, strict=True))
-        ]
-        rows, *more = movers
+        )
         self._mover: Mover = rows
         if more:
             self._mover = PairMover(rows, more[0], setup.policy, self._regions[0]["device"].layout, setup.required)
 
     def do(self, command: commands.Command) -> Answer:
-        """Do a command other than the first and the last. What it is asked of blocks holds before and after."""
+        """Do a command. What it is asked of blocks holds before and after."""
         answer = Answer()
         match command:
+            case commands.SetUp():
+                self._set_up(command)
             case commands.Move(source, target, sources, targets, generations):
                 self._check(source, sources)
                 self._check(target, targets, generations)
@@ -75,15 +76,10 @@ class Transfers:
                 answer = Answer(there=self._mover.contains([BlockKey(name) for name in names]))
             case commands.Flush():
                 self._mover.flush()
-            case _:
-                raise AssertionError(f"no command: {type(command).__name__}")
+            case commands.Close():
+                for store in filter(None, self._records):
+                    store.close()
         return structs.replace(answer, counters=list(astuple(self._mover.counters)))
-
-    def close(self) -> Answer:
-        for records in self._records:
-            if records is not None:
-                records.close()
-        return Answer()
 
     def _check(self, tier: TierName, blocks: Sequence[int], generations: Sequence[int] | None = None) -> None:
         """Whether there are such blocks, and whether they are still in the life that the command was made for."""
@@ -110,7 +106,7 @@ class Process:
         self._engine = engine
         self._moves = ThreadPoolExecutor(1, "moves")
         self._stores = ThreadPoolExecutor(STORE_THREADS, "stores")
-        self._transfers: Transfers | None = None
+        self._transfers = Transfers()
 
     def serve(self) -> NoReturn:
         while (body := self._engine.receive()) is not None:
@@ -119,32 +115,24 @@ class Process:
 
     def _take(self, asked: Asked) -> None:
         match asked.command:
-            case commands.SetUp() as setup:
-                self._answer(asked.number, lambda: self._set_up(setup))
+            case commands.SetUp():
+                self._answer(asked)
             case commands.Close():
                 self._moves.shutdown()
                 self._stores.shutdown()
-                self._answer(asked.number, self._ready().close)
+                self._answer(asked)
                 os._exit(0)
-            case command:
-                threads = self._moves if isinstance(command, commands.Move) else self._stores
-                threads.submit(self._answer, asked.number, lambda: self._ready().do(command))
+            case commands.Move():
+                self._moves.submit(self._answer, asked)
+            case _:
+                self._stores.submit(self._answer, asked)
 
-    def _set_up(self, setup: commands.SetUp) -> Answer:
-        assert self._transfers is None, "set up once"
-        self._transfers = Transfers(setup)
-        return Answer()
-
-    def _ready(self) -> Transfers:
-        assert self._transfers is not None, "a command before set-up"
-        return self._transfers
-
-    def _answer(self, number: int, work: Callable[[], Answer]) -> None:
+    def _answer(self, asked: Asked) -> None:
         try:
-            answer = structs.replace(work(), number=number)
+            answer = structs.replace(self._transfers.do(asked.command), number=asked.number)
         except Exception as error:  # noqa: BLE001 - this process's loop edge: the asker gets the reason
             of_store = isinstance(error, StorageError)
-            answer = Answer(number, error=f"{type(error).__name__}: {error}", of_store=of_store)
+            answer = Answer(asked.number, error=f"{type(error).__name__}: {error}", of_store=of_store)
         self._engine.send(commands.encode(answer))
 
 

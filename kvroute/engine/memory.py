@@ -12,7 +12,7 @@ from cache_manager.keys import Namespace
 from cache_manager.ports import HitPolicy, Mover, Region, StorageBackend, TierName
 from cache_manager.regions import SharedRegion
 from cache_manager.spec import RecordLayout
-from cache_manager.transfer_manager import CacheTransferManager, ProcessMover, SharedPart
+from cache_manager.transfer_manager import CacheTransferManager, SharedPart
 from kvroute.engine.kv import KVMover, KVShape, PagedKV
 from kvroute.engine.request import EngineConfig
 from kvroute.engine.stores import AnyStores, RemoteStores
@@ -41,7 +41,7 @@ class EngineMemory:
         device: torch.device | None = None,
     ) -> None:
         self._regions: list[SharedRegion] = []
-        self._process: ProcessMover | None = None
+        self._process: CacheTransferManager | None = None
         if not isinstance(stores, RemoteStores):
             self.kv = PagedKV.of(shape, config, device=device)
             self.store = stores.rows if stores else None
@@ -58,14 +58,14 @@ class EngineMemory:
         host = self._region(layout, config.host_blocks, "host", namespace) if config.host_blocks else None
         self.kv = PagedKV.of(shape, config, regions=(on_device, host))
         part = SharedPart("kv", on_device, host, stores.kv)
-        self._process = ProcessMover(part, store=stores.rows, policy=policy, settings=stores.settings)
+        self._process = CacheTransferManager(part, store=stores.rows, policy=policy, settings=stores.settings)
         self.mover = self._process.start
 
     @property
     def process(self) -> CacheTransferManager:
         """The cache-transfer process; there is one with :class:`RemoteStores` only."""
         assert self._process is not None
-        return self._process.process
+        return self._process
 
     def wait(self, timeout_s: float) -> bool:
         """Whether there was nothing to wait for; else wait for the process to be there again, ``timeout_s`` at most."""

@@ -21,6 +21,7 @@ from cache_manager.errors import (
 )
 from cache_manager.keys import Namespace
 from cache_manager.lifecycle import State
+from cache_manager.spec import AuxBlockDataSpec
 
 
 def test_slot_reuse_never_shows_the_earlier_tenant(aux) -> None:
@@ -98,6 +99,20 @@ def test_rejected_tokens_and_padding_never_become_valid(aux) -> None:
     step.commit(keep=np.array([True, True, False, True, True]))
     assert aux.read("routing", [0]).valid.tolist() == [True, False, True, False]
     assert aux.counters.rows_rejected == 1
+
+
+def test_one_mask_for_each_spec_leaves_the_others_whole() -> None:
+    """Goal: a token whose ids are bad keeps its other rows. Method: two specs, a mask for one of them."""
+    specs = [AuxBlockDataSpec(name, (2,), "uint8", 4) for name in ("routing", "logprob")]
+    with AuxBlocks(specs, device_blocks=1, namespace=Namespace("m", 1)) as aux:
+        aux.allocate([0], "a")
+        step = aux.begin_step([0, -1, 1])
+        for spec in specs:
+            step.write(spec.name, np.ones((3, 2), np.uint8))
+        assert step.commit(keep={"routing": np.array([True, True, False])}) == 2
+        assert aux.read("routing", [0]).valid.tolist() == [True, False, False, False]
+        assert aux.read("logprob", [0]).valid.tolist() == [True, True, False, False]
+        assert aux.counters.rows_rejected == 0
 
 
 def test_an_exception_in_a_step_commits_nothing(aux) -> None:
@@ -185,7 +200,7 @@ def test_reset_reaches_every_tier_and_everything_in_flight(aux) -> None:
         (lambda a: a.read("routing", [0], 0.0, 1), InvalidInputError, "start, stop: wanted"),
         (lambda a: a.swap_out([(0, 1)], owner=""), InvalidInputError, "owner: wanted a non-empty string or an integer"),
         (lambda a: a.swap_out([(0, 1)], owner="b"), BlockStateError, "device block 0: wanted one that 'b' holds"),
-        (lambda a: a.copy([(0, 3)], rows=[1, 2]), InvalidInputError, "rows: wanted 1 row counts, one for each pair"),
+        (lambda a: a.copy([(0, 3)], rows=[1, 2]), InvalidInputError, "rows: wanted 1, one count for each pair"),
         (lambda a: a.begin_step([0.0]), SlotError, "slots: wanted a flat array of integers, got float64"),
         (lambda a: a.begin_step([12]), BlockStateError, "device block 3: wanted HELD to write, got FREE"),
         (

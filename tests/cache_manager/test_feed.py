@@ -243,7 +243,7 @@ def test_bytes_that_no_feed_made_are_refused_and_change_nothing(packed: bytes) -
 
 
 OPERATIONS = st.one_of(
-    st.builds(Renew, st.binary(max_size=24), st.binary(max_size=24), st.sampled_from(("device", "host"))),
+    st.builds(Renew, st.binary(max_size=24), st.binary(max_size=24)),
     st.builds(
         Copied,
         st.sampled_from(("device", "host")),

@@ -338,7 +338,7 @@ def test_nothing_to_export_is_none() -> None:
     [
         ({}, "owner, generations: wanted one of them, to say for which life, got neither"),
         ({"owner": "req", "generations": [1]}, "owner, generations: wanted one of them, .* got both"),
-        ({"generations": [1, 2]}, "generations: wanted 1, one for each block, got 2"),
+        ({"generations": [1, 2]}, "generations: wanted 1, one integer for each block, got 2"),
     ],
 )
 def test_an_export_says_for_which_life(life, message) -> None:

@@ -360,9 +360,9 @@ def test_the_tokens_of_a_batch_are_one_each_and_fit(house) -> None:
     house.run("b", [1, 2, 3, 4])
     a, b = (house.manager.sequence(owner) for owner in ("a", "b"))
     before = house.state()
-    with pytest.raises(InvalidInputError, match="tokens: wanted 2, one for each sequence, got 1"):
+    with pytest.raises(InvalidInputError, match="tokens: wanted 2, one integer for each sequence, got 1"):
         house.manager.publish_batch([a, b], [1])
-    with pytest.raises(InvalidInputError, match="tokens: wanted a flat sequence of integers, got float64"):
+    with pytest.raises(InvalidInputError, match="tokens: wanted one integer for each sequence, got float64"):
         house.manager.publish_batch([a], [1.5])
     for seqs in ([a, b], [a, b, *(three_more(house))]):
         with pytest.raises(BlockStateError, match=r"owner 'b': wanted append\(\) before it is written, got no room"):

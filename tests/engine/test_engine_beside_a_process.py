@@ -86,7 +86,7 @@ def test_a_process_moves_and_stores_kv_and_rows_and_nothing_else_changes(model: 
         made |= _regions(engine)
         _same(plain, _run(engine, _requests(8)))
         blocks, rows = engine.manager.counters, engine.aux.counters
-        commands = engine.memory.process.counters
+        commands = engine.memory.process.command_counters
     assert min(rows.swapped_out_rows, rows.swapped_in_rows, rows.copied_rows, blocks.persisted_blocks) > 0
     assert commands.commands == commands.commands_done
     with Engine(model, TIGHT, NAMESPACE, stores=stores) as engine:
@@ -106,7 +106,7 @@ def test_the_engine_outlives_its_process_again_and_again(qwen: nn.Module, tmp_pa
     with Engine(qwen, TIGHT, NAMESPACE, stores=stores) as engine:
         _same(plain, _run(engine, _requests(8), kill_every=20))
         assert engine.memory.process.wait(120)
-        counters = engine.memory.process.counters
+        counters = engine.memory.process.command_counters
         assert counters.starts > 2
         assert engine.manager.counters.moves_failed + engine.manager.counters.store_failures > 0
         assert counters.commands == counters.commands_done + counters.commands_failed + counters.commands_lost
@@ -131,7 +131,7 @@ def test_without_a_process_for_good_what_was_swapped_out_is_computed_again(qwen:
         while engine.busy:
             outputs |= {(o.request.id, o.sample): o for o in engine.step()}
         _same(plain, outputs)
-        assert process.counters.starts == 1
+        assert process.command_counters.starts == 1
 
 
 def test_rows_in_the_heap_cannot_be_seen_by_a_process(qwen: nn.Module, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_chain_goes_on_from_its_own_keys_only() -> None:
     before, after = KeyChain(Namespace("m", 1), layout), KeyChain(Namespace("m", 2), layout)
     for parent in (before.keys([1, 2, 3, 4])[0], b""):
         with pytest.raises(ValueError, match="parent: wanted a key of this chain"):
-            after.keys([5, 6, 7, 8], parent=parent)  # type: ignore[arg-type]
+            after.key(parent, [5, 6, 7, 8])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("begun", ["in the child", "before the fork"])

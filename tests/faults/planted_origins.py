@@ -10,7 +10,7 @@ ENGINE = "tests/cache_manager/test_engine_blocks.py::"
 HOSTILE = "tests/cache_manager/test_jobs_hostile.py::"
 INSTALL = "tests/cache_manager/test_install.py::"
 MOVERS = "tests/cache_manager/test_movers_of_others.py::"
-PAIRS = "tests/cache_manager/test_pair_mover.py::TestPairs"
+PAIRS = "tests/cache_manager/test_pair_machine.py::TestPairs"
 ORIGIN = "tests/cache_manager/test_origin_machine.py::TestOrigin"
 
 SAME_COMPUTATION = "rows_are_of_the_pass_that_made_the_kv"

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from watched_region import WatchedRegion
 
 from cache_manager.errors import InvalidInputError
-from cache_manager.memory import check_region, gather
+from cache_manager.memory import gather
+from cache_manager.regions.choice import check_region
 from cache_manager.spec import RecordLayout
 
 BLOCKS = 3

@@ -76,7 +76,7 @@ class House:
         """Every block comes back."""
         for owner in self.manager.owners:
             self.manager.free(owner)
-        self.manager.poll()
+        assert self.manager.drain(30.0), "the store has not answered"
         self.manager.assert_consistent()
         assert self.manager.free_device_blocks == self.aux.device_blocks
         assert self.manager.free_host_blocks == self.aux.host_blocks

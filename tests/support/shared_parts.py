@@ -8,7 +8,7 @@ import numpy as np
 
 from cache_manager.keys import BlockKey, KeyChain, Namespace
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
-from cache_manager.transfer_manager import SharedPart
+from cache_manager.transfer_manager import CacheTransferManager, SharedPart, TransferSettings
 
 TOKENS, DEVICE_BLOCKS, HOST_BLOCKS = 16, 12, 8
 NAMESPACE = Namespace("m", 1)
@@ -44,3 +44,9 @@ class Memory:
     def keys(self, count: int, first: int = 0) -> list[BlockKey]:
         chain = KeyChain(NAMESPACE, ROWS)
         return [chain.key(None, [first + i]) for i in range(count)]
+
+
+def started(parts: list[SharedPart], settings: TransferSettings | None = None) -> CacheTransferManager:
+    """A cache-transfer process for parts, the rows and the KV."""
+    rows, kv = parts
+    return CacheTransferManager(kv, store=rows.store, settings=settings).start(rows.device, rows.host)

@@ -25,7 +25,7 @@ from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.regions import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
-from cache_manager.transfer_manager import ProcessMover, SharedPart, TransferSettings
+from cache_manager.transfer_manager import CacheTransferManager, SharedPart, TransferSettings
 
 BLOCK, DEVICE, HOST, WAIT_S = 4, 9, 6, 120.0
 ROW = AuxBlockDataSpec("topk_ids", (2, 2), "uint16", BLOCK)
@@ -51,7 +51,7 @@ class BlocksMachine(RuleBasedStateMachine):
         part = SharedPart("kv", self.device, self.host, f"file://{root}/kv?quota=4MiB&segment=64KiB")
         limits = TransferSettings(restart_pause_s=0.01, restart_pause_max_s=0.05)
         store = f"file://{root}/rows?quota=4MiB&segment=64KiB"
-        self.blocks = ProcessMover(part, store=store, settings=limits)
+        self.blocks = CacheTransferManager(part, store=store, settings=limits)
         self.aux = AuxBlocks(
             [ROW],
             device_blocks=DEVICE,
@@ -165,7 +165,7 @@ class BlocksMachine(RuleBasedStateMachine):
         owner = self.choose(data, swapped=what == "resume")
         if owner is None:
             return
-        process, sequence = self.blocks.process, self.sequences[owner]
+        process, sequence = self.blocks, self.sequences[owner]
         pid = process.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shared_parts import DEVICE_BLOCKS, HOST_BLOCKS, Memory
+from shared_parts import DEVICE_BLOCKS, HOST_BLOCKS, Memory, started
 
 from cache_manager.errors import ConfigError, StorageError, TransferProcessError, TransferProcessFullError
 from cache_manager.ports import BlockRecords, Found
@@ -32,7 +32,7 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def process(memory: Memory) -> Iterator[CacheTransferManager]:
-    with CacheTransferManager(memory.parts, TransferSettings(restart_pause_s=0.05)) as manager:
+    with started(memory.parts, TransferSettings(restart_pause_s=0.05)) as manager:
         yield manager
 
 
@@ -98,16 +98,16 @@ def test_what_was_persisted_comes_back_in_every_part(memory: Memory, process: Ca
 
 def test_a_key_whose_kv_is_lost_is_a_miss_though_its_rows_are_there(memory: Memory, tmp_path: Path) -> None:
     """Both parts or neither: the KV store loses everything between two lives of the process."""
-    with CacheTransferManager(memory.parts) as process:
+    with started(memory.parts) as process:
         process.call(persist(memory, 0, [1]))
     shutil.rmtree(tmp_path / "kv")
-    with CacheTransferManager(memory.parts) as process:
+    with started(memory.parts) as process:
         assert process.call(restore(memory, 0, [8])).restored == ["miss"]
 
 
 def test_a_store_that_fails_is_a_storage_error_and_the_process_lives(memory: Memory) -> None:
     rows, kv = memory.parts
-    with CacheTransferManager([rows, kv]) as process:
+    with started([rows, kv]) as process:
         pid = process.pid
         bad = persist(memory, 0, [1])
         with pytest.raises(StorageError, match="bitmap size"):
@@ -131,13 +131,13 @@ def test_a_killed_process_fails_what_is_in_flight_and_another_takes_over(
     assert process.in_flight == 0
     until(lambda: process.pid not in (None, first))
     assert process.call(persist(memory, 0, [2])).stored == stored(memory, 0, 1), "the new process has the store's lock"
-    counters = process.counters
+    counters = process.command_counters
     assert counters.commands_lost == 2
     assert counters.starts == 2
 
 
 def test_a_process_that_hangs_is_ended_at_the_deadline(memory: Memory) -> None:
-    with CacheTransferManager(memory.parts, TransferSettings(command_s=3.0, restart_pause_s=0.05)) as process:
+    with started(memory.parts, TransferSettings(command_s=3.0, restart_pause_s=0.05)) as process:
         first = process.pid
         assert first is not None
         os.kill(first, signal.SIGSTOP)
@@ -154,31 +154,31 @@ def test_a_command_too_large_for_a_frame_costs_the_process_nothing(
         process.submit(Contains([bytes(32)] * 600_000))
     assert process.in_flight == 0
     process.call(out(memory, [(1, 1)]))
-    assert process.counters.starts == 1
+    assert process.command_counters.starts == 1
 
 
 def test_full_is_refused_and_counted(memory: Memory) -> None:
     settings = TransferSettings(commands_max=2, close_s=0.5)
-    with CacheTransferManager(memory.parts, settings) as process:
+    with started(memory.parts, settings) as process:
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         process.submit(out(memory, [(1, 1)]))
         process.submit(out(memory, [(2, 2)]))
         with pytest.raises(TransferProcessFullError, match="2 commands are in flight"):
             process.submit(out(memory, [(3, 3)]))
-        assert process.counters.commands_refused == 1
+        assert process.command_counters.commands_refused == 1
         os.kill(process.pid, signal.SIGCONT)
 
 
 def test_while_it_cannot_start_commands_are_refused_with_the_cause(memory: Memory, tmp_path: Path) -> None:
     """A file stands where the store's directory was: restarts fail until it has gone."""
     place, aside = tmp_path / "rows", tmp_path / "aside"
-    with CacheTransferManager(memory.parts, TransferSettings(restart_pause_s=0.05, restart_pause_max_s=0.2)) as process:
+    with started(memory.parts, TransferSettings(restart_pause_s=0.05, restart_pause_max_s=0.2)) as process:
         assert process.pid is not None
         place.rename(aside)
         place.touch()
         os.kill(process.pid, signal.SIGKILL)
-        until(lambda: process.counters.start_failures)
+        until(lambda: process.command_counters.start_failures)
         with pytest.raises(TransferProcessError, match=r"not running: .* cannot open its store"):
             process.submit(out(memory, [(1, 1)]))
         place.unlink()
@@ -192,7 +192,7 @@ def test_kills_at_random_moments_never_lose_an_answered_record(memory: Memory) -
     rng = random.Random(7)
     kept: dict[int, int] = {}
     settings = TransferSettings(restart_pause_s=0.01, restart_pause_max_s=0.02)
-    with CacheTransferManager(memory.parts, settings) as process:
+    with started(memory.parts, settings) as process:
         for turn in range(12):
             futures = {}
             for number in range(20):
@@ -217,7 +217,7 @@ def test_kills_at_random_moments_never_lose_an_answered_record(memory: Memory) -
             assert answer.restored[0] != "miss", f"record {number}"
             for part in range(2):
                 assert memory.rows(part, "device", 11) == memory.rows(part, "device", block)
-    counters = process.counters
+    counters = process.command_counters
     ended = counters.commands_done + counters.commands_failed + counters.commands_lost
     assert counters.commands == ended
 
@@ -227,14 +227,14 @@ def test_a_killed_engine_leaves_no_process_behind() -> None:
     script = textwrap.dedent(
         """
         import sys, time
-        from shared_parts import KV, NAMESPACE, ROWS
+        from shared_parts import KV, NAMESPACE, ROWS, started
         from cache_manager.regions import SharedRegion
-        from cache_manager.transfer_manager import CacheTransferManager, SharedPart
+        from cache_manager.transfer_manager import SharedPart
         parts = [
             SharedPart(n, SharedRegion.create(l, 4, tier="device", namespace=NAMESPACE.fingerprint))
             for n, l in (("rows", ROWS), ("kv", KV))
         ]
-        print(CacheTransferManager(parts).pid, *(p.device.name for p in parts), flush=True)
+        print(started(parts).pid, *(p.device.name for p in parts), flush=True)
         time.sleep(600)
         """
     )
@@ -253,18 +253,16 @@ def test_a_killed_engine_leaves_no_process_behind() -> None:
 def test_parts_that_do_not_fit_each_other_are_refused(memory: Memory) -> None:
     rows, kv = memory.parts
     with pytest.raises(ConfigError, match=f"part kv: host blocks: wanted {HOST_BLOCKS}, as rows, got none"):
-        CacheTransferManager([rows, SharedPart("kv", kv.device, None, kv.store)])
+        started([rows, SharedPart("kv", kv.device, None, kv.store)])
     with pytest.raises(ConfigError, match="part kv: store: wanted one for every part, or none"):
-        CacheTransferManager([rows, SharedPart("kv", kv.device, kv.host)])
-    with pytest.raises(ConfigError, match="parts: wanted at least one"):
-        CacheTransferManager([])
+        started([rows, SharedPart("kv", kv.device, kv.host)])
     assert rows.device.blocks == DEVICE_BLOCKS
 
 
 def test_a_store_that_cannot_be_opened_is_said_at_the_start(memory: Memory) -> None:
     rows, kv = memory.parts
     with pytest.raises(TransferProcessError, match="scheme: wanted one of"):
-        CacheTransferManager([SharedPart("rows", rows.device, rows.host, "nosuch:x"), kv])
+        started([SharedPart("rows", rows.device, rows.host, "nosuch:x"), kv])
 
 
 ODD_PROCESS = """#!{python}
@@ -304,7 +302,7 @@ def test_a_process_that_answers_what_it_should_not_is_ended(
     script.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(script))
     settings = TransferSettings(restart_pause_s=0.05, command_s=3.0, close_s=0.5)
-    with CacheTransferManager(memory.parts, settings) as process:
+    with started(memory.parts, settings) as process:
         first = process.pid
         asked = process.submit(out(memory, [(1, 1)]))
         if how == "twice":
@@ -318,7 +316,7 @@ def test_a_process_that_answers_what_it_should_not_is_ended(
 def test_closing_while_it_is_started_again(memory: Memory) -> None:
     """Whatever the new process has come to: close ends it and returns."""
     for pause_s in (0.0, 0.1, 0.2, 0.3, 0.5):
-        process = CacheTransferManager(memory.parts, TransferSettings(restart_pause_s=0.01))
+        process = started(memory.parts, TransferSettings(restart_pause_s=0.01))
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         until(lambda process=process: process.pid is None)
@@ -336,17 +334,17 @@ def test_a_set_up_that_takes_too_long_is_said(memory: Memory, tmp_path: Path, mo
     script.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(script))
     with pytest.raises(TransferProcessError, match="lost"):
-        CacheTransferManager(memory.parts, TransferSettings(set_up_s=0.1))
+        started(memory.parts, TransferSettings(set_up_s=0.1))
 
 
 def test_a_start_that_the_machine_refuses_is_tried_again(
     memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with CacheTransferManager(memory.parts, TransferSettings(restart_pause_s=0.05, restart_pause_max_s=0.2)) as process:
+    with started(memory.parts, TransferSettings(restart_pause_s=0.05, restart_pause_max_s=0.2)) as process:
         assert process.pid is not None
         with monkeypatch.context() as away:
             away.setattr(sys, "executable", str(tmp_path / "none"))
             os.kill(process.pid, signal.SIGKILL)
-            until(lambda: process.counters.start_failures > 1)
+            until(lambda: process.command_counters.start_failures > 1)
         until(lambda: process.pid is not None)
         process.call(out(memory, [(1, 1)]))
