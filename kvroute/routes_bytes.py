@@ -19,9 +19,7 @@ The header is the JSON object without ``valid``, ``data`` and ``checksum``.
 from __future__ import annotations
 
 import binascii
-import json
 import struct
-from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -29,6 +27,7 @@ import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from pybase64 import b64decode, b64encode_as_string
 
 from cache_manager.errors import RowError
 from cache_manager.record import checksum
@@ -78,7 +77,7 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def canonical(self) -> bytes:
         """One line of JSON: keys in alphabetical order, no white space."""
-        return json.dumps(msgspec.to_builtins(self), sort_keys=True, separators=(",", ":")).encode()
+        return msgspec.json.encode(self, order="sorted")
 
     def check(self) -> None:
         if self.format != FORMAT:
@@ -178,7 +177,7 @@ def to_json(routes: Routes) -> dict[str, Any]:
     header = _Header.of(routes)
     ids, valid = _rows(routes)
     found: dict[str, Any] = msgspec.to_builtins(header)
-    found |= {"valid": b64encode(valid).decode(), "data": b64encode(ids.data).decode()}
+    found |= {"valid": b64encode_as_string(valid), "data": b64encode_as_string(ids.data)}
     found["checksum"] = f"{checksum(header.canonical + valid + ids.tobytes()):016x}"
     return found
 
@@ -211,7 +210,7 @@ def _bytes(field: str, text: str, nbytes: int) -> bytes:
         found = b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RowError(f"routes.{field}", "base64", error) from error
-    if len(found) != nbytes or b64encode(found).decode() != text:  # the last character may have bits that say nothing
+    if len(found) != nbytes or b64encode_as_string(found) != text:  # the last character may have bits that say nothing
         raise RowError(f"routes.{field}", f"{nbytes} bytes, encoded as base64 has it", f"{len(found)} bytes")
     return found
 

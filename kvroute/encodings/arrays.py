@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import binascii
-from base64 import b64decode, b64encode
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from pybase64 import b64decode, b64encode_as_string
 
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
@@ -22,7 +22,7 @@ ROWS_MAX: Final = 1 << 24
 def text_of(array: NDArray[Any]) -> str:
     """The base64 of the array's bytes in C order, little endian."""
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return b64encode(np.ascontiguousarray(little).data).decode()
+    return b64encode_as_string(np.ascontiguousarray(little).data)
 
 
 def bytes_of(field: str, text: Any, nbytes: int) -> bytes:
@@ -36,7 +36,7 @@ def bytes_of(field: str, text: Any, nbytes: int) -> bytes:
     except (binascii.Error, ValueError) as error:
         raise RowError(field, "base64", error) from error
     # The last character may have bits that say nothing; they have to be zero, so that there is one spelling.
-    if len(found) != nbytes or b64encode(found[-(nbytes % 3 or 3) :]).decode() != text[-4:]:
+    if len(found) != nbytes or b64encode_as_string(found[-(nbytes % 3 or 3) :]) != text[-4:]:
         raise RowError(field, f"{nbytes} bytes, encoded as base64 has it", f"{len(found)} bytes")
     return found
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import io
 import re
-from base64 import b64encode
 from typing import Any, Final
 
 import numpy as np
+from pybase64 import b64encode_as_string
 
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
@@ -42,7 +42,7 @@ def encode(routes: Routes) -> str | None:
         return None
     file = io.BytesIO()
     np.save(file, to_all_layers(routes, _dtype(routes.num_experts)), allow_pickle=False)
-    return b64encode(file.getbuffer()).decode()
+    return b64encode_as_string(file.getbuffer())
 
 
 def decode(given: Any, spec: AuxBlockDataSpec, start: int = 0) -> Routes:

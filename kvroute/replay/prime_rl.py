@@ -6,10 +6,10 @@ last token is given distinct experts here, because a row of zeros sends the toke
 
 from __future__ import annotations
 
-import base64
 from typing import Any
 
 import numpy as np
+from pybase64 import b64encode_as_string
 
 from kvroute.materialize import Missing
 from kvroute.replay.errors import ReplayError
@@ -39,7 +39,7 @@ def http(routes: Routes, tokens: int, start: int = 0, *, missing: Missing = "err
         raise ReplayError("start", f"a position before the last of {tokens} tokens", start)
     rows = routes.materialize(read_rows(tokens), "all", _dtype(routes), missing)[start:]
     rows = np.ascontiguousarray(rows, np.uint8 if rows.max(initial=0) < 1 << 8 else np.uint16)
-    data = base64.b64encode(rows.data).decode()
+    data = b64encode_as_string(rows.data)
     return {"data": data, "shape": list(rows.shape), "start": start, "dtype": rows.dtype.name}
 
 

@@ -6,12 +6,12 @@ no spelling, so it is an error here, or the prefix ends there.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pybase64 import b64encode_as_string
 
 from kvroute.replay.errors import ReplayError
 from kvroute.routes import Routes
@@ -48,7 +48,7 @@ def delta(routes: Routes, held: int, tokens: int) -> NDArray[Any]:
 def pack(rows: NDArray[Any]) -> dict[str, Any]:
     """SkyRL's ``{"data", "shape", "dtype"}`` of such an array, as its ``/skyrl/v1/generate`` answers it."""
     rows = np.ascontiguousarray(_narrowed(rows))
-    data = base64.b64encode(rows.data).decode()
+    data = b64encode_as_string(rows.data)
     return {"data": data, "shape": list(rows.shape), "dtype": rows.dtype.name}
 
 
