@@ -218,12 +218,12 @@ class SchedulerRows:
         if self._rollouts is None:
             return None
         try:
-            lives = self.feed.generations[blocks := list(blocks)]
-            stop = max(0, min(tokens, len(blocks) * self.engine.tokens))
-            rows = self._read(blocks, lives, stop)
+            ids = np.array(blocks, np.int64)
+            lives = self.feed.generations[ids]
+            rows = self._read(ids, lives, max(0, min(tokens, len(ids) * self.engine.tokens)))
             version = self.namespace.weights_version
             routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=version, checked=True)
-            routes, unseen = self._settled(routes, self._unseen[blocks] == lives)
+            routes, unseen = self._settled(routes, self._unseen[ids] == lives)
             told: dict[str, Any] = {str(index): self._rollouts.put(name, routes).to_json()}
         except KVRouteError as error:
             logger.warning("request %s has no routes: %s", name, error)
@@ -232,7 +232,7 @@ class SchedulerRows:
             told[UNSEEN.format(index)] = unseen
         return {FIELD: told if parent is None else self._with_siblings(parent, told)}
 
-    def _read(self, blocks: Sequence[int], lives: NDArray[np.int64], stop: int) -> Rows:
+    def _read(self, blocks: NDArray[np.int64], lives: NDArray[np.int64], stop: int) -> Rows:
         """The first ``stop`` rows of ``blocks`` in these lives, of a late worker when it has come to the last of them.
 
         Its device is done with them, since what it sampled is here: the worker hears of that when we do. Where the last
