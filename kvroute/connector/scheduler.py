@@ -6,11 +6,12 @@ A step costs a look at each request of it, and more only for blocks that were gi
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,8 @@ SIBLINGS_MAX: Final = 1024
 LATE_S: Final = 1.0
 """How long rows of a request that is done are waited for, of a worker that waits for a device."""
 POLL_S: Final = 50e-6
+SENT_MAX: Final = 4
+"""Steps of a request that are remembered; more are not under way at once."""
 
 
 class Request(Protocol):
@@ -52,6 +55,7 @@ class Request(Protocol):
 class _Running:
     request: Request
     done: int  # leading tokens, of whole blocks, whose rows were hit, are loaded or are stored
+    sent: list[tuple[int, int, int]] = field(default_factory=list)  # last steps to a late worker: number, start, tokens
 
 
 @dataclass(slots=True)
@@ -60,6 +64,13 @@ class _Load:
     start: int  # the position of its first token
     keys: list[BlockKey]  # of its full blocks, where there is a store
     later: bool
+
+
+class Ended(NamedTuple):
+    """What :meth:`SchedulerRows.finished` wants to know of a request that has ended."""
+
+    tokens: int  # that have rows at most: KV of others has not come, and nobody will ever compare their rows with it
+    steps: list[tuple[int, int]]  # that computed some, or joined it: number, and the first position that it may write
 
 
 class SchedulerRows:
@@ -96,7 +107,10 @@ class SchedulerRows:
     def attach(self, worker: Handshake) -> None:
         """This worker has the rows. Raises :class:`RegionMissingError` where its region cannot be reached."""
         assert worker.region is not None, "of the rank that has rows"
-        self.view, self._late = kvroute.RegionView(worker.region, namespace=self.namespace.fingerprint), worker.late
+        before, self._late = self.view, worker.late
+        self.view = kvroute.RegionView(worker.region, namespace=self.namespace.fingerprint)
+        if before is not None:
+            before.close()
 
     def given(self, blocks: Iterable[int]) -> None:
         """The pool has given these blocks out: whatever is in them is of an earlier life."""
@@ -131,6 +145,7 @@ class SchedulerRows:
         """The request has these blocks now; the KV of ``external`` tokens is loaded into some."""
         name, size = request.request_id, self.engine.tokens
         self._joined.append(blocks)
+        self._later.pop(name, None)  # what has not come by now does not come
         if name not in self._asked:  # the second call for a load that came later
             return
         first, later = self._asked.pop(name)
@@ -173,6 +188,10 @@ class SchedulerRows:
         if self._landed:
             landed, self._landed = self._landed, {}
             meta.landed = [run for name, load in landed.items() if (run := self._come(name, load)).blocks]
+        for name, tokens in scheduled.items() if self._late else ():
+            if (running := self._running.get(name)) is not None:
+                running.sent.append((meta.number, running.request.num_computed_tokens, tokens))
+                del running.sent[:-SENT_MAX]
         return meta
 
     def _come(self, name: str, load: _Load) -> Run:
@@ -202,15 +221,32 @@ class SchedulerRows:
 
     # ---------------------------------------------------------------- the end
 
-    def forget(self, request_id: str) -> None:
-        """The request has ended, in whatever way."""
-        for known in (self._asked, self._loads, self._later, self._landed, self._running):
-            known.pop(request_id, None)
+    def forget(self, request_id: str) -> Ended:
+        """The request has ended, in whatever way; for :meth:`finished`."""
+        found = [known.pop(request_id, None) for known in (self._loads, self._later, self._landed)]
+        tokens = min((load.start for load in found if load is not None), default=sys.maxsize)
+        self._asked.pop(request_id, None)
+        running = self._running.pop(request_id, None)
+        if running is None or not running.sent:
+            return Ended(tokens, [])
+        _, start, n = running.sent[-1]
+        rejected = max(0, start + n - running.request.num_computed_tokens)  # drafts: later steps began so much earlier
+        first, *later = running.sent  # before the first one others may have written
+        return Ended(tokens, [(first[0], 0), *((number, start - rejected) for number, start, _ in later)])
 
     def finished(
-        self, name: str, blocks: Sequence[int], tokens: int, index: int = 0, parent: str | None = None
+        self,
+        name: str,
+        blocks: Sequence[int],
+        tokens: int,
+        index: int = 0,
+        parent: str | None = None,
+        *,
+        ended: Ended | None = None,
     ) -> dict[str, Any] | None:
         """What goes to the client beside the answer; ``blocks`` are still the request's, ``tokens`` were computed.
+
+        With what :meth:`forget` said no step is waited for that has written nothing of this.
 
         ``name`` is what the client calls it. A request with several completions has them numbered by ``index``, and one
         ``parent``: each is told with all that are done, for engines that send on what comes with the last one only.
@@ -220,7 +256,9 @@ class SchedulerRows:
         try:
             ids = np.array(blocks, np.int64)
             lives = self.feed.generations[ids]
-            rows = self._read(ids, lives, max(0, min(tokens, len(ids) * self.engine.tokens)))
+            stop = max(0, min(tokens, len(ids) * self.engine.tokens, ended.tokens if ended else tokens))
+            wrote = [number for number, start in ended.steps if start < stop] if ended else []
+            rows = self._read(ids, lives, stop, max(wrote, default=self._steps))
             version = self.namespace.weights_version
             routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=version, checked=True)
             routes, unseen = self._settled(routes, self._unseen[ids] == lives)
@@ -232,23 +270,20 @@ class SchedulerRows:
             told[UNSEEN.format(index)] = unseen
         return {FIELD: told if parent is None else self._with_siblings(parent, told)}
 
-    def _read(self, blocks: NDArray[np.int64], lives: NDArray[np.int64], stop: int) -> Rows:
-        """The first ``stop`` rows of ``blocks`` in these lives, of a late worker when it has come to the last of them.
+    def _read(self, blocks: NDArray[np.int64], lives: NDArray[np.int64], stop: int, step: int) -> Rows:
+        """The first ``stop`` rows of ``blocks`` in these lives, of a late worker when it is through with ``step``.
 
-        Its device is done with them, since what it sampled is here: the worker hears of that when we do. Where the last
-        one is missing it is waited for until all steps are over. After :data:`LATE_S` that is a :class:`RowError`: rows
-        that came from a store may not have been compared with their KV.
+        Its device is done with that, since what it sampled is here, unless the request is aborted: the worker hears of
+        it when we do. A row that is there already says nothing: a draft's was, before that of the token which took its
+        place. After :data:`LATE_S` it is a :class:`RowError`.
         """
         assert self.view is not None, "the handshake comes before the first request"
-        name, give_up_s = self.engine.spec.name, time.monotonic() + LATE_S
-        while True:
-            over = not self._late or not stop or self.view.generations([self.engine.clock])[0] >= self._steps
-            rows = self.view.read(name, blocks, 0, stop, generations=lives)
-            if over or rows.valid[-1]:
-                return rows
+        give_up_s = time.monotonic() + LATE_S
+        while self._late and stop and self.view.generations([self.engine.clock])[0] < step:
             if time.monotonic() > give_up_s:
                 raise RowError("rows", f"written by the worker within {LATE_S} s", "a worker that is behind")
             time.sleep(POLL_S)
+        return self.view.read(self.engine.spec.name, blocks, 0, stop, generations=lives)
 
     def _settled(self, routes: Routes, by_kv: NDArray[np.bool_]) -> tuple[Routes, list[list[int]]]:
         """What is answered where rows of the blocks ``by_kv`` went by their KV, which the last router is behind.

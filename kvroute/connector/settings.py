@@ -62,6 +62,7 @@ class Engine:
     gate: bool  # hits are cut back to KV that has rows
     pages: bool  # rows are in a layer of the KV
     witness: Literal["missing", "flagged", "off"]  # "off" too where no KV is loaded
+    drafts: bool = False  # a draft model computes in the same steps, and in the memory of their slots
 
     @property
     def spec(self) -> AuxBlockDataSpec:
@@ -74,7 +75,7 @@ class Engine:
 
     @property
     def clock(self) -> int:
-        """A block of rows that no request ever has: its generation is the number of the last step that is over."""
+        """A block of rows that no request ever has: its generation is the number of the last step that has its rows."""
         return self.blocks
 
     @property

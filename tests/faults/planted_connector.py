@@ -56,8 +56,8 @@ CONNECTOR_FAULTS = [
     _fault(
         "an answer does not wait for a late device",
         "connector/scheduler.py",
-        "            if over or rows.valid[-1]:\n",
-        "            if True:\n",
+        "while self._late and stop and",
+        "while False and",
         LATE,
         "test_a_request_that_is_done_has_the_rows_of_a_device_that_is_late",
     ),

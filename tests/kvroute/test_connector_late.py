@@ -28,20 +28,20 @@ def hold(toy: Toy) -> threading.Event:
 
 def test_a_request_that_is_done_has_the_rows_of_a_device_that_is_late() -> None:
     """Goal: an answer waits for its rows, and for no later ones. Method: the worker is held up until the scheduler has
-    asked for the last row; then a second request's steps lie behind it.
+    asked how far it is; then a second request's steps lie behind it.
     """
     toy = Toy(late=True)
     go, view = hold(toy), toy.scheduler.view
     assert view is not None
-    asked, read = threading.Event(), view.read
+    asked, generations = threading.Event(), view.generations
 
-    def seen(*given: Any, **more: Any) -> Any:
+    def seen(blocks: Any) -> Any:
         asked.set()
-        return read(*given, **more)
+        return generations(blocks)
 
     with ThreadPoolExecutor(1) as threads, pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "LATE_S", 60.0)
-        patch.setattr(type(view), "read", lambda _self, *given, **more: seen(*given, **more))
+        patch.setattr(type(view), "generations", lambda _self, blocks: seen(blocks))
         answer = threads.submit(toy.ask, "r", TOKENS, (3, 2))
         assert asked.wait(60)
         assert not answer.done()
@@ -77,7 +77,7 @@ def test_a_last_row_that_is_missing_holds_up_no_answer(monkeypatch: pytest.Monke
 
 def test_rows_of_a_store_are_compared_before_anybody_believes_them(tmp_path: Path) -> None:
     """Goal: no answer comes between rows that have landed and their KV. Method: a second engine loads KV of which a bit
-    has changed; its comparison goes on when the scheduler has asked for the last row twice since it began.
+    has changed; its comparison goes on when the scheduler has asked twice how far the worker is since it began.
     """
     kept, store = dict[bytes, Any](), f"file://{tmp_path}"
     first = Toy(kept=kept, late=True, store=store, witness="flagged")
@@ -87,11 +87,11 @@ def test_rows_of_a_store_are_compared_before_anybody_believes_them(tmp_path: Pat
     other = Toy(kept=kept, late=True, store=store + "?mode=read", witness="flagged")
     view, compare, asked = other.scheduler.view, other.worker._compare, threading.Semaphore(0)
     assert view is not None
-    read = view.read
+    generations = view.generations
 
-    def seen(*given: Any, **more: Any) -> Any:
+    def seen(blocks: Any) -> Any:
         asked.release()
-        return read(*given, **more)
+        return generations(blocks)
 
     def compared(come: Any) -> None:
         while asked.acquire(blocking=False):
@@ -103,7 +103,7 @@ def test_rows_of_a_store_are_compared_before_anybody_believes_them(tmp_path: Pat
     other.worker._compare = compared  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "LATE_S", 60.0)
-        patch.setattr(type(view), "read", lambda _self, *given, **more: seen(*given, **more))
+        patch.setattr(type(view), "generations", lambda _self, blocks: seen(blocks))
         assert judge(routes(other.ask("b", TOKENS)), TOKENS) == {"right": 7, "missing": 4}
     for each in (first, other):
         each.close()

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 
 from cache_manager.keys import Namespace
 from cache_manager.spec import RecordLayout
-from kvroute.connector import Engine, SchedulerRows, Settings
+from kvroute.connector import Engine, SchedulerRows, Settings, routes
 from kvroute.connector.pages import page_name, token_nbytes
+from kvroute.connector.scheduler import Ended
+from kvroute.connector.settings import StepMeta
 from kvroute.connector.witness import KvFolder, OtherRank, witnessing
 from kvroute.connector.worker import WorkerRows
 from kvroute.routes import Routes
@@ -142,8 +144,8 @@ class Toy:
             failed = self._step(request, n, loading)
             request.num_computed_tokens = failed * TOKENS if failed is not None else request.num_computed_tokens + n
             loading = range(0)
-        self.scheduler.forget(name)
-        told = self.scheduler.finished(name, self.table, len(tokens))
+        ended = self.scheduler.forget(name)
+        told = self.scheduler.finished(name, self.table, len(tokens), ended=ended)
         self.free += self.table
         self.cached |= dict(zip(hashes, self.table, strict=False))
         return {"kv_transfer_params": told}
@@ -199,6 +201,32 @@ class Toy:
         self.worker.settle()
         self.scheduler.close()
         self.worker.close()
+
+
+def computed(toy: Toy, request: Asked, n: int, meta: StepMeta | None = None) -> None:
+    """The worker computes the next ``n`` tokens of the one request of ``toy``; what the scheduler says of it."""
+    start = request.num_computed_tokens
+    toy.worker.begin(meta or toy.scheduler.step({request.request_id: n}))
+    for layer, hook in enumerate(toy.hooks):
+        hook(torch.from_numpy(np.stack([row_of(request.tokens[: i + 1])[layer] for i in range(start, start + n)])))
+    at = [toy.table[i // TOKENS] * TOKENS + i % TOKENS for i in range(start, start + n)]
+    toy.worker.slots = torch.tensor(at)
+
+
+def admitted(toy: Toy, tokens: list[int], blocks: list[int], external: int = 0, later: bool = False) -> Asked:
+    """A request that has these blocks."""
+    request = Asked("r", tokens)
+    toy.table = blocks
+    assert toy.scheduler.matched(request, 0, external, later=later) == external
+    toy.scheduler.given(blocks)
+    toy.scheduler.admitted(request, blocks, external)
+    request.num_computed_tokens = external
+    return request
+
+
+def seen(toy: Toy, n: int, ended: Ended | None = None) -> Any:
+    """The routes that a client gets of the one request."""
+    return routes({"kv_transfer_params": toy.scheduler.finished("r", toy.table, n, ended=ended)})
 
 
 def judge(found: Routes, tokens: Sequence[int]) -> Counter[str]:

@@ -45,6 +45,7 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
         max_tokens=config.scheduler_config.max_num_batched_tokens,
         witness=settings.witness if settings.store and inner != "Connector" else "off",
         pages=pages,
+        drafts=config.speculative_config is not None and not config.speculative_config.use_ngram(),
         gate=settings.hits == "gate" or (settings.hits == "auto" and not inner.startswith(WHOLE_REQUESTS)),
     )
 

@@ -76,7 +76,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         slots, rows = forward_context.slot_mapping, self._worker_rows
         if rows and slots and isinstance(slots, dict):
             rows.slots = next(iter(slots.values()))
-        elif rows and isinstance(layers := kwargs.get("attn_metadata"), dict):  # of a pass in one graph: no layer calls
+        elif rows and not self._engine.drafts and isinstance(layers := kwargs.get("attn_metadata"), dict):  # in a graph
             rows.slots = getattr(next(iter(layers.values()), None), "slot_mapping", None)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
@@ -158,13 +158,13 @@ class RowsWithKV(Base):  # type: ignore[misc]
     def _finished(self, request: Any, blocks: list[int], inner: Any) -> tuple[bool, dict[str, Any] | None]:
         keep, params = inner
         rows, name, status = self._scheduler_rows, request.request_id, request.status.name
-        rows.forget(name)
+        ended, tokens = rows.forget(name), min(request.num_tokens - 1, request.num_computed_tokens)
         if status == "FINISHED_ERROR" or (status.endswith("ABORTED") and rows.engine.settings.rollouts == "response:"):
             return keep, params
         match = _ID.fullmatch(name)
         assert match is not None
         index = () if match["index"] is None else (int(match["index"]), name.partition("_")[2])
-        routes = rows.finished(match["name"], blocks, min(request.num_tokens - 1, request.num_computed_tokens), *index)
+        routes = rows.finished(match["name"], blocks, tokens, *index, ended=ended)
         return keep, {**(params or {}), **routes} if routes else params
 
     def reset_cache(self) -> bool | None:

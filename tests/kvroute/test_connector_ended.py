@@ -1,0 +1,138 @@
+"""Whose rows an answer has when its request ends while the worker, its drafts or its loads are under way."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy_engine import Asked, Toy, admitted, computed, judge, seen
+
+from cache_manager.errors import RegionError
+from kvroute.connector import scheduler
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+def test_a_rejected_draft_is_not_taken_for_the_token_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: an answer has its own last row. Method: a step computes a token and two drafts, which are rejected; the
+    next one, the token in their place, which ends the request while the device is late.
+    """
+    monkeypatch.setattr(scheduler, "LATE_S", 60.0)
+    toy, go = Toy(late=True), threading.Event()
+    assert toy.worker._behind is not None
+    draft, right = [3, 1, 4, 7, 7], [3, 1, 4, 2]
+    request = admitted(toy, draft, [5, 2])
+    computed(toy, request, 5)
+    toy.worker.end()
+    toy.worker.settle()
+    request.tokens, request.num_computed_tokens = right, 3
+    toy.worker._behind.put(lambda: go.wait(60) and None)
+    computed(toy, request, 1)
+    toy.worker.end()
+    request.num_computed_tokens = 4
+    ended = toy.scheduler.forget("r")
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(seen, toy, 4, ended)
+        threading.Event().wait(0.05)
+        go.set()
+        assert judge(answer.result(60), right) == {"right": 4}
+    toy.close()
+
+
+def test_an_answer_waits_for_no_step_that_has_none_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: an engine that schedules ahead does not wait for what it scheduled. Method: the step behind the last row is
+    held up for longer than the test takes, of a request with and without rejected drafts.
+    """
+    monkeypatch.setattr(scheduler, "LATE_S", 0.05)
+    for rejected in (0, 2):
+        toy, go = Toy(late=True), threading.Event()
+        assert toy.worker._behind is not None
+        request = admitted(toy, PROMPT, [5, 2, 3])
+        computed(toy, request, 4 + rejected)
+        toy.worker.end()
+        request.num_computed_tokens += 4 + rejected  # as far as is known when the next step is sent
+        toy.worker.settle()
+        toy.worker._behind.put(lambda go=go: go.wait(60) and None)  # type: ignore[misc]
+        meta = toy.scheduler.step({"r": 1})
+        request.num_computed_tokens = 4
+        computed(toy, request, 1, meta)
+        toy.worker.end()
+        request.num_computed_tokens = 5
+        assert judge(seen(toy, 4, toy.scheduler.forget("r")), PROMPT[:4]) == {"right": 4}
+        go.set()
+        toy.close()
+
+
+def test_an_aborted_request_waits_for_the_comparison_of_what_it_loads(tmp_path: Path) -> None:
+    """Goal: rows of a store are handed out when they have been compared. Method: a request is aborted between the
+    landing of its rows and their comparison; its last row is one of those, and its KV is other KV.
+    """
+    kept, store = dict[bytes, Any](), f"file://{tmp_path}"
+    first = Toy(kept=kept, late=True, store=store, witness="flagged")
+    first.ask("a", PROMPT)
+    first.settle()
+    hashes = Asked("", PROMPT).block_hashes
+    kept[hashes[1]]["layers.1"].view(torch.int32)[0, 2, 3] ^= 1
+    other = Toy(kept=kept, late=True, store=store + "?mode=read", witness="flagged")
+    request = admitted(other, PROMPT, [5, 2, 3], external=8)
+    compare, landed, go = other.worker._compare, threading.Event(), threading.Event()
+
+    def compared(come: Any) -> None:
+        landed.set()
+        assert go.wait(60)
+        compare(come)
+
+    other.worker._compare = compared  # type: ignore[method-assign]
+    computed(other, request, 3)
+    for block, each in zip((5, 2), hashes, strict=False):
+        for name, page in kept[each].items():
+            other.kv[name][block] = page
+    other.worker.end()
+    assert landed.wait(60)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as threads:
+        patch.setattr(scheduler, "LATE_S", 60.0)
+        answer = threads.submit(seen, other, 8, other.scheduler.forget("r"))
+        threading.Event().wait(0.05)
+        go.set()
+        assert judge(answer.result(60), PROMPT[:8]) == {"right": 4, "missing": 4}
+    for each in (first, other):
+        each.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_kv_that_never_came_has_no_rows(tmp_path: Path, late: bool) -> None:
+    """Goal: rows without KV to compare them with are nobody's. Method: a request is aborted while its KV comes; its
+    rows have come before.
+    """
+    kept, store = dict[bytes, Any](), f"file://{tmp_path}"
+    first = Toy(kept=kept, store=store, witness="flagged")
+    first.ask("a", PROMPT)
+    first.settle()
+    other = Toy(kept=kept, late=late, later=True, store=store + "?mode=read", witness="flagged")
+    request = admitted(other, PROMPT, [5, 2, 3], external=8, later=True)
+    other.worker.begin(other.scheduler.step({}))
+    other.worker.end()
+    other.settle()
+    assert other.worker.blocks.complete([5, 2]).all()
+    assert request.num_computed_tokens == 8
+    assert not seen(other, 8, other.scheduler.forget("r")).valid.any()
+    for each in (first, other):
+        each.close()
+
+
+def test_a_scheduler_that_attaches_again_lets_the_first_region_go() -> None:
+    """Goal: no leak. Method: two workers, one after the other."""
+    first, second = Toy(late=True), Toy()
+    view = first.scheduler.view
+    assert view is not None
+    first.scheduler.attach(second.worker.handshake())
+    with pytest.raises(RegionError, match="closed"):
+        view.generations([0])
+    assert first.scheduler.view is not None
+    assert first.scheduler.view.generations([0]).tolist() == [0]
+    for each in (first, second):
+        each.close()
