@@ -17,7 +17,7 @@ PENDING_MAX: Final = 16
 class Behind:
     """Does calls one by one, in the order in which they were put, on a thread of its own.
 
-    What a call raises is logged and given to ``on_failure``, on that thread; the next call is done.
+    What a call raises is logged and given to ``on_failure``, on that thread; the next call is done, whatever that does.
     """
 
     def __init__(self, on_failure: Callable[[Exception], None]) -> None:
@@ -31,7 +31,9 @@ class Behind:
         self._calls.put(call)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until all that was put is done; whether it is."""
+        """Wait until all that was put is done; whether it is. Nothing is to be done once it was closed."""
+        if not self._thread.is_alive():
+            return True
         done = threading.Event()
         try:
             self._calls.put(done.set, timeout=timeout_s)
@@ -52,7 +54,10 @@ class Behind:
                 call()
             except Exception as error:  # there is nobody to raise it to
                 logger.exception("rows of a step are lost")
-                self._on_failure(error)
+                try:
+                    self._on_failure(error)
+                except Exception:  # without this thread whoever puts would wait for ever
+                    logger.exception("what a step left half done could not be undone")
 
 
 __all__ = ["Behind"]

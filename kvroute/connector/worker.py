@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from kvroute.witness import Run
 logger = logging.getLogger(__name__)
 
 RESTORE_S: Final = 30.0
-"""How long a step waits at most for rows of KV that it loads; they are missing then."""
+"""How long a step waits at most for all rows of KV that it loads; those that have not come are missing then."""
 NO_SLOTS: Final = "the engine did not say where a step's tokens are"
 
 
@@ -36,8 +37,8 @@ class WorkerRows:
 
     ``kv_caches`` are the layers' KV by name, as :func:`witnessing` and :func:`page_name` want them. The routers call
     the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots` (int64 ``[tokens]``, negative:
-    padding), and :meth:`end`; one that computes nothing has no slots. Blocks whose KV could not be loaded are named to
-    :meth:`fail` before it. See :func:`part_of` for ``joined``.
+    padding; copied when they are set), and :meth:`end`; one that computes nothing has no slots. Blocks whose KV could
+    not be loaded are named to :meth:`fail` before it. See :func:`part_of` for ``joined``.
 
     Both calls launch what they want of the device and wait for nothing. What is then to be done on the host is done at
     once on a CPU; if ``late``, as beside any other device, it is done behind the device, on a thread of its own.
@@ -69,13 +70,22 @@ class WorkerRows:
         self.pages = Pages(kv_caches[page_name(engine.spec)], engine.spec) if engine.pages else None
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
         self.missing: Counter[str] = Counter()  # tokens without rows, by reason
-        self.slots: torch.Tensor | None = None
+        self._slots: torch.Tensor | None = None
         self._behind = Behind(self._lose) if (self._device.type != "cpu" if late is None else late) else None
         self._lost: Exception | None = None
         self._step: StepMeta | None = None
         self._failed: set[int] = set()  # blocks whose KV has not come, in the step at hand
         self._failed_untold: set[int] = set()
         kvroute.preload()
+
+    @property
+    def slots(self) -> torch.Tensor | None:
+        """Where the tokens of the step at hand are; an engine may use its own memory of them again before the end."""
+        return self._slots
+
+    @slots.setter
+    def slots(self, slots: torch.Tensor | None) -> None:
+        self._slots = None if slots is None else slots.clone()
 
     def handshake(self, inner: Any = None) -> Handshake:
         """What the scheduler has to know before the first request."""
@@ -84,7 +94,7 @@ class WorkerRows:
 
     def begin(self, step: StepMeta) -> None:
         """A step begins: what has become of blocks until now."""
-        self._step, self.slots = step, None
+        self._step, self._slots = step, None
         self.ids.begin()
         if step.given and self.pages:
             self.pages.clear(step.given)
@@ -149,14 +159,14 @@ class WorkerRows:
         self._compare(come)  # before the rows of the step: who sees those believes what is before them
         if slots is not None or step.tokens:
             self._write(slots, ids, step.tokens, touched)
+        if self._behind is not None:
+            self.blocks.renew([self.engine.clock], [step.number])
         if full is not None and self.witness:
             self.witness.name(step.full, full)
         if step.after:
             self.blocks.apply(step.after)
         if step.before or step.after:
             self.blocks.poll()
-        if self._behind is not None:
-            self.blocks.renew([self.engine.clock], [step.number])
 
     def _put(self, pages: Pages, slots: torch.Tensor, ids: torch.Tensor | str, without: list[int]) -> None:
         """The step's rows go into their pages, but those of blocks ``without``."""
@@ -168,10 +178,16 @@ class WorkerRows:
 
     def _write(self, at: torch.Tensor | None, given: torch.Tensor | str, tokens: int, without: list[int]) -> None:
         spec = self.engine.spec
-        if at is None or isinstance(given, str):
-            self._miss(str(given), tokens if at is None else int(np.count_nonzero(at.numpy() >= 0)))
+        if at is None:  # whatever it has written over, a draft's row say, must not stay
+            self._miss(NO_SLOTS, tokens)
+            self.blocks.forget()
             return
-        slots, ids = at.numpy(), given.numpy()
+        slots = at.numpy()
+        if isinstance(given, str):
+            self._miss(given, int(np.count_nonzero(slots >= 0)))
+            self.blocks.write_step(slots, {})
+            return
+        ids = given.numpy()
         keep = kvroute.valid_rows(spec, ids)
         rows = ids.astype(spec.dtype, copy=False)  # those that do not fit are not kept
         if without:
@@ -194,9 +210,12 @@ class WorkerRows:
         return _Come(runs, slots, rows, folds)
 
     def _land(self) -> None:
-        """Wait for rows that are on their way from the store."""
+        """Wait for rows that are on their way from the store; not for what was given up before."""
+        give_up_s = time.monotonic() + RESTORE_S
         for job in self.blocks.jobs:
-            if isinstance(job, RestoreJob) and not job.wait(RESTORE_S):
+            if not isinstance(job, RestoreJob) or job.cancelled:
+                continue
+            if not job.wait(max(0.0, give_up_s - time.monotonic())):
                 job.cancel()
 
     def _unpack(self, come: _Come) -> None:
@@ -246,8 +265,9 @@ class WorkerRows:
         if self._behind is not None and not self._behind.close(RESTORE_S):
             logger.warning("the device is not done with the last steps: their rows stay behind")
             return
+        give_up_s = time.monotonic() + RESTORE_S
         for job in self.blocks.jobs:
-            job.wait(RESTORE_S)
+            job.wait(max(0.0, give_up_s - time.monotonic()))
         self.blocks.close()
         if self.store is not None:
             self.store.close()
