@@ -13,6 +13,7 @@ import torch
 from cache_manager.spec import AuxBlockDataSpec
 
 NOTHING = -1  # no expert has this id
+TWICE = "a router was called twice in a step"
 OTHERS = "a router had other tokens than the step"
 
 
@@ -29,6 +30,7 @@ class StepIds:
         self._row_shape = spec.row_shape
         self._kept: dict[int, Any] = {}  # by layer, in the order of the calls
         self._twice = False
+        self._passes = 0  # that a hook of this step has brought together in the buffer
         self._buffer: torch.Tensor | None = None
         if device.type != "cpu":
             self._buffer = torch.full((max_tokens, *spec.row_shape), NOTHING, dtype=torch.int32, device=device)
@@ -36,6 +38,7 @@ class StepIds:
     def begin(self) -> None:
         """A step begins: what was recorded before, to warm an engine up say, is nobody's."""
         self._forget()
+        self._passes = 0
         if self._buffer is not None:
             self._buffer.fill_(NOTHING)
 
@@ -51,6 +54,7 @@ class StepIds:
                 if isinstance(found := self._joined(None), list):
                     torch.stack(found, 1, out=buffer[: len(found[0])])
                 self._forget()
+                self._passes += 1
 
         return keep
 
@@ -61,6 +65,8 @@ class StepIds:
         begins. Otherwise the hooks are ready for the next step.
         """
         if self._buffer is not None:
+            if self._passes > 1 or (self._passes and self._kept):
+                return TWICE  # the buffer has some of one pass and some of another
             return self._buffer[:tokens] if tokens <= len(self._buffer) else "the step has more tokens than were said"
         found = self._joined(tokens)
         self._forget()
@@ -69,7 +75,7 @@ class StepIds:
     def _joined(self, tokens: int | None) -> list[torch.Tensor] | str:
         """Each layer's ids of a pass, of ``tokens`` tokens where that is known, or why there are none."""
         if self._twice:
-            return "a router was called twice in a step"
+            return TWICE
         if len(self._kept) < len(self._layers):
             return "a router's hook was not called: the model was compiled before it was bound"
         found = [self._kept[layer] for layer in self._layers]
@@ -78,11 +84,16 @@ class StepIds:
             return OTHERS
         if len(set(map(torch.Tensor.data_ptr, found))) != len(found):
             return "a router uses the memory of another's ids"
-        return found if self._buffer is None else [ids.to(torch.int32) for ids in found]
+        return found if self._buffer is None else [_narrow(ids) for ids in found]
 
     def _forget(self) -> None:
         self._kept.clear()
         self._twice = False
+
+
+def _narrow(ids: torch.Tensor) -> torch.Tensor:
+    """Ids as int32; those that are none stay such."""
+    return (ids.clamp(NOTHING, torch.iinfo(torch.int32).max) if ids.dtype == torch.int64 else ids).to(torch.int32)
 
 
 __all__ = ["NOTHING", "StepIds"]

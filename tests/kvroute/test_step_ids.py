@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.capture.step_ids import NOTHING, StepIds
+from kvroute.checks import valid_rows
 from kvroute.routing import routing_spec
 
 SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=[1, 3], num_layers=4, block_tokens=4)
@@ -93,3 +94,27 @@ def test_routers_that_share_memory_are_refused() -> None:
     assert "memory" in ids.take(2)
     assert (again.take(2) == NOTHING).all()  # type: ignore[union-attr]
     assert "more tokens" in again.take(5)
+
+
+def test_two_passes_of_a_step_have_no_ids() -> None:
+    """Goal: no row of another pass. Method: a second pass of fewer tokens, or half a one."""
+    for second in ([1, 3], [1]):
+        ids = buffered(4)
+        ids.begin()
+        for calls, tokens in (([1, 3], 4), (second, 2)):
+            for layer in calls:
+                ids.hook(layer)(torch.tensor([[layer, 5]] * tokens, dtype=torch.int32))
+        assert "twice" in ids.take(4)
+        ids.begin()
+        for layer in (1, 3):
+            ids.hook(layer)(torch.tensor([[layer, 5]] * 4, dtype=torch.int32))
+        assert ids.take(4).tolist() == [[[1, 5], [3, 5]]] * 4  # type: ignore[union-attr]
+
+
+def test_wide_ids_that_are_none_stay_such() -> None:
+    """Goal: no id is cut to one that there is. Method: 64 bits, of which the lower 32 are an expert's."""
+    ids = buffered(1)
+    ids.begin()
+    for layer in (1, 3):
+        ids.hook(layer)(torch.tensor([[(1 << 32) + 3, 2 - (1 << 32)]]) + layer)
+    assert not valid_rows(SPEC, ids.take(1).numpy()).any()  # type: ignore[union-attr]
