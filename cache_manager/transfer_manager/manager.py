@@ -143,9 +143,11 @@ class CacheTransferManager:
     def start(self, device: Region, host: Region | None = None) -> Self:
         """Start the process for these regions of the rows, which have to be shared ones.
 
-        Raises :class:`ConfigError` for others, or where the KV's are of other blocks, and :class:`TransferProcessError`
-        when the process cannot be set up.
+        Raises :class:`ConfigError` for others, or where the KV's are of other blocks, :class:`TransferProcessError`
+        when the process cannot be set up, and :class:`BlockStateError` when it was started: it moves the blocks of one.
         """
+        if self._starter is not None:
+            raise BlockStateError("cache-transfer process", "one that was not started", "that of other blocks")
         if not isinstance(device, SharedRegion) or not isinstance(host, SharedRegion | None):
             raise ConfigError("memory", "'shared', to be seen by the cache-transfer process", "'heap'")
         rows = SharedPart("rows", device, host, self._store)

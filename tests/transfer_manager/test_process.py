@@ -17,7 +17,13 @@ from pathlib import Path
 import pytest
 from shared_parts import DEVICE_BLOCKS, HOST_BLOCKS, Memory, started
 
-from cache_manager.errors import ConfigError, StorageError, TransferProcessError, TransferProcessFullError
+from cache_manager.errors import (
+    BlockStateError,
+    ConfigError,
+    StorageError,
+    TransferProcessError,
+    TransferProcessFullError,
+)
 from cache_manager.ports import BlockRecords, Found
 from cache_manager.regions import list_regions
 from cache_manager.transfer_manager import (
@@ -257,6 +263,16 @@ def test_parts_that_do_not_fit_each_other_are_refused(memory: Memory) -> None:
     with pytest.raises(ConfigError, match="part kv: store: wanted one for every part, or none"):
         started([rows, SharedPart("kv", kv.device, kv.host)])
     assert rows.device.blocks == DEVICE_BLOCKS
+
+
+def test_a_manager_moves_the_blocks_of_one_owner(memory: Memory, process: CacheTransferManager) -> None:
+    """Goal: nobody's moves go to the blocks of another, and no process is left. Method: started again for others."""
+    pid, (rows, _) = process.pid, memory.parts
+    with pytest.raises(BlockStateError, match="not started"):
+        process.start(rows.device, rows.host)
+    assert process.pid == pid
+    process.call(out(memory, [(3, 5)]))
+    assert memory.rows(0, "host", 5) == memory.rows(0, "device", 3)
 
 
 def test_a_store_that_cannot_be_opened_is_said_at_the_start(memory: Memory) -> None:
