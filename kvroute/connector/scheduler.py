@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol
@@ -55,7 +55,8 @@ class Request(Protocol):
 class _Running:
     request: Request
     done: int  # leading tokens, of whole blocks, whose rows were hit, are loaded or are stored
-    sent: list[tuple[int, int, int]] = field(default_factory=list)  # last steps to a late worker: number, start, tokens
+    sent: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=SENT_MAX))
+    """The last steps to a late worker: number, start, tokens."""
 
 
 @dataclass(slots=True)
@@ -191,7 +192,6 @@ class SchedulerRows:
         for name, tokens in scheduled.items() if self._late else ():
             if (running := self._running.get(name)) is not None:
                 running.sent.append((meta.number, running.request.num_computed_tokens, tokens))
-                del running.sent[:-SENT_MAX]
         return meta
 
     def _come(self, name: str, load: _Load) -> Run:

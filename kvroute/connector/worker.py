@@ -80,12 +80,15 @@ class WorkerRows:
 
     @property
     def slots(self) -> torch.Tensor | None:
-        """Where the tokens of the step at hand are; an engine may use its own memory of them again before the end."""
+        """Where the tokens of the step at hand are; an engine may use its own memory of them again before the end.
+
+        Outside of a step there are none: an engine that captures a graph says some.
+        """
         return self._slots
 
     @slots.setter
     def slots(self, slots: torch.Tensor | None) -> None:
-        self._slots = None if slots is None else slots.clone()
+        self._slots = None if slots is None or self._step is None else slots.clone()
 
     def handshake(self, inner: Any = None) -> Handshake:
         """What the scheduler has to know before the first request."""

@@ -128,6 +128,7 @@ def test_slots_of_a_pass_in_one_graph_are_not_a_draft_models() -> None:
     made._worker_rows = toy.worker
     for drafts in (True, False):
         made._engine = replace(toy.worker.engine, drafts=drafts)
+        toy.worker.begin(StepMeta(None, b"", b""))
         made.start_load_kv(context, attn_metadata={"layer": SimpleNamespace(slot_mapping=torch.tensor([3]))})
         assert (toy.worker.slots is None) == drafts
     toy.close()
