@@ -229,10 +229,12 @@ class SchedulerRows:
         running = self._running.pop(request_id, None)
         if running is None or not running.sent:
             return Ended(tokens, [])
-        _, start, n = running.sent[-1]
-        rejected = max(0, start + n - running.request.num_computed_tokens)  # drafts: later steps began so much earlier
-        first, *later = running.sent  # before the first one others may have written
-        return Ended(tokens, [(first[0], 0), *((number, start - rejected) for number, start, _ in later)])
+        steps, rejected, after = list[tuple[int, int]](), 0, running.request.num_computed_tokens
+        for number, start, n in reversed(running.sent):
+            rejected += max(0, start + n - after)  # drafts, that was not known yet: it began so much earlier
+            steps.append((number, start - rejected))
+            after = start
+        return Ended(tokens, [*steps[:-1], (steps[-1][0], 0)])  # before the first one others may have written
 
     def finished(
         self,

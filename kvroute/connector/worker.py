@@ -159,7 +159,7 @@ class WorkerRows:
         if failed:
             self.blocks.forget(failed)
         self._unpack(come)
-        self._compare(come)  # before the rows of the step: who sees those believes what is before them
+        self._compare(come)  # before the step counts as over: who sees that believes what is before it
         if slots is not None or step.tokens:
             self._write(slots, ids, step.tokens, touched)
         if self._behind is not None:

@@ -10,6 +10,8 @@ IDS = "tests/kvroute/test_step_ids.py::"
 PAGES = "tests/kvroute/test_pages.py::"
 ENDS = "tests/kvroute/test_connector.py::"
 LATE = "tests/kvroute/test_connector_late.py::"
+ENDED = "tests/kvroute/test_connector_ended.py::"
+WORKER = "tests/kvroute/test_connector_worker.py::"
 
 
 def _fault(name: str, file: str, before: str, after: str, where: str, claim: str) -> Fault:
@@ -62,13 +64,49 @@ CONNECTOR_FAULTS = [
         "test_a_request_that_is_done_has_the_rows_of_a_device_that_is_late",
     ),
     _fault(
+        "a step whose drafts were rejected is not waited for",
+        "connector/scheduler.py",
+        "rejected += max(0, start + n - after)",
+        "rejected += 0",
+        ENDED,
+        "test_a_step_that_began_before_it_was_thought_to_is_waited_for",
+    ),
+    _fault(
+        "rows whose KV never came are an answer's",
+        "connector/scheduler.py",
+        "tokens = min((load.start for load in found if load is not None), default=sys.maxsize)",
+        "tokens = sys.maxsize",
+        ENDED,
+        "test_kv_that_never_came_has_no_rows",
+    ),
+    _fault(
+        "slots are read where a draft model has written",
+        "connector/worker.py",
+        "slots.clone()",
+        "slots",
+        WORKER,
+        "test_slots_are_those_of_the_pass",
+    ),
+    _fault(
+        "what a step without ids wrote over stays",
+        "connector/worker.py",
+        "            self.blocks.write_step(slots, {})\n",
+        "",
+        WORKER,
+        "test_what_a_step_without_ids_has_written_over_is_missing",
+    ),
+    _fault(
         "rows of a store are there before they are compared",
         "connector/worker.py",
-        "        self._compare(come)  # before the rows of the step: who sees those believes what is before them\n"
-        "        if slots is not None or step.tokens:\n"
-        "            self._write(slots, ids, step.tokens, touched)\n",
+        "        self._compare(come)  # before the step counts as over: who sees that believes what is before it\n"
         "        if slots is not None or step.tokens:\n"
         "            self._write(slots, ids, step.tokens, touched)\n"
+        "        if self._behind is not None:\n"
+        "            self.blocks.renew([self.engine.clock], [step.number])\n",
+        "        if slots is not None or step.tokens:\n"
+        "            self._write(slots, ids, step.tokens, touched)\n"
+        "        if self._behind is not None:\n"
+        "            self.blocks.renew([self.engine.clock], [step.number])\n"
         "        self._compare(come)\n",
         LATE,
         "test_rows_of_a_store_are_compared_before_anybody_believes_them",

@@ -43,6 +43,37 @@ def test_a_rejected_draft_is_not_taken_for_the_token_in_its_place(monkeypatch: p
     toy.close()
 
 
+def test_a_step_that_began_before_it_was_thought_to_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: as above, of an engine that schedules ahead. Method: a step is sent before the drafts before it are
+    rejected, and a third one after that; the second one ends the request.
+    """
+    monkeypatch.setattr(scheduler, "LATE_S", 60.0)
+    toy, go = Toy(late=True), threading.Event()
+    assert toy.worker._behind is not None
+    right = PROMPT[:5]
+    request = admitted(toy, [*right[:4], 7, 7, 7], [5, 2])
+    computed(toy, request, 7)
+    toy.worker.end()
+    toy.worker.settle()
+    request.num_computed_tokens = 7
+    second = toy.scheduler.step({"r": 1})
+    request.num_computed_tokens = 8 - 3
+    toy.worker._behind.put(lambda: go.wait(60) and None)
+    request.tokens, request.num_computed_tokens = right, 4  # as the worker knows
+    computed(toy, request, 1, second)
+    toy.worker.end()
+    request.num_computed_tokens = 5
+    toy.scheduler.step({"r": 1})
+    request.num_computed_tokens = 6
+    ended = toy.scheduler.forget("r")
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(seen, toy, 5, ended)
+        threading.Event().wait(0.05)
+        go.set()
+        assert judge(answer.result(60), right) == {"right": 5}
+    toy.close()
+
+
 def test_an_answer_waits_for_no_step_that_has_none_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: an engine that schedules ahead does not wait for what it scheduled. Method: the step behind the last row is
     held up for longer than the test takes, of a request with and without rejected drafts.
