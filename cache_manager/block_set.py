@@ -11,21 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.books import AuxCounters, Books
-from cache_manager.checks import count_in_range
+from cache_manager.checks import count_in_range, integers
 from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, SpecError
-from cache_manager.jobs import AnyJob, JobLimits, JobRunner
+from cache_manager.jobs import AnyJob, Archive, JobLimits
 from cache_manager.keys import BlockKey, KeyChain, Namespace
+from cache_manager.memory import gather
 from cache_manager.move import Move
 from cache_manager.mover import PairMover, RowsMover
 from cache_manager.ports import HitPolicy, Mover, RecordCounters, Region, StorageBackend, TierName
-from cache_manager.record import Buffer, RecordHeader
-from cache_manager.records import Claim, Export, bind_origin, install_record, read_rows
+from cache_manager.records import Claim, Export
 from cache_manager.regions.choice import Memory, region_in
-from cache_manager.rows import Rows
+from cache_manager.rows import Rows, window_of
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Step
 from cache_manager.storage.records import RecordStore
-from cache_manager.store_jobs import Archive, PersistJob, RestoreJob
+from cache_manager.store_jobs import PersistJob, RestoreJob
 from cache_manager.table import Blocks, BlockTable, Ints
 
 _T = TypeVar("_T")
@@ -72,7 +72,6 @@ class BlockSet:
         self._books = Books(KeyChain(namespace, self.layout))
         self._lock = self._books.guard
         self.job_limits = jobs or JobLimits()
-        self._runner = JobRunner(self.job_limits)
         self._closed = False
         self._lent = isinstance(memory, Mapping)  # the embedder's own regions, which stay the embedder's to close
         self._tables: dict[TierName, BlockTable] = {}
@@ -94,7 +93,7 @@ class BlockSet:
             self._give_back()
             raise
         self.policy: HitPolicy = policy
-        self._archive = Archive(device, self._books, self._runner, self._required, self._mover, policy)
+        self._archive = Archive(device, self._books, self._mover, policy, self._required, self.job_limits)
 
     @property
     def _open(self) -> dict[TierName, BlockTable]:
@@ -159,7 +158,7 @@ class BlockSet:
     def in_flight(self) -> int:
         """Steps, moves, exports and jobs that have begun and not ended."""
         with self._lock:
-            return len(self._device.steps) + len(self._books.moves) + self._books.jobs
+            return len(self._device.steps) + len(self._books.moves) + len(self.jobs)
 
     @property
     def steps(self) -> list[Step]:
@@ -176,15 +175,15 @@ class BlockSet:
     @property
     def jobs(self) -> list[AnyJob]:
         """Those that have begun and not landed, the earliest first; any of them may be cancelled."""
-        return self._runner.jobs
+        return self._archive.jobs
 
     def poll(self) -> list[AnyJob]:
         """Land the jobs that the store has done its part of; those jobs. Waits for nothing."""
-        return self._runner.poll()
+        return self._archive.poll()
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until :meth:`poll` has something to land, or no job is left; ``False`` after ``timeout_s``."""
-        return self._runner.wait_any(timeout_s)
+        return self._archive.wait_any(timeout_s)
 
     # ---------------------------------------------------------------- writing
 
@@ -221,7 +220,28 @@ class BlockSet:
         Blocks that ``owner`` does not hold, or that are not in these ``generations``, count as missing; with neither,
         the caller must know that they are its own. A block that is given away meanwhile comes out missing.
         """
-        return read_rows(self._table(tier), self._books, name, blocks, start, stop, owner, generations)
+        table = self._table(tier)
+        index = self.layout.index(name)
+        ids = table.ids_often(blocks)
+        held, window = window_of(ids.size, start, stop, table.tokens)
+        ids = ids[held]
+        if generations is not None:
+            generations = integers(generations, "generations", "one integer for each block")
+            if generations.size < held.stop:
+                raise InvalidInputError("generations", f"one for each of {held.stop} blocks", generations.size)
+        rows, bits, words = gather(table.region, index, ids)
+        with self._lock:
+            if owner is not None:
+                mine = table.leases.among(ids, table.leases.blocks(owner))
+                mine &= table.region.words.take(ids) == words  # else given to this owner after the bytes were copied
+                bits[~mine] = 0
+            if generations is not None:
+                bits[table.generations.take(ids) != generations[held]] = 0
+                bits[table.region.words.take(ids) != words] = 0
+            found = Rows.of(self.layout.specs[index], rows, bits, window)
+            self._books.count("rows_read", found.valid.size)
+            self._books.count("rows_missing", found.valid.size - int(np.count_nonzero(found.valid)))
+        return found
 
     # ---------------------------------------------------------------- storing
 
@@ -309,27 +329,6 @@ class BlockSet:
         if not (self._open and self._mover.stores):
             raise ConfigError("store", "a storage backend", f"none was given to {type(self).__name__}")
 
-    # ---------------------------------------------------------------- crossing
-
-    def bind_origin(self, block: int, generation: int, origin: int, tokens: int) -> bool:
-        """The KV of the block's first ``tokens`` tokens has come from elsewhere, where it had this ``origin``.
-
-        Rows of another origin that had come before are dropped. ``False``: the block is in another life than
-        ``generation``, or nobody holds it. Raises ``BlockBusyError`` while it is in motion.
-        """
-        return bind_origin(self._device, self._books, block, generation, origin, tokens)
-
-    def install(self, block: int, generation: int, header: RecordHeader, payload: Buffer) -> int:
-        """Put the rows of a record into a held device block, where no row is readable and no step will write one.
-
-        How many rows landed. The record's sum and key were verified by the caller. A row lands beside KV of its own
-        origin only: KV that was computed here, or came under another origin (:meth:`bind_origin`), gets none of it, nor
-        does a block in another life than ``generation``, one that nobody holds, or a record of another namespace; all
-        that is counted. Steps may write other rows meanwhile. Raises ``BlockBusyError`` while the block is in motion
-        and ``RecordError`` for a record that does not fit the layout.
-        """
-        return install_record(self._device, self._books, block, generation, header, payload)
-
     # ---------------------------------------------------------------- ending
 
     def reset(self, *, weights_version: int) -> None:
@@ -357,11 +356,11 @@ class BlockSet:
         """
         with self._lock:  # in a forked child it raises, before anything is waited for
             self._check_still()
-        self._runner.close()
+        self._archive.close()
         with self._lock:
             self._check_still()
-            if self._books.jobs:
-                raise BlockStateError("close", "nothing in flight", f"{self._books.jobs} jobs of other threads")
+            if jobs := self.jobs:
+                raise BlockStateError("close", "nothing in flight", f"{len(jobs)} jobs of other threads")
             self._closed = True
             self._give_back()
 

@@ -108,13 +108,10 @@ class Guard:
         """
         if os.getpid() != self._pid:
             raise BlockStateError("AuxBlocks", "use by the process that made it", "a forked child")
-        self._lock.acquire()
-        try:
+        with self._lock:
             if self._busy:
                 self._later.append(call)
                 return
-        finally:
-            self._lock.release()
         with self:
             call()
 
@@ -131,13 +128,12 @@ class Books:
     ``keys`` changes with a reset: whoever compares a key with it and acts on the answer does both under the lock.
     """
 
-    __slots__ = ("_counts", "guard", "jobs", "keys", "moves")
+    __slots__ = ("_counts", "guard", "keys", "moves")
 
     def __init__(self, keys: KeyChain) -> None:
         self.guard = Guard()
         self.keys = keys
         self.moves: dict[int, Callable[[], Move | Export | None]] = {}  # in flight, by id(): how to get at each
-        self.jobs = 0  # that have not landed
         self._counts = {f.name: 0 for f in fields(AuxCounters)}
 
     def count(self, name: str, n: int = 1) -> None:

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from queue import Full
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -196,9 +195,6 @@ class AskedChild(Generic[_T]):
         """The number of the request that a message answers, and how its future ends."""
         raise NotImplementedError
 
-    def _answered(self, answer: _T | Exception) -> None:
-        """Called before a future ends with ``answer``."""
-
     def _ended(self, cause: str, lost: int) -> None:
         """Called once, when the child is reaped, before the ``lost`` futures end."""
 
@@ -219,18 +215,10 @@ class AskedChild(Generic[_T]):
         with self._lock:
             return len(self._waiting)
 
-    def ask(
-        self,
-        encode: Callable[[int], bytes],
-        within_s: float = math.inf,
-        *,
-        waits: bool = False,
-        waiting_max: float = math.inf,
-    ) -> Future[_T]:
+    def ask(self, encode: Callable[[int], bytes], within_s: float = math.inf) -> Future[_T]:
         """Send the request that ``encode`` makes with its number; it is not sent where that raises.
 
-        The caller who ``waits`` goes on to :meth:`wait`; else the listener receives the answer. Raises ``queue.Full``
-        where ``waiting_max`` requests are in flight.
+        The caller goes on to :meth:`wait`; the listener finds the answer of one who does not within ``LOOK_S``.
         """
         number = next(self._numbers)
         body = encode(number)
@@ -238,8 +226,6 @@ class AskedChild(Generic[_T]):
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()  # it cannot be cancelled: the child is at work
         with self._lock:
-            if len(self._waiting) >= waiting_max:
-                raise Full
             gone = self._gone
             if not gone:
                 self._waiting[number] = time.monotonic() + within_s, future
@@ -247,8 +233,6 @@ class AskedChild(Generic[_T]):
             future.set_exception(self._lost(self._cause))
             return future
         self._child.send(body)
-        if not waits:
-            self._look.set()
         return future
 
     def wait(self, future: Future[_T], wait_s: float = math.inf) -> _T:
@@ -314,7 +298,6 @@ class AskedChild(Generic[_T]):
             _, future = self._waiting.pop(number, (0.0, None))
         if future is None:
             return "it answered what it was not asked"
-        self._answered(answer)
         if isinstance(answer, Exception):
             future.set_exception(answer)
         else:

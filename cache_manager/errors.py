@@ -82,10 +82,6 @@ class TransferProcessError(KVRouteError):
     """The cache-transfer process failed, ended or is not running; what it was asked has changed nothing."""
 
 
-class TransferProcessFullError(TransferProcessError):
-    """As many commands are in flight as there may be; try again when one has ended."""
-
-
 class StorageError(KVRouteError):
     """A storage backend failed; a miss is never reported this way."""
 

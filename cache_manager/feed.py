@@ -175,26 +175,24 @@ def _call(operation: Operation) -> Callable[[EngineBlocks], object]:
     """The operation as a call, its bytes unpacked; :class:`InvalidInputError` if they cannot be."""
     match operation:
         case Renew():
-            ids, given = _ints(operation.blocks), _ints(operation.generations)
-            _check_each("generations", given.size, ids.size)
+            ids = _ints(operation.blocks)
+            given = _each("generations", operation.generations, ids.size)
             return lambda to: to.renew(ids, given)
-        case Copied():
-            pairs, rows = _ints(operation.pairs), None
+        case Copied(source, target, packed, limits):
+            pairs = _ints(packed)
             if pairs.size % 2:
                 raise InvalidInputError("feed", "pairs of block ids", f"{pairs.size} integers")
-            if operation.rows is not None:
-                rows = _ints(operation.rows).tolist()
-                _check_each("row counts", 2 * len(rows), pairs.size)
-            return lambda to: to.move(operation.source, operation.target, pairs.reshape(-1, 2), rows)
-        case Reset():
-            return lambda to: to.reset(weights_version=operation.weights_version)
-    blocks, lives, origins = _by_key(operation.keys, operation.blocks), _ints(operation.generations), None
-    _check_each("generations", lives.size, len(blocks))
+            rows = None if limits is None else _each("row counts", limits, pairs.size // 2).tolist()
+            return lambda to: to.move(source, target, pairs.reshape(-1, 2), rows)
+        case Reset(version):
+            return lambda to: to.reset(weights_version=version)
+    blocks, origins = _by_key(operation.keys, operation.blocks), None
+    lives = _each("generations", operation.generations, len(blocks))
     if isinstance(operation, Persist):
         return lambda to: _check_begun(to, to.begin_persist(blocks, lives), len(blocks))
     if operation.origins is not None:
-        _check_each("bytes of origins", len(operation.origins), 8 * len(blocks))
-        origins = dict(zip(blocks, np.frombuffer(operation.origins, "<u8").tolist(), strict=True))
+        known = _each("origins", operation.origins, len(blocks)).view(np.uint64)
+        origins = dict(zip(blocks, known.tolist(), strict=True))
     return lambda to: _check_begun(to, to.begin_restore(blocks, lives, origins), len(blocks))
 
 
@@ -205,15 +203,17 @@ def _check_begun(to: EngineBlocks, job: AnyJob | None, blocks: int) -> None:
         to.dropped("feed_blocks_refused", blocks, "apply", full, mistake=False)
 
 
-def _check_each(what: str, n: int, wanted: int) -> None:
-    if n != wanted:
-        raise InvalidInputError(f"feed {what}", wanted, n)
+def _each(what: str, packed: bytes, n: int) -> Ints:
+    """``n`` integers."""
+    if len(packed) != 8 * n:
+        raise InvalidInputError(f"feed {what}", f"{8 * n} bytes", len(packed))
+    return _ints(packed)
 
 
 def _by_key(keys: bytes, blocks: bytes) -> dict[BlockKey, int]:
     ids = _ints(blocks).tolist()
-    if len(keys) != KEY_NBYTES * len(ids):
-        raise InvalidInputError("feed", f"{len(ids)} keys of {KEY_NBYTES} bytes", f"{len(keys)} bytes")
-    found = {BlockKey(keys[i * KEY_NBYTES : (i + 1) * KEY_NBYTES]): block for i, block in enumerate(ids)}
-    _check_each("keys, each once", len(found), len(ids))
+    each = [BlockKey(keys[at : at + KEY_NBYTES]) for at in range(0, len(keys), KEY_NBYTES)]
+    found = dict(zip(each, ids, strict=False))
+    if len(keys) != KEY_NBYTES * len(found) or len(found) != len(ids):
+        raise InvalidInputError("feed", f"{len(ids)} keys of {KEY_NBYTES} bytes, each once", f"{len(keys)} bytes")
     return found

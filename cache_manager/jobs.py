@@ -21,18 +21,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cache_manager.books import Books
 from cache_manager.errors import BlockStateError, ConfigError, StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.mover import RowsMover
-from cache_manager.table import Ints
-
-if TYPE_CHECKING:
-    from cache_manager.store_jobs import Archive
+from cache_manager.ports import HitPolicy, Mover
+from cache_manager.table import BlockTable, Ints
 
 _T = TypeVar("_T")
 
@@ -113,17 +112,17 @@ class Job(ABC, Generic[_T]):
                     try:
                         self._land()
                     finally:
-                        self._archive.runner.end(self)  # last: whoever sees it LANDED may ask for its result
+                        self._archive.end(self)  # last: whoever sees it LANDED may ask for its result
         return self.over
 
     def wait(self, timeout_s: float) -> bool:
         """:meth:`poll` as soon as that ends the job, or when ``timeout_s`` is over."""
-        self._archive.runner.wait(lambda: self.phase in (Phase.CARRIED, Phase.LANDED), timeout_s)
+        self._archive.wait(lambda: self.phase in (Phase.CARRIED, Phase.LANDED), timeout_s)
         return self.poll()
 
     def cancel(self) -> None:
         """Bring nothing. A queued job is over at once, others when the store call has ended and somebody polls."""
-        self._archive.runner.cancel(self)
+        self._archive.cancel(self)
         self.poll()
 
     def result(self) -> dict[BlockKey, _T]:
@@ -170,17 +169,29 @@ class Job(ABC, Generic[_T]):
         self._mover, self._copied = archive.mover, np.empty(0, np.uint8)
         books.count("jobs_landed")
         books.count("jobs_cancelled", int(self.cancelled))
-        books.jobs -= 1
 
 
 AnyJob = Job[Any]
+J = TypeVar("J", bound=AnyJob)
 
 
-class JobRunner:
-    """Runs jobs on up to ``threads_max`` threads, which start when they are first needed."""
+class Archive:
+    """Where the blocks of ``table`` are stored by jobs, on up to ``threads_max`` threads that start when first needed.
 
-    def __init__(self, limits: JobLimits) -> None:
-        self.limits = limits
+    ``mover`` stores and fills blocks; ``required`` are the indices of the specs whose rows a block must have in full.
+    """
+
+    def __init__(
+        self,
+        table: BlockTable,
+        books: Books,
+        mover: Mover,
+        policy: HitPolicy,
+        required: tuple[int, ...],
+        limits: JobLimits,
+    ) -> None:
+        self.table, self.books, self.mover, self.policy = table, books, mover, policy
+        self.required, self.limits = required, limits
         self._changed = threading.Condition()  # guards all below, and the phases of queued and running jobs
         self._jobs: dict[AnyJob, None] = {}  # not landed, in the order in which they began
         self._queue: deque[AnyJob] = deque()
@@ -195,20 +206,38 @@ class JobRunner:
         with self._changed:
             return list(self._jobs)
 
-    def start(self, job: AnyJob) -> bool:
-        """Begin a job and queue it; ``False`` when there is no room for it. The lock of the books is held."""
-        with self._changed:
-            full = len(self._jobs) >= self.limits.jobs_max
-            if self._closing or full or (self._jobs and self._nbytes + job.nbytes > self.limits.nbytes_max):
-                return False
-            job.begin()
-            self._jobs[job] = None
-            self._nbytes += job.nbytes
-            self._queue.append(job)
-            if self._idle < len(self._queue) and len(self._threads) < self.limits.threads_max:
-                self._add_thread()
-            self._changed.notify_all()
-            return True
+    def begin(self, make: Callable[[], J], *, queued: bool) -> J | None:
+        """Begin the job that ``make`` makes under the lock; one that is not ``queued`` is carried and landed, too.
+
+        ``None``: there was no room for a queued one.
+        """
+        with self.books.guard:
+            job = make()
+            if not self.table.by_engine:
+                job.check()
+            if job.over:  # nothing to do
+                return job
+            with self._changed:
+                full = len(self._jobs) >= self.limits.jobs_max
+                full |= bool(self._jobs) and self._nbytes + job.nbytes > self.limits.nbytes_max
+                if queued and (self._closing or full):
+                    self.books.count("jobs_refused")
+                    return None
+                job.begin()
+                self._jobs[job] = None
+                self._nbytes += job.nbytes
+                if queued:
+                    self._queue.append(job)
+                    if self._idle < len(self._queue) and len(self._threads) < self.limits.threads_max:
+                        self._add_thread()
+                    self._changed.notify_all()
+                else:
+                    job.move(Event.START)
+            self.books.count("jobs_begun")
+        if not queued:
+            self._finish(job)
+            job.poll()
+        return job
 
     def _add_thread(self) -> None:
         """A process may have no more threads: then those that run do the work, and without any the jobs fail. Held."""
@@ -232,12 +261,11 @@ class JobRunner:
             job.move(Event.CANCEL)
 
     def end(self, job: AnyJob) -> None:
-        """The job lands; one that was not queued, too."""
+        """The job lands."""
         with self._changed:
             job.move(Event.LAND)
-            if job in self._jobs:
-                del self._jobs[job]
-                self._nbytes -= job.nbytes
+            del self._jobs[job]
+            self._nbytes -= job.nbytes
             self._changed.notify_all()
 
     def wait(self, reached: Callable[[], bool], timeout_s: float) -> bool:
@@ -270,13 +298,8 @@ class JobRunner:
         for thread in self._threads:
             thread.join()
 
-    def carry(self, job: AnyJob) -> None:
-        """Do a job's store calls on the calling thread, whatever the limits; what they raise is :attr:`Job.failure`."""
-        with self._changed:
-            job.move(Event.START)
-        self._finish(job)
-
     def _finish(self, job: AnyJob) -> None:
+        """Do a job's store calls on the calling thread; what they raise is :attr:`Job.failure`."""
         try:
             job.carry()
         except BaseException as error:  # noqa: BLE001 (it is not lost: whoever polls the job gets it)

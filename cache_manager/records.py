@@ -1,4 +1,4 @@
-"""Rows that are read, and records of rows that go to or come from another process.
+"""Records of rows that go to or come from another process.
 
 A block's rows may come in while steps write its later rows: a record's row lands only where no row is readable and no
 step in flight will put one, and only beside KV of its own origin. So the rows of the KV that is really used win, and a
@@ -14,51 +14,16 @@ import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager.bits import prefix_bits, rows_in, unpack_bits
+from cache_manager.bits import rows_in, unpack_bits
 from cache_manager.books import Books, InFlight
 from cache_manager.checks import integers
 from cache_manager.errors import BlockBusyError, InvalidInputError, RecordError
 from cache_manager.keys import BlockKey
 from cache_manager.lifecycle import IN_MOTION, Event, State
-from cache_manager.memory import Copies, bits_of, gather, places
+from cache_manager.memory import Copies, bits_of, places
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
-from cache_manager.rows import Rows, window_of
 from cache_manager.spec import RecordLayout
 from cache_manager.table import Blocks, BlockTable, Ints
-
-
-def read_rows(
-    table: BlockTable,
-    books: Books,
-    name: str,
-    blocks: Blocks,
-    start: int,
-    stop: int | None,
-    owner: Hashable | None,
-    generations: Blocks | None,
-) -> Rows:
-    """See :meth:`BlockSet.read`."""
-    index = table.layout.index(name)
-    ids = table.ids_often(blocks)
-    held, window = window_of(ids.size, start, stop, table.tokens)
-    ids = ids[held]
-    if generations is not None:
-        generations = integers(generations, "generations", "one integer for each block")
-        if generations.size < held.stop:
-            raise InvalidInputError("generations", f"one for each of {held.stop} blocks", generations.size)
-    rows, bits, words = gather(table.region, index, ids)
-    with books.guard:
-        if owner is not None:
-            mine = table.leases.among(ids, table.leases.blocks(owner))
-            mine &= table.region.words.take(ids) == words  # else given to this owner after the bytes were copied
-            bits[~mine] = 0
-        if generations is not None:
-            bits[table.generations.take(ids) != generations[held]] = 0
-            bits[table.region.words.take(ids) != words] = 0
-        found = Rows.of(table.layout.specs[index], rows, bits, window)
-        books.count("rows_read", found.valid.size)
-        books.count("rows_missing", found.valid.size - int(count(found.valid)))
-    return found
 
 
 class Claim(NamedTuple):
@@ -156,51 +121,7 @@ def _only(table: BlockTable, block: int, valid: NDArray[np.uint64]) -> bytes:
     return record.tobytes()
 
 
-def bind_origin(table: BlockTable, books: Books, block: int, generation: int, origin: int, tokens: int) -> bool:
-    """See :meth:`AuxBlocks.bind_origin`."""
-    if not isinstance(origin, int) or not 0 < origin < 1 << 64:
-        raise InvalidInputError("origin", "an integer in [1, 2**64)", repr(origin))
-    (index,) = table.ids_often([block]).tolist()
-    with books.guard:
-        if not _may_install(table, index, generation):
-            books.count("late_installs_dropped")
-            return False
-        came, rows_tokens = table.installed.get(index, (0, 0))
-        if came == origin and table.own[index] and tokens <= rows_tokens:
-            return True  # rows of this KV had come, and a step has gone on behind them
-        if int(table.origin[index]) not in (0, origin) or table.own[index]:
-            table.forget(np.array([index]))
-        table.carry_origin(np.array([index]), np.array([origin], np.uint64))
-        table.installed[index] = (origin, tokens)
-        return True
-
-
-def install_record(
-    table: BlockTable, books: Books, block: int, generation: int, header: RecordHeader, payload: Buffer
-) -> int:
-    """See :meth:`AuxBlocks.install`."""
-    bits = _bits(table.layout, table.full, header, payload)
-    (index,) = table.ids_often([block]).tolist()
-    with books.guard:
-        if not books.keys.owns(header.key) or not _may_install(table, index, generation):
-            books.count("late_installs_dropped")
-            return 0
-        tokens = _beside_its_kv(table, index, header.origin, bits)
-        if not tokens:
-            books.count("installs_of_another_origin_dropped")
-            return 0
-        came = prefix_bits(np.array([tokens]), table.tokens)[0]
-        landed = bits & came & ~table.region.valid[index] & ~_owed(table, index)
-        keep = unpack_bits(landed, table.tokens)
-        source = places(Copies(table.layout, np.frombuffer(payload, np.uint8)[None]))
-        for i, rows in enumerate(places(table.region)):
-            rows[index][keep[i]] = source[i][0][keep[i]]
-        table.region.valid[index] |= landed
-        books.count("rows_installed", n := rows_in(landed))
-        return n
-
-
-def _may_install(table: BlockTable, block: int, generation: int) -> bool:
+def may_install(table: BlockTable, block: int, generation: int) -> bool:
     """Whether the block is held in that life; ``BlockBusyError`` while it is in motion or a device writes it."""
     state = State(int(table.states[block]))
     if int(table.generations[block]) != generation:
@@ -210,7 +131,7 @@ def _may_install(table: BlockTable, block: int, generation: int) -> bool:
     return state is State.HELD
 
 
-def _beside_its_kv(table: BlockTable, block: int, origin: int, bits: NDArray[np.uint64]) -> int:
+def beside_its_kv(table: BlockTable, block: int, origin: int, bits: NDArray[np.uint64]) -> int:
     """To how many of the block's first tokens rows of ``origin`` belong; 0: to none of its KV.
 
     A block whose KV nobody has named takes the origin of the first rows ``bits`` that come, as far as these go.
@@ -228,7 +149,9 @@ def _beside_its_kv(table: BlockTable, block: int, origin: int, bits: NDArray[np.
     return tokens
 
 
-def _bits(layout: RecordLayout, full: NDArray[np.uint64], header: RecordHeader, payload: Buffer) -> NDArray[np.uint64]:
+def bits_in(
+    layout: RecordLayout, full: NDArray[np.uint64], header: RecordHeader, payload: Buffer
+) -> NDArray[np.uint64]:
     """The record's validity words ``[specs, words]``; :class:`RecordError` unless it is one of this layout."""
     if header.fingerprint != layout.fingerprint:
         raise RecordError("fingerprint", layout.fingerprint.hex(), header.fingerprint.hex())
@@ -243,7 +166,7 @@ def _bits(layout: RecordLayout, full: NDArray[np.uint64], header: RecordHeader, 
     return bits
 
 
-def _owed(table: BlockTable, block: int) -> NDArray[np.uint64]:
+def owed(table: BlockTable, block: int) -> NDArray[np.uint64]:
     """Rows ``[words]`` of the block that steps in flight will write; the lock is held."""
     bits = np.zeros(table.words_per_block, np.uint64)
     if table.steps:

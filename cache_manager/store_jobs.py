@@ -7,60 +7,19 @@ restore reads into one, which lands in what is still as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager.books import Books
-from cache_manager.jobs import AnyJob, Job, JobRunner
+from cache_manager.jobs import Archive, Job
 from cache_manager.keys import BlockKey
 from cache_manager.lifecycle import Event, State
 from cache_manager.memory import bits_of, put_bits
 from cache_manager.mover import one_each
-from cache_manager.ports import Absence, BlockRecords, Found, HitPolicy, Mover
+from cache_manager.ports import Absence, BlockRecords, Found
 from cache_manager.records import Claim, claimed
-from cache_manager.table import BlockTable
-
-J = TypeVar("J", bound=AnyJob)
-
-
-@dataclass(frozen=True, slots=True)
-class Archive:
-    """What the jobs of one set of blocks share; ``required`` are spec indices, ``mover`` stores and fills blocks."""
-
-    table: BlockTable
-    books: Books
-    runner: JobRunner
-    required: tuple[int, ...]
-    mover: Mover
-    policy: HitPolicy
-
-    def begin(self, make: Callable[[], J], *, queued: bool) -> J | None:
-        """Begin the job that ``make`` makes under the lock; one that is not ``queued`` is carried and landed, too.
-
-        ``None``: there was no room for a queued one.
-        """
-        with self.books.guard:
-            job = make()
-            if not self.table.by_engine:
-                job.check()
-            if job.over:  # nothing to do
-                return job
-            if not queued:
-                job.begin()
-            elif not self.runner.start(job):
-                self.books.count("jobs_refused")
-                return None
-            self.books.count("jobs_begun")
-            self.books.jobs += 1
-        if not queued:
-            self.runner.carry(job)
-            job.poll()
-        return job
 
 
 class PersistJob(Job[int]):

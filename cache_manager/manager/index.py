@@ -33,9 +33,6 @@ class PrefixIndex:
         self.indexed: NDArray[np.bool_] = np.zeros(blocks, np.bool_)  # by block: whether it has a key
         self._indexed_at = self.indexed.data
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     @property
     def idle(self) -> int:
         """How many blocks may be evicted."""
@@ -66,9 +63,6 @@ class PrefixIndex:
                 break
             found.append(blocks[0])
         return found
-
-    def key(self, block: int) -> BlockKey | None:
-        return self._keys.get(block)
 
     def heir(self, block: int) -> int | None:
         """The duplicate that would get the key of ``block``, which is found by it; ``None`` if there is none."""

@@ -122,10 +122,17 @@ class BlockManager(StoredSequences):
         self, owner: str, tokens: Tokens, *, salt: bytes = b"", extra: Extra = b"", restore: bool = True
     ) -> Admission | None:
         """:meth:`begin_allocate`, waiting for the store: the admission is final."""
-        return self._allocate(owner, tokens, salt, extra, queued=False, restore=restore)
+        return self.begin_allocate(owner, tokens, salt=salt, extra=extra, restore=restore, queued=False)
 
     def begin_allocate(
-        self, owner: str, tokens: Tokens, *, salt: bytes = b"", extra: Extra = b"", restore: bool = True
+        self,
+        owner: str,
+        tokens: Tokens,
+        *,
+        salt: bytes = b"",
+        extra: Extra = b"",
+        restore: bool = True,
+        queued: bool = True,
     ) -> Admission | None:
         """Blocks for a new sequence of ``tokens``; ``None`` when there is no room now, and then nothing has changed.
 
@@ -133,14 +140,9 @@ class BlockManager(StoredSequences):
         least one token is left to compute. Content is found only by requests of the same ``salt`` (a tenant, an
         adapter) and with the same ``extra``: the digest of an image, say, of the prompt or by index of the block that
         it begins to matter in. The store is never waited for: while the admission is pending, the sequence can be
-        freed, and nothing else be done with it. A store that fails, or that has too much to do already, counts as one
-        that has nothing, and so does any with ``restore=False``.
+        freed, and nothing else be done with it; without ``queued`` it is final. A store that fails, or that has too
+        much to do already, counts as one that has nothing, and so does any with ``restore=False``.
         """
-        return self._allocate(owner, tokens, salt, extra, queued=True, restore=restore)
-
-    def _allocate(
-        self, owner: str, tokens: Tokens, salt: bytes, extra: Extra, *, queued: bool, restore: bool
-    ) -> Admission | None:
         self._sequences.check_new(owner)
         total = len(tokens)
         if not 1 <= total <= self._tokens_max:
@@ -246,9 +248,9 @@ class BlockManager(StoredSequences):
         self._check_no_step(owner, self.table(owner), "preempt")
         blocks, computed = sequences.table(row).copy(), int(sequences.computed[row])
         written = -(-computed // self._tokens)
-        targets = self._pool.host.choose(written) if self.aux.host_blocks else None
-        if targets is None:
+        if not self.aux.host_blocks or written > self._pool.host.room:
             return False
+        targets = self._pool.host.next(written)  # they stay free if the move fails
         try:
             self.aux.swap_out(np.column_stack((blocks[:written], np.asarray(targets, np.int64))), owner)
         except TransferProcessError as error:

@@ -68,10 +68,6 @@ class FreeBlocks:
         self.add(self.back())
         return len(self.free)
 
-    def choose(self, n: int) -> list[int] | None:
-        """``n`` blocks that :meth:`remove` would take, or ``None``; they stay free if a move fails."""
-        return self.next(n) if n <= self.room else None
-
     def let_go(self, blocks: Sequence[int]) -> None:
         """A sequence has these blocks no longer."""
         self.add(self.sort_out(blocks))
@@ -198,7 +194,7 @@ class BlockPool:
 
     def forget_cached(self, blocks: Sequence[int]) -> None:
         """Cached ``blocks`` have lost their content: they are free."""
-        lost = [block for block in blocks if self.index.key(block) is not None]
+        lost = [block for block in blocks if self.index.indexed[block]]
         for block in lost:
             self.index.remove(block)
         self._counts["evicted_blocks"] += len(lost)

@@ -12,7 +12,6 @@ from cache_manager.ports import BlockRecords, Found, HitPolicy, TierName
 class PartSetUp(msgspec.Struct, frozen=True):
     """One kind of record that a block has, and where it lives: region names ("" for none) and a store's URL."""
 
-    name: str
     specs: list[dict[str, Any]]
     device: str
     host: str
@@ -22,13 +21,12 @@ class PartSetUp(msgspec.Struct, frozen=True):
 class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
     """The first command: the rows and, if there is one, the KV.
 
-    The words of the first part's regions say which generation a block is in. ``policy`` and ``required`` (indices of
-    the rows' specs) are those of the law of pairs, :class:`~cache_manager.mover.PairMover`.
+    The words of the first part's regions say which generation a block is in. ``policy`` is that of the law of pairs,
+    :class:`~cache_manager.mover.PairMover`.
     """
 
     parts: list[PartSetUp]
     policy: HitPolicy
-    required: list[int]
 
 
 class Move(msgspec.Struct, frozen=True, tag="move"):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import Full
 from typing import Final, Self
 
 import numpy as np
@@ -23,7 +21,6 @@ from cache_manager.errors import (
     StorageError,
     StoreUnavailableError,
     TransferProcessError,
-    TransferProcessFullError,
 )
 from cache_manager.keys import BlockKey
 from cache_manager.memory import GENERATION_SHIFT
@@ -68,7 +65,7 @@ class SharedPart:
         """What the process is told of it."""
         specs = [spec.to_json() for spec in self.device.layout.specs]
         host = "" if self.host is None else self.host.name
-        return commands.PartSetUp(self.name, specs, self.device.name, host, self.store)
+        return commands.PartSetUp(specs, self.device.name, host, self.store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,6 @@ class TransferSettings:
     command_s: float = 30.0
     set_up_s: float = 60.0
     close_s: float = 10.0
-    commands_max: int = 64
     restart_pause_s: float = 0.1
     restart_pause_max_s: float = 10.0
 
@@ -86,21 +82,6 @@ class TransferSettings:
         for field in ("command_s", "set_up_s", "close_s", "restart_pause_s", "restart_pause_max_s"):
             if not getattr(self, field) > 0:
                 raise ConfigError(field, "seconds, more than 0", getattr(self, field))
-        if self.commands_max < 1:
-            raise ConfigError("commands_max", "1 or more", self.commands_max)
-
-
-@dataclass(frozen=True, slots=True)
-class TransferCounters:
-    """What happened since the start; every number only grows. Commands in flight are those that have not ended."""
-
-    commands: int = 0
-    commands_done: int = 0
-    commands_failed: int = 0
-    commands_lost: int = 0
-    commands_refused: int = 0
-    starts: int = 0
-    start_failures: int = 0
 
 
 class CacheTransferManager:
@@ -108,8 +89,7 @@ class CacheTransferManager:
 
     ``AuxBlocks(..., memory="shared", mover=manager.start)`` starts the process for its regions of the rows, which are
     moved together with those of ``kv``, if there are any; :meth:`close` ends it, after the ``AuxBlocks``. ``store`` is
-    the URL of the rows' store, if there is one; ``policy`` and ``required`` (indices of the rows' specs, all if not
-    given) are the law of pairs, which the process keeps.
+    the URL of the rows' store, if there is one; ``policy`` is that of the law of pairs, which the process keeps.
 
     A command ends with its answer; with :class:`StorageError` when a store failed; with :class:`TransferProcessError`
     when the process failed it, ended or was too slow, and then the process is gone *and reaped*, so that nothing
@@ -127,18 +107,16 @@ class CacheTransferManager:
         *,
         store: str = "",
         policy: HitPolicy = "gate",
-        required: Sequence[int] = (),
         settings: TransferSettings | None = None,
     ) -> None:
         self.settings = s = settings or TransferSettings()
-        self._kv, self._store, self._policy, self._required = kv, store, policy, required
+        self._kv, self._store, self._policy = kv, store, policy
         self._records = RecordCounters()  # of the rows' store, as the process told last
-        self._lock = threading.Lock()  # the counts, the breaker and the process of the moment
-        self._counts = dict.fromkeys(TransferCounters.__dataclass_fields__, 0)
+        self._changed = threading.Condition()  # guards the breaker, and the next two
+        self._worker: _Worker | None = None  # the process of the moment
+        self._stopping = False
         self._breaker = Breaker(1, s.restart_pause_s, s.restart_pause_max_s)
-        self._stopping, self._up, self._down = threading.Event(), threading.Event(), threading.Event()
         self._starter: threading.Thread | None = None
-        self._worker: _Worker | None = None
 
     def start(self, device: Region, host: Region | None = None) -> Self:
         """Start the process for these regions of the rows, which have to be shared ones.
@@ -151,10 +129,9 @@ class CacheTransferManager:
         if not isinstance(device, SharedRegion) or not isinstance(host, SharedRegion | None):
             raise ConfigError("memory", "'shared', to be seen by the cache-transfer process", "'heap'")
         rows = SharedPart("rows", device, host, self._store)
-        required = list(self._required) or list(range(len(device.layout.specs)))
         parts = [rows] if self._kv is None else [rows, self._kv.check_beside(rows)]
         self._regions: dict[TierName, SharedRegion | None] = {"device": device, "host": host}
-        self._setup = commands.SetUp([part.set_up() for part in parts], self._policy, required)
+        self._setup = commands.SetUp([part.set_up() for part in parts], self._policy)
         self._pid = os.getpid()
         self._start()
         self._starter = threading.Thread(target=self._keep, name="kvroute-cache-transfer-starter", daemon=True)
@@ -208,12 +185,6 @@ class CacheTransferManager:
     # ---------------------------------------------------------------- a process
 
     @property
-    def command_counters(self) -> TransferCounters:
-        """What has become of the commands, and of the process."""
-        with self._lock:
-            return TransferCounters(**self._counts)
-
-    @property
     def pid(self) -> int | None:
         """The process of the moment; ``None`` while there is none."""
         worker = self._worker
@@ -222,52 +193,37 @@ class CacheTransferManager:
     @property
     def running(self) -> bool:
         """Whether commands are taken now."""
-        return self._up.is_set()
+        return self._worker is not None
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until commands are taken; ``False`` when ``timeout_s`` was over before."""
-        return self._up.wait(timeout_s)
-
-    @property
-    def in_flight(self) -> int:
-        worker = self._worker
-        return 0 if worker is None else worker.in_flight
-
-    def submit(self, command: Command) -> Future[Answer]:
-        """Ask.
-
-        Raises :class:`TransferProcessFullError` at ``commands_max``, :class:`TransferProcessError` while there is no
-        process.
-        """
-        return self._submit(command, waits=False)[1]
+        with self._changed:
+            return self._changed.wait_for(lambda: self.running, timeout_s)
 
     def call(self, command: Command) -> Answer:
-        """:meth:`submit` and wait; bounded by ``command_s`` and the end of the process."""
-        worker, future = self._submit(command, waits=True)
-        return worker.wait(future)
+        """Ask and wait; bounded by ``command_s`` and the end of the process.
 
-    def _submit(self, command: Command, *, waits: bool) -> tuple[_Worker, Future[Answer]]:
+        Raises :class:`TransferProcessError` while there is no process.
+        """
         if self._starter is not None and os.getpid() != self._pid:
             raise BlockStateError("cache-transfer process", "the process that started it", f"a fork, {os.getpid()}")
-        with self._lock:
+        with self._changed:
             worker = self._worker
-            if worker is None or self._stopping.is_set():
-                self._counts["commands_refused"] += 1
-                cause = "it was closed" if self._stopping.is_set() else self._breaker.cause or "it was not started"
+            if worker is None or self._stopping:
+                cause = "it was closed" if self._stopping else self._breaker.cause or "it was not started"
                 raise TransferProcessError(f"the cache-transfer process is not running: {cause}")
-        try:
-            return worker, worker.submit(command, self.settings.command_s, self.settings.commands_max, waits=waits)
-        except Full:
-            with self._lock:
-                self._counts["commands_refused"] += 1
-            raise TransferProcessFullError(f"{self.settings.commands_max} commands are in flight") from None
+        answer = worker.wait(worker.submit(command, self.settings.command_s))
+        with self._changed:
+            self._breaker.succeeded()
+        return answer
 
     def close(self) -> None:
         """End the process: properly within ``close_s``, by force after. Commands in flight end first. Idempotent."""
-        if self._stopping.is_set():
-            return
-        self._stopping.set()
-        self._down.set()
+        with self._changed:
+            if self._stopping:
+                return
+            self._stopping = True
+            self._changed.notify_all()
         if self._starter is not None:
             self._starter.join()
         worker = self._worker
@@ -294,18 +250,17 @@ class CacheTransferManager:
         worker = _Worker(self)
         future = worker.submit(self._setup, self.settings.set_up_s)
         try:
-            while not future.done() and not self._stopping.is_set():
+            while not future.done() and not self._stopping:
                 with contextlib.suppress(TimeoutError):
                     worker.wait(future, LOOK_S)
             future.result(0)
-            with self._lock:
+            with self._changed:
                 if worker.gone:
                     raise TransferProcessError("the cache-transfer process ended when it was set up")
                 if not self._breaker.closed:
                     self._breaker.end_probe(time.monotonic(), good=True)
-                self._counts["starts"] += 1
                 self._worker = worker
-                self._up.set()
+                self._changed.notify_all()
         except BaseException as error:
             worker.kill()
             worker.join()
@@ -317,37 +272,27 @@ class CacheTransferManager:
 
     def _keep(self) -> None:
         """The starter's loop: when the process is gone and its pause is over, start another."""
-        while not self._stopping.is_set():  # asked after every clear(): close() sets this before it sets _down
-            self._down.wait()
-            with self._lock:
-                pause_s = self._breaker.until - time.monotonic()
-            if self._stopping.wait(max(pause_s, 0)):
-                return
-            with self._lock:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or not self.running)
+                pause_s = max(self._breaker.until - time.monotonic(), 0)
+                if self._changed.wait_for(lambda: self._stopping, pause_s):
+                    return
                 self._breaker.begin_probe()
-                self._down.clear()
             try:
                 self._start()
             except (TransferProcessError, OSError) as error:  # OSError: the machine has no process or descriptor left
-                with self._lock:
-                    self._counts["start_failures"] += 1
+                logger.warning("the cache-transfer process was not started again: %s", error)
+                with self._changed:
                     self._breaker.end_probe(time.monotonic(), good=False, cause=str(error))
-                    self._down.set()
-
-    def _count(self, counter: str) -> None:
-        with self._lock:
-            self._counts[counter] += 1
-            if counter == "commands_done":
-                self._breaker.succeeded()
 
     def _gone(self, worker: _Worker, cause: str) -> None:
         """The process is ended and reaped; what it was asked fails after this."""
-        with self._lock:
+        with self._changed:
             if worker is self._worker:
                 self._worker = None
-                self._up.clear()
-                self._down.set()
-                if not self._stopping.is_set():
+                self._changed.notify_all()
+                if not self._stopping:
                     self._breaker.failed(time.monotonic(), cause, fatal=True)
 
 
@@ -359,14 +304,8 @@ class _Worker(AskedChild[Answer]):
         child = Child("cache_manager.transfer_manager.process", inherit=True, frame_s=FRAME_S_MAX)
         super().__init__(child, "kvroute-cache-transfer")
 
-    def submit(
-        self, command: Command, within_s: float, most: float = math.inf, *, waits: bool = True
-    ) -> Future[Answer]:
-        future = self.ask(
-            lambda number: commands.encode(commands.Asked(number, command)), within_s, waits=waits, waiting_max=most
-        )
-        self._manager._count("commands")
-        return future
+    def submit(self, command: Command, within_s: float) -> Future[Answer]:
+        return self.ask(lambda number: commands.encode(commands.Asked(number, command)), within_s)
 
     def _decoded(self, body: bytes) -> tuple[int, Answer | Exception]:
         answer = commands.decode_answer(body)
@@ -374,14 +313,10 @@ class _Worker(AskedChild[Answer]):
             return answer.number, answer
         return answer.number, (StorageError if answer.of_store else TransferProcessError)(answer.error)
 
-    def _answered(self, answer: Answer | Exception) -> None:
-        self._manager._count("commands_failed" if isinstance(answer, Exception) else "commands_done")
-
     def _ended(self, cause: str, lost: int) -> None:
         self._manager._gone(self, cause)
         if lost:
             logger.error("the cache-transfer process was lost with %d commands: %s", lost, cause)
 
     def _lost(self, cause: str) -> Exception:
-        self._manager._count("commands_lost")
         return TransferProcessError(f"the cache-transfer process was lost: {cause}")

@@ -34,8 +34,40 @@ from cache_manager.transfer_manager.commands import Answer, Asked
 STORE_THREADS: Final = 2
 
 
-class Transfers:
-    """What the commands do, given regions and stores by the first of them."""
+class Process:
+    """Answers commands from one socket until it is told to close or the engine is gone."""
+
+    def __init__(self, engine: Parent) -> None:
+        self._engine = engine
+        self._moves = ThreadPoolExecutor(1, "moves")
+        self._stores = ThreadPoolExecutor(STORE_THREADS, "stores")
+
+    def serve(self) -> NoReturn:
+        while (body := self._engine.receive()) is not None:
+            self._take(commands.decode_asked(body))
+        os._exit(1)  # stores are crash-safe, and nobody waits for an answer any more
+
+    def _take(self, asked: Asked) -> None:
+        match asked.command:
+            case commands.SetUp():
+                self._answer(asked)
+            case commands.Close():
+                self._moves.shutdown()
+                self._stores.shutdown()
+                self._answer(asked)
+                os._exit(0)
+            case commands.Move():
+                self._moves.submit(self._answer, asked)
+            case _:
+                self._stores.submit(self._answer, asked)
+
+    def _answer(self, asked: Asked) -> None:
+        try:
+            answer = structs.replace(self._do(asked.command), number=asked.number)
+        except Exception as error:  # noqa: BLE001 - this process's loop edge: the asker gets the reason
+            of_store = isinstance(error, StorageError)
+            answer = Answer(asked.number, error=f"{type(error).__name__}: {error}", of_store=of_store)
+        self._engine.send(commands.encode(answer))
 
     def _set_up(self, setup: commands.SetUp) -> None:
         self._regions = [_regions(part) for part in setup.parts]
@@ -49,9 +81,10 @@ class Transfers:
         )
         self._mover: Mover = rows
         if more:
-            self._mover = PairMover(rows, more[0], setup.policy, self._regions[0]["device"].layout, setup.required)
+            layout = self._regions[0]["device"].layout
+            self._mover = PairMover(rows, more[0], setup.policy, layout, range(len(layout.specs)))
 
-    def do(self, command: commands.Command) -> Answer:
+    def _do(self, command: commands.Command) -> Answer:
         """Do a command. What it is asked of blocks holds before and after."""
         answer = Answer()
         match command:
@@ -97,43 +130,6 @@ def _regions(setup: commands.PartSetUp) -> dict[TierName, SharedRegion]:
     layout = RecordLayout(tuple(AuxBlockDataSpec.from_json(spec) for spec in setup.specs))
     names: dict[TierName, str] = {"device": setup.device, "host": setup.host}
     return {tier: SharedRegion.attach(name, layout, writable=True) for tier, name in names.items() if name}
-
-
-class Process:
-    """Answers commands from one socket until it is told to close or the engine is gone."""
-
-    def __init__(self, engine: Parent) -> None:
-        self._engine = engine
-        self._moves = ThreadPoolExecutor(1, "moves")
-        self._stores = ThreadPoolExecutor(STORE_THREADS, "stores")
-        self._transfers = Transfers()
-
-    def serve(self) -> NoReturn:
-        while (body := self._engine.receive()) is not None:
-            self._take(commands.decode_asked(body))
-        os._exit(1)  # stores are crash-safe, and nobody waits for an answer any more
-
-    def _take(self, asked: Asked) -> None:
-        match asked.command:
-            case commands.SetUp():
-                self._answer(asked)
-            case commands.Close():
-                self._moves.shutdown()
-                self._stores.shutdown()
-                self._answer(asked)
-                os._exit(0)
-            case commands.Move():
-                self._moves.submit(self._answer, asked)
-            case _:
-                self._stores.submit(self._answer, asked)
-
-    def _answer(self, asked: Asked) -> None:
-        try:
-            answer = structs.replace(self._transfers.do(asked.command), number=asked.number)
-        except Exception as error:  # noqa: BLE001 - this process's loop edge: the asker gets the reason
-            of_store = isinstance(error, StorageError)
-            answer = Answer(asked.number, error=f"{type(error).__name__}: {error}", of_store=of_store)
-        self._engine.send(commands.encode(answer))
 
 
 if __name__ == "__main__":

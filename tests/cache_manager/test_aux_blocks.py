@@ -137,6 +137,16 @@ def test_a_block_with_a_step_in_flight_is_not_exported(aux) -> None:
     step.abort()
 
 
+def test_a_swap_takes_the_origin_along(aux) -> None:
+    """Goal: rows_are_of_the_pass_that_made_the_kv. Method: out and in again, with one origin all the way."""
+    fill(aux, [0], "a", "a")
+    (origin,) = aux.origins([0])
+    aux.swap_out([(0, 1)])
+    assert aux.origins([1], "host") == [origin]
+    aux.swap_in([(1, 2)])
+    assert aux.origins([2]) == [origin] != [0]
+
+
 def test_a_move_whose_kv_copy_fails_changes_nothing(aux) -> None:
     """Goal: one command moves both or neither. Method: the engine's own copy raises inside the move."""
     fill(aux, [0, 1], "mine", "a")

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from queue import Full
 
 import msgspec
 import pytest
@@ -45,8 +44,8 @@ class Odd(AskedChild[str]):
     def _lost(self, cause: str) -> Exception:
         return LostError(cause)
 
-    def begin(self, how: str, within_s: float = WAIT_S, **options: object) -> Future[str]:
-        return self.ask(lambda number: msgspec.msgpack.encode(Asked(number, how)), within_s, **options)  # type: ignore[arg-type]
+    def begin(self, how: str, within_s: float = WAIT_S) -> Future[str]:
+        return self.ask(lambda number: msgspec.msgpack.encode(Asked(number, how)), within_s)
 
 
 @pytest.fixture
@@ -101,7 +100,7 @@ def test_a_child_that_does_what_it_should_not_is_reaped_and_then_its_requests_en
 ) -> None:
     """Whether a caller receives or the listener does; a further request is in flight beside the odd one."""
     beside = odd.begin("silence")
-    asked = odd.begin(how, waits=waits)
+    asked = odd.begin(how)
     with pytest.raises(LostError, match=cause):
         odd.wait(asked, WAIT_S) if waits else asked.result(WAIT_S)
     with pytest.raises(LostError, match=cause):
@@ -115,7 +114,7 @@ def test_a_child_that_does_what_it_should_not_is_reaped_and_then_its_requests_en
 @pytest.mark.parametrize("waits", [False, True])
 def test_an_answer_that_is_overdue_ends_the_child(odd: Odd, waits: bool) -> None:
     """The one who is overdue is not the one who waits, and waits without a limit."""
-    patient = odd.begin("silence", waits=waits)
+    patient = odd.begin("silence")
     overdue = odd.begin("silence", 0.05)
     for future in (patient, overdue):
         with pytest.raises(LostError, match="did not answer in time"):
@@ -124,8 +123,8 @@ def test_an_answer_that_is_overdue_ends_the_child(odd: Odd, waits: bool) -> None
 
 def test_waiting_has_a_limit_and_the_child_goes_on(odd: Odd) -> None:
     with pytest.raises(TimeoutError):
-        odd.wait(odd.begin("silence", waits=True), 0.05)
-    assert odd.wait(odd.begin("echo", waits=True)) == "echo"
+        odd.wait(odd.begin("silence"), 0.05)
+    assert odd.wait(odd.begin("echo")) == "echo"
     assert odd.in_flight == 1
 
 
@@ -133,13 +132,6 @@ def test_a_second_answer_ends_the_child_after_the_first_has_counted(odd: Odd) ->
     assert odd.begin("twice").result(WAIT_S) == "twice"
     until(lambda: odd.ends)
     assert "not asked" in odd.ends[0][0]
-
-
-def test_more_than_may_wait_are_refused_and_nothing_is_sent(odd: Odd) -> None:
-    odd.begin("silence")
-    with pytest.raises(Full):
-        odd.begin("end", waiting_max=1)
-    assert odd.begin("echo").result(WAIT_S) == "echo"
 
 
 def test_a_request_that_cannot_be_made_is_not_sent(odd: Odd) -> None:
@@ -166,7 +158,7 @@ def test_callers_at_once_get_each_their_own_answer(odd: Odd) -> None:
     def ask(caller: int) -> None:
         for i in range(50):
             how = f"{caller}-{i}"
-            said = odd.wait(odd.begin(how, waits=True), WAIT_S) if caller % 2 else odd.begin(how).result(WAIT_S)
+            said = odd.wait(odd.begin(how), WAIT_S) if caller % 2 else odd.begin(how).result(WAIT_S)
             assert said == how
 
     with ThreadPoolExecutor(6) as pool:

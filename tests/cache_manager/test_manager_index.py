@@ -120,14 +120,14 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     def no_leased_block_is_evictable(self) -> None:
         assert self.index.idle == len(self.idle)
         assert not set(self.index.oldest(len(BLOCKS))) & self.held
-        assert len(self.index) == len(self.blocks)
+        assert len(self.index._blocks) == len(self.blocks)
         self.index.assert_consistent()
 
     @invariant()
     def a_block_has_the_key_it_was_given(self) -> None:
         for block in BLOCKS:
             key = self.key_of(block)
-            assert self.index.key(block) == key
+            assert self.index._keys.get(block) == key
             assert bool(self.index.indexed[block]) == (key is not None)
             blocks = self.blocks.get(key, [])
             heir = blocks[1] if blocks[:1] == [block] and len(blocks) > 1 else None

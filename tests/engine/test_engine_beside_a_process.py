@@ -86,9 +86,7 @@ def test_a_process_moves_and_stores_kv_and_rows_and_nothing_else_changes(model: 
         made |= _regions(engine)
         _same(plain, _run(engine, _requests(8)))
         blocks, rows = engine.manager.counters, engine.aux.counters
-        commands = engine.memory.process.command_counters
     assert min(rows.swapped_out_rows, rows.swapped_in_rows, rows.copied_rows, blocks.persisted_blocks) > 0
-    assert commands.commands == commands.commands_done
     with Engine(model, TIGHT, NAMESPACE, stores=stores) as engine:
         made |= _regions(engine)
         _same(plain, _run(engine, _requests(8)))
@@ -104,12 +102,11 @@ def test_the_engine_outlives_its_process_again_and_again(qwen: nn.Module, tmp_pa
     with Engine(qwen, PLAIN, NAMESPACE) as engine:
         plain = _run(engine, _requests(8))
     with Engine(qwen, TIGHT, NAMESPACE, stores=stores) as engine:
+        first = engine.memory.process.pid
         _same(plain, _run(engine, _requests(8), kill_every=20))
         assert engine.memory.process.wait(120)
-        counters = engine.memory.process.command_counters
-        assert counters.starts > 2
+        assert engine.memory.process.pid != first
         assert engine.manager.counters.moves_failed + engine.manager.counters.store_failures > 0
-        assert counters.commands == counters.commands_done + counters.commands_failed + counters.commands_lost
 
 
 def test_without_a_process_for_good_what_was_swapped_out_is_computed_again(qwen: nn.Module, tmp_path: Path) -> None:
@@ -131,7 +128,7 @@ def test_without_a_process_for_good_what_was_swapped_out_is_computed_again(qwen:
         while engine.busy:
             outputs |= {(o.request.id, o.sample): o for o in engine.step()}
         _same(plain, outputs)
-        assert process.command_counters.starts == 1
+        assert process.pid is None
 
 
 def test_rows_in_the_heap_cannot_be_seen_by_a_process(qwen: nn.Module, tmp_path: Path) -> None:

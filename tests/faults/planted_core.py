@@ -274,7 +274,7 @@ CORE_FAULTS = [
     ),
     Fault(
         "a read does not look who holds the block after the copy",
-        "records.py",
+        "block_set.py",
         "            mine &= table.region.words.take(ids) == words",
         "            mine &= True",
         "tests/cache_manager/test_read_meanwhile.py::test_a_block_that_passes_to_another_owner_during_a_read",

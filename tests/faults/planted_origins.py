@@ -6,6 +6,7 @@ from planted import Fault
 
 AUX = "tests/cache_manager/test_aux_blocks_machine.py::TestAuxBlocksHeap"
 DEFECTS = "tests/cache_manager/test_defects.py::"
+HAZARDS = "tests/cache_manager/test_aux_blocks.py::"
 ENGINE = "tests/cache_manager/test_engine_blocks.py::"
 HOSTILE = "tests/cache_manager/test_jobs_hostile.py::"
 INSTALL = "tests/cache_manager/test_install.py::"
@@ -29,8 +30,8 @@ ORIGIN_FAULTS = [
         "move.py",
         "            target.carry_origin(self._targets, source.origin.take(self._sources))\n",
         "",
-        AUX,
-        "has rows of no origin",
+        HAZARDS + "test_a_swap_takes_the_origin_along",
+        "test_a_swap_takes_the_origin_along",
     ),
     Fault(
         "a restored block is written under the origin that it came with",
@@ -90,17 +91,18 @@ ORIGIN_FAULTS = [
     ),
     Fault(
         "KV that came keeps the origin of what was there",
-        "records.py",
-        "        table.carry_origin(np.array([index]), np.array([origin], np.uint64))\n        table.installed[index]",
-        "        table.installed[index]",
+        "aux_blocks.py",
+        "            table.carry_origin(np.array([index]), np.array([origin], np.uint64))\n"
+        "            table.installed[index]",
+        "            table.installed[index]",
         ORIGIN + "Gate",
         "KV that came has the name it came under",
     ),
     Fault(
         "rows of the block that was there stay beside KV that came",
-        "records.py",
-        "            table.forget(np.array([index]))\n",
-        "            pass\n",
+        "aux_blocks.py",
+        "                table.forget(np.array([index]))\n",
+        "                pass\n",
         ORIGIN + "Gate",
         SAME_COMPUTATION,
     ),
@@ -123,15 +125,15 @@ ORIGIN_FAULTS = [
     ),
     Fault(
         "a record lands on a row that a device will write",
-        "records.py",
-        " & ~_owed(table, index)",
+        "aux_blocks.py",
+        " & ~owed(table, index)",
         "",
         INSTALL + "test_a_row_that_a_device_may_still_write_is_not_filled",
         "test_a_row_that_a_device_may_still_write_is_not_filled",
     ),
     Fault(
         "a record lands on the rows that are there",
-        "records.py",
+        "aux_blocks.py",
         "bits & came & ~table.region.valid[index]",
         "bits & came",
         INSTALL + "test_a_row_lands_beside_its_own_kv_and_on_no_other_row",

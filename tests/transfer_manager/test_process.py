@@ -11,19 +11,14 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from shared_parts import DEVICE_BLOCKS, HOST_BLOCKS, Memory, started
 
-from cache_manager.errors import (
-    BlockStateError,
-    ConfigError,
-    StorageError,
-    TransferProcessError,
-    TransferProcessFullError,
-)
+from cache_manager.errors import BlockStateError, ConfigError, StorageError, TransferProcessError
 from cache_manager.ports import BlockRecords, Found
 from cache_manager.regions import list_regions
 from cache_manager.transfer_manager import (
@@ -129,17 +124,18 @@ def test_a_killed_process_fails_what_is_in_flight_and_another_takes_over(
     first = process.pid
     assert first is not None
     os.kill(first, signal.SIGSTOP)
-    futures = [process.submit(out(memory, [(1, 1)])), process.submit(persist(memory, 0, [2]))]
-    os.kill(first, signal.SIGKILL)
-    for future in futures:
-        with pytest.raises(TransferProcessError, match="lost"):
-            future.result(WAIT_S)
-    assert process.in_flight == 0
+    with ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(process.call, each) for each in (out(memory, [(1, 1)]), persist(memory, 0, [2]))]
+        worker = process._worker
+        assert worker is not None
+        until(lambda: worker.in_flight == 2)
+        os.kill(first, signal.SIGKILL)
+        for future in futures:
+            with pytest.raises(TransferProcessError, match="lost"):
+                future.result(WAIT_S)
+    assert worker.in_flight == 0
     until(lambda: process.pid not in (None, first))
     assert process.call(persist(memory, 0, [2])).stored == stored(memory, 0, 1), "the new process has the store's lock"
-    counters = process.command_counters
-    assert counters.commands_lost == 2
-    assert counters.starts == 2
 
 
 def test_a_process_that_hangs_is_ended_at_the_deadline(memory: Memory) -> None:
@@ -148,7 +144,7 @@ def test_a_process_that_hangs_is_ended_at_the_deadline(memory: Memory) -> None:
         assert first is not None
         os.kill(first, signal.SIGSTOP)
         with pytest.raises(TransferProcessError, match="lost"):
-            process.submit(out(memory, [(1, 1)])).result(WAIT_S)
+            process.call(out(memory, [(1, 1)]))
         until(lambda: process.pid not in (None, first))
         process.call(out(memory, [(1, 1)]))
 
@@ -156,27 +152,16 @@ def test_a_process_that_hangs_is_ended_at_the_deadline(memory: Memory) -> None:
 def test_a_command_too_large_for_a_frame_costs_the_process_nothing(
     memory: Memory, process: CacheTransferManager
 ) -> None:
+    first = process.pid
     with pytest.raises(AssertionError):
-        process.submit(Contains([bytes(32)] * 600_000))
-    assert process.in_flight == 0
+        process.call(Contains([bytes(32)] * 600_000))
     process.call(out(memory, [(1, 1)]))
-    assert process.command_counters.starts == 1
+    assert process.pid == first
 
 
-def test_full_is_refused_and_counted(memory: Memory) -> None:
-    settings = TransferSettings(commands_max=2, close_s=0.5)
-    with started(memory.parts, settings) as process:
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)
-        process.submit(out(memory, [(1, 1)]))
-        process.submit(out(memory, [(2, 2)]))
-        with pytest.raises(TransferProcessFullError, match="2 commands are in flight"):
-            process.submit(out(memory, [(3, 3)]))
-        assert process.command_counters.commands_refused == 1
-        os.kill(process.pid, signal.SIGCONT)
-
-
-def test_while_it_cannot_start_commands_are_refused_with_the_cause(memory: Memory, tmp_path: Path) -> None:
+def test_while_it_cannot_start_commands_are_refused_with_the_cause(
+    memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A file stands where the store's directory was: restarts fail until it has gone."""
     place, aside = tmp_path / "rows", tmp_path / "aside"
     with started(memory.parts, TransferSettings(restart_pause_s=0.05, restart_pause_max_s=0.2)) as process:
@@ -184,9 +169,10 @@ def test_while_it_cannot_start_commands_are_refused_with_the_cause(memory: Memor
         place.rename(aside)
         place.touch()
         os.kill(process.pid, signal.SIGKILL)
-        until(lambda: process.command_counters.start_failures)
+        until(lambda: "not started again" in caplog.text)
+        until(lambda: not process._breaker.cause.startswith("it has ended"))
         with pytest.raises(TransferProcessError, match=r"not running: .* cannot open its store"):
-            process.submit(out(memory, [(1, 1)]))
+            process.call(out(memory, [(1, 1)]))
         place.unlink()
         aside.rename(place)
         until(lambda: process.pid is not None)
@@ -198,15 +184,13 @@ def test_kills_at_random_moments_never_lose_an_answered_record(memory: Memory) -
     rng = random.Random(7)
     kept: dict[int, int] = {}
     settings = TransferSettings(restart_pause_s=0.01, restart_pause_max_s=0.02)
-    with started(memory.parts, settings) as process:
+    with started(memory.parts, settings) as process, ThreadPoolExecutor(20) as threads:
         for turn in range(12):
             futures = {}
             for number in range(20):
                 block = rng.randrange(6)
-                try:
-                    futures[turn * 20 + number] = block, process.submit(persist(memory, turn * 20 + number, [block]))
-                except TransferProcessError:
-                    break
+                command = persist(memory, turn * 20 + number, [block])
+                futures[turn * 20 + number] = block, threads.submit(process.call, command)
             time.sleep(rng.random() * 0.01)
             pid = process.pid
             if pid is not None:
@@ -223,9 +207,6 @@ def test_kills_at_random_moments_never_lose_an_answered_record(memory: Memory) -
             assert answer.restored[0] != "miss", f"record {number}"
             for part in range(2):
                 assert memory.rows(part, "device", 11) == memory.rows(part, "device", block)
-    counters = process.command_counters
-    ended = counters.commands_done + counters.commands_failed + counters.commands_lost
-    assert counters.commands == ended
 
 
 def test_a_killed_engine_leaves_no_process_behind() -> None:
@@ -320,12 +301,11 @@ def test_a_process_that_answers_what_it_should_not_is_ended(
     settings = TransferSettings(restart_pause_s=0.05, command_s=3.0, close_s=0.5)
     with started(memory.parts, settings) as process:
         first = process.pid
-        asked = process.submit(out(memory, [(1, 1)]))
         if how == "twice":
-            assert asked.result(WAIT_S).error == ""
+            assert process.call(out(memory, [(1, 1)])).error == ""
         else:
             with pytest.raises(TransferProcessError, match="lost"):
-                asked.result(WAIT_S)
+                process.call(out(memory, [(1, 1)]))
         until(lambda: process.pid not in (None, first))
 
 
@@ -340,7 +320,7 @@ def test_closing_while_it_is_started_again(memory: Memory) -> None:
         process.close()
         assert process.pid is None
         with pytest.raises(TransferProcessError, match="closed"):
-            process.submit(out(memory, [(1, 1)]))
+            process.call(out(memory, [(1, 1)]))
 
 
 def test_a_set_up_that_takes_too_long_is_said(memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,13 +334,13 @@ def test_a_set_up_that_takes_too_long_is_said(memory: Memory, tmp_path: Path, mo
 
 
 def test_a_start_that_the_machine_refuses_is_tried_again(
-    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with started(memory.parts, TransferSettings(restart_pause_s=0.05, restart_pause_max_s=0.2)) as process:
         assert process.pid is not None
         with monkeypatch.context() as away:
             away.setattr(sys, "executable", str(tmp_path / "none"))
             os.kill(process.pid, signal.SIGKILL)
-            until(lambda: process.command_counters.start_failures > 1)
+            until(lambda: caplog.text.count("not started again") > 1)
         until(lambda: process.pid is not None)
         process.call(out(memory, [(1, 1)]))

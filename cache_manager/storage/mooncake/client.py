@@ -67,7 +67,7 @@ class NativeClient(AskedChild[list[int]]):
 
     def submit(self, request: wire.Request) -> Future[list[int]]:
         """Send a request; its future, to :meth:`wait` for, ends with codes or with a :class:`StorageError`."""
-        return self.ask(lambda number: wire.encode(wire.Asked(number, request)), waits=True)
+        return self.ask(lambda number: wire.encode(wire.Asked(number, request)))
 
     def call(self, request: wire.Request, wait_s: float, lent: Ranges | None = None) -> list[int]:
         """Send a request, which uses the memory ``lent``, and wait; a process that lets it wait longer is killed."""
