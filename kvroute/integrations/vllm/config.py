@@ -14,8 +14,7 @@ from kvroute.weights import weights_digest
 
 TESTED: Final = ("0.32", "0.33")
 """Versions of vLLM that rows were judged on: 0.32 by the tests, 0.33's Python over 0.32's native code by hand."""
-WHOLE_REQUESTS: Final = ("Nixl", "Mooncake", "MoRIIO", "P2pNccl")
-"""Connectors that move a request's KV whole: a hit of theirs cannot be cut back."""
+WHOLE_REQUESTS: Final = ("Nixl", "Mooncake", "MoRIIO", "P2pNccl")  # move a request's KV whole: no hit is cut back
 
 
 def settings_of(transfer: Any) -> Settings:
