@@ -92,6 +92,7 @@ class SchedulerRows:
         self.hits_cut = 0
         self._late = False
         self._steps = 0  # that were sent
+        self._stuck_at = -1  # the step that a late worker was through with when it was waited for in vain
         self._reader: StorageBackend | None = None
         self._rollouts = open_rollouts(engine.settings.rollouts) if engine.settings.rollouts else None
         self._given: dict[int, None] = {}  # since the last step was sent
@@ -277,12 +278,13 @@ class SchedulerRows:
 
         Its device is done with that, since what it sampled is here, unless the request is aborted: the worker hears of
         it when we do. A row that is there already says nothing: a draft's was, before that of the token which took its
-        place. After :data:`LATE_S` it is a :class:`RowError`.
+        place. After :data:`LATE_S` it is a :class:`RowError`, and at once for others until the worker has got on.
         """
         assert self.view is not None, "the handshake comes before the first request"
         give_up_s = time.monotonic() + LATE_S
-        while self._late and stop and self.view.generations([self.engine.clock])[0] < step:
-            if time.monotonic() > give_up_s:
+        while self._late and stop and (through := int(self.view.generations([self.engine.clock])[0])) < step:
+            if through == self._stuck_at or time.monotonic() > give_up_s:
+                self._stuck_at = through
                 raise RowError("rows", f"written by the worker within {LATE_S} s", "a worker that is behind")
             time.sleep(POLL_S)
         return self.view.read(self.engine.spec.name, blocks, 0, stop, generations=lives)

@@ -59,8 +59,11 @@ def test_rows_that_a_device_does_not_come_to_are_missing(monkeypatch: pytest.Mon
     go = hold(toy)
     with pytest.raises(RowError, match="a worker that is behind"):
         routes(toy.ask("r", TOKENS))
+    monkeypatch.setattr(scheduler, "LATE_S", 600.0)
+    with pytest.raises(RowError, match="a worker that is behind"):  # a worker that is stuck holds nobody up twice
+        routes(toy.ask("stuck", TOKENS[1:]))
     go.set()
-    monkeypatch.setattr(scheduler, "LATE_S", 60.0)
+    toy.settle()
     others = TOKENS[::-1]
     assert judge(routes(toy.ask("s", others)), others) == {"right": len(TOKENS)}
     toy.close()
