@@ -8,17 +8,14 @@ import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager.bits import prefix_bits, rows_in, unpack_bits
 from cache_manager.block_set import BlockSet
 from cache_manager.checks import owner_name
-from cache_manager.errors import ConfigError, InvalidInputError
+from cache_manager.errors import ConfigError
 from cache_manager.keys import BlockKey
 from cache_manager.lifecycle import State
-from cache_manager.memory import Copies, places
 from cache_manager.move import Move, Pairs, split_pairs
 from cache_manager.ports import TierName
-from cache_manager.record import Buffer, RecordHeader
-from cache_manager.records import Claim, Export, beside_its_kv, bits_in, may_install, owed
+from cache_manager.records import Claim, Export
 from cache_manager.table import Blocks, BlockTable
 
 
@@ -176,56 +173,3 @@ class AuxBlocks(BlockSet):
         row, is in another life, or the key is of another namespace. End the export when nobody reads the records.
         """
         return Export(self._device, self._books, Claim(blocks, owner, generations), rows)
-
-    def bind_origin(self, block: int, generation: int, origin: int, tokens: int) -> bool:
-        """The KV of the block's first ``tokens`` tokens has come from elsewhere, where it had this ``origin``.
-
-        Rows of another origin that had come before are dropped. ``False``: the block is in another life than
-        ``generation``, or nobody holds it. Raises ``BlockBusyError`` while it is in motion.
-        """
-        if not isinstance(origin, int) or not 0 < origin < 1 << 64:
-            raise InvalidInputError("origin", "an integer in [1, 2**64)", repr(origin))
-        table = self._device
-        (index,) = table.ids_often([block]).tolist()
-        with self._lock:
-            if not may_install(table, index, generation):
-                self._books.count("late_installs_dropped")
-                return False
-            came, rows_tokens = table.installed.get(index, (0, 0))
-            if came == origin and table.own[index] and tokens <= rows_tokens:
-                return True  # rows of this KV had come, and a step has gone on behind them
-            if int(table.origin[index]) not in (0, origin) or table.own[index]:
-                table.forget(np.array([index]))
-            table.carry_origin(np.array([index]), np.array([origin], np.uint64))
-            table.installed[index] = (origin, tokens)
-            return True
-
-    def install(self, block: int, generation: int, header: RecordHeader, payload: Buffer) -> int:
-        """Put the rows of a record into a held device block, where no row is readable and no step will write one.
-
-        How many rows landed. The record's sum and key were verified by the caller. A row lands beside KV of its own
-        origin only: KV that was computed here, or came under another origin (:meth:`bind_origin`), gets none of it, nor
-        does a block in another life than ``generation``, one that nobody holds, or a record of another namespace; all
-        that is counted. Steps may write other rows meanwhile. Raises ``BlockBusyError`` while the block is in motion
-        and ``RecordError`` for a record that does not fit the layout.
-        """
-        table, books = self._device, self._books
-        bits = bits_in(self.layout, table.full, header, payload)
-        (index,) = table.ids_often([block]).tolist()
-        with self._lock:
-            if not books.keys.owns(header.key) or not may_install(table, index, generation):
-                books.count("late_installs_dropped")
-                return 0
-            tokens = beside_its_kv(table, index, header.origin, bits)
-            if not tokens:
-                books.count("installs_of_another_origin_dropped")
-                return 0
-            came = prefix_bits(np.array([tokens]), table.tokens)[0]
-            landed = bits & came & ~table.region.valid[index] & ~owed(table, index)
-            keep = unpack_bits(landed, table.tokens)
-            source = places(Copies(self.layout, np.frombuffer(payload, np.uint8)[None]))
-            for i, rows in enumerate(places(table.region)):
-                rows[index][keep[i]] = source[i][0][keep[i]]
-            table.region.valid[index] |= landed
-            books.count("rows_installed", n := rows_in(landed))
-            return n

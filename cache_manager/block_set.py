@@ -15,6 +15,7 @@ from cache_manager.checks import count_in_range, integers
 from cache_manager.errors import BlockStateError, ConfigError, InvalidInputError, SpecError
 from cache_manager.jobs import AnyJob, Archive, JobLimits
 from cache_manager.keys import BlockKey, KeyChain, Namespace
+from cache_manager.landing import Landing
 from cache_manager.memory import gather
 from cache_manager.move import Move
 from cache_manager.mover import PairMover, RowsMover
@@ -31,7 +32,7 @@ from cache_manager.table import Blocks, BlockTable, Ints
 _T = TypeVar("_T")
 
 
-class BlockSet:
+class BlockSet(Landing):
     """Tables, books and jobs of one set of blocks. Not for callers: :class:`AuxBlocks` or :class:`EngineBlocks`.
 
     Every method may be called from any thread. One lock (:mod:`cache_manager.books`, which also says what a finaliser

@@ -1,9 +1,4 @@
-"""Records of rows that go to or come from another process.
-
-A block's rows may come in while steps write its later rows: a record's row lands only where no row is readable and no
-step in flight will put one, and only beside KV of its own origin. So the rows of the KV that is really used win, and a
-row lands at most once.
-"""
+"""Records of rows that go to another process: whose blocks, for how long, and which rows."""
 
 from __future__ import annotations
 
@@ -17,12 +12,11 @@ from numpy.typing import NDArray
 from cache_manager.bits import rows_in, unpack_bits
 from cache_manager.books import Books, InFlight
 from cache_manager.checks import integers
-from cache_manager.errors import BlockBusyError, InvalidInputError, RecordError
+from cache_manager.errors import InvalidInputError
 from cache_manager.keys import BlockKey
-from cache_manager.lifecycle import IN_MOTION, Event, State
+from cache_manager.lifecycle import Event
 from cache_manager.memory import Copies, bits_of, places
-from cache_manager.record import Buffer, OfferedRecord, RecordHeader
-from cache_manager.spec import RecordLayout
+from cache_manager.record import Buffer, OfferedRecord
 from cache_manager.table import Blocks, BlockTable, Ints
 
 
@@ -119,64 +113,3 @@ def _only(table: BlockTable, block: int, valid: NDArray[np.uint64]) -> bytes:
     for i, (copy, rows) in enumerate(zip(places(Copies(layout, record)), places(table.region), strict=True)):
         copy[0][keep[i]] = rows[block][keep[i]]
     return record.tobytes()
-
-
-def may_install(table: BlockTable, block: int, generation: int) -> bool:
-    """Whether the block is held in that life; ``BlockBusyError`` while it is in motion or a device writes it."""
-    state = State(int(table.states[block]))
-    if int(table.generations[block]) != generation:
-        return False
-    if state in IN_MOTION:
-        raise BlockBusyError(f"{table.tier} block {block}", "HELD to install into it", state.name)
-    return state is State.HELD
-
-
-def beside_its_kv(table: BlockTable, block: int, origin: int, bits: NDArray[np.uint64]) -> int:
-    """To how many of the block's first tokens rows of ``origin`` belong; 0: to none of its KV.
-
-    A block whose KV nobody has named takes the origin of the first rows ``bits`` that come, as far as these go.
-    """
-    came, tokens = table.installed.get(block, (0, 0))
-    if origin and not int(table.origin[block]):
-        table.carry_origin(np.array([block]), np.array([origin], np.uint64))
-        came = origin
-    if not origin or came != origin:
-        return 0
-    if not table.own[block]:
-        rows = np.bitwise_or.reduce(bits, axis=0)
-        tokens = max(tokens, int(np.flatnonzero(unpack_bits(rows[None], table.tokens)[0]).max(initial=-1)) + 1)
-        table.installed[block] = (origin, tokens)
-    return tokens
-
-
-def bits_in(
-    layout: RecordLayout, full: NDArray[np.uint64], header: RecordHeader, payload: Buffer
-) -> NDArray[np.uint64]:
-    """The record's validity words ``[specs, words]``; :class:`RecordError` unless it is one of this layout."""
-    if header.fingerprint != layout.fingerprint:
-        raise RecordError("fingerprint", layout.fingerprint.hex(), header.fingerprint.hex())
-    nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
-    if nbytes != layout.nbytes:
-        raise RecordError("payload size", layout.nbytes, nbytes)
-    if len(header.valid) != 8 * layout.valid_words * len(layout.specs):
-        raise RecordError("bitmap size", 8 * layout.valid_words * len(layout.specs), len(header.valid))
-    bits = np.frombuffer(header.valid, "<u8").astype(np.uint64).reshape(len(layout.specs), layout.valid_words)
-    if (bits & ~full).any():
-        raise RecordError("bitmap", f"bits for {layout.block_tokens} rows of each spec", "others")
-    return bits
-
-
-def owed(table: BlockTable, block: int) -> NDArray[np.uint64]:
-    """Rows ``[words]`` of the block that steps in flight will write; the lock is held."""
-    bits = np.zeros(table.words_per_block, np.uint64)
-    if table.steps:
-        first = block * table.tokens
-        numbers = table.writer[first : first + table.tokens]
-        owed = np.isin(numbers, list(table.steps))
-        for step in table.steps.values():
-            if step.in_place:
-                slots = step.slots[(step.slots >= first) & (step.slots < first + table.tokens)]
-                owed[slots - first] = True
-        cells, marks = table.cells.of_ordered(first + np.flatnonzero(owed))
-        bits[cells - block * table.words_per_block] = marks
-    return bits

@@ -244,10 +244,10 @@ def test_rows_do_not_come_back_beside_kv_that_came_from_elsewhere(house) -> None
     house.fill(0, "a")
     key, (origin,), lives = engine.keys.key(None, [1]), engine.origins([0]), engine.generations([1])
     engine.persist({key: 0}, engine.generations([0]))
-    engine.name_origins([1], lives, np.array([origin ^ 1], np.uint64))
+    assert engine.bind_origin(1, int(lives[0]), origin ^ 1, TOKENS)
     assert engine.restore({key: 1}, lives) == {key: False}
     assert engine.counters.blocks_of_another_origin_not_restored == 1
-    engine.name_origins([1], lives, np.array([origin], np.uint64))
+    assert engine.bind_origin(1, int(lives[0]), origin, TOKENS)
     assert engine.restore({key: 1}, lives) == {key: True}
 
 

@@ -91,7 +91,7 @@ ORIGIN_FAULTS = [
     ),
     Fault(
         "KV that came keeps the origin of what was there",
-        "aux_blocks.py",
+        "landing.py",
         "            table.carry_origin(np.array([index]), np.array([origin], np.uint64))\n"
         "            table.installed[index]",
         "            table.installed[index]",
@@ -100,7 +100,7 @@ ORIGIN_FAULTS = [
     ),
     Fault(
         "rows of the block that was there stay beside KV that came",
-        "aux_blocks.py",
+        "landing.py",
         "                table.forget(np.array([index]))\n",
         "                pass\n",
         ORIGIN + "Gate",
@@ -117,7 +117,7 @@ ORIGIN_FAULTS = [
     # ---- installations and exports
     Fault(
         "a record lands in a block of another life",
-        "records.py",
+        "landing.py",
         "    if int(table.generations[block]) != generation:\n",
         "    if False:\n",
         INSTALL + "test_a_record_for_another_life_is_dropped",
@@ -125,15 +125,15 @@ ORIGIN_FAULTS = [
     ),
     Fault(
         "a record lands on a row that a device will write",
-        "aux_blocks.py",
-        " & ~owed(table, index)",
+        "landing.py",
+        " & ~_owed(table, index)",
         "",
         INSTALL + "test_a_row_that_a_device_may_still_write_is_not_filled",
         "test_a_row_that_a_device_may_still_write_is_not_filled",
     ),
     Fault(
         "a record lands on the rows that are there",
-        "aux_blocks.py",
+        "landing.py",
         "bits & came & ~table.region.valid[index]",
         "bits & came",
         INSTALL + "test_a_row_lands_beside_its_own_kv_and_on_no_other_row",
@@ -141,7 +141,7 @@ ORIGIN_FAULTS = [
     ),
     Fault(
         "a record of another origin lands",
-        "records.py",
+        "landing.py",
         "    if not origin or came != origin:\n",
         "    if not origin:\n",
         INSTALL + "test_rows_of_another_origin_get_no_place_beside_the_kv_that_came",
