@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cache_manager.errors import ConfigError, StorageError
 from cache_manager.ports import Absence
+from cache_manager.record import RecordHeader, checksum
 from cache_manager.storage import open_store
 from cache_manager.storage.disk import Space
 from cache_manager.storage.file import FileStore
@@ -348,3 +349,18 @@ def test_limits_say_how_much_must_go() -> None:
     assert limits.short_nbytes(1 << 20, PAGE_NBYTES, Space(1 << 30, 1)) == PAGE_NBYTES
     assert limits.short_nbytes(0, 1, Space(10 * PAGE_NBYTES, 1000)) == 1
     assert limits.short_nbytes(0, 1, Space(100_000, 1_000_001)) == 2
+
+
+@pytest.mark.parametrize("records", [1, 30])
+def test_a_segment_above_a_lowered_quota_is_no_damage_and_goes(tmp_path: Path, records: int) -> None:
+    """The newest one, which a store goes on with, in one record or in many: the quota is kept from the start."""
+    payload = bytes((300 << 10) // records)
+    headers = [
+        RecordHeader(key_of(n), bytes(16), 0, 1, bytes(8), len(payload), checksum(payload)) for n in range(records)
+    ]
+    with FileStore(tmp_path, quota_nbytes=4 << 20, segment_nbytes=1 << 20) as store:
+        assert store.put(headers, [payload] * records) == headers
+    with FileStore(tmp_path, quota_nbytes=256 << 10, segment_nbytes=SEGMENT_NBYTES) as store:
+        usage = store.usage()
+        assert (usage["damaged_segments"], usage["lost_nbytes"], usage["dropped_segments"]) == (0, 0, 1)
+        assert usage["used_nbytes"] == 0

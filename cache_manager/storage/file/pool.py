@@ -273,7 +273,6 @@ class SegmentPool(SegmentFiles):
             name,
             flags=os.O_RDWR,
             payloads=payloads,
-            record_nbytes_max=self._limits.quota_nbytes,
         )
         segment.used_at = self.tick
         segment.dirty = True  # nobody knows what the life before has synced
@@ -305,7 +304,7 @@ class SegmentPool(SegmentFiles):
             self._write_page(segment)
         if not (segment.aside or segment.indexed):
             segment.rows = bytearray(content.rows)
-            if newest:
+            if newest and align(segment.end, PAGE_NBYTES) <= self._limits.quota_nbytes:
                 self._cut(segment)
                 self.active = segment
                 with suppress(OSError):

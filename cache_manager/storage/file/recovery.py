@@ -111,7 +111,6 @@ def read_segment(
     *,
     flags: int = os.O_RDONLY,
     payloads: bool = False,
-    record_nbytes_max: int = RECORD_NBYTES_MAX,
 ) -> tuple[Segment, Content]:
     """Open a segment's file and read it. With ``payloads`` a record without an index has to have its payload.
 
@@ -143,7 +142,7 @@ def read_segment(
     except OSError as error:
         content.count(error)
     if not (segment.indexed or content.empty):
-        scan = _Scan(disk, fd, segment.size, content, record_nbytes_max)
+        scan = _Scan(disk, fd, segment.size, content)
         scan.run(_read_journal(directory, disk, sequence))
         if payloads:
             verify(disk, fd, segment.size, content)
@@ -154,10 +153,9 @@ def read_segment(
 class _Scan:
     """Reads from header to header what has no index, ahead through a buffer that has room for any header."""
 
-    def __init__(self, disk: Disk, fd: int, size: int, content: Content, record_nbytes_max: int) -> None:
+    def __init__(self, disk: Disk, fd: int, size: int, content: Content) -> None:
         self._disk, self._fd, self._size = disk, fd, size
         self._content = content
-        self._record_nbytes_max = record_nbytes_max
         self._buffer = memoryview(bytearray(_AHEAD_NBYTES))
         self._start = self._stop = 0  # of what is in it
 
@@ -183,7 +181,7 @@ class _Scan:
             if found is None:
                 return None
             header, packed = found
-            if header.payload_nbytes > self._record_nbytes_max:
+            if header.payload_nbytes > RECORD_NBYTES_MAX:
                 return at
             if at + record_nbytes(header) > size:
                 content.cut_short = True
@@ -237,7 +235,7 @@ class _Scan:
 def read_on(disk: Disk, fd: int, size: int, start: int, *, payloads: bool) -> Content:
     """The records from ``start`` on, where one begins, up to whatever is none."""
     content = Content(end=start)
-    _Scan(disk, fd, size, content, RECORD_NBYTES_MAX).read_on(start)
+    _Scan(disk, fd, size, content).read_on(start)
     if payloads:
         verify(disk, fd, size, content)
     return content
