@@ -140,8 +140,15 @@ class SegmentFiles(SegmentIndex):
         """
         touched = {place[0].sequence: place[0] for place in older}
         while older:
-            older[-1][0].marks += 1
-            self.mark(older[-1])
+            segment, entry = older[-1]
+            segment.marks += 1
+            try:
+                self.mark(older[-1])
+            except OSError:
+                with suppress(OSError):
+                    if read_header(self._disk, segment.fd, entry)[0] == DELETED:  # but not in the index
+                        older.pop()
+                raise
             older.pop()
         if self._sync is Sync.BATCH:
             for segment in touched.values():

@@ -302,7 +302,7 @@ class FileStore(ClosingStore):
             if error.errno in NO_ROOM:
                 return
             raise StorageError(f"{where}: cannot write: {error}") from error
-        first, start = segment.count, segment.end
+        first = segment.count
         with pool.index_lock:
             segment.dirty = segment.dirty or self._sync is Sync.NONE
             if segment.expired:  # the clock jumped while this was written: it would never be swept with the others
@@ -315,27 +315,36 @@ class FileStore(ClosingStore):
             older = [place for number, row in enumerate(batch.rows, first) if (place := add(segment, number, row))]
             held.update((header.key, (segment, header)) for header in batch.headers)
             segment.use(pool.tick, len(batch.headers))
+        older.reverse()  # the last one gives way first: in the order of the records
         back, replaced = list(older), len(older)
         try:
             pool.give_way(older)
         except OSError as error:
-            self._take_back(segment, first, start, back[: len(older)])
+            if older:
+                self._take_back(segment, first, back[: len(older)])
             raise StorageError(f"{where}: cannot replace a record: {error}") from error
-        pool.replaced_records += replaced
+        finally:
+            pool.replaced_records += replaced - len(older)
 
-    def _take_back(self, segment: Segment, first: int, end: int, older: Sequence[Place]) -> None:
-        """Cut away what was just appended; the ``older`` copies that were not deleted yet stand. Held: append."""
+    def _take_back(self, segment: Segment, first: int, older: Sequence[Place]) -> None:
+        """Cut away what was just appended from the first record on whose ``older`` copy was not deleted: they stand.
+
+        A record before it has no other copy any more. Held: append.
+        """
         pool = self._pool
         with pool.index_lock:
-            ours = [unpack_entry(segment.rows, number).key for number in range(first, segment.count)]
-            for place in pool.table.find_all(ours):
+            ours = [unpack_entry(segment.rows, number) for number in range(first, segment.count)]
+            keys = [entry.key for entry in ours]
+            kept = keys.index(older[-1][1].key)
+            first += kept
+            for place in pool.table.find_all(keys[kept:]):
                 if place is not None and place[0] is segment and place[1].number >= first:
                     pool.table.remove(place)
                     for where, entry in older:
                         if entry.key == place[1].key and not where.expired:
                             pool.table.add(where, entry.number, ENTRY.pack(*entry))
-            del segment.rows[first * ENTRY_NBYTES :], segment.states[first:]
-            segment.count, segment.end = first, end
+            del segment.rows[first * ENTRY_NBYTES :], segment.states[first:], segment.hits[first:]
+            segment.count, segment.end = first, ours[kept].offset
         pool.retire(segment)
 
 
