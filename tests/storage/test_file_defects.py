@@ -167,6 +167,40 @@ def test_a_bad_sector_costs_its_record_and_nothing_for_good(tmp_path: Path, what
     assert fsck(tmp_path).sound
 
 
+def test_a_record_under_a_bad_sector_gives_way_to_a_newer_one_in_its_index(tmp_path: Path) -> None:
+    """Goal: who puts it anew has it stored, and the older copy stays away. Method: EIO where its header is."""
+    disk = BadSectors()
+    with opened(tmp_path, disk) as store:
+        put(store, range(8))
+        bad = (segments(tmp_path)[0].stat().st_ino, range(PAGE_NBYTES, PAGE_NBYTES + 60))
+        disk.bad.append(bad)
+        assert get(store, [0]) == [MISSING]
+        assert put(store, [0]) == [True]
+        assert get(store, range(8)) == [payload_of(n) for n in range(8)]
+    with opened(tmp_path, disk) as store:
+        assert get(store, range(8)) == [payload_of(n) for n in range(8)]
+        store.backend.delete([key_of(0)])
+    disk.bad.clear()
+    with opened(tmp_path) as store:
+        assert get(store, range(2)) == [MISSING, payload_of(1)]
+
+
+def test_an_older_copy_under_a_bad_sector_does_not_keep_a_store_from_opening(tmp_path: Path) -> None:
+    """Goal: one sector does not close a store. Method: the older copy's mark is lost, then its header is unreadable."""
+    with opened(tmp_path) as store:
+        put(store, range(7))
+        first = segments(tmp_path)[0]
+        before = first.read_bytes()
+        store.backend.delete([key_of(0)])
+        put(store, [0])
+    first.write_bytes(before)  # as a power cut may leave it
+    disk = BadSectors()
+    disk.bad.append((first.stat().st_ino, range(PAGE_NBYTES, PAGE_NBYTES + 60)))
+    for _ in range(2):
+        with opened(tmp_path, disk) as store:
+            assert get(store, range(7)) == [payload_of(n) for n in range(7)]
+
+
 def test_a_transient_read_error_is_a_miss_and_the_record_comes_back(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with opened(tmp_path, disk) as store:

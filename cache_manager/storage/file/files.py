@@ -6,6 +6,7 @@ out of each other's way; it is held over I/O, and ``index_lock`` may be taken wi
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ from cache_manager.storage.file.segment import (
     ENTRY_NBYTES,
     LIVING,
     PAGE_NBYTES,
+    UNREADABLE,
     UNSOUND,
     Entry,
     pack_index,
@@ -157,12 +159,18 @@ class SegmentFiles(SegmentIndex):
     def mark(self, place: Place) -> None:
         """Mark a record as deleted on the disk: in its header, and in the index if there is one.
 
-        A header that is not the record's any more is replaced, so that a scan gets past it.
+        A header that is not the record's any more is replaced, so that a scan gets past it. For one that the disk does
+        not give back the index is enough.
         """
         segment, entry = place
         with self._marking:
             segment.dirty = True
-            state, _ = read_header(self._disk, segment.fd, entry)
+            try:
+                state, _ = read_header(self._disk, segment.fd, entry)
+            except OSError as error:
+                if error.errno != errno.EIO or not segment.indexed:
+                    raise
+                state = UNREADABLE
             if state == LIVING:
                 write_all(self._disk, segment.fd, [DEAD_MAGIC], entry.offset, len(DEAD_MAGIC))
             elif state == UNSOUND:
