@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer
 from cache_manager.storage.disk import Room
-from cache_manager.storage.file import fsck
+from cache_manager.storage.file import Sync, fsck
 from cache_manager.storage.file.segment import PAGE_NBYTES
 from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import get, key_of, payload_of, put
@@ -280,6 +280,46 @@ def test_a_flush_after_a_failed_one_leaves_everything_on_the_disk(tmp_path: Path
         disk.cut_power(tmp_path / "after", rng)
     with opened(tmp_path / "after") as store:
         assert get(store, range(20)) == [payload_of(n) for n in range(20)]
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_put_that_was_synced_does_not_hide_a_sync_that_failed(tmp_path: Path, seed: int, meanwhile: bool) -> None:
+    """Goal: what was deleted and flushed stays so. Method: a flush fails, then a put works; or a put while it runs."""
+    rng, directory = np.random.default_rng(seed), tmp_path / "before"
+    directory.mkdir()
+
+    class Busy(ForgetfulDisk):
+        beside: Callable[[], None] | None = None
+
+        def sync(self, fd: int) -> None:
+            if not stat.S_ISDIR(os.fstat(fd).st_mode) and (work := self.beside):
+                self.beside = None
+                work()
+            super().sync(fd)
+
+    disk = Busy(directory)
+
+    def fail(call: Callable[[], object]) -> None:
+        disk.sync_errno = errno.EIO
+        with pytest.raises(StorageError):
+            call()
+        disk.sync_errno = None
+
+    with opened(directory, disk, sync=Sync.BATCH) as store:
+        put(store, range(3))
+        store.backend.delete([key_of(1)])
+        if meanwhile:
+            disk.beside = lambda: fail(lambda: put(store, [3]))
+            with pytest.raises(StorageError, match="cannot flush"):
+                store.flush()
+        else:
+            fail(store.flush)
+            assert put(store, [3]) == [True]
+        store.flush()
+        disk.cut_power(tmp_path / "after", rng)
+    with opened(tmp_path / "after") as store:
+        assert get(store, range(3)) == [payload_of(0), MISSING, payload_of(2)]
 
 
 def test_a_flush_without_a_free_descriptor_syncs_the_directory_all_the_same(tmp_path: Path) -> None:

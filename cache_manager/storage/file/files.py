@@ -97,9 +97,7 @@ class SegmentFiles(SegmentIndex):
             except OSError:  # records are found without it, unless there is damage
                 segment.close_journal()
         if self._sync is Sync.BATCH:
-            segment.unwritten = True
-            self._disk.sync(segment.fd)
-            segment.unwritten = False
+            self._sync_bytes(segment)
             self._sync_entries()
 
     def asked_for(self, segments: Sequence[Segment], nbytes: int) -> list[Kept]:
@@ -180,18 +178,26 @@ class SegmentFiles(SegmentIndex):
                 write_all(self._disk, segment.fd, [bytes([DELETED])], at, 1)
 
     def _sync_segment(self, segment: Segment) -> None:
-        marks, records = segment.marks, segment.count
-        if segment.unwritten:
+        marks, records, failed = segment.marks, segment.count, segment.failed_syncs
+        if failed > segment.rewritten:
             self._write_again(segment)
+            segment.rewritten = failed
         segment.dirty = False  # before the sync: what is written meanwhile is dirty again
-        try:
-            self._disk.sync(segment.fd)
-        except OSError:
-            segment.dirty = segment.unwritten = True
-            raise
-        segment.unwritten = False
+        self._sync_bytes(segment)
         segment.synced_marks = max(segment.synced_marks, marks)
         segment.synced_records = max(segment.synced_records, records)
+
+    def _sync_bytes(self, segment: Segment) -> None:
+        """``OSError`` also where another call's sync failed meanwhile: of two the kernel tells one."""
+        failed = segment.failed_syncs
+        try:
+            self._disk.sync(segment.fd)
+            if segment.failed_syncs != failed:
+                raise OSError(errno.EIO, "another sync has failed meanwhile")
+        except OSError:
+            segment.failed_syncs += 1
+            segment.dirty = True
+            raise
 
     def _write_again(self, segment: Segment) -> None:
         """Write what a failed sync covered once more: the kernel takes it for written, or has dropped it.

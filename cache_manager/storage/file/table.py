@@ -64,7 +64,8 @@ class Segment:
     journal_fd: int = -1
     pins: int = 0  # calls that use the descriptor outside the index lock
     dirty: bool = False  # bytes were written since the last sync
-    unwritten: bool = False  # a sync failed: what it covered is to be written anew
+    failed_syncs: int = 0  # what they covered is to be written anew
+    rewritten: int = 0  # how many had failed when that was done last
     synced_records: int = 0  # how many were there at the last sync that worked
     marks: int = 0  # deletions of copies for which there is a newer one, so far
     synced_marks: int = 0  # how many of them are on stable storage
