@@ -205,8 +205,7 @@ class CacheTransferManager:
 
         Raises :class:`TransferProcessError` while there is no process.
         """
-        if self._starter is not None and os.getpid() != self._pid:
-            raise BlockStateError("cache-transfer process", "the process that started it", f"a fork, {os.getpid()}")
+        self._check_no_fork()
         with self._changed:
             worker = self._worker
             if worker is None or self._stopping:
@@ -218,7 +217,11 @@ class CacheTransferManager:
         return answer
 
     def close(self) -> None:
-        """End the process: properly within ``close_s``, by force after. Commands in flight end first. Idempotent."""
+        """End the process: properly within ``close_s``, by force after. Commands in flight end first. Idempotent.
+
+        Raises :class:`BlockStateError` in a forked child, whose parent's process it is.
+        """
+        self._check_no_fork()
         with self._changed:
             if self._stopping:
                 return
@@ -236,6 +239,10 @@ class CacheTransferManager:
         if not worker.join(self.settings.close_s):  # should it have answered and not ended
             worker.kill()
             worker.join()
+
+    def _check_no_fork(self) -> None:
+        if self._starter is not None and os.getpid() != self._pid:
+            raise BlockStateError("cache-transfer process", "the process that started it", f"a fork, {os.getpid()}")
 
     def __enter__(self) -> Self:
         return self
@@ -257,6 +264,8 @@ class CacheTransferManager:
             with self._changed:
                 if worker.gone:
                     raise TransferProcessError("the cache-transfer process ended when it was set up")
+                if self._stopping:  # close() has found no process
+                    raise TransferProcessError("the cache-transfer process is being closed")
                 if not self._breaker.closed:
                     self._breaker.end_probe(time.monotonic(), good=True)
                 self._worker = worker
