@@ -73,12 +73,17 @@ class Guard:
 
     In a forked child it cannot be taken: a child shares the memory of a shared region, but has states and generations
     of its own, and what it wrote would be taken for the parent's rows.
+
+    ``inner`` is a lock that may be taken inside it, and by itself: whoever has it does not wait for the guard, because
+    another thread may have the guard and wait for ``inner``.
     """
 
-    __slots__ = ("_busy", "_later", "_lock", "_pid")
+    __slots__ = ("_busy", "_inside", "_later", "_lock", "_pid", "inner")
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self.inner = threading.Condition(threading.RLock())
+        self._inside: Callable[[], bool] = self.inner._is_owned  # type: ignore[attr-defined]
         self._busy = False  # this thread is between enter and exit; read and written with the lock taken
         self._later: deque[Callable[[], object]] = deque()
         self._pid = os.getpid()
@@ -86,9 +91,11 @@ class Guard:
     def __enter__(self) -> None:
         if os.getpid() != self._pid:
             raise BlockStateError("AuxBlocks", "use by the process that made it", "a forked child")
-        self._lock.acquire()
-        if self._busy:
-            self._lock.release()
+        if not (inside := self._inside()):
+            self._lock.acquire()
+            if inside := self._busy:
+                self._lock.release()
+        if inside:
             raise BlockBusyError("AuxBlocks", "a call from outside its own calls", "a finaliser or a signal handler")
         self._busy = True
         if self._later:
@@ -108,6 +115,9 @@ class Guard:
         """
         if os.getpid() != self._pid:
             raise BlockStateError("AuxBlocks", "use by the process that made it", "a forked child")
+        if self._inside():
+            self._later.append(call)
+            return
         with self._lock:
             if self._busy:
                 self._later.append(call)

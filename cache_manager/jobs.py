@@ -192,7 +192,7 @@ class Archive:
     ) -> None:
         self.table, self.books, self.mover, self.policy = table, books, mover, policy
         self.required, self.limits = required, limits
-        self._changed = threading.Condition()  # guards all below, and the phases of queued and running jobs
+        self._changed = books.guard.inner  # guards all below, and the phases of queued and running jobs
         self._jobs: dict[AnyJob, None] = {}  # not landed, in the order in which they began
         self._queue: deque[AnyJob] = deque()
         self._nbytes = 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+from types import FrameType
 
 import pytest
 from canary import canary_rows
@@ -142,6 +144,38 @@ def test_close_in_a_forked_child_does_not_wait_for_the_parents_jobs(house) -> No
             os._exit(0 if "forked child" in str(error) and time.monotonic() - began_s < LIMITS.close_s / 2 else 2)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_finaliser_beside_jobs_waits_for_no_thread_that_waits_for_its_own() -> None:
+    """Goal: no deadlock. Method: something is collected while a thread looks at jobs, and another one begins a job."""
+    house, seen = JobHouse(), []
+    house.fill(0, "a")
+    house.aux.allocate([5], "lost")
+    other = threading.Thread(
+        target=lambda: seen.append(house.aux.begin_persist({house.key: 0}, owner="a")), daemon=True
+    )
+
+    def collected(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "wait_for":  # the lock of the jobs is held, and nothing else
+            sys.setprofile(None)
+            other.start()
+            other.join(0.2)  # it has the guard
+            with pytest.raises(BlockBusyError, match="a finaliser"):
+                house.aux.evict([7])
+            house.aux.free("lost")
+
+    def look() -> None:
+        sys.setprofile(collected)
+        seen.append(house.aux.wait(60))
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(10)
+    house.gate.open()
+    other.join(10)
+    assert [type(each) for each in seen].count(PersistJob) == 1, "neither waits for the other"
+    assert not house.aux.holds("lost", 5)
+    house.aux.close()
 
 
 @pytest.mark.parametrize("rows", [0, 2])
