@@ -171,6 +171,8 @@ class Child:
 class AskedChild(Generic[_T]):
     """A child that answers each numbered request with one message. Safe from several threads.
 
+    Raises ``OSError``, and has ended the child, when the machine has no thread left to listen to it.
+
     A request's future ends with its answer, or with :meth:`_lost` when the child is gone and reaped. The child is ended
     when an answer is overdue, when it answers what it was not asked, and by :meth:`kill`.
 
@@ -189,7 +191,11 @@ class AskedChild(Generic[_T]):
         self._cause = ""  # why it is to end; written by who holds _receiving
         self._look = threading.Event()
         self._listener = threading.Thread(target=self._listen, name=name, daemon=True)
-        self._listener.start()
+        try:
+            self._listener.start()
+        except RuntimeError as error:
+            child.end()
+            raise OSError(f"{name}: {error}") from error
 
     def _decoded(self, body: bytes) -> tuple[int, _T | Exception]:
         """The number of the request that a message answers, and how its future ends."""

@@ -134,8 +134,13 @@ class CacheTransferManager:
         self._setup = commands.SetUp([part.set_up() for part in parts], self._policy)
         self._pid = os.getpid()
         self._start()
-        self._starter = threading.Thread(target=self._keep, name="kvroute-cache-transfer-starter", daemon=True)
-        self._starter.start()
+        starter = threading.Thread(target=self._keep, name="kvroute-cache-transfer-starter", daemon=True)
+        try:
+            starter.start()
+        except RuntimeError as error:
+            self.close()
+            raise TransferProcessError(f"the cache-transfer process has nobody to watch it: {error}") from error
+        self._starter = starter
         return self
 
     # ---------------------------------------------------------------- a mover
@@ -290,7 +295,7 @@ class CacheTransferManager:
                 self._breaker.begin_probe()
             try:
                 self._start()
-            except (TransferProcessError, OSError) as error:  # OSError: the machine has no process or descriptor left
+            except (TransferProcessError, OSError) as error:  # OSError: no process, thread or descriptor left
                 logger.warning("the cache-transfer process was not started again: %s", error)
                 with self._changed:
                     self._breaker.end_probe(time.monotonic(), good=False, cause=str(error))

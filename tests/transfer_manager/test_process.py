@@ -11,15 +11,13 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from shared_parts import DEVICE_BLOCKS, HOST_BLOCKS, Memory, started
 
-from cache_manager.child import AskedChild
 from cache_manager.errors import BlockStateError, ConfigError, StorageError, TransferProcessError
 from cache_manager.ports import BlockRecords, Found
 from cache_manager.regions import list_regions
@@ -323,40 +321,6 @@ def test_closing_while_it_is_started_again(memory: Memory) -> None:
         assert process.pid is None
         with pytest.raises(TransferProcessError, match="closed"):
             process.call(out(memory, [(1, 1)]))
-
-
-def test_closing_when_it_has_been_set_up_and_not_been_taken(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: no process is left that nobody can end. Method: another thread's close comes with the answer."""
-    process, pids, wait = CacheTransferManager(), [], AskedChild.wait
-
-    def closed_meanwhile(worker: AskedChild[Any], future: Future[Any], *limit: float) -> object:
-        answer = wait(worker, future, *limit)
-        pids.append(worker.pid)
-        process.close()
-        return answer
-
-    monkeypatch.setattr(AskedChild, "wait", closed_meanwhile)
-    with pytest.raises(TransferProcessError, match="closed"):
-        process.start(memory.parts[0].device)
-    assert process.pid is None
-    with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], 0)
-
-
-def test_a_fork_ends_no_process_of_its_parent(memory: Memory, process: CacheTransferManager) -> None:
-    """Goal: the engine's process goes on. Method: a forked child closes it, as leaving a ``with`` there would."""
-    pid = process.pid
-    child = os.fork()
-    if not child:
-        try:
-            process.close()
-        except BlockStateError:
-            os._exit(7)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    process.call(out(memory, [(3, 5)]))
-    assert process.pid == pid
 
 
 def test_a_set_up_that_takes_too_long_is_said(memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
