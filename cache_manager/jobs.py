@@ -99,6 +99,7 @@ class Job(ABC, Generic[_T]):
         self.failure: BaseException | None = None
         """What the store raised, ``StorageError`` unless there is a bug; known once the job has been carried."""
         self.cancelled = False
+        self.thread = 0  # that asks the store
 
     @property
     def over(self) -> bool:
@@ -288,7 +289,8 @@ class Archive:
         """
         give_up_s = time.monotonic() + self.limits.close_s
         for job in self.jobs:
-            job.wait(max(0.0, give_up_s - time.monotonic()))
+            own = job.thread == threading.get_ident()  # whose handler this is
+            job.wait(0.0 if own else max(0.0, give_up_s - time.monotonic()))
         with self._changed:
             if self._jobs:
                 left = ", ".join(f"{job.name} ({job.phase.value})" for job in self._jobs)
@@ -300,6 +302,7 @@ class Archive:
 
     def _finish(self, job: AnyJob) -> None:
         """Do a job's store calls on the calling thread; what they raise is :attr:`Job.failure`."""
+        job.thread = threading.get_ident()
         try:
             job.carry()
         except BaseException as error:  # noqa: BLE001 (it is not lost: whoever polls the job gets it)

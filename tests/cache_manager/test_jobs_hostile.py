@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -129,6 +130,32 @@ def test_close_lands_what_another_thread_restores(house, monkeypatch) -> None:
     go_on.set()
     thread.join()
     assert results == [{house.key: True}]
+
+
+def test_close_inside_a_job_of_its_own_thread_does_not_wait_for_it(house, monkeypatch) -> None:
+    """Goal: a handler that closes answers at once. Method: a signal while its thread asks the store."""
+    house.gate.open()
+    rows, waited_s = house.fill(0, "a"), []
+    carry = PersistJob.carry
+
+    def handler(*_: object) -> None:
+        began_s = time.monotonic()
+        with pytest.raises(BlockStateError, match="carrying"):
+            house.aux.close()
+        waited_s.append(time.monotonic() - began_s)
+
+    def interrupted(job: PersistJob) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        carry(job)
+
+    monkeypatch.setattr(PersistJob, "carry", interrupted)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        assert house.aux.persist({house.key: 0}, owner="a") == {house.key: house.aux.origins([0])[0]}
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert waited_s[0] < LIMITS.close_s / 2
+    assert (house.aux.read("routing", [0]).values == rows).all()
 
 
 def test_close_in_a_forked_child_does_not_wait_for_the_parents_jobs(house) -> None:
