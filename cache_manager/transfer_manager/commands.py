@@ -21,12 +21,13 @@ class PartSetUp(msgspec.Struct, frozen=True):
 class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
     """The first command: the rows and, if there is one, the KV.
 
-    The words of the first part's regions say which generation a block is in. ``policy`` is that of the law of pairs,
-    :class:`~cache_manager.mover.PairMover`.
+    The words of the first part's regions say which generation a block is in. ``policy`` and ``required`` (indices of
+    the rows' specs) are those of the law of pairs, :class:`~cache_manager.mover.PairMover`.
     """
 
     parts: list[PartSetUp]
     policy: HitPolicy
+    required: list[int]
 
 
 class Move(msgspec.Struct, frozen=True, tag="move"):

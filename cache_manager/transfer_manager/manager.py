@@ -89,7 +89,8 @@ class CacheTransferManager:
 
     ``AuxBlocks(..., memory="shared", mover=manager.start)`` starts the process for its regions of the rows, which are
     moved together with those of ``kv``, if there are any; :meth:`close` ends it, after the ``AuxBlocks``. ``store`` is
-    the URL of the rows' store, if there is one; ``policy`` is that of the law of pairs, which the process keeps.
+    the URL of the rows' store, if there is one; ``policy`` and ``required`` (indices of the rows' specs, all if not
+    given) are the law of pairs, which the process keeps.
 
     A command ends with its answer; with :class:`StorageError` when a store failed; with :class:`TransferProcessError`
     when the process failed it, ended or was too slow, and then the process is gone *and reaped*, so that nothing
@@ -107,10 +108,11 @@ class CacheTransferManager:
         *,
         store: str = "",
         policy: HitPolicy = "gate",
+        required: Sequence[int] = (),
         settings: TransferSettings | None = None,
     ) -> None:
         self.settings = s = settings or TransferSettings()
-        self._kv, self._store, self._policy = kv, store, policy
+        self._kv, self._store, self._policy, self._required = kv, store, policy, required
         self._records = RecordCounters()  # of the rows' store, as the process told last
         self._changed = threading.Condition()  # guards the breaker, and the next two
         self._worker: _Worker | None = None  # the process of the moment
@@ -131,7 +133,8 @@ class CacheTransferManager:
         rows = SharedPart("rows", device, host, self._store)
         parts = [rows] if self._kv is None else [rows, self._kv.check_beside(rows)]
         self._regions: dict[TierName, SharedRegion | None] = {"device": device, "host": host}
-        self._setup = commands.SetUp([part.set_up() for part in parts], self._policy)
+        required = list(self._required) or list(range(len(device.layout.specs)))
+        self._setup = commands.SetUp([part.set_up() for part in parts], self._policy, required)
         self._pid = os.getpid()
         self._start()
         starter = threading.Thread(target=self._keep, name="kvroute-cache-transfer-starter", daemon=True)

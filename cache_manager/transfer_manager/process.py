@@ -81,8 +81,7 @@ class Process:
         )
         self._mover: Mover = rows
         if more:
-            layout = self._regions[0]["device"].layout
-            self._mover = PairMover(rows, more[0], setup.policy, layout, range(len(layout.specs)))
+            self._mover = PairMover(rows, more[0], setup.policy, self._regions[0]["device"].layout, setup.required)
 
     def _do(self, command: commands.Command) -> Answer:
         """Do a command. What it is asked of blocks holds before and after."""

@@ -1,4 +1,4 @@
-"""The cache-transfer process begins and ends: with a close meanwhile, in a fork, and without a thread."""
+"""The cache-transfer process: how it begins and ends (a close meanwhile, a fork, no thread), and what it requires."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from shared_parts import Memory, started
+from shared_parts import KV, NAMESPACE, ROWS, TOKENS, Memory, started
 
+from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.child import AskedChild
 from cache_manager.errors import BlockStateError, TransferProcessError
-from cache_manager.transfer_manager import CacheTransferManager, TransferSettings
+from cache_manager.regions import SharedRegion
+from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.transfer_manager import CacheTransferManager, SharedPart, TransferSettings
 from cache_manager.transfer_manager.commands import Flush
 
 WAIT_S = 60.0
@@ -108,3 +112,24 @@ def test_a_restart_without_a_thread_is_tried_again(
                 time.sleep(0.01)
         assert process.wait(WAIT_S)
         process.call(Flush())
+
+
+def test_rows_that_are_not_required_may_be_missing(tmp_path: Path) -> None:
+    """Goal: the process keeps the law of pairs of its blocks' owner. Method: only the first of two specs is written."""
+    specs = [ROWS.specs[0], AuxBlockDataSpec("logprob", row_shape=(1,), dtype="float32", block_tokens=TOKENS)]
+    kv = SharedRegion.create(KV, 4, tier="device", namespace=NAMESPACE.fingerprint)
+    part = SharedPart("kv", kv, None, f"file://{tmp_path}/kv")
+    process = CacheTransferManager(part, store=f"file://{tmp_path}/rows", required=[0])
+    mover, required = process.start, ["topk_ids"]
+    aux = AuxBlocks(specs, device_blocks=4, namespace=NAMESPACE, memory="shared", mover=mover, required=required)
+    with process, aux:
+        aux.allocate([0, 1], "a")
+        rows = np.arange(TOKENS * 6, dtype=np.uint8).reshape(TOKENS, 3, 2)
+        with aux.step(range(TOKENS)) as step:
+            step.write("topk_ids", rows)
+        key = aux.keys.key(None, range(TOKENS))
+        assert aux.persist({key: 0}, owner="a") == {key: aux.origins([0])[0]}
+        assert aux.restore({key: 1}, owner="a") == {key: True}
+        assert np.array_equal(aux.read("topk_ids", [1]).values, rows)
+        assert not aux.read("logprob", [1]).valid.any()
+    kv.close()
