@@ -155,7 +155,7 @@ def test_r10_one_bad_release_harms_no_later_call() -> None:
     peer="vLLM 0.33.0 aux block store",
     peer_does="raises, but keeps the key, which reads as empty bytes from then on",
     kvroute_does="an error that names the size; the key is a miss and can be stored",
-    also=("tests/cache_manager/test_aux_blocks.py::test_wrong_rows_leave_the_step_usable",),
+    also=("tests/cache_manager/test_aux_blocks_mistakes.py::test_wrong_rows_leave_the_step_usable",),
 )
 @pytest.mark.parametrize("length", [0, 1, LAYOUT.nbytes - 1, LAYOUT.nbytes + 1])
 def test_r11_a_short_payload_registers_nothing(length: int) -> None:
