@@ -17,6 +17,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +26,7 @@ from bench.table import Table
 from bench.timing import best_cpu_ms
 from cache_manager.rows import Rows
 from kvroute.checks import check_ids
+from kvroute.rollout import RolloutHandle
 from kvroute.routes import Routes
 from kvroute.sharding import shard_packed
 
@@ -32,6 +34,7 @@ BLOCK_TOKENS = 64
 EXPERTS, TOP_K, DENSE_FIRST, LAYERS = 256, 8, 6, 64
 SPEC = kvroute.routing_spec(EXPERTS, TOP_K, range(DENSE_FIRST, LAYERS), LAYERS, BLOCK_TOKENS)
 PREFILL = 8192
+ANSWER = 224
 RANK = kvroute.Split(tp=4, tp_rank=1, cp=4, cp_rank=2, sp=True, pp=4, pp_rank=1)
 
 
@@ -91,6 +94,9 @@ def steps(tokens: int, seed: int) -> list[Step]:
     def read_and_make(*, checked: bool) -> Callable[[], Routes]:
         return lambda: Routes.from_rows(SPEC, aux.read(SPEC.name, table, 0, tokens), checked=checked)
 
+    answer, rollouts = routes.slice(0, min(tokens, ANSWER)), kvroute.open_rollouts("response:")
+    handle = rollouts.put("answer", answer)
+    assert RolloutHandle.from_json(handle.to_json()) == handle
     n = ids.nbytes
     layers = SPEC.attrs["layer_ids"]
     return [
@@ -110,6 +116,19 @@ def steps(tokens: int, seed: int) -> list[Step]:
         Step("append, 64 rows sent again", lambda: halves[0].append(halves[1]), ids.copy, n),
         Step("to_bytes", routes.to_bytes, ids.copy, n),
         Step("from_bytes, checked=True", lambda: Routes.from_bytes(encoded, checked=True), ids.copy, n),
+        Step(
+            f"a response of {len(answer)} tokens, JSON",
+            lambda: rollouts.put("answer", answer).to_json(),
+            answer.ids.copy,
+            answer.ids.nbytes,
+        ),
+        Step(
+            "its handle alone",
+            handle.to_json,
+            answer.ids.copy,
+            answer.ids.nbytes,
+        ),
+        Step("the same by msgspec", lambda: msgspec.json.encode(handle).decode(), answer.ids.copy, answer.ids.nbytes),
         Step("materialize all, int32", lambda: routes.materialize(tokens), full.copy, full.nbytes, "1.5 x"),
         Step(
             "materialize all, int32, out=",
