@@ -30,7 +30,7 @@ def merged(parts: Sequence[Routes]) -> tuple[NDArray[Any], NDArray[np.bool_], in
                 raise RowError(f"routes.{name}", getattr(first, name), getattr(other, name))
     ordered = sorted((p for p in parts if len(p)), key=lambda p: p.start)
     if not ordered:
-        return first.ids, first.valid, first.start, first.weights_versions
+        return first.ids, first.valid, min(p.start for p in parts), first.weights_versions
     start, stop = ordered[0].start, max(p.stop for p in ordered)
     ids = np.empty((stop - start, *first.ids.shape[1:]), first.ids.dtype)
     valid = np.zeros(stop - start, np.bool_)

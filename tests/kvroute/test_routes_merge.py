@@ -59,6 +59,15 @@ def test_merging_is_the_union_whatever_the_order(parts: list[Routes], shuffler: 
 
 
 @given(parts_of_one())
+def test_parts_without_rows_merge_in_any_order(parts: list[Routes]) -> None:
+    """Goal: the union of nothing is one thing, too. Method: no part has a row, each is somewhere else."""
+    empty = [part.slice(part.stop, part.stop) for part in parts]
+    merged = empty[0].merge(*empty[1:])
+    assert merged == empty[-1].merge(*empty[::-1])
+    assert (len(merged), merged.start) == (0, min(part.stop for part in parts))
+
+
+@given(parts_of_one())
 def test_merging_in_steps_is_merging_at_once(parts: list[Routes]) -> None:
     """Goal: a trainer may add deltas as they come. Method: left fold against one call, compared by rows."""
     folded = parts[0]
