@@ -13,8 +13,18 @@ from toy_engine import Asked, Toy, admitted, computed, judge, seen
 
 from cache_manager.errors import RegionError
 from kvroute.connector import scheduler
+from kvroute.routes import Routes
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+def seen_late(toy: Toy, tokens: int, ended: scheduler.Ended, go: threading.Event) -> Routes:
+    """What is answered when the device goes on only after it was asked for."""
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(seen, toy, tokens, ended)
+        threading.Event().wait(0.05)
+        go.set()
+        return answer.result(60)
 
 
 def test_a_rejected_draft_is_not_taken_for_the_token_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,11 +45,7 @@ def test_a_rejected_draft_is_not_taken_for_the_token_in_its_place(monkeypatch: p
     toy.worker.end()
     request.num_computed_tokens = 4
     ended = toy.scheduler.forget("r")
-    with ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(seen, toy, 4, ended)
-        threading.Event().wait(0.05)
-        go.set()
-        assert judge(answer.result(60), right) == {"right": 4}
+    assert judge(seen_late(toy, 4, ended, go), right) == {"right": 4}
     toy.close()
 
 
@@ -66,11 +72,7 @@ def test_a_step_that_began_before_it_was_thought_to_is_waited_for(monkeypatch: p
     toy.scheduler.step({"r": 1})
     request.num_computed_tokens = 6
     ended = toy.scheduler.forget("r")
-    with ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(seen, toy, 5, ended)
-        threading.Event().wait(0.05)
-        go.set()
-        assert judge(answer.result(60), right) == {"right": 5}
+    assert judge(seen_late(toy, 5, ended, go), right) == {"right": 5}
     toy.close()
 
 
