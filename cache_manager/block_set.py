@@ -143,9 +143,9 @@ class BlockSet(Landing):
         return self._ask(blocks, tier, lambda table, ids: table.generations.take(ids))
 
     def origins(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
-        """The origin of each block's content, to be kept beside its KV; 0 where nothing was written."""
-        found: list[int] = self._ask(blocks, tier, lambda table, ids: table.origin.take(ids)).tolist()
-        return found
+        """The origin of each block's content, to be kept beside its KV; 0 where nothing was written. It ends here: what
+        a step writes, or commits, from now on is of another. So ask when the pass has committed."""
+        return self._ask(blocks, tier, BlockTable.hand_out)
 
     def _ask(self, blocks: Blocks, tier: TierName, question: Callable[[BlockTable, Ints], _T]) -> _T:
         """What a table says of ``blocks``, which may be named several times."""

@@ -197,8 +197,6 @@ class Step(InFlight):
         table, entry = self._table, self._entry
         with self._books.guard:
             self._check_open("commit")
-            if table.by_engine:
-                self._renew_origins()
             if table.turns == entry.turns and len(table.steps) == 1 and not chosen:  # nearly always
                 for spec in self._written:
                     add(table.region, spec, self._cells, self._bits)
@@ -231,6 +229,7 @@ class Step(InFlight):
     def _chosen(self, keep: Keep | None) -> dict[int, NDArray[np.bool_]]:
         """By spec, or -1 for all of them: which of the entry's slots count."""
         masks = keep.items() if isinstance(keep, Mapping) else [] if keep is None else [(None, keep)]
+                self._renew_origins()
         chosen = {}
         for name, given in masks:
             mask = np.asarray(given)
@@ -256,7 +255,7 @@ class Step(InFlight):
             self._table.turns += 1
 
     def _renew_origins(self) -> None:
-        """Where the engine let a block's content leave while the step wrote it, the block is another one's from now."""
+        """Where a block's content has left while the step wrote it, the block is another computation's from now."""
         table, blocks = self._table, self._entry.blocks
         if count(left := ~table.own.take(blocks)):
             blocks = blocks[left & (table.generations.take(blocks) == self._entry.generations)]

@@ -67,7 +67,7 @@ class BlockTable:
         self._order: Ints = np.arange(blocks * self.words_per_block)
         self._seen: Ints = np.zeros(self._order.size, np.int64)  # means nothing between calls
         self._last_step = 0
-        self.turns = 0  # changes whenever a slot that a step in flight had claimed has become another's
+        self.turns = 0  # changes whenever a slot, or an origin, that a step in flight writes has become another's
         self.steps: dict[int, StepEntry] = {}  # in flight, oldest first
         self._random = np.random.default_rng()  # of the system's entropy
         self.end = blocks * self.tokens  # of the slots
@@ -298,7 +298,7 @@ class BlockTable:
     def carry_origin(self, ids: Ints, origins: NDArray[np.uint64]) -> None:
         """The content of ``ids`` came from elsewhere, where its origin was ``origins``."""
         self.origin[ids] = origins
-        self.own[ids] = False
+        self.end_origin(ids)
         self._drop_installed(ids)
 
     def seal(self, ids: Ints) -> None:
@@ -306,7 +306,18 @@ class BlockTable:
         if count(unknown := self.origin.take(ids) == 0):
             self.origin[ids[unknown]] = self.draw(int(count(unknown)))
         self.own[ids] = False
+        self.end_origin(ids)
 
+    def hand_out(self, ids: Ints) -> list[int]:
+        """The origins of ``ids``, for something outside; 0 where nobody has announced a write."""
+        self.end_origin(ids)
+        found: list[int] = self.origin.take(ids).tolist()
+        return found
+
+    def end_origin(self, ids: Ints) -> None:
+        """What ``ids`` hold is known elsewhere under their origins: what is written or committed next is another's."""
+
+        self.turns += bool(self.steps)
     def cells_of(self, slots: Ints) -> tuple[Ints, NDArray[np.uint64]]:
         """The cells of distinct ``slots``, each once, and the bits in each; the lock is held.
 
