@@ -195,7 +195,7 @@ class BlockSet(Landing):
         slot, the later one counts. With ``in_place`` a device writes the rows into the host buffer by itself: see
         :mod:`cache_manager.step` for what nobody may do with the blocks meanwhile. Raises :class:`SlotError` for slots
         outside the pool or given twice, :class:`BlockStateError` for a block that nobody holds, ``BlockBusyError`` for
-        one step too many. Of an engine's blocks bad slots are dropped and counted, unless the set is strict.
+        one step too many.
         """
         table = self._device
         return Step(table, self._books, slots, steps_max=self._steps_max, in_place=in_place, drop_bad=self._drop_bad)

@@ -141,7 +141,7 @@ def _owed(table: BlockTable, block: int) -> NDArray[np.uint64]:
         owed = np.isin(numbers, list(table.steps))
         for step in table.steps.values():
             if step.in_place:
-                slots = step.slots[(step.slots >= first) & (step.slots < first + table.tokens)]
+                slots = step.reach[(step.reach >= first) & (step.reach < first + table.tokens)]
                 owed[slots - first] = True
         cells, marks = table.cells.of_ordered(first + np.flatnonzero(owed))
         bits[cells - block * table.words_per_block] = marks

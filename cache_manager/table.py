@@ -138,7 +138,8 @@ class BlockTable:
     def busy(self, ids: Ints, *, devices_only: bool = False) -> NDArray[np.bool_]:
         """Which blocks a step in flight will still write: one begun in the block's present life, or a device.
 
-        A device that writes rows by itself counts whatever the life, because nobody can tell it that another has begun.
+        A device that writes rows by itself counts whatever the life, because nobody can tell it that another has begun,
+        and whether or not the step has claimed the block, because it has the slots that the engine gave it.
         """
         found: NDArray[np.bool_] = np.zeros(ids.size, np.bool_)
         for step in self.steps.values():
@@ -305,7 +306,6 @@ class BlockTable:
         """The content of ``ids`` leaves under its origin, drawn now where nobody has announced a write of it."""
         if count(unknown := self.origin.take(ids) == 0):
             self.origin[ids[unknown]] = self.draw(int(count(unknown)))
-        self.own[ids] = False
         self.end_origin(ids)
 
     def hand_out(self, ids: Ints) -> list[int]:
@@ -316,8 +316,9 @@ class BlockTable:
 
     def end_origin(self, ids: Ints) -> None:
         """What ``ids`` hold is known elsewhere under their origins: what is written or committed next is another's."""
-
+        self.own[ids] = False
         self.turns += bool(self.steps)
+
     def cells_of(self, slots: Ints) -> tuple[Ints, NDArray[np.uint64]]:
         """The cells of distinct ``slots``, each once, and the bits in each; the lock is held.
 

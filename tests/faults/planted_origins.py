@@ -53,7 +53,7 @@ ORIGIN_FAULTS = [
     Fault(
         "a move does not carry the origin",
         "move.py",
-        "            target.carry_origin(self._targets, source.origin.take(self._sources))\n",
+        "            target.carry_origin(self._targets, origins)\n",
         "",
         HAZARDS + "test_a_swap_takes_the_origin_along",
         "test_a_swap_takes_the_origin_along",
@@ -109,7 +109,7 @@ ORIGIN_FAULTS = [
     Fault(
         "a move draws an origin of its own",
         "move.py",
-        "            target.carry_origin(self._targets, source.origin.take(self._sources))\n",
+        "            target.carry_origin(self._targets, origins)\n",
         "            target.carry_origin(self._targets, target.draw(self._targets.size))\n",
         ORIGIN + "Gate",
         "a copy has the origin of what it is a copy of",
