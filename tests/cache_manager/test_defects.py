@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from canary import canary_rows
 from job_house import JobHouse
+from origins_of import origins_of
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError
@@ -314,10 +315,10 @@ def test_what_is_written_after_a_block_was_stored_is_another_computation_s(aux) 
     """Goal: one origin, one content. Method: persist, write the optional rows by a further step, persist again."""
     aux.allocate([0, 1], "a")
     fill(aux, 0, "a")
-    key, first = aux.keys.key(None, [1]), aux.origins([0])[0]
+    key, first = aux.keys.key(None, [1]), origins_of(aux, [0])[0]
     assert aux.persist({key: 0}, owner="a") == {key: first}
     fill(aux, 0, "b", SPEC, OPTIONAL)
-    assert aux.origins([0]) != [first]
+    assert origins_of(aux, [0]) != [first]
     assert aux.persist({key: 0}, owner="a") == {key: first}, "the whole record that is there stays, and is named"
     assert aux.restore({key: 1}, owner="a") == {key: True}
     assert holds(aux, 1, "a")

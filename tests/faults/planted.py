@@ -31,6 +31,7 @@ FSCK = "tests/storage/test_file_fsck.py"
 REQUESTS = "tests/cache_manager/test_manager.py"
 DEFECTS = "tests/cache_manager/test_manager_defects.py"
 TWINS = "tests/cache_manager/test_manager_batch.py"
+GROWTH = "tests/cache_manager/test_manager_growth.py::"
 SESSIONS = "tests/transfer/test_sessions.py"
 ENDS = "tests/transfer/test_sessions_ends.py"
 WORLD = "tests/simulation/test_transfer_simulation.py::test_every_claim_holds_under_every_fault"
@@ -54,6 +55,39 @@ FAULTS = (
         "(tail - column) * self._tokens + (s.computed.take(rows) ^ 1)",
         f"{TWINS}::TestTwins",
         "TestTwins",
+    ),
+    Fault(
+        "a fork writes into a table from before it grew",
+        "manager/manager.py",
+        "        new = self._add_beside(twin, blocks, computed, Phase.READY)\n        sequences.filling[new] = ",
+        "        filling = sequences.filling\n        new = self._add_beside(twin, blocks, computed, Phase.READY)\n"
+        "        filling[new] = ",
+        GROWTH + "TestGrowth",
+        "IndexError",
+    ),
+    Fault(
+        "the tokens of blocks that are not full are lost when the tables grow",
+        "manager/sequences.py",
+        "        self.phase, self.length, self.computed, self.filling = grown\n",
+        "        self.phase, self.length, self.computed, self.filling = grown\n        self.filling[:] = 0\n",
+        GROWTH + "TestGrowth",
+        "found is what was computed, and nothing else",
+    ),
+    Fault(
+        "a fork that fails leaves the child",
+        "manager/manager.py",
+        "            sequences.remove(sequence.owner)\n            self.aux.free(sequence.owner)\n",
+        "            self.aux.free(sequence.owner)\n",
+        GROWTH + "test_a_fork_that_fails_leaves_nothing_of_the_child",
+        "test_a_fork_that_fails_leaves_nothing_of_the_child",
+    ),
+    Fault(
+        "a child's keys are its parent's",
+        "manager/manager.py",
+        "dict(record.extra), list(record.keys))",
+        "dict(record.extra), record.keys)",
+        GROWTH + "test_a_parent_and_its_child_are_found_by_keys_of_their_own",
+        "test_a_parent_and_its_child_are_found_by_keys_of_their_own",
     ),
     Fault(
         "no copy on write",
