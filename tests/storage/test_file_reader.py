@@ -35,22 +35,6 @@ def snapshot(directory: Path) -> dict[str, tuple[bytes, int]]:
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.iterdir()}
 
 
-def test_a_miss_makes_a_reader_look_but_not_more_often_than_it_may(tmp_path: Path) -> None:
-    ticks = Clock(0.0)
-    with opened(tmp_path) as store, reading(tmp_path, refresh_s=2.0, ticks=ticks) as reader:
-        put(store, [1])
-        assert get(reader, [1]) == [MISSING]
-        ticks.now_s = 2.0
-        assert get(reader, [1]) == [payload_of(1)]
-        for _ in range(50):
-            assert get(reader, [2]) == [MISSING]
-            assert not any(reader.contains([key_of(2)]))
-        assert reader.usage()["refreshes"] == 2  # opening, and the one that was due
-        put(store, [2])
-        ticks.now_s = 4.0
-        assert reader.contains([key_of(2), key_of(1)]) == [True, True]
-
-
 def test_what_the_writer_drops_stays_readable_until_the_reader_looks(tmp_path: Path) -> None:
     """The files are gone from the directory; the reader's descriptors keep the bytes, and then let them go."""
     with opened(tmp_path, quota_nbytes=2 * SEGMENT_NBYTES) as store:
