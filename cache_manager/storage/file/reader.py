@@ -52,8 +52,8 @@ class FileReader(ClosingStore):
     not be written, is found corrupt by a reader that had seen it. A store that is made anew at the same path is read
     from the next look on; one that was only moved is read on where it is.
 
-    :class:`StoreMissingError` where there is no store, :class:`StoreFormatError` for something else or another
-    version of the format.
+    :class:`StoreMissingError` where there is no store, unless ``waits`` says that nothing is there until a writer makes
+    one; :class:`StoreFormatError` for something else or another version of the format.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class FileReader(ClosingStore):
         directory: Path,
         *,
         ttl_s: float | None = None,
+        waits: bool = False,
         refresh_s: float = REFRESH_S,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.time,
@@ -68,7 +69,7 @@ class FileReader(ClosingStore):
     ) -> None:
         check_ttl(ttl_s)
         self._path = directory
-        self._directory = StoreDirectory.existing(directory)
+        self._directory = StoreDirectory.existing(directory, required=not waits)
         self._disk: Disk = disk or SystemDisk()
         self._ticks = ticks
         self._refresh_s = refresh_s
@@ -199,7 +200,8 @@ class FileReader(ClosingStore):
                 end, last = newest.end, newest.last
         try:
             if not self._directory.is_in_place():
-                return "another store"
+                there = self._path.stat()
+                return there.st_dev, there.st_ino, there.st_mtime_ns
             if newest is not None and not newest.expired:
                 if os.fstat(newest.fd).st_nlink == 0 or not self._is_in_place(newest, last):
                     return newest.sequence
@@ -221,7 +223,7 @@ class FileReader(ClosingStore):
         self._follow()
         shelf = self._shelf
         try:
-            files = self._directory.files()
+            files = self._directory.files() if self._directory.opened else {}
             gone = [segment for segment in shelf.segments.values() if os.fstat(segment.fd).st_nlink == 0]
             for segment in gone:
                 shelf.let_go(segment)
@@ -248,7 +250,7 @@ class FileReader(ClosingStore):
         try:
             directory = StoreDirectory.existing(self._path)
         except StorageError:
-            return  # moved away, and nothing is in its place
+            return  # moved away or not there yet, and nothing is in its place
         for segment in list(self._shelf.segments.values()):
             self._shelf.let_go(segment)
         self._directory.close()
