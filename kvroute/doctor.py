@@ -256,7 +256,7 @@ def _size(nbytes: int) -> str:
 
 
 def look(*, vllm: bool = False) -> Machine:
-    """This machine's facts; nothing is changed. ``mooncake`` is imported in a process of its own, and so is ``vllm``."""
+    """This machine's facts; nothing is changed. ``mooncake`` and ``vllm`` are imported in processes of their own."""
     installed = _versions(wheel.distribution for wheel in WHEELS)
     shm = os.statvfs(SHM)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
