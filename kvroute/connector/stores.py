@@ -14,12 +14,12 @@ logger = logging.getLogger(__name__)
 def opened(url: str) -> StorageBackend:
     """The store at ``url``; a file store that is only read may be made later, and has nothing until then.
 
-    Raises what ``open_store`` raises else.
+    Unless the URL says ``absent`` itself. Raises what ``open_store`` raises else.
     """
     try:
         return kvroute.open_store(url)
     except StoreMissingError as error:
-        if not url.startswith("file:"):
+        if not url.startswith("file:") or "absent=" in url:
             raise
         logger.warning("%s; until then it has no rows for this engine", error)
         return kvroute.open_store(f"{url}&absent=wait")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from toy_engine import TOKENS, Toy, judge
 
-from cache_manager.errors import StorageError
+from cache_manager.errors import StorageError, StoreMissingError
 from kvroute.connector import routes, worker
 from tests.storage.file_stores import flip, segments
 
@@ -150,6 +150,8 @@ def test_an_engine_that_reads_a_store_starts_before_its_writer(
         early = Toy(kept=kept, store=f"{url}?mode=read", witness="off")
     assert f"{tmp_path / 'rows'}: there is no store" in caplog.text
     assert judge(routes(early.ask("a", ASKED[::-1])), ASKED[::-1]) == {"right": len(ASKED)}
+    with pytest.raises(StoreMissingError):
+        Toy(store=f"{url}?mode=read&absent=error")
     kept.clear()
     writer = Toy(kept=kept, store=url, witness="off")
     writer.ask("b", ASKED)
