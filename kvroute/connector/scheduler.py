@@ -23,6 +23,7 @@ from cache_manager.ports import StorageBackend
 from cache_manager.rows import Rows
 from kvroute.connector.answers import FIELD, UNSEEN
 from kvroute.connector.settings import Engine, Handshake, StepMeta
+from kvroute.connector.stores import opened
 from kvroute.rollout import open_rollouts
 from kvroute.rollout.response import layers_of
 from kvroute.routes import Routes
@@ -134,7 +135,7 @@ class SchedulerRows:
     def _in_store(self, keys: Sequence[BlockKey]) -> list[bool]:
         try:
             if self._reader is None:
-                self._reader = kvroute.open_store(self.engine.settings.reads)
+                self._reader = opened(self.engine.settings.reads)
             return self._reader.contains(keys)
         except KVRouteError as error:
             logger.warning("hits from outside are computed again, the store of rows cannot be asked: %s", error)

@@ -27,6 +27,7 @@ MANAGER = "tests/cache_manager/test_own_managers.py::TestGated"
 INDEX = "tests/cache_manager/test_manager_index.py::TestPrefixIndex"
 KEYS = "tests/cache_manager/test_vocabulary.py"
 FILES = "tests/storage/test_file.py"
+MISSES = "tests/storage/test_file_reader_misses.py"
 FSCK = "tests/storage/test_file_fsck.py"
 REQUESTS = "tests/cache_manager/test_manager.py"
 DEFECTS = "tests/cache_manager/test_manager_defects.py"
@@ -232,6 +233,22 @@ FAULTS = (
         "if raw.endswith(",
         FILES + "::test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
         "test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
+    ),
+    Fault(
+        "a reader takes its last look for the truth",
+        "storage/file/reader.py",
+        "more = missing and self._has_more()",
+        "more = False",
+        f"{MISSES}::test_what_one_reader_has_found_no_other_misses",
+        "test_what_one_reader_has_found_no_other_misses",
+    ),
+    Fault(
+        "a thread does not wait for another one's look",
+        "storage/file/reader.py",
+        "self._refresh.acquire(blocking=more)",
+        "self._refresh.acquire(blocking=False)",
+        f"{MISSES}::test_threads_of_one_reader_miss_nothing_that_another_is_reading",
+        "test_threads_of_one_reader_miss_nothing_that_another_is_reading",
     ),
     Fault(
         "a block is released while the link reads it",
