@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+from budget import examples
 from canary import canary_rows
 from gate import Gate, GatedStore, until
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -380,4 +380,4 @@ class EngineBlocksShared(EngineBlocksMachine):
 
 
 TestEngineBlocksShared = EngineBlocksShared.TestCase
-TestEngineBlocksShared.settings = settings(max_examples=15)
+TestEngineBlocksShared.settings = examples(15)

@@ -8,9 +8,10 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from budget import examples
 from curve_links import client as curve_client
 from curve_links import key_directory, pair_of, result_of, serving
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from session_pair import D, E, P, Pair, T, blocks
 from transfer_nodes import ended, until
@@ -97,7 +98,7 @@ def test_r23_any_frames_to_prefill_are_counted(prefill: PrefillNode) -> None:
     """Fault: frames by Hypothesis on a real socket. kvroute: the same connection is answered, rows cross afterwards."""
     with contextlib.closing(Client(prefill.address)) as peer:
 
-        @settings(max_examples=60)
+        @examples(60)
         @given(MESSAGES)
         def say(messages: list[list[bytes]]) -> None:
             before = bad(prefill)
@@ -114,7 +115,7 @@ def test_any_frames_to_decode_are_counted(prefill: PrefillNode) -> None:
     """Goal: the same for what a server says. Method: in the middle of a pull, whose end it then tells."""
     with contextlib.closing(Server()) as server, decode_node() as pulling:
 
-        @settings(max_examples=60)
+        @examples(60)
         @given(MESSAGES)
         def say(messages: list[list[bytes]]) -> None:
             before, transfer = bad(pulling), TransferId(secrets.token_bytes(16))

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from budget import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -176,7 +177,7 @@ def test_a_put_over_a_damaged_payload_is_found_by_the_read_and_mended_by_the_nex
 
 
 TestCrashes = CrashMachine.TestCase
-TestCrashes.settings = settings(max_examples=60, stateful_step_count=30)
+TestCrashes.settings = examples(60, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("sync", Sync)
@@ -275,7 +276,7 @@ class VolatileDisk(FaultyDisk):
                         file.write(before)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     batches=st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=9, unique=True), min_size=1, max_size=8),
     sync=st.sampled_from(Sync),

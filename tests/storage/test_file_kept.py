@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from budget import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_manager.errors import StorageError
@@ -306,7 +307,7 @@ def kill_at(number: int, sync: Sync) -> bool:
         return returned
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     batches=st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=7, unique=True), min_size=4, max_size=16),
     sync=st.sampled_from(Sync),
@@ -346,7 +347,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(steps=steps, quota=st.integers(2, 6), sync=st.sampled_from(Sync))
 def test_a_record_is_the_last_one_that_was_stored_or_missing(
     steps: list[tuple[str, list[int]]], quota: int, sync: Sync
