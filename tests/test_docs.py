@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -9,10 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from planted import FAULTS
-from planted_connector import CONNECTOR_FAULTS
-from planted_core import CORE_FAULTS
-from planted_memory import MEMORY_FAULTS
+from all_planted import ALL
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md")])
@@ -49,6 +47,22 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_fault_table_is_the_faults() -> None:
     text = (ROOT / "docs" / "invariants.md").read_text()
-    faults = (*FAULTS, *CORE_FAULTS, *MEMORY_FAULTS, *CONNECTOR_FAULTS)
-    rows = [f"| {f.name} (`{f.file}`) | `{f.claim}` |" for f in faults]
+    rows = [f"| {f.name} (`{f.file}`) | `{f.claim}` |" for f in ALL]
     assert text[text.index("| planted fault |") :].splitlines()[2:] == rows
+
+
+def test_the_page_of_faults_names_tests_that_exist() -> None:
+    """Also the rules of state machines, which are methods; and every numbered fault is there once."""
+    page = (ROOT / "docs" / "faults.md").read_text()
+    named = re.findall(r"\[`(\w+)`\]\(\.\./([\w/]+\.py)\)", page)
+    assert len(named) > 150
+    functions = {file: _functions(ROOT / file) for _, file in named}
+    assert [f"{file}::{name}" for name, file in named if name not in functions[file]] == []
+    matrix = [name for file in (ROOT / "tests" / "fault_matrix").glob("test_*.py") for name in _functions(file)]
+    numbered = sorted(name for name in matrix if re.match(r"test_r\d\d_", name))
+    rows = re.findall(r"^\| R(\d+) \| [^|]+\|[^|]+\|[^|]+\|[^|]+\| \[`(\w+)`\]", page, re.MULTILINE)
+    assert [(int(name[6:8]), name) for name in numbered] == [(int(row), name) for row, name in rows]
+
+
+def _functions(file: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake_pool import Master, Owner, free_port, running_owner, send
+from mooncake_pool import Master, Owner, running_owner, send
+from ports import hold_port
 
 from cache_manager.errors import StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.ports import Absence
@@ -74,7 +75,7 @@ def test_a_master_that_is_not_there_is_an_error_in_time(listening: bool) -> None
             server.listen()
         port, begun_s = server.getsockname()[1], time.monotonic()
         with pytest.raises(StorageError, match=f"127.0.0.1:{port}"):
-            open_store(f"mooncake://127.0.0.1:{port}/x?admin=127.0.0.1:{free_port()}&connect_ms=2000")
+            open_store(f"mooncake://127.0.0.1:{port}/x?admin=127.0.0.1:{hold_port()}&connect_ms=2000")
         assert time.monotonic() - begun_s < 2.0 + GRACE_S
 
 
