@@ -17,6 +17,7 @@ import pytest
 from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until_it_waits
 
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
@@ -243,7 +244,7 @@ def test_what_is_deleted_while_it_goes_along_stays_deleted(tmp_path: Path) -> No
 
         def delete() -> None:
             threads.append(in_thread(lambda: store.backend.delete([key_of(1)])))
-            threads[0].join(0.05)
+            assert until_it_waits(threads[0])
 
         disk.arm(delete, what="allocate")
         assert put(store, [24]) == [True]
@@ -264,7 +265,7 @@ def test_a_flush_covers_what_is_going_along(tmp_path: Path) -> None:
 
         def flush() -> None:
             threads.append(in_thread(store.flush))
-            threads[0].join(0.05)
+            assert until_it_waits(threads[0])
 
         disk.arm(flush, what="allocate")
         assert put(store, [24]) == [True]
