@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from budget import scaled
+from budget import FACTOR, scaled
 from hypothesis import HealthCheck, Phase, settings
 from own_shm import take_own_shm
 
@@ -38,6 +38,14 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where few examples are drawn, whole runs are made only if ``-k`` asks for them."""
+    if FACTOR < 1 and not config.getoption("keyword"):
+        left = [item for item in items if item.get_closest_marker("whole")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

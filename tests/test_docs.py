@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from all_planted import ALL
+from nursery import THIRD_PARTY, nursery
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md")])
@@ -27,14 +26,9 @@ def test_an_example_runs_as_it_stands(page: Path, i: int, code: str, tmp_path: P
     for earlier in (text for known, at, text in EXAMPLES if known == page and at < i):
         if named := re.match(r"# (\w+\.py)\n", earlier):
             (tmp_path / named[1]).write_text(earlier)
-    ran = subprocess.run(
-        [sys.executable, "-P", "-W", "error", "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    ran = nursery(*THIRD_PARTY).run(
+        ["-c", code], env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path, warn="error", timeout=120
     )
     assert ran.returncode == 0, f"{page.name}, example {i}:\n{ran.stderr}"
 

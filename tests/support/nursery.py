@@ -19,6 +19,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -131,9 +132,11 @@ def nursery(*modules: str) -> Nursery:
 
 def _next_request(listener: socket.socket) -> dict[str, Any]:
     """Returns in a new process for each request; the process that forks ends within."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those who wait for the new ones are waited for by none
     while True:
         text, fds, _, _ = socket.recv_fds(listener, REQUEST_NBYTES_MAX, 3)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # the time of those that have ended is counted as ours
+                pass
         if not text:
             os._exit(0)
         if os.fork():
@@ -141,7 +144,6 @@ def _next_request(listener: socket.socket) -> dict[str, Any]:
                 os.close(fd)
             continue
         listener.close()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         status, *streams = fds
         if born := os.fork():
             os.write(status, b"%d\n" % born)
