@@ -20,7 +20,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-SHM: Final = "/dev/shm"  # noqa: S108 - the file system itself
+from cache_manager.regions.directory import DIRECTORY
+
+SHM: Final = str(DIRECTORY)
 SHM_NBYTES_MIN: Final = 1 << 30
 """Containers get 64 MiB unless told otherwise, which is less than the rows of most engines."""
 

@@ -15,6 +15,7 @@ import pytest
 from canary import canary_rows
 from job_house import JobHouse
 from origins_of import origins_of
+from waiting import until_it_waits
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError
@@ -158,8 +159,7 @@ def test_another_thread_is_no_finaliser_and_waits(aux, monkeypatch) -> None:
 
     def beside(self, *arguments) -> None:
         thread.start()
-        thread.join(0.05)
-        assert not ended
+        assert until_it_waits(thread)
         pass_on(self, *arguments)
 
     monkeypatch.setattr(Leases, "pass_on", beside)

@@ -8,6 +8,7 @@ every rule every block is read for the life that the scheduler knows, and has ex
 from __future__ import annotations
 
 import numpy as np
+from budget import examples
 from canary import canary_rows
 from engine_model import (
     BLOCK,
@@ -26,7 +27,6 @@ from engine_model import (
     slots_of,
 )
 from gate import until
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -354,4 +354,4 @@ class EngineBlocksShared(EngineBlocksMachine):
 
 
 TestEngineBlocksShared = EngineBlocksShared.TestCase
-TestEngineBlocksShared.settings = settings(max_examples=15)
+TestEngineBlocksShared.settings = examples(15)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from budget import examples
 from canary import canary_rows
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv import SlotKV
@@ -410,4 +410,4 @@ class OriginMaskMachine(OriginMachine):
 
 
 TestOriginMask = OriginMaskMachine.TestCase
-TestOriginMask.settings = settings(max_examples=60)
+TestOriginMask.settings = examples(60)
