@@ -40,12 +40,14 @@ class LeftRoutes:
         self._store = store
         self._siblings: OrderedDict[str, dict[str, dict[str, Any]]] = OrderedDict()
 
-    def make_room(self, name: str) -> None:
-        """A request of this name begins: what an earlier one has left under it is not found any more.
+    def make_room(self, name: str, group: str | None) -> None:
+        """A request of this name begins: what an earlier one has left under it is neither found nor told any more.
 
         Its tokens may be the same and its weights others. An answer without a handle is looked for by its name as soon
         as a front end has ended it, which is before the engine knows.
         """
+        for kind, told in (found := self._siblings.get(group or "", {})).items():
+            found[kind] = {other: each for other, each in told.items() if other != name}
         try:
             if (left := self._store.find(name)) is not None:
                 self._store.delete(left)

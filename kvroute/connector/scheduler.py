@@ -118,10 +118,10 @@ class SchedulerRows:
 
     # ---------------------------------------------------------------- admission
 
-    def arrived(self, name: str) -> None:
-        """A request has come that the client calls ``name``; before it can have an answer."""
+    def arrived(self, name: str, group: str | None = None) -> None:
+        """A request has come that will be :meth:`finished` under this name; before it can have an answer."""
         if self._left is not None:
-            self._left.make_room(name)
+            self._left.make_room(name, group)
 
     def matched(self, request: Request, local: int, found: int, *, later: bool) -> int:
         """How many of ``found`` tokens to take from outside, beyond ``local`` ones: as many as have rows."""

@@ -125,3 +125,7 @@ def test_each_of_a_group_is_told_with_all_that_are_done(engine: Callable[..., To
     calls = [("1_r", "r-1"), ("1_s", "s-1"), ("0_r", "r-1"), ("5_1", None)]
     told = [toy.scheduler.finished(name, toy.table, 6, Tokens(TOKENS, 3), group=group) for name, group in calls]
     assert [sorted(each["kvroute"]["rollouts"]) for each in told if each] == [["1_r"], ["1_s"], ["0_r", "1_r"], ["5_1"]]
+    toy.scheduler.arrived("1_r", "r-1")  # the same id again, in an engine whose ids have nothing random
+    again = toy.scheduler.finished("0_r", toy.table, 6, Tokens(TOKENS, 3), group="r-1")
+    assert again is not None
+    assert list(again["kvroute"]["rollouts"]) == ["0_r"]

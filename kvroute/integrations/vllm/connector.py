@@ -129,7 +129,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
-        self._scheduler_rows.arrived(_name_of(request))
+        self._scheduler_rows.arrived(*_names_of(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens) or (0, False)
@@ -166,9 +166,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
             return keep, params
         stops = request.sampling_params is not None and bool(request.sampling_params.stop)
         of = Tokens(list(request.all_token_ids), request.num_prompt_tokens, stops or status.endswith("ABORTED"))
-        number, _, parent = name.partition("_")  # of a client's own id it makes a group that has one member
-        group = parent if number.isdecimal() else None
-        routes = rows.finished(_name_of(request), blocks, tokens, of, group=group, ended=ended)
+        client, group = _names_of(request)
+        routes = rows.finished(client, blocks, tokens, of, group=group, ended=ended)
         return keep, {**(params or {}), **routes} if routes else params
 
     def reset_cache(self) -> bool | None:
@@ -182,15 +181,18 @@ class RowsWithKV(Base):  # type: ignore[misc]
                 self.__dict__.pop(rows).close()
 
 
-def _name_of(request: Any) -> str:
-    """What clients call a request: the id that they gave, behind ``<i>_`` if it is the i-th of several completions.
+def _names_of(request: Any) -> tuple[str, str | None]:
+    """What clients call a request, and what it has in common with the completions of the same prompt, if there are any.
 
-    Nothing in the engine says whether such a beginning is vLLM's or the client's own. The client knows.
+    The first is the id that they gave, behind ``<i>_`` if it is the i-th of several completions. The client knows
+    whether that beginning is its own. Nothing in the engine does: the group of such an id may have one member.
     """
     from vllm import envs  # type: ignore[import-not-found]
 
     name: str = request.request_id
-    return name if getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False) else name[:-SUFFIX]
+    number, _, parent = name.partition("_")
+    random = not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
+    return name[:-SUFFIX] if random else name, parent if number.isdecimal() else None
 
 
 def connector_class(inner: str) -> type:
