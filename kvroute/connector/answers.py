@@ -75,8 +75,9 @@ def unseen(output: Any, index: int = 0) -> tuple[tuple[int, int], ...]:
 def _left(asked: _Asked, rollouts: RolloutStore, wait_s: float) -> Routes:
     """The routes that the engine has left in the store, or leaves there while they are waited for."""
     if asked.tokens is None or not asked.names:
-        wanted = "an answer with an id and token ids (return_token_ids; enable_response_messages of responses)"
-        raise RowError(asked.what, wanted, "an answer without, whose rollout nothing tells from others of its name")
+        wanted = "an answer with an id and token ids, by which rollouts of a name are told apart"
+        got = "none: see return_token_ids, of responses enable_response_messages, of a stream gathered(chunks)"
+        raise RowError(asked.what, wanted, got)
     give_up_s, refused = time.monotonic() + wait_s, dict[str, str]()
     while True:
         for name in asked.names:
@@ -191,9 +192,10 @@ def _names(request: str, index: int, prompts: Mapping[int, Any], *, lists: bool)
 def _refuse_parts(output: Any) -> None:
     """Raise :class:`RowError` for a part of an answer: what a stream sends."""
     kind, event = field_of(output, "object"), field_of(output, "type")
-    if kind == "chat.completion.chunk" or (kind == "text_completion" and not _has(output, "kv_transfer_params")):
+    whole = _has(output, "kv_transfer_params") or _has(output, "usage")
+    if kind == "chat.completion.chunk" or (kind == "text_completion" and not whole):
         wanted = "a whole answer: kvroute.integrations.vllm.gathered(chunks) makes one of all chunks of a stream"
-        raise RowError("routes", wanted, f"a chunk of a stream ({kind} without kv_transfer_params)")
+        raise RowError("routes", wanted, f"a chunk of a stream, {kind}")
     if isinstance(event, str) and event.startswith("response."):
         raise RowError("routes", "a whole answer: the response of response.completed", f"an event of a stream, {event}")
 

@@ -306,8 +306,10 @@ def test_a_stream_is_gathered(store: RolloutStore, chunks: list[dict[str, Any]],
         found = routes(answer, i, rollouts=store, wait_s=0)
         assert found == made(rows, i).bind([*PROMPT, *tokens], [3, rows])
     for each in chunks:
-        with pytest.raises(kvroute.RowError, match=r"gathered\(chunks\).* a chunk of a stream"):
-            routes(each, rollouts=store, wait_s=60)
+        with pytest.raises(kvroute.RowError, match=r"gathered\(chunks\)"):
+            routes(each, rollouts=store, wait_s=0)
+    with pytest.raises(kvroute.RowError, match=r"gathered\(chunks\)"):  # of a stream whose every chunk says its usage
+        routes({**chunks[3], "usage": {"completion_tokens": 5}}, chunks[3]["choices"][0]["index"], rollouts=store)
     with pytest.raises(kvroute.RowError, match="rollouts="):
         routes(answer)
 

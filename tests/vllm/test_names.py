@@ -112,7 +112,7 @@ def streams(server: Server, home: Path, store: RolloutStore) -> int:
     ):
         chunks = server.stream(path, **body)
         for each in (chunks[0], chunks[-2], chunks[-1]):
-            no_rows(each, 0, "a chunk of a stream", rollouts=store, wait_s=60)
+            no_rows(each, 0, "gathered", rollouts=store, wait_s=60)
         answer = gathered(chunks)
         found += sum(right(home, answer, each["index"], rollouts=store) for each in answer["choices"])
         no_rows(answer, 0, "rollouts=")
