@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from planted import FAULTS, Fault
+from planted_answers import ANSWER_FAULTS
 from planted_connector import CONNECTOR_FAULTS
 from planted_core import CORE_FAULTS
 from planted_memory import MEMORY_FAULTS
@@ -18,6 +19,7 @@ LISTS: Final = {
     "planted_core.py": CORE_FAULTS,
     "planted_memory.py": MEMORY_FAULTS,
     "planted_connector.py": CONNECTOR_FAULTS,
+    "planted_answers.py": ANSWER_FAULTS,
 }
 ALL: Final[tuple[Fault, ...]] = tuple(fault for faults in LISTS.values() for fault in faults)
 OTHERS: Final = 6
