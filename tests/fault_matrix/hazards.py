@@ -17,6 +17,8 @@ _MANAGER = "tests/cache_manager/test_manager.py::"
 _LIVES = "cache_manager/testing/life/claims.py::"
 _OWN = "tests/cache_manager/test_own_managers.py::"
 _MATRIX = "tests/fault_matrix/"
+_GROWTH = "tests/cache_manager/test_manager_growth.py::"
+_HANDED_OUT = "tests/cache_manager/test_origins_handed_out.py::"
 _MOONCAKE = "tests/storage/test_mooncake_faults.py::"
 _REGIONS = "tests/regions/"
 _PAIRS = "tests/cache_manager/test_pair_mover.py::"
@@ -186,6 +188,7 @@ HAZARD_CLASSES: Final = (
         "a block that others use cannot be written; it is copied first",
         (
             _MANAGER + "test_forks_share_until_one_of_them_writes",
+            _GROWTH + "test_a_fork_of_any_number_of_sequences_goes_on_under_its_own_tokens",
             _MANAGER + "test_a_block_that_others_use_cannot_be_written",
         ),
     ),
@@ -201,11 +204,12 @@ HAZARD_CLASSES: Final = (
         "KV of one computation comes back beside the rows of another: equal tokens, other batches, two stores",
         "kvroute itself, before origins",
         "every block's content, and its records of rows and of KV, name the computation; rows come beside KV of their "
-        "own only",
+        "own only; a name ends when it is handed out",
         (
             _PAIRS + "test_two_engines_racing_on_one_pool_hand_out_whole_pairs_only",
             _PAIRS + "test_a_kv_store_that_drops_first_does_not_mix_computations",
             "tests/cache_manager/test_origin_machine.py::rows_are_of_the_pass_that_made_the_kv",
+            _HANDED_OUT + "test_rows_of_a_second_pass_do_not_come_back_beside_the_kv_of_the_first",
         ),
     ),
 )
