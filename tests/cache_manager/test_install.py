@@ -115,6 +115,22 @@ def test_a_row_lands_beside_its_own_kv_and_on_no_other_row(
         d.assert_consistent()
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_kv_that_comes_over_what_was_computed_here_takes_its_rows_away(tokens: int) -> None:
+    """Goal: no row beside KV that was written over. Method: one row of P comes; D computes the next token behind it;
+    then P's KV comes, of the one token or of more."""
+    header, payload = exported([0, 1, 2, 3], 1)
+    with aux_blocks() as d:
+        d.allocate([D_BLOCK], "req")
+        life = life_of(d, D_BLOCK)
+        assert d.install(D_BLOCK, life, header, payload) == 1
+        write(d, D_BLOCK, [1], "D")
+        assert rows(d, D_BLOCK) == ["P", "D", None, None]
+        assert d.bind_origin(D_BLOCK, life, header.origin, tokens)
+        assert rows(d, D_BLOCK) == (["P", "D", None, None] if tokens == 1 else [None] * 4)
+        d.assert_consistent()
+
+
 def test_rows_of_another_origin_get_no_place_beside_the_kv_that_came() -> None:
     """Goal: KV and rows of one computation. Method: KV of A is named, rows of B come; then KV of B, and B's again."""
     (header_a, rows_a), (header_b, rows_b) = exported([0, 1, 2, 3]), exported([0, 1, 2, 3])

@@ -9,6 +9,7 @@ import pytest
 from watched_region import Watched
 
 from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.engine_blocks import EngineBlocks
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 
@@ -69,3 +70,41 @@ def test_a_reset_during_a_read(look: int) -> None:
         region.words.loaded = resets  # type: ignore[attr-defined]
         assert not aux.read("routing", [0], owner="a").valid.any()
         region.words = np.asarray(region.words)
+
+
+CHANGES = {
+    "reset": lambda engine: engine.reset(weights_version=2),
+    "forgotten": lambda engine: engine.forget([0]),
+    "refused": lambda engine: engine.write_step(np.arange(4.0), {"routing": ROWS + 100}),
+    "written anew": lambda engine: engine.write_step(np.arange(4), {"routing": ROWS + 100}),
+    "given out": lambda engine: engine.renew([0]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("look", [1, 2])
+def test_rows_that_are_gone_when_a_read_ends_are_not_handed_out(look: int, change) -> None:
+    """Goal: a read for a generation hands out what is there when it ends, though its copy was whole before. Method: as
+    above; most of these leave the block in its generation."""
+    with EngineBlocks([SPEC], blocks=2, namespace=Namespace("m", 1)) as engine:
+        lives = engine.renew([0, 1])
+        engine.write_step(np.arange(8), {"routing": np.concatenate([ROWS, ROWS])})
+        looks = 0
+
+        def changes() -> None:
+            nonlocal looks
+            looks += 1
+            if looks == look:
+                change(engine)
+
+        region = engine.region("device")
+        region.words = region.words.view(Watched)
+        region.words.loaded = changes  # type: ignore[attr-defined]
+        found = engine.read("routing", [0, 1], generations=lives)
+        region.words = np.asarray(region.words)
+        assert looks >= look
+        for row in np.flatnonzero(found.valid[:4]):
+            assert np.array_equal(found.values[row], ROWS[row] + 100), "of the pass that is there"
+        if change is not CHANGES["reset"]:
+            assert found.valid[4:].all(), "what nobody has touched"
+            assert np.array_equal(found.values[4:], ROWS)
