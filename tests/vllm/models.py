@@ -1,4 +1,4 @@
-"""Tiny Mixture-of-Experts models of four families with seeded weights, and what transformers says of their routing."""
+"""Tiny Mixture-of-Experts models of five families with seeded weights, and what transformers says of their routing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.olmoe import OlmoeConfig, OlmoeForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -48,6 +49,16 @@ FAMILIES: dict[str, Any] = {
             num_experts_per_tok=4,
         )
     ),
+    "mixtral_with_windows": lambda: MixtralForCausalLM(
+        MixtralConfig(
+            **_COMMON, **_HEADS, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2, sliding_window=64
+        )
+    ),
+    "gpt_oss": lambda: GptOssForCausalLM(  # every other layer has a window
+        GptOssConfig(
+            **_COMMON, **_HEADS, intermediate_size=64, num_local_experts=16, num_experts_per_tok=4, sliding_window=64
+        )
+    ),
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(
         DeepseekV3Config(
             **_COMMON,
@@ -80,7 +91,7 @@ def save(family: str, home: Path, seed: int = 0) -> Path:
             if "norm" in name:
                 parameter.fill_(1.0)
             else:
-                parameter.normal_(0, 0.3 if name.endswith("gate.weight") else 0.08)
+                parameter.normal_(0, 0.3 if name.endswith(("gate.weight", "router.weight")) else 0.08)
             if name.endswith("kv_a_proj_with_mqa.weight"):  # vLLM's CPU kernel rotates otherwise than transformers
                 parameter[_MLA["kv_lora_rank"] :] = 0
     model.save_pretrained(home, safe_serialization=True)
@@ -99,16 +110,21 @@ def _reference(home: Path, dtype: torch.dtype) -> Any:
 def moe_layers(home: Path) -> list[int]:
     """The layers that have routers, in order."""
     layers = _reference(home, torch.float32).model.layers
-    return [i for i, layer in enumerate(layers) if hasattr(layer.mlp, "gate")]
+    return [i for i, layer in enumerate(layers) if _router(layer) is not None]
+
+
+def _router(layer: Any) -> Any:
+    """The module that answers the experts' ids last, under the name of its family; ``None`` of a dense layer."""
+    return getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
 
 
 def routing(home: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> NDArray[np.int64]:
     """The experts that transformers' forward pass of these weights chooses, sorted: ``[tokens, moe layers, top_k]``."""
     model, found = _reference(home, dtype), {}
     hooks = [
-        layer.mlp.gate.register_forward_hook(lambda _m, _a, out, i=i: found.__setitem__(i, out[2]))
+        router.register_forward_hook(lambda _m, _a, out, i=i: found.__setitem__(i, out[2]))
         for i, layer in enumerate(model.model.layers)
-        if hasattr(layer.mlp, "gate")
+        if (router := _router(layer)) is not None
     ]
     with torch.no_grad():
         model(torch.tensor([tokens]))

@@ -16,7 +16,14 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+)
 
 import kvroute
 from cache_manager.keys import BlockKey
@@ -142,9 +149,11 @@ def test_engines_with_other_weights_never_meet(engine: Start, model: Model, shar
     other.assert_right(outputs)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "gpt_oss"])
 def test_other_families(engine: Start, model: Model, family: str) -> None:
-    """Goal: routers of other kinds, Mixtral's and OLMoE's. Method: plain, prefix hits and a second turn."""
+    """Goal: routers of other kinds, Mixtral's, OLMoE's and gpt-oss'; the windows of the last drop nothing. Method:
+    plain, prefix hits and a second turn.
+    """
     made = engine(model(family))
     asked = prompts(30, 10, 33, 1, shared=100)
     for _ in range(2):
@@ -152,6 +161,16 @@ def test_other_families(engine: Start, model: Model, family: str) -> None:
         made.assert_right(outputs)
     assert min(output.num_cached_tokens for output in outputs) >= 96
     made.assert_right(made.ask([[*p, *o.outputs[0].token_ids, 7] for p, o in zip(asked, outputs, strict=True)]))
+
+
+def test_a_model_whose_windows_drop_kv_is_refused(engine: Start, model: Model) -> None:
+    """Goal: no row of KV that is given up. Method: windows in all layers, of which vLLM keeps no more; one that holds
+    all that a request may have is as good as none.
+    """
+    with pytest.raises(kvroute.ConfigError, match="not SlidingWindowSpec"):
+        engine(model("mixtral_with_windows"))
+    within = engine(model("mixtral_with_windows"), max_model_len=64)
+    within.assert_right(within.ask(prompts(31, 10, 33), max_tokens=20))
 
 
 def test_deepseek_with_latent_attention(engine: Start, model: Model, tmp_path: Path) -> None:
@@ -214,7 +233,14 @@ def test_a_compiled_model_has_no_rows_and_says_why(engine: Start, model: Model) 
 REFUSED: dict[str, Any] = {
     "0.32": {"vllm": "0.99.1"},
     "one KV cache group": {"groups": 2},
-    "within its window": {"window": 64},
+    "KV of all tokens.*not SlidingWindowSpec": {"kv": SlidingWindowSpec, "window": {"sliding_window": 64}},
+    "KV of all tokens.*not ChunkedLocalAttentionSpec": {
+        "kv": ChunkedLocalAttentionSpec,
+        "window": {"attention_chunk_size": 64},
+    },
+    "KV of all tokens.*not RSWASpec": {"kv": RSWASpec, "window": {"rswa_window": 64}},
+    # looks at a window and keeps all: what is refused is the next thing
+    "no pipeline": {"window": {"sliding_window": 64}, "parallel": {"pipeline_parallel_size": 2}},
     "a hash for each whole block": {"cache": {"hash_block_size": 16}},
     "no pipeline parallelism": {"parallel": {"pipeline_parallel_size": 2}},
     "no data parallelism": {"parallel": {"data_parallel_size": 2}},
@@ -239,8 +265,7 @@ def test_what_is_not_followed_is_refused_by_name(model: Model, monkeypatch: pyte
     config = EngineArgs(model=str(model("qwen3_moe")), max_model_len=512, kv_transfer_config=transfer)
     made = config.create_engine_config()
     shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-    window = {"sliding_window": changed["window"]} if "window" in changed else {}
-    kv = KVCacheGroupSpec(["layer"], (SlidingWindowSpec if window else FullAttentionSpec)(**shape, **window))
+    kv = KVCacheGroupSpec(["layer"], changed.get("kv", FullAttentionSpec)(**shape, **changed.get("window", {})))
     cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[kv] * changed.get("groups", 1))
     for where, name in ((cache, "cache"), (made.parallel_config, "parallel"), (made.model_config, "model")):
         for field, value in changed.get(name, {}).items():
@@ -268,7 +293,15 @@ def test_any_connector_can_be_the_inner_one(inner: str) -> None:
     config = KVTransferConfig(kv_connector=f"Kvroute{inner}", kv_connector_module_path=MODULE, kv_role="kv_both")
     found = KVConnectorFactory.get_connector_class(config)
     assert not found.__abstractmethods__
-    if inner in KVConnectorFactory._registry:
+    if ":" not in inner and inner != "Connector":
         wrapped = KVConnectorFactory.get_connector_class_by_name(inner)
         assert issubclass(found, wrapped)
         assert supports_hma(found) == supports_hma(wrapped)
+
+
+def test_a_connector_that_vllm_does_not_know_is_named_as_ours() -> None:
+    """Goal: who misspells a name learns which there are. Method: vLLM's factory is asked for one that is none."""
+    config = KVTransferConfig(kv_connector="KvrouteNixl", kv_connector_module_path=MODULE, kv_role="kv_both")
+    wanted = "kv_connector: wanted KvrouteConnector, .*KvrouteNixlConnector, .*<module>:<class>, got KvrouteNixl$"
+    with pytest.raises(kvroute.ConfigError, match=wanted):
+        KVConnectorFactory.get_connector_class(config)

@@ -55,13 +55,14 @@ def refuse(config: Any, cache: Any, settings: Settings) -> None:
 
     model, parallel, kv = config.model_config, config.parallel_config, cache.kv_cache_groups[0].kv_cache_spec
     version = ".".join(vllm.__version__.split(".")[:2])
-    window, hashed = getattr(kv, "sliding_window", None) or model.max_model_len, getattr(cache, "hash_block_size", None)
+    lossy, hashed = _lossy(kv, model.max_model_len), getattr(cache, "hash_block_size", None)
     contexts = parallel.decode_context_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
     own = (model, getattr(config, "aux_output_config", None))
     for wanted, got in {
         f"vLLM {' or '.join(TESTED)}, or settings.untested={version!r}": version not in (*TESTED, settings.untested),
-        "one KV cache group, not a hybrid model's": len(cache.kv_cache_groups) > 1,
-        "attention to all tokens, or max_model_len within its window": window < model.max_model_len,
+        "one KV cache group (a hybrid model has more; --disable-hybrid-kv-cache-manager makes one of windows and full "
+        "attention)": len(cache.kv_cache_groups) > 1,
+        f"KV of all tokens, or max_model_len within the window, not {', '.join(lossy)}": bool(lossy),
         "a hash for each whole block": hashed not in (None, kv.block_size),
         "no pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "no data parallelism": parallel.data_parallel_size > 1,
@@ -74,6 +75,21 @@ def refuse(config: Any, cache: Any, settings: Settings) -> None:
     }.items():
         if got:
             raise ConfigError("vLLM with kvroute", wanted, f"vLLM {vllm.__version__} as it is configured")
+
+
+def _lossy(kv: Any, tokens_max: int) -> list[str]:
+    """What gives up KV of earlier tokens, and rows with it, among the specs of a KV cache group.
+
+    A full attention's spec keeps all, also where a layer looks at a window of it only.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # type: ignore[import-not-found]
+
+    found = dict[str, None]()
+    for spec in getattr(kv, "kv_cache_specs", {"": kv}).values():
+        full = isinstance(spec, FullAttentionSpec) and not hasattr(spec, "rswa_window")
+        if not full and not (isinstance(spec, SlidingWindowSpec) and spec.sliding_window >= tokens_max):
+            found[type(spec).__name__] = None
+    return list(found)
 
 
 __all__ = ["TESTED", "engine_of", "refuse", "settings_of"]

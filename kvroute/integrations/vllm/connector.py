@@ -10,6 +10,7 @@ from cache_manager.errors import ConfigError
 from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
 from kvroute.connector.pages import page_name
 from kvroute.integrations.vllm.config import engine_of
+from kvroute.integrations.vllm.routers import hook
 
 Base: Any = object  # vLLM's classes, of which there are none here
 SUFFIX = 9
@@ -44,18 +45,18 @@ class RowsWithKV(Base):  # type: ignore[misc]
             self._bind(self._rank.ids)
 
     def _bind(self, ids: Any) -> None:
-        """Hook the router of each layer; a draft model's are others."""
+        """Hook what chooses in each layer; a draft model's layers are others."""
         wanted, bound = self._engine.spec.attrs["layer_ids"], dict[Any, str]()
         for name, module in self._vllm_config.compilation_config.static_forward_context.items():
-            layer, router = getattr(module, "layer_id", None), getattr(module, "router", None)
-            if layer not in wanted or not hasattr(router, "set_capture_fn") or "draft" in name:
+            layer = getattr(module, "layer_id", None)
+            if layer not in wanted or "draft" in name or not hook(name, module, ids.hook(layer)):
                 continue
             if layer in bound:
                 raise ConfigError("routers", f"one of layer {layer}", f"{bound[layer]} and {name}")
             bound[layer] = name
-            router.set_capture_fn(ids.hook(layer))  # type: ignore[union-attr]
         if len(bound) != len(wanted):
-            raise ConfigError("routers with a hook", f"layers {list(wanted)}", sorted(bound))
+            got = f"{sorted(bound)}; the experts of the others are not layers that vLLM knows by name"
+            raise ConfigError("routers with a hook", f"layers {list(wanted)}", got)
 
     def get_handshake_metadata(self) -> Any:
         inner = super().get_handshake_metadata()
@@ -206,8 +207,11 @@ def connector_class(inner: str) -> type:
         base, made["wait_for_layer_load"] = KVConnectorBase_V1, lambda *_: None  # of its calls the one not made above
     elif module:
         base = getattr(import_module(module), name)
-    else:
+    elif inner in KVConnectorFactory._registry:
         base = KVConnectorFactory.get_connector_class_by_name(inner)
+    else:
+        known = ", ".join(f"Kvroute{each}" for each in ("Connector", *KVConnectorFactory._registry))
+        raise ConfigError("kv_connector", f"{known}, or Kvroute<module>:<class>", f"Kvroute{inner}")
     return type(f"Kvroute{name}", (RowsWithKV, base), made)
 
 
