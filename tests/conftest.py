@@ -48,16 +48,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Goal: a worker that has to be ended at once fails the run too. Method: the last of all fixtures looks."""
+    yield
+    assert _threads_left() == []
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(exitstatus: int) -> Iterator[None]:
     """Ends the run at once, and as failed, where a thread that is not a daemon is still running after the summary."""
     yield
     if OWN_SHM is not None:
         shutil.rmtree(OWN_SHM, ignore_errors=True)
-    left = [
-        thread.name for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon
-    ]
-    if left:
+    if left := _threads_left():
         print(f"\nstill running at the end: {', '.join(left)}", flush=True)
         sys.stderr.flush()
         os._exit(int(exitstatus) or 1)
+
+
+def _threads_left() -> list[str]:
+    """Those that would keep this process from its end."""
+    main = threading.main_thread()
+    return [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]

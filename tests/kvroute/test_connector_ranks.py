@@ -59,7 +59,8 @@ def test_what_the_first_rank_sees_is_of_all_ranks(tmp_path: Path, divided: bool,
     """Goal: a witness is that of the whole KV, and another one where a rank has other KV. Method: two processes over
     gloo, with one of two heads each, or a copy of the one head; a bit of the second block in the second rank.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # which imports once what every rank would take seconds for
+    context.set_forkserver_preload(["torch.distributed", "kvroute.connector.worker", "kvroute.witness"])
     ranks = [context.Process(target=rank_of, args=(rank, tmp_path, divided, damaged)) for rank in range(2)]
     for rank in ranks:
         rank.start()

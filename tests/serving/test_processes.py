@@ -19,6 +19,8 @@ from serving import Plain, Process, all_blocks_are_back, ask, completion, metric
 
 from cache_manager.regions import reap_orphans
 
+pytestmark = pytest.mark.xdist_group("processes")  # its servers take seconds to start
+
 LEASE_S = 2
 
 Answer = tuple[int, dict[str, Any]]

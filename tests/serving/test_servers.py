@@ -28,6 +28,8 @@ from kvroute.serving.front import FrontServer
 from kvroute.serving.prefill import PrefillServer
 from transfer.curve import make_keys
 
+pytestmark = pytest.mark.xdist_group("servers")  # its servers take seconds to start
+
 SIZES: dict[str, Any] = {"device_blocks": 48, "host_blocks": 16, "memory": "heap", "port": 0}
 
 
