@@ -21,6 +21,7 @@ from itertools import count
 from typing import Any, Final
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -40,7 +41,7 @@ _NUMBERS = count()  # of replays in this process: tells the targets of one micro
 
 def padded(
     routes: Sequence[Routes],
-    mask: torch.Tensor,  # [batch, width]  bool or integers: 1 for a token, 0 for padding
+    mask: torch.Tensor | NDArray[Any],  # [batch, width]  bool or integers: 1 for a token, 0 for padding
     split: Split = _WHOLE,
 ) -> torch.Tensor:
     """Targets ``[batch, width, layers, top_k]`` int64 for ``input_ids`` ``[batch, width]`` with this attention mask.
@@ -52,16 +53,14 @@ def padded(
 
     Raises :class:`ReplayError` for a mask that is not that of such a batch, ``RowError`` for unlike samples.
     """
-    tokens, side = _padding(mask, len(routes))
+    tokens, width, side = _padding(torch.as_tensor(mask), len(routes))
     return torch.from_numpy(
-        shard_padded(
-            routes, tokens, split, width=mask.shape[1], side=side, order="batch", missing="minus1", pad="minus1"
-        )
+        shard_padded(routes, tokens, split, width=width, side=side, order="batch", missing="minus1", pad="minus1")
     )
 
 
-def _padding(mask: torch.Tensor, samples: int) -> tuple[list[int], Side]:
-    """How many tokens each sample has, and the side that all are padded on."""
+def _padding(mask: torch.Tensor, samples: int) -> tuple[list[int], int, Side]:
+    """How many tokens each sample has, the width of the batch, and the side that all are padded on."""
     if mask.dim() != 2 or len(mask) != samples or mask.is_floating_point() or bool(((mask != 0) & (mask != 1)).any()):
         wanted = f"1 for tokens and 0 for padding, [{samples} samples, width]"
         raise ReplayError("mask", wanted, f"{mask.dtype} of shape {tuple(mask.shape)}")
@@ -74,7 +73,7 @@ def _padding(mask: torch.Tensor, samples: int) -> tuple[list[int], Side]:
         sample = int((strange if bool(strange.any()) else ~(right if bool(right[0]) else left)).int().argmax())
         wanted = "tokens side by side, padded on the side that all samples are padded on"
         raise ReplayError(f"mask of sample {sample}", wanted, there[sample].int().tolist())
-    return counts[:, 0].tolist(), "right" if bool(right.all()) else "left"
+    return counts[:, 0].tolist(), mask.shape[1], "right" if bool(right.all()) else "left"
 
 
 def packed(routes: Sequence[Routes], tokens: Sequence[int], split: Split = _WHOLE) -> torch.Tensor:

@@ -392,6 +392,7 @@ def test_samples_must_fit_the_batch(qwen: Any) -> None:
     for make, message in [
         (lambda: padded([routes], RIGHT), r"mask: wanted 1 for tokens and 0 for padding, \[1 samples, width\]"),
         (lambda: padded([routes], RIGHT[0]), "mask: wanted 1 for tokens"),
+        (lambda: padded([routes], [5]), "mask: wanted 1 for tokens"),  # type: ignore[arg-type]
         (lambda: padded([routes] * 2, 2 * RIGHT), "mask: wanted 1 for tokens"),
         (lambda: padded([routes] * 2, RIGHT.float()), "mask: wanted 1 for tokens"),
         (
