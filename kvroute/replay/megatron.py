@@ -21,11 +21,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from kvroute.materialize import Filler, Missing
 from kvroute.replay.errors import ReplayError
@@ -34,6 +36,11 @@ from kvroute.sharding import Side, Split, shard_packed, shard_padded
 
 Model = nn.Module | Sequence[nn.Module]
 """A model, or the chunks of a virtual pipeline."""
+
+_HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+"""Of routers with installed rows: what counts their tokens."""
+_SCHEDULED: WeakSet[nn.Module] = WeakSet()
+"""Routers inside a schedule."""
 
 
 def layer_ids(model: Model) -> tuple[int, ...]:
@@ -62,10 +69,11 @@ def packed(
     ids: a padding row that names one expert ``top_k`` times breaks the dispatcher's count, and one that names the first
     ``top_k`` every time overloads one rank.
 
-    Raises ``RowError`` naming the position of a row that is missing, unless ``missing`` says how to spell it.
+    Raises ``RowError`` naming the position, and the layer, of what is missing, unless ``missing`` says how to spell it,
+    and for unlike samples; :class:`ReplayError` for a router on a layer that is dense to the routes.
     """
-    rows = shard_packed(routes, tokens, split, layer_ids(model), "int64", missing, pad=pad, ep=ep)
-    return torch.from_numpy(rows)
+    layers = _layers_of(model, routes, split)
+    return torch.from_numpy(shard_packed(routes, tokens, split, layers, "int64", missing, pad=pad, ep=ep))
 
 
 def padded(
@@ -75,7 +83,7 @@ def padded(
     width: int,
     split: Split,
     *,
-    side: Side = "right",
+    side: Side,
     missing: Missing = "error",
     pad: Filler = "spread",
     ep: int = 1,
@@ -84,6 +92,7 @@ def padded(
 
     The rows are in the order in which a router flattens ``[sequence, batch, hidden]``: the sequence outermost.
     """
+    layers = _layers_of(model, routes, split)
     rows = shard_padded(
         routes,
         tokens,
@@ -91,7 +100,7 @@ def padded(
         width=width,
         side=side,
         order="sequence",
-        layers=layer_ids(model),
+        layers=layers,
         dtype="int64",
         missing=missing,
         pad=pad,
@@ -134,6 +143,9 @@ def install(
         else:
             router.router_replay.set_target_indices(target, replay_mask=replay_mask)
     _set_action(routers, "REPLAY_FORWARD")
+    for router in routers.values():
+        if router not in _HOOKS:
+            _HOOKS[router] = router.register_forward_pre_hook(_count)
 
 
 def backward(model: Model) -> None:
@@ -146,19 +158,28 @@ def clear(model: Model) -> None:
     for router in _routers(model).values():
         router.router_replay.clear_router_replay_action()
         router.router_replay.clear_indices()
+        if (hook := _HOOKS.pop(router, None)) is not None:
+            hook.remove()
 
 
 @contextmanager
 def schedule(model: Model) -> Iterator[None]:
     """Keep the rows of one pipeline schedule to itself: nothing is left of earlier ones, nor for later ones.
 
+    Raises :class:`ReplayError` inside another schedule of the same routers, whose rows it would forget.
+
     A forward-only pass, a schedule without recomputation and a failed one all leave entries behind. The next backward
     pass would take them for its own, and use another micro-batch's routes.
     """
-    clear(model)
+    routers = list(_routers(model).values())
+    if any(router in _SCHEDULED for router in routers):
+        raise ReplayError("schedule", "one schedule of a model at a time", "another that is not over")
+    _SCHEDULED.update(routers)
     try:
+        clear(model)
         yield
     finally:
+        _SCHEDULED.difference_update(routers)
         clear(model)
 
 
@@ -185,6 +206,32 @@ def recorded(model: Model) -> torch.Tensor:
             raise ReplayError(f"router of layer {layer}", "a forward pass inside record()", "none")
         chosen.append(ids)
     return torch.stack(chosen, dim=1).to(torch.int64)
+
+
+def _layers_of(model: Model, routes: Sequence[Routes], split: Split) -> tuple[int, ...]:
+    """:func:`layer_ids`, all of which the routes have to know as layers with a router."""
+    if split.pp != 1 or split.vpp != 1:
+        got = f"pp={split.pp}, vpp={split.vpp}"
+        raise ReplayError("split", "pp=1, vpp=1: the model has the layers of its stage and no others", got)
+    layers = layer_ids(model)
+    for i, part in enumerate(routes):
+        if dense := [layer for layer in layers if layer not in part.routed_layers]:
+            wanted = f"a router in the routes of sample {i}, which have them on {part.routed_layers}"
+            raise ReplayError(f"layer {dense[0]}", wanted, "one in the model alone")
+    return layers
+
+
+def _count(router: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Before a router's forward pass: as many tokens as the rows that it is about to take, or nothing is chosen."""
+    replay: Any = router.router_replay
+    action = getattr(replay.router_replay_action, "name", "")
+    queue = replay.replay_backward_list
+    rows = {"REPLAY_FORWARD": replay.target_topk_idx, "REPLAY_BACKWARD": queue[0] if queue else None}.get(action)
+    hidden = inputs[0]  # [..., hidden size]
+    if rows is not None and (tokens := hidden.shape[:-1].numel()) != len(rows):
+        layer: Any = router.layer_number
+        wanted = f"{len(rows)} local tokens, as rows were installed"
+        raise ReplayError(f"router of layer {layer - 1}", wanted, tokens)
 
 
 def _routers(model: Model) -> dict[int, Any]:

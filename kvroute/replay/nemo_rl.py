@@ -1,7 +1,8 @@
 """Routes for NeMo-RL, whose Megatron policy asks the router where a row is -1, and for NeMo-Automodel's own replay.
 
-NeMo-RL carries one row a token in a signed dtype: -1 throughout for a row that was not captured, ``0 .. top_k - 1`` for
-the last token and for padding. It accepts the routed layers only, or every layer of the model, by their number.
+NeMo-RL carries one row a token in a signed dtype: -1 for a row that was not captured, or a layer of it, and
+``0 .. top_k - 1`` for the last token and for padding. It accepts the routed layers only, or every layer of the model,
+by their number.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import cut, read_rows
+from kvroute.replay.rows import check_batch, cut, read_rows
 from kvroute.routes import Routes
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def batch(
     """The batch's ``routed_experts``, ``[batch, width, layers, top_k]``, padded on the right."""
     import torch
 
+    check_batch(routes, tokens=tokens)
     rows = [_rows(part, count, width, layers) for part, count in zip(routes, tokens, strict=True)]
     return torch.from_numpy(np.stack(rows))
 
@@ -100,8 +102,9 @@ def _gates(model: nn.Module) -> dict[int, Any]:
 
 
 def _rows(routes: Routes, tokens: int, width: int, layers: Literal["moe", "all"]) -> NDArray[Any]:
+    needed = read_rows(tokens)
     if tokens > width:
         raise ReplayError("width", f"at least {tokens}, the tokens of the longest sample", width)
     experts = routes.num_experts
     dtype = "int8" if experts <= 1 << 7 else "int16" if experts <= 1 << 15 else "int32"
-    return cut(routes, tokens).materialize(width, layers, dtype, "minus1", required=read_rows(tokens), pad="arange")
+    return cut(routes, tokens).materialize(width, layers, dtype, "minus1", required=needed, pad="arange")

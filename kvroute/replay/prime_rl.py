@@ -1,6 +1,7 @@
 """Routes for prime-rl: bytes with their shape and dtype, one row a token, every layer of the model.
 
-prime-rl asserts as many rows as tokens and replays them all. What it adds itself, it fills with zeros; the row of the
+prime-rl asserts as many rows as tokens and replays them all, so a hole, a row or a layer of one, is an error unless it
+is spelled. What it adds itself, it fills with zeros; the row of the
 last token is given distinct experts here, because a row of zeros sends the token to expert 0 ``top_k`` times.
 """
 
@@ -13,7 +14,7 @@ from pybase64 import b64encode_as_string
 
 from kvroute.materialize import Missing
 from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import cut, read_rows
+from kvroute.replay.rows import counted, cut, read_rows
 from kvroute.routes import Routes
 
 
@@ -35,7 +36,7 @@ def http(routes: Routes, tokens: int, start: int = 0, *, missing: Missing = "err
 
     The dtype is uint8 or uint16, by the largest id in these rows.
     """
-    if not 0 <= start < tokens:
+    if not counted("start", start) < counted("tokens", tokens):
         raise ReplayError("start", f"a position before the last of {tokens} tokens", start)
     rows = routes.materialize(read_rows(tokens), "all", _dtype(routes), missing)[start:]
     rows = np.ascontiguousarray(rows, np.uint8 if rows.max(initial=0) < 1 << 8 else np.uint16)

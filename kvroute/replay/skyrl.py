@@ -1,7 +1,7 @@
 """Routes for SkyRL: arrays of the captured prefix, every layer of the model, in the narrowest dtype SkyRL knows.
 
-SkyRL fills what lies behind the prefix itself, with ``0 .. top_k - 1``, and masks it. A hole *inside* the prefix has
-no spelling, so it is an error here, or the prefix ends there.
+SkyRL fills what lies behind the prefix itself, with ``0 .. top_k - 1``, and masks it. A hole *inside* the prefix, a row
+or a layer of one, has no spelling, so it is an error here, or the prefix ends there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pybase64 import b64encode_as_string
 
 from kvroute.replay.errors import ReplayError
+from kvroute.replay.rows import check_batch, counted, read_rows
 from kvroute.routes import Routes
 
 
@@ -26,11 +27,12 @@ def rollout_expert_indices(
     insists on: uint8 where the *largest id in the array* is below 256, else int16, else int32. The arrays are new, in C
     order and writable.
 
-    Raises :class:`ReplayError` for a sample without a first row, and for a hole with rows behind it unless ``holes`` is
-    ``"cut"``: then the prefix ends at the hole, and the rows behind it are lost to the trainer.
+    Raises :class:`ReplayError` for a sample without a whole first row, and for a hole with rows behind it unless
+    ``holes`` is ``"cut"``: then the prefix ends at the hole, and the rows behind it are lost to the trainer.
     """
-    if len(routes) != len(tokens):
-        raise ReplayError("tokens", f"one number for each of {len(routes)} samples", len(tokens))
+    check_batch(routes, tokens=tokens)
+    if holes not in ("error", "cut"):
+        raise ReplayError("holes", "error or cut", repr(holes))
     return [_prefix(part, count, i, holes) for i, (part, count) in enumerate(zip(routes, tokens, strict=True))]
 
 
@@ -40,7 +42,7 @@ def delta(routes: Routes, held: int, tokens: int) -> NDArray[Any]:
     ``held`` is the trace's ``prompt_start``: the rows that it has from earlier turns, which stay as they were sampled.
     ``tokens`` counts prompt and generated tokens up to the end of this turn.
     """
-    if not 0 <= held < tokens:
+    if not counted("held", held) < counted("tokens", tokens):
         raise ReplayError("held", f"rows of earlier turns, fewer than {tokens} tokens", held)
     return _narrowed(routes.materialize(tokens - 1, "all", "int32", "error")[held:])
 
@@ -53,15 +55,17 @@ def pack(rows: NDArray[Any]) -> dict[str, Any]:
 
 
 def _prefix(routes: Routes, tokens: int, sample: int, holes: str) -> NDArray[Any]:
-    rows = max(tokens - 1, 0)
-    gap = routes.first_missing(rows)
-    end = rows if gap is None else gap
+    rows = read_rows(tokens)
+    gap = routes.first_gap(rows)
+    end = rows if gap is None else gap[0]
     if not end:
-        raise ReplayError(f"sample {sample}", "a row at position 0: SkyRL takes prefixes", "none")
-    behind = routes.valid[max(end - routes.start, 0) : max(rows - routes.start, 0)]
+        got = "none" if gap is None or gap[1] is None else f"one without layer {gap[1]}"
+        raise ReplayError(f"sample {sample}", "a row at position 0: SkyRL takes prefixes", got)
+    behind = routes.some[max(end + 1 - routes.start, 0) : max(rows - routes.start, 0)]
     if holes == "error" and behind.any():
-        later = int(behind.argmax()) + end
-        raise ReplayError(f"sample {sample}", f"no row behind position {end}, which has none", f"one at {later}")
+        later = int(behind.argmax()) + max(end + 1, routes.start)
+        what = "none" if gap is None or gap[1] is None else f"no layer {gap[1]}"
+        raise ReplayError(f"sample {sample}", f"no row behind position {end}, which has {what}", f"one at {later}")
     return _narrowed(routes.materialize(end, "all", "int32", "error"))
 
 

@@ -5,7 +5,8 @@ slime ships every sample's routes, of all layers, to every rank. Its replay list
 tokens of its context and sequence part and the layers of its pipeline stage, and nothing else.
 
     cut = slime.split(tp, tp_rank, cp, cp_rank)
-    micro_batch = slime.LazyMicroBatch(lambda: fetch_shard(store, handles, tokens, cut), layers)
+    read = lambda layers: fetch_shard(store, handles, tokens, cut, layers=layers)
+    micro_batch = slime.LazyMicroBatch(read, layers)
     for replay, layer in zip(RoutingReplay.all_routing_replays, layers):      # the routers of this rank
         replay.record(micro_batch.layer(layer))
     RoutingReplay.register_lazy_resource(micro_batch)
@@ -28,9 +29,10 @@ from kvroute.sharding import Layout, Split
 if TYPE_CHECKING:
     import torch
 
-Read = Callable[[], NDArray[Any]]
-"""``read()``: this rank's rows of one micro-batch, ``[local tokens, layers, top_k]``, from a rollout store by way of
-``fetch_shard``, say. It may raise; nothing is kept then, and the next layer asks again."""
+Read = Callable[[tuple[int, ...]], NDArray[Any]]
+"""``read(layers)``: this rank's rows of one micro-batch, ``[local tokens, layers, top_k]``, of exactly these layers in
+this order, from a rollout store by way of ``fetch_shard(..., layers=layers)``, say. It may raise; nothing is kept then,
+and the next layer asks again."""
 
 PAD_MULTIPLE: Final = 128
 """slime's default ``data_pad_size_multiplier``."""
@@ -39,7 +41,7 @@ PAD_MULTIPLE: Final = 128
 def sample(routes: Routes, tokens: int, *, missing: Missing = "error") -> torch.Tensor:
     """slime's ``Sample.rollout_routed_experts``: int32 ``[tokens - 1, num_layers, top_k]``, dense layers zeros.
 
-    slime adds the last row and padding itself. A hole is an error: slime has no word for one.
+    slime adds the last row and padding itself. A hole, a row or a layer of one, is an error: slime has no word for it.
     """
     import torch
 
@@ -87,13 +89,16 @@ def split(
 class LazyMicroBatch:
     """The routes of one micro-batch on one rank, read when the first of its routers asks, for one pass at a time.
 
-    ``layers`` are the rank's routed layers, counted from 0, as the rows have them. The rows are held until every one of
-    them has had its own; then they are forgotten, and the backward pass reads them again. Not thread-safe.
+    ``layers`` are the rank's routed layers, counted from 0, in any order: ``read`` is asked for just these. The rows
+    are held until every one of them has had its own; then they are forgotten, and the backward pass reads them again.
+    Not thread-safe. Raises :class:`ReplayError` for a layer that is given twice.
     """
 
     def __init__(self, read: Read, layers: Sequence[int], *, device: torch.device | str = "cpu") -> None:
         self._read = read
         self._layers = tuple(layers)
+        if len(set(self._layers)) < len(self._layers):
+            raise ReplayError("layers", "each layer once", self._layers)
         self._device = device
         self._rows: NDArray[Any] | None = None  # [local tokens, layers, top_k]
         self._owed: set[int] = set()  # of the pass in progress, the layers that have not asked yet
@@ -119,7 +124,7 @@ class LazyMicroBatch:
 
         if self._rows is None or stage != self._stage or layer not in self._owed:
             self._forget()
-            rows = self._read()
+            rows = self._read(self._layers)
             if rows.ndim != 3 or rows.shape[1] != len(self._layers):
                 raise ReplayError("rows", f"shape (local tokens, {len(self._layers)}, top_k)", rows.shape)
             self._rows, self._owed, self._stage = rows, set(self._layers), stage

@@ -3,14 +3,14 @@
 Only the selection is replayed. Each router computes its scores as it always does; inside the router's own ``forward``
 the one top-k over its experts answers the recorded ids, with values gathered from the scores at hand. What the family
 does next (normalisation, scaling, bias) is its own code, so the weights are the current router's and carry their
-gradient. A missing row (all -1) takes the router's own choice, bit for bit.
+gradient. A missing row, or layer of a row (all -1), takes the router's own choice, bit for bit.
 
 R3 replays what the rollout routed: targets made by :func:`padded` or :func:`packed` from ``Routes``. R2 replays what
 the trainer itself routed when it computed the old log probabilities: targets made by :func:`recorded` from a
 ``RoutingCapture`` of that pass.
 
-    with replay(model, padded(routes, tokens, width)):
-        loss(model(input_ids)).backward()
+    with replay(model, padded(routes, attention_mask)):
+        loss(model(input_ids, attention_mask)).backward()
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from itertools import count
 from typing import Any, Final
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -39,17 +40,40 @@ _NUMBERS = count()  # of replays in this process: tells the targets of one micro
 
 
 def padded(
-    routes: Sequence[Routes], tokens: Sequence[int], width: int, side: Side = "right", split: Split = _WHOLE
+    routes: Sequence[Routes],
+    mask: torch.Tensor | NDArray[Any],  # [batch, width]  bool or integers: 1 for a token, 0 for padding
+    split: Split = _WHOLE,
 ) -> torch.Tensor:
-    """Targets ``[batch, width, layers, top_k]`` int64 of a padded batch, for ``input_ids`` ``[batch, width]``.
+    """Targets ``[batch, width, layers, top_k]`` int64 for ``input_ids`` ``[batch, width]`` with this attention mask.
 
-    ``tokens[i]`` counts the tokens of sample i, prompt and response, without padding; ``side`` is where its padding is.
-    The last sampled token, padding and every row that the routes lack are :data:`MISSING`. ``layers`` are the routed
-    layers only, in the order of ``layer_ids``. ``split`` is this rank's part of the columns, where tokens are sharded.
+    The mask says how many tokens each sample has, prompt and response, and on which side they are padded: one for the
+    whole batch. The last sampled token, padding and everything that the routes lack, a row or a layer of it, are
+    :data:`MISSING`. ``layers`` are the model's routed layers only, in order. ``split`` is this rank's part of the
+    columns, where tokens are sharded.
+
+    Raises :class:`ReplayError` for a mask that is not that of such a batch, ``RowError`` for unlike samples.
     """
+    tokens, width, side = _padding(torch.as_tensor(mask), len(routes))
     return torch.from_numpy(
         shard_padded(routes, tokens, split, width=width, side=side, order="batch", missing="minus1", pad="minus1")
     )
+
+
+def _padding(mask: torch.Tensor, samples: int) -> tuple[list[int], int, Side]:
+    """How many tokens each sample has, the width of the batch, and the side that all are padded on."""
+    if mask.dim() != 2 or len(mask) != samples or mask.is_floating_point() or bool(((mask != 0) & (mask != 1)).any()):
+        wanted = f"1 for tokens and 0 for padding, [{samples} samples, width]"
+        raise ReplayError("mask", wanted, f"{mask.dtype} of shape {tuple(mask.shape)}")
+    there = mask.bool().cpu()
+    counts, places = there.sum(dim=1, keepdim=True), torch.arange(mask.shape[1])
+    right = (there == (places < counts)).all(dim=1)
+    left = (there == (places >= mask.shape[1] - counts)).all(dim=1)
+    if not bool(right.all()) and not bool(left.all()):
+        strange = ~(right | left)
+        sample = int((strange if bool(strange.any()) else ~(right if bool(right[0]) else left)).int().argmax())
+        wanted = "tokens side by side, padded on the side that all samples are padded on"
+        raise ReplayError(f"mask of sample {sample}", wanted, there[sample].int().tolist())
+    return counts[:, 0].tolist(), mask.shape[1], "right" if bool(right.all()) else "left"
 
 
 def packed(routes: Sequence[Routes], tokens: Sequence[int], split: Split = _WHOLE) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 verl takes every layer of the model, dense ones included, as int16. A row that is not there reads as zeros, and verl
 replays whatever it is given but for the last row of each sequence, so a hole is an error here unless it is spelled:
-with distinct experts (``missing="spread"``), or with :func:`replay_mask`, which leaves the token to the router.
+with distinct experts (``missing="spread"``), or with :func:`replay_mask`, which leaves the token to the router. A row
+that lacks a layer is a hole.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvroute.materialize import Missing
 from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import read_rows
+from kvroute.replay.rows import check_batch, counted, read_rows
 from kvroute.routes import Routes
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def agent_loop(routes: Routes, prompt: int, response: int, *, missing: Missing =
     ``prompt`` and ``response`` are its tokens. verl adds the last row itself, as zeros. A response that was cut is
     given the rows of what is left of it.
     """
-    return routes.materialize(read_rows(prompt + response), "all", "int16", missing)
+    rows = read_rows(counted("prompt", prompt) + counted("response", response))
+    return routes.materialize(rows, "all", "int16", missing)
 
 
 def padded(
@@ -47,16 +49,15 @@ def padded(
     """
     import torch
 
-    if not len(routes) == len(prompts) == len(responses) or not routes:
-        got = f"{len(routes)}, {len(prompts)} and {len(responses)}"
-        raise ReplayError("routes, prompts, responses", "as many of each, at least one", got)
+    check_batch(routes, prompts=prompts, responses=responses)
     shape = (len(routes), prompt_length + response_length, routes[0].num_layers, routes[0].top_k)
     batch = np.zeros(shape, np.int16)
     for i, (part, prompt, response) in enumerate(zip(routes, prompts, responses, strict=True)):
+        rows = read_rows(counted("prompts", prompt) + counted("responses", response))
         if prompt > prompt_length or response > response_length:
             wanted = f"at most {prompt_length} and {response_length} tokens"
             raise ReplayError(f"sample {i}", wanted, f"{prompt} and {response}")
-        left, rows = prompt_length - prompt, read_rows(prompt + response)
+        left = prompt_length - prompt
         part.materialize(rows, "all", "int16", missing, out=batch[i, left : left + rows])
     return torch.from_numpy(batch)
 
@@ -68,6 +69,7 @@ def jagged(routes: Sequence[Routes], tokens: Sequence[int], *, missing: Missing 
     """
     import torch
 
+    check_batch(routes, tokens=tokens)
     parts = [
         torch.from_numpy(part.materialize(read_rows(count), "all", "int16", missing))
         for part, count in zip(routes, tokens, strict=True)
@@ -76,16 +78,18 @@ def jagged(routes: Sequence[Routes], tokens: Sequence[int], *, missing: Missing 
 
 
 def replay_mask(routes: Sequence[Routes], tokens: Sequence[int]) -> torch.Tensor:
-    """``set_router_replay_data(replay_mask=...)``: jagged bool ``[batch, tokens[i]]``, False where no row is.
+    """``set_router_replay_data(replay_mask=...)``: jagged bool ``[batch, tokens[i]]``, False where no whole row is.
 
-    Goes with rows whose holes are spelled in any way; the last row of each sample is False.
+    One bit is for all layers of a token: where a layer is missing the router chooses in all of them. Goes with rows
+    whose holes are spelled in any way; the last row of each sample is False.
     """
     import torch
 
+    check_batch(routes, tokens=tokens)
     masks: list[Any] = []
     for part, count in zip(routes, tokens, strict=True):
         mask = np.zeros(count, np.bool_)
         there = mask[part.start : min(part.stop, read_rows(count))]
-        there[:] = part.valid[: len(there)]
+        there[:] = part.valid[: len(there)] & (not part.missing_layers)
         masks.append(torch.from_numpy(mask))
     return torch.nested.as_nested_tensor(masks, layout=torch.jagged)

@@ -31,17 +31,23 @@ def fetch_shard(
     dtype: DTypeLike = "int64",
     missing: Missing = "error",
     *,
+    layers: Sequence[int] | None = None,
     pad: Filler = "spread",
     ep: int = 1,
 ) -> NDArray[Any]:
-    """:func:`~kvroute.sharding.shard_packed` of rollouts in a store: ``[local tokens, MoE layers of stage, top_k]``.
+    """:func:`~kvroute.sharding.shard_packed` of rollouts in a store: ``[local tokens, layers, top_k]``.
 
+    ``layers`` are layer ids, in the order of the result; if not given, those of the stage that have a router.
     ``tokens[i]`` is how many tokens sequence ``i`` has. Raises :class:`RowError` for a rollout that is not there, and
-    :class:`InvalidInputError` for a stage without MoE layers.
+    :class:`InvalidInputError` for a stage without routed layers, and a layer that is given and is none.
     """
     if len(handles) != len(tokens) or not handles:
         raise InvalidInputError("tokens", f"one number for each of {len(handles)} handles, at least one", len(tokens))
-    stage = split.layers(handles[0].num_layers)
+    stage = split.layers(handles[0].num_layers) if layers is None else tuple(layers)
+    if layers is not None:
+        routed = sorted((*handles[0].layer_ids, *handles[0].missing_layers))
+        if dense := [layer for layer in stage if layer not in routed]:
+            raise InvalidInputError("layers", f"some of {routed}, which have a router", dense)
     shards = split.packed(tokens)
     parts = []
     for i, handle in enumerate(handles):
@@ -54,7 +60,7 @@ def fetch_shard(
         if isinstance(found, Absence):
             raise RowError(f"rollout {handle.rollout_id}", "routes that are there and whole", found.value)
         parts.append(union(found) if len(found) > 1 else found[0])
-    return shard_packed(parts, tokens, split, "moe", dtype, missing, pad=pad, ep=ep)
+    return shard_packed(parts, tokens, split, "moe" if layers is None else stage, dtype, missing, pad=pad, ep=ep)
 
 
 __all__ = ["fetch_routes", "fetch_shard"]

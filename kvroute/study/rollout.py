@@ -41,7 +41,7 @@ class Rollouts:
     def rolled(self) -> torch.Tensor:
         """The engine's experts as a trainer's targets: ``[batch, sequence - 1, layers, top_k]`` int64, none missing."""
         batch, tokens = len(self.tokens), self.tokens.shape[1] - 1
-        targets = padded(self.routes, [tokens] * batch, tokens)
+        targets = padded(self.routes, torch.ones(batch, tokens, dtype=torch.bool))
         assert bool((targets >= 0).all()), "an engine of the study hands out every row"
         return targets.to(self.tokens.device)
 

@@ -48,7 +48,8 @@ def test_routes_are_the_rows_of_one_pass_over_the_whole_sequence(qwen: Any) -> N
     assert (routes.missing, routes.layer_ids, routes.weights_versions) == (((9, 10),), (1, 3), ((0, 10, 3),))
     assert routes.slice(0, 9).complete
     later = kvroute.Routes.from_rows(spec, aux.read("routing", BLOCKS, start=4, stop=9), start=4, weights_version=3)
-    assert routes.slice(0, 4).append(later) == routes.slice(0, 9)
+    read = TOKENS[0, :9].numpy()
+    assert routes.slice(0, 4).append(later, tokens=read) == routes.slice(0, 9).bind(read)
     aux.close()
 
 

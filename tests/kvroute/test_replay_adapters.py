@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routes_of import expert_rows, made_routes
 
-from cache_manager.errors import KVRouteError, RowError
+from cache_manager.errors import InvalidInputError, KVRouteError, RowError
 from kvroute import fetch_shard, open_rollouts
 from kvroute.replay import nemo_rl, prime_rl, skyrl, slime, verl
 from kvroute.replay.errors import ReplayError
@@ -123,6 +122,8 @@ def test_skyrl_prefix_holes() -> None:
     assert len(got) == 2
     with pytest.raises(ReplayError, match="sample 1: wanted a row at position 0"):
         skyrl.rollout_expert_indices([made_routes(7, 2), made_routes(7, 2, holes=(0,))], [3, 3])
+    with pytest.raises(ReplayError, match="holes: wanted error or cut, got 'cutt'"):
+        skyrl.rollout_expert_indices([holed], [6], holes="cutt")  # type: ignore[arg-type]
     with pytest.raises(ReplayError, match="tokens: wanted one number for each of 1 samples"):
         skyrl.rollout_expert_indices([holed], [6, 6])
     assert skyrl.delta(made_routes(7, 5), 2, 6).shape == (3, NUM_LAYERS, TOP_K)
@@ -140,14 +141,23 @@ def test_verl_batches() -> None:
         expected = expert_rows(i + 1, np.arange(rows), LAYERS, EXPERTS, TOP_K)
         assert np.array_equal(got[i, 4 - prompt : 4 - prompt + rows, ROUTED].numpy(), expected)
         assert int(got[i].count_nonzero()) == int(np.count_nonzero(expected))
-    mask = verl.replay_mask([made_routes(1, 4, holes=(1,)), made_routes(2, 3)], [5, 6])
+    mask = verl.replay_mask([made_routes(1, 4, holes=(1,)), made_routes(2, 3), made_routes(3, 9)], [5, 6, 3])
     assert [m.tolist() for m in mask.unbind()] == [
         [True, False, True, True, False],
         [True, True, True, False, False, False],
+        [True, True, False],  # the last token was read later on: it has a row, which verl does not replay
     ]
     for call, message in [
         (lambda: verl.padded(routes, prompts, responses, 2, 5), "sample 0: wanted at most 2 and 5 tokens, got 3 and 2"),
-        (lambda: verl.padded(routes, prompts, [2], 4, 5), "as many of each"),
+        (
+            lambda: verl.padded(routes, prompts, [2], 4, 5),
+            "prompts, responses: wanted one number for each of 2.* 2 and 1",
+        ),
+        (lambda: verl.padded(routes, [8, 2], [-3, 5], 8, 5), "responses: wanted a number of tokens, 0 or more, got -3"),
+        (lambda: verl.agent_loop(routes[0], 8, -3), "response: wanted a number of tokens, 0 or more, got -3"),
+        (lambda: verl.agent_loop(routes[0], -1, 6), "prompt: wanted a number of tokens, 0 or more, got -1"),
+        (lambda: verl.agent_loop(routes[0], 3.0, 2), "prompt: wanted a number of tokens"),  # type: ignore[arg-type]
+        (lambda: verl.jagged(routes, [5, -1]), "tokens: wanted a number of tokens"),
         (lambda: verl.agent_loop(routes[0], 0, 0), "tokens: wanted at least one, got 0"),
         (lambda: verl.agent_loop(made_routes(1, 1, experts=40000), 1, 1), "dtype"),
     ]:
@@ -174,12 +184,21 @@ def test_prime_rl_widens_for_many_experts() -> None:
     sequence_parallel=st.booleans(),
     allgather=st.booleans(),
     multiple=st.sampled_from([1, 4]),
+    data=st.data(),
 )
 def test_lazy_ranks_have_every_row_once(
-    tokens: list[int], tp: int, cp: int, pp: int, sequence_parallel: bool, allgather: bool, multiple: int
+    tokens: list[int],
+    tp: int,
+    cp: int,
+    pp: int,
+    sequence_parallel: bool,
+    allgather: bool,
+    multiple: int,
+    data: st.DataObject,
 ) -> None:
     """Goal: slime's lazy handles read a rollout store, each rank its own part, in both passes. Method: all ranks of
-    random splits together have every row of every routed layer, told by its value, and spread padding beside."""
+    random splits together have every row of every routed layer, told by its value, and spread padding beside; the
+    layers are asked for in any order."""
     samples = [made_routes(i, n - 1, experts=256) for i, n in enumerate(tokens)]
     store = open_rollouts("response:")
     handles = [store.put(f"r{i}", sample) for i, sample in enumerate(samples)]
@@ -190,7 +209,8 @@ def test_lazy_ranks_have_every_row_once(
             sequence_parallel=sequence_parallel, allgather_cp=allgather, data_pad_size_multiplier=multiple,
         )  # fmt: skip
         layers = [layer for layer in split.layers(NUM_LAYERS) if layer in LAYERS]
-        batch = slime.LazyMicroBatch(partial(fetch_shard, store, handles, tokens, split), layers)
+        asked = data.draw(st.permutations(layers))
+        batch = slime.LazyMicroBatch(lambda n, split=split: fetch_shard(store, handles, tokens, split, layers=n), asked)
         forward, backward = (
             [batch.layer(layer).materialize_for_routing_replay(stage) for layer in layers]
             for stage in ("forward", "backward")
@@ -211,9 +231,10 @@ def test_a_lazy_micro_batch_holds_one_pass_at_a_time() -> None:
     reads: list[int] = []
     rows = made_routes(1, 8).materialize(8, "moe", "uint8")
 
-    def read() -> np.ndarray[Any, Any]:
+    def read(layers: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        assert layers == LAYERS
         reads.append(1)
-        if len(reads) == 5:
+        if len(reads) == 6:
             raise RowError("rollout r1", "routes that are there and whole", "miss")
         return rows
 
@@ -227,6 +248,8 @@ def test_a_lazy_micro_batch_holds_one_pass_at_a_time() -> None:
     batch.begin_pass("forward")
     handles[0].materialize_for_routing_replay("backward")
     assert len(reads) == 4
+    handles[1].materialize_for_routing_replay("forward")  # nobody says that the backward pass was given up
+    assert len(reads) == 5
     batch.close()
     batch.close()
     with pytest.raises(RowError, match="rollout r1"):
@@ -235,7 +258,28 @@ def test_a_lazy_micro_batch_holds_one_pass_at_a_time() -> None:
     with pytest.raises(ReplayError, match=r"layer: wanted one of \[1, 2, 3\], got 0"):
         batch.layer(0)
     with pytest.raises(ReplayError, match=r"rows: wanted shape \(local tokens, 2, top_k\), got \(8, 3, 4\)"):
-        slime.LazyMicroBatch(lambda: rows, (1, 2)).layer(1).materialize_for_routing_replay("forward")
+        slime.LazyMicroBatch(lambda _: rows, (1, 2)).layer(1).materialize_for_routing_replay("forward")
+    with pytest.raises(ReplayError, match=r"layers: wanted each layer once, got \(1, 1\)"):
+        slime.LazyMicroBatch(lambda _: rows, (1, 1))
+
+
+def test_a_lazy_micro_batch_has_the_layers_that_it_was_told() -> None:
+    """Goal: no router is given another layer's rows. Method: layers in another order, of another stage than the
+    split's, dense ones, ones that the model does not have."""
+    routes, store = made_routes(1, 4), open_rollouts("response:")
+    handle, last = store.put("r", routes), Split(pp=2, pp_rank=1)
+
+    def read(layers: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        return fetch_shard(store, [handle], [5], last, layers=layers)
+
+    for layers in ((3, 1), (2,), (1, 2, 3)):
+        batch = slime.LazyMicroBatch(read, layers)
+        for layer in layers:
+            rows = batch.layer(layer).materialize_for_routing_replay("forward")
+            assert np.array_equal(rows[:4].numpy(), routes.ids[:, LAYERS.index(layer)])
+    for layers in ((0, 1), (3, 4)):
+        with pytest.raises(InvalidInputError, match=r"layers: wanted some of \[1, 2, 3\], which have a router, got"):
+            slime.LazyMicroBatch(read, layers).layer(layers[0]).materialize_for_routing_replay("forward")
 
 
 def test_slime_cuts_the_tail_as_it_pads_it() -> None:

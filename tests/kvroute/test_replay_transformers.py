@@ -19,6 +19,7 @@ from kvroute.routing import routing_spec_from_hf
 
 TOKENS = torch.tensor([[5, 9, 13, 21, 33, 47, 8], [60, 3, 3, 3, 17, 22, 41]])
 Gradients = dict[str, torch.Tensor]
+RIGHT = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])  # the attention mask of two samples, padded on the right
 
 
 def spec_of(tiny: Any) -> Any:
@@ -232,7 +233,8 @@ def test_routes_reach_their_tokens_padded_on_either_side_and_packed(qwen: Any) -
         "packed": (torch.cat(ids)[None], [slice(0, 6), slice(7, 10)]),
     }
     for layout, (batch, places) in batches.items():
-        targets = packed(routes, lengths) if layout == "packed" else padded(routes, lengths, 7, side=layout)
+        mask = {"right": RIGHT, "left": RIGHT.flip(1)}.get(layout)
+        targets = packed(routes, lengths) if mask is None else padded(routes, mask)
         assert targets.shape[-2:] == spec.row_shape
         assert targets[..., 0, 0].numel() == batch.numel()
         with replay(qwen.model, targets):
@@ -250,7 +252,7 @@ def test_holes_and_prefixes_stay_with_the_router(qwen: Any) -> None:
     routes = Routes(
         rows, np.array([True, False, True, True]), spec.attrs["layer_ids"], spec.attrs["num_experts"], 4, start=2
     )
-    targets = padded([routes], [7], 7)
+    targets = padded([routes], torch.ones(1, 7, dtype=torch.int64))
     assert (targets[0, :, 0, 0] >= 0).tolist() == [False, False, True, False, True, True, False]
     with replay(qwen.model, targets):
         used = routed(qwen, TOKENS[:1])
@@ -389,10 +391,25 @@ def test_samples_must_fit_the_batch(qwen: Any) -> None:
     routes = Routes(random_targets(qwen, 4).numpy(), np.ones(4, bool), spec.attrs["layer_ids"], 8, 4)
     other = Routes(random_targets(qwen, 4).numpy(), np.ones(4, bool), (0, 1), 8, 4)
     for make, message in [
-        (lambda: padded([routes], [5], 4), "width: wanted 5 or more"),
-        (lambda: padded([routes], [5], 5, side="both"), "left or right"),  # type: ignore[arg-type]
+        (lambda: padded([routes], RIGHT), r"mask: wanted 1 for tokens and 0 for padding, \[1 samples, width\]"),
+        (lambda: padded([routes], RIGHT[0]), "mask: wanted 1 for tokens"),
+        (lambda: padded([routes], [5]), "mask: wanted 1 for tokens"),  # type: ignore[arg-type]
+        (lambda: padded([routes] * 2, 2 * RIGHT), "mask: wanted 1 for tokens"),
+        (lambda: padded([routes] * 2, RIGHT.float()), "mask: wanted 1 for tokens"),
+        (
+            lambda: padded([routes] * 2, torch.stack([RIGHT[1], RIGHT[1].flip(0)])),
+            "mask of sample 1: wanted tokens side",
+        ),
+        (
+            lambda: padded([routes] * 2, torch.stack([RIGHT[0], RIGHT[1].roll(1)])),
+            "mask of sample 1: .* got .0, 1, 1, 1",
+        ),
+        (lambda: padded([routes] * 2, RIGHT * torch.tensor([1, 0, 1, 1, 1, 1, 1])), "mask of sample 0"),
         (lambda: packed([routes], [5, 5]), "tokens: wanted one number for each of 1 routes"),
-        (lambda: packed([routes, other], [5, 5]), r"sequence 1 layer_ids: wanted \(1, 3\), got \(0, 1\)"),
+        (
+            lambda: packed([routes, other], [5, 5]),
+            r"sample 1 routed_layers: wanted \(1, 3\), as sample 0 has, got \(0, 1\)",
+        ),
     ]:
         with pytest.raises(KVRouteError, match=message):
             make()

@@ -45,7 +45,7 @@ def test_the_experts_used_are_the_rollouts(megatron: Any, model: Any) -> None:
     parts, lengths = [made_routes(1, 6), made_routes(2, 3)], [7, 4]
     used = megatron.Used(model)
     with replay.schedule(model):
-        replay.install(model, replay.padded(model, parts, lengths, 7, ALONE))
+        replay.install(model, replay.padded(model, parts, lengths, 7, ALONE, side="right"))
         megatron.run(model, tokens(2, 7)).mean().backward()
     assert sorted(used.experts) == list(LAYERS)  # the first layer is dense
     for layer, (experts,) in used.experts.items():

@@ -91,5 +91,5 @@ def test_the_token_order_of_unpacked_batches(stage: mcore.Stage) -> None:
     replay_utils.clear_router_replay()
 
     with megatron.schedule(stage):
-        megatron.install(stage, megatron.padded(stage, routes, tokens, 6, Split()))
+        megatron.install(stage, megatron.padded(stage, routes, tokens, 6, Split(), side="right"))
         assert np.array_equal(used_by(), right)
