@@ -46,6 +46,11 @@ class Request(Protocol):
     num_computed_tokens: int  # before the step at hand
 
     @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Of its prompt and its answer; asked for where rows are in the KV."""
+        ...
+
+    @property
     def block_hashes(self) -> Sequence[bytes]:
         """Of its full blocks, in order; each stands for all tokens up to the end of its block."""
         ...
@@ -62,7 +67,6 @@ class _Running:
 @dataclass(slots=True)
 class _Load:
     run: Run
-    start: int  # the position of its first token
     keys: list[BlockKey]  # of its full blocks, where there is a store
     later: bool
 
@@ -155,9 +159,11 @@ class SchedulerRows:
         self._running[name] = _Running(request, last * size)
         if external:  # a part of a block has no key: its rows come in pages or not at all
             partial = self.engine.pages and external % size > 0
-            run = Run(blocks[first - 1] if first else -1, blocks[first : last + partial], external)
+            start = first * size
+            tokens = list(request.all_token_ids[start : start + external]) if self.engine.pages else []
+            run = Run(blocks[first - 1] if first else -1, blocks[first : last + partial], external, start, tokens)
             keys = self._keys(request, first, last) if self.engine.settings.store else []
-            self._loads[name] = _Load(run, first * size, keys, later)
+            self._loads[name] = _Load(run, keys, later)
 
     def loaded(self, request_id: str) -> None:
         """The KV that was to come later has come, in all ranks; before the request's blocks are anybody else's."""
@@ -183,7 +189,7 @@ class SchedulerRows:
         self._steps += 1
         meta = StepMeta(inner, before, self.feed.take(), self._steps, sum(scheduled.values()), full=full)
         if self.engine.pages:
-            meta.given = given
+            meta.given, meta.namespace = given, self.namespace.fingerprint
         if loads:
             meta.joined, meta.loads = joined, [load.run for load in loads.values() if not load.later]
             self._later |= {name: load for name, load in loads.items() if load.later}
@@ -197,8 +203,10 @@ class SchedulerRows:
 
     def _come(self, name: str, load: _Load) -> Run:
         """What has come of a load: all of it, or what lies before the first block that could not be loaded."""
-        tokens = max(0, min(load.run.tokens, self._running[name].request.num_computed_tokens - load.start))
-        return replace(load.run, blocks=load.run.blocks[: -(-tokens // self.engine.tokens)], tokens=tokens)
+        run = load.run
+        tokens = max(0, min(run.tokens, self._running[name].request.num_computed_tokens - run.start))
+        blocks = run.blocks[: -(-tokens // self.engine.tokens)]
+        return replace(run, blocks=blocks, tokens=tokens, token_ids=run.token_ids[:tokens])
 
     def _filled(self, scheduled: Mapping[str, int]) -> list[Run]:
         """The blocks that this step completes; they are to be stored. Drafts that may fail have no hashes."""
@@ -225,7 +233,7 @@ class SchedulerRows:
     def forget(self, request_id: str) -> Ended:
         """The request has ended, in whatever way; for :meth:`finished`."""
         found = [known.pop(request_id, None) for known in (self._loads, self._later, self._landed)]
-        tokens = min((load.start for load in found if load is not None), default=sys.maxsize)
+        tokens = min((load.run.start for load in found if load is not None), default=sys.maxsize)
         self._asked.pop(request_id, None)
         running = self._running.pop(request_id, None)
         if running is None or not running.sent:

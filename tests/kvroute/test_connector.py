@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from toy_engine import Asked, Toy, judge
 
 from kvroute.connector import routes, unseen
+from kvroute.connector.pages import OTHER_KV, OTHER_WEIGHTS
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 asked = st.lists(st.tuples(prompts, st.lists(st.integers(1, 9), max_size=5)), min_size=1, max_size=6)
@@ -135,6 +136,39 @@ def test_a_row_that_was_not_captured_is_missing_in_other_engines_pages() -> None
     assert other.loaded == 8
     first.close()
     other.close()
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_pages_say_what_their_rows_are_of(later: bool, late: bool) -> None:
+    """Goal: rows in the KV are handed out for the weights, tokens and KV that they are of, and for nothing else.
+    Method: an engine of the same weights, one of others, and one whose weights are new since; then KV outside in which
+    the pages of two prompts have changed places, or the KV beside them.
+    """
+    tokens, others, kept = list(range(11)), [9, *range(1, 11)], dict[bytes, Any]()
+    first = Toy(kept=kept, pages=True)
+    for name, prompt in (("a", tokens), ("b", others)):
+        first.ask(name, prompt)
+
+    def seen(reset: bool = False, **said: Any) -> tuple[dict[str, int], dict[str, int]]:
+        toy = Toy(kept=dict(kept), pages=True, late=late, later=later, **said)
+        if reset:
+            toy.scheduler.reset()
+        found = judge(routes(toy.ask("c", tokens)), tokens)
+        assert toy.loaded == 8
+        toy.close()
+        return found, dict(toy.worker.missing)
+
+    assert seen() == ({"right": 11}, {})
+    assert seen(weights="n") == ({"right": 3, "missing": 8}, {OTHER_WEIGHTS: 8})
+    assert seen(reset=True) == ({"right": 3, "missing": 8}, {OTHER_WEIGHTS: 8})
+    one, other = Asked("", tokens).block_hashes[1], Asked("", others).block_hashes[1]
+    for layer in ("model.kvroute.2.rows", "layers.1"):  # the tokens of these blocks and their positions are the same
+        kept[one][layer], kept[other][layer] = kept[other][layer], kept[one][layer]
+        assert seen() == ({"right": 7, "missing": 4}, {OTHER_KV: 4})
+        kept[one][layer], kept[other][layer] = kept[other][layer], kept[one][layer]
+    assert seen() == ({"right": 11}, {})
+    first.close()
 
 
 def test_of_one_router_nothing_is_known_beside_loaded_kv(tmp_path: Path) -> None:
