@@ -27,7 +27,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     witness: Literal["missing", "flagged", "off"] = "missing"
     # What carries rows to other engines: the "connector" with its store; a "layer" of the model's paged KV, in which
     # they go wherever the KV goes; "auto" is the layer where there is no store, and model and connector can have one.
-    carrier: Literal["connector", "layer", "auto"] = "connector"
+    carrier: Literal["connector", "layer", "auto"] = "auto"
     strict: bool = False  # mistakes of bookkeeping raise: for tests
     untested: str = ""  # go on with this version of the engine, which was not tested: "0.34"
 

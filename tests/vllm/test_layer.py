@@ -28,10 +28,9 @@ def plugin() -> None:
 
 
 def start(engine: Start, home: Path, kv: Path, **arguments: Any) -> Any:
-    """An engine whose rows are in the KV, which is kept in files."""
+    """An engine that says nothing of how rows are carried: with this connector and no store, in the KV."""
     kv.mkdir(exist_ok=True)
-    extra = {"shared_storage_path": str(kv)}
-    made = engine(home, "KvrouteExampleConnector", {"carrier": "auto"}, extra, **arguments)
+    made = engine(home, "KvrouteExampleConnector", {}, {"shared_storage_path": str(kv)}, **arguments)
     assert made.kept.pages is not None
     return made
 
