@@ -196,6 +196,16 @@ def test_a_token_that_nobody_saw_has_no_row(seed: int) -> None:
     assert not held.get()[1].any(), "a step of more tokens than were said"
 
 
+def test_much_kv_is_folded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: a long prefill copies a part of its KV at a time. Method: rows that were put at once are got in parts."""
+    held, ids = full(3, SPECS[0])
+    monkeypatch.setattr("kvroute.connector.pages.GATHER_NBYTES_MAX", 5 * 2 * VALUES * 4)
+    found, good, _ = held.get()
+    assert good.all()
+    assert (found == ids).all()
+    assert held.get(np.zeros(0, np.int64))[1].shape == (0,)
+
+
 @given(seeds)
 def test_a_block_that_is_given_out_has_no_row_of_its_earlier_life(seed: int) -> None:
     """Goal: a step whose rows are lost leaves nothing that looks like a row. Method: fill all, give two blocks out."""
