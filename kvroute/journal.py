@@ -22,6 +22,7 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute import spans
 from kvroute.routes import Routes
 from kvroute.spans import UNKNOWN, Span
+from kvroute.token_hash import token_hash
 
 RowChoice = Literal["sampled", "recomputed", "any"]
 ROW_CHOICES: Final[tuple[str, ...]] = get_args(RowChoice)
@@ -66,6 +67,8 @@ class RequestJournal:
 
     def record(self, routes: Routes) -> None:
         """Rows of the computation that is in use now, at their positions; missing ones change nothing.
+
+        A row that lacks a layer counts as missing: a token's row is of one computation, whole or not at all.
 
         Where a position is settled, its sampled row stays, and the new one is its recomputed row. Where it is not, the
         new row takes the place of an earlier one: no token has been sampled with that. So an engine records what it
@@ -138,7 +141,7 @@ class RequestJournal:
         return spans.runs(known & valid & (ids != again).any(axis=(1, 2)))
 
     def routes(self, choice: RowChoice = "sampled", start: int = 0, stop: int | None = None) -> Routes:
-        """The rows of the positions ``[start, stop)``, new memory, bound to the tokens as far as they are settled.
+        """The rows of the positions ``[start, stop)``, new memory, bound to the tokens as far as they are known.
 
         ``"sampled"``: what the tokens were sampled with, and missing where that was lost. ``"recomputed"``: of each
         position the row that was computed last. ``"any"``: the sampled row, and the recomputed one where it was lost.
@@ -157,7 +160,9 @@ class RequestJournal:
             ids[takes], versions[takes] = again[takes], later[takes]
             valid |= takes
         layout = self._layout
-        made = Routes.checked(
+        # A delta's beginning is bound as the end of what a client has is, so that the two can be put together.
+        counts = sorted(n + 1 for n in {start or end, end} if n < len(self._tokens))
+        return Routes.checked(
             ids,
             valid,
             layout.layer_ids,
@@ -165,9 +170,8 @@ class RequestJournal:
             layout.num_layers,
             start,
             spans.from_positions(versions, start),
+            tuple((count, token_hash(self._tokens[:count])) for count in counts),
         )
-        known_tokens = self._tokens[: end + 1]
-        return made.bind(known_tokens) if len(known_tokens) > end else made
 
     def _record_again(self, routes: Routes, versions: NDArray[np.int64], count: int) -> None:
         """The first ``count`` rows of ``routes`` are of settled positions: recomputed, unless equal to the sampled."""

@@ -1,20 +1,23 @@
 """Routes as the arrays that trainers take: absolute positions, their layer axis, their dtype, their word for "missing".
 
 Trainers spell a row that is not there in five incompatible ways. Zeros are the dangerous one: a router that gathers
-them sends the token to one expert ``top_k`` times, so nothing here makes zeros unless they are asked for. The spread
-ids follow the padding that keeps expert-parallel ranks balanced: consecutive ids go to consecutive *ranks*, and are
+them sends the token to one expert ``top_k`` times, so nothing here makes zeros unless they are asked for, but for dense
+layers. A cell that is not known, of a layer that a row lacks, is spelled as the whole row would be. The spread ids
+follow the padding that keeps expert-parallel ranks balanced: consecutive ids go to consecutive *ranks*, and are
 distinct within a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import RowError
+from kvroute.cells import lacking
 
 if TYPE_CHECKING:
     from kvroute.routes import Routes
@@ -40,7 +43,7 @@ def materialized(
     """See :meth:`kvroute.routes.Routes.materialize`."""
     if rows < 0:
         raise RowError("rows", "0 or more", rows)
-    plan = Plan(routes.layer_ids, routes.num_layers, routes.num_experts, routes.top_k, layers, dtype, ep)
+    plan = Plan(routes.routed_layers, routes.num_layers, routes.num_experts, routes.top_k, layers, dtype, ep)
     needed = rows if required is None else required
     if not 0 <= needed <= rows:
         raise RowError("required", f"0 to {rows} rows", required)
@@ -59,16 +62,24 @@ def materialized(
     return out
 
 
-class Plan:
-    """How rows of one layout become rows of ``layers`` and ``dtype``: which layers go where, and what fills the rest.
+class _Columns(NamedTuple):
+    """Where the chosen layers are in routes of certain layers: pairs of slices, of places in the array and there."""
 
-    Made once for many pieces of one array, or for many sequences. Raises :class:`RowError` for a layer that is not
-    there, and a dtype that cannot hold the ids.
+    copies: list[tuple[slice, slice]]
+    dense: list[tuple[slice, slice]]
+    lacks: bool  # a chosen layer, which is a missing one
+
+
+class Plan:
+    """How rows of one model become rows of ``layers`` and ``dtype``: which layers go where, and what fills the rest.
+
+    ``routed`` are the model's layers with a router. Made once for many pieces of one array, or for many sequences.
+    Raises :class:`RowError` for a layer that is not there, and a dtype that cannot hold the ids.
     """
 
     def __init__(
         self,
-        layer_ids: Sequence[int],
+        routed: Sequence[int],
         num_layers: int,
         num_experts: int,
         top_k: int,
@@ -80,12 +91,8 @@ class Plan:
             raise RowError("dtype", f"an integer that holds {num_experts - 1}", dtype)
         if ep < 1 or num_experts % ep:
             raise RowError("ep", f"a divisor of {num_experts} experts", ep)
-        self.layers = chosen_layers(layers, layer_ids, num_layers)
+        self.layers = chosen_layers(layers, routed, num_layers)
         self.dtype, self._experts, self._top_k, self._ep = dtype, num_experts, top_k, ep
-        self._num_layers = num_layers
-        place = {layer: i for i, layer in enumerate(layer_ids)}
-        self._copies = _slices([(to, place[layer]) for to, layer in enumerate(self.layers) if layer in place])
-        self._dense = _slices([(to, to) for to, layer in enumerate(self.layers) if layer not in place])
 
     def check(self, *words: str) -> None:
         """Raise :class:`RowError` for a spelling that there is not, or that the dtype cannot hold."""
@@ -96,26 +103,53 @@ class Plan:
                 raise RowError("dtype", "a signed integer, for rows of -1", self.dtype)
 
     def fill(self, out: NDArray[Any], routes: Routes, first: int, missing: Missing) -> None:
-        """Put positions ``first ..`` into ``out`` ``[n, layers, top_k]``; a row that is not there as ``missing`` says.
+        """Put positions ``first ..`` into ``out`` ``[n, layers, top_k]``; what is not there as ``missing`` says.
 
-        :class:`RowError` naming the first such position, when that is ``"error"``; ``out`` is as it was then. The
-        spelling has been checked.
+        :class:`RowError` naming the first such position, and layer, when that is ``"error"``; ``out`` is as it was
+        then. The spelling has been checked.
         """
         last = first + len(out)
-        if missing == "error" and (gap := routes.first_missing(last, first)) is not None:
-            raise RowError(f"row {gap}", f"a row for each of the positions [{first}, {last})", "none")
+        if missing == "error" and (gap := routes.first_gap(last, first, self.layers)) is not None:
+            raise lacking(gap, f"a row for each of the positions [{first}, {last})")
         a, b = min(max(first, routes.start), last), max(min(last, routes.stop), first)
         if a >= b:
             self.filler(out, missing, first)
             return
         self.filler(out[: a - first], missing, first)
         self.filler(out[b - first :], missing, b)
-        self._copy(out[a - first : b - first], routes.ids[a - routes.start : b - routes.start])
-        if missing != "error" and not (valid := routes.valid[a - routes.start : b - routes.start]).all():
+        columns, here = _columns(self.layers, routes.layer_ids, routes.missing_layers), out[a - first : b - first]
+        at = slice(a - routes.start, b - routes.start)
+        for to, of in columns.copies:
+            here[:, to] = routes.ids[at, of]
+        for to, _ in columns.dense:
+            here[:, to] = 0
+        if missing == "error":
+            return
+        if routes.cellwise or columns.lacks:
+            self._spell_cells(here, routes.known[at], columns, missing, a)
+        elif not (valid := routes.valid[at]).all():
             holes = np.flatnonzero(~valid)
             filled = np.empty((len(holes), *out.shape[1:]), self.dtype)
             self.filler(filled, missing, holes + a)
-            out[holes + (a - first)] = filled
+            here[holes] = filled
+
+    def _spell_cells(
+        self, out: NDArray[Any], known: NDArray[np.bool_], columns: _Columns, missing: Missing, first: int
+    ) -> None:
+        """Spell the cells of ``out`` that ``known`` ``[n, layers of the routes]`` lacks, of positions ``first ..``.
+
+        A dense layer is not spelled, but in a row of which nothing is known.
+        """
+        there = np.zeros(out.shape[:2], np.bool_)
+        for to, of in columns.copies:
+            there[:, to] = known[:, of]
+        some = known.any(axis=1, keepdims=True)
+        for to, _ in columns.dense:
+            there[:, to] = some
+        holes = np.flatnonzero(~there.all(axis=1))
+        filled = np.empty((len(holes), *out.shape[1:]), self.dtype)
+        self.filler(filled, missing, holes + first)
+        out[holes] = np.where(there[holes][..., None], out[holes], filled)
 
     def filler(self, out: NDArray[Any], missing: Missing, positions: int | NDArray[np.int64]) -> None:
         """Fill ``out`` ``[n, layers, top_k]`` with rows that are not there: of ``positions``, or from that one on."""
@@ -144,19 +178,22 @@ class Plan:
         spread: NDArray[np.int64] = a % ep * per_rank + a // ep % per_rank
         return spread
 
-    def _copy(self, out: NDArray[Any], ids: NDArray[Any]) -> None:
-        for to, of in self._copies:
-            out[:, to] = ids[:, of]
-        for to, _ in self._dense:
-            out[:, to] = 0
+
+@lru_cache(maxsize=256)
+def _columns(layers: tuple[int, ...], layer_ids: tuple[int, ...], missing_layers: tuple[int, ...]) -> _Columns:
+    """Where each of the chosen ``layers`` is in routes of ``layer_ids``."""
+    place = {layer: i for i, layer in enumerate(layer_ids)}
+    copies = _slices([(to, place[layer]) for to, layer in enumerate(layers) if layer in place])
+    dense = [(to, to) for to, layer in enumerate(layers) if layer not in place and layer not in missing_layers]
+    return _Columns(copies, _slices(dense), not set(missing_layers).isdisjoint(layers))
 
 
-def chosen_layers(layers: Layers, layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
+def chosen_layers(layers: Layers, routed: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """The layer ids that ``layers`` means; :class:`RowError` for one that the model does not have, or twice."""
     if isinstance(layers, str):
         if layers not in ("all", "moe"):
             raise RowError("layers", "all, moe or a sequence of layer ids", repr(layers))
-        return tuple(range(num_layers)) if layers == "all" else tuple(layer_ids)
+        return tuple(range(num_layers)) if layers == "all" else tuple(routed)
     chosen = tuple(int(layer) for layer in layers)
     for layer in chosen:
         if not 0 <= layer < num_layers:

@@ -1,9 +1,8 @@
-"""What the trainer gets: the experts that each token's MoE layers chose, missing rows masked and never guessed."""
+"""What the trainer gets: the experts that each token's MoE layers chose, what is missing masked and never guessed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -11,26 +10,31 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute import spans
-from kvroute.checks import check_ids, valid_rows
+from kvroute import cells, spans
+from kvroute.checks import valid_rows
+from kvroute.layout import RoutedCells
 from kvroute.materialize import Filler, Layers, Missing, materialized
-from kvroute.merging import merged
-from kvroute.routing import routing_spec
-from kvroute.spans import RowsLike, Span, WeightsSpan
+from kvroute.merging import of_one_sequence, union
+from kvroute.spans import RowsLike, WeightsSpan
 from kvroute.token_hash import TokenHash, check_tokens, joined_hashes, token_hash
 
 if TYPE_CHECKING:
     from kvroute.sharding import Split
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Routes:
+class Routes(RoutedCells):
     """The routing rows of the tokens at positions ``start .. start + n - 1`` of one sequence.
 
     ``ids[i, l, k]`` is the k-th expert that layer ``layer_ids[l]`` chose for position ``start + i``; it means
-    something only where ``valid[i]``. The ids of a missing row are all ones in binary, whatever memory they came from.
-    The dtype is always the narrowest unsigned one for ``num_experts``; both arrays are read-only copies that belong to
-    the routes.
+    something only where ``known[i, l]``. The ids of anything else are all ones in binary, whatever memory they came
+    from. The dtype is always the narrowest unsigned one for ``num_experts``; the arrays are read-only copies that
+    belong to the routes.
+
+    ``valid`` may be given as bool ``[n]`` or, cell by cell, ``[n, layers]``. The attribute is always ``[n]``: whether
+    *all* layers of ``layer_ids`` are known at a position.
+
+    A layer of the model is in ``layer_ids``, or in ``missing_layers`` (it has a router, and no row here knows what that
+    chose), or dense.
 
     ``weights_versions`` are ``(start, stop, version)`` by position: increasing, without overlap, inside the routes.
     Positions that no range covers have no known version.
@@ -38,7 +42,7 @@ class Routes:
     ``token_hashes`` bind the routes to the tokens that they belong to: ``(n, hash)`` says what the first ``n`` tokens
     of the sequence are, counted from position 0. See :meth:`bind` and :meth:`validate`.
 
-    Raises :class:`RowError` for arrays that do not fit, and for a valid row that no router can have chosen: an id
+    Raises :class:`RowError` for arrays that do not fit, and for a known cell that no router can have chosen: an id
     outside ``[0, num_experts)`` or twice in one layer; the error names the position and the layer id.
 
     >>> import numpy as np
@@ -50,48 +54,7 @@ class Routes:
     (((11, 12),), [[255, 255]])
     """
 
-    ids: NDArray[Any]  # [n, layers, top_k]  uint8 | uint16 | uint32
-    valid: NDArray[np.bool_]  # [n]
-    layer_ids: tuple[int, ...]
-    num_experts: int
-    num_layers: int
-    start: int = 0
-    weights_versions: tuple[WeightsSpan, ...] = ()
-    token_hashes: tuple[TokenHash, ...] = ()
-
-    def __post_init__(self) -> None:
-        self._settle(checked=False)
-
-    def _settle(self, *, checked: bool) -> None:
-        """Check all fields, the ids' values unless ``checked``, and put copies in their place."""
-        ids, valid = np.asarray(self.ids), np.asarray(self.valid)
-        if ids.ndim != 3 or ids.dtype.kind not in "iu":
-            raise RowError("routes.ids", "integers [n, layers, top_k]", f"{ids.dtype} of shape {ids.shape}")
-        if valid.dtype != np.bool_ or valid.shape != ids.shape[:1]:
-            wanted, got = f"bool of shape {ids.shape[:1]}", f"{valid.dtype} of shape {valid.shape}"
-            raise RowError("routes.valid", wanted, got)
-        if not isinstance(self.start, (int, np.integer)) or isinstance(self.start, bool) or self.start < 0:
-            raise RowError("routes.start", "a position, 0 or more", repr(self.start))
-        # The spec's own checks say what layers, experts and top-k can be.
-        spec = routing_spec(self.num_experts, ids.shape[2], self.layer_ids, self.num_layers, block_tokens=1)
-        if spec.row_shape[0] != ids.shape[1]:
-            raise RowError("routes.ids", f"{spec.row_shape[0]} layers as in layer_ids", ids.shape[1])
-        set_field = object.__setattr__
-        set_field(self, "start", int(self.start))
-        set_field(self, "num_experts", spec.attrs["num_experts"])
-        set_field(self, "num_layers", spec.attrs["num_layers"])
-        set_field(self, "layer_ids", spec.attrs["layer_ids"])
-        complete = bool(valid.all())
-        if not checked:
-            kept = np.flatnonzero(valid)
-            check_ids(ids if complete else ids[kept], self.num_experts, self.layer_ids, kept + self.start)
-        owned = np.array(ids, dtype=spec.dtype, order="C")  # every valid id fits: it was checked
-        if not complete:
-            owned[~valid] = np.iinfo(spec.dtype).max
-        set_field(self, "ids", _read_only(owned))
-        set_field(self, "valid", _read_only(valid.copy()))
-        set_field(self, "weights_versions", spans.checked_versions(self.weights_versions, self.start, self.stop))
-        set_field(self, "token_hashes", joined_hashes(self.token_hashes))
+    __slots__ = ()
 
     @classmethod
     def from_rows(
@@ -103,8 +66,11 @@ class Routes:
         weights_version: int | RowsLike | None = None,
         bad: Literal["raise", "missing"] = "raise",
         checked: bool = False,
+        missing_layers: Sequence[int] = (),
     ) -> Routes:
         """Routes of what ``AuxBlocks.read`` answered for ``spec``; ``start`` is the position of the first row.
+
+        ``missing_layers`` are those of other pipeline stages: they have a router, and are not in ``spec``.
 
         ``weights_version`` is one version for all rows, or the rows of a ``weights_version`` spec for the same
         positions: their invalid rows have no known version.
@@ -121,14 +87,16 @@ class Routes:
         if ids.shape[1:] != spec.row_shape:
             raise RowError(f"{spec.name} rows", f"shape (n, {', '.join(map(str, spec.row_shape))})", ids.shape)
         if bad == "missing" and not checked:
-            valid, checked = valid & valid_rows(spec, ids), True
+            sound = valid_rows(spec, cells.only_known(ids, valid))
+            valid, checked = (valid.T & sound).T, True
         versions: Iterable[WeightsSpan] = ()
         if isinstance(weights_version, (int, np.integer)):
             versions = ((start, start + len(ids), int(weights_version)),) if len(ids) else ()
         elif weights_version is not None:
             versions = spans.of_rows(weights_version, len(ids), start)
         layers, experts, total = (spec.attrs[name] for name in ("layer_ids", "num_experts", "num_layers"))
-        return cls.checked(ids, valid, layers, experts, total, start, tuple(versions), checked=checked)
+        fields = ids, valid, layers, experts, total, start, tuple(versions), (), tuple(missing_layers)
+        return cls.checked(*fields, checked=checked)
 
     @classmethod
     def checked(
@@ -141,21 +109,22 @@ class Routes:
         start: int = 0,
         weights_versions: tuple[WeightsSpan, ...] = (),
         token_hashes: tuple[TokenHash, ...] = (),
+        missing_layers: tuple[int, ...] = (),
         *,
         checked: bool = True,
     ) -> Routes:
-        """The routes of these fields, whose valid ids were checked when they were written; the rest is checked here.
+        """The routes of these fields, whose known ids were checked when they were written; the rest is checked here.
 
         Ids that no router can have chosen would get through. ``checked=False`` is the class itself.
         """
-        made = object.__new__(cls)
-        made._set(ids, valid, layer_ids, num_experts, num_layers, start, weights_versions, token_hashes)
+        made, layout = object.__new__(cls), (layer_ids, num_experts, num_layers)
+        made._set(ids, valid, *layout, start, weights_versions, token_hashes, missing_layers, None)
         made._settle(checked=checked)
         return made
 
     # ---------------------------------------------------------------- parts
 
-    def append(self, other: Routes) -> Routes:
+    def append(self, other: Routes, *, tokens: ArrayLike | None = None) -> Routes:
         """These routes and what ``other`` adds: :meth:`merge`, but ``other`` may not leave a gap before or after them.
 
         A part that begins earlier than these stop is a prefix sent again, or a delta that came twice: what is there
@@ -165,21 +134,42 @@ class Routes:
             raise RowError("routes.start", f"position {self.stop} or earlier, where these routes stop", other.start)
         if len(self) and other.stop < self.start:
             raise RowError("routes.stop", f"position {self.start} or later, where these routes start", other.stop)
-        return self.merge(other)
+        return self.merge(other, tokens=tokens)
 
-    def merge(self, *others: Routes) -> Routes:
-        """The union of these routes and ``others``, parts of the same sequence in any order, by absolute position.
+    def merge(self, *others: Routes, tokens: ArrayLike | None = None) -> Routes:
+        """The union of these routes and ``others``, parts of the same sequence in any order, by position and layer.
 
-        A row that several parts have must be the same in all of them, and of the same weights version as far as that
-        is known. One that only some have is taken from those. Positions between the parts are missing. So merging a
-        part once more changes nothing. Token hashes of all parts are kept.
+        A cell that several parts know must be the same in all of them, and a row of the same weights version as far as
+        that is known. One that only some know is taken from those. Positions between the parts are missing. So merging
+        a part once more changes nothing.
+
+        Parts that each add something are merged only when something shows that they are of one sequence
+        (:mod:`kvroute.merging` has the rule): ``tokens`` ``[n]``, which this binds all of them to; or token hashes,
+        where both are bound; or else the last row of the part that ends first, which the other must have too. The
+        result has the token hashes that are known to be those of the whole.
 
         Raises :class:`RowError` naming the position and the layer where two parts differ, and for parts of other
-        layers, experts or top-k, or of other tokens.
+        routed layers, experts or top-k, of other tokens, or of nobody knows which.
         """
         parts = (self, *others)
-        ids, valid, start, versions = merged(parts)
-        return self._with(ids, valid, start, versions, joined_hashes(h for p in parts for h in p.token_hashes))
+        hashes = of_one_sequence(parts, tokens)
+        return union(parts)._with(token_hashes=hashes)
+
+    def without(self, layers: Iterable[int], at: ArrayLike | None = None) -> Routes:
+        """These routes, without what they know of the layers with these ids in the rows ``at`` bool ``[n]`` (all).
+
+        :class:`RowError` for a layer without a router.
+        """
+        rows = np.ones(len(self), np.bool_) if at is None else np.asarray(at)
+        if rows.dtype != np.bool_ or rows.shape != self.valid.shape:
+            raise RowError("at", f"bool of shape {self.valid.shape}", f"{rows.dtype} of shape {rows.shape}")
+        for layer in (wanted := set(layers)):
+            if layer not in self.routed_layers:
+                raise RowError("layers", f"some of the routed layers {self.routed_layers}", layer)
+        known = self.known & ~(rows[:, None] & np.array([n in wanted for n in self.layer_ids]))
+        ids = self.ids.copy()
+        ids[~known] = np.iinfo(ids.dtype).max
+        return self._with(ids=ids, known=known)
 
     def slice(self, start: int, stop: int) -> Routes:
         """The routes of the *positions* ``[start, stop)``, sharing memory; they must lie inside these routes.
@@ -192,7 +182,8 @@ class Routes:
         at = np.s_[start - self.start : stop - self.start]
         versions = tuple(v for v in clipped if v[0] < v[1])
         hashes = tuple(h for h in self.token_hashes if h[0] <= stop + 1)
-        return self._with(self.ids[at], self.valid[at], start, versions, hashes)
+        mask = self.valid[at] if self._known is None else self._known[at]
+        return self._with(ids=self.ids[at], known=mask, start=start, weights_versions=versions, token_hashes=hashes)
 
     # ---------------------------------------------------------------- tokens
 
@@ -206,7 +197,7 @@ class Routes:
         if count < self.stop:
             raise RowError("tokens", f"{self.stop} or more, one for every position", count)
         hashes = joined_hashes((*self.token_hashes, (count, token_hash(tokens))))
-        return self._with(self.ids, self.valid, self.start, self.weights_versions, hashes)
+        return self._with(token_hashes=hashes)
 
     def validate(
         self, tokens: ArrayLike | None = None, *, rows: int | None = None, loss_mask: ArrayLike | None = None
@@ -214,58 +205,27 @@ class Routes:
         """Raise :class:`RowError` unless these routes are sound and are what a trainer needs for a sequence.
 
         Always: shapes, ids in range, distinct in each layer. With ``tokens`` ``[n]``: every token hash is that of so
-        many first tokens, there is one, and no row lies beyond them. With ``rows``: the rows of all positions
-        ``[0, rows)`` are there. With ``loss_mask`` ``[n]``: for each position ``t`` with a loss, the row ``t - 1``,
-        which its log probability was computed with, is there.
+        many first tokens, one covers the last row, and no row lies beyond them. With ``rows``: the rows of all
+        positions ``[0, rows)`` are there, in every routed layer. With ``loss_mask`` ``[n]``: for each position ``t``
+        with a loss, the row ``t - 1``, which its log probability was computed with, is there.
         """
-        kept = np.flatnonzero(self.valid)
-        sound = self.ids if self.complete else self.ids[kept]
-        check_ids(sound, self.num_experts, self.layer_ids, kept + self.start)
+        self._check(self.ids, self.valid, self._known)
         if tokens is not None:
             if len(given := np.asarray(tokens)) < self.stop:
                 raise RowError("tokens", f"{self.stop} or more, one for every position", len(given))
-            check_tokens(self.token_hashes, given)
-        if rows is not None and (gap := self.first_missing(rows)) is not None:
-            raise RowError(f"row {gap}", f"a row for each of the positions [0, {rows})", "none")
+            check_tokens(self.token_hashes, given, self.end)
+        if rows is not None and (gap := self.first_gap(rows)) is not None:
+            raise cells.lacking(gap, f"a row for each of the positions [0, {rows})")
         if loss_mask is not None:
             targets = np.flatnonzero(np.asarray(loss_mask))
             there = np.zeros(max(self.stop, int(targets.max(initial=0)) + 1), np.bool_)
-            there[self.start : self.stop] = self.valid
+            there[self.start : self.stop] = self.valid & (not self.missing_layers)
             sources = targets[targets > 0] - 1
             if not there[sources].all():
                 lost = int(sources[~there[sources]][0])
-                raise RowError(f"row {lost}", f"a row, as position {lost + 1} has a loss", "none")
-
-    # ---------------------------------------------------------------- what there is
-
-    @property
-    def stop(self) -> int:
-        """The position after the last row."""
-        return self.start + len(self.ids)
-
-    @property
-    def top_k(self) -> int:
-        return int(self.ids.shape[2])
-
-    @property
-    def complete(self) -> bool:
-        """Whether no row is missing."""
-        return bool(self.valid.all())
-
-    @property
-    def missing(self) -> tuple[Span, ...]:
-        """The positions without a row, as maximal ranges ``[start, stop)`` in increasing order."""
-        return tuple((self.start + a, self.start + b) for a, b in spans.runs(~self.valid))
-
-    def first_missing(self, stop: int, start: int = 0) -> int | None:
-        """The first position in ``[start, stop)`` without a row, whether inside these routes or not."""
-        if start < self.start and start < stop:
-            return start
-        there = self.valid[start - self.start : stop - self.start] if start < min(stop, self.stop) else self.valid[:0]
-        if not there.all():
-            return start + int(there.argmin())
-        reached = start + len(there)
-        return reached if reached < stop else None
+                gap = self.first_gap(lost + 1, lost)
+                assert gap is not None, "it is not there"
+                raise cells.lacking(gap, f"a row, as position {lost + 1} has a loss")
 
     # ---------------------------------------------------------------- for trainers
 
@@ -286,17 +246,19 @@ class Routes:
         Row ``i`` is position ``i``, whatever :attr:`start` is; rows behind ``rows`` are left out. A sequence of ``n``
         tokens has rows for its first ``n - 1`` positions: the last sampled token was never read.
 
-        ``layers``: ``"all"`` gives each of :attr:`num_layers` layers a place, those without experts ids of 0;
-        ``"moe"`` gives :attr:`layer_ids` only; a sequence of layer ids gives those, in that order.
+        ``layers``: ``"all"`` gives each of :attr:`num_layers` layers a place, dense ones ids of 0; ``"moe"`` gives
+        :attr:`routed_layers` only; a sequence of layer ids gives those, in that order.
 
-        ``missing`` spells the rows that are not there (all layers of it): ``"error"`` refuses them, ``"zero"``,
+        ``missing`` spells the cells that are not known, and the rows that are not there in all layers: ``"error"``
+        refuses them, ``"zero"``,
         ``"minus1"``, ``"arange"`` (``0 .. top_k - 1``), or ``"spread"``, distinct ids that go round the ``ep`` expert
         parallel ranks first. With ``required``, that is for positions before it; from there on a row that is not there
         is spelled as ``pad`` has it (``missing``, if that is not given).
 
         The result is new, in C order and writable; or it is ``out``, of that shape and dtype, which may be a view.
 
-        Raises :class:`RowError` naming the first position that is missing, and for a dtype that cannot hold the ids.
+        Raises :class:`RowError` naming the first position, and the layer, that is missing, and for a dtype that cannot
+        hold the ids.
         """
         return materialized(self, rows, layers, np.dtype(dtype), missing, required, pad, ep, out)
 
@@ -350,51 +312,3 @@ class Routes:
         from kvroute.routes_bytes import from_json
 
         return from_json(encoded)
-
-    # ---------------------------------------------------------------- as a value
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __eq__(self, other: object) -> bool:
-        """Equal positions, layers, versions, token hashes, valid masks and ids."""
-        if not isinstance(other, Routes):
-            return NotImplemented
-        names = ("start", "layer_ids", "num_experts", "num_layers", "weights_versions", "token_hashes")
-        return (
-            all(getattr(self, n) == getattr(other, n) for n in names)
-            and np.array_equal(self.valid, other.valid)
-            and np.array_equal(self.ids, other.ids)
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # arrays inside: compared by value, never used as a key
-
-    def __repr__(self) -> str:
-        where = f"positions {self.start}..{self.stop - 1}" if len(self) else f"no positions at {self.start}"
-        layers = f"{len(self.layer_ids)} of {self.num_layers} layers"
-        lost = len(self) - int(np.count_nonzero(self.valid))
-        state = f"{lost} missing" if lost else "complete"
-        return f"Routes({where}, {layers}, top {self.top_k} of {self.num_experts} experts, {state})"
-
-    def _with(
-        self,
-        ids: NDArray[Any],
-        valid: NDArray[np.bool_],
-        start: int,
-        versions: tuple[WeightsSpan, ...],
-        hashes: tuple[TokenHash, ...],
-    ) -> Routes:
-        """Routes of rows that were checked before; the arrays are taken over."""
-        made = object.__new__(Routes)
-        layout = self.layer_ids, self.num_experts, self.num_layers
-        made._set(_read_only(ids), _read_only(valid), *layout, start, versions, hashes)
-        return made
-
-    def _set(self, *values: object) -> None:
-        for name, value in zip(self.__slots__, values, strict=True):
-            object.__setattr__(self, name, value)
-
-
-def _read_only(array: NDArray[Any]) -> NDArray[Any]:
-    array.flags.writeable = False
-    return array

@@ -5,15 +5,17 @@ The record, all integers little endian:
 | offset | bytes | what |
 |---:|---:|---|
 | 0 | 8 | ``KVROUTES`` |
-| 8 | 2 | version, 1 |
+| 8 | 2 | version, 2 |
 | 10 | 2 | 0 |
 | 12 | 4 | ``h``, bytes of the header |
 | 16 | 16 | XXH3-128, most significant byte first, of all bytes before and after these 16 |
 | 32 | h | the header: one line of JSON with its keys sorted and no white space, then spaces up to a multiple of 64 |
-| 32 + h | n * layers * top_k * itemsize | the ids, C order; those of a missing row are all ones in binary |
-| | ceil(n / 8) | one bit a position, lowest bit first: whether its row is there |
+| 32 + h | n * layers * top_k * itemsize | the ids, C order; those of what is missing are all ones in binary |
+| | ceil(n / 8) | one bit a position, lowest bit first: whether anything of its row is known |
 
-The header is the JSON object without ``valid``, ``data`` and ``checksum``.
+The header is the JSON object without ``valid``, ``data`` and ``checksum``. Its ``unknown`` are ranges ``[layer, start,
+stop]`` of positions at which other layers of a row are known, but not this one: maximal, in order, almost always none.
+Its ``missing_layers`` have a router, and no column.
 """
 
 from __future__ import annotations
@@ -31,16 +33,17 @@ from pybase64 import b64decode, b64encode_as_string
 
 from cache_manager.errors import RowError
 from cache_manager.record import checksum
+from kvroute import cells
 from kvroute.routes import Routes
 from kvroute.token_hash import TOKEN_HASH_NBYTES
 
-FORMAT: Final = "kvroute.routes/2"
+FORMAT: Final = "kvroute.routes/3"
 DTYPES: Final = ("uint8", "uint16", "uint32")
 ROWS_MAX: Final = 1 << 24
 """Positions that one decoded object may claim to have."""
 
 MAGIC: Final = b"KVROUTES"
-VERSION: Final = 1
+VERSION: Final = 2
 _FIXED = struct.Struct("<8sHHI")
 _SUM_NBYTES: Final = 16
 _HEADER_AT: Final = _FIXED.size + _SUM_NBYTES
@@ -59,6 +62,8 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     num_layers: int
     weights_versions: tuple[tuple[int, int, int], ...]
     token_hashes: tuple[tuple[int, str], ...]
+    missing_layers: tuple[int, ...]
+    unknown: tuple[tuple[int, int, int], ...]
 
     @classmethod
     def of(cls, routes: Routes) -> _Header:
@@ -72,6 +77,8 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
             num_layers=routes.num_layers,
             weights_versions=routes.weights_versions,
             token_hashes=tuple((count, digest.hex()) for count, digest in routes.token_hashes),
+            missing_layers=routes.missing_layers,
+            unknown=routes.unknown,
         )
 
     @property
@@ -85,8 +92,9 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
         if self.dtype not in DTYPES:
             raise RowError("routes.dtype", "one of " + ", ".join(DTYPES), repr(self.dtype))
         rows, layers, top_k = self.shape
-        if not (0 <= rows <= ROWS_MAX and layers >= 1 and top_k >= 1):
-            raise RowError("routes.shape", f"0 to {ROWS_MAX} rows, 1 layer and 1 expert or more", self.shape)
+        if not (0 <= rows <= ROWS_MAX and 1 <= layers == len(self.layer_ids) and top_k >= 1):
+            wanted = f"0 to {ROWS_MAX} rows, the layers of layer_ids, one or more, 1 expert or more"
+            raise RowError("routes.shape", wanted, self.shape)
 
     @property
     def ids_nbytes(self) -> int:
@@ -102,13 +110,14 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
         bits = np.unpackbits(np.frombuffer(valid, np.uint8), count=self.shape[0], bitorder="little")
         return Routes.checked(
             np.frombuffer(ids, np.dtype(self.dtype).newbyteorder("<")).reshape(self.shape),
-            bits.astype(np.bool_),
+            cells.mask_of(bits.astype(np.bool_), self.unknown, self.layer_ids, self.start),
             self.layer_ids,
             self.num_experts,
             self.num_layers,
             self.start,
             self.weights_versions,
             tuple((count, _digest(text)) for count, text in self.token_hashes),
+            self.missing_layers,
             checked=checked,
         )
 
@@ -170,9 +179,10 @@ def _sum(*parts: bytes | memoryview) -> bytes:
 def to_json(routes: Routes) -> dict[str, Any]:
     """``routes`` as a JSON object that says all about itself; :func:`from_json` is the way back.
 
-    ``data`` is the base64 of the ids, C order, little endian; ``valid`` of one bit a position, lowest bit first.
+    ``data`` is the base64 of the ids, C order, little endian; ``valid`` of one bit a position, lowest bit first:
+    whether anything of its row is known.
     ``checksum`` is the XXH3-64, 16 hex digits, of: the other fields as one line of JSON with its keys sorted and no
-    white space, the bytes of ``valid``, the bytes of ``data``. The ids of a missing row are all ones in binary.
+    white space, the bytes of ``valid``, the bytes of ``data``. The ids of what is missing are all ones in binary.
     """
     header = _Header.of(routes)
     ids, valid = _rows(routes)
@@ -200,7 +210,7 @@ def from_json(encoded: Mapping[str, Any]) -> Routes:
 def _rows(routes: Routes) -> tuple[NDArray[Any], bytes]:
     """The ids ``[bytes]`` in C order and little endian, not copied where they are so already; and the valid bits."""
     ids = np.ascontiguousarray(routes.ids).astype(routes.ids.dtype.newbyteorder("<"), copy=False)
-    return ids.reshape(-1).view(np.uint8), np.packbits(routes.valid, bitorder="little").tobytes()
+    return ids.reshape(-1).view(np.uint8), np.packbits(routes.some, bitorder="little").tobytes()
 
 
 def _bytes(field: str, text: str, nbytes: int) -> bytes:

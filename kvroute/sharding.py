@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cache_manager.errors import InvalidInputError, RowError
+from kvroute.layout import check_alike
 from kvroute.materialize import Filler, Layers, Missing, Plan, chosen_layers
 
 if TYPE_CHECKING:
@@ -207,7 +208,8 @@ def shard_packed(
     spelled as ``pad`` says. ``layers`` are cut to those of the pipeline stage: ``"all"`` gives the stage's layers,
     ``"moe"`` those of them with experts; a sequence of layer ids is taken as it is.
 
-    Raises :class:`RowError` for a missing row when ``missing`` is ``"error"``, naming the sequence and the position.
+    Raises :class:`RowError` for what is missing when ``missing`` is ``"error"``, naming the sequence, the position and
+    the layer; and for sequences of unlike layers, experts or top-k.
     """
     plan = _plan(parts, tokens, split, layers, dtype, ep)
     shards = split.packed(tokens)
@@ -296,19 +298,16 @@ def _plan(
 ) -> Plan:
     if not parts or len(parts) != len(tokens):
         raise RowError("tokens", f"one number for each of {len(parts)} routes, at least one", len(tokens))
+    check_alike(parts)
     first = parts[0]
-    for i, other in enumerate(parts):
-        for name in ("layer_ids", "num_experts", "num_layers", "top_k"):
-            if getattr(other, name) != getattr(first, name):
-                raise RowError(f"sequence {i} {name}", getattr(first, name), getattr(other, name))
     wanted = layers if isinstance(layers, str) else tuple(layers)
-    layout = tuple(first.layer_ids), first.num_layers, first.num_experts, first.top_k
+    layout = first.routed_layers, first.num_layers, first.num_experts, first.top_k
     return _plan_of(*layout, split, wanted, np.dtype(dtype), ep)
 
 
 @lru_cache(maxsize=64)
 def _plan_of(
-    layer_ids: tuple[int, ...],
+    routed: tuple[int, ...],
     num_layers: int,
     num_experts: int,
     top_k: int,
@@ -319,9 +318,9 @@ def _plan_of(
 ) -> Plan:
     """A rank's plan, which is the same for every batch."""
     if isinstance(layers, str):
-        chosen = set(chosen_layers(layers, layer_ids, num_layers))
+        chosen = set(chosen_layers(layers, routed, num_layers))
         layers = tuple(layer for layer in split.layers(num_layers) if layer in chosen)
-    return Plan(layer_ids, num_layers, num_experts, top_k, layers, dtype, ep)
+    return Plan(routed, num_layers, num_experts, top_k, layers, dtype, ep)
 
 
 def _cut(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:

@@ -42,11 +42,13 @@ def joined_hashes(hashes: Iterable[TokenHash]) -> tuple[TokenHash, ...]:
     return tuple(sorted(found.items()))
 
 
-def check_tokens(hashes: Iterable[TokenHash], tokens: NDArray[Any]) -> None:
-    """Raise :class:`RowError` unless there is a hash, and each is that of so many first ``tokens`` ``[n]``."""
+def check_tokens(hashes: Iterable[TokenHash], tokens: NDArray[Any], end: int) -> None:
+    """Raise :class:`RowError` unless each hash is that of so many first ``tokens`` ``[n]``, and one is of ``end``."""
     hashes = tuple(hashes)
     if not hashes:
         raise RowError("routes.token_hashes", "a hash of the tokens; see Routes.bind", "none")
+    if (most := max(count for count, _ in hashes)) < end:
+        raise RowError("routes.token_hashes", f"a hash of {end} tokens or more, as there are rows", f"of {most}")
     for count, digest in hashes:
         if count > len(tokens):
             raise RowError("tokens", f"{count} or more, as the routes are bound to", len(tokens))

@@ -17,9 +17,9 @@ encoding        container                                              layers, d
 ``fastdeploy``  base64 of the bytes                                    routed; uint8 to uint32     all ones in binary
 ==============  =====================================================  ==========================  ==================
 
-An encoding without a way to say that a row is missing refuses routes that miss one: any spelling as ids is some
-expert's. What is decoded is checked as every :class:`Routes` is, so that a row of zeros, which is how some engines
-spell a row that they lost, is an error and never a row. Pure: no I/O.
+An encoding without a way to say that a row is missing refuses routes that miss one, or a layer of one: any spelling as
+ids is some expert's. The others say so of each layer by itself. What is decoded is checked as every :class:`Routes` is,
+so that a row of zeros, which is how some engines spell a row that they lost, is an error and never a row. Pure: no I/O.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def from_all_layers(
 
 def of_ids(
     ids: NDArray[Any],  # [n, layers, top_k]
-    valid: NDArray[np.bool_] | None,  # [n]; None: all
+    valid: NDArray[np.bool_] | None,  # [n] or [n, layers]; None: all
     spec: AuxBlockDataSpec,
     start: int,
 ) -> Routes:
@@ -102,22 +102,26 @@ def of_ids(
     return Routes(ids, valid, attrs["layer_ids"], attrs["num_experts"], attrs["num_layers"], start)
 
 
-def signed_with(routes: Routes, dtype: str, missing: int) -> NDArray[Any]:  # [n, layers, top_k]
-    """The ids in ``dtype``, and ``missing`` in every place of a missing row."""
-    ids = routes.ids.astype(dtype)
-    if not routes.complete:
-        ids[~routes.valid] = missing
+def signed_with(routes: Routes, dtype: str, missing: int) -> NDArray[Any]:  # [n, routed layers, top_k]
+    """The ids in ``dtype``, and ``missing`` in every place of what is not known: a row, or a layer of it."""
+    if routes.complete:
+        return routes.ids.astype(dtype)
+    ids = np.full((len(routes), len(routes.routed_layers), routes.top_k), missing, dtype)
+    at = [i for i, layer in enumerate(routes.routed_layers) if layer in routes.layer_ids]
+    ids[:, at] = np.where(routes.known[..., None], routes.ids.astype(dtype), np.array(missing, dtype))
     return ids
 
 
 def missing_rows(routes: Routes) -> str | None:
-    """Which rows are missing, in one line; ``None`` when none is."""
+    """Which rows, or layers of them, are missing, in one line; ``None`` when none is."""
     if routes.complete:
         return None
     ranges = ", ".join(f"[{start}, {stop})" for start, stop in routes.missing[:8])
     more = f" and {len(routes.missing) - 8} more ranges" if len(routes.missing) > 8 else ""
     lost = sum(stop - start for start, stop in routes.missing)
-    return f"{lost} of {len(routes)} rows are missing: positions {ranges}{more}"
+    gap = routes.first_gap(routes.stop, routes.start)
+    first = "" if gap is None or gap[1] is None else f", of which {gap[0]} lacks layer {gap[1]}"
+    return f"{lost} of {len(routes)} rows are missing: positions {ranges}{more}{first}"
 
 
 def too_many_experts(routes: Routes, name: str, bits: int, experts_max: int) -> str | None:

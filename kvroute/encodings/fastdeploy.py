@@ -52,7 +52,7 @@ def decode(
     row_nbytes = layers * top_k * dtype.itemsize
     rows = rows_in(FIELD, given, row_nbytes)
     ids = np.frombuffer(bytes_of(FIELD, given, rows * row_nbytes), dtype).reshape(rows, layers, top_k)
-    return of_ids(ids, ~(ids == np.iinfo(stored).max).all(axis=(1, 2)), spec, start)
+    return of_ids(ids, ~(ids == np.iinfo(stored).max).all(axis=2), spec, start)
 
 
 def refusal(routes: Routes) -> str | None:

@@ -1,8 +1,8 @@
 """NeMo-RL's envelope: ``nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>``, C order, little endian.
 
-The narrowest signed dtype that holds the ids, and a row of -1 for "no route: let the router choose", which is how a
-missing row is spelled. The layers are those with a router. Source: ``nemo_rl/utils/routed_experts_codec.py`` and
-``models/generation/interfaces.py``.
+The narrowest signed dtype that holds the ids, and -1 for "no route: let the router choose", which is how a missing row
+is spelled, or a layer that a row lacks. The layers are those with a router. Source:
+``nemo_rl/utils/routed_experts_codec.py`` and ``models/generation/interfaces.py``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def decode(given: Any, spec: AuxBlockDataSpec, start: int = 0) -> Routes:
     shape = checked_shape(f"{FIELD}.shape", (int(head[2]), int(head[3]), int(head[4])), spec)
     nbytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
     ids = np.frombuffer(bytes_of(f"{FIELD}.data", given[head.end() :], nbytes), dtype).reshape(shape)
-    return of_ids(ids, ~(ids == MISSING).all(axis=(1, 2)), spec, start)
+    return of_ids(ids, ~(ids == MISSING).all(axis=2), spec, start)
 
 
 def refusal(routes: Routes) -> str | None:

@@ -22,9 +22,9 @@ def decode(given: Mapping[str, Any], spec: AuxBlockDataSpec | None = None, _star
     """
     routes = Routes.from_json(given)
     if spec is not None:
-        for name in ("layer_ids", "num_experts", "num_layers"):
-            if getattr(routes, name) != spec.attrs[name]:
-                raise RowError(f"{FIELD}.{name}", f"{spec.attrs[name]}, as the model has", getattr(routes, name))
+        for name, of in (("routed_layers", "layer_ids"), ("num_experts",) * 2, ("num_layers",) * 2):
+            if getattr(routes, name) != spec.attrs[of]:
+                raise RowError(f"{FIELD}.{name}", f"{spec.attrs[of]}, as the model has", getattr(routes, name))
         if routes.top_k != spec.row_shape[1]:
             raise RowError(f"{FIELD}.top_k", f"{spec.row_shape[1]}, as the model has", routes.top_k)
     return routes

@@ -43,29 +43,39 @@ def routes_of(
     experts: int = 8,
     start: int = 0,
     missing: float = 0.0,
+    unknown: float = 0.0,
+    lost: int = 0,
 ) -> Routes:
-    """Routes that differ with ``seed``: every other layer of ``2 * layers``, a share ``missing`` of rows not there."""
+    """Routes that differ with ``seed``: every other layer of ``2 * layers``, a share ``missing`` of rows not there.
+
+    Of the others a share ``unknown`` of cells; and of the last ``lost`` layers nothing at all.
+    """
     random = np.random.default_rng(seed)
     first = random.integers(0, experts, (rows, layers, 1))
     ids = (first + np.arange(top_k)) % experts
     valid = random.random(rows) >= missing
+    if unknown:
+        valid = valid[:, None] & (random.random((rows, layers - lost)) >= unknown)
     versions = ((start, start + rows // 2, seed), (start + rows // 2, start + rows, seed + 1)) if rows > 1 else ()
     layer_ids = tuple(range(1, 2 * layers, 2))
-    return Routes(ids, valid, layer_ids, experts, 2 * layers, start, versions).bind(np.arange(start + rows + 1))
+    kept, gone = layer_ids[: layers - lost], layer_ids[layers - lost :]
+    fields = kept, experts, 2 * layers, start, versions
+    return Routes(ids[:, : len(kept)], valid, *fields, missing_layers=gone).bind(np.arange(start + rows + 1))
 
 
 def of_layers(routes: Routes, layers: set[int]) -> Routes:
-    """``routes`` of some layer ids only, taken apart by hand."""
+    """``routes`` of some layer ids only, taken apart by hand; of the others it is known that they route."""
     kept = [i for i, layer in enumerate(routes.layer_ids) if layer in layers]
     return Routes(
         routes.ids[:, kept],
-        routes.valid,
+        routes.known[:, kept],
         tuple(routes.layer_ids[i] for i in kept),
         routes.num_experts,
         routes.num_layers,
         routes.start,
         routes.weights_versions,
         routes.token_hashes,
+        (*routes.missing_layers, *(layer for layer in routes.layer_ids if layer not in layers)),
     )
 
 
@@ -113,14 +123,17 @@ class RolloutContract(ABC):
 
     def _comes_back(self, data: st.DataObject) -> None:
         rows, start = data.draw(st.integers(0, 90)), data.draw(st.sampled_from([0, 7]))
+        width = data.draw(st.integers(1, 6))
         routes = routes_of(
             data.draw(st.integers(0, 99)),
             rows,
-            layers=data.draw(st.integers(1, 6)),
+            layers=width,
             top_k=data.draw(st.integers(1, 4)),
             experts=data.draw(st.sampled_from([8, 256, 300])),
             start=start,
             missing=data.draw(st.sampled_from([0.0, 0.3, 1.0])),
+            unknown=data.draw(st.sampled_from([0.0, 0.2])),
+            lost=data.draw(st.integers(0, min(2, width - 1))),
         )
         layers = data.draw(st.sets(st.integers(0, routes.num_layers - 1)))
         layers.add(data.draw(st.sampled_from(routes.layer_ids)))

@@ -3,15 +3,15 @@
 | offset | bytes | what |
 |---:|---:|---|
 | 0 | 8 | ``KVROLLTS`` |
-| 8 | 2 | version, 1 |
+| 8 | 2 | version, 2 |
 | 10 | 2 | 0 |
 | 12 | 4 | ``h``, bytes of the header, a multiple of 64 with the 32 before it |
 | 16 | 16 | XXH3-128, most significant byte first, of the 16 bytes before and of the header |
 | 32 | h | the header: one JSON object, then spaces |
 | 32 + h | | the parts of these layers, band by band, each ``[rows, layers, top_k]`` in C order |
 
-The header has the handle, the layer ids of this file, the mask of valid rows, weights versions, token hashes, and a sum
-for each part. A part is summed with XXH3-64. Pure: bytes in, values out; :mod:`kvroute.rollout.local` does the I/O.
+The header has the handle, the layer ids of this file, what of the rows is known, weights versions, token hashes, and a
+sum for each part. A part is summed with XXH3-64. Pure: bytes in, values out; :mod:`kvroute.rollout.local` does the I/O.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cache_manager.record import Buffer, checksum
 from kvroute.rollout.handle import Manifest, RolloutHandle
 
 MAGIC: Final = b"KVROLLTS"
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER_NBYTES_MAX: Final = 64 << 20
 _FIXED = struct.Struct("<8sHHI")
 FIXED_NBYTES: Final = _FIXED.size + 16

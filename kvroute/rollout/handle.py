@@ -17,12 +17,14 @@ from pybase64 import b64encode_as_string
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.record import Buffer
+from kvroute import cells
+from kvroute.cells import UnknownSpan
 from kvroute.rollout.grid import PART_NBYTES_MAX, Grid, Selection
 from kvroute.rollout.ids import checked_id
 from kvroute.routes import Routes
 from kvroute.routing import id_dtype, routing_spec
 
-FORMAT: Final = "kvroute.rollout/1"
+FORMAT: Final = "kvroute.rollout/2"
 PUT_ID_NBYTES: Final = 16
 ROWS_MAX: Final = 1 << 24
 IDS_MAX: Final = 1 << 36
@@ -33,8 +35,9 @@ class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One put of one rollout. ``put_id`` is 32 hex digits, new for every put.
 
     ``store`` is the scheme of the store that it was put to. ``inline`` are the rows themselves, where that store keeps
-    none. Rows are of the positions ``[start, start + rows)`` in the layers ``layer_ids``; a part has ``part_layers`` of
-    them (the last one of a rollout may have fewer) and ``part_tokens`` rows.
+    none. Rows are of the positions ``[start, start + rows)`` in the layers ``layer_ids``; ``missing_layers`` have a
+    router, too, and no rows. A part has ``part_layers`` of the layers (the last one of a rollout may have fewer) and
+    ``part_tokens`` rows.
     """
 
     format: str
@@ -49,6 +52,7 @@ class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     top_k: int
     part_layers: int
     part_tokens: int
+    missing_layers: tuple[int, ...] = ()
     manifest_nbytes: int = 0
     inline: bytes = b""
 
@@ -63,6 +67,7 @@ class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             start=routes.start,
             rows=len(routes),
             layer_ids=routes.layer_ids,
+            missing_layers=routes.missing_layers,
             num_layers=routes.num_layers,
             num_experts=routes.num_experts,
             top_k=routes.top_k,
@@ -114,6 +119,8 @@ class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not 0 <= self.start < 1 << 62:
             raise wrong("start", "a position, 0 or more")
         routing_spec(self.num_experts, self.top_k, self.layer_ids, self.num_layers, block_tokens=1)
+        if cells.missing_layers(self.missing_layers, self.layer_ids, self.num_layers) != self.missing_layers:
+            raise wrong("missing_layers", "increasing layers")
         if not 1 <= self.part_layers <= len(self.layer_ids):
             raise wrong("part_layers", f"1 to {len(self.layer_ids)}")
         if self.part_tokens < 1 or (self.part_tokens > 1 and self.grid.part_nbytes > PART_NBYTES_MAX):
@@ -155,16 +162,18 @@ class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         :class:`InvalidInputError` for a manifest that says of them what cannot be.
         """
-        valid = manifest.rows_valid(self.rows)
+        mask = manifest.mask(self)
+        if mask.ndim == 2:
+            mask = mask[:, list(wanted.layers)]
         return [
-            self._part(rows, valid[first:last], manifest, wanted.layer_ids, self.start + first)
+            self._part(rows, mask[first:last], manifest, wanted.layer_ids, self.start + first)
             for rows, (first, last) in zip(ids, wanted.rows, strict=True)
         ]
 
     def _part(
         self,
         ids: NDArray[Any],
-        valid: NDArray[np.bool_],
+        mask: NDArray[np.bool_],  # [n] or [n, layers]
         manifest: Manifest,
         layer_ids: tuple[int, ...],
         start: int,
@@ -173,36 +182,45 @@ class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         versions = ((max(a, start), min(b, stop), v) for a, b, v in manifest.weights_versions)
         return Routes.checked(
             ids,
-            valid,
+            mask,
             layer_ids,
             self.num_experts,
             self.num_layers,
             start,
             tuple(span for span in versions if span[0] < span[1]),
             tuple((n, h) for n, h in manifest.token_hashes if n <= stop + 1),
+            (*self.missing_layers, *(n for n in self.layer_ids if n not in layer_ids)),
         )
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What belongs to a whole rollout beside its parts: small, and fetched by every rank.
 
-    ``valid`` has one bit a row, lowest bit first; it is empty when no row is missing.
+    ``valid`` has one bit a row, lowest bit first: whether anything of it is known; it is empty where that is so of all.
+    ``unknown`` are ``(layer id, start, stop)``: where it is known of other layers but not of this one.
     """
 
     valid: bytes
+    unknown: tuple[UnknownSpan, ...]
     weights_versions: tuple[tuple[int, int, int], ...]
     token_hashes: tuple[tuple[int, bytes], ...]
 
     @classmethod
     def of(cls, routes: Routes) -> Manifest:
-        valid = b"" if routes.complete else np.packbits(routes.valid, bitorder="little").tobytes()
-        return cls(valid, routes.weights_versions, routes.token_hashes)
+        some = routes.some
+        valid = b"" if some.all() else np.packbits(some, bitorder="little").tobytes()
+        return cls(valid, routes.unknown, routes.weights_versions, routes.token_hashes)
 
-    def rows_valid(self, rows: int) -> NDArray[np.bool_]:  # [rows]
-        if not self.valid:
-            return np.ones(rows, np.bool_)
-        bits = np.frombuffer(self.valid, np.uint8)
-        return np.unpackbits(bits, count=rows, bitorder="little").astype(np.bool_)
+    def mask(self, handle: RolloutHandle) -> NDArray[np.bool_]:
+        """Which rows, ``[rows]``, or cells, ``[rows, layers]``, of the rollout are known.
+
+        :class:`InvalidInputError` for unknown cells that cannot be the rollout's.
+        """
+        there = np.ones(handle.rows, np.bool_)
+        if self.valid:
+            bits = np.frombuffer(self.valid, np.uint8)
+            there = np.unpackbits(bits, count=handle.rows, bitorder="little").astype(np.bool_)
+        return cells.mask_of(there, self.unknown, handle.layer_ids, handle.start)
 
     def check(self, rows: int) -> None:
         """Raise :class:`InvalidInputError` unless this can belong to ``rows`` rows."""

@@ -38,7 +38,7 @@ BATCH_NBYTES: Final = 8 << 20
 """Of the records of one call."""
 SCOPE: Final = b"rollouts"
 """The first bytes of every key here; a block's key begins with the digest of its namespace and layout."""
-POINTER: Final = hashlib.blake2b(b"kvroute.rollout/1 pointer", digest_size=16).digest()
+POINTER: Final = hashlib.blake2b(b"kvroute.rollout/2 pointer", digest_size=16).digest()
 """The fingerprint of pointers."""
 POINTERS_MAX: Final = 64
 """Puts of one rollout id."""

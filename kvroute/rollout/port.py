@@ -59,9 +59,10 @@ class RolloutStore(Protocol):
     ) -> list[Routes] | Absence:
         """The routes of each range of positions in ``spans`` (``None``: one, of all), of the layers called ``layers``.
 
-        ``layers`` are layer ids in any order, of which those without a router do not count. Reads little beside what is
-        wanted, and nothing larger than a part at a time. :class:`InvalidInputError` for positions that the rollout does
-        not have, and where no layer is left.
+        ``layers`` are layer ids in any order, of which those without rows do not count. Routed layers that were not
+        asked for are ``missing_layers`` of the answer. Reads little beside what is wanted, and nothing larger than a
+        part at a time. :class:`InvalidInputError` for positions that the rollout does not have, and where no layer is
+        left.
         """
 
     def delete(self, handle: RolloutHandle) -> None:

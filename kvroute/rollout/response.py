@@ -51,7 +51,7 @@ class ResponseRollouts(CountingStore):
             return self._absent(Absence.MISS)
         try:
             routes = Routes.from_bytes(handle.inline, checked=True)
-            for name in ("start", "stop", "layer_ids", "num_layers", "num_experts", "top_k"):
+            for name in ("start", "stop", "layer_ids", "missing_layers", "num_layers", "num_experts", "top_k"):
                 if getattr(routes, name) != getattr(handle, name):
                     raise InvalidInputError(f"inline {name}", getattr(handle, name), getattr(routes, name))
         except InvalidInputError:
@@ -75,18 +75,20 @@ class ResponseRollouts(CountingStore):
 
 
 def layers_of(routes: Routes, layers: Sequence[int]) -> Routes:
-    """``routes`` of the layers with these indices only."""
+    """``routes`` of the layers with these indices only; their other layers are missing ones."""
     if len(layers) == len(routes.layer_ids):
         return routes
+    layer_ids = tuple(routes.layer_ids[i] for i in layers)
     return Routes.checked(
         np.ascontiguousarray(routes.ids[:, list(layers)]),
-        routes.valid,
-        tuple(routes.layer_ids[i] for i in layers),
+        routes.known[:, list(layers)] if routes.cellwise else routes.valid,
+        layer_ids,
         routes.num_experts,
         routes.num_layers,
         routes.start,
         routes.weights_versions,
         routes.token_hashes,
+        (*routes.missing_layers, *(n for n in routes.layer_ids if n not in layer_ids)),
     )
 
 

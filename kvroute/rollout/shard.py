@@ -10,6 +10,7 @@ from numpy.typing import DTypeLike, NDArray
 from cache_manager.errors import InvalidInputError, RowError
 from cache_manager.ports import Absence
 from kvroute.materialize import Filler, Missing
+from kvroute.merging import union
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.port import RolloutStore
 from kvroute.routes import Routes
@@ -47,10 +48,12 @@ def fetch_shard(
         mine = [(max(s.start, handle.start), min(s.stop, handle.stop)) for s in shards if s.sequence == i]
         # A rank that has no token of this sequence, or padding only, still says what its rows would look like.
         spans = [span for span in mine if span[0] < span[1]] or [(handle.start, handle.start)]
-        found = store.get(handle, stage, spans)
+        # Nor is a stage whose layers are all missing one without routers.
+        lost = set(stage).isdisjoint(handle.layer_ids) and not set(stage).isdisjoint(handle.missing_layers)
+        found = store.get(handle, handle.layer_ids[:1] if lost else stage, spans)
         if isinstance(found, Absence):
             raise RowError(f"rollout {handle.rollout_id}", "routes that are there and whole", found.value)
-        parts.append(found[0].merge(*found[1:]) if len(found) > 1 else found[0])
+        parts.append(union(found) if len(found) > 1 else found[0])
     return shard_packed(parts, tokens, split, "moe", dtype, missing, pad=pad, ep=ep)
 
 

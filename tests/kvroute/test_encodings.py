@@ -28,7 +28,7 @@ EXPERTS = (4, 127, 128, 129, 254, 255, 256, 257, 300, 40_000, 70_000)
 
 
 def spec_of(routes: Routes) -> AuxBlockDataSpec:
-    return routing_spec(routes.num_experts, routes.top_k, routes.layer_ids, routes.num_layers, block_tokens=8)
+    return routing_spec(routes.num_experts, routes.top_k, routes.routed_layers, routes.num_layers, block_tokens=8)
 
 
 @st.composite
@@ -41,9 +41,16 @@ def routes(draw: st.DrawFn, *, complete: bool = False) -> Routes:
     ids = np.argsort(seed.random((rows, len(layer_ids), min(experts, 400))), axis=2)[..., :top_k]
     ids = experts - 1 - ids  # the highest ids too
     valid = np.ones(rows, np.bool_) if complete else seed.random(rows) < draw(st.sampled_from([0.3, 0.9, 1.0]))
+    kept = layer_ids
+    if not complete and draw(st.booleans()):  # some layers of some rows are not known, and some of none
+        valid = valid[:, None] & (seed.random((rows, len(layer_ids))) < 0.8)
+        kept = tuple(sorted(draw(st.sets(st.sampled_from(layer_ids), min_size=1))))
+        columns = [layer_ids.index(layer) for layer in kept]
+        ids, valid = ids[:, columns], valid[:, columns]
+    lost = tuple(layer for layer in layer_ids if layer not in kept)
     start = draw(st.integers(0, 1000))
     versions = ((start, start + rows, 7),) if rows and draw(st.booleans()) else ()
-    return Routes(ids, valid, layer_ids, experts, layers, start, versions)
+    return Routes(ids, valid, kept, experts, layers, start, versions, missing_layers=lost)
 
 
 def as_json(told: Any) -> Any:
@@ -55,7 +62,11 @@ def through(encoding: str, told: Any, routes: Routes) -> Routes:
 
 
 def unversioned(routes: Routes) -> Routes:
-    return Routes(routes.ids, routes.valid, routes.layer_ids, routes.num_experts, routes.num_layers, routes.start)
+    """Without versions, and with a column for each layer that has a router: what other encodings can say."""
+    layers, there = routes.routed_layers, np.isin(routes.routed_layers, routes.layer_ids)
+    ids, known = np.zeros((len(routes), len(layers), routes.top_k), int), np.zeros((len(routes), len(layers)), bool)
+    ids[:, there], known[:, there] = routes.ids, routes.known
+    return Routes(ids, known, layers, routes.num_experts, routes.num_layers, routes.start)
 
 
 @given(routes())
@@ -242,8 +253,9 @@ def test_nemo_reads_the_same_ids_and_its_own_sentinel(given_routes: Routes) -> N
     magic, dtype, shape, data = encode(given_routes, "nemo").split(":", 3)
     assert magic == "nrlre1"
     rows = np.frombuffer(b64decode(data, validate=True), dtype).reshape([int(n) for n in shape.split("x")])
-    assert np.array_equal(rows[given_routes.valid], given_routes.ids[given_routes.valid])
-    assert (rows[~given_routes.valid] == -1).all()
+    whole = unversioned(given_routes)
+    assert np.array_equal(rows[whole.known], whole.ids[whole.known])
+    assert (rows[~whole.known] == -1).all()
 
 
 @given(routes(), st.integers(0, 3), st.booleans())
@@ -253,7 +265,7 @@ def test_fastdeploys_rows_have_the_dtype_of_its_rule(given_routes: Routes, share
     assert told is not None
     dtype = fastdeploy.stored_dtype(given_routes.num_experts, shared)
     rows = np.frombuffer(b64decode(told), dtype)
-    assert rows.size == given_routes.ids.size
+    assert rows.size == unversioned(given_routes).ids.size
     if adapter:
         told = b64encode(np.array(rows.tolist(), np.int64).tobytes()).decode()
     back = fastdeploy.decode(told, spec_of(given_routes), given_routes.start, shared_experts=shared, adapter=adapter)
@@ -303,6 +315,10 @@ def test_what_is_missing_is_named() -> None:
     routes = Routes(ids, valid, (0,), 4, 1, start=10)
     for encoding in UNMASKED:
         assert refusal(routes, encoding) == "2 of 4 rows are missing: positions [11, 13)"
+    lacks = Routes(ids, np.ones(4, bool), (0,), 4, 2, start=10, missing_layers=(1,))
+    for encoding in UNMASKED:
+        told = refusal(lacks, encoding)
+        assert told == "4 of 4 rows are missing: positions [10, 14), of which 10 lacks layer 1"
 
 
 def test_an_unknown_encoding_is_refused() -> None:
@@ -330,6 +346,8 @@ def golden_routes() -> dict[str, Routes]:
         found[name] = Routes(ids, np.ones(n, np.bool_), layer_ids, experts, num_layers, start, ((start, start + 2, 7),))
         valid = np.array([True, True, False, True])
         found[f"{name}-missing"] = Routes(ids, valid, layer_ids, experts, num_layers, start)
+        cells, lost = np.stack([valid, valid & [True, False, True, True]], axis=1), (num_layers,)
+        found[f"{name}-cells"] = Routes(ids, cells, layer_ids, experts, num_layers + 1, start, missing_layers=lost)
     return found
 
 

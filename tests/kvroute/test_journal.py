@@ -202,7 +202,7 @@ def test_an_aborted_rollout_that_is_resumed_keeps_its_first_rows(first: int, mor
     new = SHAPE.routes(0, [True] * (first + more), salt=1, versions=((0, first + more, 2),))
     again = new if repeats_all else new.slice(first, new.stop)
     journal = journal_of((old, tokens[: first + 1]), (again, tokens), (again, tokens), (old.slice(0, 0), tokens[:3]))
-    assert journal.routes() == old.merge(new.slice(first, new.stop)).bind(tokens)
+    assert journal.routes() == old.merge(new.slice(first, new.stop), tokens=tokens)
     assert journal.routes(start=first).weights_versions == ((first, first + more, 2),)
     assert journal.recomputed == (((0, first),) if repeats_all else ())
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from sample_routes import SHAPES, Shape, shapes
+from sample_routes import SHAPES, Shape, cells_of, cellwise, shapes
 
 from cache_manager.errors import RowError
 from kvroute.materialize import FILLERS
@@ -36,14 +36,12 @@ def spelled(shape: Shape, missing: str, position: int, layer: int, ep: int) -> l
 @st.composite
 def asked(draw: st.DrawFn) -> dict[str, Any]:
     shape = draw(shapes())
-    valid = draw(st.lists(st.booleans(), max_size=12))
-    start = draw(st.integers(0, 4))
+    routes = draw(cellwise(shape, start=draw(st.integers(0, 4))))
     rows = draw(st.integers(0, 18))
     chosen = draw(st.lists(st.integers(0, shape.num_layers - 1), unique=True, min_size=1))
     return {
         "shape": shape,
-        "valid": valid,
-        "start": start,
+        "routes": routes,
         "rows": rows,
         "layers": draw(st.sampled_from(["all", "moe", chosen])),
         "dtype": draw(st.sampled_from(["int32", "int64"])),
@@ -60,22 +58,25 @@ def expected(want: dict[str, Any]) -> list[list[list[int]]]:
     layers = {"all": range(shape.num_layers), "moe": shape.layer_ids}.get(str(want["layers"]), want["layers"])
     needed = want["rows"] if want["required"] is None else want["required"]
     found = []
+    known = cells_of(shape, want["routes"])
     for position in range(want["rows"]):
-        i = position - want["start"]
-        if 0 <= i < len(want["valid"]) and want["valid"][i]:
-            ids = shape.ids([position])[0].tolist()
-            row = [ids[shape.layer_ids.index(n)] if n in shape.layer_ids else [0] * shape.top_k for n in layers]
-        else:
-            word = want["missing"] if position < needed or want["pad"] is None else want["pad"]
-            row = [spelled(shape, word, position, layer, want["ep"]) for layer in layers]
+        word = want["missing"] if position < needed or want["pad"] is None else want["pad"]
+        some = any((position, layer) in known for layer in shape.layer_ids)
+        row = []
+        for layer in layers:
+            if (position, layer) in known:
+                row.append(known[position, layer])
+            elif some and layer not in shape.layer_ids:
+                row.append([0] * shape.top_k)  # a dense layer of a row that is there
+            else:
+                row.append(spelled(shape, word, position, layer, want["ep"]))
         found.append(row)
     return found
 
 
 @given(asked())
 def test_every_row_layer_and_hole_is_where_and_what_was_asked_for(want: dict[str, Any]) -> None:
-    shape: Shape = want["shape"]
-    routes = shape.routes(want["start"], want["valid"])
+    routes = want["routes"]
     how = {name: want[name] for name in ("layers", "dtype", "missing", "required", "pad", "ep")}
     made = routes.materialize(want["rows"], **how)
     assert made.dtype == want["dtype"]
@@ -99,6 +100,31 @@ def test_a_hole_is_an_error_unless_a_spelling_is_asked_for(start: int, valid: li
         return
     with pytest.raises(RowError, match=f"row {lost}: wanted a row for each of the positions"):
         routes.materialize(rows)
+
+
+@given(st.data(), st.integers(0, 14), st.sampled_from(["all", "moe", "some"]))
+def test_an_unknown_cell_is_an_error_that_names_position_and_layer(data: st.DataObject, rows: int, which: str) -> None:
+    """Goal: a layer that is lost is no dense one. Method: the first cell that was asked for and is not known, found by
+    walking; with no such cell the array is there."""
+    shape: Shape = data.draw(shapes())
+    routes = data.draw(cellwise(shape, start=0))
+    some = data.draw(st.lists(st.integers(0, shape.num_layers - 1), unique=True, min_size=1))
+    layers: Any = some if which == "some" else which
+    known, asked_for = cells_of(shape, routes), {"all": range(shape.num_layers), "moe": shape.layer_ids, "some": some}
+    lost = None
+    for position in range(rows):
+        if not any((position, layer) in known for layer in shape.layer_ids):
+            lost = f"row {position}"
+            break
+        gone = [n for n in shape.layer_ids if n in asked_for[which] and (position, n) not in known]
+        if gone:
+            lost = f"row {position} layer {gone[0]}"
+            break
+    if lost is None:
+        assert len(routes.materialize(rows, layers)) == rows
+        return
+    with pytest.raises(RowError, match=f"^{lost}: wanted a row for each of the positions"):
+        routes.materialize(rows, layers)
 
 
 def test_the_last_sampled_token_has_no_row() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cache_manager.errors import RowError, SpecError
+from kvroute.merging import union
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec, weights_version_spec
 
@@ -98,21 +99,25 @@ def test_a_slice_is_the_rows_of_its_positions(made: Routes, data: st.DataObject)
 @given(routes(), st.data())
 def test_cutting_and_joining_gives_the_whole_back(made: Routes, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(made.start, made.stop), max_size=3)))
-    bounds = [made.start, *cuts, made.stop]
+    bounds, tokens = [made.start, *cuts, made.stop], range(made.stop)
     parts = [made.slice(a, b) for a, b in pairwise(bounds)]
-    assert parts[0].merge(*parts[1:]) == made
+    assert parts[0].merge(*parts[1:], tokens=tokens) == made.bind(tokens)
     joined = parts[0]
     for part in parts[1:]:
-        joined = joined.append(part)
-    assert joined == made
+        joined = joined.append(part, tokens=tokens[: part.stop])
+    assert joined._with(token_hashes=()) == union(parts) == made
 
 
 @given(routes(), st.data())
 def test_joining_is_associative(first: Routes, data: st.DataObject) -> None:
     second = data.draw(routes(start=first.stop))
     third = data.draw(routes(start=second.stop))
-    assert first.append(second).append(third) == first.append(second.append(third))
-    assert len(first.append(second)) == len(first) + len(second)
+    assert (
+        union([union([first, second]), third])
+        == union([first, union([second, third])])
+        == union([third, first, second])
+    )
+    assert len(union([first, second])) == len(first) + len(second)
 
 
 @given(routes(), routes())
@@ -284,7 +289,7 @@ def test_slices_stay_inside_and_parts_match() -> None:
         with pytest.raises(RowError, match=r"positions inside \[5, 9\]"):
             made.slice(start, stop)
     other = Routes(sound_ids(range(9, 10)), np.ones(1, bool), (0, 4), NUM_EXPERTS, NUM_LAYERS, start=9)
-    with pytest.raises(RowError, match=r"routes.layer_ids: wanted \(1, 4\), got \(0, 4\)"):
+    with pytest.raises(RowError, match=r"part 1 routed_layers: wanted \(1, 4\), as part 0 has, got \(0, 4\)"):
         made.append(other)
 
 

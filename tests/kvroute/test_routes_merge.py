@@ -13,6 +13,7 @@ from kvroute.routes import Routes
 
 SHAPE = Shape()
 LENGTH = 24
+TOKENS = list(range(LENGTH + 1))
 
 
 @st.composite
@@ -40,7 +41,7 @@ def by_position(parts: list[Routes]) -> dict[int, bytes]:
 
 @given(parts_of_one(), st.randoms(use_true_random=False))
 def test_merging_is_the_union_whatever_the_order(parts: list[Routes], shuffler: object) -> None:
-    merged = parts[0].merge(*parts[1:])
+    merged = parts[0].merge(*parts[1:], tokens=TOKENS)
     assert by_position([merged]) == by_position(parts)
     there = [p for p in parts if len(p)]
     if there:
@@ -54,7 +55,7 @@ def test_merging_is_the_union_whatever_the_order(parts: list[Routes], shuffler: 
         assert found == (sure if rows else known)
     again = list(parts)
     shuffler.shuffle(again)  # type: ignore[attr-defined]
-    assert again[0].merge(*again[1:]) == merged
+    assert again[0].merge(*again[1:], tokens=TOKENS) == merged
     assert merged.merge(*parts) == merged  # every part once more changes nothing
 
 
@@ -70,21 +71,22 @@ def test_parts_without_rows_merge_in_any_order(parts: list[Routes]) -> None:
 @given(parts_of_one())
 def test_merging_in_steps_is_merging_at_once(parts: list[Routes]) -> None:
     """Goal: a trainer may add deltas as they come. Method: left fold against one call, compared by rows."""
-    folded = parts[0]
+    folded = parts[0].bind(TOKENS)
     for part in parts[1:]:
-        folded = folded.merge(part)
+        folded = folded.merge(part, tokens=TOKENS)
     assert by_position([folded]) == by_position(parts)
-    assert folded == parts[0].merge(*parts[1:])
+    assert folded == parts[0].merge(*parts[1:], tokens=TOKENS)
 
 
 @given(st.integers(0, LENGTH), st.integers(0, LENGTH), st.integers(0, LENGTH))
 def test_a_resumed_rollout_changes_nothing_that_is_there(first: int, again: int, stop: int) -> None:
     """Goal: verl 6029, a resume that hands out the prefix once more. Method: overlap by any number of rows."""
-    whole = SHAPE.whole(LENGTH)
+    whole = SHAPE.whole(LENGTH).bind(TOKENS)
     head = whole.slice(0, first)
     tail = whole.slice(min(again, first), max(min(again, first), stop))
-    joined = head.append(tail)
-    assert joined == whole.slice(0, max(first, tail.stop if len(tail) else 0))
+    end = max(first, tail.stop if len(tail) else 0)
+    joined = head.append(tail, tokens=TOKENS[: end + 1])
+    assert joined == whole.slice(0, end).bind(TOKENS[: end + 1])
     assert joined.append(tail) == joined
     assert joined.append(head) == joined
 
@@ -109,16 +111,16 @@ def test_a_row_of_other_weights_is_a_conflict_even_with_equal_ids() -> None:
     with pytest.raises(RowError, match="weights version of row 2: wanted 1, got 2"):
         old.append(new)
     holed = SHAPE.routes(0, [True, True, False, False], versions=((0, 4, 1),))
-    assert holed.append(new).weights_versions == (
-        (0, 2, 1),
-        (2, 6, 2),
-    )  # where only one has the row, its version counts
+    spans = holed.append(new, tokens=TOKENS).weights_versions
+    assert spans == ((0, 2, 1), (2, 6, 2))  # where only one has the row, its version counts
 
 
 def test_parts_of_other_models_are_refused() -> None:
     one = SHAPE.whole(3)
     for other in (Shape(layer_ids=(0, 4)), Shape(num_experts=301), Shape(num_layers=7), Shape(top_k=2)):
-        with pytest.raises(RowError, match=r"routes\."):
+        with pytest.raises(
+            RowError, match=r"part 1 (routed_layers|num_experts|num_layers|top_k): wanted .* as part 0 has"
+        ):
             one.merge(other.whole(3))
 
 
@@ -154,8 +156,11 @@ def test_turns_stay_bound_when_they_are_merged() -> None:
     tokens = list(range(30))
     first, second = SHAPE.whole(9).bind(tokens[:10]), SHAPE.whole(20).bind(tokens[:21])
     both = first.append(second)
-    assert [count for count, _ in both.token_hashes] == [10, 21]
+    assert [count for count, _ in both.token_hashes] == [21]  # the rows say nothing of the tenth token
     both.validate(tokens)
+    second = second.bind(tokens[:20])
+    both = first.bind(tokens[:20]).append(second)
+    assert [count for count, _ in both.token_hashes] == [10, 20, 21]
     with pytest.raises(RowError, match="hash of the first 10 tokens"):
         first.append(SHAPE.whole(9).bind([*tokens[:9], 99]))
     assert [count for count, _ in both.slice(0, 9).token_hashes] == [10]

@@ -130,7 +130,7 @@ def test_a_hole_names_its_sequence_and_position() -> None:
         shard_packed(parts, [6, 2], Split())
     with pytest.raises(RowError, match="tokens: wanted one number for each of 2 routes"):
         shard_packed(parts, [5], Split())
-    with pytest.raises(RowError, match="sequence 1 layer_ids"):
+    with pytest.raises(RowError, match="sample 1 routed_layers"):
         shard_packed([SHAPE.whole(1), Shape(layer_ids=(0, 4)).whole(1)], [1, 1], Split())
 
 

@@ -32,11 +32,14 @@ class Shape:
     def routes(
         self,
         start: int,
-        valid: Sequence[bool],
+        valid: Sequence[bool] | NDArray[np.bool_],
         salt: int = 0,
         versions: Any = (),
     ) -> Routes:
-        """Routes of ``[start, start + len(valid))``; the memory of missing rows holds nonsense."""
+        """Routes of ``[start, start + len(valid))``; the memory of what is missing holds nonsense.
+
+        ``valid`` is ``[n]`` or, cell by cell, ``[n, layers]``.
+        """
         there = np.array(valid, dtype=bool)
         ids = self.ids(range(start, start + len(there)), salt)
         ids[~there] = -9
@@ -58,3 +61,43 @@ SHAPES = (
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
     return draw(st.sampled_from(SHAPES))
+
+
+Cells = dict[tuple[int, int], list[int]]
+"""The ids of each known cell by position and layer id: an account without an array."""
+
+
+def without_layers(shape: Shape, mask: NDArray[np.bool_], lost: Sequence[int], start: int = 0) -> Routes:
+    """Routes whose known cells are ``mask`` ``[n, layers of the shape]``, without a column for the layers ``lost``."""
+    kept = [i for i, layer in enumerate(shape.layer_ids) if layer not in lost]
+    ids = shape.ids(range(start, start + len(mask)))
+    ids[~mask] = -9
+    layers = tuple(shape.layer_ids[i] for i in kept)
+    fields = layers, shape.num_experts, shape.num_layers, start
+    return Routes(ids[:, kept], mask[:, kept], *fields, missing_layers=tuple(lost))
+
+
+def cells_of(shape: Shape, routes: Routes) -> Cells:
+    """What ``routes`` say they know, with the ids that the shape has there: not those of the routes."""
+    known = np.argwhere(routes.known).tolist()
+    at = [(routes.start + i, routes.layer_ids[j]) for i, j in known]
+    return {(p, layer): shape.ids([p])[0, shape.layer_ids.index(layer)].tolist() for p, layer in at}
+
+
+@st.composite
+def masks(draw: st.DrawFn, layers: int, rows_max: int = 12) -> NDArray[np.bool_]:
+    """Which cells are known, ``[n, layers]``: rows that are whole, missing, or lack a layer, mostly in runs."""
+    word = st.sampled_from(["whole"] * 3 + ["missing", "cells"])
+    runs = draw(st.lists(st.tuples(word, st.integers(1, 5), st.lists(st.booleans(), min_size=layers, max_size=layers))))
+    rows = [
+        {"whole": [True] * layers, "missing": [False] * layers}.get(w, some) for w, n, some in runs for _ in range(n)
+    ]
+    return np.array(rows[:rows_max], bool).reshape(-1, layers)
+
+
+@st.composite
+def cellwise(draw: st.DrawFn, shape: Shape, rows_max: int = 12, start: int | None = None) -> Routes:
+    """Routes of which any cells are known, and some layers none at all."""
+    first = draw(st.integers(0, 6)) if start is None else start
+    lost = draw(st.sets(st.sampled_from(shape.layer_ids), max_size=len(shape.layer_ids) - 1))
+    return without_layers(shape, draw(masks(len(shape.layer_ids), rows_max)), sorted(lost), first)

@@ -1,0 +1,160 @@
+"""Parts are merged when something shows that they are of one sequence, and refused when nothing does.
+
+The worst case throughout: rows say nothing, as those of two prompts are equal at every position.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_routes import Shape, without_layers
+
+from cache_manager.errors import RowError
+from kvroute.replay import verl
+from kvroute.routes import Routes
+
+SHAPE = Shape()
+UNTIED = "routes: wanted parts of one sequence"
+PROMPT, ANSWER = list(range(100, 110)), list(range(200, 206))
+TOKENS = PROMPT + ANSWER  # the last one has no row
+
+
+def prefill(prompt: list[int]) -> Routes:
+    """What prefill answers at one token: rows of the prompt, bound to it, whatever it has sampled."""
+    return SHAPE.whole(len(prompt)).bind(prompt)
+
+
+def decode(known_from: int = len(PROMPT)) -> Routes:
+    """What decode answers: the prompt's last row or none of it, and its own; bound to the prompt and to all tokens."""
+    rows = np.arange(len(TOKENS) - 1) >= known_from
+    return SHAPE.routes(0, rows).bind(TOKENS[:-1])._with(token_hashes=hashes(len(PROMPT), len(TOKENS) - 1))
+
+
+def hashes(*counts: int) -> tuple[tuple[int, bytes], ...]:
+    return tuple(SHAPE.routes(0, []).bind(TOKENS[:n]).token_hashes[0] for n in counts)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_recipe_for_two_engines(order: int) -> None:
+    """Goal: prefill's part and decode's are one sequence, at any temperature. Method: bound as answers are."""
+    parts = [prefill(PROMPT), decode()][::order]
+    merged = parts[0].merge(parts[1])
+    merged.validate(TOKENS, rows=len(TOKENS) - 1)
+    assert [count for count, _ in merged.token_hashes] == [10, 15]
+    assert merged == parts[0].merge(parts[1], tokens=TOKENS[:-1])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("known_from", [9, 10])
+@pytest.mark.parametrize("length", [8, 9, 10, 11])
+def test_another_prompts_rows_are_refused(length: int, known_from: int, order: int) -> None:
+    """Goal: no row of another prompt at the last step. Method: prefill of a prompt that is one shorter, as long, one
+    longer; decode lacks the prompt's rows, but for the last or not even that; rows that agree by luck."""
+    other = prefill([*PROMPT[:4], *range(300, 296 + length)])
+    parts = [other, decode(known_from)][::order]
+    with pytest.raises(RowError, match=f"{UNTIED}|hash of the first 10 tokens"):
+        parts[0].merge(parts[1])
+    with pytest.raises(RowError, match=r"hash of the first (8|9|10|11) tokens"):
+        parts[0].merge(parts[1], tokens=TOKENS)
+    right = prefill(PROMPT).merge(decode(known_from))
+    verl.agent_loop(right, len(PROMPT), len(ANSWER), missing="error")
+
+
+def test_rows_beside_each_other_need_tokens() -> None:
+    """Goal: adjacent is no proof. Method: parts that are not bound, beside each other and apart, and with tokens."""
+    whole = SHAPE.whole(12)
+    for first, second in ((whole.slice(0, 6), whole.slice(6, 12)), (whole.slice(0, 4), whole.slice(7, 12))):
+        for parts in ((first, second), (second, first)):
+            with pytest.raises(RowError, match=f"{UNTIED}.*hash of the first {first.stop} tokens"):
+                parts[0].merge(parts[1])
+            joined = parts[0].merge(parts[1], tokens=TOKENS)
+            joined.validate(TOKENS)
+            assert len(joined) == 12
+    with pytest.raises(RowError, match=UNTIED):
+        whole.slice(0, 6).append(whole.slice(6, 12))
+    assert whole.slice(0, 6).append(whole.slice(6, 12), tokens=TOKENS[:12]) == whole.bind(TOKENS[:12])
+
+
+def test_rows_of_unbound_parts_tie_them_by_the_last_row_of_the_first_to_end() -> None:
+    """Goal: what has no hashes is joined where rows say so. Method: overlaps that do and do not have that row; a shared
+    beginning, as of a system prompt, says nothing of what comes behind."""
+    whole, at = SHAPE.whole(12), np.arange(12)
+    early = whole.slice(0, 6)
+    assert early.merge(whole.slice(5, 12)) == whole.slice(5, 12).merge(early) == whole
+    with pytest.raises(RowError, match=UNTIED):
+        SHAPE.routes(0, (at < 4) | (at == 8)).merge(SHAPE.routes(0, (at != 8) & (at < 11)))
+    lacks = SHAPE.routes(0, np.stack([at < 6, at < 5], axis=1))
+    with pytest.raises(RowError, match=UNTIED):  # of its last row it has a layer that the other lacks
+        lacks.merge(SHAPE.routes(5, np.stack([at[5:] > 5, at[5:] > 0], axis=1)))
+    lacks.merge(SHAPE.routes(5, np.stack([at[5:] > 0, at[5:] > 5], axis=1)))
+
+
+def test_what_adds_nothing_changes_nothing_and_binds_nobody() -> None:
+    """Goal: rows are bound to nothing that was not shown. Method: a prompt's first rows, bound to all of its tokens,
+    beside rows that another prompt may have made."""
+    whole, bound = SHAPE.whole(12), SHAPE.whole(5).bind(PROMPT)
+    assert whole.merge(bound) == bound.merge(whole) == whole
+    with pytest.raises(RowError, match="a hash of the tokens"):
+        whole.merge(bound).validate(TOKENS)
+    turns = SHAPE.whole(5).bind(TOKENS[:6]), SHAPE.whole(12).bind(TOKENS[:13])
+    assert turns[0].append(turns[1]) == turns[1]
+
+
+def test_a_hash_of_fewer_tokens_than_rows_does_not_bind_them() -> None:
+    """Goal: validate means every row. Method: an unbound part that goes on behind a bound one, tied by a row."""
+    joined = SHAPE.whole(5).bind(TOKENS[:5]).append(SHAPE.whole(4, start=4))
+    assert [count for count, _ in joined.token_hashes] == [5]
+    with pytest.raises(RowError, match="a hash of 8 tokens or more, as there are rows, got of 5"):
+        joined.validate(TOKENS)
+    joined.bind(TOKENS).validate(TOKENS)
+
+
+def test_stages_of_a_pipeline_are_joined_by_layer() -> None:
+    """Goal: layers of one sequence from two places. Method: bound and unbound halves, without the other's layer."""
+    rows = np.ones((6, 2), bool)
+    first, last = (without_layers(SHAPE, rows, [layer]) for layer in (4, 1))
+    with pytest.raises(RowError, match=UNTIED):
+        first.merge(last)
+    assert first.merge(last, tokens=TOKENS[:6]) == SHAPE.whole(6).bind(TOKENS[:6])
+    assert first.bind(TOKENS[:6]).merge(last.bind(TOKENS[:6])).complete
+
+
+@given(st.data())
+def test_whatever_is_merged_is_of_one_sequence(data: st.DataObject) -> None:
+    """Goal: never another prompt's rows. Method: parts of two sequences of tokens that differ from some position on and
+    have equal rows, each bound to its own; what is merged is all of one of them, and bound to that alone."""
+    differ = data.draw(st.integers(0, 8))
+    texts = TOKENS, [*TOKENS[:differ], *range(500, 500 + len(TOKENS) - differ)]
+    parts, of = [], []
+    for _ in range(data.draw(st.integers(2, 4))):
+        start, rows = data.draw(st.integers(0, 6)), data.draw(st.lists(st.booleans(), max_size=8))
+        which, part = data.draw(st.integers(0, 1)), SHAPE.routes(start, rows)
+        for count in data.draw(st.sets(st.integers(part.stop, len(TOKENS)), min_size=1, max_size=3)):
+            part = part.bind(texts[which][:count])
+        for count in data.draw(st.sets(st.integers(0, part.stop), max_size=3)):
+            shorter = SHAPE.routes(0, []).bind(texts[which][:count])
+            part = part._with(token_hashes=tuple(sorted({*part.token_hashes, *shorter.token_hashes})))
+        parts.append(part)
+        of.append(which)
+    try:
+        merged = parts[0].merge(*parts[1:])
+    except RowError:
+        assert len(set(of)) > 1 or len({p.token_hashes for p in parts}) > 1
+        return
+
+    def made_by(text: int, position: int) -> bool:
+        return any(
+            part.start <= position < part.stop
+            and part.valid[position - part.start]
+            and (which == text or position < differ)
+            for part, which in zip(parts, of, strict=True)
+        )
+
+    known = [merged.start + i for i in np.flatnonzero(merged.valid).tolist()]
+    assert any(
+        all(made_by(text, position) for position in known)
+        and all(SHAPE.routes(0, []).bind(texts[text][:n]).token_hashes[0] == (n, h) for n, h in merged.token_hashes)
+        for text in (0, 1)
+    )
