@@ -24,7 +24,6 @@ from cache_manager.rows import Rows
 from kvroute.connector.answers import FIELD, UNSEEN
 from kvroute.connector.settings import Engine, Handshake, StepMeta
 from kvroute.rollout import open_rollouts
-from kvroute.rollout.response import layers_of
 from kvroute.routes import Routes
 from kvroute.witness import Run
 
@@ -217,6 +216,8 @@ class SchedulerRows:
             if running is None or 0 <= (ahead := running.request.num_computed_tokens - running.done) < size - tokens:
                 continue
             request, at = running.request, running.done + ahead
+            if ahead < 0:  # what follows is computed here, all of it
+                self._unseen[self.blocks_of(name, -(-at // size), running.done // size)] = 0
             first = min(running.done, at) // size
             last = min((at + tokens) // size, len(request.block_hashes))
             if last > first:
@@ -300,22 +301,18 @@ class SchedulerRows:
     def _settled(self, routes: Routes, by_kv: NDArray[np.bool_]) -> tuple[Routes, list[list[int]]]:
         """What is answered where rows of the blocks ``by_kv`` went by their KV, which the last router is behind.
 
-        The routes, without that router's layer or, where the operator said so, with it; and then the positions
+        The routes, without what that router chose there or, where the operator said so, with it; and then the positions
         ``[start, stop)`` at which it is taken on trust.
         """
         if not by_kv.any():
             return routes, []
-        trusted = np.repeat(by_kv, self.engine.tokens)[: len(routes)] & routes.valid
+        trusted = np.repeat(by_kv, self.engine.tokens)[: len(routes)] & routes.known[:, -1]
         if not trusted.any():
             return routes, []
         if self.engine.witness == "flagged":
             edges = np.flatnonzero(np.diff(trusted.astype(np.int8), prepend=0, append=0))
             return routes, edges.reshape(-1, 2).tolist()
-        if len(routes.layer_ids) > 1:
-            return layers_of(routes, range(len(routes.layer_ids) - 1)), []
-        # there is one router, and nothing says what it chose
-        fields = routes.layer_ids, routes.num_experts, routes.num_layers, routes.start, routes.weights_versions
-        return Routes.checked(routes.ids, routes.valid & ~trusted, *fields), []
+        return routes.without(routes.layer_ids[-1:], trusted), []
 
     def _with_siblings(self, parent: str, told: dict[str, Any]) -> dict[str, Any]:
         found = self._siblings.setdefault(parent, {})

@@ -240,9 +240,10 @@ def seen(toy: Toy, n: int, ended: Ended | None = None) -> Any:
 
 
 def judge(found: Routes, tokens: Sequence[int]) -> Counter[str]:
-    """How many rows of ``found`` are right, wrong and missing, in the layers that it has."""
+    """How many rows of ``found`` are right, wrong, missing, or right in those layers that are known: "partly"."""
     count: Counter[str] = Counter()
     for i in range(len(tokens)):
-        same = (found.ids[i] == row_of(tokens[: i + 1])[list(found.layer_ids)]).all()
-        count["missing" if not found.valid[i] else "right" if same else "wrong"] += 1
+        known, same = found.known[i], (found.ids[i] == row_of(tokens[: i + 1])[list(found.layer_ids)]).all(1)
+        part = "missing" if not known.any() else "right" if known.all() else "partly"
+        count["wrong" if (known & ~same).any() else part] += 1
     return count
