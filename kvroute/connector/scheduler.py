@@ -105,7 +105,8 @@ class SchedulerRows:
         self._later: dict[str, _Load] = {}  # of which the worker's store was told
         self._landed: dict[str, _Load] = {}  # since the last step was sent
         self._joined: list[list[int]] = []
-        self._unseen = np.zeros(engine.blocks, np.int64)  # lives of blocks whose rows went by their KV
+        self._unseen = np.zeros(engine.blocks, np.int64)  # lives of blocks whose rows went by their KV,
+        self._front = np.zeros(engine.blocks, np.int64)  # and of how many of their tokens
         self._siblings: OrderedDict[str, dict[str, Any]] = OrderedDict()
         kvroute.preload()
 
@@ -182,6 +183,7 @@ class SchedulerRows:
                 self.feed.restore(dict(zip(load.keys, load.run.blocks, strict=False)))
                 if self.engine.unseen:
                     self._unseen[load.run.blocks] = self.feed.generations[load.run.blocks]
+                    self._front[load.run.blocks] = self.engine.tokens
         before = self.feed.take()
         full = self._filled(scheduled) if self.engine.settings.store else []
         joined, self._joined = self._joined, []
@@ -216,8 +218,9 @@ class SchedulerRows:
             if running is None or 0 <= (ahead := running.request.num_computed_tokens - running.done) < size - tokens:
                 continue
             request, at = running.request, running.done + ahead
-            if ahead < 0:  # what follows is computed here, all of it
-                self._unseen[self.blocks_of(name, -(-at // size), running.done // size)] = 0
+            if ahead < 0:  # it had been loaded, and is computed here now
+                for i, block in enumerate(self.blocks_of(name, at // size, running.done // size)):
+                    self._front[block] = min(self._front[block], 0 if i else at % size)
             first = min(running.done, at) // size
             last = min((at + tokens) // size, len(request.block_hashes))
             if last > first:
@@ -273,7 +276,8 @@ class SchedulerRows:
             rows = self._read(ids, lives, stop, max(wrote, default=self._steps))
             version = self.namespace.weights_version
             routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=version, checked=True)
-            routes, unseen = self._settled(routes, self._unseen[ids] == lives)
+            by_kv = np.arange(self.engine.tokens) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]
+            routes, unseen = self._settled(routes, by_kv.reshape(-1)[: len(routes)])
             told: dict[str, Any] = {str(index): self._rollouts.put(name, routes).to_json()}
         except KVRouteError as error:
             logger.warning("request %s has no routes: %s", name, error)
@@ -299,15 +303,12 @@ class SchedulerRows:
         return self.view.read(self.engine.spec.name, blocks, 0, stop, generations=lives)
 
     def _settled(self, routes: Routes, by_kv: NDArray[np.bool_]) -> tuple[Routes, list[list[int]]]:
-        """What is answered where rows of the blocks ``by_kv`` went by their KV, which the last router is behind.
+        """What is answered where rows ``by_kv`` ``[n]`` went by their KV, which the last router is behind.
 
         The routes, without what that router chose there or, where the operator said so, with it; and then the positions
         ``[start, stop)`` at which it is taken on trust.
         """
-        if not by_kv.any():
-            return routes, []
-        trusted = np.repeat(by_kv, self.engine.tokens)[: len(routes)] & routes.known[:, -1]
-        if not trusted.any():
+        if not (trusted := by_kv & routes.known[:, -1]).any():
             return routes, []
         if self.engine.witness == "flagged":
             edges = np.flatnonzero(np.diff(trusted.astype(np.int8), prepend=0, append=0))

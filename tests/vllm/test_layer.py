@@ -72,6 +72,22 @@ def test_offloaded_kv_brings_its_rows(engine: Start, model: Model) -> None:
     assert made.kept.missing.total() == 0
 
 
+def test_ranks_that_divide_the_heads(engine: Start, model: Model) -> None:
+    """Goal: the first rank's pages say what the first rank's KV is of. Method: two ranks in processes of their own,
+    each with one of two heads; six prompts of four whole blocks through a pool of 15, then each again from the host.
+    """
+    extra = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
+    small = {"num_gpu_blocks_override": 16, "max_model_len": 256}
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    made = engine(model("olmoe"), "KvrouteOffloadingConnector", {}, extra, **small, **ranks)
+    assert made.sent.engine.pages
+    asked = prompts(46, *[150] * 6)
+    for _ in range(2):
+        found = [made.ask([prompt], max_tokens=4)[0] for prompt in asked]
+        made.assert_right(found)
+    assert [output.num_cached_tokens for output in found] == [128] * 6
+
+
 def test_latent_attention(engine: Start, model: Model, tmp_path: Path) -> None:
     """Goal: the layer stands beside MLA's. Method: as above for DeepSeek-V3, whose bfloat16 flips some choices beside
     the reference: what was loaded has to be what the first engine computed, the last layer's choices too.
