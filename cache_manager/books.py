@@ -47,6 +47,9 @@ class AuxCounters:
     restored_without_rows: int = 0
     late_restores_dropped: int = 0
     incomplete_blocks_not_restored: int = 0
+    absent_blocks_not_restored: int = 0
+    corrupt_blocks_not_restored: int = 0
+    failed_blocks_not_restored: int = 0
     blocks_of_another_origin_not_restored: int = 0
     cancelled_restores_dropped: int = 0
     jobs_begun: int = 0

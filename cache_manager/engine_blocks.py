@@ -30,7 +30,7 @@ from cache_manager.move import MOVED, Move, Pairs, split_pairs
 from cache_manager.ports import StorageBackend, TierName
 from cache_manager.regions.choice import Memory
 from cache_manager.spec import AuxBlockDataSpec
-from cache_manager.step import Keep
+from cache_manager.step import Keep, Step, lose
 from cache_manager.table import Blocks, BlockTable, Ints
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,31 @@ class EngineBlocks(BlockSet):
 
     # ---------------------------------------------------------------- writing
 
+    def begin_step(self, slots: NDArray[Any] | Sequence[int], *, in_place: bool = False) -> Step:
+        """As of blocks with owners: :meth:`BlockSet.begin_step`. Bad slots are dropped and counted, unless strict.
+
+        Raises ``BlockBusyError`` for one step too many, :class:`SlotError` for slots that are no integers. The pass
+        writes its KV all the same, so what lay at the slots of a step that is refused is missing, and counted as
+        ``bad_writes_dropped``; where they cannot be read, what lay in any device block. Let no device write its rows.
+        """
+        try:
+            return super().begin_step(slots, in_place=in_place)
+        except KVRouteError as error:
+            named, n, why = *_slots_in(slots), str(error)
+            self._lock.now_or_later(lambda: self._lose(named, n, why))
+            raise
+
+    step = begin_step
+
+    def _lose(self, slots: Ints | None, n: int, why: str) -> None:
+        """The step of a pass over these ``n`` slots was refused; ``None`` if they cannot be read. The lock is held."""
+        table = self._device
+        if slots is None:
+            table.forget(np.arange(table.blocks))
+        else:
+            lose(table, slots[(slots >= 0) & (slots < table.end)])
+        self._drop("bad_writes_dropped", n, f"begin_step: {why}")
+
     def write_step(self, slots: NDArray[Any], rows: Mapping[str, StepRows], keep: Keep | None = None) -> int:
         """A whole step whose rows are here: begin, write, commit. How many tokens' rows became readable.
 
@@ -124,6 +149,11 @@ class EngineBlocks(BlockSet):
         """
         try:
             step = self.begin_step(slots)
+        except KVRouteError:
+            if self.strict:
+                raise
+            return 0
+        try:
             with step:
                 for name, given in rows.items():
                     values, at = given if isinstance(given, tuple) else (given, None)
@@ -262,3 +292,15 @@ def named(blocks: Ints) -> str:
     """The ids of ``blocks``, the first few of many."""
     first = ", ".join(map(str, blocks[:NAMED_MAX].tolist()))
     return first if blocks.size <= NAMED_MAX else f"{first} and {blocks.size - NAMED_MAX} more"
+
+
+def _slots_in(given: Any) -> tuple[Ints | None, int]:
+    """The slots that ``given`` names, or ``None`` where they cannot be read as whole numbers; and how many they are."""
+    try:
+        array = np.asarray(given).reshape(-1)
+        with np.errstate(invalid="ignore"):
+            slots = array.astype(np.int64)
+    except (TypeError, ValueError, OverflowError):
+        return None, 1
+    whole = array.dtype.kind in "iuf" and bool((slots == array).all())
+    return (slots if whole else None), array.size

@@ -47,9 +47,10 @@ class Landing(ABC):
                 self._books.count("late_installs_dropped")
                 return False
             came, rows_tokens = table.installed.get(index, (0, 0))
-            if came == origin and table.own[index] and tokens <= rows_tokens:
+            named = int(table.origin[index])
+            if came == origin != named and tokens <= rows_tokens:
                 return True  # rows of this KV had come, and a step has gone on behind them
-            if int(table.origin[index]) not in (0, origin) or table.own[index]:
+            if named not in (0, origin) or table.own[index]:
                 table.forget(np.array([index]))
             table.carry_origin(np.array([index]), np.array([origin], np.uint64))
             table.installed[index] = (origin, tokens)
@@ -107,7 +108,7 @@ def _beside_its_kv(table: BlockTable, block: int, origin: int, bits: NDArray[np.
         came = origin
     if not origin or came != origin:
         return 0
-    if not table.own[block]:
+    if int(table.origin[block]) == came:  # no step has gone on behind them
         rows = np.bitwise_or.reduce(bits, axis=0)
         tokens = max(tokens, int(np.flatnonzero(unpack_bits(rows[None], table.tokens)[0]).max(initial=-1)) + 1)
         table.installed[block] = (origin, tokens)
@@ -140,7 +141,7 @@ def _owed(table: BlockTable, block: int) -> NDArray[np.uint64]:
         owed = np.isin(numbers, list(table.steps))
         for step in table.steps.values():
             if step.in_place:
-                slots = step.slots[(step.slots >= first) & (step.slots < first + table.tokens)]
+                slots = step.reach[(step.reach >= first) & (step.reach < first + table.tokens)]
                 owed[slots - first] = True
         cells, marks = table.cells.of_ordered(first + np.flatnonzero(owed))
         bits[cells - block * table.words_per_block] = marks

@@ -63,7 +63,7 @@ class Move(InFlight):
     goes under an origin of its own.
     """
 
-    __slots__ = ("_followers", "_rows", "_source", "_sources", "_target", "_targets")
+    __slots__ = ("_followers", "_lapses", "_rows", "_source", "_sources", "_target", "_targets")
 
     def __init__(
         self,
@@ -104,6 +104,7 @@ class Move(InFlight):
                 self._rows = there if self._rows is None else there & self._rows
             source.begin_departure(sources)
             target.begin_arrival(targets)
+            self._lapses = target.lapses.take(targets)
             books.moves[id(self)] = weakref.ref(self)
             self._ended = False
         try:
@@ -119,12 +120,14 @@ class Move(InFlight):
         with self._books.guard:
             if self._ended:
                 raise BlockStateError("move", "one that is in flight", "one that has ended")
-            # A reset in between has cleared the source's bits, and nobody can have written a block in motion since.
-            valid = bits_of(source.region, self._sources)
+            # A reset in between has cleared the source's bits, and no step was begun for a block in motion since.
+            valid, origins = bits_of(source.region, self._sources), source.origin.take(self._sources)
             if self._rows is not None:
                 valid &= self._rows
+            if count(lapsed := target.lapses.take(self._targets) != self._lapses):  # a pass has written its KV, say
+                valid[lapsed], origins[lapsed] = 0, 0
             put_bits(target.region, self._targets, valid)
-            target.carry_origin(self._targets, source.origin.take(self._sources))
+            target.carry_origin(self._targets, origins)
             self._books.count(MOVED[source.tier, target.tier], rows_in(valid))
             source.leases.pass_on(self._sources, target.leases, self._targets, self._followers)
             self._end(arrived=True)

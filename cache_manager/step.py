@@ -7,7 +7,8 @@ The law of in-place writers. Nobody can tell a device that a block has begun ano
 in-place step until its end, whatever lives its blocks begin meanwhile, nobody else may fill those blocks (allocations,
 moves, restores and installations are refused), and where the engine gives a block out all the same
 (:class:`~cache_manager.engine_blocks.EngineBlocks`), no row at the step's slots becomes readable for the new life
-before the step has ended; what another step copies there meanwhile may be written over, and is given up. The devices of
+before the step has ended; what another step copies there meanwhile may be written over, and is given up. Slots that
+were dropped from the step are among them: a device, or a CUDA graph, has those that the engine gave it. The devices of
 one set write in the order in which their steps began. An in-place step is ended when the device has done its writes,
 and not before: aborting one earlier breaks the law, and a handle that is dropped therefore ends nothing.
 """
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from cache_manager.books import Books, InFlight
 from cache_manager.checks import integers
 from cache_manager.errors import BlockBusyError, BlockStateError, RowError, SlotError
-from cache_manager.lifecycle import ALLOWED, Event
+from cache_manager.lifecycle import ALLOWED, Event, State
 from cache_manager.memory import add, clear
 from cache_manager.table import BlockTable, Ints, extreme
 
@@ -36,12 +37,32 @@ PADDING: Final = -1
 Keep = NDArray[np.bool_] | Mapping[str, NDArray[np.bool_]]
 
 
+def lose(table: BlockTable, slots: Ints) -> None:
+    """A pass writes KV at ``slots`` of an engine's blocks, and its rows do not come: what lay there is missing.
+
+    So is what steps in flight have claimed there. Of a block in motion nothing that comes counts. The lock is held.
+    """
+    blocks = slots // table.tokens
+    held = table.states.take(blocks) == State.HELD
+    table.forget(np.unique(blocks[~held]))
+    at = np.unique(slots[held])
+    clear(table.region, *table.cells.of_ordered(at))
+    table.write_under_own_origin(np.unique(blocks[held]), at)
+    table.writer[at] = 0
+    table.turns += bool(table.steps)
+
+
 @dataclass(slots=True, eq=False)
 class StepEntry:
-    """What a table knows of a step in flight. ``slots`` ``[n]`` are those that are not padding."""
+    """What a table knows of a step in flight. ``slots`` ``[n]`` are those that are not padding and were not dropped.
+
+    A device writes at ``reach`` ``[m]``: at slots that were dropped, too. Their blocks are among ``blocks``, in a
+    generation that no block has.
+    """
 
     number: int  # stands in ``writer`` where the step will write
     slots: Ints
+    reach: Ints
     blocks: Ints  # each once
     generations: Ints  # of ``blocks``, at the beginning
     in_place: bool
@@ -69,7 +90,8 @@ class Step(InFlight):
         in_place: bool = False,
         drop_bad: bool = False,
     ) -> None:
-        """Begin; with ``drop_bad`` slots that are none, or of a block that nobody holds, count as padding."""
+        """Begin; with ``drop_bad`` slots that are none, that are given twice, or of a block that cannot be written,
+        count as padding: what lies there is missing, because the pass writes its KV all the same."""
         self._ended = True  # until it has begun
         self._table, self._books = table, books
         given = kept = integers(slots, "slots", "a flat array of integers", error=SlotError)
@@ -81,12 +103,15 @@ class Step(InFlight):
         with books.guard:
             if len(table.steps) >= steps_max:
                 raise BlockBusyError("steps in flight", f"fewer than {steps_max}", len(table.steps))
+            reach = kept
             try:
                 blocks = self._claim(kept)
             except (SlotError, BlockStateError):
                 if not drop_bad:
                     raise
-                blocks = self._claim(kept := self._writable(kept))
+                good = self._writable(reach)
+                blocks = self._claim(kept := reach[good])
+                lose(table, reach[~good])
             if kept.size != wanted:
                 books.count("bad_writes_dropped", wanted - kept.size)
             number = table.step_number()
@@ -95,7 +120,10 @@ class Step(InFlight):
             table.writer[kept] = number
             table.turns += bool(table.steps)
             generations, handle = table.generations.take(blocks), (lambda: self) if in_place else weakref.ref(self)
-            self._entry = StepEntry(number, kept, blocks, generations, in_place, table.turns, handle)
+            if in_place and reach.size != kept.size:
+                others = np.setdiff1d(reach // table.tokens, blocks)
+                blocks, generations = np.append(blocks, others), np.append(generations, np.full(others.size, -1))
+            self._entry = StepEntry(number, kept, reach, blocks, generations, in_place, table.turns, handle)
             table.steps[number] = self._entry
             self._ended = False
         self._written: dict[int, None] = {}
@@ -119,14 +147,13 @@ class Step(InFlight):
         self._table.check(Event.WRITE, blocks)
         return blocks
 
-    def _writable(self, kept: Ints) -> Ints:
-        """The slots of blocks that may be written, each once: the first of those given twice. The lock is held."""
-        good = ALLOWED[Event.WRITE].take(self._table.states.take(kept // self._table.tokens))
-        first = np.zeros(kept.size, np.bool_)
-        first[np.unique(kept, return_index=True)[1]] = True
-        good &= first
+    def _writable(self, slots: Ints) -> NDArray[np.bool_]:
+        """Which ``slots`` may be written and are one token's: of two, nobody knows whose KV is there. Lock held."""
+        good = ALLOWED[Event.WRITE].take(self._table.states.take(slots // self._table.tokens))
+        _, which, times = np.unique(slots, return_inverse=True, return_counts=True)
+        good &= times[which] == 1
         self._tokens = np.flatnonzero(good) if self._tokens is None else self._tokens[good]
-        return kept[good]
+        return good
 
     @property
     def in_place(self) -> bool:
@@ -197,13 +224,12 @@ class Step(InFlight):
         table, entry = self._table, self._entry
         with self._books.guard:
             self._check_open("commit")
-            if table.by_engine:
-                self._renew_origins()
             if table.turns == entry.turns and len(table.steps) == 1 and not chosen:  # nearly always
                 for spec in self._written:
                     add(table.region, spec, self._cells, self._bits)
                 landed = entry.slots.size if self._written else 0
             else:
+                self._renew_origins()
                 landed = self._commit_some(chosen)
             self._books.count("rows_committed", landed)
             self._end()
@@ -244,7 +270,7 @@ class Step(InFlight):
     def _outside_fences(self, mine: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """``mine`` without the slots that an in-place step which began earlier may still write."""
         begun = takewhile(lambda step: step is not self._entry, self._table.steps.values())
-        earlier = [step.slots for step in begun if step.in_place]
+        earlier = [step.reach for step in begun if step.in_place]
         return mine & ~np.isin(self._entry.slots, np.concatenate(earlier)) if earlier else mine
 
     def _yield_to_devices(self) -> None:
@@ -256,7 +282,7 @@ class Step(InFlight):
             self._table.turns += 1
 
     def _renew_origins(self) -> None:
-        """Where the engine let a block's content leave while the step wrote it, the block is another one's from now."""
+        """Where a block's content has left while the step wrote it, the block is another computation's from now."""
         table, blocks = self._table, self._entry.blocks
         if count(left := ~table.own.take(blocks)):
             blocks = blocks[left & (table.generations.take(blocks) == self._entry.generations)]

@@ -74,6 +74,8 @@ class RestoreJob(Job[bool]):
 
     def __init__(self, archive: Archive, claim: Claim, origins: Mapping[BlockKey, int] | None) -> None:
         super().__init__(archive, "restore", claim.blocks, *claimed(archive.table, archive.books, claim))
+        self.lost: dict[str, int] = {}
+        """Blocks in their lives that did not come back, by the counter that says why; known once the job has landed."""
         self._expected: NDArray[np.uint64] | None = None  # the origins that count, one for each key
         if origins is not None:
             self._expected = np.array([origins.get(key, 0) for key in self._keys], np.uint64)
@@ -111,7 +113,9 @@ class RestoreJob(Job[bool]):
             if self.cancelled:
                 read = sum(isinstance(each, Found) for each in self._found)
                 self._archive.books.count("cancelled_restores_dropped", read)
-            elif self._found and self.failure is None:
+            elif self.failure is not None:
+                self._lose(failed_blocks_not_restored=int(count(self._live())))
+            elif self._found:
                 arrived = self._place()
         finally:
             self._arrived = arrived
@@ -155,10 +159,19 @@ class RestoreJob(Job[bool]):
             table.region.rows[ids[arrived]] = self._copied[arrived]
         put_bits(table.region, ids[arrived], bits[arrived])
         table.carry_origin(ids[arrived], origins[arrived])
-        other = sum(each is Absence.ORIGIN for each in self._found) + int(count(read & live & ~named))
-        books.count("blocks_of_another_origin_not_restored", other)
+        absent, corrupt, other = (int(count(live & np.array([each is why for each in self._found]))) for why in Absence)
+        self._lose(
+            absent_blocks_not_restored=absent,
+            corrupt_blocks_not_restored=corrupt,
+            blocks_of_another_origin_not_restored=other + int(count(read & live & ~named)),
+            incomplete_blocks_not_restored=int(count(read & live & named & ~whole)),
+        )
         books.count("restored_blocks", int(count(arrived)))
         books.count("restored_without_rows", int(count(arrived & ~bits.any(axis=(1, 2)))))
         books.count("late_restores_dropped", int(count(read & ~live)))
-        books.count("incomplete_blocks_not_restored", int(count(read & live & named & ~whole)))
         return arrived
+
+    def _lose(self, **blocks: int) -> None:
+        self.lost = {name: n for name, n in blocks.items() if n}
+        for name, n in self.lost.items():
+            self._archive.books.count(name, n)

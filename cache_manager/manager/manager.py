@@ -191,12 +191,10 @@ class BlockManager(StoredSequences):
         sequences.check_new(child)
         blocks = sequences.table(row)[: -(-int(sequences.computed[row]) // self._tokens)].tolist()
         self._check_no_step(parent, blocks, "fork")
-        self._check_room_for_one()
-        record, filling = sequences.record(row), sequences.filling[row].copy()
-        self._pool.share(blocks, child)
+        record, computed = sequences.record(row), int(sequences.computed[row])
         twin = SequenceKeys(child, record.base, record.chain, dict(record.extra), list(record.keys))
-        computed = int(sequences.computed[row])
-        sequences.filling[sequences.add(twin, blocks, computed)] = filling
+        new = self._add_beside(twin, blocks, computed, Phase.READY)
+        sequences.filling[new] = sequences.filling[row]  # arrays that have grown by now
 
     def hold(self, owner: str, holder: str, first: int = 0) -> None:
         """Keep the sequence's blocks from index ``first`` on from being given away until ``free(holder)``.
@@ -206,9 +204,21 @@ class BlockManager(StoredSequences):
         """
         blocks = self._sequences.table(self._sequences.ready(owner))[first:].tolist()
         self._sequences.check_new(holder)
-        self._check_room_for_one()
-        self._pool.share(blocks, holder, keeps=True)
-        self._sequences.add(SequenceKeys(holder, self.aux.keys, self.aux.keys), blocks, 0, Phase.HOLDER)
+        self._add_beside(SequenceKeys(holder, self.aux.keys, self.aux.keys), blocks, 0, Phase.HOLDER)
+
+    def _add_beside(self, sequence: SequenceKeys, blocks: list[int], computed: int, phase: Phase) -> int:
+        """The number of a new sequence that has ``blocks`` of another's too; what fails leaves nothing of it."""
+        sequences = self._sequences
+        if sequences.full:
+            raise BlockBusyError("sequences", f"fewer than {sequences.rows_max}", sequences.rows_max)
+        row = sequences.add(sequence, blocks, computed, phase)
+        try:
+            self._pool.share(blocks, sequence.owner, keeps=phase is Phase.HOLDER)
+        except BaseException:
+            sequences.remove(sequence.owner)
+            self.aux.free(sequence.owner)
+            raise
+        return row
 
     def free(self, owner: str) -> None:
         """End the sequence; idempotent. Blocks that can be found by key stay cached until they are evicted.
@@ -228,10 +238,6 @@ class BlockManager(StoredSequences):
         else:
             self._pool.let_go(blocks, keeps=bool(keeps))
         self._abandon(owner, errand)
-
-    def _check_room_for_one(self) -> None:
-        if self._sequences.full:
-            raise BlockBusyError("sequences", f"fewer than {self._sequences.rows_max}", self._sequences.rows_max)
 
     def _check_no_step(self, owner: str, blocks: Sequence[int], event: str) -> None:
         if self.aux.has_step(blocks):

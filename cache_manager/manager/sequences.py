@@ -99,17 +99,20 @@ class Sequences:
         self.phase: NDArray[np.uint8] = np.empty(0, np.uint8)
         self.length, self.computed = np.empty(0, np.int64), np.empty(0, np.int64)
         self.filling: Ints = np.empty((0, block_tokens), "<i8")
-        self._resize(min(16, rows_max), 16)
+        self._resize(1, 1)  # the arrays of every manager grow early, so that its tests live through it
 
     def _resize(self, rows: int, width: int) -> None:
-        """Make room for ``rows`` of ``width``, no fewer than there were."""
+        """Make room for ``rows`` of ``width``, no fewer than there were. Every array is another one from here on:
+        none that was looked up before is written to."""
         before = self.rows
         blocks = np.zeros((rows, width), np.int64)
         blocks[:before, : self.width] = self.blocks
+        grown = [
+            np.concatenate((array, np.zeros((rows - before, *array.shape[1:]), array.dtype)))
+            for array in (self.phase, self.length, self.computed, self.filling)
+        ]
         self.blocks, self.rows, self.width = blocks, rows, width
-        for name in ("phase", "length", "computed", "filling"):
-            array = getattr(self, name)
-            setattr(self, name, np.concatenate((array, np.zeros((rows - before, *array.shape[1:]), array.dtype))))
+        self.phase, self.length, self.computed, self.filling = grown
         self.flat, self.flat_filling = self.blocks.reshape(-1), self.filling.reshape(-1)
         self.block_at, self.filling_at = self.flat.data, self.flat_filling.data
         self.phase_at, self.length_at, self.computed_at = self.phase.data, self.length.data, self.computed.data
@@ -130,8 +133,9 @@ class Sequences:
             raise BlockStateError(f"owner {owner!r}", "an owner without a sequence", "one that has one")
 
     def add(self, sequence: SequenceKeys, blocks: list[int] | Ints, computed: int, phase: Phase = Phase.READY) -> int:
-        """A row for a new sequence; the caller has checked that there is one."""
+        """A row for a new sequence; the caller has checked that there is one. What fails has added nothing."""
         assert sequence.owner not in self.by_owner, "check_new() comes first"
+        self.make_wide(len(blocks))
         if not self._free:
             self._resize(min(2 * self.rows, self.rows_max), self.width)
         row = self._free.pop()

@@ -25,7 +25,9 @@ from typing import Final
 from cache_manager.errors import InvalidInputError, RegionError
 from cache_manager.ports import TierName
 
-DIRECTORY: Final = Path("/dev/shm")  # noqa: S108 - names are random, files 0600, linked when whole, O_NOFOLLOW
+DIRECTORY: Final = Path(os.environ.get("KVROUTE_SHM", "/dev/shm"))  # noqa: S108 - names are random, files 0600, O_NOFOLLOW
+"""A tmpfs, read from the environment when this module is imported. Processes that share regions have the same one;
+processes with another neither see nor reap those regions."""
 BUFFERS: Final[dict[TierName, str]] = {"device": "host", "host": "swap"}
 """What a region is called by the tier whose blocks it mirrors: the host buffer, in CPU memory, mirrors device blocks;
 the swap buffer mirrors the blocks on the host."""

@@ -10,7 +10,20 @@ A client has :func:`routes`. The worker's end needs torch, nothing else here doe
 """
 
 from kvroute.connector.answers import routes, unseen
+from kvroute.connector.left import Tokens
 from kvroute.connector.scheduler import Request, SchedulerRows
 from kvroute.connector.settings import Engine, Handshake, Settings, StepMeta
+from kvroute.connector.streams import gathered
 
-__all__ = ["Engine", "Handshake", "Request", "SchedulerRows", "Settings", "StepMeta", "routes", "unseen"]
+__all__ = [
+    "Engine",
+    "Handshake",
+    "Request",
+    "SchedulerRows",
+    "Settings",
+    "StepMeta",
+    "Tokens",
+    "gathered",
+    "routes",
+    "unseen",
+]

@@ -1,54 +1,65 @@
-"""The client's end: the routes of an answer, from an engine's own object or from the JSON of an OpenAI server."""
+"""The client's end: the routes of an answer, from an engine's own object or from the JSON of an OpenAI server.
+
+Beside an answer goes ``{"kvroute": {"rollouts": {name: handle}, "unseen": {name: spans}, "error": {name: text}}}``. A
+name is what the engine calls a request: the id that it was given, behind ``<i>_`` where it is one of several
+completions. Many requests may have a name, one after the other. What is found by a name is an answer's only if its
+token hashes say so.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import gcd
+from typing import Any, Final, Self
 
 from cache_manager.errors import RowError
 from kvroute.rollout import Absence, RolloutHandle, RolloutStore, open_rollouts
 from kvroute.routes import Routes
+from kvroute.token_hash import token_hashes
 
 FIELD: Final = "kvroute"
-UNSEEN: Final = "{}.unseen"
+LEFT: Final = "rollouts"
+UNSEEN: Final = "unseen"
+ERROR: Final = "error"
 POLL_S: Final = 0.01
 
 
 def routes(output: Any, index: int = 0, *, rollouts: RolloutStore | None = None, wait_s: float = 5.0) -> Routes:
     """The routes of completion ``index`` of ``output``: a ``RequestOutput``, or the response of the OpenAI server.
 
-    They cover the tokens that were given to the model, which the last one never was, and are bound to the tokens where
-    ``output`` has them. ``rollouts`` is the store that the engine was configured to leave routes in. It is the only way
-    to those of a request that the front end has ended (a stop string): up to ``wait_s`` seconds are waited for them.
+    They cover the tokens that were given to the model, which the last one never was. Where ``output`` has token ids,
+    the hashes that the engine has left with the routes say that they are of these tokens, and they are bound to the
+    prompt and to exactly the tokens that have rows. Else they are bound as the engine has bound them.
 
-    Raises :class:`RowError` when there are none, and for anything that is no sound handle of them.
+    ``rollouts`` is the store that the engine was configured to leave routes in. It is the only way to routes of an
+    answer without a handle: of a stream, of the second and later prompts of a list, of a request that the front end has
+    ended (a stop string). Routes of these very tokens are waited for up to ``wait_s`` seconds. An error that came with
+    the answer ends that at once.
+
+    Raises :class:`RowError` when there are none, for those of other tokens, and for anything that is no sound handle.
     """
-    told = (_field(output, "kv_transfer_params") or {}).get(FIELD) or {}
-    handle = RolloutHandle.from_json(told[str(index)]) if str(index) in told else None
-    if handle is None and rollouts is not None:
-        handle = _left(output, index, rollouts, wait_s)
-    store = open_rollouts("response:") if handle is not None and handle.store == "response" else rollouts
-    if handle is None or store is None:
-        got = told.get("error", "neither") if handle is None else f"a handle of a store of kind {handle.store}"
-        raise RowError("routes", "an answer with routes, or rollouts=, the store that they were left in", got)
-    found = store.get(handle)
-    if isinstance(found, Absence):
-        raise RowError("routes", "a rollout that is there and sound", found.value)
-    return _of_tokens(found[0], output, index)
-
-
-def _left(output: Any, index: int, rollouts: RolloutStore, wait_s: float) -> RolloutHandle | None:
-    """The handle of routes that came with no answer. vLLM's server puts the number of the prompt behind the id."""
-    request, give_up_s = _field(output, "request_id") or _field(output, "id"), time.monotonic() + wait_s
-    child = f"{index}_" if len(_answers(output)) > 1 else ""
-    while True:
-        for name in (f"{child}{request}", f"{child}{request}-0"):
-            if (handle := rollouts.find(name)) is not None:
-                return handle
-        if time.monotonic() > give_up_s:
-            return None
-        time.sleep(POLL_S)
+    asked = _Asked.of(output, index)
+    if (told := asked.told_of(LEFT)) is not None:
+        handle = RolloutHandle.from_json(told)
+        store = open_rollouts("response:") if handle.store == "response" else rollouts
+        if store is None:
+            wanted = "rollouts=, the store that they were left in"
+            raise RowError("routes", wanted, f"a handle of a store of kind {handle.store}")
+        found = store.get(handle)
+        if isinstance(found, Absence):
+            raise RowError("routes", "a rollout that is there and sound", found.value)
+        if (why := asked.refusal(found[0])) is not None:
+            raise RowError(f"routes of {handle.rollout_id}", "those of this answer's tokens", why)
+        return asked.own(found[0])
+    if (error := asked.told_of(ERROR)) is not None:
+        raise RowError("routes", "an answer with routes", error)
+    if rollouts is None:
+        wanted = "an answer with a handle of them, or rollouts=, the store that they were left in"
+        raise RowError(asked.what, wanted, f"handles of {sorted(asked.left)}" if asked.left else "neither")
+    return _left(asked, rollouts, wait_s)
 
 
 def unseen(output: Any, index: int = 0) -> tuple[tuple[int, int], ...]:
@@ -56,28 +67,166 @@ def unseen(output: Any, index: int = 0) -> tuple[tuple[int, int], ...]:
 
     Their KV was loaded and their rows went by that KV, in which the last layer's choice cannot be seen.
     """
-    spans = ((_field(output, "kv_transfer_params") or {}).get(FIELD) or {}).get(UNSEEN.format(index)) or ()
+    asked = _Asked.of(output, index)
+    spans = asked.told_of(UNSEEN) or ()
     return tuple((int(start), int(stop)) for start, stop in spans)
 
 
-def _of_tokens(found: Routes, output: Any, index: int) -> Routes:
-    """``found`` without rows of tokens that were not answered, bound to those that were."""
-    prompt = _field(output, "prompt_token_ids")
-    answer = next((each for each in _answers(output) if _field(each, "index") == index), None)
-    answered = None if answer is None else _field(answer, "token_ids")
-    prompt = prompt if prompt is not None else answer and _field(answer, "prompt_token_ids")
-    if prompt is None or answered is None:
-        return found
-    tokens = [*prompt, *answered]
-    return found.slice(0, min(found.stop, len(tokens) - 1)).bind(tokens)
+def _left(asked: _Asked, rollouts: RolloutStore, wait_s: float) -> Routes:
+    """The routes that the engine has left in the store, or leaves there while they are waited for."""
+    if asked.tokens is None or not asked.names:
+        wanted = "an answer with an id and token ids, by which rollouts of a name are told apart"
+        got = "none: see return_token_ids, of responses enable_response_messages, of a stream gathered(chunks)"
+        raise RowError(asked.what, wanted, got)
+    give_up_s, refused = time.monotonic() + wait_s, dict[str, str]()
+    while True:
+        for name in asked.names:
+            handle = rollouts.find(name)
+            if handle is None or handle.put_id in refused:
+                continue
+            found = rollouts.get(handle)
+            if isinstance(found, Absence):
+                why: str | None = found.value
+            elif (stop := found[0].stop) < len(asked.tokens) - 1:  # an earlier request may have said the same so far
+                why = f"rows of the first {stop} tokens, of {len(asked.tokens) - 1} that have some"
+            elif (why := asked.refusal(found[0])) is None:
+                return asked.own(found[0])
+            refused[handle.put_id] = f"{name}: {why}"
+        if time.monotonic() > give_up_s:
+            got = "; ".join(refused.values()) or "neither a handle in the answer nor one in the store"
+            raise RowError(asked.what, f"a rollout of this answer's tokens within {wait_s} s", got)
+        time.sleep(POLL_S)
 
 
-def _answers(output: Any) -> Sequence[Any]:
-    return _field(output, "outputs") or _field(output, "choices") or ()
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What an answer says of the completion that is asked for."""
+
+    index: int
+    names: tuple[str, ...]  # that its request can have in the engine; none where the answer has no id
+    tokens: list[int] | None
+    prompt: int  # how many of the tokens are the prompt's
+    told: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, output: Any, index: int) -> Self:
+        """Raises :class:`RowError` for a part of an answer, and where it has no completion of this index."""
+        _refuse_parts(output)
+        told = _mapping(_mapping(field_of(output, "kv_transfer_params")).get(FIELD))
+        request = field_of(output, "request_id") or field_of(output, "id")
+        if field_of(output, "object") == "response":  # of several turns each is a request of its own
+            prompt, answered = _tokens_of(output, "input_messages"), _tokens_of(output, "output_messages")
+            names = [f"{request}_0"]
+        else:
+            choices = {field_of(each, "index"): each for each in answers_of(output)}
+            if choices and index not in choices:
+                raise RowError("index", f"one of {sorted(choices)}, as the answer has them", index)
+            prompts = {i: _prompt_of(output, each) for i, each in choices.items()}
+            prompt, answered = prompts.get(index), field_of(choices.get(index), "token_ids")
+            lists = field_of(output, "outputs") is None
+            names = list(dict.fromkeys(_names(str(request), index, prompts, lists=lists))) if request else []
+        tokens = None if prompt is None or answered is None else [*prompt, *answered]
+        return cls(index, tuple(names), tokens, len(prompt or ()), told)
+
+    @property
+    def what(self) -> str:
+        return f"routes of completion {self.index} ({' or '.join(self.names[:4]) or 'no id'})"
+
+    @property
+    def left(self) -> Mapping[str, Any]:
+        return _mapping(self.told.get(LEFT))
+
+    def told_of(self, kind: str) -> Any:
+        """What came with the answer of this kind. An answer without an id can have it of one request only."""
+        told = self.told.get(kind)
+        if not isinstance(told, Mapping):
+            return told
+        names = self.names or (list(told) if len(told) == 1 else ())
+        return next((told[name] for name in names if name in told), None)
+
+    def refusal(self, found: Routes) -> str | None:
+        """Why routes are not this answer's, in words; ``None`` when they are, or it has no token ids."""
+        if self.tokens is None:
+            return None
+        theirs = {count: digest for count, digest in found.token_hashes if count <= len(self.tokens)}
+        mine = dict(token_hashes(self.tokens, theirs))
+        if differ := [count for count in sorted(theirs) if mine[count] != theirs[count]]:
+            return f"rows of other tokens: the hash of the first {differ[0]} differs"
+        rows = self._rows(found)
+        return None if rows in theirs else f"rows of tokens that nothing says to be the first {rows} of this answer"
+
+    def own(self, found: Routes) -> Routes:
+        """``found`` without rows of tokens that were not answered, and bound to what was."""
+        if self.tokens is None:
+            return found
+        rows = self._rows(found)
+        return found.slice(0, rows).bind(self.tokens, [count for count in {self.prompt, rows} if count <= rows])
+
+    def _rows(self, found: Routes) -> int:
+        assert self.tokens is not None
+        return max(0, min(found.stop, len(self.tokens) - 1))
 
 
-def _field(of: Any, name: str) -> Any:
+def _names(request: str, index: int, prompts: Mapping[int, Any], *, lists: bool) -> Iterator[str]:
+    """The names that the engine can have for completion ``index`` of an answer whose choices have these prompts.
+
+    A server that is given a ``lists`` of prompts makes a request of each, with the number of the prompt behind the id,
+    and numbers all choices in one row. It does not say how many completions a prompt has: ``n`` divides the number of
+    choices that follow each other with the same prompt, where all choices are there.
+    """
+    if len(prompts) > 1 and sorted(prompts) == list(range(len(prompts))):
+        runs = gcd(*(len(list(run)) for _, run in groupby(prompts[i] for i in range(len(prompts)))))
+        counts = [n for n in range(runs, 0, -1) if runs % n == 0]
+    else:
+        counts = list(range(1, max(index, 1) + 2))  # the last stands for every larger one
+    for n in counts:
+        prompt, number = divmod(index, n)
+        child = f"{number}_" if n > 1 else ""
+        if prompt == 0:
+            yield f"{child}{request}"
+        if lists:
+            yield f"{child}{request}-{prompt}"  # of completions
+            yield f"{child}{request}_{prompt}"  # of chats
+
+
+def _refuse_parts(output: Any) -> None:
+    """Raise :class:`RowError` for a part of an answer: what a stream sends."""
+    kind, event = field_of(output, "object"), field_of(output, "type")
+    whole = _has(output, "kv_transfer_params") or _has(output, "usage")
+    if kind == "chat.completion.chunk" or (kind == "text_completion" and not whole):
+        wanted = "a whole answer: kvroute.integrations.vllm.gathered(chunks) makes one of all chunks of a stream"
+        raise RowError("routes", wanted, f"a chunk of a stream, {kind}")
+    if isinstance(event, str) and event.startswith("response."):
+        raise RowError("routes", "a whole answer: the response of response.completed", f"an event of a stream, {event}")
+
+
+def _prompt_of(output: Any, choice: Any) -> Any:
+    own = field_of(choice, "prompt_token_ids")
+    return field_of(output, "prompt_token_ids") if own is None else own
+
+
+def _tokens_of(response: Any, name: str) -> Any:
+    """The token ids of a response's messages of that name, where it was asked for them and has one turn."""
+    messages: Sequence[Any] = field_of(response, name) or ()
+    return field_of(messages[0], "tokens") if len(messages) == 1 else None
+
+
+def answers_of(output: Any) -> Sequence[Any]:
+    """The completions of an engine's output, or the choices of a server's."""
+    return field_of(output, "outputs") or field_of(output, "choices") or ()
+
+
+def field_of(of: Any, name: str) -> Any:
+    """A field of an object or of JSON; ``None`` where there is none."""
     return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
 
 
-__all__ = ["FIELD", "UNSEEN", "routes", "unseen"]
+def _has(of: Any, name: str) -> bool:
+    return name in of if isinstance(of, Mapping) else hasattr(of, name)
+
+
+def _mapping(given: Any) -> Mapping[str, Any]:
+    return given if isinstance(given, Mapping) else {}
+
+
+__all__ = ["ERROR", "FIELD", "LEFT", "UNSEEN", "answers_of", "field_of", "routes", "unseen"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol
@@ -21,16 +21,15 @@ from cache_manager.errors import KVRouteError, RowError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import StorageBackend
 from cache_manager.rows import Rows
-from kvroute.connector.answers import FIELD, UNSEEN
+from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.settings import Engine, Handshake, StepMeta
+from kvroute.connector.stores import opened
 from kvroute.rollout import open_rollouts
 from kvroute.routes import Routes
 from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
 
-SIBLINGS_MAX: Final = 1024
-"""Requests with several completions of which some are done and others are not."""
 LATE_S: Final = 1.0
 """How long rows of a request that is done are waited for, of a worker that waits for a device."""
 POLL_S: Final = 50e-6
@@ -97,7 +96,8 @@ class SchedulerRows:
         self._steps = 0  # that were sent
         self._stuck_at = -1  # the step that a late worker was through with when it was waited for in vain
         self._reader: StorageBackend | None = None
-        self._rollouts = open_rollouts(engine.settings.rollouts) if engine.settings.rollouts else None
+        rollouts = engine.settings.rollouts
+        self._left = LeftRoutes(open_rollouts(rollouts)) if rollouts else None
         self._given: dict[int, None] = {}  # since the last step was sent
         self._asked: dict[str, tuple[int, bool]] = {}  # by request: blocks that were hit locally, KV comes later
         self._running: dict[str, _Running] = {}
@@ -107,7 +107,6 @@ class SchedulerRows:
         self._joined: list[list[int]] = []
         self._unseen = np.zeros(engine.blocks, np.int64)  # lives of blocks whose rows went by their KV,
         self._front = np.zeros(engine.blocks, np.int64)  # and of how many of their tokens
-        self._siblings: OrderedDict[str, dict[str, Any]] = OrderedDict()
         kvroute.preload()
 
     def attach(self, worker: Handshake) -> None:
@@ -124,6 +123,11 @@ class SchedulerRows:
 
     # ---------------------------------------------------------------- admission
 
+    def arrived(self, name: str, group: str | None = None) -> None:
+        """A request has come that will be :meth:`finished` under this name; before it can have an answer."""
+        if self._left is not None:
+            self._left.make_room(name, group)
+
     def matched(self, request: Request, local: int, found: int, *, later: bool) -> int:
         """How many of ``found`` tokens to take from outside, beyond ``local`` ones: as many as have rows."""
         size = self.engine.tokens
@@ -138,7 +142,7 @@ class SchedulerRows:
     def _in_store(self, keys: Sequence[BlockKey]) -> list[bool]:
         try:
             if self._reader is None:
-                self._reader = kvroute.open_store(self.engine.settings.reads)
+                self._reader = opened(self.engine.settings.reads)
             return self._reader.contains(keys)
         except KVRouteError as error:
             logger.warning("hits from outside are computed again, the store of rows cannot be asked: %s", error)
@@ -254,19 +258,19 @@ class SchedulerRows:
         name: str,
         blocks: Sequence[int],
         tokens: int,
-        index: int = 0,
-        parent: str | None = None,
+        of: Tokens | None = None,
         *,
+        group: str | None = None,
         ended: Ended | None = None,
     ) -> dict[str, Any] | None:
         """What goes to the client beside the answer; ``blocks`` are still the request's, ``tokens`` were computed.
 
-        With what :meth:`forget` said no step is waited for that has written nothing of this.
-
-        ``name`` is what the client calls it. A request with several completions has them numbered by ``index``, and one
-        ``parent``: each is told with all that are done, for engines that send on what comes with the last one only.
+        ``name`` is what the client calls it, and what a rollout store finds it by. ``of`` are its tokens: routes that
+        are not bound to them are handed out with answers that have no token ids only. With what :meth:`forget` said no
+        step is waited for that has written nothing of this. Each of a ``group`` of requests, the completions of one
+        prompt, is told with all that are done, for engines that send on what comes with the last one only.
         """
-        if self._rollouts is None:
+        if self._left is None:
             return None
         try:
             ids = np.array(blocks, np.int64)
@@ -278,13 +282,9 @@ class SchedulerRows:
             routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=version, checked=True)
             by_kv = np.arange(self.engine.tokens) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]
             routes, unseen = self._settled(routes, by_kv.reshape(-1)[: len(routes)])
-            told: dict[str, Any] = {str(index): self._rollouts.put(name, routes).to_json()}
+            return self._left.leave(name, routes, of, group, unseen)
         except KVRouteError as error:
-            logger.warning("request %s has no routes: %s", name, error)
-            return {FIELD: {"error": str(error)}}
-        if unseen:
-            told[UNSEEN.format(index)] = unseen
-        return {FIELD: told if parent is None else self._with_siblings(parent, told)}
+            return self._left.fail(name, error, group)
 
     def _read(self, blocks: NDArray[np.int64], lives: NDArray[np.int64], stop: int, step: int) -> Rows:
         """The first ``stop`` rows of ``blocks`` in these lives, of a late worker when it is through with ``step``.
@@ -315,14 +315,6 @@ class SchedulerRows:
             return routes, edges.reshape(-1, 2).tolist()
         return routes.without(routes.layer_ids[-1:], trusted), []
 
-    def _with_siblings(self, parent: str, told: dict[str, Any]) -> dict[str, Any]:
-        found = self._siblings.setdefault(parent, {})
-        found |= told
-        self._siblings.move_to_end(parent)
-        if len(self._siblings) > SIBLINGS_MAX:
-            self._siblings.popitem(last=False)
-        return dict(found)
-
     def reset(self) -> None:
         """The weights are others now: nothing from before is readable, in no tier."""
         version = self.namespace.weights_version + 1
@@ -333,7 +325,7 @@ class SchedulerRows:
             self.view.follow(self.namespace.fingerprint)
 
     def close(self) -> None:
-        for each in (self.view, self._reader, self._rollouts):
+        for each in (self.view, self._reader, self._left):
             if each is not None:
                 each.close()
 

@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from torch import distributed
 
 import kvroute
+from cache_manager.jobs import AnyJob
 from cache_manager.store_jobs import RestoreJob
 from kvroute.capture.step_ids import StepIds
 from kvroute.connector.behind import Behind
 from kvroute.connector.folds import to_host
 from kvroute.connector.pages import Got, Pages, slots_of
 from kvroute.connector.settings import Engine, Handshake, StepMeta
+from kvroute.connector.stores import opened
 from kvroute.connector.witness import Join, KvFolder, KvWitness, OtherRank, witnessing
 from kvroute.witness import Run
 
@@ -31,6 +33,16 @@ RESTORE_S: Final = 30.0
 """How long a step waits at most for all rows of KV that it loads; those that have not come are missing then."""
 NO_IDS: Final = "ids that no router can choose, or KV that could not be loaded"
 NO_SLOTS: Final = "the engine did not say where a step's tokens are"
+NO_CARRIER: Final = "KV that was loaded and whose rows nothing brings: no store, or a part of a block"
+NO_ANSWER: Final = f"the store of rows has not answered within {RESTORE_S} s"
+NOT_RESTORED: Final = {
+    "absent_blocks_not_restored": "the store of rows does not have them",
+    "corrupt_blocks_not_restored": "the store of rows has damaged ones",
+    "incomplete_blocks_not_restored": "the store of rows has not all of a block",
+    "blocks_of_another_origin_not_restored": "the store of rows has those of another computation",
+    "failed_blocks_not_restored": "the store of rows has failed",
+}
+"""Why a restore brought nothing, by the counters of :attr:`RestoreJob.lost`."""
 
 
 class WorkerRows:
@@ -57,7 +69,7 @@ class WorkerRows:
         assert engine.pages == (pages is not None)
         self.engine, self.pages = engine, pages
         settings, self._device = engine.settings, next(iter(kv_caches.values())).device
-        self.store = kvroute.open_store(settings.store) if settings.store else None
+        self.store = opened(settings.store) if settings.store else None
         self.blocks = kvroute.EngineBlocks(
             engine.layout.specs,
             blocks=engine.clock + 1,
@@ -72,6 +84,7 @@ class WorkerRows:
             self.witness = KvWitness(self.blocks, folder, engine.blocks)
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
         self.missing: Counter[str] = Counter()  # tokens without rows, by reason
+        self.store_failures = 0  # jobs that the store has failed, of persists too
         self._slots: torch.Tensor | None = None
         self._behind = Behind(self._lose) if (self._device.type != "cpu" if late is None else late) else None
         self._lost: Exception | None = None
@@ -173,7 +186,8 @@ class WorkerRows:
         if step.after:
             self.blocks.apply(step.after)
         if step.before or step.after:
-            self.blocks.poll()
+            for job in self.blocks.poll():
+                self._tell(job)
 
     def _put(
         self, pages: Pages, slots: torch.Tensor, ids: torch.Tensor | str, namespace: bytes, without: list[int]
@@ -227,11 +241,26 @@ class WorkerRows:
         for job in self.blocks.jobs:
             if not isinstance(job, RestoreJob) or job.cancelled:
                 continue
-            if not job.wait(max(0.0, give_up_s - time.monotonic())):
+            if job.wait(max(0.0, give_up_s - time.monotonic())):
+                self._tell(job)
+            else:
                 job.cancel()
+                self._miss(NO_ANSWER, len(job.blocks) * self.engine.tokens)
+
+    def _tell(self, job: AnyJob) -> None:
+        """Count what a job that has landed did not do."""
+        if job.failure is not None:
+            if not self.store_failures:
+                logger.warning("the store of rows has failed, %s: %s; further times are counted", job.name, job.failure)
+            self.store_failures += 1
+        for why, blocks in job.lost.items() if isinstance(job, RestoreJob) else ():
+            self._miss(NOT_RESTORED[why], blocks * self.engine.tokens)
 
     def _unpack(self, come: _Come) -> None:
-        """Rows that came in pages with the KV of blocks."""
+        """Rows that came in pages with the KV of blocks; without pages only the store's have come, of whole blocks."""
+        if self.pages is None:
+            carried = self.engine.tokens if self.store else 0
+            self._miss(NO_CARRIER, sum(max(0, run.tokens - carried * len(run.blocks)) for run in come.runs))
         if self.pages is None or (paged := come.paged) is None:
             return
         ids, sound, lost = self.pages.rows(paged.got, paged.token_ids, paged.positions, paged.namespace)
@@ -248,6 +277,8 @@ class WorkerRows:
             self._miss("rows of other KV than was loaded", len(refused) * self.engine.tokens)
 
     def _miss(self, reason: str, tokens: int) -> None:
+        if not tokens:
+            return
         if reason not in self.missing:
             logger.warning("%d tokens have no rows: %s; further ones are counted", tokens, reason)
         self.missing[reason] += tokens

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from budget import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.fleet_simulation import Costs, Fleet, Found, Pool, requests, simulate
@@ -47,7 +48,7 @@ fleets = st.builds(
 )
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(fleet=fleets, seed=st.integers(0, 5))
 def test_every_block_is_had_fetched_or_computed_and_bytes_follow(fleet: Fleet, seed: int) -> None:
     trace = trace_of(seed, 30)
@@ -65,7 +66,7 @@ def test_every_block_is_had_fetched_or_computed_and_bytes_follow(fleet: Fleet, s
     assert simulate(trace, fleet) == it
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(puts=st.lists(st.integers(0, 60), max_size=200), groups=st.booleans())
 def test_a_pool_never_holds_more_than_it_may(puts: list[int], groups: bool) -> None:
     pool = Pool(20_000, replace(FLEET, groups=groups), Found())

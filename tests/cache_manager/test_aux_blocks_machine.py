@@ -11,6 +11,7 @@ from aux_model import JOBS_MAX, OWNERS, AuxModel, Life, ModelJob
 from gate import until
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
+from origins_of import origins_of
 
 from cache_manager.errors import BlockStateError, StorageError
 from cache_manager.jobs import Phase
@@ -69,7 +70,7 @@ class AuxBlocksMachine(AuxModel):
                 self.aux.persist({key: blocks[0]}, **self.life(blocks[0]))
         else:
             done = self.aux.persist({key: blocks[0]}, **self.life(blocks[0]))
-            assert done == {key: self.aux.origins(blocks)[0] if complete else 0}
+            assert done == {key: origins_of(self.aux, blocks)[0] if complete else 0}
             if complete:
                 self.stored[key], self.origins[key] = rows, done[key]
                 self.keys[self.version].append(key)
@@ -108,7 +109,7 @@ class AuxBlocksMachine(AuxModel):
         assert done == {key: expected}
         if expected:
             block.life.rows = dict(self.stored[key])
-            assert self.aux.origins(blocks) == [self.origins[key]]
+            assert origins_of(self.aux, blocks) == [self.origins[key]]
             if not block.owners:
                 block.free = False
         elif asked and not block.owners:
@@ -137,7 +138,7 @@ class AuxBlocksMachine(AuxModel):
             assert real is None, "a job too many was taken"
         else:
             block.departures += 1
-            origin = self.aux.origins(blocks)[0]
+            origin = origins_of(self.aux, blocks)[0]
             self.begun(ModelJob(real, key, self.version, blocks[0], block.life, rows, restores=False, origin=origin))
 
     @rule(data=st.data())
@@ -270,7 +271,7 @@ class AuxBlocksMachine(AuxModel):
         """Blocks of one origin hold rows of one computation: where both have a row, it is the same."""
         seen: dict[tuple[int, str, int], bytes] = {}
         for tier, blocks in self.model.items():
-            for origin, block in zip(self.aux.origins(range(len(blocks)), tier), blocks, strict=True):
+            for origin, block in zip(origins_of(self.aux, range(len(blocks)), tier), blocks, strict=True):
                 for place, row in ({} if block.arriving else block.life.rows).items():
                     assert origin, "rows of no origin"
                     assert seen.setdefault((origin, *place), row) == row

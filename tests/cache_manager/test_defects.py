@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from canary import canary_rows
 from job_house import JobHouse
+from origins_of import origins_of
+from waiting import until_it_waits
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError
@@ -157,8 +159,7 @@ def test_another_thread_is_no_finaliser_and_waits(aux, monkeypatch) -> None:
 
     def beside(self, *arguments) -> None:
         thread.start()
-        thread.join(0.05)
-        assert not ended
+        assert until_it_waits(thread)
         pass_on(self, *arguments)
 
     monkeypatch.setattr(Leases, "pass_on", beside)
@@ -314,10 +315,10 @@ def test_what_is_written_after_a_block_was_stored_is_another_computation_s(aux) 
     """Goal: one origin, one content. Method: persist, write the optional rows by a further step, persist again."""
     aux.allocate([0, 1], "a")
     fill(aux, 0, "a")
-    key, first = aux.keys.key(None, [1]), aux.origins([0])[0]
+    key, first = aux.keys.key(None, [1]), origins_of(aux, [0])[0]
     assert aux.persist({key: 0}, owner="a") == {key: first}
     fill(aux, 0, "b", SPEC, OPTIONAL)
-    assert aux.origins([0]) != [first]
+    assert origins_of(aux, [0]) != [first]
     assert aux.persist({key: 0}, owner="a") == {key: first}, "the whole record that is there stays, and is named"
     assert aux.restore({key: 1}, owner="a") == {key: True}
     assert holds(aux, 1, "a")

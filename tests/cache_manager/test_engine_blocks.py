@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from engine_house import SPEC, TOKENS, slots
+from origins_of import origins_of
 
 from cache_manager.feed import BlockFeed
 from cache_manager.move import Move, split_pairs
@@ -229,7 +230,7 @@ def test_what_is_written_after_a_block_was_stored_is_another_computation_s(house
     stored = house.fill(0, "first")
     key, life = engine.keys.key(None, [1]), engine.generations([0])
     origin = engine.persist({key: 0}, life)[key]
-    assert origin == engine.origins([0])[0]
+    assert origin == origins_of(engine, [0])[0]
     assert engine.write_step(slots(0)[:1], {"routing": house.rows("second", 1)}) == 1
     assert engine.origins([0])[0] not in (0, origin)
     assert engine.restore({key: 1}, engine.generations([1]), {key: engine.origins([0])[0]}) == {key: False}

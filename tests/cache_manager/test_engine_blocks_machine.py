@@ -7,86 +7,35 @@ every rule every block is read for the life that the scheduler knows, and has ex
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-
 import numpy as np
+from budget import examples
 from canary import canary_rows
-from gate import Gate, GatedStore, until
-from hypothesis import settings
+from engine_model import (
+    BLOCK,
+    DEVICE,
+    END,
+    HOST,
+    MEANWHILE,
+    SOME,
+    SPEC,
+    STEPS_MAX,
+    TIERS,
+    TOKENS,
+    EngineModel,
+    ModelJob,
+    ModelStep,
+    slots_of,
+)
+from gate import until
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from cache_manager.engine_blocks import EngineBlocks
-from cache_manager.feed import BlockFeed
-from cache_manager.jobs import JobLimits, Phase
-from cache_manager.keys import BlockKey, Namespace
+from cache_manager.errors import BlockBusyError, SlotError
+from cache_manager.jobs import Phase
 from cache_manager.memory import places
-from cache_manager.spec import AuxBlockDataSpec
-from cache_manager.storage import open_store
-
-DEVICE, HOST, TOKENS = 4, 3, 3
-SPEC = AuxBlockDataSpec("routing", (2, 3), "uint8", TOKENS)
-END = DEVICE * TOKENS
-SOME = st.lists(st.integers(0, DEVICE - 1), min_size=1, max_size=3, unique=True)
-TIERS = {"copy": ("device", "device"), "out": ("device", "host"), "in": ("host", "device")}
 
 
-@dataclass(eq=False)
-class Life:
-    """What was written for one life of a block, or since everything in it was forgotten."""
-
-    rows: dict[int, bytes] = field(default_factory=dict)
-    computed: bool = False  # somebody has said what its KV is: nothing is restored beside it
-
-
-@dataclass(eq=False)
-class ModelStep:
-    real: object
-    slots: list[int]  # as they were given, mistakes included
-    lives: dict[int, Life]  # by slot: those that the step may write
-    rows: dict[int, bytes] = field(default_factory=dict)  # what was copied, or what the device writes
-    in_place: bool = False
-    written: bool = False
-
-
-@dataclass(eq=False)
-class ModelJob:
-    real: object
-    key: BlockKey
-    block: int
-    life: Life | None  # of a restore
-    rows: dict[int, bytes] | None = None
-
-
-class EngineBlocksMachine(RuleBasedStateMachine):
-    memory = "heap"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.store = GatedStore(open_store("memory:?capacity=1MiB"))
-        self.store.gate = self.gate = Gate()
-        self.engine = EngineBlocks(
-            [SPEC],
-            blocks=DEVICE,
-            host_blocks=HOST,
-            namespace=Namespace("m", 0),
-            store=self.store,
-            memory=self.memory,
-            jobs=JobLimits(threads_max=1, jobs_max=3),
-        )
-        self.feed = BlockFeed(blocks=DEVICE)
-        self.last = b""
-        self.lost = False  # a batch, and no later one has come
-        self.known = [0] * DEVICE  # generations, as the worker knows them
-        self.lives = {"device": [Life() for _ in range(DEVICE)], "host": [Life() for _ in range(HOST)]}
-        self.given: dict[str, set[int]] = {"device": set(), "host": set()}
-        self.steps: list[ModelStep] = []
-        self.device: deque[ModelStep] = deque()  # in-place steps whose rows the device has not written
-        self.jobs: list[ModelJob] = []
-        self.stored: dict[BlockKey, dict[int, bytes]] = {}
-        self.version = self.serial = 0
-
+class EngineBlocksMachine(EngineModel):
     def teardown(self) -> None:
         while self.steps:
             self.end(self.steps[0], commit=False)
@@ -97,25 +46,6 @@ class EngineBlocksMachine(RuleBasedStateMachine):
         self.engine.close()
 
     # ---------------------------------------------------------------- lives
-
-    def forget(self, tier: str, block: int) -> None:
-        self.lives[tier][block] = Life()
-
-    def deliver(self) -> None:
-        """The scheduler's next batch comes."""
-        self.last = self.feed.take()
-        if self.lost:
-            self.lost = False
-            for tier, lives in self.lives.items():
-                for block in range(len(lives)):
-                    self.forget(tier, block)
-        self.engine.apply(self.last)
-
-    def learn(self, blocks: list[int]) -> None:
-        for b in blocks:
-            self.known[b] = int(self.feed.generations[b])
-            self.given["device"].add(b)
-            self.forget("device", b)
 
     @initialize(blocks=SOME)
     def start(self, blocks) -> None:
@@ -152,38 +82,60 @@ class EngineBlocksMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------- steps
 
-    @rule(data=st.data(), in_place=st.booleans(), at_once=st.booleans())
-    def begin_step(self, data, in_place, at_once) -> None:
+    @rule(data=st.data(), in_place=st.booleans(), at_once=st.booleans(), whole=st.sampled_from((True,) * 5 + (False,)))
+    def begin_step(self, data, in_place, at_once, whole) -> None:
+        """``whole``: the slots are integers; others are refused, and so is one step too many."""
         slots = data.draw(st.lists(st.integers(-2, END), max_size=6))
         if data.draw(st.booleans()):  # a whole block, as a prefill does, in any token order
-            block = data.draw(st.integers(0, DEVICE - 1))
-            slots = data.draw(st.permutations(range(block * TOKENS, (block + 1) * TOKENS)))
-        lives: dict[int, Life] = {}
-        for slot in slots:
-            if 0 <= slot < END and slot // TOKENS in self.given["device"] and slot not in lives:
-                lives[slot] = self.lives["device"][slot // TOKENS]
-        dropped = sum(slot != -1 for slot in slots) - len(lives)
+            slots = data.draw(st.permutations(slots_of(data.draw(BLOCK))))
+        step = self.begin(slots, in_place=in_place, whole=whole)
+        if step is not None and at_once and not in_place:
+            self.write(step, shuffled=None)
+
+    def begin(self, slots: list[int], *, in_place: bool = False, whole: bool = True) -> ModelStep | None:
+        refused = len(self.steps) == STEPS_MAX or not whole
+        touched = {s: self.lives["device"][s // TOKENS] for s in slots if 0 <= s < END}
+        touched = {slot: life for slot, life in touched.items() if slot // TOKENS in self.given["device"]}
+        lives = {slot: life for slot, life in touched.items() if slots.count(slot) == 1 and not refused}
+        dropped = len(slots) if refused else sum(slot != -1 for slot in slots) - len(lives)
         before = self.engine.counters.bad_writes_dropped
-        real = self.engine.begin_step(np.array(slots, np.int64), in_place=in_place)
+        real = None
+        try:
+            real = self.engine.begin_step(np.array(slots, np.int64 if whole else np.float32), in_place=in_place)
+        except (BlockBusyError, SlotError):
+            assert refused
         assert self.engine.counters.bad_writes_dropped == before + dropped
-        for step in self.steps:
-            for slot in lives:
+        for slot, life in touched.items():  # a pass writes its KV, whatever becomes of its rows
+            for step in self.steps:
                 step.lives.pop(slot, None)
-        for slot, life in lives.items():
             life.rows.pop(slot % TOKENS, None)
             life.computed = True
+        if real is None:
+            return None
         step = ModelStep(real, slots, lives, in_place=in_place)
         self.steps.append(step)
         if in_place:
-            step.rows, step.written = self.fresh_rows(list(lives)), True
+            step.rows, step.written = self.fresh_rows(sorted(step.reach)), True
             self.device.append(step)
-        elif at_once:
-            self.write(step, shuffled=None)
+        return step
 
-    def fresh_rows(self, slots: list[int]) -> dict[int, bytes]:
-        self.serial += 1
-        rows = canary_rows(SPEC, [(self.serial, slot) for slot in slots])
-        return {slot: row.tobytes() for slot, row in zip(slots, rows, strict=True)}
+    def fill(self, block: int) -> None:
+        """A pass over the whole block, from its beginning to its end."""
+        while len(self.steps) >= STEPS_MAX:
+            self.end(self.steps[0], commit=True)
+        step = self.begin(slots_of(block))
+        self.write(step, shuffled=None)
+        self.end(step, commit=True)
+
+    @rule(block=BLOCK, twice=st.booleans(), renewed=st.booleans())
+    def a_step_follows_a_late_device(self, block, twice, renewed) -> None:
+        """Over the same block, which may not have been given out when the device was sent, or not since."""
+        while len(self.steps) > STEPS_MAX - 2:
+            self.end(self.steps[0], commit=True)
+        self.begin(slots_of(block) + slots_of(block)[:1] * twice, in_place=True)
+        if renewed:
+            self.renew([block], bad=False)
+        self.fill(block)
 
     def write(self, step: ModelStep, shuffled: list[int] | None) -> None:
         """Copy rows into place, in the order of the slots or in another."""
@@ -196,7 +148,7 @@ class EngineBlocksMachine(RuleBasedStateMachine):
             step.real.write("routing", rows[shuffled], at[shuffled])
         for earlier in self.steps[: self.steps.index(step)]:
             if earlier.in_place:  # its device may still write over what is copied now
-                for slot in earlier.real._entry.slots.tolist():
+                for slot in earlier.reach:
                     step.lives.pop(slot, None)
         for slot, row in zip(step.slots, rows, strict=True):
             step.rows.setdefault(slot, row.tobytes())
@@ -228,7 +180,7 @@ class EngineBlocksMachine(RuleBasedStateMachine):
             step.real.wrote("routing")
         landed = step.real.commit() if commit else step.real.abort()
         earlier = self.steps[: self.steps.index(step)]
-        fenced = {s for e in earlier if e.in_place for s in e.real._entry.slots.tolist()}
+        fenced = {slot for each in earlier if each.in_place for slot in each.reach}
         self.steps.remove(step)
         if not commit:
             return
@@ -237,7 +189,7 @@ class EngineBlocksMachine(RuleBasedStateMachine):
             for slot, life in step.lives.items()
             if step.written and slot not in fenced and life is self.lives["device"][slot // TOKENS]
         }
-        assert landed == len(land)
+        assert landed == len(land), "a step lands where no device may still write"
         for slot, life in land.items():
             life.rows[slot % TOKENS] = step.rows[slot]
 
@@ -281,16 +233,7 @@ class EngineBlocksMachine(RuleBasedStateMachine):
                 dropped += 1
         assert self.engine.counters.bad_moves_dropped == before + dropped
 
-    def filled_by(self, step: ModelStep, block: int) -> bool:
-        """Whether the step keeps others from filling the block: its device may write it, or it began in this life."""
-        entry = step.real._entry
-        mine = entry.blocks == block
-        return bool(mine.any()) and (step.in_place or bool(entry.generations[mine] == self.known[block]))
-
     # ---------------------------------------------------------------- the store
-
-    def key(self, n: int) -> BlockKey:
-        return self.engine.keys.key(None, [n])
 
     @rule(n=st.integers(0, 3), block=st.integers(0, DEVICE - 1), old=st.booleans())
     def persist(self, n, block, old) -> None:
@@ -311,6 +254,37 @@ class EngineBlocksMachine(RuleBasedStateMachine):
             assert len(self.jobs) == 3
         else:
             self.jobs.append(ModelJob(job, self.key(n), block, self.lives["device"][block]))
+
+    @rule(n=st.integers(0, 3), source=BLOCK, block=BLOCK, meanwhile=st.sampled_from(MEANWHILE))
+    def a_restore_comes_late(self, n, source, block, meanwhile) -> None:
+        """Something becomes of the block while the store is read."""
+        self.renew([source], bad=False)
+        self.fill(source)
+        self.end_jobs()
+        self.persist(n, source, old=False)
+        self.end_jobs()
+        self.renew([block], bad=False)
+        self.restore(n, block)
+        if meanwhile == "renew":
+            self.renew([block], bad=False)
+        elif meanwhile == "reset":
+            self.reset(further=False)
+        elif meanwhile == "fill":
+            self.fill(block)
+        elif meanwhile:
+            while len(self.steps) >= STEPS_MAX:
+                self.end(self.steps[0], commit=True)
+            step = self.begin(slots_of(block), in_place=meanwhile == "device", whole=meanwhile != "refuse")
+            if meanwhile == "abort":
+                self.end(step, commit=False)
+        self.end_jobs()
+
+    def end_jobs(self) -> None:
+        """The store does what it is asked to do, and all of it lands."""
+        self.gate.settle(job.real for job in self.jobs)
+        while self.gate.waiting:
+            self.let_the_store_go_on()
+        self.poll()
 
     @precondition(lambda self: self.gate.waiting)
     @rule()
@@ -380,4 +354,4 @@ class EngineBlocksShared(EngineBlocksMachine):
 
 
 TestEngineBlocksShared = EngineBlocksShared.TestCase
-TestEngineBlocksShared.settings = settings(max_examples=15)
+TestEngineBlocksShared.settings = examples(15)

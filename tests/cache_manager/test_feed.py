@@ -7,9 +7,10 @@ import contextlib
 import msgspec
 import numpy as np
 import pytest
+from budget import examples
 from canary import canary_rows
 from gate import Gate, GatedStore
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from region_children import Child
 
@@ -257,7 +258,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.one_of(
         st.binary(max_size=200),

@@ -6,13 +6,13 @@ import os
 import signal
 import sys
 import threading
-import time
 from types import FrameType
 
 import pytest
 from canary import canary_rows
 from gate import until
 from job_house import LIMITS, PROMPT, SPEC, JobHouse, ManagerHouse
+from waiting import until_it_waits
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, StorageError
@@ -135,14 +135,13 @@ def test_close_lands_what_another_thread_restores(house, monkeypatch) -> None:
 def test_close_inside_a_job_of_its_own_thread_does_not_wait_for_it(house, monkeypatch) -> None:
     """Goal: a handler that closes answers at once. Method: a signal while its thread asks the store."""
     house.gate.open()
-    rows, waited_s = house.fill(0, "a"), []
+    rows, refused = house.fill(0, "a"), []
     carry = PersistJob.carry
 
     def handler(*_: object) -> None:
-        began_s = time.monotonic()
         with pytest.raises(BlockStateError, match="carrying"):
-            house.aux.close()
-        waited_s.append(time.monotonic() - began_s)
+            house.aux.close()  # waiting for its own job would take ``close_s``, which no test lives to see
+        refused.append(True)
 
     def interrupted(job: PersistJob) -> None:
         signal.raise_signal(signal.SIGUSR1)
@@ -154,7 +153,7 @@ def test_close_inside_a_job_of_its_own_thread_does_not_wait_for_it(house, monkey
         assert house.aux.persist({house.key: 0}, owner="a") == {house.key: house.aux.origins([0])[0]}
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert waited_s[0] < LIMITS.close_s / 2
+    assert refused == [True]
     assert (house.aux.read("routing", [0]).values == rows).all()
 
 
@@ -164,11 +163,10 @@ def test_close_in_a_forked_child_does_not_wait_for_the_parents_jobs(house) -> No
     house.settle()
     child = os.fork()
     if not child:
-        began_s = time.monotonic()
         try:
             house.aux.close()
         except BlockStateError as error:
-            os._exit(0 if "forked child" in str(error) and time.monotonic() - began_s < LIMITS.close_s / 2 else 2)
+            os._exit(0 if "forked child" in str(error) else 2)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -186,7 +184,7 @@ def test_a_finaliser_beside_jobs_waits_for_no_thread_that_waits_for_its_own() ->
         if event == "call" and frame.f_code.co_name == "wait_for":  # the lock of the jobs is held, and nothing else
             sys.setprofile(None)
             other.start()
-            other.join(0.2)  # it has the guard
+            assert until_it_waits(other)  # it has the guard
             with pytest.raises(BlockBusyError, match="a finaliser"):
                 house.aux.evict([7])
             house.aux.free("lost")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from budget import examples
 from canary import canary_rows
 from house import PROMPT, SPEC, House
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kv import prefix_digest
@@ -140,7 +140,7 @@ class TwinMachine(RuleBasedStateMachine):
 
 
 TestTwins = TwinMachine.TestCase
-TestTwins.settings = settings(max_examples=50)
+TestTwins.settings = examples(50)
 
 
 # ---------------------------------------------------------------- by example

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from budget import examples
 from canary import canary_rows
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv import SlotKV
+from origins_of import origins_of
 
 from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, InvalidInputError, StorageError
@@ -34,6 +35,7 @@ DEVICE, HOST, TOKENS, KEYS = 3, 2, 3, 2
 SPEC = AuxBlockDataSpec("routing", (2, 3), "uint8", TOKENS)
 SIDE, BLOCK, KEY = st.sampled_from((0, 1)), st.integers(0, DEVICE - 1), st.integers(0, KEYS - 1)
 OFFSETS = st.lists(st.integers(0, TOKENS - 1), min_size=1, unique=True) | st.just(list(range(TOKENS)))
+ENDS = st.sampled_from(("commit", "commit", "abort", "later", "some"))
 WHOLE = list(range(TOKENS))
 PLANS = st.sampled_from([(), *[(None,) * n + (end,) for n in range(3) for end in ("fail", "refuse", "rival")]])
 """What becomes of the first puts of a persist: nothing, or a failure, no room, another engine's put just before it."""
@@ -117,6 +119,7 @@ class OriginMachine(RuleBasedStateMachine):
         super().__init__()
         self.store = RowsStore(open_store("memory:?capacity=1MiB"))
         self.stored: dict = {}
+        self.kept: list[tuple[int, np.ndarray]] = []  # KV that somebody else keeps, and the origin beside it
         self.version = self.salt = 0
         self.open: list[tuple[int, object]] = []
         self.crossing: list[Crossing] = []
@@ -133,19 +136,21 @@ class OriginMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------- computing
 
-    @rule(side=SIDE, block=BLOCK, offsets=OFFSETS, end=st.sampled_from(("commit", "commit", "abort", "later", "some")))
+    @rule(side=SIDE, block=BLOCK, offsets=OFFSETS, end=ENDS)
     def compute(self, side, block, offsets, end) -> None:
         """A forward pass: KV and rows of a new salt for each token; the rows may be lost or come later."""
         if self.sides[side].held(block):
             self.forward(side, block, offsets, end)
 
-    def forward(self, side, block, offsets, end) -> None:
+    def forward(self, side, block, offsets, end, *, kept=False) -> None:
         house = self.sides[side]
         slots = [block * TOKENS + o for o in offsets]
         try:
             step = house.aux.begin_step(slots)
         except BlockStateError:
             return
+        if kept:
+            self.keep(side, block)
         self.salt += 1
         kv = [hashlib.sha256(repr((self.salt, slot)).encode()).digest() for slot in slots]
         house.kv.write(slots, kv)
@@ -205,7 +210,7 @@ class OriginMachine(RuleBasedStateMachine):
         house = self.sides[side]
         house.kv.fail_next = StorageError if fail else None
         if self.attempt(lambda: [call()]):
-            (left,), (came,) = (house.aux.origins([block], tier) for tier, block in (source, target))
+            (left,), (came,) = (origins_of(house.aux, [block], tier) for tier, block in (source, target))
             assert left == came != 0, "a copy has the origin of what it is a copy of"
         house.kv.fail_next = None
 
@@ -217,6 +222,23 @@ class OriginMachine(RuleBasedStateMachine):
             return None
 
     # ---------------------------------------------------------------- storing
+
+    @rule(side=SIDE, block=BLOCK, offsets=OFFSETS, end=ENDS, again=OFFSETS, during=st.booleans())
+    def keep_between(self, side, block, offsets, end, again, during) -> None:
+        """KV is kept between two passes over a block, or when the second has begun and its KV is not there yet."""
+        if self.sides[side].held(block):
+            self.forward(side, block, offsets, end)
+            if not during:
+                self.keep(side, block)
+            self.forward(side, block, again, "commit", kept=during)
+
+    @rule(side=SIDE, block=BLOCK)
+    def keep(self, side, block) -> None:
+        """Somebody else keeps the block's KV, as it is now, beside its origin."""
+        house = self.sides[side]
+        (origin,) = house.aux.origins([block])
+        if origin:
+            self.kept.append((origin, house.kv.device[block].copy()))
 
     @rule(side=SIDE, block=BLOCK, n=KEY, lost=st.sampled_from((None, "rows", "KV")), rows=PLANS, kv=PLANS, others=BLOCK)
     def store_anew(self, side, block, n, lost, rows, kv, others) -> None:
@@ -321,9 +343,9 @@ class OriginMachine(RuleBasedStateMachine):
         if record is not None:
             generation, header = int(receiver.aux.generations([sink])[0]), record.seal()
             self.crossing.append(Crossing(1 - side, sink, generation, header, bytes(record.payload)))
-            (before,) = receiver.aux.origins([sink])
+            (before,) = origins_of(receiver.aux, [sink])
             if receiver.aux.bind_origin(sink, generation, header.origin, tokens):
-                (named,) = receiver.aux.origins([sink])
+                (named,) = origins_of(receiver.aux, [sink])
                 assert named in (header.origin, before or header.origin), "KV that came has the name it came under"
                 receiver.kv.device[sink, :tokens] = sender.kv.device[source, :tokens]
                 if before != header.origin:  # what is behind them is of no computation that this origin names
@@ -338,7 +360,7 @@ class OriginMachine(RuleBasedStateMachine):
         if not again:
             self.crossing.remove(crossing)
         aux = self.sides[crossing.side].aux
-        if int(aux.origins([crossing.block])[0]):  # else nobody has said what KV is there: see `install`
+        if origins_of(aux, [crossing.block])[0]:  # else nobody has said what KV is there: see `install`
             self.attempt(lambda: aux.install(crossing.block, crossing.generation, crossing.header, crossing.payload))
 
     # ---------------------------------------------------------------- what must hold
@@ -354,15 +376,19 @@ class OriginMachine(RuleBasedStateMachine):
 
     @invariant()
     def an_origin_names_one_computation(self) -> None:
-        """What two blocks, or a block and the store, have under one origin is the same as far as both have it."""
+        """What two blocks, a block and the store, or a block and what somebody else keeps, have under one origin is the
+        same as far as both have it."""
         named: dict[int, list] = {}
-        for origin, digests in self.stored.values():
-            made = [digest.tobytes() if digest.any() else None for digest in digests]  # zeros: never computed
-            named.setdefault(origin, [None] * TOKENS)[:] = made
+        for origin, digests in (*self.stored.values(), *self.kept):
+            known = named.setdefault(origin, [None] * TOKENS)
+            for offset, digest in enumerate(digests):
+                if digest.any():  # zeros: never computed
+                    assert known[offset] in (None, digest.tobytes()), "two computations under one origin"
+                    known[offset] = digest.tobytes()
         for house in getattr(self, "sides", []):
             for tier, blocks in (("device", DEVICE), ("host", HOST)):
                 valid = house.aux.read("routing", range(blocks), tier=tier).valid.reshape(blocks, TOKENS)
-                for block, origin in enumerate(house.aux.origins(range(blocks), tier)):
+                for block, origin in enumerate(origins_of(house.aux, range(blocks), tier)):
                     known = named.setdefault(origin, [None] * TOKENS)
                     for offset in np.flatnonzero(valid[block]).tolist():
                         made = house.kv.digest(tier, block, offset)
@@ -384,4 +410,4 @@ class OriginMaskMachine(OriginMachine):
 
 
 TestOriginMask = OriginMaskMachine.TestCase
-TestOriginMask.settings = settings(max_examples=60)
+TestOriginMask.settings = examples(60)

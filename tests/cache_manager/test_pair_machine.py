@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 
-from hypothesis import settings
+from budget import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pairs import BOTH, EXTRA, FULL, KEYS, KV, NONE, PART, REQUIRED, ROWS, Engine, FussyStore, key, stored
@@ -142,4 +142,4 @@ class PairMachine(RuleBasedStateMachine):
 
 
 TestPairs = PairMachine.TestCase
-TestPairs.settings = settings(max_examples=80, stateful_step_count=30)
+TestPairs.settings = examples(80, stateful_step_count=30)

@@ -64,6 +64,16 @@ def test_one_sequence_may_fill_the_device(qwen: nn.Module) -> None:
         assert {o.reason for o in run(engine, [request, again]).values()} == {FinishReason.LENGTH}
 
 
+def test_a_request_may_have_more_samples_than_the_manager_s_tables_began_with(qwen: nn.Module) -> None:
+    """Goal: one request ends no engine, however often its forks make a table grow. Method: twenty samples at once, each
+    of which is what it is as a request's first ones."""
+    request = replace(requests_of(2)[1], n=20, max_tokens=4, temperature=0.8)
+    outputs = run(Engine(qwen, EngineConfig(device_blocks=400), NAMESPACE), [request])
+    assert {sample for _, sample in outputs} == set(range(20))
+    few = run(Engine(qwen, PLAIN, NAMESPACE), [replace(request, n=3)])
+    assert_same(few, {key: outputs[key] for key in few})
+
+
 def test_a_sample_stops_at_a_token_a_sequence_or_its_length(qwen: nn.Module) -> None:
     """Method: let it run once, then ask it to stop at what it said."""
     request = replace(requests_of(2)[1], n=1)

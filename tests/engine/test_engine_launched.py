@@ -9,6 +9,7 @@ from torch import nn
 
 from cache_manager.engine_blocks import EngineBlocks
 from cache_manager.keys import Namespace
+from kvroute.capture.errors import CaptureError
 from kvroute.capture.launched import LaunchedCapture
 from kvroute.engine import passes
 from kvroute.engine.engine import Engine
@@ -53,6 +54,30 @@ def test_tokens_beyond_the_slots_are_padding(qwen: nn.Module) -> None:
     assert before.valid.tolist() == [True] * 8 + [False] * 4
     assert after.valid.tolist() == [True] * 10 + [False] * 2
     assert np.array_equal(after.values[:8], before.values[:8])
+
+
+def test_a_pass_of_fewer_tokens_than_slots_leaves_no_rows(qwen: nn.Module) -> None:
+    """Goal: a launch that has not written every slot is not taken for one that has. Method: six slots with rows of a
+    pass; then a pass of four tokens for the six; then one of six again."""
+    spec, slots = routing_spec_from_hf(qwen.config, 4), np.arange(6)
+    with EngineBlocks([spec], blocks=2, namespace=Namespace("tests", weights_version=1), memory="shared") as blocks:
+        blocks.renew(range(2))
+        capture = LaunchedCapture(qwen, spec, blocks.region("device"), 8)
+        for tokens in (6, 4, 6):
+            ids = torch.arange(tokens)[None] + 11
+            if tokens < len(slots):
+                refused = pytest.raises(
+                    CaptureError, match="pass: wanted a launch of 6 tokens or more at the end of the pass, got 4"
+                )
+                with refused, capture.step(blocks.begin_step, slots):
+                    qwen(ids, use_cache=False)
+            else:
+                with capture.step(blocks.begin_step, slots):
+                    qwen(ids, use_cache=False)
+            valid = blocks.read(spec.name, range(2)).valid
+            assert valid.tolist() == [tokens == len(slots)] * 6 + [False] * 2
+        assert blocks.in_flight == 0
+        capture.close()
 
 
 def test_a_pass_that_fails_leaves_no_rows(qwen: nn.Module) -> None:

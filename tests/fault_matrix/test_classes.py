@@ -1,4 +1,4 @@
-"""Classes of published bugs for which no other test stands; ``classes.py`` says which test stands for which."""
+"""Classes of published bugs for which no other test stands; see ``docs/faults.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes of published bugs between prefill and decode for which no other test stands; see ``crossing.py``."""
+"""Classes of published bugs between prefill and decode for which no other test stands; see ``docs/faults.md``."""
 
 from __future__ import annotations
 

@@ -8,16 +8,16 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from budget import examples
 from curve_links import client as curve_client
 from curve_links import key_directory, pair_of, result_of, serving
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from session_pair import D, E, P, Pair, T, blocks
 from transfer_nodes import ended, until
 from transfer_rows import NAMESPACE, PART, CanarySink, identity_of, key_of, offered, wanted
 from zmq_peers import Client, Server
 
-from tests.fault_matrix.matrix import fault
 from tests.fault_matrix.wire import (
     CALM,
     HELLO,
@@ -77,27 +77,11 @@ MESSAGES = st.lists(
 """Lists of frames, none of which begins with a control frame of the protocol."""
 
 
-@fault(
-    "R23",
-    given="any lists of binary frames, to the sessions and over sockets",
-    peer="SGLang 0.5.23 Mooncake `conn.py` (read in its source)",
-    peer_does="parses by position, with nothing around it: the bootstrap or decode thread dies",
-    kvroute_does="each is counted, once, in the middle of transfers too, and changes nothing else; with CURVE, who has "
-    "no key on the list is not even heard",
-    also=(
-        "tests/fault_matrix/test_frames.py::test_any_frames_to_decode_are_counted",
-        "tests/fault_matrix/test_frames.py::test_any_frames_in_the_middle_of_a_transfer_change_nothing",
-        "tests/fault_matrix/test_frames.py::test_with_curve_a_stranger_is_not_even_heard",
-        "tests/transfer/test_messages.py::test_damaged_messages",
-        "tests/transfer/test_sessions.py::test_hostile_bytes_change_nothing_but_a_counter",
-        "tests/transfer/test_mooncake_link.py::test_decoding_raises_nothing_but_the_protocol_error",
-    ),
-)
 def test_r23_any_frames_to_prefill_are_counted(prefill: PrefillNode) -> None:
     """Fault: frames by Hypothesis on a real socket. kvroute: the same connection is answered, rows cross afterwards."""
     with contextlib.closing(Client(prefill.address)) as peer:
 
-        @settings(max_examples=60)
+        @examples(60)
         @given(MESSAGES)
         def say(messages: list[list[bytes]]) -> None:
             before = bad(prefill)
@@ -114,7 +98,7 @@ def test_any_frames_to_decode_are_counted(prefill: PrefillNode) -> None:
     """Goal: the same for what a server says. Method: in the middle of a pull, whose end it then tells."""
     with contextlib.closing(Server()) as server, decode_node() as pulling:
 
-        @settings(max_examples=60)
+        @examples(60)
         @given(MESSAGES)
         def say(messages: list[list[bytes]]) -> None:
             before, transfer = bad(pulling), TransferId(secrets.token_bytes(16))

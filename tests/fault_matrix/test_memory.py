@@ -22,7 +22,6 @@ from tests.fault_matrix.blocks import (
     says_nothing,
     write,
 )
-from tests.fault_matrix.matrix import fault
 
 PROMPT = TOKENS
 
@@ -31,13 +30,6 @@ def make_manager(**options: int) -> BlockManager:
     return BlockManager(make_aux(**options))
 
 
-@fault(
-    "R1",
-    given="an address is freed twice",
-    peer="LMCache 0.5.6 `AddressManager`",
-    peer_does="its consistency check passes; the next two allocations get the same address",
-    kvroute_does="the second delete changes nothing: records stored after it have slots of their own",
-)
 def test_r01_an_address_freed_twice_is_given_out_once() -> None:
     """Fault: free the same address twice, allocate twice. kvroute: each record comes back as its own bytes."""
     backend = MemoryStore(4 * LAYOUT.nbytes)
@@ -53,13 +45,6 @@ def test_r01_an_address_freed_twice_is_given_out_once() -> None:
     backend.close()
 
 
-@fault(
-    "R2",
-    given="an object's reference count goes down once too often",
-    peer="LMCache 0.5.6 paged allocator",
-    peer_does="nine live objects over eight pages; the memory check passes",
-    kvroute_does="a lease ends once, whoever ends it again: eight sequences over eight blocks, the ninth is refused",
-)
 def test_r02_nine_sequences_never_share_eight_blocks() -> None:
     """Fault: release one of eight live objects twice, then allocate until it stops. kvroute: one block, one owner."""
     manager = make_manager()
@@ -76,14 +61,6 @@ def test_r02_nine_sequences_never_share_eight_blocks() -> None:
     manager.aux.close()
 
 
-@fault(
-    "R9",
-    given="a store of four slots, all referenced, gets more",
-    peer="vLLM 0.33.0 aux block store",
-    peer_does="doubles by copying, past its limit and for as long as it goes on",
-    kvroute_does="full is an answer: no block, no swap space and no step beyond what was asked for at the start; a "
-    "memory store makes room by dropping the least recently used record",
-)
 def test_r09_a_full_store_refuses_and_does_not_grow() -> None:
     """Fault: more objects than slots, all of them in use. kvroute: refusals as values, the same memory as before."""
     manager = make_manager(device_blocks=4, host_blocks=2, steps_max=2)
@@ -119,14 +96,6 @@ def test_r09_a_full_store_refuses_and_does_not_grow() -> None:
     backend.close()
 
 
-@fault(
-    "R10",
-    given="one release of what was never held",
-    peer="vLLM 0.33.0 background aux store",
-    peer_does="every later put and get raises, for the life of the process",
-    kvroute_does="the bad call fails or is without effect, and nothing else is touched",
-    also=("cache_manager/testing/contract.py::test_one_bad_key_fails_that_key_only",),
-)
 def test_r10_one_bad_release_harms_no_later_call() -> None:
     """Fault: release what was never held, then three healthy rounds. kvroute: the rounds know nothing of it."""
     store = MemoryStore(1 << 20)
@@ -149,14 +118,6 @@ def test_r10_one_bad_release_harms_no_later_call() -> None:
     store.close()
 
 
-@fault(
-    "R11",
-    given="a payload that is too short",
-    peer="vLLM 0.33.0 aux block store",
-    peer_does="raises, but keeps the key, which reads as empty bytes from then on",
-    kvroute_does="an error that names the size; the key is a miss and can be stored",
-    also=("tests/cache_manager/test_aux_blocks_mistakes.py::test_wrong_rows_leave_the_step_usable",),
-)
 @pytest.mark.parametrize("length", [0, 1, LAYOUT.nbytes - 1, LAYOUT.nbytes + 1])
 def test_r11_a_short_payload_registers_nothing(length: int) -> None:
     """Fault: 10 bytes for a slot of 1024. kvroute: nothing is stored, and a step keeps none of the rows."""
@@ -180,17 +141,6 @@ def test_r11_a_short_payload_registers_nothing(length: int) -> None:
         assert says_nothing(aux, 0)
 
 
-@fault(
-    "R15",
-    given="a block is freed twice",
-    peer="vLLM 0.33.0 `BlockPool`",
-    peer_does="the count becomes -1; a later allocation dies of an assertion",
-    kvroute_does="the second free ends no lease, least of all another owner's",
-    also=(
-        "tests/cache_manager/test_lifecycle.py::test_leases_of_one_owner_never_end_those_of_another",
-        "tests/cache_manager/test_aux_blocks_machine.py::reference_counts_equal_leases",
-    ),
-)
 def test_r15_a_block_freed_twice_stays_with_its_other_owner() -> None:
     """Fault: four blocks, free one twice, allocate three times. kvroute: leases have owners, counts follow them."""
     with make_aux(device_blocks=4) as aux:

@@ -9,7 +9,6 @@ import sys
 
 from cache_manager.regions.directory import DIRECTORY
 from tests.fault_matrix.blocks import make_aux
-from tests.fault_matrix.matrix import fault
 
 OWNER = """
 import sys, time
@@ -21,17 +20,6 @@ time.sleep(600)
 """
 
 
-@fault(
-    "R18",
-    given="SIGKILL of an engine that has a shared region",
-    peer="vLLM 0.33.0 tiering offload (read in its source)",
-    peer_does="its region stays in /dev/shm; every crash adds one until there is no room to start",
-    kvroute_does="the next engine's start removes it, and takes none that anybody still uses",
-    also=(
-        "tests/regions/test_shared_orphans.py::test_a_killed_process_group_leaves_a_region_that_the_next_create_removes",
-        "tests/regions/test_shared_orphans.py::test_a_region_is_not_reaped_while_anyone_has_it_mapped",
-    ),
-)
 def test_r18_a_crash_loop_fills_no_shared_memory() -> None:
     """Fault: kill the process group of an engine, start the next, and again. kvroute: only the living have regions."""
     killed: list[str] = []

@@ -25,20 +25,11 @@ from tests.fault_matrix.blocks import (
     restore_into_a_used_block,
     stored,
 )
-from tests.fault_matrix.matrix import fault
 from tests.storage.file_stores import RECORD_NBYTES, flip, opened, segments
 
 PAGE = 4096
 
 
-@fault(
-    "R3",
-    given="a stored file is cut short",
-    peer="LMCache 0.5.6 LocalDisk",
-    peer_does="returns an object whose tail holds another object's stale bytes",
-    kvroute_does="a counted miss; the block it was to fill says nothing, not even an earlier tenant's rows",
-    also=("tests/storage/test_file.py::test_a_segment_cut_while_it_is_open_costs_only_the_records_that_are_gone",),
-)
 def test_r03_a_file_cut_short_shows_no_stale_byte(tmp_path: Path) -> None:
     """Fault: cut a file to half a record, with foreign bytes in the staging memory. kvroute: nothing is readable."""
     with stored(tmp_path) as (aux, store):
@@ -55,17 +46,6 @@ def test_r03_a_file_cut_short_shows_no_stale_byte(tmp_path: Path) -> None:
         assert store.usage()["used_nbytes"] == file_nbytes(tmp_path)
 
 
-@fault(
-    "R4",
-    given="one byte of a stored file is flipped",
-    peer="LMCache 0.5.6 LocalDisk",
-    peer_does="serves it",
-    kvroute_does="a counted miss, whichever byte of header or payload it is; the neighbours are served",
-    also=(
-        "cache_manager/testing/contract.py::test_one_bad_key_fails_that_key_only",
-        "tests/storage/test_mooncake_damage.py::test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew",
-    ),
-)
 @pytest.mark.parametrize("at", [0, 5, 9, 20, 40, 70, 82, 89, 94, 97, 120, 188, 192, 192 + 2080, RECORD_NBYTES - 1])
 def test_r04_a_flipped_byte_is_a_counted_miss(at: int, tmp_path: Path) -> None:
     """Fault: flip a byte, get. kvroute: every field of the header, the bitmap, the sums, first to last payload byte."""
@@ -80,13 +60,6 @@ def test_r04_a_flipped_byte_is_a_counted_miss(at: int, tmp_path: Path) -> None:
         assert get(store, range(3)) == [payload_of(n) for n in range(3)]
 
 
-@fault(
-    "R5",
-    given="a stored file vanishes",
-    peer="LMCache 0.5.6 LocalDisk",
-    peer_does="raises `KeyError` and leaks the staging object",
-    kvroute_does="an open store reads on; the next one has a miss; no block stays in motion, no byte is unaccounted",
-)
 def test_r05_a_vanished_file_is_a_miss(tmp_path: Path) -> None:
     """Fault: remove the file, get. kvroute: rows or a miss, and the same memory and descriptors as before."""
     with stored(tmp_path) as (aux, _):
@@ -135,14 +108,6 @@ def full_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-@fault(
-    "R6",
-    given="ENOSPC on a write",
-    peer="LMCache 0.5.6 LocalDisk",
-    peer_does="the key stays marked as in flight and its bytes as used, for ever",
-    kvroute_does="its own oldest segment makes room if that is enough, or the answer is no; later it stores again",
-    also=("tests/storage/test_file_faults.py::test_a_write_that_fails_in_the_middle_of_a_batch_loses_nothing",),
-)
 def test_r06_a_full_disk_leaves_nothing_stuck(full_disk: tuple[Path, FaultyDisk, Any, Any]) -> None:
     """Fault: ENOSPC, also in the middle of a record. kvroute: true answers, the books in order, success afterwards."""
     directory, disk, fill, empty = full_disk
@@ -165,14 +130,6 @@ def test_r06_a_full_disk_leaves_nothing_stuck(full_disk: tuple[Path, FaultyDisk,
         assert get(store, range(9)) == [payload_of(n) for n in range(9)]
 
 
-@fault(
-    "R7",
-    given="a restart",
-    peer="LMCache 0.5.6 LocalDisk",
-    peer_does="its files are orphans: not found, not counted, never removed",
-    kvroute_does="finds every record and counts every byte, and its quota removes them in their turn",
-    also=("tests/storage/test_file.py::test_records_survive_a_restart",),
-)
 def test_r07_a_restart_finds_and_counts_everything(tmp_path: Path) -> None:
     """Fault: a second backend on the directory. kvroute: same rows, same bytes, and the quota holds for old files."""
     for life in range(3):
@@ -197,14 +154,6 @@ class ExhaustedDisk(FaultyDisk):
         return super().preadv(fd, buffers, offset)
 
 
-@fault(
-    "R8",
-    given="no staging memory in the middle of a read",
-    peer="LMCache 0.5.6 LocalDisk",
-    peer_does="keeps its lock: every later call waits for ever",
-    kvroute_does="reads into the caller's own memory; whatever ends a read, locks and pins end with it",
-    also=("tests/storage/test_mooncake_parts.py::test_a_full_arena_is_waited_for_until_the_deadline",),
-)
 def test_r08_a_read_that_dies_leaves_no_lock(tmp_path: Path) -> None:
     """Fault: the read fails for want of memory. kvroute: every call of another thread ends."""
     disk = ExhaustedDisk()
@@ -242,14 +191,6 @@ def _points_into(fd: str, directory: Path) -> bool:
         return False
 
 
-@fault(
-    "R12",
-    given="a file is twice as long, or has a flipped byte",
-    peer="vLLM 0.33.0 FS tier",
-    peer_does="serves the first half, or the flipped byte",
-    kvroute_does="what stands behind the last record is never taken for one; the records are as they were put",
-    also=("tests/storage/test_file.py::test_a_payload_cannot_carry_a_record_of_its_own",),
-)
 @pytest.mark.parametrize("restarted", [False, True], ids=["open", "restarted"])
 @pytest.mark.parametrize("tail", ["itself", "random", "zeros"])
 def test_r12_a_file_twice_as_long_serves_what_was_put(tail: str, restarted: bool, tmp_path: Path) -> None:
@@ -273,15 +214,6 @@ def test_r12_a_file_twice_as_long_serves_what_was_put(tail: str, restarted: bool
         assert store.counters.corrupt == 0
 
 
-@fault(
-    "R13",
-    given="a junk file stands where a record should go",
-    peer="vLLM 0.33.0 FS tier",
-    peer_does="skips the store because the file exists; the failing load has overwritten part of its destination",
-    kvroute_does="writes its own file in its place, or says at the start which file is none of its own; a load that "
-    "fails leaves a block without rows",
-    also=("tests/storage/test_file.py::test_a_foreign_file_is_named_and_left_alone",),
-)
 def test_r13_a_junk_file_neither_stops_a_store_nor_reaches_a_block(tmp_path: Path) -> None:
     """Fault: 7 bytes of junk at the next path, then a file cut to 100 bytes. kvroute: stored; a miss; no byte shows."""
     with stored(tmp_path) as (aux, _):
@@ -305,14 +237,6 @@ def test_r13_a_junk_file_neither_stops_a_store_nor_reaches_a_block(tmp_path: Pat
         assert restore_into_a_used_block(aux, 1)
 
 
-@fault(
-    "R14",
-    given="SIGKILL while a file is made",
-    peer="vLLM 0.33.0 FS tier",
-    peer_does="its temporary file stays for ever",
-    kvroute_does="the next start sweeps it and has every record that was acknowledged",
-    also=("tests/storage/test_file_crash.py::test_a_process_killed_at_any_byte_loses_nothing_that_it_acknowledged",),
-)
 def test_r14_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     """Fault: a child killed when a new file has no byte yet. kvroute: no leftover after a start, three times over."""
     for _ in range(3):

@@ -20,21 +20,11 @@ from tests.fault_matrix.blocks import (
     restore_into_a_used_block,
     stored,
 )
-from tests.fault_matrix.matrix import fault
 from tests.storage.file_stores import flip, opened, segments
 
 PAGE = 4096
 
 
-@fault(
-    "R19",
-    given="rows saved as one dtype, read as another of the same size",
-    peer="SGLang 0.5.23 HiCacheFile",
-    peer_does="same key: the page is reinterpreted, 1.0 becomes 1.875",
-    kvroute_does="dtype, shape and attributes are in every key: a miss; under a forced key the header's fingerprint is "
-    "checked, a counted miss",
-    also=("cache_manager/testing/contract.py::test_a_record_of_another_layout_is_corrupt_for_this_one",),
-)
 @pytest.mark.parametrize("change", ["dtype", "shape", "attributes", "weights", "tenant", "rank"])
 def test_r19_rows_are_never_reinterpreted(change: str, tmp_path: Path) -> None:
     """Fault: a restart with another dtype, other layers or top-k, weights, tenant or rank. kvroute: a miss."""
@@ -60,14 +50,6 @@ def test_r19_rows_are_never_reinterpreted(change: str, tmp_path: Path) -> None:
             assert restore_into_a_used_block(aux, 1)
 
 
-@fault(
-    "R20",
-    given="a stored file is cut to 10 bytes",
-    peer="SGLang 0.5.23 HiCacheFile",
-    peer_does="a get raises, the key still exists, a set skips it: poisoned for ever",
-    kvroute_does="a counted miss, then absent, then stored anew",
-    also=("cache_manager/testing/contract.py::test_a_deleted_record_is_a_miss_and_can_be_stored_anew",),
-)
 @pytest.mark.parametrize("restarted", [False, True], ids=["open", "restarted"])
 def test_r20_a_damaged_record_can_be_stored_anew(restarted: bool, tmp_path: Path) -> None:
     """Fault: truncate to 10 bytes, then get, exists, set, get. kvroute: miss, absent, stored, right."""
@@ -88,14 +70,6 @@ def test_r20_a_damaged_record_can_be_stored_anew(restarted: bool, tmp_path: Path
         assert get(store, [1, 2]) == [payload_of(1), payload_of(2)]
 
 
-@fault(
-    "R21",
-    given="one byte is flipped while nobody looks",
-    peer="SGLang 0.5.23 HiCacheFile",
-    peer_does="serves it",
-    kvroute_does="a counted miss after the restart, and the block it was to fill has no row",
-    also=("tests/engine/test_engine_stores.py::test_a_damaged_store_costs_time_and_never_a_row",),
-)
 @pytest.mark.parametrize("at", [0, 100, 1000, 2100])
 def test_r21_a_byte_flipped_at_rest_is_a_miss(at: int, tmp_path: Path) -> None:
     """Fault: flip a byte of the oldest record between two runs. kvroute: no row of it reaches a block.
@@ -112,16 +86,6 @@ def test_r21_a_byte_flipped_at_rest_is_a_miss(at: int, tmp_path: Path) -> None:
         assert aux.store_counters.hits == 0
 
 
-@fault(
-    "R22",
-    given="SIGKILL in a set",
-    peer="SGLang 0.5.23 HiCacheFile",
-    peer_does="its temporary file counts against no quota and is never removed",
-    kvroute_does="every byte in the directory is in the account, and the quota holds from the start",
-    also=(
-        "tests/storage/test_file_crash.py::test_two_hundred_writers_killed_at_any_time_lose_nothing_that_was_acknowledged_and_synced",
-    ),
-)
 def test_r22_the_quota_counts_what_a_killed_process_left(tmp_path: Path) -> None:
     """Fault: as R14, then reopen with a limit. kvroute: used bytes are the bytes of the files, within the limit."""
     killed_before_a_byte(tmp_path)

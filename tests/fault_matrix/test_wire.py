@@ -19,7 +19,6 @@ from zmtp import greeted
 
 from cache_manager.errors import RecordError
 from cache_manager.record import OfferedRecord, RecordHeader, check_record, pack_header
-from tests.fault_matrix.matrix import fault
 from tests.fault_matrix.wire import (
     HELLO,
     PATIENCE_S,
@@ -76,21 +75,6 @@ def is_cut_off(peer: socket.socket) -> bool:
     return True
 
 
-@fault(
-    "R16",
-    given="a client without an identity, with one that is no address, and with the address of somebody else",
-    peer="vLLM 0.33.0 p2p tier, ZeroMQ transport",
-    peer_does="raises out of `poll()`, on every later call: one stray client wedges the tier for good; and it connects "
-    "to the address that the client named",
-    kvroute_does="each stray message is counted, once; what was in flight and what comes later completes; identities "
-    "are names and nothing else; a frame above the limit ends its sender's connection",
-    also=(
-        "tests/transfer/test_hostile.py::test_frames_of_impossible_length",
-        "tests/transfer/test_zmq_link.py::test_a_message_without_an_end_is_cut_off",
-        "tests/transfer/test_zmq_link.py::test_too_many_frames_end_the_connection_and_cost_nobody_else",
-        "tests/serving/test_servers.py::test_decode_connects_to_configured_prefills_only",
-    ),
-)
 def test_r16_a_stray_client_costs_one_count(prefill: PrefillNode) -> None:
     """Fault: strays beside a transfer in flight, then a healthy peer. kvroute: counts them, and connects nowhere."""
     letters = bytes(range(1, 256))
@@ -156,21 +140,6 @@ def header_of(request: int, index: int, part: Part = PART, payload: bytes | None
     return pack_header(OfferedRecord(key_of(request, index), part.fingerprint, 1, 1, valid, payload).seal())
 
 
-@fault(
-    "R17",
-    given="garbage, cut MessagePack, too many frames, unknown tags and other versions, to either side",
-    peer="vLLM 0.33.0 NIXL and Mooncake connectors (read in their source)",
-    peer_does="nothing stands around the decoding: the listener's thread dies and handshakes hang",
-    kvroute_does="each is counted, once, by a thread that lives on; the next handshake on the same connection "
-    "succeeds; layouts are compared before a payload is asked for, and once more before it is looked at",
-    also=(
-        "tests/fault_matrix/test_wire.py::test_malformed_messages_to_decode_are_counted",
-        "tests/fault_matrix/test_wire.py::test_layouts_are_compared_before_any_payload",
-        "tests/transfer/test_messages.py::test_the_prefix_is_looked_at_first",
-        "tests/transfer/test_messages.py::test_huge_lengths_and_deep_nesting_cost_no_memory",
-        "tests/transfer/test_hostile.py::test_garbage_in_messages",
-    ),
-)
 def test_r17_malformed_messages_to_prefill_are_counted(prefill: PrefillNode) -> None:
     """Fault: one of each, before and after a handshake. kvroute: the next handshake is answered, rows cross."""
     sent = 0

@@ -27,10 +27,12 @@ MANAGER = "tests/cache_manager/test_own_managers.py::TestGated"
 INDEX = "tests/cache_manager/test_manager_index.py::TestPrefixIndex"
 KEYS = "tests/cache_manager/test_vocabulary.py"
 FILES = "tests/storage/test_file.py"
+MISSES = "tests/storage/test_file_reader_misses.py"
 FSCK = "tests/storage/test_file_fsck.py"
 REQUESTS = "tests/cache_manager/test_manager.py"
 DEFECTS = "tests/cache_manager/test_manager_defects.py"
 TWINS = "tests/cache_manager/test_manager_batch.py"
+GROWTH = "tests/cache_manager/test_manager_growth.py::"
 SESSIONS = "tests/transfer/test_sessions.py"
 ENDS = "tests/transfer/test_sessions_ends.py"
 WORLD = "tests/simulation/test_transfer_simulation.py::test_every_claim_holds_under_every_fault"
@@ -54,6 +56,39 @@ FAULTS = (
         "(tail - column) * self._tokens + (s.computed.take(rows) ^ 1)",
         f"{TWINS}::TestTwins",
         "TestTwins",
+    ),
+    Fault(
+        "a fork writes into a table from before it grew",
+        "manager/manager.py",
+        "        new = self._add_beside(twin, blocks, computed, Phase.READY)\n        sequences.filling[new] = ",
+        "        filling = sequences.filling\n        new = self._add_beside(twin, blocks, computed, Phase.READY)\n"
+        "        filling[new] = ",
+        GROWTH + "TestGrowth",
+        "IndexError",
+    ),
+    Fault(
+        "the tokens of blocks that are not full are lost when the tables grow",
+        "manager/sequences.py",
+        "        self.phase, self.length, self.computed, self.filling = grown\n",
+        "        self.phase, self.length, self.computed, self.filling = grown\n        self.filling[:] = 0\n",
+        GROWTH + "TestGrowth",
+        "found is what was computed, and nothing else",
+    ),
+    Fault(
+        "a fork that fails leaves the child",
+        "manager/manager.py",
+        "            sequences.remove(sequence.owner)\n            self.aux.free(sequence.owner)\n",
+        "            self.aux.free(sequence.owner)\n",
+        GROWTH + "test_a_fork_that_fails_leaves_nothing_of_the_child",
+        "test_a_fork_that_fails_leaves_nothing_of_the_child",
+    ),
+    Fault(
+        "a child's keys are its parent's",
+        "manager/manager.py",
+        "dict(record.extra), list(record.keys))",
+        "dict(record.extra), record.keys)",
+        GROWTH + "test_a_parent_and_its_child_are_found_by_keys_of_their_own",
+        "test_a_parent_and_its_child_are_found_by_keys_of_their_own",
     ),
     Fault(
         "no copy on write",
@@ -198,6 +233,22 @@ FAULTS = (
         "if raw.endswith(",
         FILES + "::test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
         "test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour",
+    ),
+    Fault(
+        "a reader takes its last look for the truth",
+        "storage/file/reader.py",
+        "more = missing and self._has_more()",
+        "more = False",
+        f"{MISSES}::test_what_one_reader_has_found_no_other_misses",
+        "test_what_one_reader_has_found_no_other_misses",
+    ),
+    Fault(
+        "a thread does not wait for another one's look",
+        "storage/file/reader.py",
+        "self._refresh.acquire(blocking=more)",
+        "self._refresh.acquire(blocking=False)",
+        f"{MISSES}::test_threads_of_one_reader_miss_nothing_that_another_is_reading",
+        "test_threads_of_one_reader_miss_nothing_that_another_is_reading",
     ),
     Fault(
         "a block is released while the link reads it",

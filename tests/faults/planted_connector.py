@@ -8,6 +8,7 @@ from planted import Fault
 
 IDS = "tests/kvroute/test_step_ids.py::"
 PAGES = "tests/kvroute/test_pages.py::"
+MISSES = "tests/kvroute/test_connector_misses.py::"
 ENDS = "tests/kvroute/test_connector.py::"
 LATE = "tests/kvroute/test_connector_late.py::"
 ENDED = "tests/kvroute/test_connector_ended.py::"
@@ -206,5 +207,13 @@ CONNECTOR_FAULTS = [
         "            pass\n",
         ENDS,
         "test_another_engine_gets_the_rows_of_the_kv_that_it_loads",
+    ),
+    _fault(
+        "rows that a load does not bring have no reason",
+        "connector/worker.py",
+        "            if job.wait(max(0.0, give_up_s - time.monotonic())):\n                self._tell(job)\n",
+        "            if job.wait(max(0.0, give_up_s - time.monotonic())):\n                pass\n",
+        MISSES,
+        "test_a_restore_that_misses_says_why",
     ),
 ]

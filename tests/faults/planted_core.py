@@ -13,6 +13,7 @@ STORED = "tests/cache_manager/test_aux_blocks_stored.py::"
 DEFECTS = "tests/cache_manager/test_defects.py::"
 ENGINE = "tests/cache_manager/test_engine_blocks.py::"
 FEED = "tests/cache_manager/test_feed.py::"
+REFUSED = "tests/cache_manager/test_refused_steps.py::"
 JOBS = "tests/cache_manager/test_jobs.py::"
 INSIDE = "test_a_finaliser_beside_jobs_waits_for_no_thread_that_waits_for_its_own"
 KEYS = "tests/cache_manager/test_vocabulary.py::"
@@ -190,6 +191,70 @@ CORE_FAULTS = [
         "            if step.in_place:\n                pass\n",
         ENGINE + "test_nothing_is_filled_while_a_device_may_write_it",
         "test_nothing_is_filled_while_a_device_may_write_it",
+    ),
+    Fault(
+        "slots that were dropped are not fenced",
+        "step.py",
+        "StepEntry(number, kept, reach, blocks",
+        "StepEntry(number, kept, kept, blocks",
+        "tests/cache_manager/test_engine_blocks_machine.py::TestEngineBlocksHeap",
+        "a step lands where no device may still write",
+    ),
+    Fault(
+        "a block of slots that were dropped is filled",
+        "step.py",
+        "            if in_place and reach.size != kept.size:\n",
+        "            if False:\n",
+        REFUSED + "test_a_dropped_slot_that_a_device_writes_is_fenced_until_its_step_has_ended",
+        "test_a_dropped_slot_that_a_device_writes_is_fenced_until_its_step_has_ended",
+    ),
+    Fault(
+        "what lay at slots that were dropped stays readable",
+        "step.py",
+        "                lose(table, reach[~good])\n",
+        "",
+        REFUSED + "test_a_pass_over_a_block_in_motion_leaves_no_row_that_was_moved",
+        "test_a_pass_over_a_block_in_motion_leaves_no_row_that_was_moved",
+    ),
+    Fault(
+        "what lay at the slots of a refused pass stays readable",
+        "engine_blocks.py",
+        "            lose(table, slots[(slots >= 0) & (slots < table.end)])\n",
+        "            pass\n",
+        REFUSED + "test_the_former_rows_of_a_pass_that_is_refused_are_missing",
+        "test_the_former_rows_of_a_pass_that_is_refused_are_missing",
+    ),
+    Fault(
+        "a pass whose slots cannot be read leaves rows readable",
+        "engine_blocks.py",
+        "            table.forget(np.arange(table.blocks))\n        else",
+        "            pass\n        else",
+        REFUSED + "test_where_the_slots_of_a_pass_cannot_be_read_no_row_of_before_is",
+        "test_where_the_slots_of_a_pass_cannot_be_read_no_row_of_before_is",
+    ),
+    Fault(
+        "a step commits where a refused pass has written",
+        "step.py",
+        "    table.writer[at] = 0\n    table.turns += bool(table.steps)\n",
+        "",
+        REFUSED + "test_a_step_in_flight_does_not_count_where_a_refused_pass_has_written",
+        "test_a_step_in_flight_does_not_count_where_a_refused_pass_has_written",
+    ),
+    Fault(
+        "a refused pass goes on under the origin of the one before",
+        "step.py",
+        "    table.write_under_own_origin(np.unique(blocks[held]), at)\n",
+        "",
+        REFUSED + "test_a_refused_pass_is_another_computation",
+        "test_a_refused_pass_is_another_computation",
+    ),
+    Fault(
+        "a block that a pass has written meanwhile is filled by a move",
+        "move.py",
+        "                valid[lapsed], origins[lapsed] = 0, 0\n",
+        "                pass\n",
+        REFUSED + "test_a_pass_over_a_block_in_motion_leaves_no_row_that_was_moved",
+        "test_a_pass_over_a_block_in_motion_leaves_no_row_that_was_moved",
     ),
     # ---- an engine's blocks and its feed
     Fault(

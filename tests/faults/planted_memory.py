@@ -1,4 +1,5 @@
-"""Faults in the order that makes a read without a lock right, each caught whatever the threads do."""
+"""Faults in the order that makes a read without a lock right, each caught whatever the threads do; in regions, in what
+a device writes into them, and in what a store gives back."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from planted import Fault
 
 EACH = "tests/cache_manager/test_memory.py"
 ORDERS = "tests/cache_manager/test_memory_interleaved.py"
+LAUNCHED = "tests/engine/test_engine_launched.py::"
 ALL_ORDERS = "test_every_order_of_loads_and_stores"
 
 MEMORY_FAULTS = [
@@ -89,5 +91,32 @@ MEMORY_FAULTS = [
         "        return True\n",
         "tests/regions/test_shared_attach.py::test_a_region_that_was_removed_before_the_lock_is_missing",
         "test_a_region_that_was_removed_before_the_lock_is_missing",
+    ),
+    # ---- capture and stores
+    Fault(
+        "slots of an earlier, longer pass stay behind a shorter one",
+        "capture/launched.py",
+        "        self._slots_words[len(slots) : self._used] = -1\n",
+        "",
+        LAUNCHED + "test_tokens_beyond_the_slots_are_padding",
+        "test_tokens_beyond_the_slots_are_padding",
+        "kvroute",
+    ),
+    Fault(
+        "a launch of fewer tokens than slots counts",
+        "capture/launched.py",
+        "            if self._layers.launched < len(slots):",
+        "            if not self._layers.launched:",
+        LAUNCHED + "test_a_pass_of_fewer_tokens_than_slots_leaves_no_rows",
+        "DID NOT RAISE",
+        "kvroute",
+    ),
+    Fault(
+        "bits of rows that a block has not are taken",
+        "storage/records.py",
+        '            and not (self._no_row and int.from_bytes(valid, "little") & self._no_row)\n',
+        "",
+        "tests/storage/test_quarantine.py::test_a_record_that_says_more_rows_than_a_block_has_is_set_aside",
+        "test_a_record_that_says_more_rows_than_a_block_has_is_set_aside",
     ),
 ]

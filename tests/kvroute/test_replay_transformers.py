@@ -144,7 +144,8 @@ def test_a_drifted_replay_keeps_the_current_weights_and_their_gradient(tiny_moe:
     targets = random_targets(tiny_moe, TOKENS.numel())
     with replay(tiny_moe.model, targets), RouterCalls(tiny_moe.model) as calls:
         _, gradients = loss_and_gradients(tiny_moe)
-    assert all(bool(g.abs().sum() > 0) for g in router_gradients(tiny_moe, gradients).values())
+    if spec_of(tiny_moe).row_shape[1] > 1:  # one expert's share is 1, whatever its score: no gradient but of rounding
+        assert all(bool(g.abs().sum() > 0) for g in router_gradients(tiny_moe, gradients).values())
     for index, (layer, router) in enumerate(find_routers(tiny_moe.model).items()):
         ((logits, weights, ids),) = (answer[:3] for answer in calls.answers[layer])
         assert torch.equal(ids, targets[:, index])

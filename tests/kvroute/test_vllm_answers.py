@@ -4,64 +4,328 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kvroute
-from kvroute.integrations.vllm import routes
-from kvroute.rollout import open_rollouts
+from kvroute.connector import Tokens
+from kvroute.connector.left import CUTS_MAX, LeftRoutes
+from kvroute.integrations.vllm import gathered, routes, unseen
+from kvroute.rollout import RolloutStore, open_rollouts
+from kvroute.token_hash import token_hashes
 
-FOUND = kvroute.Routes(
-    np.tile(np.array([[1, 0], [2, 3]]), (9, 1, 1)), np.ones(9, np.bool_), layer_ids=(0, 1), num_experts=4, num_layers=2
-)
 PROMPT, ANSWER = [5, 6, 7], [8, 9, 10, 11]
+TOKENS = [*PROMPT, *ANSWER]
+
+
+def made(rows: int, seed: int = 0) -> kvroute.Routes:
+    """Routes of so many tokens, other ones for each seed."""
+    ids = np.argsort(np.random.default_rng(seed).random((rows, 2, 4)), axis=-1)[:, :, :2]
+    return kvroute.Routes(ids, np.ones(rows, np.bool_), layer_ids=(0, 1), num_experts=4, num_layers=2)
+
+
+def left(
+    store: RolloutStore, name: str, tokens: list[int], seed: int = 0, *, cut: bool = False, prompt: int = len(PROMPT)
+) -> Any:
+    """An engine has left the routes of these tokens, the last of which was sampled only; what it tells the client."""
+    return LeftRoutes(store).leave(name, made(len(tokens) - 1, seed), Tokens(tokens, prompt, cut), None, ())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RolloutStore]:
+    with closing(open_rollouts(f"file://{tmp_path}")) as opened:
+        yield opened
+
+
+def answered(request: str = "r", *choices: tuple[list[int], list[int]], **more: Any) -> dict[str, Any]:
+    """The answer of an OpenAI server to these prompts and with these tokens."""
+    said = [
+        {"index": i, "prompt_token_ids": prompt, "token_ids": tokens}
+        for i, (prompt, tokens) in enumerate(choices or [(PROMPT, ANSWER)])
+    ]
+    return {"id": request, "choices": said, "kv_transfer_params": None, **more}
+
+
+# What comes with an answer ------------------------------------------------------------------------------------------
 
 
 def test_a_response_brings_its_routes() -> None:
-    """Goal: cut to the tokens that were answered and bound to them. Method: an object and the server's JSON."""
-    with closing(open_rollouts("response:")) as store:
-        told = {"kvroute": {"0": store.put("r", FOUND).to_json()}}
+    """Goal: bound to the prompt and to the tokens that have rows, not to the last one. Method: an object and JSON."""
+    with closing(open_rollouts("response:")) as inline:
+        told = left(inline, "r", TOKENS)
     output = SimpleNamespace(
         request_id="r",
         prompt_token_ids=PROMPT,
         outputs=[SimpleNamespace(index=0, token_ids=ANSWER)],
         kv_transfer_params=told,
     )
-    answer = {
-        "id": "r",
-        "choices": [{"index": 0, "token_ids": ANSWER, "prompt_token_ids": PROMPT}],
-        "kv_transfer_params": told,
-    }
-    assert routes(output) == routes(answer) == FOUND.slice(0, 6).bind([*PROMPT, *ANSWER])
-    assert len(routes({"kv_transfer_params": told})) == 9  # without tokens there is nothing to bind to
-    with pytest.raises(kvroute.RowError, match="rollouts="):
+    answer = answered(kv_transfer_params=told)
+    assert routes(output) == routes(answer) == made(6).bind(TOKENS, [3, 6])
+    assert routes({"kv_transfer_params": told}) == made(6).bind(TOKENS, [3, 6])  # as the engine has bound them
+    with pytest.raises(kvroute.RowError, match=r"index: wanted one of \[0\]"):
         routes(output, index=1)
 
 
-def test_routes_that_were_left_are_waited_for(tmp_path: Path) -> None:
-    """Goal: the engine puts a request's routes when its front end has answered already. Method: they come late."""
-    answer = {
-        "id": "cmpl-1",
-        "choices": [{"index": i, "token_ids": ANSWER} for i in (0, 1)],
-        "prompt_token_ids": PROMPT,
-    }
-    with closing(open_rollouts(f"file://{tmp_path}")) as store:
-        put = threading.Thread(target=lambda: (time.sleep(0.2), store.put("1_cmpl-1-0", FOUND)), daemon=True)
-        put.start()
-        try:
-            assert len(routes(answer, 1, rollouts=store, wait_s=60)) == 6
-        finally:
-            put.join(60)
-        with pytest.raises(kvroute.RowError, match="neither"):
-            routes(answer, 0, rollouts=store, wait_s=0)
-        handle = store.find("1_cmpl-1-0")
-        assert handle is not None
-        with pytest.raises(kvroute.RowError, match="kind file"):
-            routes({"kv_transfer_params": {"kvroute": {"0": handle.to_json()}}})
-        store.delete(handle)
-        with pytest.raises(kvroute.RowError, match="there and sound"):
-            routes({"kv_transfer_params": {"kvroute": {"0": handle.to_json()}}}, rollouts=store)
+def test_a_handle_of_other_tokens_is_refused(store: RolloutStore) -> None:
+    """Goal: a handle proves nothing about the tokens that came with it. Method: one token is another; one is gone;
+    routes that an engine bound to nothing.
+    """
+    told = left(store, "r", TOKENS)
+    for tokens, why in (([8, 9, 1, 11], "the hash of the first 6 differs"), (ANSWER[:2], "to be the first 4")):
+        with pytest.raises(kvroute.RowError, match=why):
+            routes(answered("r", (PROMPT, tokens), kv_transfer_params=told), rollouts=store)
+    told = LeftRoutes(store).leave("r", made(6), None, None, ())
+    assert routes({"kv_transfer_params": told}, rollouts=store) == made(6)
+    with pytest.raises(kvroute.RowError, match="to be the first 6"):
+        routes(answered(kv_transfer_params=told), rollouts=store)
+
+
+def test_a_handle_wants_its_store(store: RolloutStore) -> None:
+    """Goal: an answer whose routes cannot be read says why. Method: no store; a rollout that is gone."""
+    told = left(store, "r", TOKENS)
+    with pytest.raises(kvroute.RowError, match="kind file"):
+        routes(answered(kv_transfer_params=told))
+    handle = store.find("r")
+    assert handle is not None
+    store.delete(handle)
+    with pytest.raises(kvroute.RowError, match="there and sound"):
+        routes(answered(kv_transfer_params=told), rollouts=store)
+
+
+def test_an_error_in_the_answer_ends_the_search(store: RolloutStore) -> None:
+    """Goal: the engine's own word, at once. Method: errors of this request, of all and of a sibling; the store has
+    a rollout of these tokens, of an earlier request.
+    """
+    left(store, "r", TOKENS)
+    ours = LeftRoutes(store).fail("r", kvroute.RowError("rows", "a", "b"), None)
+    for told in (ours, {"kvroute": {"error": "rows: wanted a, got b"}}):
+        with pytest.raises(kvroute.RowError, match="got rows: wanted a, got b"):
+            routes(answered(kv_transfer_params=told), rollouts=store, wait_s=60)
+    siblings = LeftRoutes(store)
+    siblings.fail("0_r", kvroute.RowError("rows", "a", "b"), "group")
+    told = siblings.leave("1_r", made(6), Tokens(TOKENS, 3), "group", [[0, 2]])
+    both = answered("r", (PROMPT, ANSWER), (PROMPT, ANSWER), kv_transfer_params=told)
+    assert len(routes(both, 1, rollouts=store)) == 6
+    assert unseen(both, 1) == ((0, 2),)
+    assert unseen(both, 0) == ()
+    with pytest.raises(kvroute.RowError, match="got rows: wanted a, got b"):
+        routes(both, 0, rollouts=store, wait_s=60)
+
+
+# What is found by its name -----------------------------------------------------------------------------------------
+
+
+def test_routes_that_were_left_are_waited_for(store: RolloutStore) -> None:
+    """Goal: the engine puts a request's routes when its front end has answered already. Method: they come late, behind
+    those of an earlier request of the same id, which are read once.
+    """
+    left(store, "1_cmpl-1-0", [1, 2, 3, 4], seed=1)
+    answer = answered("cmpl-1", (PROMPT, ANSWER), (PROMPT, ANSWER))
+    put = threading.Thread(target=lambda: (time.sleep(0.3), left(store, "1_cmpl-1-0", TOKENS)), daemon=True)
+    put.start()
+    try:
+        assert routes(answer, 1, rollouts=store, wait_s=60) == made(6).bind(TOKENS, [3, 6])
+    finally:
+        put.join(60)
+    assert store.counters.hits == 2
+    with pytest.raises(kvroute.RowError, match=r"completion 0 \(0_cmpl-1.*nor one in the store"):
+        routes(answer, 0, rollouts=store, wait_s=0)
+    with pytest.raises(kvroute.RowError, match="rollouts="):
+        routes(answer, 0)
+
+
+@pytest.mark.parametrize("tokens", [[40, 41, 42, 43, 50, 51, 52, 53], [*PROMPT, 8, 9, 1, 1, 1], [*PROMPT, 8, 9]])
+def test_what_another_request_of_the_id_has_left_is_not_handed_out(store: RolloutStore, tokens: list[int]) -> None:
+    """Goal: a retry or a restart meets no rows of another request. Method: other prompt; the same prompt, sampled
+    otherwise; fewer tokens of the same sequence.
+    """
+    left(store, "r", tokens, cut=True)
+    with pytest.raises(kvroute.RowError, match="got r: rows of "):
+        routes(answered(), rollouts=store, wait_s=0)
+
+
+@pytest.mark.parametrize("more", [0, 1, 3, 900])
+def test_a_cut_answer_has_the_rows_of_its_own_tokens(store: RolloutStore, more: int) -> None:
+    """Goal: the engine had gone on when it heard that the front end had ended the request. Method: so many tokens more;
+    the answer cut anywhere; a token of it is another.
+    """
+    rest = [t % 97 for t in range(more)]
+    left(store, "r", [*TOKENS, *rest], cut=True)
+    for n in range(1, len(ANSWER) + 1):
+        found = routes(answered("r", (PROMPT, ANSWER[:n])), rollouts=store, wait_s=0)
+        assert found == made(6 + more).slice(0, 2 + n).bind(TOKENS, [3, 2 + n])
+        found.validate([*PROMPT, *ANSWER[:n]], rows=2 + n)
+    with pytest.raises(kvroute.RowError, match="the hash of the first 5 differs"):
+        routes(answered("r", (PROMPT, [8, 1, 10, 11])), rollouts=store, wait_s=0)
+
+
+def test_a_cut_that_is_too_old_is_missing(store: RolloutStore) -> None:
+    """Goal: nothing is handed out that is not proved. Method: the engine went on for longer than it keeps hashes."""
+    left(store, "r", [*TOKENS, *range(CUTS_MAX)], cut=True)
+    with pytest.raises(kvroute.RowError, match="nothing says to be the first 5"):
+        routes(answered("r", (PROMPT, ANSWER[:3])), rollouts=store, wait_s=0)
+
+
+def test_hashes_are_of_the_prompt_and_of_each_end(store: RolloutStore) -> None:
+    """Goal: what is stored is small. Method: the counts of requests that end in the engine, in the front end, in the
+    prompt, and in a long answer.
+    """
+    assert sorted(Tokens([0] * 9, 3).counts(8)) == [3, 8]
+    assert sorted(Tokens([0] * 9, 3, cut=True).counts(8)) == [3, 4, 5, 6, 7, 8]
+    assert Tokens([0] * 9, 9, cut=True).counts(4) == [4]
+    assert len(Tokens([0] * 9999, 3, cut=True).counts(9998)) == CUTS_MAX + 1
+    left(store, "r", TOKENS, cut=True)
+    handle = store.find("r")
+    assert handle is not None
+    (found,) = store.get(handle)
+    assert found.token_hashes == token_hashes(TOKENS, [3, 4, 5, 6])
+
+
+def test_without_token_ids_nothing_is_found_by_a_name(store: RolloutStore) -> None:
+    """Goal: an id alone proves nothing. Method: an answer without token ids, a prompt's or an id."""
+    left(store, "r", TOKENS)
+    for answer in (
+        {"id": "r", "choices": [{"index": 0}]},
+        {"id": "r", "choices": [{"index": 0, "token_ids": ANSWER}]},
+        answered(""),
+    ):
+        with pytest.raises(kvroute.RowError, match="return_token_ids"):
+            routes(answer, rollouts=store, wait_s=60)
+
+
+# Names --------------------------------------------------------------------------------------------------------------
+
+OTHER = [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("n", "prompts"),
+    [(1, [PROMPT]), (2, [PROMPT]), (1, [PROMPT, OTHER, PROMPT]), (2, [PROMPT, PROMPT, OTHER]), (1, [PROMPT, PROMPT])],
+)
+def test_each_completion_of_a_list_of_prompts_is_found(store: RolloutStore, n: int, prompts: list[list[int]]) -> None:
+    """Goal: a server numbers choices through all prompts. Method: the engine's names for one prompt and for several,
+    each with one completion and two; then a client that kept one choice.
+    """
+    said = [(prompt, [20 + i, 30 + p]) for p, prompt in enumerate(prompts) for i in range(n)]
+    answer = answered("cmpl-x", *said)
+    for j, (prompt, tokens) in enumerate(said):
+        p, i = divmod(j, n)
+        left(store, f"{i}_cmpl-x-{p}" if n > 1 else f"cmpl-x-{p}", [*prompt, *tokens], seed=j)
+    for j, (prompt, tokens) in enumerate(said):
+        assert routes(answer, j, rollouts=store, wait_s=0) == made(4, j).bind([*prompt, *tokens], [3, 4])
+        kept = {**answer, "choices": [answer["choices"][j]]}
+        assert routes(kept, j, rollouts=store, wait_s=0) == routes(answer, j, rollouts=store, wait_s=0)
+        for i in {*range(4)} - {j}:
+            with pytest.raises(kvroute.RowError, match="index"):
+                routes(kept, i, rollouts=store, wait_s=0)
+
+
+def test_handles_of_one_prompt_say_nothing_of_another() -> None:
+    """Goal: vLLM sends what a connector says of the first prompt only. Method: its handles; the error of the second."""
+    with closing(open_rollouts("response:")) as inline:
+        both = LeftRoutes(inline)
+        both.leave("0_cmpl-x-0", made(4, 0), Tokens([*PROMPT, 20, 30], 3), "group", ())
+        told = both.leave("1_cmpl-x-0", made(4, 1), Tokens([*PROMPT, 21, 30], 3), "group", ())
+    said = [(PROMPT, [20, 30]), (PROMPT, [21, 30]), (OTHER, [20, 31]), (OTHER, [21, 31])]
+    answer = answered("cmpl-x", *said, kv_transfer_params=told)
+    assert [routes(answer, i) for i in (0, 1)] == [made(4, i).bind([*PROMPT, 20 + i], [3, 4]) for i in (0, 1)]
+    with pytest.raises(kvroute.RowError, match=r"completion 2 .*0_cmpl-x-1.* rollouts=.* handles of \['0_cmpl-x-0'"):
+        routes(answer, 2)
+
+
+@pytest.mark.parametrize("name", ["5_1", "12_7_0", "2026_step", "0_1", "7_abc-12345678", "error", "rollouts", "a_b"])
+def test_ids_that_look_like_a_child_s_are_the_client_s(store: RolloutStore, name: str) -> None:
+    """Goal: nobody guesses what an id means. Method: a client's ids with a handle, by name, with two children."""
+    output = {"request_id": name, "prompt_token_ids": PROMPT, "outputs": [{"index": 0, "token_ids": ANSWER}]}
+    told = left(store, name, TOKENS)
+    assert len(routes({**output, "kv_transfer_params": told}, rollouts=store)) == 6
+    assert len(routes(output, rollouts=store, wait_s=0)) == 6
+    output["outputs"] = [{"index": i, "token_ids": [*ANSWER, i, i]} for i in (0, 1)]
+    for i in (0, 1):
+        left(store, f"{i}_{name}", [*TOKENS, i, i], seed=i)
+        assert routes(output, i, rollouts=store, wait_s=0).ids.tolist() == made(8, i).ids.tolist()
+
+
+def test_a_response_of_the_other_api_is_bound_where_it_says_its_tokens(store: RolloutStore) -> None:
+    """Goal: ``/v1/responses`` binds or says why not. Method: with a handle, with and without messages; by name."""
+    told = left(store, "resp_1_0", TOKENS)
+    plain = {"id": "resp_1", "object": "response", "kv_transfer_params": told, "output": []}
+    assert routes(plain, rollouts=store) == made(6).bind(TOKENS, [3, 6])
+    messages = {"input_messages": [{"tokens": PROMPT}], "output_messages": [{"tokens": ANSWER}]}
+    assert routes({**plain, **messages, "kv_transfer_params": None}, rollouts=store, wait_s=0) == routes(
+        plain, rollouts=store
+    )
+    with pytest.raises(kvroute.RowError, match="other tokens"):
+        routes({**plain, **messages, "output_messages": [{"tokens": [1, *ANSWER]}]}, rollouts=store)
+    with pytest.raises(kvroute.RowError, match="enable_response_messages"):
+        routes({**plain, "kv_transfer_params": None}, rollouts=store, wait_s=60)
+    with pytest.raises(kvroute.RowError, match=r"the response of response\.completed"):
+        routes({"type": "response.completed", "response": plain}, rollouts=store)
+
+
+# Streams ------------------------------------------------------------------------------------------------------------
+
+
+def chunk(index: int, tokens: list[int] | None, kind: str = "text_completion", **more: Any) -> dict[str, Any]:
+    """A chunk of a stream, as vLLM sends it: what was not set is not there."""
+    return {"id": "cmpl-x", "object": kind, "choices": [{"index": index, "text": "", "token_ids": tokens}], **more}
+
+
+COMPLETIONS = [
+    {**chunk(1, [8]), "choices": [{"index": 1, "prompt_token_ids": PROMPT, "token_ids": [8]}]},
+    {**chunk(0, [9]), "choices": [{"index": 0, "prompt_token_ids": PROMPT, "token_ids": [9]}]},
+    chunk(0, [10, 11]),
+    {**chunk(1, [12]), "choices": [{"index": 1, "token_ids": [12], "finish_reason": "stop", "stop_reason": "x"}]},
+    {"id": "cmpl-x", "object": "text_completion", "choices": [], "usage": {"completion_tokens": 5}},
+]
+CHAT = [
+    {**chunk(0, None, "chat.completion.chunk"), "prompt_token_ids": PROMPT},
+    chunk(1, None, "chat.completion.chunk"),
+    chunk(1, [8], "chat.completion.chunk"),
+    chunk(0, [9, 10, 11], "chat.completion.chunk"),
+    chunk(1, [12], "chat.completion.chunk"),
+]
+
+
+@pytest.mark.parametrize(("chunks", "names"), [(COMPLETIONS, "{}_cmpl-x-0"), (CHAT, "{}_cmpl-x")])
+def test_a_stream_is_gathered(store: RolloutStore, chunks: list[dict[str, Any]], names: str) -> None:
+    """Goal: each choice of a stream has its routes. Method: chunks of two choices in turn, with a chunk of usage."""
+    said = [[9, 10, 11], [8, 12]]
+    for i, tokens in enumerate(said):
+        left(store, names.format(i), [*PROMPT, *tokens], seed=i)
+    answer = gathered(iter(chunks))
+    for i, tokens in enumerate(said):
+        assert answer["choices"][i]["token_ids"] == tokens
+        rows = 2 + len(tokens)
+        found = routes(answer, i, rollouts=store, wait_s=0)
+        assert found == made(rows, i).bind([*PROMPT, *tokens], [3, rows])
+    for each in chunks:
+        with pytest.raises(kvroute.RowError, match=r"gathered\(chunks\)"):
+            routes(each, rollouts=store, wait_s=0)
+    with pytest.raises(kvroute.RowError, match=r"gathered\(chunks\)"):  # of a stream whose every chunk says its usage
+        routes({**chunks[3], "usage": {"completion_tokens": 5}}, chunks[3]["choices"][0]["index"], rollouts=store)
+    with pytest.raises(kvroute.RowError, match="rollouts="):
+        routes(answer)
+
+
+def test_what_is_no_stream_is_refused() -> None:
+    """Goal: an answer that is gathered is whole. Method: nothing, another answer's chunk, no token ids, an error."""
+    other = {**COMPLETIONS[2], "id": "cmpl-y"}
+    bare = {"id": "cmpl-x", "object": "text_completion", "choices": [{"index": 0, "text": "a"}]}
+    for chunks, why in (
+        ([], "no choice in any"),
+        (COMPLETIONS[-1:], "no choice in any"),
+        ([*COMPLETIONS, other], "chunk.id: wanted cmpl-x, got cmpl-y"),
+        ([bare], "return_token_ids"),
+        (COMPLETIONS[2:3], "return_token_ids"),
+        ([*COMPLETIONS, {"error": {"message": "the engine died"}}], "the engine died"),
+        ([answered()], "chunk.object"),
+    ):
+        with pytest.raises(kvroute.RowError, match=why):
+            gathered(chunks)

@@ -88,7 +88,7 @@ def test_a_forked_child_uses_the_region_but_never_removes_it(child: Start) -> No
     """Goal: a worker forked by the owner may close or exit. Method: fork twice, once each way; write through both."""
     owner = child("""
 region = SharedRegion.create(LAYOUT, 4, tier="device", namespace=NAMESPACE)
-path = "/dev/shm/" + region.name
+path = DIRECTORY / region.name
 for ending in ("close", "exit"):
     pid = os.fork()
     if pid == 0:

@@ -39,8 +39,8 @@ except RegionError as error:
 
 
 def private_dev_shm(options: str = "size=8m") -> tuple[str, ...]:
-    """A command before another that gives it a ``/dev/shm`` of its own."""
-    inside = ("sh", "-c", f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$0" "$@"')
+    """A command before another that gives it a file system of its own for regions."""
+    inside = ("sh", "-c", f'mount -t tmpfs -o {options} tmpfs {DIRECTORY} && exec "$0" "$@"')
     for command in (("unshare", "-m", *inside), ("unshare", "-r", "-m", *inside)):
         try:
             if subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
@@ -51,7 +51,7 @@ def private_dev_shm(options: str = "size=8m") -> tuple[str, ...]:
 
 
 def test_a_full_dev_shm_is_an_error_and_never_a_sigbus(child: Start) -> None:
-    """Goal: docker's 64 MB. Method: an own /dev/shm of 8 MiB: too big at once, then until full, then after a close."""
+    """Goal: docker's 64 MB. Method: a file system of 8 MiB: too big at once, then until full, then after a close."""
     inside = child(
         """
 def create(mib):
@@ -61,12 +61,12 @@ try:
 except NoSpaceError as error:
     remedy = f"--shm-size={-(-error.wanted_nbytes // (1 << 20))}m"
     say(error.where, error.wanted_nbytes >= (99 << 20), error.free_nbytes, remedy in str(error))
-say(len(os.listdir("/dev/shm")))
+say(len(os.listdir(DIRECTORY)))
 first, second = create(3), create(3)
 try:
     create(3)
 except NoSpaceError as error:
-    say(error.free_nbytes < (3 << 20), len(os.listdir("/dev/shm")))
+    say(error.free_nbytes < (3 << 20), len(os.listdir(DIRECTORY)))
 first.close()
 third = create(3)
 third.rows[:] = 1
@@ -96,12 +96,12 @@ for _ in range(150):
         made += 1
         region.close()
     except NoSpaceError as error:
-        assert error.where == "/dev/shm", error
+        assert error.where == str(DIRECTORY), error
         refused += 1
 if other:
     status = os.waitpid(other, 0)[1]
     create().close()  # whoever won before, the room is there again
-    say(status, made + refused, len(os.listdir("/dev/shm")))
+    say(status, made + refused, len(os.listdir(DIRECTORY)))
 """,
         before=private_dev_shm(),
     )
@@ -116,7 +116,7 @@ import resource
 used = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
 blocks = (128 << 20) // LAYOUT.nbytes
-before = set(os.listdir("/dev/shm"))
+before = set(os.listdir(DIRECTORY))
 for create in (
     lambda: HeapRegion(LAYOUT, blocks),
     lambda: SharedRegion.create(LAYOUT, blocks, tier="device", namespace=NAMESPACE),
@@ -126,7 +126,7 @@ for create in (
         create()
     except NoSpaceError as error:
         say(error.where.replace(" ", "-"), error.wanted_nbytes >= 127 << 20, error.free_nbytes <= 64 << 20)
-say(set(os.listdir("/dev/shm")) <= before)
+say(set(os.listdir(DIRECTORY)) <= before)
 """)
     for _ in range(3):
         assert limited.heard() == ["address-space-of-this-process", "True", "True"]
@@ -186,10 +186,10 @@ first = create(3)
 try:
     create(6)
 except NoSpaceError as error:
-    say(error.where, error.free_nbytes >= 4 << 20, len(os.listdir("/dev/shm")))
+    say(error.where, error.free_nbytes >= 4 << 20, len(os.listdir(DIRECTORY)))
 second = create(4)
 second.rows[:] = 1
-say(len(os.listdir("/dev/shm")))
+say(len(os.listdir(DIRECTORY)))
 """,
         before=private_dev_shm("size=8m,huge=advise"),
     )

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from budget import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from serving import DEADLINE_S, Plain, completion, plain_model, prompt, wait_until
 
@@ -173,7 +174,7 @@ def test_what_decode_has_itself_is_not_asked_for(plain: Plain) -> None:
         assert engines.decode.manager.counters.prefix_hit_tokens == 32
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(lost=st.sets(st.tuples(st.sampled_from([ROWS, KV]), st.integers(0, 4))), n=st.sampled_from([1, 2]))
 def test_what_does_not_come_is_computed_or_reported(plain: Plain, lost: set[Place], n: int) -> None:
     """Goal: never wrong, never silent. Method: any records are refused; what comes out is still the plain engine's."""

@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from mapped_regions import mapped_regions
-from serving import Plain, all_blocks_are_back, ask, completion, free_port, metrics, served, wait_until
+from ports import hold_port
+from serving import Plain, all_blocks_are_back, ask, completion, metrics, served, wait_until
 
 from cache_manager.errors import ConfigError
 from kvroute.encodings.own import decode
@@ -53,7 +54,7 @@ def front() -> Iterator[Front]:
     prefill = PrefillServer(PrefillConfig(name="p0", transfer_address="tcp://127.0.0.1:*", lease_s=60, **SIZES))
     decodes = DecodeServer(DecodeConfig(name="d0", prefills={"p0": prefill.node.address}, retry_s=0.5, **SIZES))
     with served(prefill) as prefill_url, served(decodes) as decode_url:
-        nobody = f"http://127.0.0.1:{free_port()}"
+        nobody = f"http://127.0.0.1:{hold_port()}"
         route = FrontServer(
             FrontConfig(
                 port=0,
@@ -211,7 +212,7 @@ def test_prefill_is_told_when_no_decode_will_come(front: Front) -> None:
     """Goal: blocks are not held for a request that has failed. Method: no decode is there; no lease has to end."""
     wait_until(front.quiet, "all blocks are back")
     before = metrics(front.prefill)
-    config = FrontConfig(port=0, prefills={"p": front.prefill}, decodes={"dead": f"http://127.0.0.1:{free_port()}"})
+    config = FrontConfig(port=0, prefills={"p": front.prefill}, decodes={"dead": f"http://127.0.0.1:{hold_port()}"})
     with served(FrontServer(config)) as route:
         status, answer = ask(route, "/v1/completions", completion(40))
         assert (status, "no decode server could do it" in answer["error"]["message"]) == (503, True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from enum import Enum
 
 import pytest
+from budget import scaled
 from transfer_world import World
 
 import transfer.offer
@@ -19,7 +20,7 @@ import transfer.pull
 ENOUGH_STEPS = 72_000
 """For everything to have happened."""
 
-STEPS = int(os.environ.get("KVROUTE_SIMULATION_STEPS", ENOUGH_STEPS))
+STEPS = int(os.environ.get("KVROUTE_SIMULATION_STEPS", scaled(ENOUGH_STEPS)))
 STEPS_A_RUN = 40
 SEED = os.environ.get("KVROUTE_SIMULATION_SEED")
 

@@ -20,8 +20,13 @@ LIFE_RECORDS = 60
 """Records that one life puts at most."""
 
 
-def in_child(work: Callable[[Callable[[int], None]], None], *, kill_after_s: float | None = None) -> list[int]:
-    """Run ``work(acknowledge)`` in a forked child that ends by SIGKILL; what it acknowledged until then."""
+def in_child(
+    work: Callable[[Callable[[int], None]], None], *, kill_after_s: float | None = None, at_work: bool = False
+) -> list[int]:
+    """Run ``work(acknowledge)`` in a forked child that ends by SIGKILL; what it acknowledged until then.
+
+    The time to its kill begins at the fork, or, if ``at_work``, with the first that it acknowledges.
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -33,10 +38,11 @@ def in_child(work: Callable[[Callable[[int], None]], None], *, kill_after_s: flo
         os._exit(3)
     os.close(writer)
     timer = threading.Timer(kill_after_s, os.kill, (pid, signal.SIGKILL)) if kill_after_s is not None else None
-    if timer is not None:
-        timer.start()
-    with os.fdopen(reader, "rb") as pipe:
-        raw = pipe.read()
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        raw = pipe.read(4) if at_work else b""
+        if timer is not None:
+            timer.start()
+        raw += pipe.read()
     _, status = os.waitpid(pid, 0)
     if timer is not None:
         timer.join()

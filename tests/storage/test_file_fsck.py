@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from budget import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_manager.errors import StorageError, StoreLockedError
@@ -196,7 +197,7 @@ def test_a_record_is_sound_only_with_the_very_header_that_its_index_names(
     assert fsck(tmp_path).sound
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     harms=st.lists(
         st.tuples(
@@ -241,7 +242,7 @@ def test_a_repair_never_costs_a_sound_record_and_is_done_once(
     assert again.total("records") == len(served(directory))
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(
     which=st.integers(0, 2),
     offset=st.integers(PAGE_NBYTES, PAGE_NBYTES + 6 * RECORD_NBYTES - 1),

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from budget import examples
+from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until_it_waits
 
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
@@ -242,7 +244,7 @@ def test_what_is_deleted_while_it_goes_along_stays_deleted(tmp_path: Path) -> No
 
         def delete() -> None:
             threads.append(in_thread(lambda: store.backend.delete([key_of(1)])))
-            threads[0].join(0.05)
+            assert until_it_waits(threads[0])
 
         disk.arm(delete, what="allocate")
         assert put(store, [24]) == [True]
@@ -263,7 +265,7 @@ def test_a_flush_covers_what_is_going_along(tmp_path: Path) -> None:
 
         def flush() -> None:
             threads.append(in_thread(store.flush))
-            threads[0].join(0.05)
+            assert until_it_waits(threads[0])
 
         disk.arm(flush, what="allocate")
         assert put(store, [24]) == [True]
@@ -306,7 +308,7 @@ def kill_at(number: int, sync: Sync) -> bool:
         return returned
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     batches=st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=7, unique=True), min_size=4, max_size=16),
     sync=st.sampled_from(Sync),
@@ -346,7 +348,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(steps=steps, quota=st.integers(2, 6), sync=st.sampled_from(Sync))
 def test_a_record_is_the_last_one_that_was_stored_or_missing(
     steps: list[tuple[str, list[int]]], quota: int, sync: Sync

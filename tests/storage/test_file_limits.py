@@ -6,7 +6,8 @@ import errno
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from budget import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_manager.errors import ConfigError, StorageError
@@ -83,7 +84,7 @@ def test_a_record_lives_for_seven_eighths_of_the_time_to_live_at_least(tmp_path:
         assert len(segments(tmp_path)) <= 10
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(moves=st.lists(st.tuples(st.floats(-3 * TTL_S, 3 * TTL_S), st.integers(0, 9)), min_size=1, max_size=12))
 def test_a_clock_that_jumps_costs_records_and_never_their_bytes(
     tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[float, int]]
@@ -223,7 +224,7 @@ class FilledDisk(FaultyDisk):
         self.lowest_nbytes = min(self.lowest_nbytes, self.space(fd).free_nbytes)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     steps=st.lists(st.tuples(st.integers(0, 900 << 10), st.lists(st.integers(0, 60), max_size=9)), max_size=15),
     reserve_nbytes=st.integers(1, 300 << 10),

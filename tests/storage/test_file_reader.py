@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cache_manager.errors import (
+    ConfigError,
     StorageError,
     StoreClosedError,
     StoreFormatError,
@@ -33,22 +34,6 @@ NEVER = 1e9
 
 def snapshot(directory: Path) -> dict[str, tuple[bytes, int]]:
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.iterdir()}
-
-
-def test_a_miss_makes_a_reader_look_but_not_more_often_than_it_may(tmp_path: Path) -> None:
-    ticks = Clock(0.0)
-    with opened(tmp_path) as store, reading(tmp_path, refresh_s=2.0, ticks=ticks) as reader:
-        put(store, [1])
-        assert get(reader, [1]) == [MISSING]
-        ticks.now_s = 2.0
-        assert get(reader, [1]) == [payload_of(1)]
-        for _ in range(50):
-            assert get(reader, [2]) == [MISSING]
-            assert not any(reader.contains([key_of(2)]))
-        assert reader.usage()["refreshes"] == 2  # opening, and the one that was due
-        put(store, [2])
-        ticks.now_s = 4.0
-        assert reader.contains([key_of(2), key_of(1)]) == [True, True]
 
 
 def test_what_the_writer_drops_stays_readable_until_the_reader_looks(tmp_path: Path) -> None:
@@ -165,6 +150,34 @@ def test_where_there_is_no_store_there_is_no_reader(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
         FileReader(tmp_path / "file")
+
+
+def test_a_reader_that_waits_finds_what_a_writer_stores_later(tmp_path: Path) -> None:
+    """Goal: readers and writers start in any order. Method: one is opened where there is nothing, and one where there
+    is an empty directory; both are asked for a minute of their clock, then a writer comes.
+    """
+    ticks = Clock(0.0)
+    (tmp_path / "empty").mkdir()
+    for where in (tmp_path / "nowhere", tmp_path / "empty"):
+        with reading(where, waits=True, refresh_s=NEVER, ticks=ticks) as reader:
+            for _ in range(60):
+                ticks.now_s += 1.0
+                assert get(reader, [1]) == [MISSING]
+                assert reader.contains([key_of(1)]) == [False]
+            assert reader.usage()["records"] == reader.usage()["segments"] == 0
+            assert reader.usage()["refresh_failures"] == 0
+            reader.flush()
+            with opened(where) as store:
+                put(store, [1])
+                assert reader.contains([key_of(1)]) == [True]
+                assert get(reader, [1]) == [payload_of(1)]
+        with pytest.raises(StoreClosedError):
+            get(reader, [1])
+    with RecordStore(open_store(f"file://{tmp_path}/none?mode=read&absent=wait"), LAYOUT).backend as backend:
+        assert backend.contains([key_of(1)]) == [False]
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(ConfigError, match="absent: wanted one of error, wait"):
+        open_store(f"file://{tmp_path}/none?mode=read&absent=later")
 
 
 def test_a_reader_opened_by_url_reads_a_store_that_is_being_written(tmp_path: Path) -> None:

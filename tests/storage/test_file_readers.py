@@ -8,7 +8,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from hypothesis import settings
+from budget import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -114,4 +114,4 @@ class ReaderMachine(RuleBasedStateMachine):
 
 
 TestReaders = ReaderMachine.TestCase
-TestReaders.settings = settings(max_examples=30, stateful_step_count=20)
+TestReaders.settings = examples(30, stateful_step_count=20)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from budget import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -115,7 +116,7 @@ class ReplacementMachine(RuleBasedStateMachine):
 
 
 TestReplacements = ReplacementMachine.TestCase
-TestReplacements.settings = settings(max_examples=60, stateful_step_count=25)
+TestReplacements.settings = examples(60, stateful_step_count=25)
 
 
 def held_or_corrupt(backend: FileStore | FileReader, wanted: Sequence[int]) -> list[Content | Absence]:
@@ -277,7 +278,7 @@ def test_a_read_during_a_replacement_finds_one_of_the_two(tmp_path: Path) -> Non
         assert held(store.backend, [1, 2]) == [Absence.MISS, OLD]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     puts=st.lists(st.tuples(batches, st.booleans()), min_size=1, max_size=8),
     sync=st.sampled_from(Sync),

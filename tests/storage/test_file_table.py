@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-from hypothesis import settings
+from budget import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -91,7 +91,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTable = TableMachine.TestCase
-TestTable.settings = settings(max_examples=40, stateful_step_count=25)
+TestTable.settings = examples(40, stateful_step_count=25)
 
 
 def nbytes_of(table: KeyTable) -> int:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from budget import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_manager.errors import StoreMissingError
@@ -32,7 +33,7 @@ def in_scope(scope: int, n: int) -> RecordHeader:
     return RecordHeader(key, *(getattr(header, name) for name in header.__struct_fields__[1:]))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     st.lists(
         st.one_of(
@@ -72,7 +73,7 @@ def test_namespaces_ages_and_sizes_are_those_of_what_was_put(steps: list[tuple[s
             assert all(NOW_S <= share.oldest_s <= share.newest_s <= clock.now_s for share in found.namespaces)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(seed=st.integers(0, 1 << 16), flips=st.integers(1, 6))
 def test_whatever_is_damaged_is_said_and_nothing_is_raised(seed: int, flips: int) -> None:
     """Goal: an answer for every store. Method: bits of headers, pages and payloads turned; no file is changed by it."""

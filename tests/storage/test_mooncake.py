@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from budget import examples
 from mooncake_pool import Master, Owner, running_master, running_owner
 
 from cache_manager.errors import StorageError
@@ -26,8 +26,8 @@ CALM_MS = 30_000
 
 
 class TestMooncakeStore(StorageContract):
-    machine_settings = settings(max_examples=4, stateful_step_count=12)
-    origin_settings = settings(max_examples=4, stateful_step_count=10)
+    machine_settings = examples(4, stateful_step_count=12)
+    origin_settings = examples(4, stateful_step_count=10)
     race_rounds = 8  # in a small pool, where the memory of a record that was replaced is used again at once
     master: Master
     owner: Owner

@@ -6,18 +6,19 @@ import errno
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake_pool import Master, Owner, free_port, running_owner, send
+from mooncake_pool import Master, Owner, running_owner, send
+from ports import hold_port
 
 from cache_manager.errors import StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.ports import Absence
@@ -28,9 +29,7 @@ from cache_manager.storage.mooncake.arena import SLOTS
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 from tests.storage.mooncake_stores import (
-    GRACE_S,
     SEGMENT_NBYTES,
-    TIMEOUT_MS,
     opened,
     stored,
     stores_again,
@@ -72,10 +71,9 @@ def test_a_master_that_is_not_there_is_an_error_in_time(listening: bool) -> None
         server.bind(("127.0.0.1", 0))
         if listening:
             server.listen()
-        port, begun_s = server.getsockname()[1], time.monotonic()
-        with pytest.raises(StorageError, match=f"127.0.0.1:{port}"):
-            open_store(f"mooncake://127.0.0.1:{port}/x?admin=127.0.0.1:{free_port()}&connect_ms=2000")
-        assert time.monotonic() - begun_s < 2.0 + GRACE_S
+        port = server.getsockname()[1]
+        url = f"mooncake://127.0.0.1:{port}/x?admin=127.0.0.1:{hold_port()}&connect_ms=2000"
+        assert f"127.0.0.1:{port}" in str(timed(lambda: open_store(url)))
 
 
 def _ask_in_fork(backend: MooncakeStore, answers: multiprocessing.SimpleQueue[str]) -> None:
@@ -156,21 +154,20 @@ def test_the_master_is_killed_and_restarted_under_load(backend: MooncakeStore, m
 
 
 def test_a_master_that_hangs_costs_one_deadline(backend: MooncakeStore, master: Master) -> None:
-    """And a store that lends memory is closed beside it, in time."""
+    """The breaker answers after the first deadline. And a store that lends memory is closed beside it, in time."""
     lender = opened(master, close_ms=500, segment="16MiB")
     store = RecordStore(backend, LAYOUT)
     stored(store, [1])
     master.signal(signal.SIGSTOP)
-    begun_s = time.monotonic()
-    for _ in range(5):
-        for call in (
-            lambda: get(store, [1]),
-            lambda: put(store, [2]),
-            lambda: store.contains([key_of(1)]),
-            lambda: backend.delete([key_of(5)]),
-        ):
-            assert isinstance(timed(call), StorageError)
-    assert time.monotonic() - begun_s < TIMEOUT_MS / 1e3 + GRACE_S, "the breaker answers after the first deadline"
+    first = timed(lambda: get(store, [1]))
+    assert re.search(r"no answer to .* in [01]\.\d s", str(first)), first
+    for call in (
+        lambda: get(store, [1]),
+        lambda: put(store, [2]),
+        lambda: store.contains([key_of(1)]),
+        lambda: backend.delete([key_of(5)]),
+    ):
+        assert isinstance(timed(call), StoreUnavailableError)
     assert isinstance(timed(backend.usage), StorageError)
     timed(lender.close)
     assert isinstance(timed(lambda: lender.contains([key_of(1)])), StoreClosedError)

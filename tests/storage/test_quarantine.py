@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence, StorageBackend
@@ -52,6 +53,28 @@ def test_a_record_that_is_corrupt_each_time_is_set_aside(tmp_path: Path, kind: s
         backend.flip_next = None
         assert get(store, [1, 2]) == [Absence.MISS, payload_of(2)]
         assert store.counters.corrupt == 1
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_record_that_says_more_rows_than_a_block_has_is_set_aside(tmp_path: Path, kind: str) -> None:
+    """Goal: bits that stand for no row are never taken into a region's words. Method: a backend has a record whose sums
+    are sound, with one such bit in the words of one spec; then a record that says every row that there is."""
+    tokens, width = LAYOUT.block_tokens, 64 * LAYOUT.valid_words
+    assert tokens < width, "there are bits that stand for no row"
+    every = sum(((1 << tokens) - 1) << width * spec for spec in range(len(LAYOUT.specs)))
+    with backend_of(kind, tmp_path) as backend:
+        store = RecordStore(backend, LAYOUT)
+        for spec in range(len(LAYOUT.specs)):
+            for bit in (tokens, width - 1):
+                valid = every | 1 << width * spec + bit
+                more = replace(header_of(1), valid=valid.to_bytes(len(header_of(1).valid), "little"))
+                assert backend.put([more], [payload_of(1)]) == [more]
+                assert get(store, [1]) == [Absence.CORRUPT]
+                assert get(store, [1]) == [Absence.MISS]
+        assert store.counters.corrupt == 2 * len(LAYOUT.specs)
+        whole = replace(header_of(1), valid=every.to_bytes(len(header_of(1).valid), "little"))
+        assert backend.put([whole], [payload_of(1)]) == [whole]
+        assert store.get_into([key_of(1)], [memoryview(bytearray(LAYOUT.nbytes))]) == [whole]
 
 
 def test_a_replacement_that_is_taken_back_costs_the_older_record_nothing(tmp_path: Path) -> None:

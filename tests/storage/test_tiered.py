@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from budget import examples
 from mooncake_pool import Master, Owner, running_master, running_owner
 
 from cache_manager.errors import StorageError
@@ -40,7 +40,7 @@ class TieredContract(StorageContract):
 
 
 class TestMemoryBeforeFile(TieredContract):
-    machine_settings = settings(max_examples=15, stateful_step_count=20)
+    machine_settings = examples(15, stateful_step_count=20)
 
     def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
         file = FileStore(directory, quota_nbytes=capacity_nbytes, segment_nbytes=16 << 10)
@@ -50,7 +50,7 @@ class TestMemoryBeforeFile(TieredContract):
 class TestFileBeforeFile(TieredContract):
     """The front has half of the room."""
 
-    machine_settings = settings(max_examples=15, stateful_step_count=20)
+    machine_settings = examples(15, stateful_step_count=20)
 
     def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
         front = FileStore(directory / "front", quota_nbytes=capacity_nbytes // 2, segment_nbytes=16 << 10)
@@ -90,8 +90,8 @@ class TestFlakyFileBeforeFile(TieredContract):
     The back has room for all, because what only the front has is a miss while that fails.
     """
 
-    machine_settings = settings(max_examples=5, stateful_step_count=15)
-    origin_settings = settings(max_examples=5, stateful_step_count=12)
+    machine_settings = examples(5, stateful_step_count=15)
+    origin_settings = examples(5, stateful_step_count=12)
 
     def settle(self, backend: StorageBackend) -> None:
         """What the front owes is hidden, but still there."""
@@ -106,8 +106,8 @@ class TestFlakyFileBeforeFile(TieredContract):
 
 
 class TestFileBeforeMooncake(TieredContract):
-    machine_settings = settings(max_examples=3, stateful_step_count=10)
-    origin_settings = settings(max_examples=3, stateful_step_count=8)
+    machine_settings = examples(3, stateful_step_count=10)
+    origin_settings = examples(3, stateful_step_count=8)
     race_rounds = 2
     master: Master
     owner: Owner

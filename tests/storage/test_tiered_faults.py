@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from hypothesis import settings
+from budget import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -140,7 +140,7 @@ class TieredMachine(RuleBasedStateMachine):
 
 
 TestTiered = TieredMachine.TestCase
-TestTiered.settings = settings(max_examples=40, stateful_step_count=30)
+TestTiered.settings = examples(40, stateful_step_count=30)
 
 
 def test_each_key_is_counted_for_the_tier_that_had_it(tiers: Tiers) -> None:

@@ -6,7 +6,7 @@ import threading
 from contextlib import suppress
 
 import pytest
-from hypothesis import settings
+from budget import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -79,7 +79,7 @@ class OriginTiersMachine(RuleBasedStateMachine):
 
 
 TestOriginTiers = OriginTiersMachine.TestCase
-TestOriginTiers.settings = settings(max_examples=60, stateful_step_count=25)
+TestOriginTiers.settings = examples(60, stateful_step_count=25)
 
 
 def only_the_back_has_x(it: Tiers) -> None:

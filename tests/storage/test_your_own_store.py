@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import settings
+from budget import examples
 
 from cache_manager.errors import StorageError
 from cache_manager.ports import StorageBackend
@@ -59,7 +59,7 @@ class TestSqliteStoreBehindMemory(StorageContract):
     """A stranger's store is as good a tier as any."""
 
     copies_max = 2
-    machine_settings = settings(max_examples=5, stateful_step_count=15)
+    machine_settings = examples(5, stateful_step_count=15)
 
     def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
         back = sqlite_store.SqliteStore(directory / "x.db", capacity_nbytes)

@@ -42,6 +42,7 @@ def check(results: Results, scale: Scale) -> None:
         assert step.kl >= 0
 
 
+@pytest.mark.whole
 def test_a_quick_study_measures_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Goal: the command does what it says, on the small engine. Method: run it; its numbers, pictures and words."""
     assert main(["replay-study", "--quick", "--out", str(tmp_path)]) == 0

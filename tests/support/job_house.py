@@ -15,7 +15,7 @@ from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 
 SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", 4)
-LIMITS = JobLimits(threads_max=1, jobs_max=3, nbytes_max=4 * SPEC.block_nbytes * 8, close_s=30.0)
+LIMITS = JobLimits(threads_max=1, jobs_max=3, nbytes_max=4 * SPEC.block_nbytes * 8, close_s=3600.0)
 PROMPT = list(range(10))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -18,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ports import hold_port
+
 START_S = 60.0
-PORTS = 18_000, 32_000  # below those of outgoing connections, above those of Mooncake's clients
 LEASE_MS = 60
 
 TIED = """
@@ -69,17 +69,6 @@ os._exit(0)
 """
 
 
-def free_port() -> int:
-    """One that no outgoing connection takes, also while its listener is away."""
-    while True:
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", random.randrange(*PORTS)))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-
-
 def tied(*command: str) -> list[str]:
     """The command, to be started by this process from a thread that lives as long as it should."""
     return [sys.executable, "-S", "-E", "-c", TIED, str(os.getpid()), *command]
@@ -103,7 +92,7 @@ class Master:
     """``mooncake_master`` on ports of its own, which a restart keeps."""
 
     def __init__(self, lease_ms: int = LEASE_MS) -> None:
-        self.rpc, self.admin, self.lease_ms = free_port(), free_port(), lease_ms
+        self.rpc, self.admin, self.lease_ms = hold_port(), hold_port(), lease_ms
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

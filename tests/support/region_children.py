@@ -22,6 +22,7 @@ import os, signal, sys, time
 import numpy as np
 from cache_manager.errors import *
 from cache_manager.regions import *
+from cache_manager.regions.directory import DIRECTORY
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 
 LAYOUT = RecordLayout((

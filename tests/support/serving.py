@@ -7,9 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -19,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from nursery import ENGINE, nursery
+from ports import hold_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache_manager.keys import Namespace
@@ -147,25 +146,21 @@ def served(server: Server) -> Iterator[str]:
         assert not failed, failed
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
 class Process:
     """One server as an operating system process, which can be killed, stopped and started again with its identity."""
 
     def __init__(self, command: str, directory: Path, flags: Sequence[str]) -> None:
         self.command = command
-        self.url = f"http://127.0.0.1:{free_port()}"
+        self.url = f"http://127.0.0.1:{hold_port()}"
         self._log = directory / f"{command}.log"
         self._flags = [*flags, "--port", self.url.rpartition(":")[2]]
         self.start()
 
     def start(self) -> None:
-        argv = (sys.executable, "-P", "-m", "kvroute.cli", self.command, *self._flags)
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = nursery(*ENGINE).start(
+                ["-m", "kvroute.cli", self.command, *self._flags], stdout=log, stderr=log
+            )
 
     def wait_live(self) -> None:
         wait_until(self._live, f"{self.command} is live: {self.log}")
@@ -188,6 +183,10 @@ class Process:
         """SIGKILL, whatever state it is in."""
         self.process.kill()
         self.process.wait(DEADLINE_S)
+
+    def wait(self) -> int:
+        """The exit status of what was told to end."""
+        return self.process.wait(DEADLINE_S)
 
     def end(self) -> int:
         """SIGTERM; the exit status."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cache_manager.keys import Namespace
 from cache_manager.spec import RecordLayout
-from kvroute.connector import Engine, SchedulerRows, Settings, routes
+from kvroute.connector import Engine, SchedulerRows, Settings, Tokens, routes
 from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
 from kvroute.connector.scheduler import Ended
 from kvroute.connector.settings import StepMeta
@@ -119,6 +119,7 @@ class Toy:
 
     def ask(self, name: str, tokens: Sequence[int], chunks: Sequence[int] = (64,)) -> dict[str, Any]:
         """Compute ``tokens`` in steps of so many tokens; what goes to the client."""
+        self.scheduler.arrived(name)
         request, hashes = Asked(name, tokens), Asked(name, tokens).block_hashes
         most = (len(tokens) - 1) // TOKENS  # the last token is always computed
         local = next((i for i, each in enumerate(hashes[:most]) if each not in self.cached), most)
@@ -149,7 +150,7 @@ class Toy:
             request.num_computed_tokens = failed * TOKENS if failed is not None else request.num_computed_tokens + n
             loading = range(0)
         ended = self.scheduler.forget(name)
-        told = self.scheduler.finished(name, self.table, len(tokens), ended=ended)
+        told = self.scheduler.finished(name, self.table, len(tokens), Tokens(tokens, len(tokens)), ended=ended)
         self.free += self.table
         self.cached |= dict(zip(hashes, self.table, strict=False))
         return {"kv_transfer_params": told}

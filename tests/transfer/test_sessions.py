@@ -6,10 +6,26 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from session_pair import D_RUN, LIMITS, NAMESPACE, PARTS, D, E, P, Pair, T, blocks, outcomes, payload, pulled, wanted
+from session_pair import (
+    D_RUN,
+    LIMITS,
+    NAMESPACE,
+    PARTS,
+    D,
+    E,
+    P,
+    Pair,
+    T,
+    blocks,
+    outcomes,
+    payload,
+    pulled,
+    record,
+    wanted,
+)
 
 from cache_manager.record import pack_header
-from transfer.actions import Missing, Reason, WantedBlock
+from transfer.actions import Install, Missing, Reason, Send, WantedBlock
 from transfer.limits import TransferLimits
 from transfer.messages import (
     Ack,
@@ -113,6 +129,27 @@ def test_a_lost_credit_is_made_up_for_by_the_next() -> None:
     pair.pull(5)
     pair.pass_time(30)
     assert pair.finished[0].result.complete
+
+
+def test_records_of_an_older_epoch_earn_no_credit() -> None:
+    """Goal: credit is of the epoch that granted it. Method: late records of the first in the second, then own ones.
+
+    The late ones are installed all the same.
+    """
+    pair = Pair(lose=lambda message: isinstance(message, Records))
+    pair.prefill.offer(T, blocks(5), 0.0)
+    pair.pull(5)
+    pair.pass_time(LIMITS.retry_s + 0.5)
+    assert [message.epoch for message in pair.said if isinstance(message, Pull)] == [1, 2]
+
+    def credits_for(epoch: int, *indexes: int) -> int:
+        entries = [Entry(0, index, record(0, index).pack()) for index in indexes]
+        bulk = [memoryview(payload(0, index)) for index in indexes]
+        said = pair.decode.receive(P, encode(Records(T, epoch, entries)), bulk, pair.now_s)
+        assert sum(isinstance(action, Install) for action in said) == len(indexes)
+        return sum(isinstance(action, Send) and isinstance(action.message, Credit) for action in said)
+
+    assert [credits_for(1, 0, 1), credits_for(2, 2), credits_for(2, 3)] == [0, 0, 1]
 
 
 def test_doubled_credit_is_no_more_credit() -> None:

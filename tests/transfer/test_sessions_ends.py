@@ -181,6 +181,30 @@ def test_decode_checks_the_welcome_too() -> None:
     assert pair.finished[0].result.reason is Reason.REFUSED
 
 
+def test_after_another_welcome_what_is_missing_is_asked_for_again() -> None:
+    """Goal: a prefill that greets anew has forgotten what it owed. Method: a pull, then another run's welcome."""
+    pair = pulled()
+    sent = pair.decode.receive(P, encode(Welcome(E_RUN, NAMESPACE, list(PARTS), 0, 1000, D_RUN)), [], 0.0)
+    (pull,) = [action.message for action in sent]
+    assert isinstance(pull, Pull)
+    assert (pull.epoch, len(pull.wanted)) == (2, 1)
+
+
+def test_a_slow_peer_is_cut_off_once_a_lease() -> None:
+    """Goal: a peer gets a lease to come back in. Method: it reads nothing; ask at each turn whom to cut off."""
+    pair = Pair()
+    pair.hold = True
+    pair.prefill.offer(T, blocks(1), 0.0)
+    pair.pull(1)
+    pair.do(P, pair.prefill.abort(T))
+    ended_s = LIMITS.lease_s
+    assert pair.prefill.slow_peers(ended_s) == []
+    for lease in (1, 2):
+        cut_s = ended_s + lease * LIMITS.lease_s
+        assert [pair.prefill.slow_peers(cut_s + turn) for turn in (-0.1, 0, 0.1, 1)] == [[], [D], [], []]
+    assert pair.prefill.counters.slow_peers == 2
+
+
 def test_a_lease_is_renewed_by_messages_and_ends_at_its_bound() -> None:
     pair = Pair(lose=lambda message: isinstance(message, Records))
     pair.prefill.offer(T, blocks(1), 0.0)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from budget import examples
 from canary import canary_rows
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kv import prefix_digest
@@ -210,4 +210,4 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 TestBlocksBesideAProcess = BlocksMachine.TestCase
-TestBlocksBesideAProcess.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+TestBlocksBesideAProcess.settings = examples(12, stateful_step_count=25, deadline=None)

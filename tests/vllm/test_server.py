@@ -33,14 +33,23 @@ class Server:
     def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
         self.url, self.process = f"http://127.0.0.1:{port}", process
 
-    def post(self, path: str, **body: Any) -> dict[str, Any]:
-        given = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True, **body}
-        request = urllib.request.Request(  # noqa: S310 (our own server)
-            self.url + path, json.dumps(given).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
-            found: dict[str, Any] = json.load(answer)
+    def post(self, path: str, request_id: str | None = None, **body: Any) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._sent(path, request_id, body))
         return found
+
+    def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """The chunks of a stream, in order."""
+        events = self._sent(path, None, {"stream": True, **body}).decode().splitlines()
+        return [json.loads(each.removeprefix("data: ")) for each in events if each.startswith("data: {")]
+
+    def _sent(self, path: str, request_id: str | None, body: dict[str, Any]) -> bytes:
+        given = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True, **body}
+        given = {name: value for name, value in given.items() if value is not None}
+        headers = {"Content-Type": "application/json"} | ({"X-Request-Id": request_id} if request_id else {})
+        request = urllib.request.Request(self.url + path, json.dumps(given).encode(), headers)  # noqa: S310 (our own)
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+            content: bytes = answer.read()
+        return content
 
     def wait(self) -> None:
         give_up_s = time.monotonic() + START_S
@@ -81,6 +90,7 @@ def serving(home: Path, shared: Path, log: Path, rollouts: str) -> Iterator[Serv
     arguments = ["--model", str(home), "--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1"]
     arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--num-gpu-blocks-override", "64"]
     arguments += ["--block-size", str(BLOCK), "--kv-transfer-config", json.dumps(transfer)]
+    arguments += ["--chat-template", "{% for each in messages %}{{ each.content }} {% endfor %}"]
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
@@ -100,7 +110,7 @@ def serving(home: Path, shared: Path, log: Path, rollouts: str) -> Iterator[Serv
 
 def right(home: Path, answer: dict[str, Any], index: int = 0, **where: Any) -> int:
     """Every row of a completion is there and right; how many."""
-    found, choice = routes(answer, index, **where), answer["choices"][index]
+    found, choice = routes(answer, index, **where), {each["index"]: each for each in answer["choices"]}[index]
     prompt = answer.get("prompt_token_ids") or choice["prompt_token_ids"]
     tokens = [*prompt, *choice["token_ids"]]
     assert found.complete

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from engines import BLOCK, MODULE, Engine, models, noise, prompts
 from numpy.typing import NDArray
+from ports import hold_port
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 import kvroute
@@ -62,13 +63,6 @@ STEPS = 20
 def plugins() -> None:
     """What vLLM's plugin loader does in each of its processes."""
     register()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def transfer(connector: str, settings: dict[str, Any], extra: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -125,7 +119,7 @@ def ids(found: kvroute.Routes) -> NDArray[np.int64]:
 def prefill(engine: Start, model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     def made(given: dict[str, Any]) -> Engine:
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
-        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(hold_port()))
         given = dict(given)
         extra = dict(given.pop("kv_connector_extra_config"))
         name, settings = given.pop("kv_connector"), extra.pop("kvroute")
@@ -156,7 +150,7 @@ def test_nixl_over_ucx(prefill: Any, model: Model, tmp_path: Path, carrier: str)
     if carrier == "connector":
         settings |= {"store": shared + "?mode=read"}
     there = transfer("KvrouteNixlConnector", settings, {}, **NIXL)
-    with decoder(home, tmp_path, there, VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port())) as second:
+    with decoder(home, tmp_path, there, VLLM_NIXL_SIDE_CHANNEL_PORT=str(hold_port())) as second:
         params = [{"kv_transfer_params": output.kv_transfer_params} for output in given]
         answers = asked(second, params)
         assert by_source(second)["local_compute"] == 0
@@ -174,11 +168,35 @@ def test_nixl_over_ucx(prefill: Any, model: Model, tmp_path: Path, carrier: str)
     assert changed > 20, "another computation has other rows"
 
 
+def test_what_one_engine_stores_the_other_loads_at_once(prefill: Any, model: Model, tmp_path: Path) -> None:
+    """Goal: no row of a block that both the engine's scheduler and its worker can have is missing. Method: the engine
+    that reads a file store starts before there is one; then prompts without a pause, each computed here, stored, and
+    asked there. Rows due are rows right, all whole blocks but that of the last token are loaded.
+    """
+    home, kv = model("qwen3_moe"), {"shared_storage_path": str(tmp_path / "kv")}
+    settings = {"store": f"file://{tmp_path / 'rows'}", "witness": "flagged"}
+    there = transfer("KvrouteExampleConnector", {**settings, "store": settings["store"] + "?mode=read"}, kv)
+    due = right = missing = loaded = 0
+    given = prompts(81, *[99] * 40)
+    with decoder(home, tmp_path, there) as second:
+        first = prefill(transfer("KvrouteExampleConnector", settings, kv))
+        for prompt in given:
+            first.ask([prompt], max_tokens=1)
+            first.kept.blocks.wait(10)
+            (answer,) = second.ask({"prompts": [prompt], "tokens": 1})["answers"]
+            rows, loaded = kvroute.Routes.from_json(answer["rows"]["routes"]), loaded + answer["cached"]
+            same = (ids(rows) == clean(home, prompt, answer)).all((1, 2))
+            due, missing = due + len(prompt), missing + int((~rows.valid).sum())
+            right += int((same & rows.valid).sum())
+    assert (due, right, missing) == (40 * 99, 40 * 99, 0)
+    assert loaded == 40 * 96
+
+
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a Mooncake master; engines lend the memory."""
     mooncake = pytest.importorskip("mooncake")
-    rpc, admin = free_port(), free_port()
+    rpc, admin = hold_port(), hold_port()
     command = [str(Path(mooncake.__file__).with_name("mooncake_master")), "--rpc_address=127.0.0.1"]
     command += [f"--rpc_port={rpc}", "--metrics_host=127.0.0.1", f"--metrics_port={admin}", "--rpc_thread_num=2"]
     log = (tmp_path_factory.mktemp("mooncake") / "master.log").open("wb")
@@ -212,7 +230,7 @@ def test_mooncake_has_kv_and_rows(
     for name, value in {"MOONCAKE_CONFIG_PATH": str(tmp_path / "mooncake.json"), "VLLM_HOST_IP": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     home, settings = model("qwen3_moe"), {"store": f"mooncake://{pool}/rows?host=127.0.0.1", "witness": "flagged"}
-    given = [transfer("KvrouteMooncakeStoreConnector", settings, {"lookup_rpc_port": free_port()}) for _ in range(2)]
+    given = [transfer("KvrouteMooncakeStoreConnector", settings, {"lookup_rpc_port": hold_port()}) for _ in range(2)]
     first = prefill(given[0])
     client = first.scheduler.connector.connector_scheduler.client
     LEFT_OPEN.extend([client, get_kv_transfer_group().connector_worker.lookup_server])

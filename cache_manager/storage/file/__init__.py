@@ -23,18 +23,19 @@ _MODE: Final = re.compile(r"0?6[04][04]")
 def open_file_store(url: StoreUrl) -> StorageBackend:
     """``file:///dir?quota=4GiB&segment=16MiB&sync=none|batch&ttl=6h&min_free=1GiB&files=0600``.
 
-    Or, to read, ``file:///dir?mode=read&ttl=6h``.
+    Or, to read, ``file:///dir?mode=read&ttl=6h&absent=error|wait``: ``wait`` opens it before its writer has made it.
 
     The path may be percent-encoded. ``min_free`` is a size or a share of the file system such as ``5%``. ``files`` are
     the permissions of new files, in octal: 0600 unless a group (0640) or everybody (0644) is to read.
     """
     reads = url.choice("mode", ("write", "read"), "write") == "read"
-    url.allow("mode", "ttl", *(() if reads else ("quota", "segment", "sync", "min_free", "files")))
+    url.allow("mode", "ttl", *(("absent",) if reads else ("quota", "segment", "sync", "min_free", "files")))
     if url.host not in ("", "localhost") or not url.path.startswith("/") or "\0" in url.path:
         raise ConfigError("file: store path", "file:///absolute/path", repr(url.text))
     ttl_s = url.seconds("ttl", None)
     if reads:
-        return FileReader(Path(url.path), ttl_s=ttl_s)
+        waits = url.choice("absent", ("error", "wait"), "error") == "wait"
+        return FileReader(Path(url.path), ttl_s=ttl_s, waits=waits)
     quota = url.nbytes("quota", QUOTA_NBYTES)
     nbytes, percent = _min_free(url.parameters.get("min_free"))
     return FileStore(

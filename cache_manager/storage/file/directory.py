@@ -128,10 +128,11 @@ class StoreDirectory:
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     @classmethod
-    def existing(cls, path: Path) -> Self:
+    def existing(cls, path: Path, *, required: bool = True) -> Self:
         """The directory of the store at ``path``; nothing is created or locked.
 
-        :class:`StoreMissingError` where there is none, :class:`StoreFormatError` where there is something else.
+        :class:`StoreMissingError` where there is none, :class:`StoreFormatError` where there is something else. One
+        that is not ``required`` and not there is not :attr:`opened`, and never in its place.
         """
         try:
             directory = cls(path)
@@ -143,7 +144,15 @@ class StoreDirectory:
             pass
         except OSError as error:
             raise StorageError(f"{path}: cannot open the store's directory: {error}") from error
-        raise StoreMissingError(f"{path}: there is no store; a writer makes one when it opens file://{path}")
+        if required:
+            raise StoreMissingError(f"{path}: there is no store; a writer makes one when it opens file://{path}")
+        directory = cls.__new__(cls)
+        directory.path = path
+        return directory
+
+    @property
+    def opened(self) -> bool:
+        return self.fd >= 0
 
     def open(self, name: str, flags: int) -> int:
         """A descriptor of the regular file ``name``; ``OSError`` for anything else."""

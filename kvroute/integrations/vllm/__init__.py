@@ -4,14 +4,14 @@ An engine finds ``KvrouteConnector`` here by its configuration (``kv_connector_m
 ``Kvroute<X>`` is that same connector around vLLM's own connector ``<X>``: ``KvrouteNixlConnector`` moves KV as
 ``NixlConnector`` does. ``Kvroute<module>:<X>`` wraps a connector that vLLM does not know by name.
 
-A client needs :func:`routes` only, and neither vLLM nor torch.
+A client needs :func:`routes` and, of a stream, :func:`gathered`, and neither vLLM nor torch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvroute.connector import routes, unseen
+from kvroute.connector import gathered, routes, unseen
 
 PREFIX = "Kvroute"
 
@@ -25,4 +25,4 @@ def __getattr__(name: str) -> Any:
     return made
 
 
-__all__ = ["routes", "unseen"]
+__all__ = ["gathered", "routes", "unseen"]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from cache_manager.errors import ConfigError
-from kvroute.connector import Handshake, SchedulerRows, StepMeta
+from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
 from kvroute.connector.pages import page_name
 from kvroute.integrations.vllm.config import engine_of
 
 Base: Any = object  # vLLM's classes, of which there are none here
-_ID = re.compile(r"(?P<name>(?:(?P<index>\d+)_)?.+?)(?:-[0-9a-f]{8})?", re.DOTALL)
-"""vLLM's own id of a request: the number of the completion, where there are several, the client's, a suffix."""
+SUFFIX = 9
+"""Characters that vLLM puts behind the id that a client gave, a hyphen and eight random ones, unless told not to."""
 
 
 class RowsWithKV(Base):  # type: ignore[misc]
@@ -130,6 +129,10 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
         pool.get_new_blocks, rows.blocks_of = partial(get_new_blocks, pool.get_new_blocks), blocks_of
 
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        self._scheduler_rows.arrived(*_names_of(request))
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens) or (0, False)
         if found is None:  # to be asked again
@@ -163,10 +166,10 @@ class RowsWithKV(Base):  # type: ignore[misc]
         ended, tokens = rows.forget(name), min(request.num_tokens - 1, request.num_computed_tokens)
         if status == "FINISHED_ERROR" or (status.endswith("ABORTED") and rows.engine.settings.rollouts == "response:"):
             return keep, params
-        match = _ID.fullmatch(name)
-        assert match is not None
-        index = () if match["index"] is None else (int(match["index"]), name.partition("_")[2])
-        routes = rows.finished(match["name"], blocks, tokens, *index, ended=ended)
+        stops = request.sampling_params is not None and bool(request.sampling_params.stop)
+        of = Tokens(list(request.all_token_ids), request.num_prompt_tokens, stops or status.endswith("ABORTED"))
+        client, group = _names_of(request)
+        routes = rows.finished(client, blocks, tokens, of, group=group, ended=ended)
         return keep, {**(params or {}), **routes} if routes else params
 
     def reset_cache(self) -> bool | None:
@@ -178,6 +181,20 @@ class RowsWithKV(Base):  # type: ignore[misc]
         for rows in ("_scheduler_rows", "_worker_rows"):
             if rows in self.__dict__:
                 self.__dict__.pop(rows).close()
+
+
+def _names_of(request: Any) -> tuple[str, str | None]:
+    """What clients call a request, and what it has in common with the completions of the same prompt, if there are any.
+
+    The first is the id that they gave, behind ``<i>_`` if it is the i-th of several completions. The client knows
+    whether that beginning is its own. Nothing in the engine does: the group of such an id may have one member.
+    """
+    from vllm import envs  # type: ignore[import-not-found]
+
+    name: str = request.request_id
+    number, _, parent = name.partition("_")
+    random = not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
+    return name[:-SUFFIX] if random else name, parent if number.isdecimal() else None
 
 
 def connector_class(inner: str) -> type:

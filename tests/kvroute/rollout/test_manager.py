@@ -188,6 +188,22 @@ def test_too_many_are_refused_and_counted(tmp_path: Path, limits: ReplayLimits) 
     assert (counters.stored, counters.waiting, counters.waiting_nbytes) == (8 - len(refused), 0, 0)
 
 
+@pytest.mark.parametrize(("room_nbytes", "refused"), [(0, 0), (-1, 1)])
+def test_the_limit_of_waiting_bytes_is_one(tmp_path: Path, room_nbytes: int, refused: int) -> None:
+    """Goal: no byte above the limit waits. Method: two rollouts, where both just fit and where a byte is lacking."""
+    nbytes = routes_of(0).ids.nbytes + routes_of(1).ids.nbytes
+    manager, store = managed(tmp_path, ReplayLimits(waiting_nbytes_max=nbytes + room_nbytes))
+    store.gate.clear()
+    tickets = [manager.submit(f"r{i}", routes_of(i)) for i in range(2)]
+    assert [ticket.done for ticket in tickets] == [False, bool(refused)]
+    if refused:
+        with pytest.raises(StorageError, match="was refused"):
+            tickets[1].result(0)
+    assert manager.counters.waiting_nbytes <= nbytes + room_nbytes
+    store.gate.set()
+    manager.close()
+
+
 def test_what_is_not_stored_in_time_is_named_at_the_end(tmp_path: Path) -> None:
     """Goal: close ends, and says what it left. Method: a store that hangs longer than close may wait."""
     manager, store = managed(tmp_path, ReplayLimits(close_s=0.2))

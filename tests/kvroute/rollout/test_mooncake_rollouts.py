@@ -5,22 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from mooncake_pool import Master, Owner, running_master, running_owner
 
 from cache_manager.errors import StorageError
-from cache_manager.ports import Absence
+from cache_manager.keys import BlockKey
+from cache_manager.ports import Absence, StorageBackend
+from cache_manager.record import RecordHeader
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
 from kvroute.config import RoutingReplayConfig
 from kvroute.rollout import RolloutHandle, open_rollouts
 from kvroute.rollout.contract import routes_of
 from kvroute.rollout.manager import RoutingReplayManager
-from kvroute.rollout.mooncake import MooncakeRollouts
+from kvroute.rollout.mooncake import MANIFEST, MooncakeRollouts, keys_of
 from kvroute.rollout.settings import CutSettings
 from kvroute.rollout.shard import fetch_routes, fetch_shard
 from kvroute.routing import routing_spec
@@ -152,6 +155,49 @@ def test_a_store_that_fails_is_no_absence(url: str) -> None:
         assert fetch_routes(store, handle) == routes_of(1)
         counters = store.counters
         assert (counters.hits, counters.corrupt, counters.put_failures) == (1, 1, 1)
+    finally:
+        store.close()
+
+
+class MixedUp(FaultyStore):
+    """A pool that answers for some keys another record, sound in itself, as if it were that of the key."""
+
+    def __init__(self, backend: StorageBackend) -> None:
+        super().__init__(backend)
+        self.instead: dict[BlockKey, tuple[RecordHeader, bytearray]] = {}
+
+    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        found = super().get_into(keys, buffers)
+        for i, key in enumerate(keys):
+            if key in self.instead:
+                header, buffers[i][:] = self.instead[key]
+                found[i] = msgspec.structs.replace(header, key=key)
+        return found
+
+    def record(self, key: BlockKey, nbytes: int) -> tuple[RecordHeader, bytearray]:
+        content = bytearray(nbytes)
+        (header,) = super().get_into([key], [memoryview(content)])
+        assert not isinstance(header, Absence)
+        return header, content
+
+
+def test_a_part_of_another_put_is_never_taken(url: str) -> None:
+    """Goal: every part is bound to its very put. Method: two puts of one rollout, of one shape; the pool answers
+    each record of the first, its manifest too, for the second's.
+    """
+    backend = MixedUp(open_store(url))
+    store = MooncakeRollouts(backend, CutSettings(part_nbytes=64))
+    try:
+        first = store.put("task:1:0:0", routes_of(1, 20))
+        numbers = [MANIFEST, *range(first.grid.parts)]
+        nbytes = [first.manifest_nbytes, *map(first.grid.nbytes_of, numbers[1:])]
+        records = [backend.record(key, n) for key, n in zip(keys_of(first, numbers), nbytes, strict=True)]
+        second = store.put("task:1:0:0", routes_of(2, 20))
+        for key, record in zip(keys_of(second, numbers), records, strict=True):
+            backend.instead = {key: record}
+            assert store.get(second) is Absence.CORRUPT
+        backend.instead = {}
+        assert store.get(second) == [routes_of(2, 20)]
     finally:
         store.close()
 

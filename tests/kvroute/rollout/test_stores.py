@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import settings
+from budget import examples
 from mooncake_pool import Master, running_master, running_owner
 
 from cache_manager.record import RecordHeader
@@ -65,7 +65,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
 class TestMooncakeRollouts(RolloutContract):
     """Each store has a prefix of its own in one real pool."""
 
-    settings = settings(max_examples=5, stateful_step_count=8)
+    settings = examples(5, stateful_step_count=8)
     numbers = count()
 
     @pytest.fixture(autouse=True)

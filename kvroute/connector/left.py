@@ -1,0 +1,92 @@
+"""The routes that a scheduler leaves for clients: in its answers and in a rollout store, bound to their very tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from cache_manager.errors import KVRouteError
+from kvroute.connector.answers import ERROR, FIELD, LEFT, UNSEEN
+from kvroute.rollout import RolloutStore
+from kvroute.routes import Routes
+
+logger = logging.getLogger(__name__)
+
+SIBLINGS_MAX: Final = 1024
+"""Requests with several completions of which some are done and others are not."""
+CUTS_MAX: Final = 1024
+"""Last tokens of a request at each of which its front end may have ended it before it knew of the others."""
+
+
+class Tokens(NamedTuple):
+    """What a request that is done has read and said."""
+
+    ids: Sequence[int]  # the prompt's, then those that were sampled
+    prompt: int  # how many of them are the prompt's
+    cut: bool = False  # its front end may have answered fewer: it was aborted, or has stop strings
+
+    def counts(self, stop: int) -> list[int]:
+        """Of how many first tokens the hashes are wanted beside rows of the first ``stop``."""
+        first = max(self.prompt, stop - CUTS_MAX + 1) if self.cut else stop
+        return [count for count in {self.prompt, stop, *range(first, stop)} if count <= stop]
+
+
+class LeftRoutes:
+    """Puts routes into a store, which it owns, and says what goes to the client beside an answer."""
+
+    def __init__(self, store: RolloutStore) -> None:
+        self._store = store
+        self._siblings: OrderedDict[str, dict[str, dict[str, Any]]] = OrderedDict()
+
+    def make_room(self, name: str, group: str | None) -> None:
+        """A request of this name begins: what an earlier one has left under it is neither found nor told any more.
+
+        Its tokens may be the same and its weights others. An answer without a handle is looked for by its name as soon
+        as a front end has ended it, which is before the engine knows.
+        """
+        for kind, told in (found := self._siblings.get(group or "", {})).items():
+            found[kind] = {other: each for other, each in told.items() if other != name}
+        try:
+            if (left := self._store.find(name)) is not None:
+                self._store.delete(left)
+        except KVRouteError as error:
+            logger.warning("a rollout %s that may be of an earlier request cannot be deleted: %s", name, error)
+
+    def leave(
+        self, name: str, routes: Routes, tokens: Tokens | None, group: str | None, unseen: Sequence[Sequence[int]]
+    ) -> dict[str, Any]:
+        """What goes to the client whose request ``name`` has these routes.
+
+        ``tokens`` says what they are bound to. All that one ``group`` of requests has is told with each of them. Raises
+        what the store raises.
+        """
+        if tokens is not None:
+            routes = routes.bind(tokens.ids, tokens.counts(routes.stop))
+        told: dict[str, dict[str, Any]] = {LEFT: {name: self._store.put(name, routes).to_json()}}
+        if unseen:
+            told[UNSEEN] = {name: unseen}
+        return self._told(told, group)
+
+    def fail(self, name: str, error: KVRouteError, group: str | None) -> dict[str, Any]:
+        """What goes to the client whose request ``name`` has no routes."""
+        logger.warning("request %s has no routes: %s", name, error)
+        return self._told({ERROR: {name: str(error)}}, group)
+
+    def _told(self, told: dict[str, dict[str, Any]], group: str | None) -> dict[str, Any]:
+        if group is None:
+            return {FIELD: told}
+        found = self._siblings.setdefault(group, {})
+        for kind, each in told.items():
+            found[kind] = found.get(kind, {}) | each
+        self._siblings.move_to_end(group)
+        if len(self._siblings) > SIBLINGS_MAX:
+            self._siblings.popitem(last=False)
+        return {FIELD: dict(found)}
+
+    def close(self) -> None:
+        self._store.close()
+
+
+__all__ = ["LeftRoutes", "Tokens"]

@@ -1,0 +1,248 @@
+"""Passes whose step is refused, and slots that are dropped from one: the pass writes its KV all the same.
+
+So what lay at the slots is missing, what else steps have claimed there is late, and no row of a
+device is taken for another.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from aux_house import fill as filled
+from aux_house import new_aux
+from engine_house import TOKENS, House, slots
+
+from cache_manager.errors import BlockBusyError, BlockStateError, SlotError
+from cache_manager.memory import places
+from cache_manager.move import Move, split_pairs
+from cache_manager.mover import RowsMover
+from cache_manager.storage import open_store
+
+
+@pytest.fixture
+def full():
+    """As many steps in place as there may be, over blocks 4 and 5, whose devices are late; block 0 and 1 have rows."""
+    made = House(steps_max=2)
+    made.engine.renew(range(6))
+    made.late = [made.engine.begin_step(slots(block), in_place=True) for block in (4, 5)]
+    yield made
+    for step in made.engine.steps:
+        step.abort()
+    made.engine.close()
+
+
+def fill(house: House, block: int, who: str) -> np.ndarray:
+    """Rows in a block, though the steps in flight are as many as there may be."""
+    house.late.pop().abort()
+    rows = house.fill(block, who)
+    house.late.append(house.engine.begin_step(slots(5), in_place=True))
+    return rows
+
+
+def device_writes(house: House, at: np.ndarray, rows: np.ndarray) -> None:
+    (region,) = places(house.engine.region("device"))
+    for slot, row in zip(at.tolist(), rows, strict=True):
+        region[slot // TOKENS, slot % TOKENS] = row.reshape(-1).view(np.uint8)
+
+
+UNREADABLE = {
+    "half": np.array([0.5]),
+    "not a number": np.array([np.nan, 1.0]),
+    "text": ["1"],
+    "nothing": None,
+    "ragged": [[0, 1], [2]],
+    "a mask": np.array([True, False]),
+}
+
+
+@pytest.mark.parametrize("given", [slots(0)[1:3], [1, 2], np.array([[1], [2]]), np.array([1.0, 2.0], np.float32)])
+@pytest.mark.parametrize("call", ["write_step", "begin_step"])
+def test_the_former_rows_of_a_pass_that_is_refused_are_missing(full, call: str, given) -> None:
+    """Goal: no row of one pass beside the KV of the next. Method: rows of a pass; a second pass over two of the slots
+    is one step too many, or has slots of another type."""
+    rows = fill(full, 0, "first")
+    before = full.engine.counters.bad_writes_dropped
+    if call == "write_step":
+        assert full.engine.write_step(given, {"routing": full.rows("second", 2)}) == 0
+    else:
+        with pytest.raises((BlockBusyError, SlotError)):
+            full.engine.begin_step(given)
+    read = full.engine.read("routing", [0])
+    assert read.valid.tolist() == [True, False, False, True]
+    assert np.array_equal(read.values[[0, 3]], rows[[0, 3]])
+    assert full.engine.counters.bad_writes_dropped == before + 2
+
+
+@pytest.mark.parametrize("given", UNREADABLE.values(), ids=UNREADABLE)
+def test_where_the_slots_of_a_pass_cannot_be_read_no_row_of_before_is(house, given) -> None:
+    """Goal: as above; nobody knows which blocks the pass has written. Method: slots that name none; then all is well
+    again."""
+    engine = house.engine
+    engine.renew([0, 1])
+    house.fill(0, "first")
+    engine.swap_out([(0, 1)])
+    assert engine.write_step(given, {"routing": house.rows("second")}) == 0
+    assert house.valid(0) == house.valid(1) == [False] * TOKENS
+    assert house.valid(1, "host") == [True] * TOKENS, "which no pass writes"
+    assert engine.counters.bad_writes_dropped > 0
+    house.fill(0, "third")
+
+
+def test_what_lies_outside_of_the_refused_slots_stays(full) -> None:
+    """Goal: as little is lost as can be. Method: padding, and slots that are none, beside none of block 0's."""
+    rows = fill(full, 0, "first")
+    assert full.engine.write_step(np.array([-1, -7, 999, 4]), {"routing": full.rows("second")}) == 0
+    assert full.holds(0, rows)
+
+
+def test_a_step_in_flight_does_not_count_where_a_refused_pass_has_written(house) -> None:
+    """Goal: as above, of rows that are committed later. Method: a step begins, and a pass over half of its slots is
+    refused before it commits."""
+    engine = house.engine
+    engine.renew([0])
+    rows = house.rows("first")
+    with engine.begin_step(slots(0)) as step:
+        step.write("routing", rows)
+        assert engine.write_step(slots(0)[:2].astype(np.float64), {"routing": house.rows("second", 2)}) == 0
+        assert step.commit() == 2
+    read = engine.read("routing", [0])
+    assert read.valid.tolist() == [False, False, True, True]
+    assert np.array_equal(read.values[2:], rows[2:])
+
+
+def test_a_refused_pass_is_another_computation(house) -> None:
+    """Goal: KV that left before a refused pass and KV that leaves after it have two names. Method: the origin of the
+    rows of a block beside a backup's, and what a restore by the first name brings."""
+    engine = house.engine
+    lives = engine.renew([0, 1])
+    house.fill(0, "first")
+    key = engine.keys.key(None, [1])
+    (origin,) = engine.origins([0])
+    assert engine.persist({key: 0}, lives[:1]) == {key: origin}
+    assert engine.write_step(slots(0)[:1].astype(np.float64), {}) == 0
+    engine.copy([(0, 1)])
+    assert house.valid(1) == [False, True, True, True]
+    assert engine.origins([1]) == engine.origins([0]) != [origin]
+
+
+def test_steps_in_place_that_never_end_cost_the_rows_of_other_passes_until_they_are_ended(full) -> None:
+    """Goal: what happens then is known: rows are missing and counted, none is wrong, and it can be mended. Method:
+    passes while both steps are open; one of them is ended by way of `steps` when its device is done."""
+    engine, before = full.engine, full.engine.counters.bad_writes_dropped
+    for n in range(3):
+        assert engine.write_step(slots(0), {"routing": full.rows(f"pass {n}")}) == 0
+        assert not engine.read("routing", [0]).valid.any()
+    assert engine.counters.bad_writes_dropped == before + 3 * TOKENS
+    assert engine.steps == full.late
+    engine.steps[0].abort()
+    full.fill(0, "afterwards")
+
+
+# ---------------------------------------------------------------- slots that are dropped
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_a_dropped_slot_that_a_device_writes_is_fenced_until_its_step_has_ended(house, end: str) -> None:
+    """Goal: `no_late_device_write_lands_among_valid_rows`. Method: a step in place over a block that was not given out;
+    it is given out, filled in every way, and then the device gets to it."""
+    engine = house.engine
+    engine.renew([0, 2])
+    house.fill(2, "source")
+    key = engine.keys.key(None, [1])
+    engine.persist({key: 2}, engine.generations([2]))
+    engine.swap_out([(2, 0)])
+    both = np.arange(2 * TOKENS)
+    late = engine.begin_step(both, in_place=True)
+    assert engine.counters.bad_writes_dropped == TOKENS
+    engine.renew([1])
+    assert engine.write_step(slots(1), {"routing": house.rows("next")}) == 0
+    engine.copy([(2, 1)])
+    engine.swap_in([(0, 1)])
+    assert engine.restore({key: 1}, engine.generations([1])) == {key: False}
+    assert house.valid(1) == [False] * TOKENS
+    made = house.rows("late", 2 * TOKENS)
+    device_writes(house, both, made)
+    assert house.valid(1) == [False] * TOKENS
+    late.wrote("routing")
+    if end == "commit":
+        assert late.commit() == TOKENS
+        assert house.holds(0, made[:TOKENS]), "what the step has claimed is its own"
+    else:
+        late.abort()
+    house.fill(1, "afterwards")
+
+
+def test_rows_that_a_step_has_claimed_elsewhere_are_not_fenced(house) -> None:
+    """Goal: the other half: a dropped slot costs its own block. Method: a pass over a third block meanwhile."""
+    engine = house.engine
+    engine.renew([0, 2])
+    late = engine.begin_step(np.arange(2 * TOKENS), in_place=True)
+    house.fill(2, "beside")
+    late.abort()
+
+
+def test_of_a_slot_that_is_given_twice_no_row_is_known(house) -> None:
+    """Goal: nobody knows which of the two tokens has its KV there. Method: rows of a pass before, a pass that copies,
+    and one whose device writes."""
+    engine = house.engine
+    engine.renew([0])
+    rows = house.fill(0, "first")
+    twice = np.array([1, 2, 1])
+    assert engine.write_step(twice, {"routing": house.rows("second", 3)}) == 1
+    read = engine.read("routing", [0])
+    assert read.valid.tolist() == [True, False, True, True]
+    assert np.array_equal(read.values[[0, 2, 3]], [rows[0], house.rows("second", 3)[1], rows[3]])
+    step = engine.begin_step(np.array([3, 3]), in_place=True)
+    device_writes(house, np.array([3, 3]), house.rows("device", 2))
+    step.wrote("routing")
+    assert step.commit() == 0
+    assert house.valid(0) == [True, False, True, False]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("written", ["source", "target"])
+def test_a_pass_over_a_block_in_motion_leaves_no_row_that_was_moved(house, written: str, in_place: bool) -> None:
+    """Goal: a row that arrives is beside KV that was copied, and one that stays beside KV of its pass. Method: a pass
+    begins over the block that is copied from, or into, while bytes are copied: its slots are dropped."""
+    engine = house.engine
+    engine.renew([0, 1, 2])
+    house.fill(0, "moved")
+    other = house.fill(2, "moved too")
+    engine.forget([1])
+    at, began = slots({"source": 0, "target": 1}[written])[:1], []
+
+    class Slow(RowsMover):
+        __slots__ = ()
+
+        def copy(self, *arguments) -> None:
+            super().copy(*arguments)
+            began.append(engine.begin_step(at, in_place=in_place))
+            device_writes(house, at, house.rows("pass", 1))
+
+    table = engine._device
+    engine.renew([3])
+    ids = split_pairs([(0, 1), (2, 3)], table, table)
+    Move(engine._books, table, table, *ids, mover=Slow(table.region, None, None), beside_steps=True).commit()
+    assert house.valid(1) == [False] * TOKENS
+    assert house.valid(0) == [written == "target"] * TOKENS
+    assert house.holds(3, other), "what nobody wrote has arrived"
+    assert engine.origins([1]) == [0]
+    began[0].abort()
+    house.fill(1, "afterwards")
+    engine.assert_consistent()
+
+
+def test_blocks_with_owners_refuse_the_step_and_change_nothing() -> None:
+    """Goal: the other half: there the engine asks before its pass. Method: one step too many, and bad slots."""
+    aux = new_aux(open_store("memory:?capacity=1MiB"), "heap")
+    rows = filled(aux, [0], "mine", "a")
+    with pytest.raises(BlockStateError):
+        aux.begin_step([0, 21])
+    with pytest.raises(SlotError):
+        aux.begin_step([0, 0])
+    with pytest.raises(SlotError):
+        aux.begin_step(np.array([0.0]))
+    read = aux.read("routing", [0])
+    assert read.valid.all()
+    assert np.array_equal(read.values, rows)
+    aux.close()

@@ -1,0 +1,73 @@
+"""Faults of what goes to clients and comes from their answers; see :mod:`planted`."""
+
+from __future__ import annotations
+
+from planted import Fault
+
+CLIENT = "tests/kvroute/test_vllm_answers.py::"
+LEFT = "tests/kvroute/test_connector_left.py::"
+POOL = "tests/kvroute/rollout/test_mooncake_rollouts.py::"
+
+
+def _fault(name: str, file: str, before: str, after: str, where: str, claim: str) -> Fault:
+    return Fault(name, file, before, after, where + claim, claim, "kvroute")
+
+
+ANSWER_FAULTS = [
+    _fault(
+        "rows of other tokens are an answer's",
+        "connector/answers.py",
+        "if mine[count] != theirs[count]]",
+        "if count < 0]",
+        CLIENT,
+        "test_what_another_request_of_the_id_has_left_is_not_handed_out",
+    ),
+    _fault(
+        "an answer gets the fewer rows of an earlier one that began as it does",
+        "connector/answers.py",
+        "(stop := found[0].stop) < len(asked.tokens) - 1",
+        "(stop := found[0].stop) < 0",
+        CLIENT,
+        "test_what_another_request_of_the_id_has_left_is_not_handed_out",
+    ),
+    _fault(
+        "an error in the answer is passed over",
+        "connector/answers.py",
+        "if (error := asked.told_of(ERROR)) is not None:",
+        "if (error := asked.told_of(ERROR)) is not None and rollouts is None:",
+        CLIENT,
+        "test_an_error_in_the_answer_ends_the_search",
+    ),
+    _fault(
+        "the number of a completion is taken for its prompt's",
+        "connector/answers.py",
+        "prompt, number = divmod(index, n)",
+        "number, prompt = divmod(index, n)",
+        CLIENT,
+        "test_each_completion_of_a_list_of_prompts_is_found",
+    ),
+    _fault(
+        "an answer that was cut has no hash at its end",
+        "connector/left.py",
+        "if self.cut else stop\n",
+        "if self.cut and stop < 0 else stop\n",
+        CLIENT,
+        "test_a_cut_answer_has_the_rows_of_its_own_tokens",
+    ),
+    _fault(
+        "what an earlier request has left stays under its name",
+        "connector/left.py",
+        "                self._store.delete(left)\n",
+        "                pass\n",
+        LEFT,
+        "test_rows_of_older_weights_are_not_those_of_the_same_tokens_again",
+    ),
+    _fault(
+        "a part is bound to its rollout and not to its put",
+        "rollout/handle.py",
+        'manifest_nbytes=0, inline=b"")',
+        'manifest_nbytes=0, inline=b"", put_id="")',
+        POOL,
+        "test_a_part_of_another_put_is_never_taken",
+    ),
+]

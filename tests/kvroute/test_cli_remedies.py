@@ -1,0 +1,60 @@
+"""A command that lacks a package says which part of kvroute brings it, and that no more than that is wanted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvroute.cli import FAILED, USAGE
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def ran(where: Path, without: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, where these packages are not installed."""
+    code = (
+        f"import sys\nfor name in {without}: sys.modules[name] = None\n"
+        f"from kvroute.cli import main\nsys.exit(main({list(arguments)}))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=where, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("without", "arguments", "said"),
+    [
+        (
+            "hypothesis",
+            ("prove", "managers:Adapter"),
+            "kvroute prove: needs hypothesis; pip install 'kvroute[testing]'",
+        ),
+        ("torch", ("demo",), "kvroute demo: needs torch; pip install 'kvroute[engine]'"),
+        ("aiohttp", ("front", "--model", "m"), "kvroute front: needs aiohttp; pip install 'kvroute[serve]'"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_part(
+    tmp_path: Path, without: str, arguments: tuple[str, ...], said: str
+) -> None:
+    """Goal: nobody installs torch for want of Hypothesis. Method: each part's package alone is not there."""
+    found = ran(tmp_path, [without], *arguments)
+    assert found.stderr.strip().splitlines()[-1] == said
+    assert found.returncode == USAGE
+
+
+def test_a_package_of_the_users_own_is_not_sought_in_kvroute(tmp_path: Path) -> None:
+    """Method: an adapter's module that imports what is not there."""
+    (tmp_path / "managers.py").write_text("import a_package_of_mine\n")
+    found = ran(tmp_path, [], "prove", "managers:Adapter")
+    assert found.stderr.strip() == "kvroute prove: needs a_package_of_mine; no part of kvroute brings it"
+
+
+def test_prove_wants_no_torch() -> None:
+    """Goal: as it is said, ``testing`` is all that it wants. Method: a manager is proved where no other part is."""
+    without = ["torch", "transformers", "tokenizers", "rich", "matplotlib", "aiohttp", "prometheus_client", "triton"]
+    found = ran(SUPPORT, without, "prove", "tiny_managers:Plain", "--examples", "20")
+    assert "operations" in found.stdout, found.stderr
+    assert found.returncode == (FAILED if "not proved" in found.stdout else 0)

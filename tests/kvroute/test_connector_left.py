@@ -1,0 +1,131 @@
+"""What a scheduler leaves for clients: bound to the request's tokens, and never an earlier request's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_engine import Toy, admitted, judge, row_of
+
+import kvroute
+from kvroute.connector import Tokens, routes, scheduler
+from kvroute.rollout import RolloutStore, open_rollouts
+
+TOKENS = [3, 1, 4, 1, 5, 9]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Callable[..., Toy]]:
+    made: list[Toy] = []
+
+    def started(**said: Any) -> Toy:
+        made.append(Toy(rollouts=f"file://{tmp_path}", **said))
+        return made[-1]
+
+    yield started
+    for toy in made:
+        toy.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RolloutStore]:
+    with closing(open_rollouts(f"file://{tmp_path}")) as opened:
+        yield opened
+
+
+def answered(tokens: list[int], **more: Any) -> dict[str, Any]:
+    """What a front end that has ended request ``r`` by itself answers: the toy's prompts are all that has rows."""
+    said = {"prompt_token_ids": tokens[:3], "token_ids": [*tokens[3:], 7]}
+    return {"id": "r", "choices": [{"index": 0, **said}], "kv_transfer_params": None, **more}
+
+
+def test_rows_of_older_weights_are_not_those_of_the_same_tokens_again(
+    engine: Callable[..., Toy], store: RolloutStore
+) -> None:
+    """Goal: greedy decoding says the same again in a second epoch, under the same id. Method: an engine
+    has left a rollout; another has new weights and is asked again; its front end answers first.
+    """
+    engine().ask("r", TOKENS)
+    engine().ask("of another", TOKENS)
+    assert routes(answered(TOKENS), rollouts=store, wait_s=0).weights_versions == ((0, 6, 1),)
+    second = engine()
+    second.scheduler.reset()
+    second.scheduler.arrived("r")
+    with pytest.raises(kvroute.RowError, match="nor one in the store"):
+        routes(answered(TOKENS), rollouts=store, wait_s=0)
+    told = second.ask("r", TOKENS)
+    for answer in (answered(TOKENS), answered(TOKENS, **told)):
+        found = routes(answer, rollouts=store, wait_s=0)
+        assert found.weights_versions == ((0, 6, 2),)
+        assert judge(found, TOKENS) == {"right": 6}
+    assert store.find("of another") is not None
+
+
+def test_a_request_without_routes_leaves_no_older_ones(
+    engine: Callable[..., Toy], store: RolloutStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a stream's client, who sees no error, finds nothing. Method: a worker is behind when its request ends."""
+    monkeypatch.setattr(scheduler, "LATE_S", 0.0)
+    engine().ask("r", TOKENS)
+    toy = engine(late=True)
+    toy.scheduler.arrived("r")
+    admitted(toy, TOKENS, [5, 2])
+    toy.scheduler.step({"r": 6})
+    told = toy.scheduler.finished("r", [5, 2], 6, Tokens(TOKENS, 3))
+    with pytest.raises(kvroute.RowError, match="a worker that is behind"):
+        routes(answered(TOKENS, kv_transfer_params=told), rollouts=store, wait_s=60)
+    with pytest.raises(kvroute.RowError, match="nor one in the store"):
+        routes(answered(TOKENS), rollouts=store, wait_s=0)
+
+
+def test_a_store_that_fails_when_a_request_comes_is_told(
+    engine: Callable[..., Toy], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Goal: the request is served. Method: a store that was closed; an id that no rollout can have."""
+    toy = engine()
+    toy.scheduler.arrived("x" * 999)
+    assert toy.scheduler._left is not None
+    toy.scheduler._left.close()
+    toy.scheduler.arrived("r")
+    assert [each.getMessage().partition(" that may")[0] for each in caplog.records] == [
+        f"a rollout {'x' * 999}",
+        "a rollout r",
+    ]
+    told = toy.ask("r", TOKENS)
+    with pytest.raises(kvroute.RowError, match="closed"):
+        routes(answered(TOKENS, **told))
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_is_left_is_bound_to_its_tokens(engine: Callable[..., Toy], store: RolloutStore, cut: bool) -> None:
+    """Goal: an answer that was cut finds its rows where the engine knew that it may be. Method: the engine has computed
+    two tokens more than the front end has answered, the last of which has no row.
+    """
+    toy, answer = engine(), answered(TOKENS[:4])
+    toy.ask("other", TOKENS)
+    ended = toy.scheduler.forget("r")
+    toy.scheduler.finished("r", toy.table, 6, Tokens([*TOKENS, 7], 3, cut), ended=ended)
+    answer["choices"][0]["token_ids"] = TOKENS[3:5]
+    if cut:
+        found = routes(answer, rollouts=store, wait_s=0)
+        assert [count for count, _ in found.token_hashes] == [3, 4]
+        assert [row.tolist() for row in found.ids] == [row_of(TOKENS[: i + 1]).tolist() for i in range(4)]
+    else:
+        with pytest.raises(kvroute.RowError, match="nothing says to be the first 4"):
+            routes(answer, rollouts=store, wait_s=0)
+
+
+def test_each_of_a_group_is_told_with_all_that_are_done(engine: Callable[..., Toy]) -> None:
+    """Goal: vLLM sends on what comes with the last completion only. Method: two of one request, one of another."""
+    toy = engine()
+    toy.ask("before", TOKENS)
+    calls = [("1_r", "r-1"), ("1_s", "s-1"), ("0_r", "r-1"), ("5_1", None)]
+    told = [toy.scheduler.finished(name, toy.table, 6, Tokens(TOKENS, 3), group=group) for name, group in calls]
+    assert [sorted(each["kvroute"]["rollouts"]) for each in told if each] == [["1_r"], ["1_s"], ["0_r", "1_r"], ["5_1"]]
+    toy.scheduler.arrived("1_r", "r-1")  # the same id again, in an engine whose ids have nothing random
+    again = toy.scheduler.finished("0_r", toy.table, 6, Tokens(TOKENS, 3), group="r-1")
+    assert again is not None
+    assert list(again["kvroute"]["rollouts"]) == ["0_r"]

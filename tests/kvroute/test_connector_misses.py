@@ -1,0 +1,163 @@
+"""Rows that a load does not bring are counted by reason, and said once."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_engine import TOKENS, Toy, judge
+
+from cache_manager.errors import StorageError, StoreMissingError
+from kvroute.connector import routes, worker
+from tests.storage.file_stores import flip, segments
+
+ASKED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+NOT_THERE = "the store of rows does not have them"
+DAMAGED = "the store of rows has damaged ones"
+FAILED = "the store of rows has failed"
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> tuple[dict[bytes, Any], Path]:
+    """KV and rows that a first engine has left: two blocks."""
+    kept, path = dict[bytes, Any](), tmp_path / "rows"
+    first = Toy(kept=kept, store=f"file://{path}", witness="off")
+    first.ask("a", ASKED)
+    first.settle()
+    first.close()
+    return kept, path
+
+
+def _as_it_is(_: Path) -> Iterator[dict[str, Any]]:
+    yield {}
+
+
+def _without_the_second(rows: Path) -> Iterator[dict[str, Any]]:
+    """The worker reads another store than the scheduler asks, with one block."""
+    fewer = rows.with_name("fewer")
+    first = Toy(kept={}, store=f"file://{fewer}", witness="off")
+    first.ask("a", ASKED[:TOKENS])
+    first.settle()
+    first.close()
+    yield {"store": f"file://{fewer}?mode=read", "reader": f"file://{rows}?mode=read"}
+
+
+def _with_a_bit_changed(rows: Path) -> Iterator[dict[str, Any]]:
+    """In the payload of each record, after the worker has opened the store; the scheduler asks a copy."""
+    yield {"reader": f"file://{shutil.copytree(rows, rows.with_name('copy'))}?mode=read"}
+    (segment,) = segments(rows)
+    raw = segment.read_bytes()
+    starts = [found.start() for found in re.finditer(b"KVRR", raw)]
+    for start in starts:
+        flip(segment, start + int.from_bytes(raw[start + 6 : start + 8], "little"))
+    assert len(starts) == 2
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    ("harm", "missing"),
+    [
+        (_as_it_is, {}),
+        (_without_the_second, {NOT_THERE: TOKENS}),
+        (_with_a_bit_changed, {DAMAGED: 2 * TOKENS}),
+    ],
+)
+def test_a_restore_that_misses_says_why(
+    there: tuple[dict[bytes, Any], Path],
+    harm: Callable[[Path], Iterator[dict[str, Any]]],
+    missing: dict[str, int],
+    later: bool,
+    late: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Goal: rows due are rows right and rows missing, and the missing ones have a reason. Method: KV of two blocks is
+    loaded, beside a step or in one, by an engine whose scheduler was told that their rows are there.
+    """
+    kept, rows = there
+    harming = harm(rows)
+    said = {"store": f"file://{rows}?mode=read", "witness": "off", **next(harming)}
+    toy = Toy(kept=kept, late=late, later=later, **said)
+    assert next(harming, None) is None
+    with caplog.at_level(logging.WARNING):
+        found = routes(toy.ask("b", ASKED))
+        toy.worker.settle()
+    assert toy.loaded == 2 * TOKENS
+    lost = sum(missing.values())
+    assert judge(found, ASKED) == {"right": len(ASKED) - lost} | ({"missing": lost} if lost else {})
+    assert toy.worker.missing == missing
+    assert [reason for reason in missing if reason in caplog.text] == list(missing)
+    counted = toy.worker.blocks.counters
+    blocks = (counted.restored_blocks, counted.absent_blocks_not_restored, counted.corrupt_blocks_not_restored)
+    assert blocks == (2 - lost // TOKENS, missing.get(NOT_THERE, 0) // TOKENS, missing.get(DAMAGED, 0) // TOKENS)
+    toy.close()
+
+
+def test_a_store_that_fails_or_does_not_answer_is_said(
+    there: tuple[dict[bytes, Any], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Goal: as above. Method: the disk fails each read; then the store answers nothing at all."""
+    kept, rows = there
+    monkeypatch.setattr(worker, "RESTORE_S", 0.1)
+    go = threading.Event()
+
+    def fails(*_: object) -> list[Any]:
+        raise StorageError("the disk has failed on purpose")
+
+    def waits(*_: object) -> list[Any]:
+        go.wait(60)
+        return []
+
+    for answer, reason in ((fails, FAILED), (waits, worker.NO_ANSWER)):
+        toy = Toy(kept=kept, store=f"file://{rows}?mode=read", witness="off")
+        monkeypatch.setattr(type(toy.worker.store), "get_into", answer)
+        with caplog.at_level(logging.WARNING):
+            assert judge(routes(toy.ask("b", ASKED)), ASKED) == {"right": 3, "missing": 8}
+        assert toy.worker.missing == {reason: 2 * TOKENS}
+        assert reason in caplog.text
+        if answer is waits:
+            go.set()
+        toy.close()
+    assert "the disk has failed on purpose" in caplog.text
+
+
+def test_rows_of_kv_that_nothing_brings_are_counted() -> None:
+    """Goal: as above, where there is no store. Method: KV is loaded, and no rows come with it."""
+    kept = dict[bytes, Any]()
+    first, other = Toy(kept=kept), Toy(kept=kept)
+    first.ask("a", ASKED)
+    assert judge(routes(other.ask("b", ASKED)), ASKED) == {"right": 3, "missing": 8}
+    assert other.worker.missing == {worker.NO_CARRIER: 8}
+    assert not first.worker.missing
+    first.close()
+    other.close()
+
+
+def test_an_engine_that_reads_a_store_starts_before_its_writer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Goal: engines start in any order. Method: one with ``mode=read`` where there is no store; the writer comes then,
+    and the first one's loads have their rows.
+    """
+    kept, url = dict[bytes, Any](), f"file://{tmp_path / 'rows'}"
+    with caplog.at_level(logging.WARNING):
+        early = Toy(kept=kept, store=f"{url}?mode=read", witness="off")
+    assert f"{tmp_path / 'rows'}: there is no store" in caplog.text
+    assert judge(routes(early.ask("a", ASKED[::-1])), ASKED[::-1]) == {"right": len(ASKED)}
+    with pytest.raises(StoreMissingError):
+        Toy(store=f"{url}?mode=read&absent=error")
+    kept.clear()
+    writer = Toy(kept=kept, store=url, witness="off")
+    writer.ask("b", ASKED)
+    writer.settle()
+    assert judge(routes(early.ask("c", ASKED)), ASKED) == {"right": len(ASKED)}
+    assert early.loaded == 2 * TOKENS
+    assert not early.worker.missing
+    early.close()
+    writer.close()

@@ -1,0 +1,12 @@
+"""The origins of blocks, looked at from inside: those that ``origins`` hands out end with that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cache_manager.block_set import BlockSet
+from cache_manager.ports import TierName
+
+
+def origins_of(blocks_of: BlockSet, blocks: Sequence[int], tier: TierName = "device") -> list[int]:
+    return blocks_of._tables[tier].origin[list(blocks)].tolist()

@@ -1,0 +1,34 @@
+"""To see that a thread waits, without guessing how long it takes to get there."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+GIVE_UP_S = 60.0
+
+
+def until_it_waits(thread: threading.Thread) -> bool:
+    """Returns True when ``thread`` sleeps in the kernel and stays at the same instruction, False when it has ended.
+
+    Whoever asks lets go of the interpreter between two looks, so that a thread which only wants that goes on.
+    """
+    give_up_s, before = time.monotonic() + GIVE_UP_S, None
+    while thread.is_alive():
+        assert time.monotonic() < give_up_s, f"{thread.name} neither waits nor ends"
+        frame = sys._current_frames().get(thread.ident or 0)
+        where = (id(frame), frame.f_lasti) if frame and _sleeps(thread.native_id) else None
+        if where is not None and where == before:
+            return True
+        before = where
+        time.sleep(0.002)
+    return False
+
+
+def _sleeps(native_id: int | None) -> bool:
+    try:
+        return Path(f"/proc/self/task/{native_id}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+    except OSError:  # it has ended
+        return False
