@@ -123,8 +123,8 @@ class Pages:
 
         They are of the tokens that the model has seen since the step began, of the KV that lies there now, and of the
         weights that ``namespace``, a fingerprint, names. Rows with an id that is none are missing, those not to
-        ``keep`` bool ``[T]`` and those of tokens that nobody saw, and without ``ids`` all. What lay there before is
-        gone in any case. Waits for nothing.
+        ``keep`` bool ``[T]`` and those of tokens that nobody saw, and without ``ids`` or a ``namespace`` all. What lay
+        there before is gone in any case. Waits for nothing.
         """
         if not len(slots):
             return
@@ -133,7 +133,7 @@ class Pages:
         real = slots >= 0
         one = real.int().argmax(keepdim=True)
         blocks, offsets = self._at(torch.where(real, slots, slots[one]))
-        if ids is not None:
+        if ids is not None and namespace:
             flat, seen = ids.reshape(len(slots), -1), self.seen.first(len(slots))
             good = ((flat >= 0) & (flat < spec.attrs["num_experts"])).all(1) & (seen >= 0).all(0)
             if keep is not None:

@@ -194,7 +194,7 @@ class SchedulerRows:
         self._steps += 1
         meta = StepMeta(inner, before, self.feed.take(), self._steps, sum(scheduled.values()), full=full)
         if self.engine.pages:
-            meta.given, meta.namespace = given, self.namespace.fingerprint
+            meta.given, meta.namespace = given, self.keys.namespace.fingerprint
         if loads:
             meta.joined, meta.loads = joined, [load.run for load in loads.values() if not load.later]
             self._later |= {name: load for name, load in loads.items() if load.later}

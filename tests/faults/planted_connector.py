@@ -91,7 +91,7 @@ CONNECTOR_FAULTS = [
     _fault(
         "pages are of the weights that an engine began with",
         "connector/scheduler.py",
-        "meta.given, meta.namespace = given, self.namespace.fingerprint",
+        "meta.given, meta.namespace = given, self.keys.namespace.fingerprint",
         "meta.given, meta.namespace = given, self.engine.namespace.fingerprint",
         ENDS,
         "test_pages_say_what_their_rows_are_of",

@@ -165,6 +165,17 @@ def test_pages_beside_the_kv_of_others_have_no_rows(seed: int, pages: bool) -> N
 
 
 @given(seeds)
+def test_rows_of_weights_without_a_name_are_nowhere(seed: int) -> None:
+    """Goal: what was computed while nobody knows by which weights is in no page, and nothing is believed then. Method:
+    a step over full pages without a namespace; then all are asked for without one.
+    """
+    held, ids = full(seed, SPECS[0])
+    held.pages.put(torch.from_numpy(ALL[:5]), torch.from_numpy(ids[:5]), b"")
+    assert held.get()[1].tolist() == [False] * 5 + [True] * (ALL.size - 5)
+    assert held.get(namespace=b"")[2] == {NO_ROW: 5, OTHER_WEIGHTS: ALL.size - 5}
+
+
+@given(seeds)
 def test_rows_that_are_one_token_off_are_missing(seed: int) -> None:
     """Goal: a mover that is off by a token is found out. Method: the tokens of a page go round by one."""
     held, _ = full(seed, SPECS[0])
