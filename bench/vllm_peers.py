@@ -61,7 +61,7 @@ def _connector(name: str, module: str, kv: Path) -> dict[str, Any]:
 def wrapped(name: str, module: str, kv: Path, untested: str = "") -> dict[str, Any]:
     """The same connector inside kvroute's, with a store of rows beside its KV."""
     found = _connector(f"Kvroute{module}:{name}" if module else f"Kvroute{name}", MODULE, kv)
-    settings = {"store": f"file://{kv}/rows", "witness": "flagged", "untested": untested}
+    settings = {"store": f"file://{kv}/rows", "witness": "flagged", "carrier": "connector", "untested": untested}
     found["kv_connector_extra_config"]["kvroute"] = settings
     return found
 

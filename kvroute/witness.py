@@ -93,11 +93,14 @@ class Run:
     """Successive blocks of one sequence, and the block before them, -1 for none.
 
     ``tokens`` says for how many of their tokens KV has come, where the last block may be a part; else all are full.
+    Where rows are in the KV, the first of these has position ``start``, and they are the ``token_ids``.
     """
 
     before: int
     blocks: Sequence[int]
     tokens: int = 0
+    start: int = 0
+    token_ids: Sequence[int] = ()
 
 
 __all__ = ["ROOT", "UNKNOWN", "Run", "chained", "fold_keys", "fold_reference", "folded"]

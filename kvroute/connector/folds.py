@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Final
+
 import numpy as np
 import torch
 
+from cache_manager.errors import ConfigError
 from kvroute.witness import fold_keys
+
+GATHER_NBYTES_MAX: Final = 32 << 20  # of KV that is copied at a time; about three times that is needed for a moment
 
 
 def keys_on(device: torch.device, first: int, words: int) -> torch.Tensor:
@@ -25,4 +31,19 @@ def to_host(values: torch.Tensor) -> torch.Tensor:
     return values.to("cpu", non_blocking=True, copy=True)
 
 
-__all__ = ["folded_on_device", "keys_on", "to_host"]
+def by_layer(names: Iterable[str]) -> dict[int, str]:
+    """The names of layers by the number of the layer, which each has, in order.
+
+    Raises :class:`ConfigError` where no name has one.
+    """
+    given, found = list(names), dict[int, str]()
+    for name in given:
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        if len(numbers) == 1:
+            found.setdefault(numbers[0], name)
+    if not found:
+        raise ConfigError("KV layers", "names with the number of their layer", sorted(given)[:3])
+    return dict(sorted(found.items()))
+
+
+__all__ = ["GATHER_NBYTES_MAX", "by_layer", "folded_on_device", "keys_on", "to_host"]

@@ -1,14 +1,15 @@
 """Rows as one more layer of paged KV: whatever moves the KV of a block moves its rows with it, unknowing.
 
-A page has, for each token of a block, a sum and the row that it is of. Rows of KV that came from elsewhere are taken
-out of their pages: they are of the computation that made this KV, the last router's choice too, because both were in
-one place all along. A row that was not captured has a sum of zero and is missing; so is a row whose bytes have changed.
+A page has, for each token of a block, a sum, the name of the weights and the row. The sum covers the row, the name, the
+token, its position and the K and V that the last layer has of it. So a page that comes back says of each row that it is
+of these weights, of this token at this place, and of the computation that made the KV beside it. Rows of which that
+does not hold are missing, and so are those that were not captured: their sum is zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -16,14 +17,21 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec, align
-from kvroute.connector.folds import folded_on_device, keys_on, to_host
+from kvroute.connector.folds import GATHER_NBYTES_MAX, folded_on_device, keys_on, to_host
 from kvroute.witness import WORD_NBYTES, fold_keys, folded
 
 NAME: Final = "model.kvroute.{}.rows"
 """The layer's name has one integer, as vLLM wants it: the first that is no layer of the model."""
 
+NO_ROW: Final = "KV that was loaded came without a row"
+OTHER_WEIGHTS: Final = "rows that came with KV are of other weights, or of weights of another name"
+OTHER_KV: Final = "rows that came with KV are not of this token, position and KV"
+
 _STORED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By the bytes of an id: its lower bits are the row's, whatever the sign."""
+_FRONT: Final = 2  # words before a row: its sum, and the name of its weights
+_BESIDE: Final = 3  # words that the sum covers and no page has: the token, its position, the fold of its KV
+_NOTHING: Final = -1  # no token has this id
 
 
 def page_name(spec: AuxBlockDataSpec) -> str:
@@ -32,44 +40,110 @@ def page_name(spec: AuxBlockDataSpec) -> str:
 
 
 def token_nbytes(spec: AuxBlockDataSpec) -> int:
-    """Bytes of one token in a page: its sum, and its row up to a whole word."""
-    return WORD_NBYTES + align(spec.row_nbytes, WORD_NBYTES)
+    """Bytes of one token in a page: its sum, the name of its weights, and its row up to a whole word."""
+    return _FRONT * WORD_NBYTES + align(spec.row_nbytes, WORD_NBYTES)
+
+
+def name_word(namespace: bytes) -> int:
+    """The word that names the weights of a namespace, by its ``fingerprint``."""
+    return int.from_bytes(namespace[:WORD_NBYTES], "little", signed=True)
+
+
+class StepTokens:
+    """What a pass was given: the ids of its tokens and their positions, on the device where it computes.
+
+    The model calls :meth:`saw`, whose copies a CUDA graph replays without Python. :meth:`begin` empties the buffer, so
+    that a pass of which nobody saw the tokens is known as such.
+    """
+
+    def __init__(self, max_tokens: int, device: torch.device | None = None) -> None:
+        self._held = torch.full((2, max_tokens), _NOTHING, dtype=torch.int64, device=device)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._held.fill_(_NOTHING)
+
+    def saw(self, token_ids: torch.Tensor | None, positions: torch.Tensor) -> None:
+        """A pass begins: its tokens ``[n]`` at ``positions`` ``[n]``. Embeddings, which have no ids, are nothing."""
+        most = self._held.shape[1]
+        if token_ids is not None and token_ids.shape == positions.shape == (len(token_ids),) and len(token_ids) <= most:
+            self._held[0, : len(token_ids)].copy_(token_ids)
+            self._held[1, : len(token_ids)].copy_(positions)
+
+    def first(self, tokens: int) -> torch.Tensor:
+        """Ids and positions int64 ``[2, tokens]`` of the step's first tokens; negative where nobody saw any."""
+        if tokens > self._held.shape[1]:
+            return torch.full((2, tokens), _NOTHING, dtype=torch.int64, device=self._held.device)
+        return self._held[:, :tokens]
+
+
+class Got(NamedTuple):
+    """What lies at some slots, in host memory, and there when the device is done."""
+
+    pages: torch.Tensor  # uint8 [T, token_nbytes]
+    kv: torch.Tensor  # int64 [T], the folds of the K and V beside
 
 
 class Pages:
-    """The pages ``uint8 [blocks, 1, tokens, token_nbytes]`` on the engine's device, which stay the engine's."""
+    """The pages ``uint8 [blocks, 1, tokens, token_nbytes]`` on the engine's device, which stay the engine's.
 
-    def __init__(self, cache: torch.Tensor, spec: AuxBlockDataSpec) -> None:
+    ``kv`` is the last layer's KV ``[blocks, heads, tokens, values]``, where ``[block, :, offset]`` is what one token
+    has; or, of ``tokens * values`` values, those numbered ``places`` int64 ``[tokens, values]``. ``seen`` is told by
+    the model which tokens it computes. Raises :class:`ConfigError` for other shapes, and for tokens whose KV is no
+    whole 8-byte words.
+    """
+
+    def __init__(
+        self,
+        cache: torch.Tensor,
+        spec: AuxBlockDataSpec,
+        kv: torch.Tensor,
+        seen: StepTokens,
+        places: torch.Tensor | None = None,
+    ) -> None:
         wanted = (1, spec.block_tokens, token_nbytes(spec))
         if cache.dtype != torch.uint8 or cache.shape[1:] != wanted:
             got = f"{cache.dtype} of shape {tuple(cache.shape)}"
             raise ConfigError("pages of rows", f"uint8 [blocks, {', '.join(map(str, wanted))}]", got)
-        self.cache, self._spec = cache, spec
+        nbytes = kv[0, :, 0].numel() * kv.element_size() if kv.dim() == 4 else 0
+        if not nbytes or nbytes % WORD_NBYTES or (kv.shape[0], kv.shape[2]) != (len(cache), spec.block_tokens):
+            beside = f"[{len(cache)}, heads, {spec.block_tokens}, values], whole 8-byte words of each token"
+            raise ConfigError("KV beside rows", beside, f"{kv.dtype} of shape {tuple(kv.shape)}")
+        self.cache, self.seen, self._spec = cache, seen, spec
         self._words = token_nbytes(spec) // WORD_NBYTES
-        self._keys = keys_on(cache.device, 0, self._words - 1)
+        self._keys = keys_on(cache.device, 0, self._words - 1 + _BESIDE)
+        # float8 cannot be gathered everywhere
+        self._kv, self._places = kv.view(torch.uint8) if kv.element_size() == 1 else kv, places
+        self._kv_keys = keys_on(kv.device, 0, nbytes // WORD_NBYTES)
 
-    def put(self, slots: torch.Tensor, ids: torch.Tensor | None, keep: torch.Tensor | None = None) -> None:
+    def put(
+        self, slots: torch.Tensor, ids: torch.Tensor | None, namespace: bytes, keep: torch.Tensor | None = None
+    ) -> None:
         """Rows ``ids [T, layers, top_k]`` at ``slots`` int64 ``[T]`` (negative: padding), both on the pages' device.
 
-        Rows with an id that is none are missing, those not to ``keep`` bool ``[T]``, and without ``ids`` all. What lay
+        They are of the tokens that the model has seen since the step began, of the KV that lies there now, and of the
+        weights that ``namespace``, a fingerprint, names. Rows with an id that is none are missing, those not to
+        ``keep`` bool ``[T]`` and those of tokens that nobody saw, and without ``ids`` or a ``namespace`` all. What lay
         there before is gone in any case. Waits for nothing.
         """
         if not len(slots):
             return
         spec, packed = self._spec, torch.zeros(len(slots), self._words, dtype=torch.int64, device=slots.device)
-        if ids is not None:
-            flat = ids.reshape(len(slots), -1)
-            good = ((flat >= 0) & (flat < spec.attrs["num_experts"])).all(1)
-            if keep is not None:
-                good &= keep
-            rows = flat.to(_STORED[np.dtype(spec.dtype).itemsize]).view(torch.uint8)
-            packed.view(torch.uint8)[:, WORD_NBYTES : WORD_NBYTES + spec.row_nbytes] = rows
-            packed[:, 0] = folded_on_device(packed[:, 1:], self._keys) | 1
-            packed *= good[:, None]
         # To leave padding out, the device would have to say how much there is: it writes what one token writes, again.
         real = slots >= 0
         one = real.int().argmax(keepdim=True)
         blocks, offsets = self._at(torch.where(real, slots, slots[one]))
+        if ids is not None and namespace:
+            flat, seen = ids.reshape(len(slots), -1), self.seen.first(len(slots))
+            good = ((flat >= 0) & (flat < spec.attrs["num_experts"])).all(1) & (seen >= 0).all(0)
+            if keep is not None:
+                good &= keep
+            rows, first = flat.to(_STORED[np.dtype(spec.dtype).itemsize]).view(torch.uint8), _FRONT * WORD_NBYTES
+            packed.view(torch.uint8)[:, first : first + spec.row_nbytes] = rows
+            packed[:, 1] = name_word(namespace)
+            covered = torch.cat([packed[:, 1:], seen.T, self._folds(blocks, offsets)[:, None]], 1)
+            packed[:, 0] = folded_on_device(covered, self._keys) | 1  # never zero
+            packed *= good[:, None]
         rows = torch.where(real[:, None], packed, packed[one]).view(torch.uint8)
         self.cache[blocks, 0, offsets] = torch.where(real.any(), rows, self.cache[blocks, 0, offsets])
 
@@ -78,21 +152,48 @@ class Pages:
         tokens = self._spec.block_tokens
         return slots.div(tokens, rounding_mode="floor"), slots.remainder(tokens)
 
+    def _folds(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The folds int64 ``[T]`` of the K and V of these tokens."""
+        step = max(1, GATHER_NBYTES_MAX // (self._kv_keys.shape[1] * WORD_NBYTES))
+        parts = range(0, max(1, len(blocks)), step)
+        return torch.cat([self._folded(blocks[i : i + step], offsets[i : i + step]) for i in parts])
+
+    def _folded(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        if self._places is None:
+            kv = self._kv[blocks, :, offsets]
+        else:
+            heads = torch.arange(self._kv.shape[1], device=blocks.device)[:, None]
+            kv = self._kv.flatten(2)[blocks[:, None, None], heads, self._places[offsets][:, None]]
+        return folded_on_device(kv.flatten(1).view(torch.int64), self._kv_keys)
+
     def clear(self, blocks: Sequence[int]) -> None:
         """These blocks were given out: no row of an earlier life is in them, captured anew or not."""
         self.cache[torch.tensor(blocks).to(self.cache.device, non_blocking=True), :, :, :WORD_NBYTES] = 0
 
-    def get(self, slots: NDArray[np.int64]) -> torch.Tensor:
-        """What lies at ``slots [T]``, for :meth:`rows`: in host memory, and there when the device is done."""
-        return to_host(self.cache[:, 0][self._at(torch.from_numpy(slots).to(self.cache.device, non_blocking=True))])
+    def get(self, slots: NDArray[np.int64]) -> Got:
+        """What lies at ``slots [T]``, for :meth:`rows`."""
+        blocks, offsets = self._at(torch.from_numpy(slots).to(self.cache.device, non_blocking=True))
+        return Got(to_host(self.cache[blocks, 0, offsets]), to_host(self._folds(blocks, offsets)))
 
-    def rows(self, got: torch.Tensor) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """The rows ``[T, layers, top_k]`` of what was :meth:`got`, and which are there and sound."""
-        raw, spec = np.ascontiguousarray(got.numpy()), self._spec
-        rows, packed = raw[:, WORD_NBYTES : WORD_NBYTES + spec.row_nbytes], raw.view(np.uint64)
-        ids: NDArray[Any] = np.ascontiguousarray(rows).view(spec.dtype).reshape(-1, *spec.row_shape)
-        sums = folded(packed[:, 1:], fold_keys(0, self._words - 1)) | np.uint64(1)  # never zero
-        return ids, packed[:, 0] == sums
+    def rows(
+        self, got: Got, token_ids: NDArray[np.int64], positions: NDArray[np.int64], namespace: bytes
+    ) -> tuple[NDArray[Any], NDArray[np.bool_], dict[str, int]]:
+        """The rows ``[T, layers, top_k]`` of what was :meth:`got`, which of them are there and sound, and what is not.
+
+        Sound are those of the tokens ``token_ids [T]`` at ``positions [T]``, of the KV beside them and of the weights
+        that ``namespace`` names. What is not is counted by reason.
+        """
+        raw, spec, first = np.ascontiguousarray(got.pages.numpy()), self._spec, _FRONT * WORD_NBYTES
+        packed = raw.view(np.uint64)
+        ids: NDArray[Any] = np.ascontiguousarray(raw[:, first : first + spec.row_nbytes]).view(spec.dtype)
+        beside = np.stack([token_ids, positions, got.kv.numpy()], 1).view(np.uint64)
+        covered = np.concatenate([packed[:, 1:], beside], 1)
+        sums = folded(covered, fold_keys(0, covered.shape[1])) | np.uint64(1)
+        there = packed[:, 0] != 0
+        named = packed[:, 1] == np.uint64(name_word(namespace) % (1 << 64))
+        good = there & named & (packed[:, 0] == sums)
+        lost = {NO_ROW: ~there, OTHER_WEIGHTS: there & ~named, OTHER_KV: there & named & ~good}
+        return ids.reshape(-1, *spec.row_shape), good, {why: n for why, at in lost.items() if (n := int(at.sum()))}
 
 
 def slots_of(blocks: NDArray[np.int64], tokens: int, count: int) -> NDArray[np.int64]:
@@ -101,4 +202,14 @@ def slots_of(blocks: NDArray[np.int64], tokens: int, count: int) -> NDArray[np.i
     return slots
 
 
-__all__ = ["Pages", "page_name", "slots_of", "token_nbytes"]
+__all__ = [
+    "NO_ROW",
+    "OTHER_KV",
+    "OTHER_WEIGHTS",
+    "Got",
+    "Pages",
+    "StepTokens",
+    "page_name",
+    "slots_of",
+    "token_nbytes",
+]

@@ -25,7 +25,6 @@ from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.settings import Engine, Handshake, StepMeta
 from kvroute.connector.stores import opened
 from kvroute.rollout import open_rollouts
-from kvroute.rollout.response import layers_of
 from kvroute.routes import Routes
 from kvroute.witness import Run
 
@@ -45,6 +44,11 @@ class Request(Protocol):
     num_computed_tokens: int  # before the step at hand
 
     @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Of its prompt and its answer; asked for where rows are in the KV."""
+        ...
+
+    @property
     def block_hashes(self) -> Sequence[bytes]:
         """Of its full blocks, in order; each stands for all tokens up to the end of its block."""
         ...
@@ -61,7 +65,6 @@ class _Running:
 @dataclass(slots=True)
 class _Load:
     run: Run
-    start: int  # the position of its first token
     keys: list[BlockKey]  # of its full blocks, where there is a store
     later: bool
 
@@ -102,7 +105,8 @@ class SchedulerRows:
         self._later: dict[str, _Load] = {}  # of which the worker's store was told
         self._landed: dict[str, _Load] = {}  # since the last step was sent
         self._joined: list[list[int]] = []
-        self._unseen = np.zeros(engine.blocks, np.int64)  # lives of blocks whose rows went by their KV
+        self._unseen = np.zeros(engine.blocks, np.int64)  # lives of blocks whose rows went by their KV,
+        self._front = np.zeros(engine.blocks, np.int64)  # and of how many of their tokens
         kvroute.preload()
 
     def attach(self, worker: Handshake) -> None:
@@ -159,9 +163,11 @@ class SchedulerRows:
         self._running[name] = _Running(request, last * size)
         if external:  # a part of a block has no key: its rows come in pages or not at all
             partial = self.engine.pages and external % size > 0
-            run = Run(blocks[first - 1] if first else -1, blocks[first : last + partial], external)
+            start = first * size
+            tokens = list(request.all_token_ids[start : start + external]) if self.engine.pages else []
+            run = Run(blocks[first - 1] if first else -1, blocks[first : last + partial], external, start, tokens)
             keys = self._keys(request, first, last) if self.engine.settings.store else []
-            self._loads[name] = _Load(run, first * size, keys, later)
+            self._loads[name] = _Load(run, keys, later)
 
     def loaded(self, request_id: str) -> None:
         """The KV that was to come later has come, in all ranks; before the request's blocks are anybody else's."""
@@ -181,13 +187,14 @@ class SchedulerRows:
                 self.feed.restore(dict(zip(load.keys, load.run.blocks, strict=False)))
                 if self.engine.unseen:
                     self._unseen[load.run.blocks] = self.feed.generations[load.run.blocks]
+                    self._front[load.run.blocks] = self.engine.tokens
         before = self.feed.take()
         full = self._filled(scheduled) if self.engine.settings.store else []
         joined, self._joined = self._joined, []
         self._steps += 1
         meta = StepMeta(inner, before, self.feed.take(), self._steps, sum(scheduled.values()), full=full)
         if self.engine.pages:
-            meta.given = given
+            meta.given, meta.namespace = given, self.keys.namespace.fingerprint
         if loads:
             meta.joined, meta.loads = joined, [load.run for load in loads.values() if not load.later]
             self._later |= {name: load for name, load in loads.items() if load.later}
@@ -201,8 +208,10 @@ class SchedulerRows:
 
     def _come(self, name: str, load: _Load) -> Run:
         """What has come of a load: all of it, or what lies before the first block that could not be loaded."""
-        tokens = max(0, min(load.run.tokens, self._running[name].request.num_computed_tokens - load.start))
-        return replace(load.run, blocks=load.run.blocks[: -(-tokens // self.engine.tokens)], tokens=tokens)
+        run = load.run
+        tokens = max(0, min(run.tokens, self._running[name].request.num_computed_tokens - run.start))
+        blocks = run.blocks[: -(-tokens // self.engine.tokens)]
+        return replace(run, blocks=blocks, tokens=tokens, token_ids=run.token_ids[:tokens])
 
     def _filled(self, scheduled: Mapping[str, int]) -> list[Run]:
         """The blocks that this step completes; they are to be stored. Drafts that may fail have no hashes."""
@@ -213,6 +222,9 @@ class SchedulerRows:
             if running is None or 0 <= (ahead := running.request.num_computed_tokens - running.done) < size - tokens:
                 continue
             request, at = running.request, running.done + ahead
+            if ahead < 0:  # it had been loaded, and is computed here now
+                for i, block in enumerate(self.blocks_of(name, at // size, running.done // size)):
+                    self._front[block] = min(self._front[block], 0 if i else at % size)
             first = min(running.done, at) // size
             last = min((at + tokens) // size, len(request.block_hashes))
             if last > first:
@@ -229,7 +241,7 @@ class SchedulerRows:
     def forget(self, request_id: str) -> Ended:
         """The request has ended, in whatever way; for :meth:`finished`."""
         found = [known.pop(request_id, None) for known in (self._loads, self._later, self._landed)]
-        tokens = min((load.start for load in found if load is not None), default=sys.maxsize)
+        tokens = min((load.run.start for load in found if load is not None), default=sys.maxsize)
         self._asked.pop(request_id, None)
         running = self._running.pop(request_id, None)
         if running is None or not running.sent:
@@ -268,7 +280,8 @@ class SchedulerRows:
             rows = self._read(ids, lives, stop, max(wrote, default=self._steps))
             version = self.namespace.weights_version
             routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=version, checked=True)
-            routes, unseen = self._settled(routes, self._unseen[ids] == lives)
+            by_kv = np.arange(self.engine.tokens) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]
+            routes, unseen = self._settled(routes, by_kv.reshape(-1)[: len(routes)])
             return self._left.leave(name, routes, of, group, unseen)
         except KVRouteError as error:
             return self._left.fail(name, error, group)
@@ -290,24 +303,17 @@ class SchedulerRows:
         return self.view.read(self.engine.spec.name, blocks, 0, stop, generations=lives)
 
     def _settled(self, routes: Routes, by_kv: NDArray[np.bool_]) -> tuple[Routes, list[list[int]]]:
-        """What is answered where rows of the blocks ``by_kv`` went by their KV, which the last router is behind.
+        """What is answered where rows ``by_kv`` ``[n]`` went by their KV, which the last router is behind.
 
-        The routes, without that router's layer or, where the operator said so, with it; and then the positions
+        The routes, without what that router chose there or, where the operator said so, with it; and then the positions
         ``[start, stop)`` at which it is taken on trust.
         """
-        if not by_kv.any():
-            return routes, []
-        trusted = np.repeat(by_kv, self.engine.tokens)[: len(routes)] & routes.valid
-        if not trusted.any():
+        if not (trusted := by_kv & routes.known[:, -1]).any():
             return routes, []
         if self.engine.witness == "flagged":
             edges = np.flatnonzero(np.diff(trusted.astype(np.int8), prepend=0, append=0))
             return routes, edges.reshape(-1, 2).tolist()
-        if len(routes.layer_ids) > 1:
-            return layers_of(routes, range(len(routes.layer_ids) - 1)), []
-        # there is one router, and nothing says what it chose
-        fields = routes.layer_ids, routes.num_experts, routes.num_layers, routes.start, routes.weights_versions
-        return Routes.checked(routes.ids, routes.valid & ~trusted, *fields), []
+        return routes.without(routes.layer_ids[-1:], trusted), []
 
     def reset(self) -> None:
         """The weights are others now: nothing from before is readable, in no tier."""

@@ -26,8 +26,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # from the routes, or there and "flagged" in the answer. "off" compares nothing: rows depend on tokens alone.
     witness: Literal["missing", "flagged", "off"] = "missing"
     # What carries rows to other engines: the "connector" with its store; a "layer" of the model's paged KV, in which
-    # they go wherever the KV goes; "auto" is the layer where there is no store and the model can have one.
-    carrier: Literal["connector", "layer", "auto"] = "connector"
+    # they go wherever the KV goes; "auto" is the layer where there is no store, and model and connector can have one.
+    carrier: Literal["connector", "layer", "auto"] = "auto"
     strict: bool = False  # mistakes of bookkeeping raise: for tests
     untested: str = ""  # go on with this version of the engine, which was not tested: "0.34"
 
@@ -94,7 +94,8 @@ class StepMeta:
     after: bytes  # of the feed: what to store when the step has written
     number: int = 0  # of the step, from 1
     tokens: int = 0  # that the step computes
-    given: list[int] = field(default_factory=list)  # blocks that were given out, where rows are in the KV
+    given: list[int] = field(default_factory=list)  # blocks that were given out, where rows are in the KV,
+    namespace: bytes = b""  # and the fingerprint of the weights' namespace; empty: of no weights that have a name
     joined: list[list[int]] = field(default_factory=list)  # blocks of each request that joins a step with loads
     loads: list[Run] = field(default_factory=list)  # blocks whose KV is loaded in this step
     landed: list[Run] = field(default_factory=list)  # blocks whose KV has come between steps

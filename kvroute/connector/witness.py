@@ -7,7 +7,6 @@ A layer's KV is ``[blocks, ...]`` as its engine has it, ``[blocks, heads, tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -15,13 +14,12 @@ from numpy.typing import NDArray
 
 from cache_manager.engine_blocks import EngineBlocks
 from cache_manager.errors import ConfigError
-from kvroute.connector.folds import folded_on_device, keys_on, to_host
+from kvroute.connector.folds import GATHER_NBYTES_MAX, by_layer, folded_on_device, keys_on, to_host
 from kvroute.connector.settings import StepMeta
 from kvroute.witness import ROOT, UNKNOWN, WORD_NBYTES, Run, chained
 
 Join = Callable[[torch.Tensor], object]
 """Makes of the ranks' folds, int64 ``[n]``, those of the whole KV, in place; all ranks call it together."""
-GATHER_NBYTES_MAX: Final = 32 << 20  # of KV that is copied at a time; about three times that is needed for a moment
 
 
 class KvFolder:
@@ -161,20 +159,13 @@ def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int])
     All of them where KV has 8 bits a value, of which one layer tells too little. Raises :class:`ConfigError` where more
     than the last of ``moe_layers`` chooses behind the last KV: layers that share that of an earlier one.
     """
-    by_layer: dict[int, torch.Tensor] = {}
-    for name, kv in kv_caches.items():
-        numbers = [int(part) for part in name.split(".") if part.isdigit()]
-        if len(numbers) == 1:
-            by_layer.setdefault(numbers[0], kv)
-    if not by_layer:
-        raise ConfigError("KV layers", "names with the number of their layer", sorted(kv_caches)[:3])
-    last = max(by_layer)
+    layers = {number: kv_caches[name] for number, name in by_layer(kv_caches).items()}
+    last = max(layers)
     if blind := [layer for layer in sorted(moe_layers)[:-1] if layer >= last]:
         raise ConfigError(
             "KV layers", f"one behind layer {blind[-1]}, or settings.witness='off'", f"the last is {last}"
         )
-    narrow = by_layer[last].element_size() == 1
-    return [by_layer[i] for i in sorted(by_layer)] if narrow else [by_layer[last]]
+    return list(layers.values()) if layers[last].element_size() == 1 else [layers[last]]
 
 
 __all__ = ["Join", "KvFolder", "KvWitness", "OtherRank", "witnessing"]

@@ -21,7 +21,7 @@ from cache_manager.store_jobs import RestoreJob
 from kvroute.capture.step_ids import StepIds
 from kvroute.connector.behind import Behind
 from kvroute.connector.folds import to_host
-from kvroute.connector.pages import Pages, page_name, slots_of
+from kvroute.connector.pages import Got, Pages, slots_of
 from kvroute.connector.settings import Engine, Handshake, StepMeta
 from kvroute.connector.stores import opened
 from kvroute.connector.witness import Join, KvFolder, KvWitness, OtherRank, witnessing
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 RESTORE_S: Final = 30.0
 """How long a step waits at most for all rows of KV that it loads; those that have not come are missing then."""
+NO_IDS: Final = "ids that no router can choose, or KV that could not be loaded"
 NO_SLOTS: Final = "the engine did not say where a step's tokens are"
 NO_CARRIER: Final = "KV that was loaded and whose rows nothing brings: no store, or a part of a block"
 NO_ANSWER: Final = f"the store of rows has not answered within {RESTORE_S} s"
@@ -47,10 +48,10 @@ NOT_RESTORED: Final = {
 class WorkerRows:
     """Applies what the scheduler says, and writes a step's rows when it is over. Nothing here raises inside a step.
 
-    ``kv_caches`` are the layers' KV by name, as :func:`witnessing` and :func:`page_name` want them. The routers call
-    the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots` (int64 ``[tokens]``, negative:
-    padding; copied when they are set), and :meth:`end`; one that computes nothing has no slots. Blocks whose KV could
-    not be loaded are named to :meth:`fail` before it. See :func:`part_of` for ``joined``.
+    ``kv_caches`` are the layers' KV by name, as :func:`witnessing` wants them; ``pages`` are among them where rows go
+    into the KV. The routers call the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots`
+    (int64 ``[tokens]``, negative: padding; copied when they are set), and :meth:`end`; one that computes nothing has no
+    slots. Blocks whose KV could not be loaded are named to :meth:`fail` before it. See :func:`part_of` for ``joined``.
 
     Both calls launch what they want of the device and wait for nothing. What is then to be done on the host is done at
     once on a CPU; if ``late``, as beside any other device, it is done behind the device, on a thread of its own.
@@ -63,8 +64,10 @@ class WorkerRows:
         joined: Join | None = None,
         *,
         late: bool | None = None,
+        pages: Pages | None = None,
     ) -> None:
-        self.engine = engine
+        assert engine.pages == (pages is not None)
+        self.engine, self.pages = engine, pages
         settings, self._device = engine.settings, next(iter(kv_caches.values())).device
         self.store = opened(settings.store) if settings.store else None
         self.blocks = kvroute.EngineBlocks(
@@ -79,7 +82,6 @@ class WorkerRows:
         if engine.witness != "off":
             folder = KvFolder(witnessing(kv_caches, engine.spec.attrs["layer_ids"]), join=joined)
             self.witness = KvWitness(self.blocks, folder, engine.blocks)
-        self.pages = Pages(kv_caches[page_name(engine.spec)], engine.spec) if engine.pages else None
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
         self.missing: Counter[str] = Counter()  # tokens without rows, by reason
         self.store_failures = 0  # jobs that the store has failed, of persists too
@@ -112,10 +114,12 @@ class WorkerRows:
         """A step begins: what has become of blocks until now."""
         self._step, self._slots = step, None
         self.ids.begin()
-        if step.given and self.pages:
-            self.pages.clear(step.given)
+        if self.pages:
+            self.pages.seen.begin()
+            if step.given:
+                self.pages.clear(step.given)
         if step.before or step.landed:
-            self._then(partial(self._begun, step.before, self._come(step.landed)))
+            self._then(partial(self._begun, step.before, self._come(step.landed, step.namespace)))
 
     def _begun(self, operations: bytes, landed: _Come) -> None:
         self.blocks.apply(operations)
@@ -148,10 +152,10 @@ class WorkerRows:
         if self.slots is not None:
             ids = self.ids.take(len(self.slots))
             if self.pages:
-                self._put(self.pages, self.slots, ids, touched)
+                self._put(self.pages, self.slots, ids, step.namespace, touched)
             ids = ids if isinstance(ids, str) else to_host(ids)
         slots = None if self.slots is None else to_host(self.slots)
-        come, full = self._come(step.loads, failed), None
+        come, full = self._come(step.loads, step.namespace, failed), None
         if self.witness and step.full:
             full = self.witness.look(step.full)
         self._then(partial(self._ended, step, come, failed, slots, ids, touched, full))
@@ -185,13 +189,15 @@ class WorkerRows:
             for job in self.blocks.poll():
                 self._tell(job)
 
-    def _put(self, pages: Pages, slots: torch.Tensor, ids: torch.Tensor | str, without: list[int]) -> None:
+    def _put(
+        self, pages: Pages, slots: torch.Tensor, ids: torch.Tensor | str, namespace: bytes, without: list[int]
+    ) -> None:
         """The step's rows go into their pages, but those of blocks ``without``."""
         keep = None
         if without:
             blocks = torch.tensor(without).to(slots.device, non_blocking=True)
             keep = ~torch.isin(slots.div(self.engine.tokens, rounding_mode="floor"), blocks)
-        pages.put(slots, None if isinstance(ids, str) else ids, keep)
+        pages.put(slots, None if isinstance(ids, str) else ids, namespace, keep)
 
     def _write(self, at: torch.Tensor | None, given: torch.Tensor | str, tokens: int, without: list[int]) -> None:
         spec = self.engine.spec
@@ -211,20 +217,23 @@ class WorkerRows:
             keep &= ~np.isin(slots // self.engine.tokens, without)
         kept = None
         if np.count_nonzero(keep) < keep.size and (bad := int(np.count_nonzero(~keep & (slots >= 0)))):
-            self._miss("ids that no router can choose, or KV that could not be loaded", bad)
+            self._miss(NO_IDS, bad)
             kept = keep
         self.blocks.write_step(slots, {spec.name: rows}, kept)
 
-    def _come(self, runs: Sequence[Run], lost: Sequence[int] = ()) -> _Come:
+    def _come(self, runs: Sequence[Run], namespace: bytes, lost: Sequence[int] = ()) -> _Come:
         """Look at the KV of these blocks, which was loaded; of those ``lost`` nothing came."""
-        slots, rows, folds = np.zeros(0, np.int64), None, None
+        paged = folds = None
         if runs and self.pages:
-            slots = np.concatenate([slots_of(np.asarray(run.blocks), self.engine.tokens, run.tokens) for run in runs])
-            slots = slots[~np.isin(slots // self.engine.tokens, lost)]
-            rows = self.pages.get(slots)
+            each = [slots_of(np.asarray(run.blocks), self.engine.tokens, run.tokens) for run in runs]
+            places = [np.arange(run.start, run.start + run.tokens) for run in runs]
+            slots, tokens = np.concatenate(each), np.concatenate([np.asarray(run.token_ids, np.int64) for run in runs])
+            came = ~np.isin(slots // self.engine.tokens, lost)
+            slots = slots[came]
+            paged = _Paged(slots, self.pages.get(slots), tokens[came], np.concatenate(places)[came], namespace)
         if runs and self.witness:
             folds = self.witness.look(runs)
-        return _Come(runs, slots, rows, folds)
+        return _Come(runs, paged, folds)
 
     def _land(self) -> None:
         """Wait for rows that are on their way from the store; not for what was given up before."""
@@ -252,13 +261,15 @@ class WorkerRows:
         if self.pages is None:
             carried = self.engine.tokens if self.store else 0
             self._miss(NO_CARRIER, sum(max(0, run.tokens - carried * len(run.blocks)) for run in come.runs))
-        if self.pages is None or come.rows is None:
+        if self.pages is None or (paged := come.paged) is None:
             return
-        ids, good = self.pages.rows(come.rows)
-        good &= kvroute.valid_rows(self.engine.spec, ids)
-        if absent := int(np.count_nonzero(~good)):
-            self._miss("pages without a sound row beside KV that was loaded", absent)
-        self.blocks.write_step(come.slots, {self.engine.spec.name: ids}, good)
+        ids, sound, lost = self.pages.rows(paged.got, paged.token_ids, paged.positions, paged.namespace)
+        good = sound & kvroute.valid_rows(self.engine.spec, ids)
+        if impossible := int(np.count_nonzero(sound & ~good)):
+            lost[NO_IDS] = impossible
+        for reason, tokens in lost.items():
+            self._miss(reason, tokens)
+        self.blocks.write_step(paged.slots, {self.engine.spec.name: ids}, good)
 
     def _compare(self, come: _Come) -> None:
         """The KV of blocks is there, and so are the rows that the store has for them."""
@@ -312,9 +323,19 @@ class _Come:
     """KV that was loaded, as far as it says something about its rows."""
 
     runs: Sequence[Run]
-    slots: NDArray[np.int64]  # whose rows came in pages,
-    rows: torch.Tensor | None  # these
+    paged: _Paged | None
     folds: torch.Tensor | None  # of all blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Paged:
+    """Rows that came in pages, and what they ought to be of."""
+
+    slots: NDArray[np.int64]
+    got: Got
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    namespace: bytes
 
 
 def _after(done: torch.Event | None, call: Callable[[], None]) -> None:
@@ -324,7 +345,12 @@ def _after(done: torch.Event | None, call: Callable[[], None]) -> None:
 
 
 def part_of(
-    engine: Engine, kv_caches: Mapping[str, torch.Tensor], group: distributed.ProcessGroup, *, divided: bool
+    engine: Engine,
+    kv_caches: Mapping[str, torch.Tensor],
+    group: distributed.ProcessGroup,
+    *,
+    divided: bool,
+    pages: Pages | None = None,
 ) -> WorkerRows | OtherRank | None:
     """What a tensor-parallel rank has: the first one the rows, since routers of all ranks choose the same.
 
@@ -335,7 +361,7 @@ def part_of(
     if distributed.get_world_size(group) > 1:
         joined = partial(distributed.all_reduce if divided else _agree, group=group)
     if not rank:
-        return WorkerRows(engine, kv_caches, joined)
+        return WorkerRows(engine, kv_caches, joined, pages=pages)
     if engine.witness == "off":
         return None
     layers = witnessing(kv_caches, engine.spec.attrs["layer_ids"])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from toy_engine import Asked, Toy, judge
 
 from kvroute.connector import routes, unseen
+from kvroute.connector.pages import OTHER_KV, OTHER_WEIGHTS
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 asked = st.lists(st.tuples(prompts, st.lists(st.integers(1, 9), max_size=5)), min_size=1, max_size=6)
@@ -50,26 +51,34 @@ def test_ids_that_no_expert_has_cost_their_own_row_only(lost: int, n: int, late:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_another_engine_gets_the_rows_of_the_kv_that_it_loads(tmp_path: Path, late: bool) -> None:
-    """Goal: rows of loaded KV, without the last layer or with a word about it. Method: a second engine with the first
-    one's KV and store of rows; then KV of which a bit has changed.
+    """Goal: rows of loaded KV, without what the last router chose there or with a word about it; those that the engine
+    computed are whole. Method: a second engine with the first one's KV and store of rows; then KV of which a bit has
+    changed.
     """
     tokens, kept = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], dict[bytes, Any]()
     first = Toy(kept=kept, late=late, store=f"file://{tmp_path}")
     first.ask("a", tokens[:8])
     first.ask("b", tokens)
     first.settle()
-    for witness, layers in (("missing", (0,)), ("flagged", (0, 1)), ("off", (0, 1))):
+    for witness in ("missing", "flagged", "off"):
         other = Toy(kept=kept, late=late, store=f"file://{tmp_path}?mode=read", witness=witness)
-        answer = other.ask("c", tokens)
-        assert other.loaded == 8
-        assert routes(answer).layer_ids == layers
-        assert judge(routes(answer), tokens) == {"right": len(tokens)}
-        assert unseen(answer) == (((0, 8),) if witness == "flagged" else ())
+        for name, loaded in (("c", 8), ("again", 0)):
+            answer = other.ask(name, tokens)
+            assert other.loaded == loaded
+            found = routes(answer)
+            assert found.layer_ids == (0, 1)
+            if witness == "missing":
+                assert judge(found, tokens) == {"partly": 8, "right": 3}
+                assert found.known.tolist() == [[True, False]] * 8 + [[True, True]] * 3
+                assert found.missing == ((0, 8),)
+            else:
+                assert judge(found, tokens) == {"right": len(tokens)}
+            assert unseen(answer) == (((0, 8),) if witness == "flagged" else ())
         other.close()
     hashes = Asked("", tokens).block_hashes
     kept[hashes[1]]["layers.1"].view(torch.int32)[0, 2, 3] ^= 1
     other = Toy(kept=kept, late=late, store=f"file://{tmp_path}?mode=read")
-    assert judge(routes(other.ask("d", tokens)), tokens) == {"right": 7, "missing": 4}
+    assert judge(routes(other.ask("d", tokens)), tokens) == {"partly": 4, "right": 3, "missing": 4}
     assert other.worker.missing == {"rows of other KV than was loaded": 4}
     other.close()
     first.close()
@@ -100,6 +109,32 @@ def test_what_was_computed_from_kv_that_did_not_come_is_computed_again(
     assert judge(routes(other.ask("b", tokens, chunks)), tokens) == {"right": len(tokens)}
     assert judge(routes(other.ask("c", tokens)), tokens) == {"right": len(tokens)}
     assert other.loaded == 0, "hit locally"
+    for each in (other, first):
+        each.close()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_what_is_computed_here_is_whole_whatever_was_loaded_before(tmp_path: Path, later: bool) -> None:
+    """Goal: only positions whose KV came from outside lose what the last router chose. Method: an engine loads two
+    blocks, of which the second fails and is computed again; then the blocks of another that loaded both are taken by
+    others, and the same prompt is computed with no KV outside.
+    """
+    tokens, kept = list(range(11)), dict[bytes, Any]()
+    first = Toy(kept=kept, store=f"file://{tmp_path}")
+    first.ask("a", tokens)
+    first.settle()
+    other = Toy(kept=kept, later=later, store=f"file://{tmp_path}?mode=read")
+    other.fails = {1}
+    assert routes(other.ask("b", tokens)).missing == ((0, 4),)
+    other.close()
+    other = Toy(kept=kept, later=later, blocks=4, store=f"file://{tmp_path}?mode=read")
+    assert routes(other.ask("c", tokens)).missing == ((0, 8),)
+    assert routes(other.ask("d", [7] * 13)).complete
+    kept.clear()
+    found = routes(other.ask("e", tokens))
+    assert found.complete
+    assert judge(found, tokens) == {"right": 11}
+    assert other.loaded == 0
     for each in (other, first):
         each.close()
 
@@ -136,6 +171,39 @@ def test_a_row_that_was_not_captured_is_missing_in_other_engines_pages() -> None
     assert other.loaded == 8
     first.close()
     other.close()
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_pages_say_what_their_rows_are_of(later: bool, late: bool) -> None:
+    """Goal: rows in the KV are handed out for the weights, tokens and KV that they are of, and for nothing else.
+    Method: an engine of the same weights, one of others, and one whose weights are new since; then KV outside in which
+    the pages of two prompts have changed places, or the KV beside them.
+    """
+    tokens, others, kept = list(range(11)), [9, *range(1, 11)], dict[bytes, Any]()
+    first = Toy(kept=kept, pages=True)
+    for name, prompt in (("a", tokens), ("b", others)):
+        first.ask(name, prompt)
+
+    def seen(reset: bool = False, **said: Any) -> tuple[dict[str, int], dict[str, int]]:
+        toy = Toy(kept=dict(kept), pages=True, late=late, later=later, **said)
+        if reset:
+            toy.scheduler.reset()
+        found = judge(routes(toy.ask("c", tokens)), tokens)
+        assert toy.loaded == 8
+        toy.close()
+        return found, dict(toy.worker.missing)
+
+    assert seen() == ({"right": 11}, {})
+    assert seen(weights="n") == ({"right": 3, "missing": 8}, {OTHER_WEIGHTS: 8})
+    assert seen(reset=True) == ({"right": 3, "missing": 8}, {OTHER_WEIGHTS: 8})
+    one, other = Asked("", tokens).block_hashes[1], Asked("", others).block_hashes[1]
+    for layer in ("model.kvroute.2.rows", "layers.1"):  # the tokens of these blocks and their positions are the same
+        kept[one][layer], kept[other][layer] = kept[other][layer], kept[one][layer]
+        assert seen() == ({"right": 7, "missing": 4}, {OTHER_KV: 4})
+        kept[one][layer], kept[other][layer] = kept[other][layer], kept[one][layer]
+    assert seen() == ({"right": 11}, {})
+    first.close()
 
 
 def test_of_one_router_nothing_is_known_beside_loaded_kv(tmp_path: Path) -> None:

@@ -157,6 +157,33 @@ def test_kv_that_never_came_has_no_rows(tmp_path: Path, late: bool) -> None:
         each.close()
 
 
+def test_a_token_that_is_computed_again_is_whole(tmp_path: Path) -> None:
+    """Goal: of a prompt whose KV came whole an engine computes the last token again, for its logits: that row is its
+    own, what the last router chose too. Method: two full blocks come, then a step computes the eighth token.
+    """
+    kept, store = dict[bytes, Any](), f"file://{tmp_path}"
+    first = Toy(kept=kept, store=store)
+    first.ask("a", PROMPT)
+    first.settle()
+    other = Toy(kept=kept, later=True, store=store + "?mode=read")
+    request = admitted(other, PROMPT[:8], [5, 2], external=8, later=True)
+    other.worker.begin(other.scheduler.step({}))
+    for block, each in zip(other.table, request.block_hashes, strict=True):
+        for name, page in kept[each].items():
+            other.kv[name][block] = page
+    other.worker.end()
+    other.scheduler.loaded("r")
+    request.num_computed_tokens = 7
+    computed(other, request, 1)
+    other.worker.end()
+    request.num_computed_tokens = 8
+    found = seen(other, 8, other.scheduler.forget("r"))
+    assert found.known.tolist() == [[True, False]] * 7 + [[True, True]]
+    assert judge(found, PROMPT[:8]) == {"partly": 7, "right": 1}
+    for each in (first, other):
+        each.close()
+
+
 def test_a_scheduler_that_attaches_again_lets_the_first_region_go() -> None:
     """Goal: no leak. Method: two workers, one after the other."""
     first, second = Toy(late=True), Toy()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cache_manager.keys import Namespace
 from cache_manager.spec import RecordLayout
 from kvroute.connector import Engine, SchedulerRows, Settings, Tokens, routes
-from kvroute.connector.pages import page_name, token_nbytes
+from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
 from kvroute.connector.scheduler import Ended
 from kvroute.connector.settings import StepMeta
 from kvroute.connector.witness import KvFolder, OtherRank, witnessing
@@ -42,6 +42,7 @@ class Asked:
 
     def __init__(self, name: str, tokens: Sequence[int]) -> None:
         self.request_id, self.tokens, self.num_computed_tokens = name, tokens, 0
+        self.all_token_ids = tokens
         ends = range(TOKENS, len(tokens) + 1, TOKENS)
         self.block_hashes = [hashlib.sha256(bytes(tokens[:end])).digest() for end in ends]
 
@@ -83,14 +84,15 @@ class Toy:
         self.layers = range(layers)
         self.kv = {f"layers.{i}": torch.zeros(blocks, ranks, TOKENS, 8) for i in self.layers}
         mine, others = ({name: kv[:, i : i + 1] for name, kv in self.kv.items()} for i in (0, 1))
+        last, self.seen = mine[f"layers.{layers - 1}"], StepTokens(64)
+        held = torch.zeros(blocks, 1, TOKENS, token_nbytes(spec), dtype=torch.uint8)
         if pages:
-            self.kv[page_name(spec)] = torch.zeros(blocks, 1, TOKENS, token_nbytes(spec), dtype=torch.uint8)
-            mine[page_name(spec)] = self.kv[page_name(spec)]
+            self.kv[page_name(spec)] = mine[page_name(spec)] = held
         settings = Settings.of({"strict": True, "weights": "m", **said})
         engine = Engine(
             settings,
             RecordLayout((spec,)),
-            Namespace("m", 1),
+            Namespace(settings.weights, 1),
             blocks=blocks,
             max_tokens=64,
             gate=not pages,
@@ -98,7 +100,9 @@ class Toy:
             witness=settings.witness if settings.store else "off",
         )
         added = Sum()
-        self.worker = WorkerRows(engine, mine, partial(added.add, 0) if ranks > 1 else None, late=late)
+        joined = partial(added.add, 0) if ranks > 1 else None
+        beside = Pages(held, spec, last, self.seen) if pages else None
+        self.worker = WorkerRows(engine, mine, joined, late=late, pages=beside)
         self.other_rank: OtherRank | None = None
         if ranks > 1:
             self.other_rank = OtherRank(KvFolder(witnessing(others, self.layers), 1, partial(added.add, 1)))
@@ -165,6 +169,7 @@ class Toy:
             for layer in self.layers:
                 kv = self.kv[f"layers.{layer}"]
                 kv[block, :, offset] = torch.from_numpy(_seed([*prefixes[i], layer]).normal(size=(kv.shape[1], 8)))
+        self.saw(request, start, n)
         if n:
             chosen = np.stack([row_of(prefix) for prefix in prefixes])
             chosen[[i for i in range(n) if start + i in self.loses]] = -1
@@ -183,6 +188,10 @@ class Toy:
         first = min((place for place in loading if place in self.fails), default=None)
         self.fails -= set(loading)
         return first
+
+    def saw(self, request: Asked, start: int, n: int) -> None:
+        """The model is given these tokens."""
+        self.seen.saw(torch.tensor(request.tokens[start : start + n]), torch.arange(start, start + n))
 
     def _on_each_rank(self, call: str, *given: Any) -> None:
         other = self.threads.submit(getattr(self.other_rank, call), *given) if self.other_rank else None
@@ -208,6 +217,7 @@ def computed(toy: Toy, request: Asked, n: int, meta: StepMeta | None = None) -> 
     """The worker computes the next ``n`` tokens of the one request of ``toy``; what the scheduler says of it."""
     start = request.num_computed_tokens
     toy.worker.begin(meta or toy.scheduler.step({request.request_id: n}))
+    toy.saw(request, start, n)
     for layer, hook in enumerate(toy.hooks):
         hook(torch.from_numpy(np.stack([row_of(request.tokens[: i + 1])[layer] for i in range(start, start + n)])))
     at = [toy.table[i // TOKENS] * TOKENS + i % TOKENS for i in range(start, start + n)]
@@ -231,9 +241,10 @@ def seen(toy: Toy, n: int, ended: Ended | None = None) -> Any:
 
 
 def judge(found: Routes, tokens: Sequence[int]) -> Counter[str]:
-    """How many rows of ``found`` are right, wrong and missing, in the layers that it has."""
+    """How many rows of ``found`` are right, wrong, missing, or right in those layers that are known: "partly"."""
     count: Counter[str] = Counter()
     for i in range(len(tokens)):
-        same = (found.ids[i] == row_of(tokens[: i + 1])[list(found.layer_ids)]).all()
-        count["missing" if not found.valid[i] else "right" if same else "wrong"] += 1
+        known, same = found.known[i], (found.ids[i] == row_of(tokens[: i + 1])[list(found.layer_ids)]).all(1)
+        part = "missing" if not known.any() else "right" if known.all() else "partly"
+        count["wrong" if (known & ~same).any() else part] += 1
     return count

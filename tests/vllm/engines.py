@@ -28,7 +28,7 @@ BLOCK = 32  # what vLLM's attention kernels for CPUs want
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one answer: how many rows were due, and how many were right, missing and wrong."""
+    """Of one answer: how many rows were due, right in all layers, missing in some at least, and wrong in some."""
 
     due: int
     right: int
@@ -118,8 +118,9 @@ def judge(home: Path, output: Any, found: kvroute.Routes, index: int = 0) -> Ver
     due = len(tokens) - 1
     moe = [i for i, layer in enumerate(models.moe_layers(home)) if layer in found.layer_ids]
     expected = models.routing(home, tokens)[: len(found), moe]
-    same = (np.sort(found.ids.astype(np.int64), axis=-1) == expected).all(axis=(1, 2))
-    right, wrong = int((same & found.valid).sum()), int((~same & found.valid).sum())
+    same = (np.sort(found.ids.astype(np.int64), axis=-1) == expected).all(axis=2)
+    whole = np.full(len(found), not found.missing_layers)
+    right, wrong = int((same & found.known).all(1)[whole].sum()), int((~same & found.known).any(1).sum())
     assert found.start == 0
     return Verdict(due, right, due - right - wrong, wrong)
 

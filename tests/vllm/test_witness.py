@@ -131,7 +131,7 @@ def test_rows_of_equal_choices_beside_other_kv_are_missing_too(start: Any) -> No
 @pytest.mark.parametrize("witness", ["missing", "flagged"])
 def test_the_last_router_is_not_seen_and_said_so(start: Any, witness: str) -> None:
     """Goal: what no KV shows is not claimed. Method: noise in the last layer alone: all KV is equal and the last
-    choices differ; that layer is not in the routes, or every token that came from outside is named.
+    choices differ; they are missing where KV came from outside, or every such token is named.
     """
     engine, kv = start(witness)
     found = crossed(engine, kv, layer=LAYERS - 1, size=0.2)
@@ -139,12 +139,15 @@ def test_the_last_router_is_not_seen_and_said_so(start: Any, witness: str) -> No
     assert not any(d[:, :-1].any() for d in differing(found.first, found.second))
     for output, first, full in zip(found.again, found.first, FULL, strict=True):
         given = routes(output)
-        assert given.complete
+        assert given.layer_ids == tuple(range(LAYERS))
+        assert given.known[:, :-1].all()
+        assert given.known[full:].all(), "what was computed here"
         if witness == "missing":
-            assert given.layer_ids == tuple(range(LAYERS - 1))
+            assert not given.known[:full, -1].any()
+            assert given.missing == ((0, full),)
             assert unseen(output) == ()
         else:
-            assert given.layer_ids == tuple(range(LAYERS))
+            assert given.complete
             assert unseen(output) == ((0, full),)
         assert (np.sort(given.ids, axis=-1)[:full, : LAYERS - 1] == first[:, : LAYERS - 1]).all()
     assert engine.kept.missing["rows of other KV than was loaded"] == 0

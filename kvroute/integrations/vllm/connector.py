@@ -37,9 +37,11 @@ class RowsWithKV(Base):  # type: ignore[misc]
         from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
 
         from kvroute.connector.worker import part_of
+        from kvroute.integrations.vllm.models import pages_of
 
         group, divided = get_tp_group(), not self._vllm_config.model_config.use_mla
-        self._rank = part_of(self._engine, kv_caches, group.device_group, divided=divided)
+        pages = pages_of(self._vllm_config, kv_caches, self._engine.spec) if self._engine.pages else None
+        self._rank = part_of(self._engine, kv_caches, group.device_group, divided=divided, pages=pages)
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
             self._bind(self._rank.ids)

@@ -2,16 +2,21 @@
 
 vLLM asks a model for its layers before it knows of any connector, so the layer is the model's. ``register`` is the
 entry point that vLLM calls in each of its processes (``vllm.general_plugins``); a class here is vLLM's own, and adds
-the layer when the connector's settings say so. Attribute access makes the class: vLLM's models are imported no earlier.
+the layer when the connector's settings say so, which it then tells of the tokens that the model is given. Attribute
+access makes the class: vLLM's models are imported no earlier.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import wraps
 from importlib import import_module
 from typing import Any, Final
 
 from cache_manager.errors import ConfigError
-from kvroute.connector.pages import page_name, token_nbytes
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.connector.folds import by_layer
+from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
 from kvroute.connector.settings import Settings
 from kvroute.integrations.vllm.config import settings_of
 from kvroute.routing import routing_spec_from_hf
@@ -23,6 +28,9 @@ ARCHITECTURES: Final = {
     "DeepseekV3ForCausalLM": "deepseek_v2",
 }
 """Architectures with one uniform group of full or latent attention, and vLLM's modules that have them."""
+
+LAYERED: Final = ("KvrouteExampleConnector", "KvrouteNixl", "KvrouteOffloadingConnector")
+"""Connectors, by the beginning of their names, that were seen to move the layer like any other."""
 
 
 def register() -> None:
@@ -37,7 +45,9 @@ def __getattr__(name: str) -> Any:
     if name not in ARCHITECTURES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base = getattr(import_module(f"vllm.model_executor.models.{ARCHITECTURES[name]}"), name)
-    globals()[name] = made = type(name, (base,), {"__init__": _init(base), "__module__": __name__})
+    globals()[name] = made = type(
+        name, (base,), {"__init__": _init(base), "forward": _forward(base), "__module__": __name__}
+    )
     return made
 
 
@@ -50,17 +60,31 @@ def _init(base: Any) -> Any:
     return __init__
 
 
+def _forward(base: Any) -> Any:
+    @wraps(base.forward)
+    def forward(self: Any, input_ids: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
+        if (layer := getattr(self, "kvroute_rows", None)) is not None:
+            layer.seen.saw(input_ids, positions)
+        return base.forward(self, input_ids, positions, *args, **kwargs)
+
+    return forward
+
+
 def wants_pages(settings: Settings, config: Any) -> bool:
     """Whether rows go into pages: because the operator says so, or because nothing else carries them.
 
     Raises :class:`ConfigError` where the operator says so and a draft model runs beside.
     """
+    transfer = config.kv_transfer_config
+    if settings.carrier == "connector" or (settings.carrier == "auto" and settings.store):
+        return False
     if config.speculative_config is not None:
         if settings.carrier == "layer":
             raise ConfigError("settings.carrier 'layer'", "no draft model, which would have the layer too", "one")
         return False
-    moved = config.kv_transfer_config.kv_connector != "KvrouteConnector"
-    return settings.carrier == "layer" or (settings.carrier == "auto" and moved and not settings.store)
+    if settings.carrier == "auto":  # nothing else about the engine may change
+        return transfer.kv_connector.startswith(LAYERED) and config.model_config.get_sliding_window() is None
+    return True
 
 
 def _layer(config: Any) -> Any:
@@ -77,6 +101,7 @@ def _layer(config: Any) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.kv_cache = torch.tensor([])
+            self.seen = StepTokens(config.scheduler_config.max_num_batched_tokens)
             config.compilation_config.static_forward_context[page_name(spec)] = self
 
         def get_attn_backend(self) -> Any:
@@ -93,4 +118,35 @@ def _layer(config: Any) -> Any:
     return RowsLayer()
 
 
-__all__ = ["ARCHITECTURES", "register", "wants_pages"]
+def pages_of(config: Any, kv_caches: Mapping[str, Any], spec: AuxBlockDataSpec) -> Pages:
+    """The pages among a worker's layers of KV, each ``[blocks, heads, tokens, values]``, beside the last of those.
+
+    The first head says enough: it is there in the first rank, into however many the heads are divided. Of KV that keeps
+    eight bits of a value all heads of the rank are taken.
+    """
+    layers, name = config.compilation_config.static_forward_context, page_name(spec)
+    *_, last = by_layer(each for each in kv_caches if each != name).values()
+    kv, places = kv_caches[last], None
+    kv = kv if kv.element_size() == 1 else kv[:, :1]
+    if kv.device.type == "cpu" and not config.model_config.use_mla:
+        places = _places(layers[last], kv, config.model_config.dtype)
+    return Pages(kv_caches[name], spec, kv, layers[name].seen, places)
+
+
+def _places(layer: Any, kv: Any, dtype: Any) -> Any:
+    """Which values of a block each token has, int64 ``[tokens, values]``: the layer itself writes one after the other.
+
+    Attention on a CPU has K transposed or packed, as the processor likes it.
+    """
+    import torch
+
+    _, heads, tokens, values = kv.shape
+    one, places = torch.ones(1, heads, values // 2, dtype=dtype), []
+    for token in range(tokens):
+        block = torch.zeros_like(kv[:1])
+        layer.impl.do_kv_cache_update(layer, one, one, block, torch.tensor([token]))
+        places.append(block[0, 0].flatten().nonzero().flatten())
+    return torch.stack(places)
+
+
+__all__ = ["ARCHITECTURES", "pages_of", "register", "wants_pages"]

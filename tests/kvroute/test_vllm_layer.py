@@ -1,0 +1,81 @@
+"""Where vLLM's models have a layer of rows: what an operator gets who says nothing, and what is said no to."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cache_manager.errors import ConfigError
+from kvroute.connector import Settings
+from kvroute.connector.pages import StepTokens, page_name, token_nbytes
+from kvroute.integrations.vllm.models import pages_of, wants_pages
+from kvroute.routing import routing_spec
+
+
+def engine(connector: str, *, drafts: bool = False, window: int | None = None) -> Any:
+    """What is asked of vLLM's configuration."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector=connector),
+        speculative_config=SimpleNamespace() if drafts else None,
+        model_config=SimpleNamespace(get_sliding_window=lambda: window),
+    )
+
+
+@pytest.mark.parametrize(
+    ("connector", "layer"),
+    [
+        ("KvrouteExampleConnector", True),
+        ("KvrouteOffloadingConnector", True),
+        ("KvrouteNixlConnector", True),
+        ("KvrouteNixlPullConnector", True),
+        ("KvrouteConnector", False),  # moves no KV
+        ("KvrouteLMCacheConnectorV1", False),  # not seen to move it
+        ("NixlConnector", False),  # an engine without kvroute's connector
+        ("OffloadingConnector", False),
+    ],
+)
+def test_an_operator_who_says_nothing_gets_the_layer_where_it_was_seen_to_work(connector: str, layer: bool) -> None:
+    """Goal: the default loses least and changes no engine that could break by it. Method: connectors, with and without
+    a store, drafts, a sliding window; what is said aloud is done with any connector.
+    """
+    said = Settings()
+    assert wants_pages(said, engine(connector)) == layer
+    assert not wants_pages(said, engine(connector, drafts=True))
+    assert not wants_pages(said, engine(connector, window=4096))
+    assert not wants_pages(Settings(store="file:///rows"), engine(connector))
+    assert not wants_pages(Settings(carrier="connector"), engine(connector))
+    assert wants_pages(Settings(carrier="layer"), engine(connector))
+    with pytest.raises(ConfigError, match="no draft model"):
+        wants_pages(Settings(carrier="layer"), engine(connector, drafts=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_a_rank_with_fewer_heads_knows_the_rows_of_one_with_more(dtype: torch.dtype) -> None:
+    """Goal: prefill and decode may divide the heads differently. Method: an engine writes pages beside four heads; one
+    that has the first two of them, and the same pages, finds every row, but for KV of eight bits, of which all heads of
+    a rank are taken. KV of the layer before is not looked at.
+    """
+    spec = routing_spec(num_experts=8, top_k=2, layer_ids=[0, 1], num_layers=2, block_tokens=4)
+    last = torch.randint(1, 100, (3, 4, 4, 16)).to(dtype)
+    name, at = page_name(spec), torch.arange(12)
+    cache, seen = torch.zeros(3, 1, 4, token_nbytes(spec), dtype=torch.uint8), StepTokens(12)
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={name: SimpleNamespace(seen=seen)}),
+        model_config=SimpleNamespace(use_mla=True),
+    )
+
+    def pages(heads: int) -> Any:
+        before = torch.rand(3, heads, 4, 16).to(dtype)
+        return pages_of(config, {"layers.1": last[:, :heads].clone(), "layers.0": before, name: cache}, spec)
+
+    seen.saw(at + 100, at)
+    pages(4).put(at, torch.tensor([[[3, 5], [0, 1]]] * 12), b"weights!")
+    for heads, sound in ((4, True), (2, dtype != torch.uint8)):
+        held = pages(heads)
+        ids, good, _ = held.rows(held.get(at.numpy()), at.numpy() + 100, at.numpy(), b"weights!")
+        assert (good == np.full(12, sound)).all()
+        assert (ids == [[3, 5], [0, 1]]).all()
