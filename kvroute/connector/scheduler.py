@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 import kvroute
 from cache_manager.errors import KVRouteError, RowError
-from cache_manager.keys import BlockKey
+from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
 from cache_manager.rows import Rows
 from kvroute.connector.answers import FIELD, UNSEEN
-from kvroute.connector.settings import Engine, Handshake, StepMeta
+from kvroute.connector.settings import VERSION, Engine, Handshake, StepMeta
+from kvroute.connector.versions import Versions
 from kvroute.rollout import open_rollouts
 from kvroute.rollout.response import layers_of
 from kvroute.routes import Routes
@@ -86,8 +87,9 @@ class SchedulerRows:
         self.engine = engine
         self.feed = kvroute.BlockFeed(engine.blocks)
         self.view: kvroute.RegionView | None = None
-        self.namespace = engine.namespace
-        self.keys = kvroute.KeyChain(self.namespace, engine.layout)
+        self.keys = kvroute.KeyChain(engine.namespace, engine.layout)
+        given, named = engine.settings.weights_version, bool(engine.settings.weights)
+        self.weights = Versions(engine.namespace, given, self._renamed, named=named)
         self.blocks_of: Callable[[str, int, int], list[int]] = lambda *_: []
         self.hits_cut = 0
         self._late = False
@@ -110,7 +112,7 @@ class SchedulerRows:
         """This worker has the rows. Raises :class:`RegionMissingError` where its region cannot be reached."""
         assert worker.region is not None, "of the rank that has rows"
         before, self._late = self.view, worker.late
-        self.view = kvroute.RegionView(worker.region, namespace=self.namespace.fingerprint)
+        self.view = kvroute.RegionView(worker.region, namespace=self.keys.namespace.fingerprint)
         if before is not None:
             before.close()
 
@@ -126,7 +128,8 @@ class SchedulerRows:
         self._asked[request.request_id] = local // size, later
         if not found or not self.engine.gate or not self.engine.settings.store:
             return found
-        there = self._in_store(self._keys(request, local // size, (local + found) // size))
+        keys = self._keys(request, local // size, (local + found) // size)
+        there = [False] * len(keys) if self.weights.mixed else self._in_store(keys)
         good = there.index(False) if False in there else len(there)
         self.hits_cut += good < len(there)
         return good * size if good < len(there) else found
@@ -156,7 +159,8 @@ class SchedulerRows:
         if external:  # a part of a block has no key: its rows come in pages or not at all
             partial = self.engine.pages and external % size > 0
             run = Run(blocks[first - 1] if first else -1, blocks[first : last + partial], external)
-            keys = self._keys(request, first, last) if self.engine.settings.store else []
+            stored = self.engine.settings.store and not self.weights.mixed
+            keys = self._keys(request, first, last) if stored else []
             self._loads[name] = _Load(run, first * size, keys, later)
 
     def loaded(self, request_id: str) -> None:
@@ -178,10 +182,13 @@ class SchedulerRows:
                 if self.engine.unseen:
                     self._unseen[load.run.blocks] = self.feed.generations[load.run.blocks]
         before = self.feed.take()
-        full = self._filled(scheduled) if self.engine.settings.store else []
+        if scheduled or loads:
+            self.weights.computes()
+        full = self._filled(scheduled) if self.engine.settings.store and not self.weights.mixed else []
         joined, self._joined = self._joined, []
         self._steps += 1
         meta = StepMeta(inner, before, self.feed.take(), self._steps, sum(scheduled.values()), full=full)
+        meta.version = self.weights.version if self.engine.labelled else None
         if self.engine.pages:
             meta.given = given
         if loads:
@@ -262,8 +269,8 @@ class SchedulerRows:
             stop = max(0, min(tokens, len(ids) * self.engine.tokens, ended.tokens if ended else tokens))
             wrote = [number for number, start in ended.steps if start < stop] if ended else []
             rows = self._read(ids, lives, stop, max(wrote, default=self._steps))
-            version = self.namespace.weights_version
-            routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=version, checked=True)
+            versions = self._versions(ids, lives, stop)
+            routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=versions, checked=True)
             routes, unseen = self._settled(routes, self._unseen[ids] == lives)
             told: dict[str, Any] = {str(index): self._rollouts.put(name, routes).to_json()}
         except KVRouteError as error:
@@ -288,6 +295,11 @@ class SchedulerRows:
                 raise RowError("rows", f"written by the worker within {LATE_S} s", "a worker that is behind")
             time.sleep(POLL_S)
         return self.view.read(self.engine.spec.name, blocks, 0, stop, generations=lives)
+
+    def _versions(self, blocks: NDArray[np.int64], lives: NDArray[np.int64], stop: int) -> Rows | None:
+        """The weights versions of the first ``stop`` rows; ``None`` where the layout has no place for them."""
+        assert self.view is not None, "the rows were read"
+        return self.view.read(VERSION, blocks, 0, stop, generations=lives) if self.engine.labelled else None
 
     def _settled(self, routes: Routes, by_kv: NDArray[np.bool_]) -> tuple[Routes, list[list[int]]]:
         """What is answered where rows of the blocks ``by_kv`` went by their KV, which the last router is behind.
@@ -318,13 +330,15 @@ class SchedulerRows:
         return dict(found)
 
     def reset(self) -> None:
-        """The weights are others now: nothing from before is readable, in no tier."""
-        version = self.namespace.weights_version + 1
-        self.namespace = replace(self.namespace, weights_version=version)
-        self.keys = kvroute.KeyChain(self.namespace, self.engine.layout)
-        self.feed.reset(version)
+        """The pool has forgotten all blocks: nothing from before is readable, in no tier."""
+        self.weights.forgotten()
+
+    def _renamed(self, namespace: Namespace) -> None:
+        """Rows are of this namespace from here on; there are none yet, or they are to be forgotten."""
+        self.keys = kvroute.KeyChain(namespace, self.engine.layout)
+        self.feed.reset(namespace.weights_version)
         if self.view is not None:
-            self.view.follow(self.namespace.fingerprint)
+            self.view.follow(namespace.fingerprint)
 
     def close(self) -> None:
         for each in (self.view, self._reader, self._rollouts):

@@ -39,8 +39,12 @@ class Server:
             self.url + path, json.dumps(given).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
-            found: dict[str, Any] = json.load(answer)
+            found: dict[str, Any] = json.loads(answer.read() or "{}")
         return found
+
+    def metrics(self) -> str:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=60) as answer:  # noqa: S310
+            return str(answer.read().decode())
 
     def wait(self) -> None:
         give_up_s = time.monotonic() + START_S
@@ -61,12 +65,14 @@ class Server:
 
 
 @contextmanager
-def serving(home: Path, shared: Path, log: Path, rollouts: str) -> Iterator[Server]:
+def serving(
+    home: Path, shared: Path, log: Path, rollouts: str, *more: str, connector: str = "KvrouteExampleConnector"
+) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     transfer = {
-        "kv_connector": "KvrouteExampleConnector",
+        "kv_connector": connector,
         "kv_connector_module_path": "kvroute.integrations.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
@@ -80,7 +86,7 @@ def serving(home: Path, shared: Path, log: Path, rollouts: str) -> Iterator[Serv
     }
     arguments = ["--model", str(home), "--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1"]
     arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--num-gpu-blocks-override", "64"]
-    arguments += ["--block-size", str(BLOCK), "--kv-transfer-config", json.dumps(transfer)]
+    arguments += ["--block-size", str(BLOCK), "--kv-transfer-config", json.dumps(transfer), *more]
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],

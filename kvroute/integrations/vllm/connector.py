@@ -10,6 +10,7 @@ from typing import Any
 from cache_manager.errors import ConfigError
 from kvroute.connector import Handshake, SchedulerRows, StepMeta
 from kvroute.connector.pages import page_name
+from kvroute.integrations.vllm import weights
 from kvroute.integrations.vllm.config import engine_of
 
 Base: Any = object  # vLLM's classes, of which there are none here
@@ -111,6 +112,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Handshake]) -> None:
         self._scheduler_rows.attach(next(each for each in metadata.values() if each.region))
+        weights.follow(self._scheduler_rows.weights)
         if inner := {rank: each.inner for rank, each in metadata.items() if each.inner is not None}:
             super().set_xfer_handshake_metadata_pp_aware(inner)
 
@@ -126,7 +128,13 @@ class RowsWithKV(Base):  # type: ignore[misc]
         def blocks_of(name: str, first: int, last: int) -> list[int]:
             return [block.block_id for block in kv_cache_manager.get_blocks(name).blocks[0][first:last]]
 
+        def reset_prefix_cache(forget: Any) -> bool:  # a connector is told of a reset that was refused, too
+            if done := forget():
+                rows.reset()
+            return bool(done)
+
         pool.get_new_blocks, rows.blocks_of = partial(get_new_blocks, pool.get_new_blocks), blocks_of
+        pool.reset_prefix_cache = partial(reset_prefix_cache, pool.reset_prefix_cache)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens) or (0, False)
@@ -166,10 +174,6 @@ class RowsWithKV(Base):  # type: ignore[misc]
         index = () if match["index"] is None else (int(match["index"]), name.partition("_")[2])
         routes = rows.finished(match["name"], blocks, tokens, *index, ended=ended)
         return keep, {**(params or {}), **routes} if routes else params
-
-    def reset_cache(self) -> bool | None:
-        self._scheduler_rows.reset()
-        return super().reset_cache()  # type: ignore[no-any-return]
 
     def shutdown(self) -> None:
         super().shutdown()
