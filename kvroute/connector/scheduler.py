@@ -296,8 +296,10 @@ class SchedulerRows:
             time.sleep(POLL_S)
         return self.view.read(self.engine.spec.name, blocks, 0, stop, generations=lives)
 
-    def _versions(self, blocks: NDArray[np.int64], lives: NDArray[np.int64], stop: int) -> Rows | None:
-        """The weights versions of the first ``stop`` rows; ``None`` where the layout has no place for them."""
+    def _versions(self, blocks: NDArray[np.int64], lives: NDArray[np.int64], stop: int) -> Rows | int | None:
+        """The weights versions of the first ``stop`` rows, or one for all; ``None``: nothing is known of any."""
+        if not self.weights.mixed and not self.engine.pages:
+            return self.weights.version
         assert self.view is not None, "the rows were read"
         return self.view.read(VERSION, blocks, 0, stop, generations=lives) if self.engine.labelled else None
 

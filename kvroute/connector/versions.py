@@ -48,7 +48,8 @@ class Versions:
         self.version = given
         """Of what is computed now; ``None``: unknown."""
         self.mixed = False
-        """What is computed now may stand on KV of other weights: nothing is stored, and nothing comes from a store."""
+        """What is computed now may stand on KV of other weights: nothing is stored, and nothing comes from a store.
+        Otherwise all rows that there are were made by the weights of now."""
         self._namespace, self._renamed, self._named, self._draw = namespace, renamed, named, draw
         self._as_loaded = True  # the weights are those that the engine began with
         self._sure = True  # nothing was computed, and nothing was paused, since the version was given
