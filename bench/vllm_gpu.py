@@ -63,7 +63,8 @@ class Case:
 
 
 def stored(home: Path) -> dict[str, Any]:
-    return {"store": f"file://{home}/rows", "witness": "flagged"}
+    named = {"weights": "bench", "weights_version": 0}  # after a reset rows are found by these
+    return {"store": f"file://{home}/rows", "witness": "flagged", **named}
 
 
 def in_pages(_: Path) -> dict[str, Any]:

@@ -59,7 +59,9 @@ def main() -> None:
             found = [metric for metric in llm.get_metrics() if metric.name == asked["metric"]]
             return {metric.labels.get(asked["by"], ""): metric.value for metric in found}
         if asked.get("reset"):
-            return {"reset": llm.reset_prefix_cache()}
+            emptied = llm.reset_prefix_cache()
+            llm.update_weight_version("0")  # the weights are what they were
+            return {"reset": emptied}
         prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
         sampling = [
             SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True, extra_args=extra)

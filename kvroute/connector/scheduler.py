@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 import kvroute
 from cache_manager.errors import KVRouteError, RowError
-from cache_manager.keys import BlockKey
+from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
 from cache_manager.rows import Rows
 from kvroute.connector.left import LeftRoutes, Tokens
-from kvroute.connector.settings import Engine, Handshake, StepMeta
+from kvroute.connector.settings import VERSION, Engine, Handshake, StepMeta
 from kvroute.connector.stores import opened
+from kvroute.connector.versions import Versions
 from kvroute.rollout import open_rollouts
 from kvroute.routes import Routes
 from kvroute.witness import Run
@@ -88,8 +89,9 @@ class SchedulerRows:
         self.engine = engine
         self.feed = kvroute.BlockFeed(engine.blocks)
         self.view: kvroute.RegionView | None = None
-        self.namespace = engine.namespace
-        self.keys = kvroute.KeyChain(self.namespace, engine.layout)
+        self.keys = kvroute.KeyChain(engine.namespace, engine.layout)
+        given, named = engine.settings.weights_version, bool(engine.settings.weights)
+        self.weights = Versions(engine.namespace, given, self._renamed, named=named)
         self.blocks_of: Callable[[str, int, int], list[int]] = lambda *_: []
         self.hits_cut = 0
         self._late = False
@@ -113,7 +115,7 @@ class SchedulerRows:
         """This worker has the rows. Raises :class:`RegionMissingError` where its region cannot be reached."""
         assert worker.region is not None, "of the rank that has rows"
         before, self._late = self.view, worker.late
-        self.view = kvroute.RegionView(worker.region, namespace=self.namespace.fingerprint)
+        self.view = kvroute.RegionView(worker.region, namespace=self.keys.namespace.fingerprint)
         if before is not None:
             before.close()
 
@@ -134,7 +136,8 @@ class SchedulerRows:
         self._asked[request.request_id] = local // size, later
         if not found or not self.engine.gate or not self.engine.settings.store:
             return found
-        there = self._in_store(self._keys(request, local // size, (local + found) // size))
+        keys = self._keys(request, local // size, (local + found) // size)
+        there = [False] * len(keys) if self.weights.mixed else self._in_store(keys)
         good = there.index(False) if False in there else len(there)
         self.hits_cut += good < len(there)
         return good * size if good < len(there) else found
@@ -166,7 +169,8 @@ class SchedulerRows:
             start = first * size
             tokens = list(request.all_token_ids[start : start + external]) if self.engine.pages else []
             run = Run(blocks[first - 1] if first else -1, blocks[first : last + partial], external, start, tokens)
-            keys = self._keys(request, first, last) if self.engine.settings.store else []
+            stored = self.engine.settings.store and not self.weights.mixed
+            keys = self._keys(request, first, last) if stored else []
             self._loads[name] = _Load(run, keys, later)
 
     def loaded(self, request_id: str) -> None:
@@ -189,12 +193,15 @@ class SchedulerRows:
                     self._unseen[load.run.blocks] = self.feed.generations[load.run.blocks]
                     self._front[load.run.blocks] = self.engine.tokens
         before = self.feed.take()
-        full = self._filled(scheduled) if self.engine.settings.store else []
+        if scheduled or loads:
+            self.weights.computes()
+        full = self._filled(scheduled) if self.engine.settings.store and not self.weights.mixed else []
         joined, self._joined = self._joined, []
         self._steps += 1
         meta = StepMeta(inner, before, self.feed.take(), self._steps, sum(scheduled.values()), full=full)
+        meta.version = self.weights.version if self.engine.labelled else None
         if self.engine.pages:
-            meta.given, meta.namespace = given, self.keys.namespace.fingerprint
+            meta.given, meta.namespace = given, b"" if self.weights.mixed else self.keys.namespace.fingerprint
         if loads:
             meta.joined, meta.loads = joined, [load.run for load in loads.values() if not load.later]
             self._later |= {name: load for name, load in loads.items() if load.later}
@@ -278,8 +285,8 @@ class SchedulerRows:
             stop = max(0, min(tokens, len(ids) * self.engine.tokens, ended.tokens if ended else tokens))
             wrote = [number for number, start in ended.steps if start < stop] if ended else []
             rows = self._read(ids, lives, stop, max(wrote, default=self._steps))
-            version = self.namespace.weights_version
-            routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=version, checked=True)
+            versions = self._versions(ids, lives, stop)
+            routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=versions, checked=True)
             by_kv = np.arange(self.engine.tokens) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]
             routes, unseen = self._settled(routes, by_kv.reshape(-1)[: len(routes)])
             return self._left.leave(name, routes, of, group, unseen)
@@ -302,6 +309,13 @@ class SchedulerRows:
             time.sleep(POLL_S)
         return self.view.read(self.engine.spec.name, blocks, 0, stop, generations=lives)
 
+    def _versions(self, blocks: NDArray[np.int64], lives: NDArray[np.int64], stop: int) -> Rows | int | None:
+        """The weights versions of the first ``stop`` rows, or one for all; ``None``: nothing is known of any."""
+        if not self.weights.mixed:
+            return self.weights.version
+        assert self.view is not None, "the rows were read"
+        return self.view.read(VERSION, blocks, 0, stop, generations=lives) if self.engine.labelled else None
+
     def _settled(self, routes: Routes, by_kv: NDArray[np.bool_]) -> tuple[Routes, list[list[int]]]:
         """What is answered where rows ``by_kv`` ``[n]`` went by their KV, which the last router is behind.
 
@@ -316,13 +330,15 @@ class SchedulerRows:
         return routes.without(routes.layer_ids[-1:], trusted), []
 
     def reset(self) -> None:
-        """The weights are others now: nothing from before is readable, in no tier."""
-        version = self.namespace.weights_version + 1
-        self.namespace = replace(self.namespace, weights_version=version)
-        self.keys = kvroute.KeyChain(self.namespace, self.engine.layout)
-        self.feed.reset(version)
+        """The pool has forgotten all blocks: nothing from before is readable, in no tier."""
+        self.weights.forgotten()
+
+    def _renamed(self, namespace: Namespace) -> None:
+        """Rows are of this namespace from here on; there are none yet, or they are to be forgotten."""
+        self.keys = kvroute.KeyChain(namespace, self.engine.layout)
+        self.feed.reset(namespace.weights_version)
         if self.view is not None:
-            self.view.follow(self.namespace.fingerprint)
+            self.view.follow(namespace.fingerprint)
 
     def close(self) -> None:
         for each in (self.view, self._reader, self._left):

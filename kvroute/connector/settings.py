@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import msgspec
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
+from kvroute.connector.versions import AS_LOADED
 from kvroute.witness import Run
+
+VERSION: Final = "weights_version"
+"""The spec of the rows' labels; see :func:`kvroute.weights_version_spec`."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -20,7 +24,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reader: str = ""  # URL by which the scheduler asks that store; by default the same, with mode=read for files
     rollouts: str = "response:"  # URL of the rollout store where routes are left; "": nowhere
     weights: str = ""  # names the weights; by default a digest of where they are, their sizes, times and samples
-    weights_version: int = 0
+    # Of the weights that are loaded at the start. Where none is given, rows say nothing of a version.
+    weights_version: Annotated[int, msgspec.Meta(ge=0, lt=AS_LOADED)] | None = None
     hits: Literal["auto", "gate", "mask"] = "auto"  # KV without rows is cut off a hit, or kept and its rows are missing
     # Rows that come for loaded KV are compared with it. It does not say what the last router chose: that is "missing"
     # from the routes, or there and "flagged" in the answer. "off" compares nothing: rows depend on tokens alone.
@@ -55,7 +60,7 @@ class Engine:
     """The engine at hand, as far as rows are concerned."""
 
     settings: Settings
-    layout: RecordLayout  # its first spec is that of routing
+    layout: RecordLayout  # its first spec is that of routing; beside that of weights versions rows have labels
     namespace: Namespace
     blocks: int
     max_tokens: int  # of one step
@@ -67,6 +72,11 @@ class Engine:
     @property
     def spec(self) -> AuxBlockDataSpec:
         return self.layout.specs[0]
+
+    @property
+    def labelled(self) -> bool:
+        """Whether rows have a place for the version of the weights that made them."""
+        return any(spec.name == VERSION for spec in self.layout.specs)
 
     @property
     def tokens(self) -> int:
@@ -94,6 +104,7 @@ class StepMeta:
     after: bytes  # of the feed: what to store when the step has written
     number: int = 0  # of the step, from 1
     tokens: int = 0  # that the step computes
+    version: int | None = None  # of the weights that it computes with
     given: list[int] = field(default_factory=list)  # blocks that were given out, where rows are in the KV,
     namespace: bytes = b""  # and the fingerprint of the weights' namespace; empty: of no weights that have a name
     joined: list[list[int]] = field(default_factory=list)  # blocks of each request that joins a step with loads

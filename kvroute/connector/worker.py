@@ -22,7 +22,7 @@ from kvroute.capture.step_ids import StepIds
 from kvroute.connector.behind import Behind
 from kvroute.connector.folds import to_host
 from kvroute.connector.pages import Got, Pages, slots_of
-from kvroute.connector.settings import Engine, Handshake, StepMeta
+from kvroute.connector.settings import VERSION, Engine, Handshake, StepMeta
 from kvroute.connector.stores import opened
 from kvroute.connector.witness import Join, KvFolder, KvWitness, OtherRank, witnessing
 from kvroute.witness import Run
@@ -75,6 +75,7 @@ class WorkerRows:
             blocks=engine.clock + 1,
             namespace=engine.namespace,
             store=self.store,
+            required=[engine.spec.name],
             memory="shared",
             strict=settings.strict,
         )
@@ -178,7 +179,7 @@ class WorkerRows:
         self._unpack(come)
         self._compare(come)  # before the step counts as over: who sees that believes what is before it
         if slots is not None or step.tokens:
-            self._write(slots, ids, step.tokens, touched)
+            self._write(slots, ids, step, touched)
         if self._behind is not None:
             self.blocks.renew([self.engine.clock], [step.number])
         if full is not None and self.witness:
@@ -199,10 +200,10 @@ class WorkerRows:
             keep = ~torch.isin(slots.div(self.engine.tokens, rounding_mode="floor"), blocks)
         pages.put(slots, None if isinstance(ids, str) else ids, namespace, keep)
 
-    def _write(self, at: torch.Tensor | None, given: torch.Tensor | str, tokens: int, without: list[int]) -> None:
+    def _write(self, at: torch.Tensor | None, given: torch.Tensor | str, step: StepMeta, without: list[int]) -> None:
         spec = self.engine.spec
         if at is None:  # whatever it has written over, a draft's row say, must not stay
-            self._miss(NO_SLOTS, tokens)
+            self._miss(NO_SLOTS, step.tokens)
             self.blocks.forget()
             return
         slots = at.numpy()
@@ -219,7 +220,10 @@ class WorkerRows:
         if np.count_nonzero(keep) < keep.size and (bad := int(np.count_nonzero(~keep & (slots >= 0)))):
             self._miss(NO_IDS, bad)
             kept = keep
-        self.blocks.write_step(slots, {spec.name: rows}, kept)
+        written = {spec.name: rows}
+        if step.version is not None:  # else the rows have none, whatever was there before
+            written[VERSION] = np.full(slots.size, step.version, np.uint32)
+        self.blocks.write_step(slots, written, kept)
 
     def _come(self, runs: Sequence[Run], namespace: bytes, lost: Sequence[int] = ()) -> _Come:
         """Look at the KV of these blocks, which was loaded; of those ``lost`` nothing came."""

@@ -13,6 +13,7 @@ ENDS = "tests/kvroute/test_connector.py::"
 LATE = "tests/kvroute/test_connector_late.py::"
 ENDED = "tests/kvroute/test_connector_ended.py::"
 WORKER = "tests/kvroute/test_connector_worker.py::"
+VERSIONS = "tests/kvroute/test_connector_versions.py::"
 
 
 def _fault(name: str, file: str, before: str, after: str, where: str, claim: str) -> Fault:
@@ -215,5 +216,53 @@ CONNECTOR_FAULTS = [
         "            if job.wait(max(0.0, give_up_s - time.monotonic())):\n                pass\n",
         MISSES,
         "test_a_restore_that_misses_says_why",
+    ),
+    _fault(
+        "after a reset the scheduler reads rows of before",
+        "connector/scheduler.py",
+        "            self.view.follow(namespace.fingerprint)\n",
+        "            pass\n",
+        ENDS,
+        "test_after_new_weights_nothing_is_readable",
+    ),
+    _fault(
+        "blocks that are computed again are not stored again",
+        "connector/scheduler.py",
+        "first = min(running.done, at) // size",
+        "first = running.done // size",
+        VERSIONS,
+        "test_blocks_that_are_computed_again_are_stored_again",
+    ),
+    _fault(
+        "rows over KV of other weights are stored",
+        "connector/scheduler.py",
+        "if self.engine.settings.store and not self.weights.mixed else []",
+        "if self.engine.settings.store else []",
+        VERSIONS,
+        "test_rows_of_mixed_weights_are_not_stored",
+    ),
+    _fault(
+        "a version outlives a pause",
+        "connector/versions.py",
+        "        if not self._sure:\n            self.changed()\n",
+        "        pass\n",
+        VERSIONS,
+        "test_a_version_stands_until_something_may_have_changed_the_weights",
+    ),
+    _fault(
+        "weights without a name are stored under their version",
+        "connector/versions.py",
+        "known = self.version if self._named else None",
+        "known = self.version",
+        VERSIONS,
+        "test_a_version_is_shared_by_engines_whose_weights_have_a_name",
+    ),
+    _fault(
+        "a step has the version that comes after it",
+        "connector/worker.py",
+        "np.full(slots.size, step.version, np.uint32)",
+        "np.full(slots.size, step.version + 1, np.uint32)",
+        VERSIONS,
+        "test_an_answer_of_two_weights_has_two_versions",
     ),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,21 +20,22 @@ from kvroute.connector import Engine, SchedulerRows, Settings, Tokens, routes
 from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
 from kvroute.connector.scheduler import Ended
 from kvroute.connector.settings import StepMeta
+from kvroute.connector.versions import AS_LOADED
 from kvroute.connector.witness import KvFolder, OtherRank, witnessing
 from kvroute.connector.worker import WorkerRows
 from kvroute.routes import Routes
-from kvroute.routing import routing_spec
+from kvroute.routing import routing_spec, weights_version_spec
 
 TOKENS, EXPERTS, TOP_K = 4, 8, 2
 
 
-def _seed(tokens: Sequence[int]) -> np.random.Generator:
-    return np.random.default_rng(list(hashlib.blake2b(bytes(tokens), digest_size=8).digest()))
+def _seed(tokens: Sequence[int], weights: int = 0) -> np.random.Generator:
+    return np.random.default_rng(list(hashlib.blake2b(bytes(tokens), digest_size=8, salt=bytes([weights])).digest()))
 
 
-def row_of(tokens: Sequence[int]) -> NDArray[np.int64]:
-    """What the routers choose for the last of ``tokens``: ``[layers, top_k]``."""
-    return np.stack([_seed(tokens).permutation(EXPERTS)[:TOP_K], _seed([*tokens, 1]).permutation(EXPERTS)[:TOP_K]])
+def row_of(tokens: Sequence[int], weights: int = 0) -> NDArray[np.int64]:
+    """What routers of these weights choose for the last of ``tokens``: ``[layers, top_k]``."""
+    return np.stack([_seed(each, weights).permutation(EXPERTS)[:TOP_K] for each in (tokens, [*tokens, 1])])
 
 
 class Asked:
@@ -65,7 +66,8 @@ class Toy:
     """A paged engine for one request at a time: a prefix cache over ``blocks`` blocks, and KV that others may have.
 
     It loads in a step or, if ``later``, beside one. Of several ``ranks`` each has one head; the first has the rows. If
-    ``late``, what steps leave to the host is done behind them, as beside a device.
+    ``late``, what steps leave to the host is done behind them, as beside a device. Rows and KV are a function of its
+    ``weights``, too, which may be changed at any time, ``between`` the steps of a request for one.
     """
 
     def __init__(
@@ -91,8 +93,8 @@ class Toy:
         settings = Settings.of({"strict": True, "weights": "m", **said})
         engine = Engine(
             settings,
-            RecordLayout((spec,)),
-            Namespace(settings.weights, 1),
+            RecordLayout((spec, weights_version_spec(TOKENS))),
+            Namespace(settings.weights, AS_LOADED if settings.weights_version is None else settings.weights_version),
             blocks=blocks,
             max_tokens=64,
             gate=not pages,
@@ -115,7 +117,8 @@ class Toy:
         self.table: list[int] = []
         self.fails: set[int] = set()  # places in the request of blocks whose load fails
         self.loses: set[int] = set()  # positions at which the router's ids are not ones
-        self.loaded = 0
+        self.loaded, self.weights = 0, 0
+        self.between: Callable[[], object] = lambda: None
 
     def ask(self, name: str, tokens: Sequence[int], chunks: Sequence[int] = (64,)) -> dict[str, Any]:
         """Compute ``tokens`` in steps of so many tokens; what goes to the client."""
@@ -149,6 +152,7 @@ class Toy:
             failed = self._step(request, n, loading)
             request.num_computed_tokens = failed * TOKENS if failed is not None else request.num_computed_tokens + n
             loading = range(0)
+            self.between()
         ended = self.scheduler.forget(name)
         told = self.scheduler.finished(name, self.table, len(tokens), Tokens(tokens, len(tokens)), ended=ended)
         self.free += self.table
@@ -168,10 +172,11 @@ class Toy:
         for i, (block, offset) in enumerate(at):
             for layer in self.layers:
                 kv = self.kv[f"layers.{layer}"]
-                kv[block, :, offset] = torch.from_numpy(_seed([*prefixes[i], layer]).normal(size=(kv.shape[1], 8)))
+                random = _seed([*prefixes[i], layer], self.weights)
+                kv[block, :, offset] = torch.from_numpy(random.normal(size=(kv.shape[1], 8)))
         self.saw(request, start, n)
         if n:
-            chosen = np.stack([row_of(prefix) for prefix in prefixes])
+            chosen = np.stack([row_of(prefix, self.weights) for prefix in prefixes])
             chosen[[i for i in range(n) if start + i in self.loses]] = -1
             for layer, hook in enumerate(self.hooks):
                 hook(torch.from_numpy(chosen[:, layer].copy()))
@@ -218,8 +223,9 @@ def computed(toy: Toy, request: Asked, n: int, meta: StepMeta | None = None) -> 
     start = request.num_computed_tokens
     toy.worker.begin(meta or toy.scheduler.step({request.request_id: n}))
     toy.saw(request, start, n)
+    chosen = np.stack([row_of(request.tokens[: i + 1], toy.weights) for i in range(start, start + n)])
     for layer, hook in enumerate(toy.hooks):
-        hook(torch.from_numpy(np.stack([row_of(request.tokens[: i + 1])[layer] for i in range(start, start + n)])))
+        hook(torch.from_numpy(chosen[:, layer].copy()))
     at = [toy.table[i // TOKENS] * TOKENS + i % TOKENS for i in range(start, start + n)]
     toy.worker.slots = torch.tensor(at)
 
@@ -238,6 +244,16 @@ def admitted(toy: Toy, tokens: list[int], blocks: list[int], external: int = 0, 
 def seen(toy: Toy, n: int, ended: Ended | None = None) -> Any:
     """The routes that a client gets of the one request."""
     return routes({"kv_transfer_params": toy.scheduler.finished("r", toy.table, n, ended=ended)})
+
+
+def makers(toy: Toy, tokens: Sequence[int]) -> list[int]:
+    """The weights that made the KV of each of ``tokens``, the last request's, as far as the KV in its blocks says."""
+    kv, found = toy.kv["layers.0"], list[int]()
+    for i in range(len(tokens)):
+        there = kv[toy.table[i // TOKENS], :, i % TOKENS].numpy()
+        made = (_seed([*tokens[: i + 1], 0], w).normal(size=there.shape).astype(there.dtype) for w in range(256))
+        found.append(next(w for w, each in enumerate(made) if (each == there).all()))
+    return found
 
 
 def judge(found: Routes, tokens: Sequence[int]) -> Counter[str]:

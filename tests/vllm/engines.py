@@ -103,6 +103,11 @@ class Engine:
                 found = self.judge(output, index)
                 assert found == Verdict(found.due, found.due, 0, 0), (output.request_id, found)
 
+    def forget_locally(self) -> None:
+        """The pool has no hits any more; connectors and weights are as they were."""
+        manager = self.scheduler.kv_cache_manager
+        manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
+
     def metric(self, name: str) -> int:
         return sum(int(m.value) for m in self.llm.get_metrics() if m.name == f"vllm:{name}")
 

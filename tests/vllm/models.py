@@ -103,13 +103,13 @@ def save(family: str, home: Path, seed: int = 0) -> Path:
 
 
 @cache
-def _reference(home: Path, dtype: torch.dtype) -> Any:
+def reference(home: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(home, dtype=dtype).eval()
 
 
 def moe_layers(home: Path) -> list[int]:
     """The layers that have routers, in order."""
-    layers = _reference(home, torch.float32).model.layers
+    layers = reference(home, torch.float32).model.layers
     return [i for i, layer in enumerate(layers) if _router(layer) is not None]
 
 
@@ -120,7 +120,7 @@ def _router(layer: Any) -> Any:
 
 def routing(home: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> NDArray[np.int64]:
     """The experts that transformers' forward pass of these weights chooses, sorted: ``[tokens, moe layers, top_k]``."""
-    model, found = _reference(home, dtype), {}
+    model, found = reference(home, dtype), {}
     hooks = [
         router.register_forward_hook(lambda _m, _a, out, i=i: found.__setitem__(i, out[2]))
         for i, layer in enumerate(model.model.layers)

@@ -34,13 +34,17 @@ class Server:
         self.url, self.process = f"http://127.0.0.1:{port}", process
 
     def post(self, path: str, request_id: str | None = None, **body: Any) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._sent(path, request_id, body))
+        found: dict[str, Any] = json.loads(self._sent(path, request_id, body) or "{}")
         return found
 
     def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
         """The chunks of a stream, in order."""
         events = self._sent(path, None, {"stream": True, **body}).decode().splitlines()
         return [json.loads(each.removeprefix("data: ")) for each in events if each.startswith("data: {")]
+
+    def metrics(self) -> str:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=60) as answer:  # noqa: S310
+            return str(answer.read().decode())
 
     def _sent(self, path: str, request_id: str | None, body: dict[str, Any]) -> bytes:
         given = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True, **body}
@@ -70,12 +74,14 @@ class Server:
 
 
 @contextmanager
-def serving(home: Path, shared: Path, log: Path, rollouts: str) -> Iterator[Server]:
+def serving(
+    home: Path, shared: Path, log: Path, rollouts: str, *more: str, connector: str = "KvrouteExampleConnector"
+) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     transfer = {
-        "kv_connector": "KvrouteExampleConnector",
+        "kv_connector": connector,
         "kv_connector_module_path": "kvroute.integrations.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
@@ -90,7 +96,7 @@ def serving(home: Path, shared: Path, log: Path, rollouts: str) -> Iterator[Serv
     arguments = ["--model", str(home), "--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1"]
     arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--num-gpu-blocks-override", "64"]
     arguments += ["--block-size", str(BLOCK), "--kv-transfer-config", json.dumps(transfer)]
-    arguments += ["--chat-template", "{% for each in messages %}{{ each.content }} {% endfor %}"]
+    arguments += ["--chat-template", "{% for each in messages %}{{ each.content }} {% endfor %}", *more]
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],

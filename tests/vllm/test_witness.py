@@ -54,7 +54,7 @@ def crossed(engine: Engine, kv: Path, layer: int, size: float) -> Crossed:
     aside = kv.with_name("aside")
     shutil.move(kv, aside)
     kv.mkdir()
-    engine.llm.reset_prefix_cache()
+    engine.forget_locally()
     with noise(engine, layer, size, seed=2):
         second = [rows_of(output) for output in engine.ask(ASKED, max_tokens=1)]
     while engine.kept.blocks.jobs:
@@ -62,7 +62,7 @@ def crossed(engine: Engine, kv: Path, layer: int, size: float) -> Crossed:
         engine.kept.blocks.poll()
     shutil.rmtree(kv)
     shutil.move(aside, kv)
-    engine.llm.reset_prefix_cache()
+    engine.forget_locally()
     again = engine.ask(ASKED, max_tokens=1)
     assert [output.num_cached_tokens for output in again] == FULL, "all of it came from outside"
     return Crossed(first, second, again)

@@ -9,7 +9,8 @@ from cache_manager.keys import Namespace
 from cache_manager.spec import RecordLayout
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import Engine, Settings
-from kvroute.routing import routing_spec_from_hf
+from kvroute.connector.versions import AS_LOADED
+from kvroute.routing import routing_spec_from_hf, weights_version_spec
 from kvroute.weights import weights_digest
 
 TESTED: Final = ("0.32", "0.33")
@@ -34,12 +35,13 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
     if settings.carrier == "layer" and (settings.store or not pages):
         wanted = "no store, and a model with a layer of rows (the plugin of kvroute, an architecture that it knows)"
         raise ConfigError("settings.carrier 'layer'", wanted, f"{model.architectures}, store {settings.store!r}")
+    version = AS_LOADED if settings.weights_version is None else settings.weights_version
     weights = settings.weights or weights_digest(model.model, str(model.revision or ""))
     precision = f"{model.dtype}/{config.cache_config.cache_dtype}/{model.quantization}"
     return Engine(
         settings,
-        RecordLayout((spec,)),
-        Namespace(f"{weights}/{precision}", weights_version=settings.weights_version),
+        RecordLayout((spec, weights_version_spec(spec.block_tokens))),
+        Namespace(f"{weights}/{precision}", version),
         blocks=cache.num_blocks,
         max_tokens=config.scheduler_config.max_num_batched_tokens,
         witness=settings.witness if settings.store and inner != "Connector" else "off",

@@ -9,6 +9,7 @@ from typing import Any
 from cache_manager.errors import ConfigError
 from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
 from kvroute.connector.pages import page_name
+from kvroute.integrations.vllm import weights
 from kvroute.integrations.vllm.config import engine_of
 from kvroute.integrations.vllm.routers import hook
 
@@ -113,6 +114,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Handshake]) -> None:
         self._scheduler_rows.attach(next(each for each in metadata.values() if each.region))
+        weights.follow(self._scheduler_rows.weights)
         if inner := {rank: each.inner for rank, each in metadata.items() if each.inner is not None}:
             super().set_xfer_handshake_metadata_pp_aware(inner)
 
@@ -128,7 +130,13 @@ class RowsWithKV(Base):  # type: ignore[misc]
         def blocks_of(name: str, first: int, last: int) -> list[int]:
             return [block.block_id for block in kv_cache_manager.get_blocks(name).blocks[0][first:last]]
 
+        def reset_prefix_cache(forget: Any) -> bool:  # a connector is told of a reset that was refused, too
+            if done := forget():
+                rows.reset()
+            return bool(done)
+
         pool.get_new_blocks, rows.blocks_of = partial(get_new_blocks, pool.get_new_blocks), blocks_of
+        pool.reset_prefix_cache = partial(reset_prefix_cache, pool.reset_prefix_cache)
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
@@ -172,10 +180,6 @@ class RowsWithKV(Base):  # type: ignore[misc]
         client, group = _names_of(request)
         routes = rows.finished(client, blocks, tokens, of, group=group, ended=ended)
         return keep, {**(params or {}), **routes} if routes else params
-
-    def reset_cache(self) -> bool | None:
-        self._scheduler_rows.reset()
-        return super().reset_cache()  # type: ignore[no-any-return]
 
     def shutdown(self) -> None:
         super().shutdown()

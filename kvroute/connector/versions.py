@@ -1,0 +1,99 @@
+"""Which weights rows are of: the version that rows of a step have, and the namespace that they are stored in.
+
+The law: a version is known if somebody has given it, and nothing has happened since by which weights may have changed.
+Rows are stored under the name of the weights that made all of their KV, and otherwise not at all.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from cache_manager.keys import Namespace
+
+AS_LOADED: Final = (1 << 32) - 1
+"""In a namespace: the weights that an engine began with, of which nobody has given a version. Versions are below it."""
+
+
+def version_of(name: str) -> int | None:
+    """The version that an engine calls ``name``; ``None`` for a name that is no whole number from 0 to 4294967294."""
+    number = int(name) if name.isascii() and name.isdecimal() else AS_LOADED
+    return number if number < AS_LOADED else None
+
+
+def _private() -> int:
+    """A number for a namespace that no other engine has, and no version."""
+    return AS_LOADED + 1 + secrets.randbits(62)
+
+
+class Versions:
+    """What is known of the weights of one engine, which begins with ``namespace`` and the version that was ``given``.
+
+    ``named``: the operator has named the weights, so that name and version say which they are, here and in other
+    engines. Otherwise the namespace's model is a digest of what was loaded, which says nothing of weights that came
+    later. ``renamed`` is told of another namespace, which comes only when there are no rows, or none that may stay.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        given: int | None,
+        renamed: Callable[[Namespace], object],
+        *,
+        named: bool,
+        draw: Callable[[], int] = _private,
+    ) -> None:
+        self.version = given
+        """Of what is computed now; ``None``: unknown."""
+        self.mixed = False
+        """What is computed now may stand on KV of other weights: nothing is stored, and nothing comes from a store.
+        Otherwise all rows that there are were made by the weights of now."""
+        self._namespace, self._renamed, self._named, self._draw = namespace, renamed, named, draw
+        self._as_loaded = True  # the weights are those that the engine began with
+        self._sure = True  # nothing was computed, and nothing was paused, since the version was given
+        self._empty = True  # nothing was computed since all KV was forgotten
+
+    def changed(self, version: int | None = None) -> None:
+        """The weights are of this version from the next step on; without one nobody knows of which.
+
+        Rows that are there keep their version. Where KV is kept, too, nothing is stored before it is
+        :meth:`forgotten`.
+        """
+        self._change(version)
+        self.mixed = not self._empty
+        if self._empty:
+            self._rename()
+
+    def computes(self) -> None:
+        """A step computes or loads tokens."""
+        self._sure = self._empty = False
+
+    def paused(self) -> None:
+        """Nothing is computed until :meth:`resumed`: weights may change, and nobody need say so."""
+        self._sure = False
+
+    def resumed(self) -> None:
+        """What is computed from here on has a version if one was given since the pause."""
+        if not self._sure:
+            self.changed()
+
+    def forgotten(self) -> None:
+        """All KV was forgotten, as for other weights. The version stands if it was given since the last step."""
+        if not self._sure:
+            self._change(None)
+        self.mixed, self._empty = False, True
+        self._rename()
+
+    def _change(self, version: int | None) -> None:
+        self.version, self._sure, self._as_loaded = version, version is not None, False
+
+    def _rename(self) -> None:
+        if not self._as_loaded:
+            known = self.version if self._named else None
+            self._namespace = replace(self._namespace, weights_version=self._draw() if known is None else known)
+        self._renamed(self._namespace)
+
+
+__all__ = ["AS_LOADED", "Versions", "version_of"]

@@ -1,0 +1,72 @@
+"""What vLLM's engine core hears of weights. It tells a connector nothing, so its bound methods are wrapped."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final
+
+from cache_manager.errors import ConfigError
+from kvroute.connector.versions import Versions, version_of
+
+logger = logging.getLogger(__name__)
+
+HARMLESS: Final = (
+    "compute_weight_checksums",
+    "get_model_inspection",
+    "init_weight_transfer_engine",
+    "shutdown_weight_transfer_engine",
+)
+"""Calls to all workers that leave the weights as they are. Any other may change them: a name says little, and a
+function nothing."""
+
+
+def follow(weights: Versions) -> None:
+    """Tell ``weights`` what the engine core is told, whose constructor calls this.
+
+    Raises :class:`ConfigError` where there is none: nobody would say when a version is over.
+    """
+    from vllm.v1.engine.core import EngineCore  # type: ignore[import-not-found]
+
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), EngineCore):
+        frame = frame.f_back
+    if frame is None:
+        raise ConfigError("the caller of kvroute's connector", "vLLM's EngineCore, whose weights it follows", "another")
+    core, adapters = frame.f_locals["self"], set[int]()
+
+    def set_weight_version(weight_version: str) -> None:
+        if (version := version_of(weight_version)) is None:
+            logger.warning("weights version %r is no whole number: rows have no version", weight_version)
+        weights.changed(version)
+
+    def collective_rpc(method: Any, *_: Any, **__: Any) -> None:
+        if method not in HARMLESS:
+            weights.changed()
+
+    def add_lora(lora_request: Any) -> None:
+        if lora_request.lora_int_id in adapters:  # maybe other weights in the place of those that were there
+            weights.changed()
+        adapters.add(lora_request.lora_int_id)
+
+    def pause_scheduler(*_: Any, **__: Any) -> None:
+        weights.paused()
+
+    def resume_scheduler() -> None:
+        weights.resumed()
+
+    for hear in (set_weight_version, collective_rpc, add_lora, pause_scheduler, resume_scheduler):
+        setattr(core, hear.__name__, _heard(hear, getattr(core, hear.__name__)))
+
+
+def _heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, of which ``hear`` is told first. Its signature stays: by that vLLM decodes what a client has sent."""
+
+    @wraps(call)
+    def heard(*args: Any, **kwargs: Any) -> Any:
+        hear(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return heard

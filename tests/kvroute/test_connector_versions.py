@@ -1,0 +1,288 @@
+"""The weights version that a row has is that of the weights that made it, or it has none; stores meet accordingly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_engine import Toy, admitted, computed, judge, makers, row_of, seen
+
+from cache_manager.errors import ConfigError
+from cache_manager.keys import Namespace
+from kvroute.connector import Settings, routes
+from kvroute.connector.versions import AS_LOADED, Versions, version_of
+from kvroute.routes import Routes
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+def updated(toy: Toy, weights: int, *told: int) -> None:
+    """The engine has other weights, and hears of it; of their version too, if it is ``told``."""
+    toy.weights = weights
+    toy.scheduler.weights.changed(*told)
+
+
+def after(toy: Toy, steps: int, call: Callable[[], object]) -> None:
+    """Do this once, behind so many steps of the next request."""
+    left = iter(range(1, 100))
+    toy.between = lambda: call() if next(left) == steps else None
+
+
+def check(toy: Toy, found: Routes, tokens: list[int]) -> None:
+    """Every row is of the weights that made the KV beside it, and so is its version, where it has one."""
+    made = makers(toy, tokens)
+    for i, weights in enumerate(made):
+        if found.valid[i]:
+            assert (found.ids[i] == row_of(tokens[: i + 1], weights)[list(found.layer_ids)]).all()
+    for start, stop, version in found.weights_versions:
+        assert set(made[start:stop]) == {version}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_answer_of_two_weights_has_two_versions(late: bool) -> None:
+    """Goal: no row has the version of other weights. Method: an update behind the fifth token, with KV kept; the next
+    answer hits the older rows, which keep their version, in a block that has rows of both.
+    """
+    toy = Toy(late=late, weights_version=3)
+    toy.weights = 3
+    after(toy, 2, lambda: updated(toy, 4, 4))
+    found = routes(toy.ask("a", TOKENS, [3, 2]))
+    assert found.weights_versions == ((0, 5, 3), (5, 11, 4))
+    assert found.complete
+    check(toy, found, TOKENS)
+    found = routes(toy.ask("b", TOKENS))
+    assert found.weights_versions == ((0, 5, 3), (5, 11, 4))
+    check(toy, found, TOKENS)
+    toy.close()
+
+
+def test_nobody_says_a_version_and_rows_say_none() -> None:
+    """Goal: a number that nobody gave is never answered. Method: no version, then one, then weights that have none."""
+    toy = Toy()
+    assert routes(toy.ask("a", TOKENS)).weights_versions == ()
+    updated(toy, 7, 7)
+    assert routes(toy.ask("b", TOKENS[::-1])).weights_versions == ((0, 11, 7),)
+    after(toy, 1, lambda: updated(toy, 8))
+    found = routes(toy.ask("c", [1, *TOKENS], [6]))
+    assert found.weights_versions == ((0, 6, 7),)
+    assert found.complete
+    check(toy, found, [1, *TOKENS])
+    toy.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rejected_draft_leaves_no_version(late: bool) -> None:
+    """Goal: a version goes with the row that it was written for. Method: two drafts of known weights are rejected; what
+    is computed in their place is of weights that nobody named.
+    """
+    toy, right = Toy(late=late, weights_version=0), [3, 1, 4, 2, 6]
+    request = admitted(toy, [3, 1, 4, 7, 7], [5, 2])
+    computed(toy, request, 5)
+    toy.worker.end()
+    request.tokens, request.num_computed_tokens = right, 3
+    updated(toy, 1)
+    computed(toy, request, 2)
+    toy.worker.end()
+    toy.worker.settle()
+    found = seen(toy, 5)
+    assert found.weights_versions == ((0, 3, 0),)
+    assert [(found.ids[i] == row_of(right[: i + 1], int(i > 2))).all() for i in range(5)] == [True] * 5
+    toy.close()
+
+
+def test_rows_of_mixed_weights_are_not_stored(tmp_path: Path) -> None:
+    """Goal: no engine finds rows that stand on KV of other weights. Method: an update with KV kept. An engine of the
+    first weights meets what was stored before it, and nothing of after it; one of the second weights meets nothing
+    until all KV was forgotten, and then what is computed.
+    """
+    kept, store, other = dict[bytes, Any](), f"file://{tmp_path}", [1, *TOKENS]
+
+    def hits(tokens: list[int], **said: Any) -> int:
+        engine = Toy(kept=kept, store=store + "?mode=read", witness="flagged", **said)
+        engine.weights = said.get("weights_version", 0)
+        check(engine, routes(engine.ask("r", tokens)), tokens)
+        engine.close()
+        return engine.loaded
+
+    toy = Toy(kept=kept, store=store)
+    toy.ask("a", TOKENS)
+    updated(toy, 1, 1)
+    toy.ask("b", other)
+    toy.settle()
+    assert (hits(TOKENS), hits(other)) == (8, 0)
+    assert (hits(TOKENS, weights_version=1), hits(other, weights_version=1)) == (0, 0)
+    toy.cached.clear()
+    toy.scheduler.reset()
+    updated(toy, 1, 1)
+    toy.ask("c", other)
+    toy.settle()
+    assert (hits(TOKENS, weights_version=1), hits(other, weights_version=1)) == (0, 8)
+    toy.close()
+
+
+@pytest.mark.parametrize("name", ["", "run-7"])
+def test_an_engine_that_restarts_meets_no_rows_of_other_weights(tmp_path: Path, name: str) -> None:
+    """Goal: a version that nobody gave is nobody else's. Method: an engine is updated, forgets its KV and goes on; the
+    next one begins with the files again, forgets its KV once as well, and asks the same.
+    """
+    kept, said = dict[bytes, Any](), {"store": f"file://{tmp_path}", "weights": name}
+    for weights in (1, 0):
+        toy = Toy(kept=kept, **said)
+        toy.ask("a", TOKENS[::-1])
+        updated(toy, weights)
+        toy.cached.clear()
+        toy.scheduler.reset()
+        found = routes(toy.ask("b", TOKENS))
+        assert (toy.loaded, found.weights_versions) == (0, ())
+        check(toy, found, TOKENS)
+        toy.settle()
+        toy.close()
+
+
+@pytest.mark.parametrize(("name", "hits"), [("", 0), ("run-7", 8)])
+def test_a_version_is_shared_by_engines_whose_weights_have_a_name(tmp_path: Path, name: str, hits: int) -> None:
+    """Goal: name and version together say which weights there are. Method: two engines that were told the same, over
+    one store, which have named their weights or not.
+    """
+    kept, said = dict[bytes, Any](), {"store": f"file://{tmp_path}", "weights": name, "witness": "flagged"}
+    for loaded in (0, hits):
+        toy = Toy(kept=kept, **said)
+        updated(toy, 5, 5)
+        found = routes(toy.ask("a", TOKENS))
+        assert (toy.loaded, found.weights_versions) == (loaded, ((0, 11, 5),))
+        check(toy, found, TOKENS)
+        toy.settle()
+        toy.close()
+
+
+def test_blocks_that_are_computed_again_are_stored_again(tmp_path: Path) -> None:
+    """Goal: rows of KV that did not come are found by the next engine. Method: a hit's records are lost after it was
+    admitted, its KV fails to load, and it is computed; a third engine hits all of it.
+    """
+    kept, store = dict[bytes, Any](), f"file://{tmp_path}"
+    toy = Toy(kept=kept, store=store, witness="flagged")
+    toy.ask("a", TOKENS)
+    toy.settle()
+    toy.close()
+    toy = Toy(kept=kept, store=store, witness="flagged")
+    request = admitted(toy, TOKENS, [5, 2, 3], external=8)
+    assert toy.worker.store is not None
+    toy.worker.store.delete(toy.scheduler.keys.adopt(each) for each in request.block_hashes)
+    toy.worker.begin(toy.scheduler.step({"r": 3}))
+    toy.worker.fail({5, 2})
+    toy.worker.end()
+    assert toy.worker.failures() == {5, 2}
+    request.num_computed_tokens = 0
+    computed(toy, request, 11)
+    toy.worker.end()
+    toy.settle()
+    assert judge(seen(toy, 11), TOKENS)["wrong"] == 0
+    toy.close()
+    toy = Toy(kept=kept, store=store, witness="off")
+    assert judge(routes(toy.ask("c", TOKENS)), TOKENS) == {"right": 11}
+    assert toy.loaded == 8
+    toy.close()
+
+
+UPDATES = ["told", "untold", "paused", "paused and told", "told in a pause", "nothing"]
+FORGETS = ["reset", "told, reset", "reset, told", "restart", "restart with a version", *UPDATES]
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+asks = st.tuples(prompts, st.lists(st.integers(1, 5), max_size=4), st.sampled_from(UPDATES), st.integers(1, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(FORGETS), asks), min_size=1, max_size=8), st.booleans(), st.booleans())
+def test_no_version_is_false_whatever_happens(tmp_path_factory: Any, what: Any, named: bool, late: bool) -> None:
+    """Goal: every row is of the weights of the KV beside it, and a version that it has is theirs. Method: any order of
+    updates, of which somebody tells or nobody, between and inside of requests, pauses, resets and restarts over one
+    store and one place for KV, which forgets nothing; the KV says which weights made it. Who has given a version keeps
+    the one promise that is asked for: no silent change before the next step but in a pause.
+    """
+    kept, numbers, steps, told = dict[bytes, Any](), count(1), 0, -1
+    said = {"store": f"file://{tmp_path_factory.mktemp('rows')}", "weights": "m" if named else "", "witness": "flagged"}
+    toy = Toy(kept=kept, late=late, **said)
+
+    def happens(event: str) -> None:
+        nonlocal toy, told
+        versions = toy.scheduler.weights
+        before, new = toy.weights, next(numbers)
+        if event.startswith("restart"):
+            toy.settle()
+            toy.close()
+            toy = Toy(kept=kept, late=late, **said, **({"weights_version": 0} if "version" in event else {}))
+            told = steps
+            return
+        if event == "nothing":
+            return
+        if event == "reset" and told == steps:
+            new = before
+        if "told" in event:
+            told = steps
+        if "paused" in event:
+            versions.paused()
+        if event == "told in a pause":
+            versions.changed(before)
+            versions.paused()
+        toy.weights = new
+        if event == "untold":
+            versions.changed()
+        if event.startswith("told, ") or event in ("told", "paused and told"):
+            versions.changed(new)
+        if "reset" in event:
+            toy.cached.clear()
+            toy.scheduler.reset()
+        if event == "reset, told":
+            versions.changed(new)
+        if "pause" in event:
+            versions.resumed()
+
+    def between() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == last:
+            happens(then)
+
+    for i, (event, (tokens, chunks, inside, at)) in enumerate(what):
+        happens(event)
+        toy.between, last, then = between, steps + at, inside
+        check(toy, routes(toy.ask(str(i), tokens, chunks)), tokens)
+    toy.settle()
+    toy.close()
+
+
+def test_a_version_stands_until_something_may_have_changed_the_weights() -> None:
+    """Goal: what is right is still labelled. Method: each call alone, behind a step or behind the version itself."""
+    cases: list[tuple[Callable[[Versions], object], bool, bool]] = [
+        (lambda _: None, True, True),  # (what happens, the version stands before a step, and after one)
+        (lambda v: v.forgotten(), True, False),
+        (lambda v: v.resumed(), True, False),
+        (lambda v: (v.paused(), v.resumed()), False, False),
+        (lambda v: (v.paused(), v.forgotten()), False, False),
+        (lambda v: (v.paused(), v.changed(5), v.forgotten(), v.resumed()), True, True),
+        (lambda v: v.changed(), False, False),
+    ]
+    for happens, *stands in cases:
+        for computes, known in zip((False, True), stands, strict=True):
+            versions = Versions(Namespace("m", AS_LOADED), None, lambda _: None, named=True)
+            versions.changed(5)
+            if computes:
+                versions.computes()
+            happens(versions)
+            assert versions.version == (5 if known else None)
+
+
+def test_names_of_versions() -> None:
+    """Goal: an engine's name of a version is a number or none. Method: numbers, what is none, what a row cannot hold;
+    and what an operator may say.
+    """
+    assert [version_of(name) for name in ("0", "17", "4294967294")] == [0, 17, AS_LOADED - 1]
+    assert [version_of(name) for name in ("default", "", "-1", "1.5", "²", "4294967295")] == [None] * 6
+    assert Settings.of({"weights_version": 3}).weights_version == 3
+    for bad in (-1, AS_LOADED, "3"):
+        with pytest.raises(ConfigError, match="weights_version"):
+            Settings.of({"weights_version": bad})

@@ -1,0 +1,254 @@
+"""Weights that change while an engine runs: every row is of the weights that its version names, or has none."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import updates
+from engines import Engine, prompts
+from test_server import PAGE, Server, serving
+from vllm import SamplingParams
+
+from kvroute.integrations.vllm import routes
+
+Model = Callable[..., Path]
+EXTENSION = {"worker_extension_cls": "updates.Embedding"}
+ASKED = prompts(90, 40, 70, 100, 33)
+
+
+@pytest.fixture(scope="module")
+def homes(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Two checkpoints, by their versions; the second one is the first with another embedding."""
+    first = model("qwen3_moe")
+    return {0: first, 1: updates.with_embedding_of(first, model("qwen3_moe", 1), tmp_path_factory.mktemp("1") / "b")}
+
+
+class Running:
+    """An engine of the first weights, and the requests that run in it."""
+
+    def __init__(self, engine: Engine, homes: dict[int, Path]) -> None:
+        self.engine, self.homes = engine, homes
+        self.core = engine.llm.llm_engine.engine_core.engine_core
+
+    def put(self, version: int) -> None:
+        self.engine.llm.collective_rpc("put", args=(str(self.homes[version]),))
+
+    def begin(self) -> None:
+        """As the engine was in the beginning."""
+        self.put(0)
+        self.engine.llm.update_weight_version("0")
+        assert self.engine.llm.reset_prefix_cache(reset_connector=True)
+
+    def interrupted(self, happens: Callable[[], object]) -> list[Any]:
+        """The answers to :data:`ASKED`, in the middle of which something happens."""
+        llm, sampling = self.engine.llm.llm_engine, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        for i, prompt in enumerate(ASKED):
+            llm.add_request(f"r{i}", {"prompt_token_ids": prompt}, sampling)
+        done = [output for _ in range(9) for output in llm.step()]
+        assert len(done) == 9 * len(ASKED)
+        happens()
+        while llm.has_unfinished_requests():
+            done += llm.step()
+        return sorted((output for output in done if output.finished), key=lambda output: int(output.request_id[1]))
+
+    def keeping_kv(self, *told: str) -> None:
+        """An update in a pause."""
+        self.core.pause_scheduler("keep", clear_cache=False)
+        self.put(1)
+        for version in told:
+            self.engine.llm.update_weight_version(version)
+        self.core.resume_scheduler()
+
+    def assert_right(self, outputs: Sequence[Any], cuts: Sequence[int] | None = None) -> None:
+        """Every row is there. Without ``cuts`` its version says of which weights; otherwise those before the cut are of
+        the first, and others of the second.
+        """
+        for i, output in enumerate(outputs):
+            tokens, found = tokens_of(output), routes(output)
+            if cuts is None:
+                assert updates.right(found, tokens, self.homes)
+                continue
+            parts = [(cuts[i], self.homes[0]), (len(tokens) - 1, self.homes[1])]
+            assert found.complete
+            expected = updates.due([part for part in parts if part[0]], tokens[:-1])
+            assert (np.sort(found.ids.astype(np.int64), axis=-1) == expected).all()
+
+
+def tokens_of(output: Any) -> list[int]:
+    return [*output.prompt_token_ids, *output.outputs[0].token_ids]
+
+
+CUTS = [len(prompt) + 8 for prompt in ASKED]
+"""The first position that is computed by the second weights: nine tokens were answered, the last of them not read."""
+
+
+@pytest.fixture(scope="module")
+def running(homes: dict[int, Path]) -> Iterator[Running]:
+    engine = Engine(homes[0], settings={"weights_version": 0}, **EXTENSION)
+    yield Running(engine, homes)
+    engine.close()
+
+
+def test_an_update_that_keeps_kv_and_tells_its_version(running: Running) -> None:
+    """Goal: rows before and behind an update have their own versions. Method: nine steps, then an update in a pause;
+    the same prompts again hit KV of the first weights, whose rows are of the first version still.
+    """
+    running.begin()
+    outputs = running.interrupted(lambda: running.keeping_kv("1"))
+    ends = [len(prompt) + 23 for prompt in ASKED]
+    spans = [routes(output).weights_versions for output in outputs]
+    assert spans == [((0, cut, 0), (cut, end, 1)) for cut, end in zip(CUTS, ends, strict=True)]
+    running.assert_right(outputs)
+    again = running.engine.ask(ASKED)
+    hits = [output.num_cached_tokens for output in again]
+    assert hits == [32, 64, 96, 32]
+    assert [routes(output).weights_versions[0] for output in again] == [(0, hit, 0) for hit in hits]
+    running.assert_right(again)
+
+
+def test_an_update_that_nobody_told_of_has_no_version(running: Running) -> None:
+    """Goal: no row of other weights has the version of the old ones. Method: as above without a version, in a pause and
+    without one; with a name that is none; and a reset that is refused, because requests run.
+    """
+    llm = running.engine.llm
+    events: dict[str, Callable[[], object]] = {
+        "in a pause": running.keeping_kv,
+        "a name": lambda: running.keeping_kv("step-1"),
+        "at once": lambda: running.put(1),
+        "refused": lambda: (running.put(1), llm.reset_prefix_cache(reset_connector=True)),
+    }
+    for happens in events.values():
+        running.begin()
+        outputs = running.interrupted(happens)
+        assert [routes(output).weights_versions for output in outputs] == [((0, cut, 0),) for cut in CUTS]
+        running.assert_right(outputs, CUTS)
+
+
+@pytest.mark.parametrize("connector", [False, True])
+def test_a_reset_with_requests_running(running: Running, connector: bool) -> None:
+    """Goal: all is computed again, by the new weights, and nothing has the old version. Method: vLLM preempts what
+    runs; with a version that was told before the reset, and without one; the connector is told of the reset, or not.
+    """
+    core, nobody = running.engine.llm.llm_engine.engine_core, list[str]()
+    for told in (["1"], nobody):
+
+        def happens(told: list[str] = told) -> None:
+            running.put(1)
+            for version in told:
+                running.engine.llm.update_weight_version(version)
+            assert core.reset_prefix_cache(True, connector)
+
+        running.begin()
+        outputs = running.interrupted(happens)
+        spans = [((0, len(tokens_of(output)) - 1, 1),) if told else () for output in outputs]
+        assert [routes(output).weights_versions for output in outputs] == spans
+        running.assert_right(outputs, [0] * len(ASKED))
+
+
+def test_a_reset_that_is_refused_changes_nothing(running: Running) -> None:
+    """Goal: rows and version of KV that stays are there. Method: a reset while requests run, which vLLM refuses; and
+    the same prompts again, which hit that KV.
+    """
+    running.begin()
+    scope = running.engine.sent.keys.scope
+    outputs = running.interrupted(lambda: running.engine.llm.reset_prefix_cache(reset_connector=True))
+    outputs += running.engine.ask(ASKED)
+    assert all(output.num_cached_tokens for output in outputs[len(ASKED) :])
+    assert running.engine.sent.keys.scope == scope
+    assert [len(routes(output).weights_versions) for output in outputs] == [1] * len(outputs)
+    running.assert_right(outputs)
+
+
+def test_what_is_no_update_leaves_the_version(running: Running) -> None:
+    """Goal: what is right is labelled. Method: calls of vLLM's own that change no weights."""
+    running.begin()
+    running.engine.llm.collective_rpc("get_model_inspection")
+    running.core.compute_weight_checksums()
+    running.engine.llm.get_weight_version()
+    outputs = running.engine.ask(ASKED)
+    assert {span[2] for output in outputs for span in routes(output).weights_versions} == {0}
+    running.assert_right(outputs)
+
+
+def test_kv_of_older_weights_outside_has_no_rows(engine: Any, homes: dict[int, Path], tmp_path: Path) -> None:
+    """Goal: rows of a store stay with their weights. Method: an inner connector that never forgets its KV, and a reset
+    that does not reach it: that KV is computed again.
+    """
+    arguments = {"settings": {"store": f"file://{tmp_path}/rows"}, "extra": {"shared_storage_path": f"{tmp_path}/kv"}}
+    made = engine(homes[0], "KvrouteExampleConnector", **arguments, **EXTENSION)
+    (asked,) = prompts(91, 100)
+    made.assert_right(made.ask([asked]))
+    made.llm.collective_rpc("put", args=(str(homes[1]),))
+    assert made.llm.reset_prefix_cache()
+    (output,) = made.ask([asked])
+    assert output.num_cached_tokens == 0
+    found = routes(output)
+    assert (found.weights_versions, found.complete) == ((), True)
+    tokens = tokens_of(output)
+    assert (np.sort(found.ids.astype(int), axis=-1) == updates.due([(len(tokens) - 1, homes[1])], tokens[:-1])).all()
+
+
+def recipes() -> list[list[tuple[str, dict[str, Any]]]]:
+    """The calls of the page's recipes, each a list of paths and bodies; no path stands for the update itself."""
+    text = re.search(r"\n\*\*Weight updates\.\*\*.*?(?=\n\*\*Two engines)", PAGE.read_text(), re.DOTALL)
+    assert text is not None
+    found = []
+    for code in re.findall(r"^```bash\n(.*?)^```", text[0], flags=re.DOTALL | re.MULTILINE):
+        calls = []
+        for line in code.splitlines():
+            call = re.fullmatch(r"curl -X POST '?localhost:8000(\S+?)'?(?: -H \S+ \S+ -d '(.*)')?", line)
+            if call is not None:
+                calls.append((call[1], eval(call[2] or "{}")))  # noqa: S307 (the page's own lines)
+            elif line.startswith("# "):
+                calls.append(("", {}))
+        found.append(calls)
+    return found
+
+
+def answered(server: Server) -> int:
+    """How many tokens the server has answered."""
+    counts = re.findall(r"^vllm:generation_tokens_total\{.*?\} (\S+)$", server.metrics(), re.MULTILINE)
+    return sum(int(float(count)) for count in counts)
+
+
+@pytest.mark.timeout(900)
+def test_the_recipes_work_with_requests_running(
+    homes: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: what the page says works, in vLLM's own processes. Method: its own lines, with other weights in the place
+    of the update, while six requests run; each row against transformers of the weights that its version names.
+    """
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    asked, now, spans = prompts(92, *[60] * 6), 0, []
+    more = ["--worker-extension-cls", EXTENSION["worker_extension_cls"]]
+    with (
+        serving(homes[0], tmp_path, tmp_path / "log", "response:", *more, connector="KvrouteConnector") as server,
+        ThreadPoolExecutor(len(asked)) as threads,
+    ):
+        server.post("/update_weight_version", new_version="0")
+        for calls in recipes():
+            before = answered(server)
+            answers = [
+                threads.submit(server.post, "/v1/completions", prompt=prompt, max_tokens=400) for prompt in asked
+            ]
+            while answered(server) < before + 200:
+                time.sleep(0.01)
+            now = 1 - now
+            for path, body in calls:
+                if path:
+                    server.post(path, **{key: str(now) for key in body})
+                else:
+                    server.post("/collective_rpc", method="put", args=[str(homes[now])])
+            for answer in (each.result(300) for each in answers):
+                choice, found = answer["choices"][0], routes(answer)
+                assert updates.right(found, [*choice["prompt_token_ids"], *choice["token_ids"]], homes)
+                spans.append([version for _, _, version in found.weights_versions])
+    assert spans == [[0, 1]] * len(asked) + [[0]] * len(asked)
