@@ -188,7 +188,7 @@ def test_pages_say_what_their_rows_are_of(later: bool, late: bool) -> None:
     def seen(reset: bool = False, **said: Any) -> tuple[dict[str, int], dict[str, int]]:
         toy = Toy(kept=dict(kept), pages=True, late=late, later=later, **said)
         if reset:
-            toy.scheduler.reset()
+            toy.scheduler.weights.changed()
         found = judge(routes(toy.ask("c", tokens)), tokens)
         assert toy.loaded == 8
         toy.close()

@@ -48,11 +48,10 @@ def test_rows_of_older_weights_are_not_those_of_the_same_tokens_again(
     """Goal: greedy decoding says the same again in a second epoch, under the same id. Method: an engine
     has left a rollout; another has new weights and is asked again; its front end answers first.
     """
-    engine().ask("r", TOKENS)
-    engine().ask("of another", TOKENS)
+    engine(weights_version=1).ask("r", TOKENS)
+    engine(weights_version=1).ask("of another", TOKENS)
     assert routes(answered(TOKENS), rollouts=store, wait_s=0).weights_versions == ((0, 6, 1),)
-    second = engine()
-    second.scheduler.reset()
+    second = engine(weights_version=2)
     second.scheduler.arrived("r")
     with pytest.raises(kvroute.RowError, match="nor one in the store"):
         routes(answered(TOKENS), rollouts=store, wait_s=0)
