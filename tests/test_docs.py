@@ -13,6 +13,7 @@ from planted import FAULTS
 from planted_connector import CONNECTOR_FAULTS
 from planted_core import CORE_FAULTS
 from planted_memory import MEMORY_FAULTS
+from planted_routes import ROUTES_FAULTS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md")])
@@ -49,6 +50,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_fault_table_is_the_faults() -> None:
     text = (ROOT / "docs" / "invariants.md").read_text()
-    faults = (*FAULTS, *CORE_FAULTS, *MEMORY_FAULTS, *CONNECTOR_FAULTS)
+    faults = (*FAULTS, *CORE_FAULTS, *MEMORY_FAULTS, *CONNECTOR_FAULTS, *ROUTES_FAULTS)
     rows = [f"| {f.name} (`{f.file}`) | `{f.claim}` |" for f in faults]
     assert text[text.index("| planted fault |") :].splitlines()[2:] == rows

@@ -13,6 +13,7 @@ from planted import FAULTS, Fault
 from planted_connector import CONNECTOR_FAULTS
 from planted_core import CORE_FAULTS
 from planted_memory import MEMORY_FAULTS
+from planted_routes import ROUTES_FAULTS
 
 import cache_manager
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     "fault",
-    [*FAULTS, *CORE_FAULTS, *MEMORY_FAULTS, *CONNECTOR_FAULTS],
+    [*FAULTS, *CORE_FAULTS, *MEMORY_FAULTS, *CONNECTOR_FAULTS, *ROUTES_FAULTS],
     ids=lambda fault: fault.name.replace(" ", "-"),
 )
 def test_a_planted_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
