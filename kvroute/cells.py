@@ -72,7 +72,7 @@ def mask_of(
             raise RowError("routes.unknown", wanted, (layer, a, b))
         known[a - start : b - start, place[layer]] = False
         before = layer, b
-    if unknown_spans(known, layer_ids, start) != tuple(unknown) or (known.any(axis=1) != there).any():
+    if unknown_spans(known, layer_ids, start) != tuple(unknown):
         raise RowError("routes.unknown", "the unknown cells of rows of which something is known", "others")
     return known
 

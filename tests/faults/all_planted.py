@@ -12,6 +12,7 @@ from planted_answers import ANSWER_FAULTS
 from planted_connector import CONNECTOR_FAULTS
 from planted_core import CORE_FAULTS
 from planted_memory import MEMORY_FAULTS
+from planted_routes import ROUTES_FAULTS
 
 ROOT: Final = Path(__file__).parents[2]
 LISTS: Final = {
@@ -20,6 +21,7 @@ LISTS: Final = {
     "planted_memory.py": MEMORY_FAULTS,
     "planted_connector.py": CONNECTOR_FAULTS,
     "planted_answers.py": ANSWER_FAULTS,
+    "planted_routes.py": ROUTES_FAULTS,
 }
 ALL: Final[tuple[Fault, ...]] = tuple(fault for faults in LISTS.values() for fault in faults)
 OTHERS: Final = 6

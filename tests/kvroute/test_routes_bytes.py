@@ -141,7 +141,8 @@ def test_lengths_are_checked_although_the_sum_is_right() -> None:
     [
         ([[2, 11, 12]], [3], "routes.unknown"),  # of a row of which nothing is known
         ([[1, 12, 13], [2, 12, 13]], [3], "routes.unknown"),  # nothing is left of the row
-        ([[2, 12, 13], [1, 12, 13]], [3], "routes.unknown"),
+        ([[2, 12, 13], [1, 12, 13]], [3], "routes.unknown: wanted increasing"),
+        ([[2, 10, 13], [2, 12, 13]], [3], "routes.unknown: wanted increasing"),  # work would be what it claims
         ([[2, 10, 11], [2, 11, 13]], [3], "routes.unknown"),
         ([[2, 12, 14]], [3], "routes.unknown"),
         ([[3, 12, 13]], [3], "routes.unknown"),

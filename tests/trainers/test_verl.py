@@ -81,7 +81,7 @@ def test_a_resumed_rollout_has_each_row_once() -> None:
     kept = output(wrong, 5, 4)["routed_experts"]
     assert torch.equal(kept[5, 1:].long(), rows_of(2, 1)[0])  # position 5 got the row of position 0
 
-    resumed = first.append(again.slice(5, 8))
+    resumed = first.append(again.slice(5, 8), tokens=range(8))
     kept = output(verl.agent_loop(resumed, 5, 4), 5, 4)["routed_experts"]
     assert torch.equal(kept[:5, 1:].long(), rows_of(1, 5))
     assert torch.equal(kept[5:8, 1:].long(), rows_of(2, 8)[5:])

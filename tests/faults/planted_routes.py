@@ -1,0 +1,84 @@
+"""Faults in what becomes of routes: parts that are merged, layers that are lost, and what trainers are given."""
+
+from __future__ import annotations
+
+from planted import Fault
+
+ONE_SEQUENCE = "tests/kvroute/test_routes_one_sequence.py"
+MATERIALIZE = "tests/kvroute/test_materialize.py"
+CELLS = "tests/kvroute/test_replay_cells.py"
+
+ROUTES_FAULTS = (
+    Fault(
+        "another prompt's rows are merged",
+        "merging.py",
+        "if shown >= part.end or not _adds(part, found):",
+        "if True:",
+        ONE_SEQUENCE,
+        "test_another_prompts_rows_are_refused",
+        package="kvroute",
+    ),
+    Fault(
+        "rows that agree by luck are a proof beside hashes",
+        "merging.py",
+        "    if part.token_hashes and hashes:\n        return shared\n",
+        "",
+        ONE_SEQUENCE,
+        "test_another_prompts_rows_are_refused",
+        package="kvroute",
+    ),
+    Fault(
+        "a hash of the first tokens binds every row",
+        "token_hash.py",
+        "< end:",
+        "< 0:",
+        ONE_SEQUENCE,
+        "test_a_hash_of_fewer_tokens_than_rows_does_not_bind_them",
+        package="kvroute",
+    ),
+    Fault(
+        "a missing layer is a dense one",
+        "materialize.py",
+        " and layer not in missing_layers]",
+        "]",
+        MATERIALIZE,
+        "test_every_row_layer_and_hole_is_where_and_what_was_asked_for",
+        package="kvroute",
+    ),
+    Fault(
+        "routes without a layer are complete",
+        "layout.py",
+        "return not self.missing_layers and bool(",
+        "return bool(",
+        "tests/kvroute/test_routes_cells.py",
+        "test_what_is_known_is_told_and_nothing_else",
+        package="kvroute",
+    ),
+    Fault(
+        "a store forgets which layers it was not asked for",
+        "rollout/handle.py",
+        "(*self.missing_layers, *(n for n in self.layer_ids if n not in layer_ids)),",
+        "self.missing_layers,",
+        "tests/kvroute/rollout/test_stores.py::TestLocalRollouts",
+        "test_what_was_put_comes_back_whole_and_in_part",
+        package="kvroute",
+    ),
+    Fault(
+        "verl replays rows that lack a layer",
+        "replay/verl.py",
+        " & (not part.missing_layers)",
+        "",
+        CELLS,
+        "test_verl_leaves_rows_that_lack_a_layer_to_the_router",
+        package="kvroute",
+    ),
+    Fault(
+        "unlike samples are a batch",
+        "layout.py",
+        "            if (wanted := getattr(parts[0], name)) != (got := getattr(other, name)):",
+        "            if (wanted := getattr(parts[0], name)) != (got := getattr(other, name)) and False:",
+        CELLS,
+        "test_unlike_samples_are_no_batch",
+        package="kvroute",
+    ),
+)
