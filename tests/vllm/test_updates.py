@@ -30,6 +30,28 @@ def homes(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[int, P
     return {0: first, 1: updates.with_embedding_of(first, model("qwen3_moe", 1), tmp_path_factory.mktemp("1") / "b")}
 
 
+def tokens_of(output: Any) -> list[int]:
+    return [*output.prompt_token_ids, *output.outputs[0].token_ids]
+
+
+def test_kv_of_older_weights_outside_has_no_rows(engine: Any, homes: dict[int, Path], tmp_path: Path) -> None:
+    """Goal: rows of a store stay with their weights. Method: an inner connector that never forgets its KV, and a reset
+    that does not reach it: that KV is computed again.
+    """
+    arguments = {"settings": {"store": f"file://{tmp_path}/rows"}, "extra": {"shared_storage_path": f"{tmp_path}/kv"}}
+    made = engine(homes[0], "KvrouteExampleConnector", **arguments, **EXTENSION)
+    (asked,) = prompts(91, 100)
+    made.assert_right(made.ask([asked]))
+    made.llm.collective_rpc("put", args=(str(homes[1]),))
+    assert made.llm.reset_prefix_cache()
+    (output,) = made.ask([asked])
+    assert output.num_cached_tokens == 0
+    found = routes(output)
+    assert (found.weights_versions, found.complete) == ((), True)
+    tokens = tokens_of(output)
+    assert (np.sort(found.ids.astype(int), axis=-1) == updates.due([(len(tokens) - 1, homes[1])], tokens[:-1])).all()
+
+
 class Running:
     """An engine of the first weights, and the requests that run in it."""
 
@@ -79,10 +101,6 @@ class Running:
             assert found.complete
             expected = updates.due([part for part in parts if part[0]], tokens[:-1])
             assert (np.sort(found.ids.astype(np.int64), axis=-1) == expected).all()
-
-
-def tokens_of(output: Any) -> list[int]:
-    return [*output.prompt_token_ids, *output.outputs[0].token_ids]
 
 
 CUTS = [len(prompt) + 8 for prompt in ASKED]
@@ -177,30 +195,11 @@ def test_what_is_no_update_leaves_the_version(running: Running) -> None:
     running.assert_right(outputs)
 
 
-def test_kv_of_older_weights_outside_has_no_rows(engine: Any, homes: dict[int, Path], tmp_path: Path) -> None:
-    """Goal: rows of a store stay with their weights. Method: an inner connector that never forgets its KV, and a reset
-    that does not reach it: that KV is computed again.
-    """
-    arguments = {"settings": {"store": f"file://{tmp_path}/rows"}, "extra": {"shared_storage_path": f"{tmp_path}/kv"}}
-    made = engine(homes[0], "KvrouteExampleConnector", **arguments, **EXTENSION)
-    (asked,) = prompts(91, 100)
-    made.assert_right(made.ask([asked]))
-    made.llm.collective_rpc("put", args=(str(homes[1]),))
-    assert made.llm.reset_prefix_cache()
-    (output,) = made.ask([asked])
-    assert output.num_cached_tokens == 0
-    found = routes(output)
-    assert (found.weights_versions, found.complete) == ((), True)
-    tokens = tokens_of(output)
-    assert (np.sort(found.ids.astype(int), axis=-1) == updates.due([(len(tokens) - 1, homes[1])], tokens[:-1])).all()
-
-
 def recipes() -> list[list[tuple[str, dict[str, Any]]]]:
     """The calls of the page's recipes, each a list of paths and bodies; no path stands for the update itself."""
-    text = re.search(r"\n\*\*Weight updates\.\*\*.*?(?=\n\*\*Two engines)", PAGE.read_text(), re.DOTALL)
-    assert text is not None
+    section = PAGE.read_text().partition("\n## Weight updates\n")[2].partition("\n## ")[0]
     found = []
-    for code in re.findall(r"^```bash\n(.*?)^```", text[0], flags=re.DOTALL | re.MULTILINE):
+    for code in re.findall(r"^```bash\n(.*?)^```", section, flags=re.DOTALL | re.MULTILINE):
         calls = []
         for line in code.splitlines():
             call = re.fullmatch(r"curl -X POST '?localhost:8000(\S+?)'?(?: -H \S+ \S+ -d '(.*)')?", line)
