@@ -10,6 +10,7 @@ import pytest
 from engines import prompts
 from safetensors.torch import load_file, save_file
 
+from bench.vllm_peers import plugin as installed
 from cache_manager.errors import ConfigError
 from kvroute.connector.pages import NO_ROW, OTHER_KV, OTHER_WEIGHTS
 from kvroute.integrations.vllm import routes, unseen
@@ -72,10 +73,13 @@ def test_offloaded_kv_brings_its_rows(engine: Start, model: Model) -> None:
     assert made.kept.missing.total() == 0
 
 
-def test_ranks_that_divide_the_heads(engine: Start, model: Model) -> None:
+def test_ranks_that_divide_the_heads(
+    engine: Start, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Goal: the first rank's pages say what the first rank's KV is of. Method: two ranks in processes of their own,
     each with one of two heads; six prompts of four whole blocks through a pool of 15, then each again from the host.
     """
+    monkeypatch.syspath_prepend(installed(tmp_path / "plugin"))  # the ranks find plugins there
     extra = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
     small = {"num_gpu_blocks_override": 16, "max_model_len": 256}
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
