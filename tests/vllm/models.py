@@ -54,9 +54,11 @@ FAMILIES: dict[str, Any] = {
             **_COMMON, **_HEADS, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2, sliding_window=64
         )
     ),
-    "gpt_oss": lambda: GptOssForCausalLM(  # every other layer has a window
+    # Every other layer has a window, of gpt-oss' own size: with 64 vLLM's attention on a CPU is another one than
+    # transformers' in a batch of three, from the 152nd token of one of them on.
+    "gpt_oss": lambda: GptOssForCausalLM(
         GptOssConfig(
-            **_COMMON, **_HEADS, intermediate_size=64, num_local_experts=16, num_experts_per_tok=4, sliding_window=64
+            **_COMMON, **_HEADS, intermediate_size=64, num_local_experts=16, num_experts_per_tok=4, sliding_window=128
         )
     ),
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(
