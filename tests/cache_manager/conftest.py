@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 from aux_house import new_aux
+from budget import ALL_LIVES
 from engine_house import House
 
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
+from cache_manager.testing.life import BlockManagerMachine
+
+BlockManagerMachine.examples = ALL_LIVES
 
 
 @pytest.fixture

@@ -7,6 +7,11 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from budget import ALL_LIVES
+
+from cache_manager.testing.life import BlockManagerMachine
+
+BlockManagerMachine.examples = ALL_LIVES
 HERE = Path(__file__).parent
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["test_vllm.py", "planted_in_vllm.py"]
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "examples" / "managers")]

@@ -7,10 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from budget import examples
 from mooncake_pool import LEASE_MS, Master, Owner, running_master, running_owner
 
 from cache_manager.storage.mooncake import MooncakeStore
+from cache_manager.testing.contract import StorageContract
 from tests.storage.mooncake_stores import CALM_MS, SEGMENT_NBYTES, opened
+
+# What is shipped says how many for users; here they are drawn as all others are.
+StorageContract.machine_settings = examples(25, stateful_step_count=25)
+StorageContract.origin_settings = examples(15, stateful_step_count=15)
 
 
 @pytest.fixture

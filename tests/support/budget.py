@@ -21,3 +21,7 @@ def scaled(count: int) -> int:
 def examples(count: int, **more: Any) -> settings:
     """Settings with so many examples where the factor is 1; ``more`` is as in :class:`hypothesis.settings`."""
     return settings(max_examples=scaled(count), **more)
+
+
+ALL_LIVES: Final = 100 if FACTOR < 1 else None
+"""For the life-cycle kit, which fails where something never happened: a hundred at least, or what the profile says."""
