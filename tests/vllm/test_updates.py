@@ -250,4 +250,7 @@ def test_the_recipes_work_with_requests_running(
                 choice, found = answer["choices"][0], routes(answer)
                 assert updates.right(found, [*choice["prompt_token_ids"], *choice["token_ids"]], homes)
                 spans.append([version for _, _, version in found.weights_versions])
-    assert spans == [[0, 1]] * len(asked) + [[0]] * len(asked)
+    kept, computed_again = spans[: len(asked)], spans[len(asked) :]
+    assert [0, 1] in kept
+    assert all(each in ([0, 1], [1]) for each in kept), "one that came last may have begun behind the update"
+    assert computed_again == [[0]] * len(asked)
