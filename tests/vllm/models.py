@@ -36,6 +36,17 @@ FAMILIES: dict[str, Any] = {
             **_COMMON, **_HEADS, intermediate_size=64, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4
         )
     ),
+    "qwen3_moe_dense_first": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **{**_COMMON, "num_hidden_layers": 4},
+            **_HEADS,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            num_experts=16,
+            num_experts_per_tok=4,
+            mlp_only_layers=[0],
+        )
+    ),
     "mixtral": lambda: MixtralForCausalLM(
         MixtralConfig(**_COMMON, **_HEADS, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2)
     ),

@@ -1,0 +1,113 @@
+"""Engines of vLLM in processes of their own, for the far end: how one starts, what it is asked, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from engines import BLOCK, MODULE, prompts
+
+from bench.turns import Peer, PeerError
+from bench.vllm_peers import ON_CPU, plugin
+
+WORDS = [f"t{i}" for i in range(512)]
+STOPS = WORDS[::8]
+"""Strings of which a sampled token is one in eight."""
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": BLOCK,
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "num_gpu_blocks_override": 64,
+    "disable_log_stats": False,
+    "worker_extension_cls": "updates.Embedding",
+}
+
+
+class Engine:
+    """An engine in processes of its own."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer, self.ended = peer, False
+
+    def do(self, asks: Sequence[Mapping[str, Any]] = (), acts: Sequence[Any] = (), **more: Any) -> Any:
+        """The answers to ``asks`` in their order, and with ``acts`` what those answered too."""
+        found = self.peer.ask({"asks": asks, "acts": acts, **more})
+        return (found["answers"], found["done"]) if acts else found["answers"]
+
+    def counter(self, name: str) -> float:
+        return float(self.peer.ask({"counters": True}).get(f"vllm:{name}", 0))
+
+    def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            with suppress(PeerError):
+                self.peer.ask({"end": True})
+            self.peer.close()
+
+
+def ask(name: str, prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
+    return {"id": name, "prompt": list(prompt), "sampling": sampling}
+
+
+class Engines:
+    """Starts engines of these weights around connectors of vLLM; ``end`` ends all."""
+
+    def __init__(self, homes: Mapping[str, Path], logs: Path) -> None:
+        self._homes, self._logs, self._running = homes, logs, list[Engine]()
+        self._plugin = plugin(logs / "plugin")
+
+    def __call__(
+        self,
+        connector: str,
+        settings: Mapping[str, Any],
+        extra: Mapping[str, Any] | None = None,
+        *,
+        weights: str = "A",
+        front: str = "AsyncLLM",
+        transfer: Mapping[str, Any] | None = None,
+        variables: Mapping[str, str] | None = None,
+        **arguments: Any,
+    ) -> Engine:
+        given = {
+            "kv_connector": connector,
+            "kv_connector_module_path": MODULE,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {**(extra or {}), "kvroute": {"strict": True, **settings}},
+            **(transfer or {}),
+        }
+        told = {
+            "front": front,
+            "rollouts": settings.get("rollouts", ""),
+            "arguments": {"model": str(self._homes[weights]), **ENGINE, "kv_transfer_config": given, **arguments},
+        }
+        search = [str(self._plugin), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **ON_CPU,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "PYTHONPATH": ":".join(search),
+            **(variables or {}),
+        }
+        log = self._logs / f"engine-{len(self._running)}.log"
+        self._running.append(Engine(Peer(Path(sys.executable), "far_engine", log, environment, json.dumps(told))))
+        return self._running[-1]
+
+    def end(self) -> None:
+        for engine in self._running:
+            engine.end()
+
+
+def stopped(seed: int, count: int = 6, length: int = 40, name: str = "sample") -> list[dict[str, Any]]:
+    """Requests that a stop string ends sooner or later, sampled, with ids that come again."""
+    asked = prompts(seed, *[length] * count)
+    return [
+        ask(f"{name}-{i}", prompt, temperature=1.0, seed=seed * 100 + i, max_tokens=40, stop=STOPS)
+        for i, prompt in enumerate(asked)
+    ]

@@ -1,0 +1,372 @@
+"""The far end: what a trainer has in its hands when stock vLLM has answered, judged by transformers alone.
+
+Every engine here is vLLM as it is installed, in processes of its own (``far_engine``), so that its front end runs ahead
+of its engine as it does for users: answers are there before requests are aborted, and caches live on while weights
+change. Every layer of every row of every answer goes through every trainer's adapter in each of its words. It is right
+or it is missing in that trainer's own words; and most of it is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import updates
+from engines import prompts
+from far_judge import Judge, Tally
+from far_start import STOPS, WORDS, Engines, ask, stopped
+from ports import hold_port
+
+import kvroute
+
+Model = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def homes(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of one shape: A, and B which is A with another embedding; the first layer is dense."""
+    first, other = (model("qwen3_moe_dense_first", seed) for seed in (0, 1))
+    return {"A": first, "B": updates.with_embedding_of(first, other, tmp_path_factory.mktemp("B") / "home")}
+
+
+@pytest.fixture(scope="module")
+def judge(homes: dict[str, Path]) -> Judge:
+    return Judge(homes)
+
+
+@pytest.fixture
+def start(homes: dict[str, Path], tmp_path: Path) -> Iterator[Engines]:
+    engines = Engines(homes, tmp_path)
+    yield engines
+    engines.end()
+
+
+@contextmanager
+def verdict(what: str, tally: Tally) -> Iterator[Tally]:
+    """Says what was seen before anything is claimed of it; nothing may be wrong, and every cell is accounted for."""
+    print(f"\n{what}: {tally}")
+    assert tally.right + sum(tally.missing.values()) + tally.wrong["routes"] == tally.due
+    yield tally
+    assert not tally.wrong, tally
+
+
+def summed(tallies: Sequence[Tally]) -> Tally:
+    return sum(tallies, Tally())
+
+
+def of_all(judge: Judge, answers: Sequence[Mapping[str, Any]], *weights: str | None, **more: Any) -> Tally:
+    """Of every completion of every answer."""
+    return summed(
+        [
+            judge.judge(answer, *weights, index=index, **more)  # type: ignore[arg-type]
+            for answer in answers
+            for index in range(len(answer["completions"]))
+        ]
+    )
+
+
+def test_the_judge_sees_what_is_wrong(judge: Judge) -> None:
+    """Goal: this page can fail. Method: routes that transformers itself has made, right, moved by a token, of a prompt
+    that differs at its first token, of the other weights, under a label that is false, without a layer that is said to
+    be dense, and with one that is said to be missing.
+    """
+    (tokens,) = prompts(99, 60)
+    one, other = judge.weights["A"], judge.weights["B"]
+    answer = {"prompt": tokens[:40], "completions": [{"tokens": tokens[40:]}]}
+
+    def judged(ids: Any, layers: Sequence[int] = one.layers, label: int | None = None, **more: Any) -> Tally:
+        versions = () if label is None else ((0, len(ids), label),)
+        fields = tuple(layers), one.experts, one.num_layers, 0, versions
+        routes = kvroute.Routes(ids, np.ones(len(ids), np.bool_), *fields, **more)
+        return judge.judge(answer, routes=routes, labels={1: "A", 2: "B"})
+
+    ids, _ = one.routed(tokens[:-1])
+    found = judged(ids, label=1)
+    assert (found.right, found.labelled, +found.wrong) == (found.due, 59, {})
+    assert judged(ids, label=2).wrong == {"label": 59}
+    for wrong in (np.roll(ids, 1, 0), one.routed([7, *tokens[1:-1]])[0], other.routed(tokens[:-1])[0]):
+        assert judged(wrong).wrong["routes"] > 59
+        assert judged(wrong).wrong["verl.agent_loop(error)"] > 59
+    dense = judged(ids[:, :-1], one.layers[:-1])
+    assert (dense.right, dense.missing["layers of rows that are there"]) == (118, 59)
+    assert dense.wrong["complete"]
+    assert dense.wrong["verl.agent_loop(error)"] == 59
+    missing = judged(ids[:, :-1], one.layers[:-1], missing_layers=one.layers[-1:])
+    assert (missing.right, missing.missing["layers of rows that are there"], +missing.wrong) == (118, 59, {})
+    assert missing.words
+    assert missing.refusals
+
+
+def test_ids_that_come_again_with_stop_strings(start: Engines, judge: Judge, tmp_path: Path) -> None:
+    """Goal: rows are of the answer's own tokens, whatever an earlier request of that id has left. Method: two epochs of
+    other prompts under the same ids, stop strings, a rollout store that persists; in the third all at once, the prompts
+    of the first, sampled otherwise, two completions of each. Then other weights, and the prompts of the second epoch:
+    answers of one token, whose rows are the prompt's, so that tokens alone do not tell them from what was left.
+    """
+    engine = start("KvrouteConnector", {"rollouts": f"file://{tmp_path}/rollouts"})
+    first, second = (engine.do(stopped(seed), alone=True) for seed in (1, 2))
+    third = [{**each, "sampling": {**each["sampling"], "seed": 7, "n": 2}} for each in stopped(1)]
+    answers = [*first, *second, *engine.do(third)]
+    ends = [each["ended"] for answer in answers for each in answer["completions"]]
+    assert sum(end in STOPS for end in ends) > len(ends) // 2
+    with verdict("two epochs, stop strings", of_all(judge, answers)) as found:
+        assert found.right == found.due
+        assert not found.words
+    _, (_, done) = engine.do(
+        acts=[["swap", {"home": str(judge.weights["B"].home)}], ["reset", {"reset_connector": True}]]
+    )
+    assert done is True
+    again = [{**each, "sampling": {**each["sampling"], "stop": WORDS}} for each in stopped(2)]
+    with verdict("the same prompts, other weights", of_all(judge, engine.do(again, alone=True), "B")) as found:
+        assert found.right == found.due
+        assert found.due < 6 * 42 * 3, "of one token, or of a special one before it, which has no text"
+
+
+def test_a_restart_over_what_was_left(start: Engines, judge: Judge, tmp_path: Path) -> None:
+    """Goal: an engine that starts again over stores of KV, rows and rollouts hands out nothing of others. Method: LLM,
+    which counts its requests from 0 again; other prompts with stop strings under the old ids; then the old prompts,
+    whose KV comes from outside: with the defaults only the last router is missing, only where it came from outside.
+    """
+    settings = {"store": f"file://{tmp_path}/rows", "rollouts": f"file://{tmp_path}/rollouts"}
+    around: dict[str, Any] = {"front": "LLM", "extra": {"shared_storage_path": str(tmp_path / "kv")}}
+    (tmp_path / "kv").mkdir()
+    asked = [ask("", prompt) for prompt in prompts(3, 150, 98, 66, 200)]
+    before = start("KvrouteExampleConnector", settings, **around)
+    answers = [*before.do(stopped(4), alone=True), *before.do(asked)]
+    with verdict("before the restart", of_all(judge, answers)) as found:
+        assert found.right == found.due
+    before.end()
+    again = start("KvrouteExampleConnector", settings, **around)
+    with verdict("ids from 0 again", of_all(judge, again.do(stopped(5), alone=True))) as found:
+        assert found.right == found.due
+    answers = again.do(asked)
+    outside = [answer["cached"] for answer in answers]
+    assert outside == [128, 96, 64, 192]
+    with verdict("KV from outside", of_all(judge, answers)) as found:
+        assert found.missing == {"layers of rows that are there": sum(outside)}
+        assert found.words
+        assert found.refusals
+
+
+TOLD = ["version", {}]
+
+
+def test_weights_that_change_in_the_midst(start: Engines, judge: Judge) -> None:
+    """Goal: no label is false, and no row is of weights that its neighbours do not explain. Method: weights are swapped
+    in place while requests run, in every way that vLLM has: paused and kept with or without its cache, running requests
+    begun again with or without the connector, a reset that vLLM refuses. Then the same prompts again, and what was
+    answered goes back as a prompt. Version 7 is given of the first weights; later ones have none, but those of the last
+    two updates, which vLLM is told.
+    """
+    engine, labels = start("KvrouteConnector", {"weights_version": 7}), {7: "A"}
+    updates: dict[str, tuple[list[Any], list[Any]]] = {
+        "paused, cache kept": ([["pause", {"mode": "keep", "clear_cache": False}]], [["resume", {}]]),
+        "paused, cache cleared": ([["pause", {"mode": "keep", "clear_cache": True}]], [["resume", {}]]),
+        "reset refused": ([], [["reset", {"reset_running_requests": False, "reset_connector": True}]]),
+        "running begin again": ([], [["reset", {"reset_running_requests": True, "reset_connector": True}]]),
+        "connector not told": ([], [["reset", {"reset_running_requests": True, "reset_connector": False}]]),
+        "version told, cache cleared": ([["pause", {"mode": "keep", "clear_cache": True}]], [TOLD, ["resume", {}]]),
+        "version told, cache kept": ([["pause", {"mode": "keep", "clear_cache": False}]], [TOLD, ["resume", {}]]),
+    }
+    calm = engine.do([ask(f"calm-{i}", prompt) for i, prompt in enumerate(prompts(20, 40, 70, 100))])
+    with verdict("before any update", of_all(judge, calm, "A", labels=labels)) as found:
+        assert found.right == found.due
+        assert found.labelled == found.due // 3
+    now, then = "A", "B"
+    for number, (what, (first, last)) in enumerate(updates.items()):
+        asked = prompts(21 + number, 40, 70, 100, 33)
+        asks = [ask(f"{number}-{i}", prompt, max_tokens=60) for i, prompt in enumerate(asked)]
+        told = [["version", {"given": str(8 + number)}] if act == TOLD else act for act in last]
+        if told != last:
+            labels[8 + number] = then
+        acts = [*first, ["swap", {"home": str(judge.weights[then].home)}], *told]
+        answers, done = engine.do(asks, acts, after=8)
+        assert (done[-1] is False) == (what == "reset refused")
+        again = engine.do([ask(f"again-{number}-{i}", prompt) for i, prompt in enumerate(asked)])
+        turns = [
+            ask(f"turn-{number}-{i}", [*each["prompt"], *each["completions"][0]["tokens"], 9])
+            for i, each in enumerate(answers)
+        ]
+        answers += [*again, *engine.do(turns)]
+        with verdict(what, of_all(judge, answers, now, then, labels=labels)) as found:
+            assert found.right > found.due * 0.6
+            assert found.labelled or (number and told == last), "rows of weights that have a version"
+            assert told == last or found.labelled > found.due // 3 * 0.25
+        _, (done,) = engine.do(acts=[["reset", {"reset_connector": True}]])
+        assert done is True
+        now, then = then, now
+    calm = engine.do([ask(f"calm-{i}", prompt) for i, prompt in enumerate(prompts(20, 40, 70, 100))])
+    with verdict("after all updates", of_all(judge, calm, now, labels=labels)) as found:
+        assert found.right == found.due
+
+
+HOST = {"spec_name": "HostSpec", "spec_module_path": "host_offload", "cpu_bytes_to_use": 4 << 20}
+SMALL = {"num_gpu_blocks_override": 16, "max_model_len": 256, "max_num_batched_tokens": 96}
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_preempted_requests_whose_kv_comes_back(start: Engines, judge: Judge, tmp_path: Path, store: bool) -> None:
+    """Goal: offloaded KV brings its rows, or they are missing and said so. Method: vLLM's own offloading with the
+    defaults, twelve requests that want three times the blocks that there are, twice; then the weights change, the
+    connector is told, and they come again: what comes back from the host must not be of the old weights.
+    """
+    settings = {"store": f"file://{tmp_path}/rows"} if store else {}
+    engine = start("KvrouteOffloadingConnector", settings, {**HOST, "offload_prompt_only": False}, **SMALL)
+    asked = [ask(f"wave-{i}", prompt, max_tokens=80) for i, prompt in enumerate(prompts(71, *[40] * 12))]
+    answers = [*engine.do(asked), *engine.do(asked)]
+    assert engine.counter("num_preemptions") > 0
+    assert engine.counter("external_prefix_cache_hits") > 0
+    with verdict(f"preempted, {'a store' if store else 'no store'}", of_all(judge, answers)) as found:
+        assert not found.missing["rows"]
+        assert found.right > found.due * 0.6
+        assert store or found.right == found.due, "with the defaults rows go in the KV"
+    _, (_, done) = engine.do(
+        acts=[["swap", {"home": str(judge.weights["B"].home)}], ["reset", {"reset_connector": True}]]
+    )
+    assert done is True
+    tallies = [judge.judge(answer, "A", "B", over=answer["cached"]) for answer in engine.do(asked)]
+    with verdict("after an update", summed(tallies)) as found:
+        assert found.right > found.due * 0.5
+
+
+GIVE: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def test_two_engines_over_nixl(start: Engines, judge: Judge) -> None:
+    """Goal: the parts of two engines make one whole at any temperature, and the parts of two prompts never do. Method:
+    prefill and decode sampled at temperature 1, so that decode's first token is not prefill's; every prefill answer
+    with every decode answer, prompts that differ by one token in length or have a part in common.
+    """
+    pytest.importorskip("nixl")
+    asked = [*prompts(80, 10, 33, 1, shared=150), *prompts(81, 31, 32, 33, 64, 65)]
+    moved = {"kv_buffer_device": "cpu", "kv_load_failure_policy": "fail"}
+    engines = [
+        start(
+            "KvrouteNixlConnector",
+            {"carrier": "connector"},
+            transfer=moved,
+            variables={"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(hold_port())},
+        )
+        for _ in range(2)
+    ]
+    hot = {"temperature": 1.0}
+    given = engines[0].do(
+        [
+            ask(f"p{i}", p, **hot, seed=100 + i, max_tokens=1, extra_args={"kv_transfer_params": GIVE})
+            for i, p in enumerate(asked)
+        ]
+    )
+    answers = engines[1].do(
+        [
+            ask(f"d{i}", p, **hot, seed=500 + i, extra_args={"kv_transfer_params": each["params"]})
+            for i, (p, each) in enumerate(zip(asked, given, strict=True))
+        ],
+        alone=True,
+    )
+    assert (
+        sum(
+            p["completions"][0]["tokens"][0] != d["completions"][0]["tokens"][0]
+            for p, d in zip(given, answers, strict=True)
+        )
+        > 4
+    )
+    with verdict("prefill", of_all(judge, given)) as found:
+        assert found.right == found.due
+    with verdict("decode alone", of_all(judge, answers)) as found:
+        assert found.right >= len(asked) * 19 * 3
+        assert found.missing
+    parts = [kvroute.Routes.from_json(each["completions"][0]["routes"]) for each in given]
+    whole, foreign, refused = [], Tally(), 0
+    for i, answer in enumerate(answers):
+        own = kvroute.Routes.from_json(answer["completions"][0]["routes"])
+        tokens = [*answer["prompt"], *answer["completions"][0]["tokens"]]
+        for j, part in enumerate(parts):
+            try:
+                merged = part.merge(own)
+                if i == j:
+                    merged.validate(tokens, rows=len(tokens) - 1)
+            except kvroute.RowError:
+                refused += 1
+                continue
+            tally = judge.judge(answer, routes=merged)
+            whole, foreign = ([*whole, tally], foreign) if i == j else (whole, foreign + tally)
+    with verdict("merged with another prompt's", foreign):
+        assert refused == len(asked) * (len(asked) - 1), "every pair of two prompts"
+    with verdict("merged", summed(whole)) as found:
+        assert found.answers == len(asked)
+        assert found.right == found.due
+
+
+def damaged(file: Path, how: str, other: Path) -> None:
+    """A prompt's page file changed: a bit in each of its first rows, another prompt's in its place, moved a token."""
+    pages = safetensors.torch.load_file(file)["kv_cache"]
+    rows = pages.view(-1, pages.shape[-1]).clone()
+    if how == "a bit":
+        at = torch.arange(rows.shape[-1])
+        rows[at, at] ^= 1
+    elif how == "another prompt's":
+        rows = safetensors.torch.load_file(other)["kv_cache"].view(-1, pages.shape[-1])
+    else:
+        rows = rows.roll(1, 0)
+    safetensors.torch.save_file({"kv_cache": rows.reshape(pages.shape).contiguous()}, file)
+
+
+def test_rows_in_the_kv(start: Engines, judge: Judge, tmp_path: Path) -> None:
+    """Goal: rows in the KV are of this token, position, weights and KV, or missing. Method: page files that are sound,
+    damaged, another prompt's and moved by a token; then an update, and a restart with other weights, over one directory
+    of KV whose connector knows nothing of weights.
+    """
+    kv = tmp_path / "kv"
+    kv.mkdir()
+    around: dict[str, Any] = {"connector": "KvrouteExampleConnector", "extra": {"shared_storage_path": str(kv)}}
+    named = {"carrier": "layer", "weights": "tiny", "weights_version": 1}
+    engine, asked, files = start(settings=named, **around), prompts(90, *[150] * 4), list[Path]()
+    answers = []
+    for i, prompt in enumerate(asked):
+        before = set(kv.rglob("*kvroute*"))
+        answers += engine.do([ask(f"first-{i}", prompt, max_tokens=8)])
+        files += set(kv.rglob("*kvroute*")) - before
+    assert len(files) == len(asked)
+    with verdict("rows in the KV", of_all(judge, answers, labels={1: "A"})) as found:
+        assert found.right == found.due
+    sound = {file: file.read_bytes() for file in files}
+    for file, how in zip(files[1:], ("a bit", "another prompt's", "moved by a token"), strict=True):
+        damaged(file, how, files[0])
+    _, (_, done) = engine.do(acts=[["version", {"given": "1"}], ["reset", {}]])
+    assert done is True
+    answers = engine.do([ask(f"again-{i}", prompt, max_tokens=8) for i, prompt in enumerate(asked)], alone=True)
+    assert [answer["cached"] for answer in answers] == [128] * 4
+    with verdict("damaged pages", of_all(judge, answers, labels={1: "A"})) as found:
+        assert found.missing["rows"] > 2 * 120 * 3
+        assert found.right > found.due * 0.4
+        assert judge.judge(answers[0]).right == 157 * 3
+    for file, raw in sound.items():
+        file.write_bytes(raw)
+    update: list[Any] = [["swap", {"home": str(judge.weights["B"].home)}], ["version", {"given": "2"}]]
+    _, (*_, done) = engine.do(acts=[*update, ["reset", {"reset_connector": True}]])
+    assert done is True
+    answers = engine.do([ask(f"new-{i}", prompt, max_tokens=30) for i, prompt in enumerate(asked)], alone=True)
+    tallies = [judge.judge(answer, "A", "B", over=answer["cached"], labels={1: "A", 2: "B"}) for answer in answers]
+    with verdict("KV of the weights before an update", summed(tallies)) as found:
+        assert found.right >= 4 * 51 * 3
+    engine.end()
+    other = start(settings={"carrier": "layer"}, **around, weights="B")
+    more = [*asked, *prompts(91, 100)]
+    answers = other.do([ask(f"other-{i}", prompt, max_tokens=30) for i, prompt in enumerate(more)], alone=True)
+    assert answers[0]["cached"] == 128
+    tallies = [judge.judge(answer, "A", "B", over=answer["cached"]) for answer in answers]
+    with verdict("KV of other weights after a restart", summed(tallies)) as found:
+        assert found.right >= (4 * 51 + 129) * 3
