@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from engines import prompts
 from far_judge import Judge, Tally
-from far_start import STOPS
 from test_server import serving
 
 from kvroute.integrations.vllm import gathered, routes
 from kvroute.rollout import RolloutStore, open_rollouts
 
 PATH = "/v1/completions"
-SAMPLED: dict[str, Any] = {"temperature": 1.0, "max_tokens": 40, "stop": STOPS}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "max_tokens": 80, "stop": ["33", "05", "77", "20"]}
 
 
 def of_all(judge: Judge, answers: Sequence[Mapping[str, Any]], rollouts: RolloutStore) -> Tally:
