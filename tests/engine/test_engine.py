@@ -68,9 +68,11 @@ def test_a_request_may_have_more_samples_than_the_manager_s_tables_began_with(qw
     """Goal: one request ends no engine, however often its forks make a table grow. Method: twenty samples at once, each
     of which is what it is as a request's first ones."""
     request = replace(requests_of(2)[1], n=20, max_tokens=4, temperature=0.8)
-    outputs = run(Engine(qwen, EngineConfig(device_blocks=400), NAMESPACE), [request])
+    with Engine(qwen, EngineConfig(device_blocks=400), NAMESPACE) as engine:
+        outputs = run(engine, [request])
     assert {sample for _, sample in outputs} == set(range(20))
-    few = run(Engine(qwen, PLAIN, NAMESPACE), [replace(request, n=3)])
+    with Engine(qwen, PLAIN, NAMESPACE) as engine:
+        few = run(engine, [replace(request, n=3)])
     assert_same(few, {key: outputs[key] for key in few})
 
 
