@@ -157,10 +157,7 @@ class Nano(BlockManagerAdapter):
 
     def __init__(self, kv: CanaryKV) -> None:
         super().__init__(kv)
-        self.manager = self.new_manager()
-
-    def new_manager(self) -> NanoManager:
-        return NanoManager(len(self.blocks), self.block_tokens)
+        self.manager = NanoManager(len(self.blocks), self.block_tokens)
 
     def admit(self, seq: str, tokens: Sequence[int], chunk: int, salt: str) -> int | None:
         return self.manager.allocate(seq, tokens, chunk, salt)

@@ -9,7 +9,6 @@ that make up a persist fails, is refused, or comes after a put of the same key b
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,87 +17,22 @@ from budget import examples
 from canary import canary_rows
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv import SlotKV
+from origin_sides import DEVICE, HOST, SPEC, TOKENS, RowsStore, Side
 from origins_of import origins_of
 
-from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, InvalidInputError, StorageError
-from cache_manager.keys import BlockKey, Namespace
 from cache_manager.lifecycle import State
-from cache_manager.ports import BlockRecords, Found, HitPolicy
-from cache_manager.record import Buffer, RecordHeader
-from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.ports import HitPolicy
+from cache_manager.record import RecordHeader
 from cache_manager.storage import open_store
-from cache_manager.testing.faults import FaultyStore
 
-DEVICE, HOST, TOKENS, KEYS = 3, 2, 3, 2
-SPEC = AuxBlockDataSpec("routing", (2, 3), "uint8", TOKENS)
+KEYS = 2
 SIDE, BLOCK, KEY = st.sampled_from((0, 1)), st.integers(0, DEVICE - 1), st.integers(0, KEYS - 1)
 OFFSETS = st.lists(st.integers(0, TOKENS - 1), min_size=1, unique=True) | st.just(list(range(TOKENS)))
 ENDS = st.sampled_from(("commit", "commit", "abort", "later", "some"))
 WHOLE = list(range(TOKENS))
 PLANS = st.sampled_from([(), *[(None,) * n + (end,) for n in range(3) for end in ("fail", "refuse", "rival")]])
 """What becomes of the first puts of a persist: nothing, or a failure, no room, another engine's put just before it."""
-
-
-class Planned:
-    """A part of a store whose next puts come out as ``plan`` says."""
-
-    plan: Sequence[str | None] = ()
-    rival: Callable[[], None]
-
-    def planned(self, put: Callable[[], list[Any]], n: int) -> list[Any]:
-        outcome, self.plan = (*self.plan, None)[0], self.plan[1:]
-        if outcome == "fail":
-            raise StorageError("put failed on purpose")
-        if outcome == "refuse":
-            return [None] * n
-        if outcome == "rival":
-            self.rival()
-        return put()
-
-
-class RowsStore(Planned, FaultyStore):
-    def put(
-        self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
-    ) -> list[RecordHeader | None]:
-        return self.planned(lambda: FaultyStore.put(self, headers, payloads, replace=replace), len(headers))
-
-
-class KV(Planned, SlotKV):
-    def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]:
-        return self.planned(lambda: SlotKV.put(self, records, replace=replace), len(records.keys))
-
-
-class Side:
-    """One engine: rows and KV, over stores that outlive it."""
-
-    def __init__(self, store: RowsStore, stored: dict, policy: HitPolicy, version: int) -> None:
-        self.kv = KV(DEVICE, HOST, TOKENS)
-        self.kv.stored = stored
-        self.aux = AuxBlocks(
-            [SPEC],
-            device_blocks=DEVICE,
-            host_blocks=HOST,
-            namespace=Namespace("m", version),
-            store=store,
-            kv=self.kv,
-            policy=policy,
-        )
-
-    def key(self, n: int) -> BlockKey:
-        return self.aux.keys.key(None, [n])
-
-    def held(self, block: int) -> bool:
-        """Whether somebody holds the block; if not, it is given to an owner of its own."""
-        if self.aux.available([block])[0]:
-            self.aux.allocate([block], f"owner {block}")
-        return bool(self.aux.holds(f"owner {block}", block))
-
-    def emptied(self, block: int) -> bool:
-        """Whether the block is held, in a new life."""
-        self.aux.free(f"owner {block}")
-        return self.held(block)
 
 
 @dataclass(eq=False)

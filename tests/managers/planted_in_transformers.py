@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planted_managers import Planted
+from finding import Planted
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 from transformers_cache import Transformers, TransformersOffload
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from planted_managers import Planted
+from finding import Planted
 from vllm_kv_cache_manager import Vllm, VllmWindow
 
 from cache_manager.testing.life import CanaryKV

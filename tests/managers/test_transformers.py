@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import transformers_cache
-from finding import check_found
+from finding import Planted, check_found
 from planted_in_transformers import PLANTED
-from planted_managers import Planted
 
 from cache_manager.testing.life import BlockManagerAdapter, BlockManagerMachine, InvariantBroken, replay
 
@@ -60,4 +59,4 @@ def test_what_the_page_of_proofs_tells_is_so(adapter: type[BlockManagerAdapter],
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault: Planted) -> None:
     """Goal: what was found nowhere else was looked for. Method: a fault planted in transformers' own classes."""
-    check_found(fault)
+    check_found(fault.adapter, fault.claims)

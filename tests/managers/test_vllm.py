@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import vllm_kv_cache_manager
-from finding import check_found
+from finding import Planted, check_found
 from planted_in_vllm import PLANTED
-from planted_managers import Planted
 
 from cache_manager.testing.life import BlockManagerMachine, InvariantBroken, replay
 
@@ -29,4 +28,4 @@ def test_a_block_is_found_before_it_is_computed() -> None:
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault: Planted) -> None:
     """Goal: what was found nowhere else was looked for. Method: a fault planted in vLLM's own block pool."""
-    check_found(fault)
+    check_found(fault.adapter, fault.claims)

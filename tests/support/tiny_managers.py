@@ -1,14 +1,15 @@
-"""Sound block managers of a page for the tests of the life-cycle kit; those with faults are in ``tiny_faults``."""
+"""Sound block managers of a page for the tests of the life-cycle kit; those with faults are in ``tiny_faults``
+and ``tiny_reported``."""
 
 from __future__ import annotations
 
-from cache_manager.testing.life import BlockManagerAdapter
+from cache_manager.testing.life import BlockManagerAdapter, MoveFailed
 
 
 class Plain(BlockManagerAdapter):
     """A list of free blocks and a table for each sequence; nothing is shared."""
 
-    also: tuple[str, ...] = ()  # what a fault breaks besides, in one operation
+    also: tuple[str, ...] = ()  # by what a fault shows itself besides
 
     capabilities = ("abort", "lost_step")
 
@@ -50,7 +51,6 @@ class Sharing(BlockManagerAdapter):
     """Counts, keys, forks with copies, swaps, weights: the well-known small design."""
 
     also: tuple[str, ...] = ()
-
     capabilities = ("prefix", "salt", "fork", "swap", "reset", "abort", "lost_step", "drafts", "failing_moves")
     host_blocks = range(4)
 
@@ -98,6 +98,12 @@ class Sharing(BlockManagerAdapter):
             self.counts[block] -= 1
             if self.counts[block] == 0:
                 self.free_list.append(block)
+
+    def swap_out(self, pairs):
+        self.kv.swap_out(pairs)
+
+    def swap_in(self, pairs):
+        self.kv.swap_in(pairs)
 
     # ------------------------------------------------ the adapter
 
@@ -155,7 +161,7 @@ class Sharing(BlockManagerAdapter):
         if len(table) > len(self.host_list):
             return False
         targets = self.host_list[: len(table)]
-        self.kv.swap_out(zip(table, targets, strict=True))
+        self.swap_out(list(zip(table, targets, strict=True)))
         del self.host_list[: len(table)]
         self.let_go(table)
         self.tables[seq] = targets
@@ -169,7 +175,7 @@ class Sharing(BlockManagerAdapter):
         targets = self.free_list[: len(table)]
         for block in targets:
             self.keys.pop(block, None)
-        self.kv.swap_in(zip(table, targets, strict=True))
+        self.swap_in(list(zip(table, targets, strict=True)))
         self.tables[seq] = self.take(len(table))
         self.host_list += table
         self.swapped.discard(seq)
@@ -195,6 +201,48 @@ class Sharing(BlockManagerAdapter):
 
     def ref_counts(self):
         return self.counts
+
+
+class Storing(Sharing):
+    """Blocks of one token, so that much is asked for again, and a store that outlives the process."""
+
+    capabilities = ("prefix", "store", "reset", "restart", "failing_moves")
+    block_tokens = 1
+
+    def stored_key(self, scope, tokens):
+        return self.key(scope, tokens)
+
+    def admit(self, seq, tokens, chunk, salt):
+        cached = super().admit(seq, tokens, chunk, salt)
+        if cached is None:
+            return None
+        try:
+            while cached + self.block_tokens < len(tokens):
+                stop = cached + self.block_tokens
+                block = self.tables[seq][cached // self.block_tokens]
+                if not self.kv.get(self.stored_key(self.salts[seq], tokens[:stop]), block):
+                    break
+                cached = stop
+        except MoveFailed:
+            self.free(seq)
+            raise
+        self.commit(seq, tokens[:cached])
+        return cached
+
+    def full(self, seq):
+        """The full blocks of ``seq`` that are computed, each with its key in the store."""
+        tokens, size = self.tokens[seq], self.block_tokens
+        keys = [self.stored_key(self.salts[seq], tokens[:stop]) for stop in range(size, len(tokens) + 1, size)]
+        return list(zip(keys, self.tables[seq], strict=False))
+
+    def persist(self, seq):
+        for key, block in self.full(seq):
+            self.kv.put(key, block)
+
+    def restart(self):
+        version = self.version  # of the weights, which the new process has too
+        self.__init__(self.kv)
+        self.version = version
 
 
 class KeepsRows(Plain):

@@ -1,0 +1,39 @@
+"""How a planted fault is found: by the kit's default budget, and told by a line that plays it again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import pytest
+
+from cache_manager.testing.life import BlockManagerAdapter, InvariantBroken, prove, replay
+
+EXAMPLES, STEPS, SEED = 300, 50, 0  # what `kvroute prove` plays by itself
+OPERATIONS_MAX = 12  # of a planted fault's story
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A fault in a manager of others. ``reports`` names threads with a fault of the same kind, and ``claims`` are the
+    invariants that may find it; which one does depends on the order of the operations."""
+
+    adapter: type[BlockManagerAdapter]
+    reports: str
+    claims: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return self.adapter.__name__
+
+
+def check_found(adapter: type[BlockManagerAdapter], claims: Collection[str]) -> str:
+    """Found by one of ``claims``, in a short story, which is one again when it is played from its line: the answer."""
+    with pytest.raises(InvariantBroken) as caught:
+        prove(adapter, examples=EXAMPLES, steps=STEPS, seed=SEED)
+    assert caught.value.name in claims, caught.value
+    assert len(caught.value.program) <= OPERATIONS_MAX, caught.value
+    line = str(caught.value).partition('--replay "')[2].partition('"')[0]
+    with pytest.raises(InvariantBroken, match=caught.value.name):
+        replay(adapter, line)
+    return line
