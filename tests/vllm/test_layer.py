@@ -146,7 +146,7 @@ def test_pages_that_are_damaged_or_mixed_up_have_no_rows(engine: Start, model: M
     bit.flatten(0, -2)[10, 16] ^= 1
     for file, pages in zip(files, (bit, other, one, rolled.roll(1, 0)), strict=False):
         save_file({"kv_cache": pages.contiguous()}, file)
-    made.llm.reset_prefix_cache()
+    made.forget_locally()
     found = [made.ask([prompt], max_tokens=4)[0] for prompt in asked]
     assert [output.num_cached_tokens for output in found] == [128] * 5
     assert [made.judge(output).wrong for output in found] == [0] * 5

@@ -100,7 +100,12 @@ def serving(
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
-            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"},
+            env={
+                **os.environ,
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+                "VLLM_LOGGING_LEVEL": "INFO",
+                "VLLM_MAX_STOP_STRINGS": "1000",  # it takes four by itself
+            },
             stdout=out,
             stderr=out,
             start_new_session=True,
