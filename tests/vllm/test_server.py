@@ -51,7 +51,7 @@ class Server:
         given = {name: value for name, value in given.items() if value is not None}
         headers = {"Content-Type": "application/json"} | ({"X-Request-Id": request_id} if request_id else {})
         request = urllib.request.Request(self.url + path, json.dumps(given).encode(), headers)  # noqa: S310 (our own)
-        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=600) as answer:  # noqa: S310
             content: bytes = answer.read()
         return content
 
