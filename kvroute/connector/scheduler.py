@@ -285,7 +285,7 @@ class SchedulerRows:
             stop = max(0, min(tokens, len(ids) * self.engine.tokens, ended.tokens if ended else tokens))
             wrote = [number for number, start in ended.steps if start < stop] if ended else []
             rows = self._read(ids, lives, stop, max(wrote, default=self._steps))
-            versions = self._versions(ids, lives, stop)
+            versions = self._versions(rows, ids, lives)
             routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=versions, checked=True)
             by_kv = np.arange(self.engine.tokens) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]
             routes, unseen = self._settled(routes, by_kv.reshape(-1)[: len(routes)])
@@ -309,11 +309,15 @@ class SchedulerRows:
             time.sleep(POLL_S)
         return self.view.read(self.engine.spec.name, blocks, 0, stop, generations=lives)
 
-    def _versions(self, blocks: NDArray[np.int64], lives: NDArray[np.int64], stop: int) -> Rows | int | None:
-        """The weights versions of the first ``stop`` rows, or one for all; ``None``: nothing is known of any."""
-        if not self.weights.mixed:
-            return self.weights.version
+    def _versions(self, rows: Rows, blocks: NDArray[np.int64], lives: NDArray[np.int64]) -> Rows | int | None:
+        """The weights versions of ``rows``, or one for all; ``None``: none is known. A row that is missing has none."""
+        version, all_of_now = self.weights.version, not self.weights.mixed
+        if all_of_now and (version is None or rows.valid.all()):
+            return version
+        if all_of_now:
+            return Rows(np.full(rows.valid.size, version, np.uint32), rows.valid)
         assert self.view is not None, "the rows were read"
+        stop = len(rows.valid)
         return self.view.read(VERSION, blocks, 0, stop, generations=lives) if self.engine.labelled else None
 
     def _settled(self, routes: Routes, by_kv: NDArray[np.bool_]) -> tuple[Routes, list[list[int]]]:

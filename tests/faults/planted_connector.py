@@ -92,10 +92,18 @@ CONNECTOR_FAULTS = [
     _fault(
         "pages are of the weights that an engine began with",
         "connector/scheduler.py",
-        "meta.given, meta.namespace = given, self.keys.namespace.fingerprint",
-        "meta.given, meta.namespace = given, self.engine.namespace.fingerprint",
+        'b"" if self.weights.mixed else self.keys.namespace.fingerprint',
+        "self.engine.namespace.fingerprint",
         ENDS,
         "test_pages_say_what_their_rows_are_of",
+    ),
+    _fault(
+        "rows over KV of other weights go into the KV",
+        "connector/scheduler.py",
+        'b"" if self.weights.mixed else self.keys.namespace.fingerprint',
+        "self.keys.namespace.fingerprint",
+        VERSIONS,
+        "test_rows_of_mixed_weights_are_in_no_page",
     ),
     _fault(
         "an answer loses the last layer of what was computed here",
@@ -174,11 +182,11 @@ CONNECTOR_FAULTS = [
         "connector/worker.py",
         "        self._compare(come)  # before the step counts as over: who sees that believes what is before it\n"
         "        if slots is not None or step.tokens:\n"
-        "            self._write(slots, ids, step.tokens, touched)\n"
+        "            self._write(slots, ids, step, touched)\n"
         "        if self._behind is not None:\n"
         "            self.blocks.renew([self.engine.clock], [step.number])\n",
         "        if slots is not None or step.tokens:\n"
-        "            self._write(slots, ids, step.tokens, touched)\n"
+        "            self._write(slots, ids, step, touched)\n"
         "        if self._behind is not None:\n"
         "            self.blocks.renew([self.engine.clock], [step.number])\n"
         "        self._compare(come)\n",

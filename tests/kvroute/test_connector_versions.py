@@ -95,6 +95,25 @@ def test_a_rejected_draft_leaves_no_version(late: bool) -> None:
     toy.close()
 
 
+def test_rows_of_mixed_weights_are_in_no_page() -> None:
+    """Goal: KV that may stand on KV of other weights brings no rows. Method: an update with KV kept; engines of either
+    weights load what was computed before it and after it.
+    """
+    kept, other = dict[bytes, Any](), [1, *TOKENS]
+    toy = Toy(kept=kept, pages=True)
+    toy.ask("a", TOKENS)
+    updated(toy, 1, 1)
+    toy.ask("b", other)
+    for tokens, said, rows in ((TOKENS, {}, 11), (other, {}, 4), (TOKENS, {"weights_version": 1}, 3)):
+        engine = Toy(kept=kept, pages=True, **said)
+        engine.weights = said.get("weights_version", 0)
+        found = routes(engine.ask("r", tokens))
+        assert (engine.loaded, int(found.valid.sum())) == (8, rows)
+        check(engine, found, tokens)
+        engine.close()
+    toy.close()
+
+
 def test_rows_of_mixed_weights_are_not_stored(tmp_path: Path) -> None:
     """Goal: no engine finds rows that stand on KV of other weights. Method: an update with KV kept. An engine of the
     first weights meets what was stored before it, and nothing of after it; one of the second weights meets nothing
