@@ -159,7 +159,12 @@ class StoreDirectory:
         return open_regular(name, flags, mode=self._file_mode, dir_fd=self.fd)
 
     def names(self) -> list[str]:
-        return sorted(os.listdir(self.fd))
+        # of a descriptor of its own: threads that list by one share its place in the directory, and each sees a part
+        listing = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            return sorted(os.listdir(listing))
+        finally:
+            os.close(listing)
 
     def unlink(self, name: str) -> None:
         """Remove a file, or nothing; ``OSError`` for a directory of that name."""
