@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from budget import examples
-from mooncake_pool import LEASE_MS, Master, Owner, running_master, running_owner
+from mooncake_pool import LEASE_MS, Master, Owner, Pools
 
 from cache_manager.storage.mooncake import MooncakeStore
 from cache_manager.testing.contract import StorageContract
@@ -35,17 +36,24 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(where)], check=True)
 
 
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    with closing(Pools()) as running:
+        yield running
+
+
 @pytest.fixture
-def master(request: pytest.FixtureRequest) -> Iterator[Master]:
+def master(request: pytest.FixtureRequest, pools: Pools) -> Iterator[Master]:
     """Its parameter is the lease that a read has, in ms."""
-    with running_master(getattr(request, "param", LEASE_MS)) as running:
-        yield running
+    yield pools.pool(getattr(request, "param", LEASE_MS))[0]
+    pools.end_broken()
 
 
 @pytest.fixture
-def owner(master: Master, tmp_path: Path) -> Iterator[Owner]:
-    with running_owner(master, tmp_path / "segment", SEGMENT_NBYTES) as running:
-        yield running
+def owner(master: Master, pools: Pools, tmp_path: Path) -> Owner:
+    found = pools.pool(master.lease_ms)[1]
+    found.segment(tmp_path / "segment", SEGMENT_NBYTES)
+    return found
 
 
 @pytest.fixture

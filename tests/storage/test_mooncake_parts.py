@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cache_manager.errors import ConfigError, StorageError
+from cache_manager.errors import ConfigError, StorageError, StoreUnavailableError
 from cache_manager.storage import open_store
 from cache_manager.storage.breaker import TRANSITIONS, Breaker, Event, State
 from cache_manager.storage.mooncake import link as link_module
@@ -243,3 +243,43 @@ def test_a_master_that_fails_the_first_calls_is_an_error_that_says_so(
     monkeypatch.setattr(link_module, "check_ready", lambda *_: None)
     with pytest.raises(StorageError, match=reason):
         Link(MooncakeSettings("h:1"))
+
+
+class Silent(Connected):
+    """A pool of one object in memory, whose master stops answering."""
+
+    def __init__(self, arena: Arena, *_: object) -> None:
+        self._arena, self._object, self.gone = arena, b"", False
+
+    def end(self) -> None:
+        self.gone = True
+
+    def call(self, request: wire.Request, *_: object) -> list[int]:
+        if self.code:
+            return [self.code]
+        if isinstance(request, wire.Put):
+            self._object = bytes(self._arena.view[request.offsets[0] : request.offsets[0] + request.nbytes[0]])
+        if isinstance(request, wire.Get):
+            self._arena.view[request.offsets[0] : request.offsets[0] + len(self._object)] = self._object
+            return [len(self._object)]
+        return [0]
+
+
+@pytest.mark.parametrize("code", [-901, -900])
+def test_a_master_that_the_native_client_gives_up_costs_one_call(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: one deadline, whoever notices first that it is over. Method: the client's answer opens both breakers."""
+    monkeypatch.setattr(link_module, "NativeClient", Silent)
+    monkeypatch.setattr(link_module, "reach", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(link_module, "check_ready", lambda *_: None)
+    link = Link(MooncakeSettings("h:1", pause_ms=600_000, pause_max_ms=600_000))
+    give_up_s = time.monotonic() + 60
+    assert link.ask(link.reads, wire.Exist, [b"k" * 32], give_up_s) == [0]
+    monkeypatch.setattr(Silent, "code", code)
+    with pytest.raises(StorageError, match=f"code {code}"):
+        link.ask(link.reads, wire.Exist, [b"k" * 32], give_up_s)
+    assert (link.reads.state, link.writes.state) == (State.OPEN, State.OPEN)
+    for breaker, what in ((link.reads, wire.Exist), (link.writes, wire.Remove)):
+        with pytest.raises(StoreUnavailableError, match="is not asked"):
+            link.ask(breaker, what, [b"k" * 32], give_up_s)
+    assert link.counts["bypassed"] == 2
+    link.close()

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ class Master:
 
     def __init__(self, lease_ms: int = LEASE_MS) -> None:
         self.rpc, self.admin, self.lease_ms = hold_port(), hold_port(), lease_ms
+        self.broken = False
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -125,9 +126,11 @@ class Master:
 
     def signal(self, number: int) -> None:
         assert self.process is not None
+        self.broken = True
         send(self.process.pid, number)
 
     def kill(self) -> None:
+        self.broken = True
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -146,6 +149,7 @@ class Owner:
     """A process that lends a segment to the pool, and does with the pool what it is told."""
 
     def __init__(self, master: Master) -> None:
+        self.broken = False
         environment = {**os.environ, "MC_LOG_LEVEL": "ERROR", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
         self.process = subprocess.Popen(
             tied(sys.executable, "-c", OWNER, master.address),
@@ -169,6 +173,7 @@ class Owner:
         assert self.ask("segment", str(file), nbytes) == 0
 
     def signal(self, number: int) -> None:
+        self.broken = True
         send(self.process.pid, number)
 
     def end(self) -> None:
@@ -197,3 +202,31 @@ def running_owner(master: Master, file: Path, nbytes: int) -> Iterator[Owner]:
         yield owner
     finally:
         owner.end()
+
+
+class Pools:
+    """Masters, each with an owner, that tests share; one that a test has broken is given to no other.
+
+    An owner that lends another segment takes back all that an earlier test has left in the pool.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[int, tuple[Master, Owner, ExitStack]] = {}
+
+    def pool(self, lease_ms: int) -> tuple[Master, Owner]:
+        if lease_ms not in self._running:
+            with ExitStack() as stack:
+                master = stack.enter_context(running_master(lease_ms))
+                owner = Owner(master)
+                stack.callback(owner.end)
+                self._running[lease_ms] = master, owner, stack.pop_all()
+        return self._running[lease_ms][:2]
+
+    def end_broken(self) -> None:
+        for lease_ms, (master, owner, _) in list(self._running.items()):
+            if master.broken or owner.broken:
+                self._running.pop(lease_ms)[2].close()
+
+    def close(self) -> None:
+        while self._running:
+            self._running.popitem()[1][2].close()

@@ -74,6 +74,7 @@ class Nursery:
         self,
         arguments: Sequence[str],
         *,
+        stdin: IO[Any] | int = subprocess.DEVNULL,
         stdout: IO[Any] | int = subprocess.DEVNULL,
         stderr: IO[Any] | int = subprocess.DEVNULL,
         env: Mapping[str, str] | None = None,
@@ -89,7 +90,7 @@ class Nursery:
         }
         ours, theirs = socket.socketpair()
         with theirs, open(os.devnull, "r+b") as nothing:
-            streams = [nothing if stream == subprocess.DEVNULL else stream for stream in (stdout, stderr)]
+            streams = [nothing if stream == subprocess.DEVNULL else stream for stream in (stdin, stdout, stderr)]
             numbers = [stream if isinstance(stream, int) else stream.fileno() for stream in streams]
             socket.send_fds(self._socket, [json.dumps(request).encode()], [theirs.fileno(), *numbers])
         return Born(ours)
@@ -133,7 +134,7 @@ def nursery(*modules: str) -> Nursery:
 def _next_request(listener: socket.socket) -> dict[str, Any]:
     """Returns in a new process for each request; the process that forks ends within."""
     while True:
-        text, fds, _, _ = socket.recv_fds(listener, REQUEST_NBYTES_MAX, 3)
+        text, fds, _, _ = socket.recv_fds(listener, REQUEST_NBYTES_MAX, 4)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # the time of those that have ended is counted as ours
                 pass
@@ -152,7 +153,7 @@ def _next_request(listener: socket.socket) -> dict[str, Any]:
             os.write(status, b"%d\n" % os.waitpid(born, 0)[1])
             os._exit(0)
         os.close(status)
-        for target, fd in enumerate(streams, 1):
+        for target, fd in enumerate(streams):
             os.dup2(fd, target)
             os.close(fd)
         return dict(json.loads(text))

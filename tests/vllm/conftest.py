@@ -20,10 +20,13 @@ collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*.py"]
 if not collect_ignore_glob:
     os.environ.update(
         HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1",  # the models are so small that threads would only wait for each other
+        OPENBLAS_NUM_THREADS="1",
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_MAX_STOP_STRINGS="1000",  # it takes four by itself
         VLLM_NO_USAGE_STATS="1",
     )
     sys.path.insert(0, str(HERE))
@@ -42,6 +45,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[family, seed]
 
     return saved
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plugin() -> None:
+    """What vLLM's plugin loader does in each of its processes, before it looks for a model."""
+    from kvroute.integrations.vllm.models import register
+
+    register()
 
 
 class Engines:

@@ -9,18 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked  # noqa: F401
 import models
 import numpy as np
 import torch
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 import kvroute
 from kvroute.connector.scheduler import SchedulerRows
 from kvroute.connector.worker import WorkerRows
 from kvroute.integrations.vllm import routes
+
+# What imports have left is never looked through again: an engine's start and end do so ten times, a second each.
+gc.collect()
+gc.freeze()
+gc.freeze = gc.unfreeze = lambda: None
 
 MODULE = "kvroute.integrations.vllm"
 BLOCK = 32  # what vLLM's attention kernels for CPUs want
@@ -59,17 +65,22 @@ class Engine:
             "num_gpu_blocks_override": 64,
             "disable_log_stats": False,
         }
-        self.llm = LLM(
-            str(home),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector=connector,
-                kv_connector_module_path=module,
-                kv_role="kv_both",
-                kv_connector_extra_config=more,
-                **arguments.pop("transfer", {}),
-            ),
-            **{**defaults, **arguments},
-        )
+        try:
+            self.llm = LLM(
+                str(home),
+                kv_transfer_config=KVTransferConfig(
+                    kv_connector=connector,
+                    kv_connector_module_path=module,
+                    kv_role="kv_both",
+                    kv_connector_extra_config=more,
+                    **arguments.pop("transfer", {}),
+                ),
+                **{**defaults, **arguments},
+            )
+        except BaseException:
+            ensure_kv_transfer_shutdown()  # vLLM would give the worker's connector to the next engine
+            cleanup_dist_env_and_memory()
+            raise
 
     @property
     def scheduler(self) -> Any:
@@ -114,12 +125,14 @@ class Engine:
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
-        gc.collect()
         cleanup_dist_env_and_memory()
 
 
 def judge(home: Path, output: Any, found: kvroute.Routes, index: int = 0) -> Verdict:
-    tokens = [*output.prompt_token_ids, *output.outputs[index].token_ids]
+    return judge_tokens(home, [*output.prompt_token_ids, *output.outputs[index].token_ids], found)
+
+
+def judge_tokens(home: Path, tokens: list[int], found: kvroute.Routes) -> Verdict:
     due = len(tokens) - 1
     moe = [i for i, layer in enumerate(models.moe_layers(home)) if layer in found.layer_ids]
     expected = models.routing(home, tokens)[: len(found), moe]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from engines import BLOCK, MODULE, prompts
+from fronts import Front
 
-from bench.turns import Peer, PeerError
+from bench.turns import PeerError
 from bench.vllm_peers import ON_CPU, plugin
 
 WORDS = [f"t{i}" for i in range(512)]
@@ -33,7 +33,7 @@ ENGINE: dict[str, Any] = {
 class Engine:
     """An engine in processes of its own."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Front) -> None:
         self.peer, self.ended = peer, False
 
     def do(self, asks: Sequence[Mapping[str, Any]] = (), acts: Sequence[Any] = (), **more: Any) -> Any:
@@ -57,7 +57,7 @@ def ask(name: str, prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
 
 
 class Engines:
-    """Starts engines of these weights around connectors of vLLM; ``end`` ends all."""
+    """Starts engines of these weights around connectors of vLLM; ``close`` ends all."""
 
     def __init__(self, homes: Mapping[str, Path], logs: Path) -> None:
         self._homes, self._logs, self._running = homes, logs, list[Engine]()
@@ -96,10 +96,10 @@ class Engines:
             **(variables or {}),
         }
         log = self._logs / f"engine-{len(self._running)}.log"
-        self._running.append(Engine(Peer(Path(sys.executable), "far_engine", log, environment, json.dumps(told))))
+        self._running.append(Engine(Front("far_engine", log, environment, json.dumps(told))))
         return self._running[-1]
 
-    def end(self) -> None:
+    def close(self) -> None:
         for engine in self._running:
             engine.end()
 

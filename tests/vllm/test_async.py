@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm.v1.worker.cpu.shm  # noqa: F401 - puts its own Event in torch's place, which is there again at the end
 from engines import BLOCK, Engine, Verdict, prompts
 from vllm import SamplingParams
 from vllm.platforms.cpu import CpuPlatform

@@ -12,19 +12,12 @@ from engines import models, prompts
 
 from cache_manager.errors import RowError
 from kvroute.integrations.vllm import routes
-from kvroute.integrations.vllm.models import register
 from kvroute.replay import verl
 
 Start = Any  # conftest's Engines
 Model = Callable[..., Path]
 ASKED = prompts(48, 150, 98, 66)
 FULL = [128, 96, 64]
-
-
-@pytest.fixture(autouse=True)
-def plugin() -> None:
-    """What vLLM's plugin loader does in each of its processes."""
-    register()
 
 
 @pytest.mark.parametrize("store", [False, True])

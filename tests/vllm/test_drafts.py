@@ -1,33 +1,35 @@
-"""Speculative decoding, apart: its proposer brings numba, after which vLLM makes no engine in the same process."""
+"""Speculative decoding, in a process of its own: its proposer brings numba, after which that makes no other engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from engines import prompts
+from engines import Verdict, judge_tokens, prompts
+from far_start import Engines, ask
 
-Start = Any  # conftest's Engines
-Model = Callable[..., Path]
+import kvroute
 
 
-def test_rejected_drafts_leave_no_rows(engine: Start, model: Model) -> None:
+def test_rejected_drafts_leave_no_rows(model: Callable[..., Path], tmp_path: Path) -> None:
     """Goal: speculative decoding. Method: drafts from the prompt's own repetitions, some are rejected; the rows
     of the tokens that took their places, and of requests that hit their blocks.
     """
-    made = engine(
-        model("qwen3_moe"),
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_min": 1,
-            "prompt_lookup_max": 3,
-        },
-    )
+    home = model("qwen3_moe")
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     asked = [prompt * 6 for prompt in prompts(45, 9, 12, 15)]
-    outputs = made.ask(asked, max_tokens=60)
-    made.assert_right(outputs)
-    drafted, accepted = made.metric("spec_decode_num_draft_tokens"), made.metric("spec_decode_num_accepted_tokens")
-    assert drafted > accepted
-    made.assert_right(made.ask([[*p, *o.outputs[0].token_ids, 7] for p, o in zip(asked, outputs, strict=True)]))
+
+    def all_right(answers: list[dict[str, Any]]) -> list[list[int]]:
+        told = [[*answer["prompt"], *answer["completions"][0]["tokens"]] for answer in answers]
+        for tokens, answer in zip(told, answers, strict=True):
+            found = judge_tokens(home, tokens, kvroute.Routes.from_json(answer["completions"][0]["routes"]))
+            assert found == Verdict(len(tokens) - 1, len(tokens) - 1, 0, 0)
+        return told
+
+    with closing(Engines({"A": home}, tmp_path)) as start:
+        made = start("KvrouteConnector", {}, front="LLM", speculative_config=drafts)
+        told = all_right(made.do([ask("", prompt, max_tokens=60) for prompt in asked]))
+        assert made.counter("spec_decode_num_draft_tokens") > made.counter("spec_decode_num_accepted_tokens")
+        all_right(made.do([ask("", [*tokens, 7]) for tokens in told]))

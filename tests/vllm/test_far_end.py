@@ -1,9 +1,9 @@
 """The far end: what a trainer has in its hands when stock vLLM has answered, judged by transformers alone.
 
-Every engine here is vLLM as it is installed, in processes of its own (``far_engine``), so that its front end runs ahead
-of its engine as it does for users: answers are there before requests are aborted, and caches live on while weights
-change. Every layer of every row of every answer goes through every trainer's adapter in each of its words. It is right
-or it is missing in that trainer's own words; and most of it is right.
+Every engine here is stock vLLM in processes of its own (``far_engine``, forked: ``forked``), so that its front end runs
+ahead of its engine as it does for users: answers are there before requests are aborted, and caches live on while
+weights change. Every layer of every row of every answer goes through every trainer's adapter in each of its words. It
+is right or it is missing in that trainer's own words; and most of it is right.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def judge(homes: dict[str, Path]) -> Judge:
 def start(homes: dict[str, Path], tmp_path: Path) -> Iterator[Engines]:
     engines = Engines(homes, tmp_path)
     yield engines
-    engines.end()
+    engines.close()
 
 
 @contextmanager

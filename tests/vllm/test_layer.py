@@ -14,18 +14,11 @@ from bench.vllm_peers import plugin as installed
 from cache_manager.errors import ConfigError
 from kvroute.connector.pages import NO_ROW, OTHER_KV, OTHER_WEIGHTS
 from kvroute.integrations.vllm import routes, unseen
-from kvroute.integrations.vllm.models import register
 
 Start = Any  # conftest's Engines
 Model = Callable[..., Path]
 ASKED = prompts(41, 150, 98, 66)
 FULL = [128, 96, 64]
-
-
-@pytest.fixture(autouse=True)
-def plugin() -> None:
-    """What vLLM's plugin loader does in each of its processes."""
-    register()
 
 
 def start(engine: Start, home: Path, kv: Path, **arguments: Any) -> Any:

@@ -21,16 +21,19 @@ import models
 import numpy as np
 import pytest
 from engines import BLOCK, prompts
+from fronts import in_a_session
+from nursery import Born
 
 from kvroute.integrations.vllm import routes, unseen
 from kvroute.rollout import open_rollouts
 
 START_S = 240
+MODULE = "vllm.entrypoints.openai.api_server"
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 
 
 class Server:
-    def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, port: int, process: subprocess.Popen[bytes] | Born) -> None:
         self.url, self.process = f"http://127.0.0.1:{port}", process
 
     def post(self, path: str, request_id: str | None = None, **body: Any) -> dict[str, Any]:
@@ -75,8 +78,15 @@ class Server:
 
 @contextmanager
 def serving(
-    home: Path, shared: Path, log: Path, rollouts: str, *more: str, connector: str = "KvrouteExampleConnector"
+    home: Path,
+    shared: Path,
+    log: Path,
+    rollouts: str,
+    *more: str,
+    connector: str = "KvrouteExampleConnector",
+    as_installed: bool = False,
 ) -> Iterator[Server]:
+    """A server, until it is left; ``as_installed``: by its own command, whose engine and worker import everything."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -97,19 +107,19 @@ def serving(
     arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--num-gpu-blocks-override", "64"]
     arguments += ["--block-size", str(BLOCK), "--kv-transfer-config", json.dumps(transfer)]
     arguments += ["--chat-template", "{% for each in messages %}{{ each.content }} {% endfor %}", *more]
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    process: subprocess.Popen[bytes] | Born
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
-            env={
-                **os.environ,
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-                "VLLM_LOGGING_LEVEL": "INFO",
-                "VLLM_MAX_STOP_STRINGS": "1000",  # it takes four by itself
-            },
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
+        if as_installed:
+            process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, *arguments],
+                env={**os.environ, **environment},
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+        else:
+            process = in_a_session(MODULE, *arguments, log=out, environment=environment)
         server = Server(port, process)
         try:
             server.wait()
@@ -150,7 +160,7 @@ def test_the_server_answers_routes_and_survives_a_kill(
     """
     monkeypatch.chdir(tmp_path)
     home, (asked,) = model("qwen3_moe"), prompts(50, 100)
-    with serving(home, tmp_path, tmp_path / "first.log", "response:") as first:
+    with serving(home, tmp_path, tmp_path / "first.log", "response:", as_installed=True) as first:
         answer = first.post("/v1/completions", prompt=asked, max_tokens=20)
         assert right(home, answer) == 119
         assert quick_start(answer)["rows"].shape == (119, 3, 4)

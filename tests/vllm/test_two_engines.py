@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,15 +19,14 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import BLOCK, MODULE, Engine, models, noise, prompts
+from fronts import Front
 from numpy.typing import NDArray
 from ports import hold_port
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 import kvroute
-from bench.turns import Peer
 from bench.vllm_peers import plugin
 from kvroute.integrations.vllm import routes
-from kvroute.integrations.vllm.models import register
 
 Start = Any  # conftest's Engines
 Model = Callable[..., Path]
@@ -59,12 +57,6 @@ WHOLE = [len(prompt) // BLOCK * BLOCK for prompt in ASKED]
 STEPS = 20
 
 
-@pytest.fixture(autouse=True)
-def plugins() -> None:
-    """What vLLM's plugin loader does in each of its processes."""
-    register()
-
-
 def transfer(connector: str, settings: dict[str, Any], extra: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {
         "kv_connector": connector,
@@ -76,7 +68,7 @@ def transfer(connector: str, settings: dict[str, Any], extra: dict[str, Any], **
 
 
 @contextmanager
-def decoder(home: Path, logs: Path, given: dict[str, Any], **variables: str) -> Iterator[Peer]:
+def decoder(home: Path, logs: Path, given: dict[str, Any], **variables: str) -> Iterator[Front]:
     """An engine in a process of its own, until it is left."""
     environment = {
         **{name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "HF_", "MC_", "MOONCAKE_"))},
@@ -84,14 +76,14 @@ def decoder(home: Path, logs: Path, given: dict[str, Any], **variables: str) -> 
         **variables,
     }
     arguments = json.dumps({"model": str(home), **ENGINE, "kv_transfer_config": given})
-    peer = Peer(Path(sys.executable), "bench.peers.vllm_engine", logs / "decode.log", environment, arguments)
+    peer = Front("bench.peers.vllm_engine", logs / "decode.log", environment, arguments)
     try:
         yield peer
     finally:
         peer.close()
 
 
-def asked(peer: Peer, extra: Sequence[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+def asked(peer: Front, extra: Sequence[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
     """The decode engine's answers to the prompts, one after the other."""
     found = []
     for i, prompt in enumerate(ASKED):
@@ -100,7 +92,7 @@ def asked(peer: Peer, extra: Sequence[dict[str, Any]] | None = None) -> list[dic
     return found
 
 
-def by_source(peer: Peer) -> dict[str, int]:
+def by_source(peer: Front) -> dict[str, int]:
     """Tokens of prompts, by where the decode engine had their KV from, as it counts them."""
     found = peer.ask({"metric": "vllm:prompt_tokens_by_source", "by": "source"})
     return {name: int(tokens) for name, tokens in found.items()}
