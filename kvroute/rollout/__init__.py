@@ -2,7 +2,7 @@
 
 ===============================================  =====================================================================
 ``file:///dir?fused=true&part=64KiB&sync=put``   :class:`~kvroute.rollout.local.LocalRollouts`: a directory
-``mooncake://host:port/prefix?...``              :class:`~kvroute.rollout.mooncake.MooncakeRollouts` in a Mooncake pool
+``mooncake://host:port/prefix?...``              :class:`~kvroute.rollout.mooncake.MooncakeRollouts`: in a Mooncake pool
 ``response:``                                    :class:`~kvroute.rollout.response.ResponseRollouts`: in the handle
 ===============================================  =====================================================================
 

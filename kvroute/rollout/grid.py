@@ -16,13 +16,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.errors import InvalidInputError
+from cache_manager.errors import ConfigError, InvalidInputError
 from cache_manager.record import Buffer
+from cache_manager.storage.url import StoreUrl
 
 PART_NBYTES: Final = 64 << 10
 """Of a part, where nothing else is said."""
@@ -43,89 +44,72 @@ class Grid:
     part_layers: int
     part_tokens: int
 
-    @classmethod
-    def fit(cls, rows: int, layers: int, cell_nbytes: int, *, part_layers: int, part_nbytes: int) -> Grid:
-        """As many tokens a part as ``part_nbytes`` have room for, one at least."""
-        part_layers = min(part_layers, layers)
-        room = max(1, part_nbytes // (part_layers * cell_nbytes))
-        return cls(rows, layers, cell_nbytes, part_layers, max(1, min(room, rows)))
-
     @property
     def bands(self) -> int:
         """Parts that the tokens of one group of layers are cut into."""
         return -(-self.rows // self.part_tokens)
 
     @property
-    def groups(self) -> int:
-        """Groups of layers."""
-        return -(-self.layers // self.part_layers)
-
-    @property
     def parts(self) -> int:
-        return self.groups * self.bands
+        return -(-self.layers // self.part_layers) * self.bands
 
     @property
     def part_nbytes(self) -> int:
         """Of the largest part."""
         return self.part_tokens * self.part_layers * self.cell_nbytes
 
-    def group_of(self, part: int) -> int:
-        return part // self.bands
-
-    def layer_range(self, part: int) -> Range:
-        first = self.group_of(part) * self.part_layers
-        return first, min(first + self.part_layers, self.layers)
-
-    def row_range(self, part: int) -> Range:
-        first = part % self.bands * self.part_tokens
-        return first, min(first + self.part_tokens, self.rows)
+    def ranges(self, part: int) -> tuple[Range, Range]:
+        """The rows and the layers of a part."""
+        row, layer = part % self.bands * self.part_tokens, part // self.bands * self.part_layers
+        return (row, min(row + self.part_tokens, self.rows)), (layer, min(layer + self.part_layers, self.layers))
 
     def nbytes_of(self, part: int) -> int:
-        (a, b), (first, last) = self.row_range(part), self.layer_range(part)
+        (a, b), (first, last) = self.ranges(part)
         return (b - a) * (last - first) * self.cell_nbytes
 
-    def needed(self, layers: Sequence[int], rows: Sequence[Range]) -> list[int]:
-        """The parts that hold the given layers (increasing indices) of the given ranges of rows, in order."""
-        bands = {band for a, b in rows if a < b for band in range(a // self.part_tokens, -(-b // self.part_tokens))}
-        groups = sorted({layer // self.part_layers for layer in layers})
+    def offset_of(self, part: int) -> int:
+        """Bytes of the parts before this one."""
+        (a, _), (first, last) = self.ranges(part)
+        return (first * self.rows + a * (last - first)) * self.cell_nbytes
+
+    def needed(self, wanted: Selection) -> list[int]:
+        """The parts that hold what is wanted, in order."""
+        size = self.part_tokens
+        bands = {band for a, b in wanted.rows if a < b for band in range(a // size, -(-b // size))}
+        groups = sorted({layer // self.part_layers for layer in wanted.layers})
         return [group * self.bands + band for group in groups for band in sorted(bands)]
 
     # ---------------------------------------------------------------- bytes
 
-    def cut(self, cells: NDArray[Any], part: int) -> NDArray[Any]:
-        """The bytes of a part ``[n]``: its cells, row by row; ``cells`` are as :func:`cells_of` has them."""
-        (a, b), (first, last) = self.row_range(part), self.layer_range(part)
-        return np.ascontiguousarray(cells[a:b, first:last]).reshape(-1).view(np.uint8)
+    def cut(self, ids: NDArray[Any]) -> list[memoryview]:
+        """The bytes of every part: its cells, row by row, of ``ids`` ``[rows, layers, top_k]``."""
+        cells, ranges = _cells_of(ids), map(self.ranges, range(self.parts))
+        return [
+            np.ascontiguousarray(cells[a:b, first:last]).reshape(-1).view(np.uint8).data
+            for (a, b), (first, last) in ranges
+        ]
 
-    def paste(
-        self,
-        part: int,
-        content: Buffer,
-        cells: Sequence[NDArray[Any]],  # one [stop - start, len(layers)] for each range, as cells_of has them
-        layers: Sequence[int],
-        rows: Sequence[Range],
-    ) -> None:
-        """Put what a part has of the wanted layers and rows where it belongs."""
-        (a, b), (first, last) = self.row_range(part), self.layer_range(part)
-        left, right = bisect_left(layers, first), bisect_left(layers, last)
-        mine = [layer - first for layer in layers[left:right]]
-        for (start, stop), target in zip(rows, cells, strict=True):
+    def paste(self, part: int, content: Buffer, wanted: Selection, room: Sequence[NDArray[Any]]) -> None:
+        """Put what a part has of what is wanted where it belongs: ``room`` is ``[n, layers, top_k]`` for each range."""
+        (a, b), (first, last) = self.ranges(part)
+        left, right = bisect_left(wanted.layers, first), bisect_left(wanted.layers, last)
+        mine = [layer - first for layer in wanted.layers[left:right]]
+        for (start, stop), target in zip(wanted.rows, map(_cells_of, room), strict=True):
             low, high = max(a, start), min(b, stop)
-            if low >= high:
-                continue
-            source = np.frombuffer(content, target.dtype).reshape(b - a, last - first)[low - a : high - a]
-            there = source if len(mine) == last - first else source[:, mine]
-            target[low - start : high - start, left:right] = there
+            if low < high:
+                source = np.frombuffer(content, target.dtype).reshape(b - a, last - first)[low - a : high - a]
+                there = source if len(mine) == last - first else source[:, mine]
+                target[low - start : high - start, left:right] = there
 
 
-def cells_of(ids: NDArray[Any]) -> NDArray[Any]:
-    """A view ``[n, layers]`` of ``ids`` ``[n, layers, top_k]``, whose items are the ids of one token in one layer.
+def _cells_of(ids: NDArray[Any]) -> NDArray[Any]:
+    """A view ``[n, layers]`` of contiguous ``ids`` ``[n, layers, top_k]``: an item has one token's ids in one layer.
 
     Few bytes are copied as one number, which is several times faster than copying ids.
     """
     nbytes = ids.shape[2] * ids.itemsize
     cell = np.dtype(f"u{nbytes}" if nbytes in (1, 2, 4, 8) else f"V{nbytes}")
-    return np.ascontiguousarray(ids).view(cell)[:, :, 0]
+    return ids.view(cell)[:, :, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +127,7 @@ class Selection:
         positions: Range,
         layers: Sequence[int] | None,
         spans: Sequence[Range] | None,
-    ) -> Selection:
+    ) -> Self:
         """``layers`` are layer ids (those without a router do not count), ``spans`` ranges of positions.
 
         Raises :class:`InvalidInputError` for positions outside ``positions``, and when no layer is left.
@@ -165,4 +149,34 @@ class Selection:
         return [np.empty((b - a, len(self.layers), top_k), dtype) for a, b in self.rows]
 
 
-__all__ = ["PART_NBYTES", "PART_NBYTES_MAX", "PART_NBYTES_MIN", "Grid", "Range", "Selection", "cells_of"]
+@dataclass(frozen=True, slots=True)
+class CutSettings:
+    """``fused`` puts all layers of a row into one part; else every layer has its own parts, of ``part_nbytes`` at most.
+
+    Per layer, a rank of pipeline parallelism reads its layers and nothing else; fused, a rollout has fewer parts.
+    """
+
+    PARAMETERS: ClassVar[tuple[str, ...]] = ("fused", "part")
+
+    fused: bool = False
+    part_nbytes: int = PART_NBYTES
+
+    def __post_init__(self) -> None:
+        if not PART_NBYTES_MIN <= self.part_nbytes <= PART_NBYTES_MAX:
+            wanted = f"{PART_NBYTES_MIN} to {PART_NBYTES_MAX} bytes"
+            raise ConfigError("rollout store parameter part", wanted, self.part_nbytes)
+
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> Self:
+        """The parameters ``fused`` (true or false) and ``part`` (a size)."""
+        fused = url.choice("fused", ("true", "false"), "false") == "true"
+        return cls(fused, url.nbytes("part", PART_NBYTES))
+
+    def grid(self, rows: int, layers: int, cell_nbytes: int) -> Grid:
+        """As many tokens a part as there is room for, one at least."""
+        part_layers = layers if self.fused else 1
+        room = self.part_nbytes // (part_layers * cell_nbytes)
+        return Grid(rows, layers, cell_nbytes, part_layers, max(1, min(room, rows)))
+
+
+__all__ = ["PART_NBYTES", "PART_NBYTES_MAX", "PART_NBYTES_MIN", "CutSettings", "Grid", "Range", "Selection"]

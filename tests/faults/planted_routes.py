@@ -56,9 +56,9 @@ ROUTES_FAULTS = (
     ),
     Fault(
         "a store forgets which layers it was not asked for",
-        "rollout/handle.py",
-        "(*self.missing_layers, *(n for n in self.layer_ids if n not in layer_ids)),",
-        "self.missing_layers,",
+        "rollout/head.py",
+        "(*handle.missing_layers, *(n for n in handle.layer_ids if n not in wanted.layer_ids)),",
+        "handle.missing_layers,",
         "tests/kvroute/rollout/test_stores.py::TestLocalRollouts",
         "test_what_was_put_comes_back_whole_and_in_part",
         package="kvroute",

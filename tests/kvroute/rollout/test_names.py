@@ -5,24 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 from uuid import uuid4
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvroute.rollout
 from cache_manager.errors import ConfigError, InvalidInputError
-from kvroute.rollout import RolloutHandle, files, open_rollouts, previous_turn, rollout_id_of
-from kvroute.rollout.contract import routes_of
-from kvroute.rollout.grid import Grid
-from kvroute.rollout.handle import Manifest
+from kvroute.rollout import RolloutHandle, open_rollouts, previous_turn, rollout_id_of
+from kvroute.rollout.grid import CutSettings, Selection
+from kvroute.rollout.head import Head
 from kvroute.rollout.ids import file_name
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.response import ResponseRollouts
+from kvroute.testing.rollouts import routes_of
 
 UUID4 = "d9f16c5c-65f6-4815-b44d-14e2c581907c"
 ids = st.text(min_size=1, max_size=60).filter(lambda text: max(text) < "\ud800" or max(text) > "\udfff")
@@ -93,6 +95,7 @@ def a_handle() -> RolloutHandle:
         ("rollout_id", "", "rollout_id"),
         ("put_id", "zz", "put_id"),
         ("put_id", "0" * 31 + "G", "put_id"),
+        ("put_id", "0" * 32 + "\n", "put_id"),
         ("rows", -1, "rows"),
         ("rows", 1 << 60, "rows"),
         ("start", -1, "start"),
@@ -105,8 +108,8 @@ def a_handle() -> RolloutHandle:
         ("part_layers", 7, "part_layers"),
         ("part_tokens", 0, "part_tokens"),
         ("part_tokens", 1 << 50, "part_tokens"),
-        ("manifest_nbytes", -1, "manifest_nbytes"),
-        ("manifest_nbytes", 1 << 40, "manifest_nbytes"),
+        ("head_nbytes", -1, "head_nbytes"),
+        ("head_nbytes", 1 << 40, "head_nbytes"),
         ("more", 1, "rollout handle"),
     ],
 )
@@ -125,45 +128,29 @@ def test_anything_else_is_no_handle(junk: Any) -> None:
             RolloutHandle.from_json(given_)
 
 
-@given(st.binary(max_size=200), st.binary(max_size=200))
-def test_any_bytes_are_no_file_of_routes(fixed: bytes, text: bytes) -> None:
-    """Goal: a directory that others write to costs an error. Method: any bytes, with the right beginning or not."""
-    for start in (fixed, b"KVROLLTS\1\0\0\0" + fixed):
-        with pytest.raises(InvalidInputError, match="routes file"):
-            files.header_nbytes(start[:31])
-        with pytest.raises(InvalidInputError, match="routes file"):
-            files.unpack(start.ljust(files.FIXED_NBYTES, b"\0"), text)
-    with pytest.raises(InvalidInputError, match="manifest"):
-        Manifest.decode(b"\xc1" + fixed, 3)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_no_head(junk: bytes) -> None:
+    """Goal: a directory that others write to costs an error. Method: any bytes, with the right beginning or not, and
+    the right sum or not."""
+    framed = b"KVROLLTS\3\0\0\0" + len(junk).to_bytes(4, "little")
+    summed = framed + xxhash.xxh3_128_digest(framed + junk) + junk
+    for given_ in (junk, framed + junk, summed):
+        with pytest.raises(InvalidInputError, match="rollout head"):
+            Head.read(lambda at, nbytes, given_=given_: given_[at : at + nbytes])
 
 
-@given(st.data())
-def test_every_bit_of_a_files_header_counts(data: st.DataObject) -> None:
-    """Goal: nothing is believed unsummed. Method: one bit of the header of a real file is another."""
-    handle = a_handle()
-    header = files.FileHeader(handle, handle.layer_ids, Manifest.of(routes_of(1, 10)), bytes(8 * handle.grid.bands))
-    packed = bytearray(header.pack())
-    assert len(packed) % 64 == 0
-    nbytes = files.header_nbytes(packed)
-    assert files.unpack(packed[: files.FIXED_NBYTES], packed[files.FIXED_NBYTES :]) == header
-    packed[data.draw(st.integers(0, len(packed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises(InvalidInputError, match="routes file"):
-        files.unpack(packed[: files.FIXED_NBYTES], packed[files.FIXED_NBYTES : files.FIXED_NBYTES + nbytes])
-
-
-@given(st.integers(0, 500), st.integers(1, 9), st.integers(1, 16), st.integers(1, 9), st.integers(1, 4096))
-def test_a_grid_covers_every_cell_once(rows: int, layers: int, cell: int, part_layers: int, nbytes: int) -> None:
-    """Goal: nothing is lost between parts. Method: cells are counted part by part; sizes stay in their bounds."""
-    grid = Grid.fit(rows, layers, cell, part_layers=part_layers, part_nbytes=nbytes)
-    cells = sum((b - a) * (last - first) for a, b, first, last in _ranges(grid))
+@given(st.integers(0, 500), st.integers(1, 9), st.integers(1, 16), st.booleans(), st.integers(64, 4096))
+def test_a_grid_covers_every_cell_once(rows: int, layers: int, cell: int, fused: bool, nbytes: int) -> None:
+    """Goal: nothing is lost between parts. Method: cells are counted part by part; sizes stay in their bounds, and
+    each part lies right behind the one before."""
+    grid = CutSettings(fused, nbytes).grid(rows, layers, cell)
+    parts = range(grid.parts)
+    cells = sum((b - a) * (last - first) for (a, b), (first, last) in map(grid.ranges, parts))
     assert cells == rows * layers
-    assert sum(grid.nbytes_of(part) for part in range(grid.parts)) == rows * layers * cell
-    assert grid.part_nbytes <= max(nbytes, min(part_layers, layers) * cell)
-    assert grid.needed(range(layers), [(0, rows)]) == list(range(grid.parts))
-
-
-def _ranges(grid: Grid) -> list[tuple[int, int, int, int]]:
-    return [(*grid.row_range(part), *grid.layer_range(part)) for part in range(grid.parts)]
+    offsets = [*accumulate(map(grid.nbytes_of, parts), initial=0)]
+    assert [*map(grid.offset_of, parts), cells * cell] == offsets
+    assert grid.part_nbytes <= max(nbytes, grid.part_layers * cell)
+    assert grid.needed(Selection(tuple(range(layers)), (), ((0, rows),))) == list(parts)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +176,7 @@ def test_a_directory_is_opened_by_its_url(tmp_path: Path) -> None:
     assert isinstance(store, LocalRollouts)
     handle = store.put("x", routes_of(1))
     assert (handle.part_layers, handle.grid.part_nbytes <= 128) == (6, True)
-    assert (tmp_path / "a b" / "x" / handle.put_id / "routes.routes").exists()
+    assert (tmp_path / "a b" / "x.routes").exists()
     store.close()
 
 
