@@ -17,12 +17,11 @@ from pybase64 import b64encode_as_string
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.record import Buffer
-from kvroute import cells
-from kvroute.cells import UnknownSpan
 from kvroute.rollout.grid import PART_NBYTES_MAX, Grid, Selection
 from kvroute.rollout.ids import checked_id
-from kvroute.routes import Routes
-from kvroute.routing import id_dtype, routing_spec
+from kvroute.routes import Layout, Routes
+from kvroute.routes.cells import UnknownSpan, mask_of
+from kvroute.routing import id_dtype
 
 FORMAT: Final = "kvroute.rollout/2"
 PUT_ID_NBYTES: Final = 16
@@ -118,8 +117,7 @@ class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise wrong("rows", f"0 to {ROWS_MAX}")
         if not 0 <= self.start < 1 << 62:
             raise wrong("start", "a position, 0 or more")
-        routing_spec(self.num_experts, self.top_k, self.layer_ids, self.num_layers, block_tokens=1)
-        if cells.missing_layers(self.missing_layers, self.layer_ids, self.num_layers) != self.missing_layers:
+        if self.layout.missing_layers != self.missing_layers:
             raise wrong("missing_layers", "increasing layers")
         if not 1 <= self.part_layers <= len(self.layer_ids):
             raise wrong("part_layers", f"1 to {len(self.layer_ids)}")
@@ -129,6 +127,11 @@ class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise wrong("rows", f"at most {IDS_MAX} ids")
         if not 0 <= self.manifest_nbytes <= MANIFEST_NBYTES_MAX:
             raise wrong("manifest_nbytes", f"0 to {MANIFEST_NBYTES_MAX}")
+
+    @property
+    def layout(self) -> Layout:
+        """Of the rows."""
+        return Layout(self.layer_ids, self.num_experts, self.num_layers, self.top_k, self.missing_layers)
 
     @property
     def grid(self) -> Grid:
@@ -181,15 +184,12 @@ class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         stop = start + len(ids)
         versions = ((max(a, start), min(b, stop), v) for a, b, v in manifest.weights_versions)
         return Routes.checked(
+            self.layout.only(layer_ids),
             ids,
             mask,
-            layer_ids,
-            self.num_experts,
-            self.num_layers,
             start,
             tuple(span for span in versions if span[0] < span[1]),
             tuple((n, h) for n, h in manifest.token_hashes if n <= stop + 1),
-            (*self.missing_layers, *(n for n in self.layer_ids if n not in layer_ids)),
         )
 
 
@@ -220,7 +220,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.valid:
             bits = np.frombuffer(self.valid, np.uint8)
             there = np.unpackbits(bits, count=handle.rows, bitorder="little").astype(np.bool_)
-        return cells.mask_of(there, self.unknown, handle.layer_ids, handle.start)
+        return mask_of(there, self.unknown, handle.layer_ids, handle.start)
 
     def check(self, rows: int) -> None:
         """Raise :class:`InvalidInputError` unless this can belong to ``rows`` rows."""

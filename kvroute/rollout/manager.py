@@ -19,7 +19,7 @@ from cache_manager.ports import Absence
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.canary import CANARY_OF, check_canary
 from kvroute.config import RoutingReplayConfig
-from kvroute.journal import RequestJournal, RowChoice
+from kvroute.journal import RequestJournal
 from kvroute.rollout import open_rollouts
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.ids import previous_turn, rollout_id_of
@@ -162,12 +162,10 @@ class RoutingReplayManager:
         with self._changed:
             self._journals.pop((request_id, sample), None)
 
-    def submit(
-        self, request_id: str, routes: Routes | None = None, *, sample: int = 0, rows: RowChoice = "sampled"
-    ) -> Ticket:
+    def submit(self, request_id: str, routes: Routes | None = None, *, sample: int = 0) -> Ticket:
         """Have the routes of a sample stored, and go on; without ``routes`` those of its journal, which ends.
 
-        ``rows`` is what is taken from the journal. Never waits: where too much is waiting already, the ticket says that
+        Never waits: where too much is waiting already, the ticket says that
         it was refused. :class:`InvalidInputError` for an id that can be none, for routes of another model, and, with
         ``debug_mode``, an ``AssertionError`` that names the first row that is in the wrong place.
         """
@@ -177,7 +175,7 @@ class RoutingReplayManager:
                 journal = self._journals.pop((request_id, sample), None)
             if journal is None:
                 raise InvalidInputError("request id", "one with a journal, or routes", repr(request_id))
-            routes = journal.routes(rows)
+            routes = journal.routes()
         self._check_routes(routes)
         nbytes = routes.ids.nbytes
         with self._changed:

@@ -78,17 +78,13 @@ def layers_of(routes: Routes, layers: Sequence[int]) -> Routes:
     """``routes`` of the layers with these indices only; their other layers are missing ones."""
     if len(layers) == len(routes.layer_ids):
         return routes
-    layer_ids = tuple(routes.layer_ids[i] for i in layers)
     return Routes.checked(
+        routes.layout.only(tuple(routes.layer_ids[i] for i in layers)),
         np.ascontiguousarray(routes.ids[:, list(layers)]),
-        routes.known[:, list(layers)] if routes.cellwise else routes.valid,
-        layer_ids,
-        routes.num_experts,
-        routes.num_layers,
+        routes.mask[:, list(layers)] if routes.mask.ndim == 2 else routes.mask,
         routes.start,
         routes.weights_versions,
         routes.token_hashes,
-        (*routes.missing_layers, *(n for n in routes.layer_ids if n not in layer_ids)),
     )
 
 

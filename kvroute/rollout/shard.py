@@ -9,12 +9,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from cache_manager.errors import InvalidInputError, RowError
 from cache_manager.ports import Absence
-from kvroute.materialize import Filler, Missing
-from kvroute.merging import union
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.port import RolloutStore
-from kvroute.routes import Routes
-from kvroute.sharding import Split, shard_packed
+from kvroute.routes import Routes, Split, shard_packed
+from kvroute.routes.fill import Filler, Missing
+from kvroute.routes.union import union
 
 
 def fetch_routes(store: RolloutStore, handle: RolloutHandle) -> Routes | Absence:
@@ -35,7 +34,7 @@ def fetch_shard(
     pad: Filler = "spread",
     ep: int = 1,
 ) -> NDArray[Any]:
-    """:func:`~kvroute.sharding.shard_packed` of rollouts in a store: ``[local tokens, layers, top_k]``.
+    """:func:`~kvroute.routes.shard_packed` of rollouts in a store: ``[local tokens, layers, top_k]``.
 
     ``layers`` are layer ids, in the order of the result; if not given, those of the stage that have a router.
     ``tokens[i]`` is how many tokens sequence ``i`` has. Raises :class:`RowError` for a rollout that is not there, and

@@ -26,8 +26,8 @@ from kvroute.rollout.manager import RoutingReplayManager
 from kvroute.rollout.mooncake import MANIFEST, MooncakeRollouts, keys_of
 from kvroute.rollout.settings import CutSettings
 from kvroute.rollout.shard import fetch_routes, fetch_shard
+from kvroute.routes import Split, shard_packed
 from kvroute.routing import routing_spec
-from kvroute.sharding import Split, shard_packed
 
 SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=range(1, 12, 2), num_layers=12, block_tokens=8)
 SEGMENT_NBYTES = 16 << 20
