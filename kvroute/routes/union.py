@@ -65,7 +65,8 @@ def of_one_sequence(parts: Sequence[Cells], tokens: ArrayLike | None = None) -> 
 
 
 def _extent(part: Cells) -> tuple[int, int, int]:
-    return part.end, int(np.count_nonzero(part.known)), max((count for count, _ in part.token_hashes), default=0)
+    cells = int(np.count_nonzero(part.mask)) * (len(part.layout.layer_ids) if part.cells is None else 1)
+    return part.end, cells, max((count for count, _ in part.token_hashes), default=0)
 
 
 def _shown(part: Cells, found: Sequence[Cells], hashes: dict[int, bytes]) -> int:
