@@ -39,9 +39,8 @@ from bench.table import Table
 from bench.turns import ROOT
 from kvroute.encodings import decode, encode
 from kvroute.rollout import RolloutHandle, RolloutStore, fetch_shard, open_rollouts
-from kvroute.routes import Routes
+from kvroute.routes import Layout, Routes, Split, shard_packed
 from kvroute.routing import routing_spec
-from kvroute.sharding import Split, shard_packed
 
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
 SPEC = routing_spec(EXPERTS, TOP_K, range(LAYERS), LAYERS, block_tokens=64)
@@ -67,7 +66,7 @@ class Load:
         first = random.integers(0, EXPERTS, (self.tokens - 1, LAYERS, 1), np.uint8)
         ids = (first + np.arange(0, 16 * TOP_K, 16, dtype=np.uint8)) % EXPERTS
         valid = np.ones(self.tokens - 1, np.bool_)
-        return Routes.checked(ids, valid, tuple(range(LAYERS)), EXPERTS, LAYERS)
+        return Routes.checked(Layout(tuple(range(LAYERS)), EXPERTS, LAYERS, TOP_K), ids, valid)
 
 
 @dataclass(slots=True)

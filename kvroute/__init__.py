@@ -44,9 +44,8 @@ if TYPE_CHECKING:
     from kvroute.journal import RequestJournal
     from kvroute.rollout import RolloutHandle, fetch_shard, open_rollouts
     from kvroute.rollout.manager import RoutingReplayManager
-    from kvroute.routes import Routes
+    from kvroute.routes import Routes, Split
     from kvroute.routing import logprob_spec, routing_spec, routing_spec_from_hf, weights_version_spec
-    from kvroute.sharding import Split
 
 __version__: Final = "0.1.0"
 
@@ -91,9 +90,8 @@ _HOME: Final = {
     "kvroute.journal": ("RequestJournal",),
     "kvroute.rollout": ("RolloutHandle", "fetch_shard", "open_rollouts"),
     "kvroute.rollout.manager": ("RoutingReplayManager",),
-    "kvroute.routes": ("Routes",),
+    "kvroute.routes": ("Routes", "Split"),
     "kvroute.routing": ("logprob_spec", "routing_spec", "routing_spec_from_hf", "weights_version_spec"),
-    "kvroute.sharding": ("Split",),
 }
 _MODULE_OF: Final = {name: module for module, names in _HOME.items() for name in names}
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import binascii
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from pybase64 import b64decode, b64encode_as_string
+from pybase64 import b64encode_as_string
 
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routes import Routes
+from kvroute.routes.wire import from_base64
 
 FIELD: Final = "routed_experts"
 """The name that every engine gives to the field."""
@@ -31,13 +31,8 @@ def bytes_of(field: str, text: Any, nbytes: int) -> bytes:
         raise RowError(field, f"base64 of {nbytes} bytes", type(text).__name__)
     if len(text) != 4 * -(-nbytes // 3):
         raise RowError(field, f"base64 of {nbytes} bytes", f"{len(text)} characters")
-    try:
-        found = b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RowError(field, "base64", error) from error
-    # The last character may have bits that say nothing; they have to be zero, so that there is one spelling.
-    if len(found) != nbytes or b64encode_as_string(found[-(nbytes % 3 or 3) :]) != text[-4:]:
-        raise RowError(field, f"{nbytes} bytes, encoded as base64 has it", f"{len(found)} bytes")
+    if len(found := from_base64(field, text)) != nbytes:
+        raise RowError(field, f"base64 of {nbytes} bytes", f"{len(found)} bytes")
     return found
 
 

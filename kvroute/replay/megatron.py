@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from kvroute.materialize import Filler, Missing
 from kvroute.replay.errors import ReplayError
-from kvroute.routes import Routes
-from kvroute.sharding import Side, Split, shard_packed, shard_padded
+from kvroute.routes import Routes, Split, shard_packed, shard_padded
+from kvroute.routes.fill import Filler, Missing
+from kvroute.routes.shards import Side
 
 Model = nn.Module | Sequence[nn.Module]
 """A model, or the chunks of a virtual pipeline."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvroute.layout import check_alike
 from kvroute.replay.errors import ReplayError
 from kvroute.routes import Routes
+from kvroute.routes.layout import check_alike
 
 
 def read_rows(tokens: int) -> int:
@@ -38,4 +38,4 @@ def check_batch(routes: Sequence[Routes], **counts: Sequence[int]) -> None:
     if not routes or any(len(each) != len(routes) for each in counts.values()):
         wanted = f"one number for each of {len(routes)} samples, at least one"
         raise ReplayError(", ".join(counts), wanted, " and ".join(str(len(each)) for each in counts.values()))
-    check_alike(routes)
+    check_alike([part.layout for part in routes])

@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.capture import RoutingCapture, find_routers
 from kvroute.replay.errors import ReplayError
-from kvroute.routes import Routes
+from kvroute.routes import Routes, Split, shard_packed, shard_padded
+from kvroute.routes.shards import Side
 from kvroute.routing import routing_spec_from_hf
-from kvroute.sharding import Side, Split, shard_packed, shard_padded
 
 MISSING: Final = -1
 """The id of a missing row: all its ``top_k`` ids in that layer, and the router chooses for itself."""

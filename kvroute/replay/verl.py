@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.materialize import Missing
 from kvroute.replay.errors import ReplayError
 from kvroute.replay.rows import check_batch, counted, read_rows
 from kvroute.routes import Routes
+from kvroute.routes.fill import Missing
 
 if TYPE_CHECKING:
     import torch

@@ -10,72 +10,57 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 from pybase64 import b64encode_as_string
 
-from cache_manager.errors import InvalidInputError
-from kvroute import cells
-from kvroute.rollout.grid import PART_NBYTES_MAX, Grid
+from cache_manager.errors import InvalidInputError, SpecError
+from kvroute.rollout.cut import PART_NBYTES_MAX
 from kvroute.rollout.ids import checked_id
-from kvroute.routes import Routes
-from kvroute.routing import id_dtype, routing_spec
+from kvroute.routes import Layout
+from kvroute.routes.parts import Grid
+from kvroute.routes.wire import FIXED_NBYTES, ROWS_MAX, Header
 
 FORMAT: Final = "kvroute.rollout/3"
 PUT_ID_NBYTES: Final = 16
-ROWS_MAX: Final = 1 << 24
 IDS_MAX: Final = 1 << 36
-HEAD_NBYTES_MAX: Final = 64 << 20
-
-_Layers = tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...]
-_Count = Annotated[int, Meta(ge=1, lt=1 << 62)]
+HEADER_NBYTES_MAX: Final = 65 << 20
 
 
 class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One put of one rollout. ``put_id`` is 32 lower-case hex digits, new for every put.
 
-    ``store`` is the scheme of the store that it was put to. ``inline`` are head and parts themselves, where that store
-    keeps none. Rows are of the positions ``[start, start + rows)`` in the layers ``layer_ids``; ``missing_layers`` have
-    a router, too, and no rows. A part has ``part_layers`` of the layers (the last one of a rollout may have fewer) and
-    ``part_tokens`` rows.
+    ``store`` is the scheme of the store that it was put to. ``inline`` is the record itself, where that store keeps
+    none. Rows are of the positions ``[start, start + rows)``. A part has ``part_layers`` of the layers (the last one of
+    a rollout may have fewer) and ``part_tokens`` rows. ``header_nbytes`` are those of a record before its parts.
     """
 
-    format: Literal["kvroute.rollout/3"]
+    format: Literal["kvroute.rollout/3"] = FORMAT
     store: str
     rollout_id: str
     put_id: Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * PUT_ID_NBYTES}}}\Z")]
+    layout: Layout
     start: Annotated[int, Meta(ge=0, lt=1 << 62)]
     rows: Annotated[int, Meta(ge=0, le=ROWS_MAX)]
-    layer_ids: _Layers
-    num_layers: _Count
-    num_experts: _Count
-    top_k: _Count
-    part_layers: _Count
-    part_tokens: _Count
-    missing_layers: _Layers = ()
-    head_nbytes: Annotated[int, Meta(ge=0, le=HEAD_NBYTES_MAX)] = 0
+    part_layers: Annotated[int, Meta(ge=1)]
+    part_tokens: Annotated[int, Meta(ge=1)]
+    header_nbytes: Annotated[int, Meta(ge=FIXED_NBYTES, le=HEADER_NBYTES_MAX)]
     inline: bytes = b""
 
     @classmethod
-    def of(cls, store: str, rollout_id: str, put_id: bytes, routes: Routes, grid: Grid) -> Self:
-        """The handle of ``routes`` cut by ``grid``; :class:`InvalidInputError` for more rows than one can have."""
-        handle = cls(
-            format=FORMAT,
+    def of(cls, store: str, header: Header, header_nbytes: int) -> Self:
+        """The handle of a stored record; its name is what :attr:`name` says."""
+        put_id, _, rollout_id = header.name.partition(" ")
+        return cls(
             store=store,
             rollout_id=rollout_id,
-            put_id=put_id.hex(),
-            start=routes.start,
-            rows=len(routes),
-            layer_ids=routes.layer_ids,
-            missing_layers=routes.missing_layers,
-            num_layers=routes.num_layers,
-            num_experts=routes.num_experts,
-            top_k=routes.top_k,
-            part_layers=grid.part_layers,
-            part_tokens=grid.part_tokens,
+            put_id=put_id,
+            layout=header.layout,
+            start=header.start,
+            rows=header.rows,
+            part_layers=header.part_layers,
+            part_tokens=header.part_tokens,
+            header_nbytes=header_nbytes,
         )
-        handle.check()
-        return handle
 
     @classmethod
     def from_json(cls, given: str | bytes | Mapping[str, Any]) -> Self:
@@ -89,7 +74,7 @@ class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 handle = msgspec.json.decode(given, type=cls)
             else:
                 handle = msgspec.convert(given, cls)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeError, RecursionError, SpecError, InvalidInputError) as error:
             raise InvalidInputError("rollout handle", f"an object of {FORMAT}", error) from error
         handle.check()
         return handle
@@ -102,36 +87,26 @@ class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def check(self) -> None:
         """Raise :class:`InvalidInputError` unless the fields, each possible by itself, are possible together."""
-
-        def wrong(field: str, wanted: object) -> InvalidInputError:
-            return InvalidInputError(f"rollout handle {field}", wanted, repr(getattr(self, field)))
-
         checked_id(self.rollout_id, "rollout handle rollout_id")
-        routing_spec(self.num_experts, self.top_k, self.layer_ids, self.num_layers, block_tokens=1)
-        if cells.missing_layers(self.missing_layers, self.layer_ids, self.num_layers) != self.missing_layers:
-            raise wrong("missing_layers", "increasing layers")
-        if self.part_layers > len(self.layer_ids):
-            raise wrong("part_layers", f"1 to {len(self.layer_ids)}")
+        layers = len(self.layout.layer_ids)
+        if self.part_layers > layers:
+            raise InvalidInputError("rollout handle part_layers", f"1 to {layers}", self.part_layers)
         if self.part_tokens > 1 and self.grid.part_nbytes > PART_NBYTES_MAX:
-            raise wrong("part_tokens", f"parts of at most {PART_NBYTES_MAX} bytes")
-        if self.rows > ROWS_MAX or self.rows * len(self.layer_ids) * self.top_k > IDS_MAX:
-            raise wrong("rows", f"at most {ROWS_MAX}, with at most {IDS_MAX} ids")
+            wanted = f"parts of at most {PART_NBYTES_MAX} bytes"
+            raise InvalidInputError("rollout handle part_tokens", wanted, self.part_tokens)
+        if self.rows > ROWS_MAX or self.rows * layers * self.layout.top_k > IDS_MAX:
+            raise InvalidInputError("rollout handle rows", f"at most {ROWS_MAX}, of at most {IDS_MAX} ids", self.rows)
 
     @property
-    def stored(self) -> Self:
-        """The handle as a rollout's own head has it: without what is known only when the head is packed."""
-        return msgspec.structs.replace(self, head_nbytes=0, inline=b"")
+    def name(self) -> str:
+        """What the record is called that this handle is of."""
+        return f"{self.put_id} {self.rollout_id}"
 
     @property
     def grid(self) -> Grid:
         """How the rows are cut."""
-        cell_nbytes = self.top_k * self.dtype.itemsize
-        return Grid(self.rows, len(self.layer_ids), cell_nbytes, self.part_layers, self.part_tokens)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of an id, little endian."""
-        return np.dtype(id_dtype(self.num_experts)).newbyteorder("<")
+        cell_nbytes = self.layout.top_k * self.layout.dtype.itemsize
+        return Grid(self.rows, len(self.layout.layer_ids), cell_nbytes, self.part_layers, self.part_tokens)
 
     @property
     def stop(self) -> int:
@@ -139,4 +114,4 @@ class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.start + self.rows
 
 
-__all__ = ["FORMAT", "HEAD_NBYTES_MAX", "PUT_ID_NBYTES", "RolloutHandle"]
+__all__ = ["FORMAT", "PUT_ID_NBYTES", "RolloutHandle"]

@@ -2,7 +2,7 @@
 
 ::
 
-    DIR/<rollout id, percent-encoded>.routes      head and parts of the last whole put
+    DIR/<rollout id, percent-encoded>.routes      the record of the last whole put
     DIR/.<rollout id, percent-encoded>.partial    what a running or killed writer has so far
 
 A put is written into the second file and renamed to the first when it is whole. The second one is also the lock:
@@ -20,17 +20,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from msgspec.structs import replace
-
 from cache_manager.errors import InvalidInputError, StorageError
 from cache_manager.record import Buffer
 from cache_manager.storage.disk import Disk, SystemDisk, open_regular, read_all, write_all
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.grid import CutSettings
+from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.head import Head, Read
 from kvroute.rollout.ids import file_name
-from kvroute.rollout.parts import GoneError, PartStore, Reader
+from kvroute.rollout.parts import GoneError, PartStore, Read, Reader, header_of
 
 UNSYNCED_MAX: Final = 1024
 """Puts that wait for a flush; one more flushes first."""
@@ -57,10 +54,10 @@ class LocalRollouts(PartStore):
         with _translated(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
 
-    def _write(self, handle: RolloutHandle, head: bytes, parts: Sequence[Buffer]) -> RolloutHandle:
+    def _write(self, handle: RolloutHandle, record: Sequence[Buffer]) -> RolloutHandle:
         place = self._place(handle.rollout_id)
         with _translated(place), self._alone(place) as (fd, partial):
-            write_all(self._disk, fd, [head, *parts], 0, len(head) + sum(map(len, parts)))
+            write_all(self._disk, fd, record, 0, sum(map(len, record)))
             if self._sync:
                 self._disk.sync(fd)
             partial.replace(place)
@@ -77,19 +74,18 @@ class LocalRollouts(PartStore):
     @contextmanager
     def _opened(self, handle: RolloutHandle) -> Iterator[Reader]:
         with self._reading(self._place(handle.rollout_id)) as read:
-            yield Reader.behind_each_other(handle.grid, read)
+            yield Reader.of_bytes(handle, read)
 
     def _find(self, rollout_id: str) -> RolloutHandle:
         with self._reading(self._place(rollout_id)) as read:
-            head, nbytes = Head.read(read)
-        return replace(head.handle, head_nbytes=nbytes)
+            return RolloutHandle.of(self.scheme, *header_of(read))
 
     def _delete(self, handle: RolloutHandle) -> None:
         place = self._place(handle.rollout_id)
         with _translated(place), self._alone(place), suppress(GoneError, InvalidInputError):
             with self._reading(place) as read:
-                found = Head.read(read)[0].handle  # a damaged one may be of another put, and stays
-            if found.put_id == handle.put_id:
+                header, _ = header_of(read)  # a damaged one may be of another put, and stays
+            if header.name == handle.name:
                 place.unlink()
 
     @contextmanager

@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
-from cache_manager.errors import ConfigError, InvalidInputError, KVRouteError, StorageError, StoreClosedError
+from cache_manager.errors import ConfigError, KVRouteError, StorageError, StoreClosedError
 from cache_manager.ports import Absence
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.canary import CANARY_OF, check_canary
@@ -22,7 +22,7 @@ from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.ids import previous_turn, rollout_id_of
 from kvroute.rollout.port import RolloutStore
 from kvroute.rollout.shard import fetch_routes
-from kvroute.routes import Routes
+from kvroute.routes import Layout, Routes
 
 logger = logging.getLogger(__name__)
 
@@ -276,12 +276,7 @@ class RoutingReplayManager:
     # ---------------------------------------------------------------- what fits
 
     def _check_routes(self, routes: Routes) -> None:
-        attrs = self.spec.attrs
-        for name in ("layer_ids", "num_experts", "num_layers"):
-            if getattr(routes, name) != attrs[name]:
-                raise InvalidInputError(f"routes.{name}", attrs[name], getattr(routes, name))
-        if routes.top_k != self.spec.row_shape[1]:
-            raise InvalidInputError("routes.top_k", self.spec.row_shape[1], routes.top_k)
+        Layout.of(self.spec).check_model(routes.layout)
         if self.config.debug_mode:
             check_canary(self.spec, routes)
 

@@ -1,9 +1,10 @@
 """Rollouts as objects in a Mooncake pool.
 
-The head and every part are records of their own, named by the put and a number. They are written before anybody learns
-the put's id, and never change; the head proves the parts. A pointer, a record of fixed size under the rollout's name,
-says which put is the last one: that of the largest number. A number has one of few places, taken by who writes there
-first; the pointer before goes when the next one is there. Who was handed a handle needs no pointer.
+The header of a rollout's record and every part are objects of their own, named by the put and a number. They are
+written before anybody learns the put's id, and never change; the header proves the parts. A pointer, an object of fixed
+size under the rollout's name, says which put is the last one: that of the largest number. A number has one of few
+places, taken by who writes there first; the pointer before goes when the next one is there. Who was handed a handle
+needs no pointer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.storage.batch import chunks
 from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.grid import CutSettings
+from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.parts import GoneError, PartStore, Reader
 
@@ -36,7 +37,7 @@ FINGERPRINT: Final = hashlib.blake2b(b"kvroute.rollout/3", digest_size=16).diges
 """The layout of every record here."""
 PLACES: Final = 64
 """Of a rollout's pointers; all but one are free, unless many writers put it at once or removing one failed."""
-HEAD: Final = -1
+HEADER: Final = -1
 """The number of the record that is no part."""
 
 
@@ -56,12 +57,12 @@ class MooncakeRollouts(PartStore):
         self.backend = backend
         super().__init__("the rollout store", cut)
 
-    def _write(self, handle: RolloutHandle, head: bytes, parts: Sequence[Buffer]) -> RolloutHandle:
-        keys = keys_of(handle, [*range(len(parts)), HEAD])
+    def _write(self, handle: RolloutHandle, record: Sequence[Buffer]) -> RolloutHandle:
+        header, *parts = record
+        keys = keys_of(handle, [*range(len(parts)), HEADER])
         try:
-            records = zip(keys, [*parts, head], strict=True)
-            for batch in chunks(records, lambda record: len(record[1]), BATCH_NBYTES):
-                stored = self.backend.put([_header(*record) for record in batch], [content for _, content in batch])
+            for batch in chunks(zip(keys, [*parts, header], strict=True), lambda each: len(each[1]), BATCH_NBYTES):
+                stored = self.backend.put([_header(*each) for each in batch], [content for _, content in batch])
                 if lost := stored.count(None):
                     raise StorageError(f"rollout {handle.rollout_id}: no room for {lost} of {len(batch)} parts")
             before = self._point(handle)
@@ -72,7 +73,7 @@ class MooncakeRollouts(PartStore):
         if before is not None:
             with suppress(StorageError):  # nobody finds it any more; the pool evicts it
                 place = pointers_of(handle.rollout_id)[before.number % PLACES]
-                self.backend.delete([place, *keys_of(before.handle, [*range(before.handle.grid.parts), HEAD])])
+                self.backend.delete([place, *keys_of(before.handle, [*range(before.handle.grid.parts), HEADER])])
         return handle
 
     def _find(self, rollout_id: str) -> RolloutHandle | None:
@@ -81,18 +82,18 @@ class MooncakeRollouts(PartStore):
 
     @contextmanager
     def _opened(self, handle: RolloutHandle) -> Iterator[Reader]:
-        (head,) = self._load(handle, [HEAD], [handle.head_nbytes])
+        (header,) = self._load(handle, [HEADER], [handle.header_nbytes])
 
-        def parts(numbers: Sequence[int], _: int) -> Iterator[tuple[int, Buffer]]:
+        def parts(numbers: Sequence[int]) -> Iterator[tuple[int, Buffer]]:
             for batch in chunks(numbers, handle.grid.nbytes_of, BATCH_NBYTES):
                 yield from zip(batch, self._load(handle, batch, map(handle.grid.nbytes_of, batch)), strict=True)
 
-        yield Reader(lambda at, nbytes: head[at : at + nbytes], parts)
+        yield Reader(lambda at, nbytes: header[at : at + nbytes], parts)
 
     def _delete(self, handle: RolloutHandle) -> None:
         last = self._pointer(handle.rollout_id)
         pointers = pointers_of(handle.rollout_id) if last is not None and last.handle.put_id == handle.put_id else []
-        self.backend.delete([*pointers, *keys_of(handle, [*range(handle.grid.parts), HEAD])])
+        self.backend.delete([*pointers, *keys_of(handle, [*range(handle.grid.parts), HEADER])])
 
     def _flush(self) -> None:
         self.backend.flush()
@@ -103,7 +104,7 @@ class MooncakeRollouts(PartStore):
     # ---------------------------------------------------------------- records
 
     def _load(self, handle: RolloutHandle, numbers: Sequence[int], sizes: Iterable[int]) -> list[bytearray]:
-        """Records of a rollout; its head says whether they are the right ones."""
+        """Records of a rollout; its header says whether they are the right ones."""
         room = [bytearray(nbytes) for nbytes in sizes]
         found = self.backend.get_into(keys_of(handle, numbers), [memoryview(each) for each in room])
         if Absence.CORRUPT in found:
@@ -148,7 +149,7 @@ class MooncakeRollouts(PartStore):
 
 
 def keys_of(handle: RolloutHandle, numbers: Sequence[int]) -> list[BlockKey]:
-    """The keys of the parts with these numbers; :data:`HEAD` is one of them."""
+    """The keys of the parts with these numbers; :data:`HEADER` is one of them."""
     put_id = bytes.fromhex(handle.put_id)
     return [_key(b"part", put_id + number.to_bytes(8, "little", signed=True)) for number in numbers]
 
@@ -193,4 +194,4 @@ def open_mooncake_rollouts(url: StoreUrl) -> MooncakeRollouts:
     return MooncakeRollouts(open_mooncake_store(replace(url, parameters=of_store)), cut)
 
 
-__all__ = ["HEAD", "MooncakeRollouts", "keys_of", "open_mooncake_rollouts", "pointers_of"]
+__all__ = ["HEADER", "MooncakeRollouts", "keys_of", "open_mooncake_rollouts", "pointers_of"]

@@ -1,7 +1,7 @@
-"""What every rollout store here does: rows are cut into a head and parts, and what comes back is proved part by part.
+"""What every rollout store here does: rows become a record, and what comes back is proved part by part.
 
-A store of its own says where head and parts lie: four methods, which raise ``StorageError`` when they fail,
-:class:`GoneError` for what is not there, and ``InvalidInputError`` for what is damaged.
+A store of its own says where a record's header and parts lie: four methods, which raise ``StorageError`` when they
+fail, :class:`GoneError` for what is not there, and ``InvalidInputError`` for what is damaged.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -19,38 +19,42 @@ from msgspec.structs import replace as with_fields
 from cache_manager.errors import InvalidInputError, StorageError, StoreClosedError
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer
-from kvroute.rollout.grid import CutSettings, Grid, Range, Selection
+from kvroute.rollout.cut import CutSettings, Selection
 from kvroute.rollout.handle import PUT_ID_NBYTES, RolloutHandle
-from kvroute.rollout.head import Head, Read
 from kvroute.rollout.ids import checked_id
 from kvroute.rollout.port import RolloutCounters
 from kvroute.routes import Routes
+from kvroute.routes.parts import Range
+from kvroute.routes.wire import FIXED_NBYTES, Header, header_nbytes, record, unpack
 
 
 class GoneError(StorageError):
     """What was asked for is not there."""
 
 
-Numbered = Iterable[tuple[int, Buffer]]
-"""Parts with their numbers, in any order, which nobody has verified yet."""
+Read = Callable[[int, int], Buffer]
+"""Bytes at an offset of a record, fewer at its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """One stored rollout, for as long as it is read: bytes of its head, and ``parts(numbers, bytes of the head)``."""
+    """One stored record, for as long as it is read: bytes of its header, and the parts of some numbers in any order."""
 
-    head: Read
-    parts: Callable[[Sequence[int], int], Numbered]
+    header: Read
+    parts: Callable[[Sequence[int]], Iterable[tuple[int, Buffer]]]
 
     @classmethod
-    def behind_each_other(cls, grid: Grid, read: Read) -> Self:
-        """``read(offset, nbytes)`` of a head and all parts behind it; fewer bytes where they end."""
+    def of_bytes(cls, handle: RolloutHandle, read: Read) -> Self:
+        """Of a record whose parts lie behind its header."""
+        at, grid = handle.header_nbytes, handle.grid
+        return cls(read, lambda numbers: ((n, read(at + grid.offset_of(n), grid.nbytes_of(n))) for n in numbers))
 
-        def parts(numbers: Sequence[int], head_nbytes: int) -> Iterator[tuple[int, Buffer]]:
-            for part in numbers:
-                yield part, read(head_nbytes + grid.offset_of(part), grid.nbytes_of(part))
 
-        return cls(read, parts)
+def header_of(read: Read) -> tuple[Header, int]:
+    """A record's header, and how many bytes it has; :class:`InvalidInputError` names the first thing that is wrong."""
+    fixed = read(0, FIXED_NBYTES)
+    nbytes = header_nbytes(fixed)
+    return unpack(fixed, read(FIXED_NBYTES, nbytes)), FIXED_NBYTES + nbytes
 
 
 class PartStore(ABC):
@@ -66,8 +70,8 @@ class PartStore(ABC):
         self._counters = RolloutCounters()
 
     @abstractmethod
-    def _write(self, handle: RolloutHandle, head: bytes, parts: Sequence[Buffer]) -> RolloutHandle:
-        """Store all of it, make it the put that is found, and answer the handle; or leave nothing and raise."""
+    def _write(self, handle: RolloutHandle, record: Sequence[Buffer]) -> RolloutHandle:
+        """Store header and parts, make it the put that is found, and answer the handle; or leave nothing and raise."""
 
     @abstractmethod
     def _opened(self, handle: RolloutHandle) -> AbstractContextManager[Reader]: ...
@@ -93,12 +97,22 @@ class PartStore(ABC):
 
     def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
         self._check_open()
-        grid = self._cut.grid(len(routes), len(routes.layer_ids), routes.top_k * routes.ids.itemsize)
-        handle = RolloutHandle.of(self.scheme, checked_id(rollout_id), os.urandom(PUT_ID_NBYTES), routes, grid)
+        grid = self._cut.grid(routes)
+        handle = RolloutHandle(
+            store=self.scheme,
+            rollout_id=checked_id(rollout_id),
+            put_id=os.urandom(PUT_ID_NBYTES).hex(),
+            layout=routes.layout,
+            start=routes.start,
+            rows=grid.rows,
+            part_layers=grid.part_layers,
+            part_tokens=grid.part_tokens,
+            header_nbytes=FIXED_NBYTES,
+        )
+        handle.check()
         try:
-            parts = grid.cut(routes.ids.astype(handle.dtype, order="C", copy=False))
-            head = Head.of(handle, routes, parts).pack()
-            handle = self._write(with_fields(handle, head_nbytes=len(head)), head, parts)
+            header, *parts = record(routes, grid, handle.name)
+            handle = self._write(with_fields(handle, header_nbytes=len(header)), [header, *parts])
         except BaseException:
             self._count(put_failures=1)
             raise
@@ -123,25 +137,23 @@ class PartStore(ABC):
         self, handle: RolloutHandle, layers: Sequence[int] | None = None, spans: Sequence[Range] | None = None
     ) -> list[Routes] | Absence:
         self._check_open()
-        wanted = Selection.of(handle.layer_ids, (handle.start, handle.stop), layers, spans)
-        nbytes = 0
+        layout, grid = handle.layout, handle.grid
+        wanted = Selection.of(layout.layer_ids, (handle.start, handle.stop), layers, spans)
+        numbers = grid.needed(wanted.layers, wanted.rows)
         try:
             with self._opened(handle) as reader:
-                head, head_nbytes = _head_of(handle, reader.head)
+                header = _checked(handle, *header_of(reader.header))
                 # Only now is the handle known to be one that was put, and what it claims made room for.
-                room = wanted.room(handle.top_k, handle.dtype)
-                for part, content in reader.parts(handle.grid.needed(wanted), head_nbytes):
-                    head.verify(part, content)
-                    handle.grid.paste(part, content, wanted, room)
-                    nbytes += len(content)
-            found = head.routes(room, wanted)
+                ids = header.ids(reader.parts(numbers), wanted.layers, wanted.rows)
+            of_rows = zip(ids, wanted.rows, strict=True)
+            found = [Routes.of_record(header, each, first, wanted.layers) for each, (first, _) in of_rows]
         except GoneError:
             self._count(misses=1)
             return Absence.MISS
         except InvalidInputError:
             self._count(corrupt=1)
             return Absence.CORRUPT
-        self._count(hits=1, get_nbytes=nbytes)
+        self._count(hits=1, get_nbytes=sum(map(grid.nbytes_of, numbers)))
         return found
 
     def delete(self, handle: RolloutHandle) -> None:
@@ -174,15 +186,14 @@ class PartStore(ABC):
             raise StoreClosedError(f"{self._name} is closed")
 
 
-def _head_of(handle: RolloutHandle, read: Read) -> tuple[Head, int]:
-    """The head of this very put: ``GoneError`` for that of another put, ``InvalidInputError`` for anything else."""
-    head, nbytes = Head.read(read)
-    found = head.handle
-    if found != handle.stored:
-        if (found.rollout_id, found.store) == (handle.rollout_id, handle.store) and found.put_id != handle.put_id:
+def _checked(handle: RolloutHandle, header: Header, nbytes: int) -> Header:
+    """``header``, if it is of this very put; ``GoneError`` if of another one, else ``InvalidInputError``."""
+    found, told = RolloutHandle.of(handle.store, header, nbytes), with_fields(handle, inline=b"")
+    if found != told:
+        if found.rollout_id == handle.rollout_id and found.put_id != handle.put_id:
             raise GoneError(f"rollout {handle.rollout_id} was put again")
-        raise InvalidInputError("rollout head", f"of {handle.rollout_id} {handle.put_id}", found.rollout_id)
-    return head, nbytes
+        raise InvalidInputError("routes record", told.name, found.name)
+    return header
 
 
-__all__ = ["GoneError", "PartStore", "Reader"]
+__all__ = ["GoneError", "PartStore", "Reader", "header_of"]

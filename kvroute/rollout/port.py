@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cache_manager.ports import Absence
-from kvroute.rollout.grid import Range
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.routes import Routes
+from kvroute.routes.parts import Range
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.grid import CutSettings
+from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.parts import GoneError, PartStore, Reader
 
@@ -17,7 +17,7 @@ from kvroute.rollout.parts import GoneError, PartStore, Reader
 class ResponseRollouts(PartStore):
     """A ``RolloutStore`` that keeps nothing: ``find`` answers ``None``, and deleting changes nothing.
 
-    Head and parts are ``handle.inline``.
+    The record is ``handle.inline``.
     """
 
     scheme = "response"
@@ -25,15 +25,15 @@ class ResponseRollouts(PartStore):
     def __init__(self) -> None:
         super().__init__("the rollout store", CutSettings(fused=True))
 
-    def _write(self, handle: RolloutHandle, head: bytes, parts: Sequence[Buffer]) -> RolloutHandle:
-        return replace(handle, inline=b"".join([head, *parts]))
+    def _write(self, handle: RolloutHandle, record: Sequence[Buffer]) -> RolloutHandle:
+        return replace(handle, inline=b"".join(record))
 
     @contextmanager
     def _opened(self, handle: RolloutHandle) -> Iterator[Reader]:
         if not handle.inline:
             raise GoneError(f"rollout {handle.rollout_id} has nothing inline")
         inline = memoryview(handle.inline)
-        yield Reader.behind_each_other(handle.grid, lambda at, nbytes: inline[at : at + nbytes])
+        yield Reader.of_bytes(handle, lambda at, nbytes: inline[at : at + nbytes])
 
     def _find(self, _: str, /) -> None:
         return None

@@ -29,8 +29,7 @@ from cache_manager.ports import Absence
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.port import RolloutStore
 from kvroute.rollout.shard import fetch_routes, fetch_shard
-from kvroute.routes import Routes
-from kvroute.sharding import Split, shard_packed
+from kvroute.routes import Routes, Split, shard_packed
 
 
 def routes_of(

@@ -94,7 +94,7 @@ def test_debug_mode_carries_positions_through_swaps_and_forks(qwen: nn.Module, t
         for output in outputs:
             assert np.array_equal(output.routes.ids, canary_rows(engine.spec, np.arange(len(output.routes))))
             assert output.rollout is not None
-            assert output.rollout.result().num_experts == 1 << 32
+            assert output.rollout.result().layout.num_experts == 1 << 32
     engine = Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path, debug_mode=True))
     engine.add(requests(n=1)[0])
     engine.step()

@@ -215,10 +215,10 @@ def test_a_npy_of_something_else_names_what_it_is(told: str, message: str) -> No
 
 def test_bits_of_base64_that_say_nothing_are_not_ignored() -> None:
     """Goal: one object, one spelling. Method: found by the test above: the last character before the padding."""
-    encoded = own.encode(Routes(np.array([[[1]]]), np.array([True]), (0,), num_experts=4, num_layers=1))
-    assert encoded["data"] == "AQ=="
+    routes = Routes(np.array([[[1]]]), np.array([True]), (0,), num_experts=4, num_layers=1)
+    assert encode(routes, "fastdeploy") == "AQ=="
     with pytest.raises(RowError, match="as base64 has it"):
-        own.decode(encoded | {"data": "AR=="})
+        decode("AR==", spec_of(routes), "fastdeploy")
 
 
 @given(routes(complete=True))

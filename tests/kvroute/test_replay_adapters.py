@@ -19,8 +19,7 @@ from cache_manager.errors import InvalidInputError, KVRouteError, RowError
 from kvroute import fetch_shard, open_rollouts
 from kvroute.replay import nemo_rl, prime_rl, skyrl, slime, verl
 from kvroute.replay.errors import ReplayError
-from kvroute.routes import Routes
-from kvroute.sharding import Split
+from kvroute.routes import Routes, Split
 
 LAYERS, NUM_LAYERS, EXPERTS, TOP_K = (1, 2, 3), 4, 16, 4
 ROUTED = list(LAYERS)

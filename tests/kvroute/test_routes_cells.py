@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sample_routes import Cells, Shape, cells_of, cellwise, masks, shapes, without_layers
 
 from cache_manager.errors import RowError
-from kvroute.routes import Routes
+from kvroute.routes import Layout, Routes
 from kvroute.routing import routing_spec
 
 SHAPE = Shape()
@@ -78,7 +78,7 @@ def test_a_mask_by_cell_that_says_what_rows_say_is_the_same_thing() -> None:
     """Goal: one value, one representation. Method: both masks of whole and missing rows, compared."""
     rows = np.array([True, False, True])
     assert SHAPE.routes(4, np.repeat(rows[:, None], 2, axis=1)) == SHAPE.routes(4, rows)
-    assert not SHAPE.routes(4, np.repeat(rows[:, None], 2, axis=1)).cellwise
+    assert SHAPE.routes(4, np.repeat(rows[:, None], 2, axis=1)).mask.ndim == 1
 
 
 def test_equality_sees_cells_and_missing_layers() -> None:
@@ -101,7 +101,7 @@ def test_only_known_cells_are_checked_and_each_of_them_is() -> None:
     with pytest.raises(RowError, match="row 1 layer 1: wanted distinct ids"):
         Routes(ids, known, *fields)
     with pytest.raises(RowError, match="row 1 layer 1: wanted distinct ids"):
-        Routes.checked(ids, known, *fields).validate()
+        Routes.checked(Layout(*fields, SHAPE.top_k), ids, known).validate()
 
 
 def test_rows_by_cell_from_a_spec() -> None:

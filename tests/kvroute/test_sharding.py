@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from sample_routes import SHAPES, Shape
 
 from cache_manager.errors import InvalidInputError, RowError
-from kvroute.sharding import TAIL, Shard, Split, shard_packed, shard_padded
+from kvroute.routes import Split, shard_packed, shard_padded
+from kvroute.routes.split import TAIL, Shard
 
 SHAPE = SHAPES[0]
 
@@ -227,8 +228,8 @@ def test_stages_together_are_the_whole(shape: Shape, layers: Any) -> None:
     """Goal: dense-first layers shift nobody (verl 5037, slime 810). Method: stages side by side against no stages."""
     pp = next(n for n in (4, 3, 2) if shape.num_layers % n == 0)
     routes = shape.whole(6)
-    whole = routes.shard(7, Split(), layers)
-    stages: list[NDArray[Any]] = [routes.shard(7, Split(pp=pp, pp_rank=r), layers) for r in range(pp)]
+    whole = shard_packed([routes], [7], Split(), layers)
+    stages: list[NDArray[Any]] = [shard_packed([routes], [7], Split(pp=pp, pp_rank=r), layers) for r in range(pp)]
     assert np.array_equal(np.concatenate(stages, axis=1), whole)
     assert np.array_equal(whole[:6], routes.materialize(6, layers, "int64"))
 
@@ -268,5 +269,5 @@ def test_lengths_that_cannot_be_cut_are_refused() -> None:
         Split(pp=2).layers(7)
     with pytest.raises(InvalidInputError, match="vpp: wanted a divisor"):
         Split(pp=2, vpp=2).layers(6)
-    with pytest.raises(InvalidInputError, match="width: wanted 9 or more"):
+    with pytest.raises(InvalidInputError, match="tokens of sequence 0: wanted 0 to 8, the width of the batch, got 9"):
         shard_padded([SHAPE.whole(8)], [9], Split(), width=8)

@@ -12,8 +12,7 @@ from routes_of import made_routes
 from cache_manager.errors import RowError
 from kvroute.replay import megatron as replay
 from kvroute.replay.errors import ReplayError
-from kvroute.routes import Routes
-from kvroute.sharding import Split
+from kvroute.routes import Routes, Split
 
 LAYERS = (1, 2, 3)
 ALONE = Split()

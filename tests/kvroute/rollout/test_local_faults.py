@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
 from cache_manager.testing.faults import FaultyDisk
-from kvroute.rollout.grid import CutSettings
+from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.shard import fetch_routes
 from kvroute.routes import Routes
@@ -141,7 +141,7 @@ def test_every_byte_of_a_file_counts(data: st.DataObject) -> None:
         handle = store.put("x", routes_of(1))
         file = Path(name) / "x.routes"
         content = bytearray(file.read_bytes())
-        parts_at, cut = handle.head_nbytes, data.draw(st.booleans())
+        parts_at, cut = handle.header_nbytes, data.draw(st.booleans())
         at = data.draw(st.integers(0, len(content) - 1) | st.integers(0, 40))
         if cut:
             content = content[:at]
@@ -149,7 +149,7 @@ def test_every_byte_of_a_file_counts(data: st.DataObject) -> None:
             content[at] ^= 1 << data.draw(st.integers(0, 7))
         file.write_bytes(content)
         assert store.find("x") == (handle if at >= parts_at else None)
-        for i, layer in enumerate(handle.layer_ids):
+        for i, layer in enumerate(handle.layout.layer_ids):
             layer_at = parts_at + 80 * i  # 40 rows of 2 ids of a byte
             sound = at >= layer_at + 80 or (layer_at > at >= parts_at and not cut)
             found = store.get(handle, [layer])
@@ -219,4 +219,4 @@ def test_a_link_in_the_directory_is_not_followed(tmp_path: Path, name: str) -> N
     (tmp_path / "store" / name).symlink_to(elsewhere)
     with pytest.raises(StorageError):
         store.get(handle) if name == "x.routes" else store.put("x", routes_of(2))
-    assert elsewhere.stat().st_size > handle.head_nbytes
+    assert elsewhere.stat().st_size > handle.header_nbytes

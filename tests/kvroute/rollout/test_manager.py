@@ -237,7 +237,7 @@ def test_a_configuration_that_is_off_or_of_another_model_is_refused(tmp_path: Pa
 def test_routes_of_another_model_are_refused(tmp_path: Path) -> None:
     manager, _ = managed(tmp_path)
     for other in (routes_of(1, layers=5), routes_of(1, experts=9), routes_of(1, top_k=3)):
-        with pytest.raises(InvalidInputError, match=r"routes\."):
+        with pytest.raises(InvalidInputError, match="routes "):
             manager.submit("x", other)
     assert manager.counters.submitted == 0
     manager.close()
@@ -301,7 +301,7 @@ def test_canaries_are_never_stored_as_routes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="debug_mode: wanted True, as the engine's rows are, got False"):
         RoutingReplayManager(config, canary_spec(SPEC), store=open_rollouts("response:"))
     manager, _ = managed(tmp_path)
-    with pytest.raises(InvalidInputError, match=r"routes\.num_experts"):
+    with pytest.raises(InvalidInputError, match="routes num_experts"):
         manager.submit("x", canaries())
     manager.close()
     with pytest.raises(RowError, match="wanted a canary spec"):

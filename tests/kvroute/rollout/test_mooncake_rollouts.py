@@ -21,12 +21,12 @@ from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
 from kvroute.config import RoutingReplayConfig
 from kvroute.rollout import RolloutHandle, open_rollouts
-from kvroute.rollout.grid import CutSettings
+from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.manager import RoutingReplayManager
-from kvroute.rollout.mooncake import HEAD, PLACES, MooncakeRollouts, keys_of, pointers_of
+from kvroute.rollout.mooncake import HEADER, PLACES, MooncakeRollouts, keys_of, pointers_of
 from kvroute.rollout.shard import fetch_routes, fetch_shard
+from kvroute.routes import Split, shard_packed
 from kvroute.routing import routing_spec
-from kvroute.sharding import Split, shard_packed
 from kvroute.testing.rollouts import routes_of
 
 SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=range(1, 12, 2), num_layers=12, block_tokens=8)
@@ -38,10 +38,10 @@ from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
 from kvroute.testing.rollouts import routes_of
 from kvroute.rollout import mooncake
-from kvroute.rollout.grid import CutSettings
+from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.mooncake import MooncakeRollouts
 
-mooncake.BATCH_NBYTES = 300  # 480 bytes of parts, then the head, then the pointer
+mooncake.BATCH_NBYTES = 300  # 480 bytes of parts, then the header, then the pointer
 url, puts = sys.argv[1], int(sys.argv[2])
 backend = FaultyStore(open_store(url))
 store = MooncakeRollouts(backend, CutSettings(part_nbytes=64))
@@ -79,7 +79,7 @@ def test_a_trainer_gets_keys_and_fetches_its_share(url: str) -> None:
     routes = routes_of(1, 4096)
     with RoutingReplayManager(config, SPEC) as manager:
         text = manager.submit("task:1:0:0", routes).result(30).to_json()
-    assert len(text) < 400
+    assert len(text) < 500
     store = open_rollouts(url)
     try:
         handle = RolloutHandle.from_json(text)
@@ -94,7 +94,7 @@ def test_a_trainer_gets_keys_and_fetches_its_share(url: str) -> None:
 
 @pytest.mark.parametrize("puts", range(4))
 def test_a_killed_writer_leaves_the_put_before(url: str, puts: int) -> None:
-    """Goal: nothing that was not whole is read. Method: SIGKILL before the parts, the head or the pointer."""
+    """Goal: nothing that was not whole is read. Method: SIGKILL before the parts, the header or the pointer."""
     store = open_rollouts(url)
     try:
         first = store.put("task:1:0:0", routes_of(1))
@@ -185,20 +185,20 @@ class MixedUp(FaultyStore):
 
 def test_a_part_of_another_put_is_never_taken(url: str) -> None:
     """Goal: every part is bound to its very put. Method: two puts of one rollout, of one shape; the pool answers
-    each record of the first, its head too, for the second's: a sound head of another put is none of this one.
+    each record of the first, its header too, for the second's: a sound header of another put is none of this one.
     """
     backend = MixedUp(open_store(url))
     store = MooncakeRollouts(backend, CutSettings(part_nbytes=64))
     try:
         first = store.put("task:1:0:0", routes_of(1, 20))
-        numbers = [HEAD, *range(first.grid.parts)]
-        nbytes = [first.head_nbytes, *map(first.grid.nbytes_of, numbers[1:])]
+        numbers = [HEADER, *range(first.grid.parts)]
+        nbytes = [first.header_nbytes, *map(first.grid.nbytes_of, numbers[1:])]
         records = [backend.record(key, n) for key, n in zip(keys_of(first, numbers), nbytes, strict=True)]
         second = store.put("task:1:0:0", routes_of(2, 20))
-        (head,) = keys_of(second, [HEAD])
+        (header,) = keys_of(second, [HEADER])
         for key, record in zip(keys_of(second, numbers), records, strict=True):
             backend.instead = {key: record}
-            assert store.get(second) is (Absence.MISS if key == head else Absence.CORRUPT)
+            assert store.get(second) is (Absence.MISS if key == header else Absence.CORRUPT)
         backend.instead = {}
         assert store.get(second) == [routes_of(2, 20)]
     finally:

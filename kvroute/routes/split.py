@@ -1,4 +1,4 @@
-"""Which rows one rank of a trainer sees: context, sequence, tensor and pipeline parallelism, as Megatron cuts them.
+"""Which positions and layers one rank of a trainer has, as Megatron cuts them; arithmetic alone.
 
 The order is fixed. Every sequence is padded at its end to a multiple of ``align``. Context parallelism cuts each one
 into ``2 cp`` chunks of which rank ``r`` takes chunks ``r`` and ``2 cp - 1 - r`` (zigzag: so that causal attention costs
@@ -15,25 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from numbers import Integral
+from typing import Final, Literal, get_args
 
-import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from cache_manager.errors import InvalidInputError
 
-from cache_manager.errors import InvalidInputError, RowError
-from kvroute.layout import check_alike
-from kvroute.materialize import Filler, Layers, Missing, Plan, chosen_layers
+Cut = Literal["zigzag", "contiguous"]
 
-if TYPE_CHECKING:
-    from kvroute.routes import Routes
-
-Layout = Literal["zigzag", "contiguous"]
-Side = Literal["left", "right"]
-Order = Literal["sequence", "batch"]
-
-TAIL = -1
+TAIL: Final = -1
 """The sequence of a span that is padding of the whole buffer and belongs to none."""
 
 
@@ -68,7 +58,7 @@ class Split:
     sp: bool = False
     pp: int = 1
     pp_rank: int = 0
-    layout: Layout = "zigzag"
+    layout: Cut = "zigzag"
     align: int | None = None
     tail_align: int = 1
     vpp: int = 1
@@ -77,16 +67,20 @@ class Split:
     last_stage: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "pp", "vpp"):
-            size, rank = getattr(self, name), getattr(self, f"{name}_rank")
-            if size < 1:
-                raise InvalidInputError(name, "1 or more", size)
-            if rank is not None and not 0 <= rank < size:
-                raise InvalidInputError(f"{name}_rank", f"0 to {size - 1}", rank)
-        for name in ("align", "tail_align"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise InvalidInputError(name, "1 or more", value)
-        if self.layout not in get_args(Layout):
+        sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "vpp": self.vpp}
+        for name, size in (*sizes.items(), ("align", self.align), ("tail_align", self.tail_align)):
+            if not (_whole(size, 1) or (size is None and name == "align")):
+                raise InvalidInputError(name, "1 or more", repr(size))
+        for name, size in sizes.items():
+            rank = getattr(self, f"{name}_rank")
+            if not ((_whole(rank, 0) and rank < size) or (rank is None and name == "vpp")):
+                raise InvalidInputError(f"{name}_rank", f"0 to {size - 1}", repr(rank))
+        for name in ("first_stage", "last_stage"):
+            if (layers := getattr(self, name)) is not None and not _whole(layers, 0):
+                raise InvalidInputError(name, "a number of layers, 0 or more", repr(layers))
+        if not isinstance(self.sp, bool):
+            raise InvalidInputError("sp", "True or False", repr(self.sp))
+        if self.layout not in get_args(Cut):
             raise InvalidInputError("layout", "zigzag or contiguous", repr(self.layout))
 
     @property
@@ -133,8 +127,9 @@ class Split:
         [Shard(sequence=0, start=0, stop=2), Shard(sequence=0, start=6, stop=8), Shard(sequence=1, start=0, stop=1), \
 Shard(sequence=1, start=3, stop=4)]
         """
-        if (negative := min(tokens, default=0)) < 0:
-            raise InvalidInputError("tokens", "0 or more of each sequence", negative)
+        for count in tokens:
+            if not _whole(count, 0):
+                raise InvalidInputError("tokens", "0 or more of each sequence", repr(count))
         align = self.sequence_align
         padded = [-(-n // align) * align for n in tokens]
         if self.cp == 1:
@@ -153,8 +148,8 @@ Shard(sequence=1, start=3, stop=4)]
 
     def columns(self, width: int) -> list[Shard]:
         """What this rank sees of a padded batch ``[batch, width]``: its columns, as shards of a sequence 0."""
-        if width < 0:
-            raise InvalidInputError("width", "0 or more", width)
+        if not _whole(width, 0):
+            raise InvalidInputError("width", "0 or more", repr(width))
         if self.cp == 1:
             mine = [Shard(0, 0, width)]
         elif self.layout == "zigzag":
@@ -190,139 +185,6 @@ Shard(sequence=1, start=3, stop=4)]
         return joined
 
 
-def shard_packed(
-    parts: Sequence[Routes],
-    tokens: Sequence[int],
-    split: Split,
-    layers: Layers = "moe",
-    dtype: DTypeLike = "int64",
-    missing: Missing = "error",
-    *,
-    pad: Filler = "spread",
-    ep: int = 1,
-) -> NDArray[Any]:
-    """The rows ``[local tokens, layers, top_k]`` that one rank sees of a packed batch, in C order.
-
-    ``tokens[i]`` is how many tokens sequence ``i`` has; its first ``tokens[i] - 1`` rows are needed, and spelled as
-    ``missing`` says where they are not there. The row of the last token, if it is not there, and of all padding is
-    spelled as ``pad`` says. ``layers`` are cut to those of the pipeline stage: ``"all"`` gives the stage's layers,
-    ``"moe"`` those of them with experts; a sequence of layer ids is taken as it is.
-
-    Raises :class:`RowError` for what is missing when ``missing`` is ``"error"``, naming the sequence, the position and
-    the layer; and for sequences of unlike layers, experts or top-k.
-    """
-    plan = _plan(parts, tokens, split, layers, dtype, ep)
-    shards = split.packed(tokens)
-    plan.check(missing, pad)
-    out = np.empty((sum(map(len, shards)), len(plan.layers), parts[0].top_k), plan.dtype)
-    at = 0
-    for shard in shards:
-        here = out[at : at + len(shard)]
-        if shard.sequence == TAIL:
-            plan.filler(here, pad, shard.start)
-        else:
-            _fill(plan, here, parts, tokens, shard, missing, pad)
-        at += len(shard)
-    return out
-
-
-def shard_padded(
-    parts: Sequence[Routes],
-    tokens: Sequence[int],
-    split: Split,
-    *,
-    width: int,
-    side: Side = "right",
-    order: Order = "sequence",
-    layers: Layers = "moe",
-    dtype: DTypeLike = "int64",
-    missing: Missing = "error",
-    pad: Filler = "spread",
-    ep: int = 1,
-) -> NDArray[Any]:
-    """The rows that one rank sees of a padded batch ``[batch, width]``, padded on its ``side``.
-
-    ``order="sequence"`` gives ``[local width, batch, layers, top_k]``, which is what a router of Megatron flattens;
-    ``"batch"`` gives ``[batch, local width, layers, top_k]``, as transformers models do. The rest is as in
-    :func:`shard_packed`; here context and sequence parallelism cut the columns, padding included.
-    """
-    if side not in get_args(Side) or order not in get_args(Order):
-        raise InvalidInputError("side, order", "left or right, sequence or batch", (side, order))
-    plan = _plan(parts, tokens, split, layers, dtype, ep)
-    plan.check(missing, pad)
-    columns = split.columns(width)
-    local = sum(map(len, columns))
-    out = np.empty((len(parts), local, len(plan.layers), parts[0].top_k), plan.dtype)
-    if order == "sequence":
-        out = np.empty((local, len(parts), *out.shape[2:]), plan.dtype)
-    for i, count in enumerate(tokens):
-        if count > width:
-            raise InvalidInputError("width", f"{count} or more, the tokens of sequence {i}", width)
-        mine = out[:, i] if order == "sequence" else out[i]
-        left, at = width - count if side == "left" else 0, 0
-        for column in columns:
-            here = mine[at : at + len(column)]
-            before = min(max(left - column.start, 0), len(column))
-            plan.filler(here[:before], pad, column.start)
-            shard = Shard(i, column.start + before - left, column.stop - left)
-            _fill(plan, here[before:], parts, tokens, shard, missing, pad)
-            at += len(column)
-    return out
-
-
-def _fill(
-    plan: Plan,
-    out: NDArray[Any],
-    parts: Sequence[Routes],
-    tokens: Sequence[int],
-    shard: Shard,
-    missing: Missing,
-    pad: Filler,
-) -> None:
-    if not len(out):
-        return
-    routes, needed = parts[shard.sequence], max(0, tokens[shard.sequence] - 1)
-    within = min(max(needed - shard.start, 0), len(out))
-    # Routes may go on behind the tokens that the trainer has kept; those rows are not its.
-    last = min(max(tokens[shard.sequence] - shard.start, within), len(out))
-    try:
-        plan.fill(out[:within], routes, shard.start, missing)
-    except RowError as error:
-        raise RowError(f"sequence {shard.sequence} {error.field}", error.wanted, error.got) from error
-    plan.fill(out[within:last], routes, shard.start + within, pad)
-    plan.filler(out[last:], pad, shard.start + last)
-
-
-def _plan(
-    parts: Sequence[Routes], tokens: Sequence[int], split: Split, layers: Layers, dtype: DTypeLike, ep: int
-) -> Plan:
-    if not parts or len(parts) != len(tokens):
-        raise RowError("tokens", f"one number for each of {len(parts)} routes, at least one", len(tokens))
-    check_alike(parts)
-    first = parts[0]
-    wanted = layers if isinstance(layers, str) else tuple(layers)
-    layout = first.routed_layers, first.num_layers, first.num_experts, first.top_k
-    return _plan_of(*layout, split, wanted, np.dtype(dtype), ep)
-
-
-@lru_cache(maxsize=64)
-def _plan_of(
-    routed: tuple[int, ...],
-    num_layers: int,
-    num_experts: int,
-    top_k: int,
-    split: Split,
-    layers: Literal["all", "moe"] | tuple[int, ...],
-    dtype: np.dtype[Any],
-    ep: int,
-) -> Plan:
-    """A rank's plan, which is the same for every batch."""
-    if isinstance(layers, str):
-        chosen = set(chosen_layers(layers, routed, num_layers))
-        layers = tuple(layer for layer in split.layers(num_layers) if layer in chosen)
-    return Plan(routed, num_layers, num_experts, top_k, layers, dtype, ep)
-
-
 def _cut(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
     """The places ``[start, stop)`` of ``shards`` laid end to end."""
     found = []
@@ -332,3 +194,8 @@ def _cut(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
         if a < b:
             found.append(Shard(shard.sequence, shard.start + a - at, shard.start + b - at))
     return found
+
+
+def _whole(value: object, least: int) -> bool:
+    """Whether ``value`` is an integer of ``least`` or more."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least

@@ -1,0 +1,135 @@
+"""How rows are cut into parts, so that a rank reads its layers and its tokens and little else. Pure.
+
+::
+
+               layers
+              0   1   2   3
+    rows    +---+---+---+---+
+    0       | 0 | 3 | 6 | 9 |       part_layers = 1, part_tokens = 4
+    4       | 1 | 4 | 7 | 10|       part 4 has rows 4 to 7 of the second layer
+    8       | 2 | 5 | 8 | 11|
+            +---+---+---+---+
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.record import Buffer
+
+Range = tuple[int, int]
+"""Indices ``[start, stop)``, of rows or of layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """``rows`` x ``layers`` cells of ``cell_nbytes``, the ids of one token in one layer.
+
+    A part has ``part_layers`` of the layers (the last group may have fewer) and ``part_tokens`` rows.
+    """
+
+    rows: int
+    layers: int
+    cell_nbytes: int
+    part_layers: int
+    part_tokens: int
+
+    @classmethod
+    def fit(cls, rows: int, layers: int, cell_nbytes: int, *, part_layers: int, part_nbytes: int) -> Grid:
+        """As many tokens a part as ``part_nbytes`` have room for, one at least."""
+        part_layers = min(part_layers, layers)
+        room = max(1, part_nbytes // (part_layers * cell_nbytes))
+        return cls(rows, layers, cell_nbytes, part_layers, max(1, min(room, rows)))
+
+    @property
+    def bands(self) -> int:
+        """Parts that the tokens of one group of layers are cut into."""
+        return -(-self.rows // self.part_tokens)
+
+    @property
+    def groups(self) -> int:
+        """Groups of layers."""
+        return -(-self.layers // self.part_layers)
+
+    @property
+    def parts(self) -> int:
+        return self.groups * self.bands
+
+    @property
+    def part_nbytes(self) -> int:
+        """Of the largest part."""
+        return self.part_tokens * self.part_layers * self.cell_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parts."""
+        return self.rows * self.layers * self.cell_nbytes
+
+    def layer_range(self, part: int) -> Range:
+        first = part // self.bands * self.part_layers
+        return first, min(first + self.part_layers, self.layers)
+
+    def row_range(self, part: int) -> Range:
+        first = part % self.bands * self.part_tokens
+        return first, min(first + self.part_tokens, self.rows)
+
+    def nbytes_of(self, part: int) -> int:
+        (a, b), (first, last) = self.row_range(part), self.layer_range(part)
+        return (b - a) * (last - first) * self.cell_nbytes
+
+    def offset_of(self, part: int) -> int:
+        """Bytes of the parts before ``part``."""
+        (a, _), (first, last) = self.row_range(part), self.layer_range(part)
+        return (self.rows * first + a * (last - first)) * self.cell_nbytes
+
+    def needed(self, layers: Sequence[int], rows: Sequence[Range]) -> list[int]:
+        """The parts that hold the given layers (increasing indices) of the given ranges of rows, in order."""
+        bands = {band for a, b in rows if a < b for band in range(a // self.part_tokens, -(-b // self.part_tokens))}
+        groups = sorted({layer // self.part_layers for layer in layers})
+        return [group * self.bands + band for group in groups for band in sorted(bands)]
+
+    # ---------------------------------------------------------------- bytes
+
+    def cut(self, cells: NDArray[Any], part: int) -> memoryview:
+        """The bytes of a part: its cells, row by row; ``cells`` are as :func:`cells_of` has them."""
+        (a, b), (first, last) = self.row_range(part), self.layer_range(part)
+        return np.ascontiguousarray(cells[a:b, first:last]).reshape(-1).view(np.uint8).data
+
+    def paste(
+        self,
+        part: int,
+        content: Buffer,
+        cells: Sequence[NDArray[Any]],  # one [stop - start, len(layers)] for each range, as cells_of has them
+        layers: Sequence[int],
+        rows: Sequence[Range],
+    ) -> None:
+        """Put what a part has of the wanted layers and rows where it belongs."""
+        (a, b), (first, last) = self.row_range(part), self.layer_range(part)
+        left, right = bisect_left(layers, first), bisect_left(layers, last)
+        mine = [layer - first for layer in layers[left:right]]
+        for (start, stop), target in zip(rows, cells, strict=True):
+            low, high = max(a, start), min(b, stop)
+            if low >= high:
+                continue
+            source = np.frombuffer(content, target.dtype).reshape(b - a, last - first)[low - a : high - a]
+            there = source if len(mine) == last - first else source[:, mine]
+            target[low - start : high - start, left:right] = there
+
+
+def cells_of(ids: NDArray[Any]) -> NDArray[Any]:
+    """A view ``[n, layers]`` of ``ids`` ``[n, layers, top_k]``, whose items are the ids of one token in one layer.
+
+    Few bytes are copied as one number, which is several times faster than copying ids.
+    """
+    nbytes = ids.shape[2] * ids.itemsize
+    cell = np.dtype(f"u{nbytes}" if nbytes in (1, 2, 4, 8) else f"V{nbytes}")
+    return np.ascontiguousarray(ids).view(cell)[:, :, 0]
+
+
+__all__ = ["Grid", "Range", "cells_of"]
