@@ -3,6 +3,7 @@
 ===============================================  =====================================================================
 ``file:///dir?fused=true&part=64KiB&sync=put``   :class:`~kvroute.rollout.local.LocalRollouts`: a directory
 ``mooncake://host:port/prefix?...``              :class:`~kvroute.rollout.mooncake.MooncakeRollouts`: in a Mooncake pool
+``ray:name?fused=true&part=64KiB``               :class:`~kvroute.rollout.ray.RayRollouts`: objects of an actor
 ``response:``                                    :class:`~kvroute.rollout.response.ResponseRollouts`: in the handle
 ===============================================  =====================================================================
 
@@ -31,6 +32,8 @@ RolloutOpener = Callable[[StoreUrl], RolloutStore]
 BUILT_IN: Final = {
     "file": EntryPoint("file", "kvroute.rollout.local:open_local_rollouts", GROUP),
     "mooncake": EntryPoint("mooncake", "kvroute.rollout.mooncake:open_mooncake_rollouts", GROUP),
+    "ray": EntryPoint("ray", "kvroute.rollout.ray:open_ray_rollouts", GROUP),
+    "tq": EntryPoint("tq", "kvroute.rollout.transfer_queue:open_queue_rollouts", GROUP),
     "response": EntryPoint("response", "kvroute.rollout.response:open_response_rollouts", GROUP),
 }
 

@@ -128,7 +128,7 @@ def test_anything_else_is_no_handle(junk: Any) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nowhere:", "rollout store scheme: wanted one of file, mooncake, response"),
+        ("nowhere:", "rollout store scheme: wanted one of file, mooncake, ray, response, tq"),
         ("file:///x?fused=yes", "fused: wanted one of true, false"),
         ("file:///x?sync=always", "sync: wanted one of none, put"),
         ("file:///x?part=1B", "part: wanted 64 to"),
@@ -160,5 +160,5 @@ def test_a_stranger_adds_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr("cache_manager.storage.entry_points", entries)
     assert isinstance(open_rollouts("mine:"), ResponseRollouts)
-    with pytest.raises(ConfigError, match="file, mine, mooncake, response"):
+    with pytest.raises(ConfigError, match="file, mine, mooncake, ray, response, tq"):
         open_rollouts("other:")
