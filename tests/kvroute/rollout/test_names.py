@@ -153,12 +153,16 @@ def test_a_directory_is_opened_by_its_url(tmp_path: Path) -> None:
 
 
 def test_a_stranger_adds_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: a store by entry point. Method: the group has one more entry, as an installed package would bring it."""
+    """Goal: a store by entry point. Method: the group has one more entry, as an installed package would bring
+    it. A package that is not installed is named."""
     entry = EntryPoint("mine", "kvroute.rollout.response:open_response_rollouts", kvroute.rollout.GROUP)
     entries: Callable[..., list[EntryPoint]] = lambda group, name=None: [  # noqa: E731
         e for e in [entry] if group == kvroute.rollout.GROUP and name in (None, e.name)
     ]
     monkeypatch.setattr("cache_manager.storage.entry_points", entries)
     assert isinstance(open_rollouts("mine:"), ResponseRollouts)
+    monkeypatch.setitem(kvroute.rollout.BUILT_IN, "ray", EntryPoint("ray", "no_ray_here.store:open", "x"))
+    with pytest.raises(ConfigError, match="ray: rollout store: wanted the package no_ray_here"):
+        open_rollouts("ray:x")
     with pytest.raises(ConfigError, match="file, mine, mooncake, ray, response, tq"):
         open_rollouts("other:")
