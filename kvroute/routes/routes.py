@@ -11,7 +11,7 @@ from pybase64 import b64encode_as_string
 
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.checks import valid_rows
+from kvroute.checks import valid_rows, whole
 from kvroute.routes import spans, wire
 from kvroute.routes.cells import Cells, Mask, check_known, lacking, only_known
 from kvroute.routes.fill import FILLERS, Filler, Missing, Plan
@@ -337,11 +337,10 @@ class Routes(Cells):
         Raises :class:`RowError` naming the first position, and the layer, that is missing, and for a dtype that cannot
         hold the ids.
         """
-        if rows < 0:
-            raise RowError("rows", "0 or more", rows)
+        rows = whole("rows", rows, error=RowError)
         plan = Plan(self.layout, layers, np.dtype(dtype), ep)
-        needed = rows if required is None else required
-        if not 0 <= needed <= rows:
+        needed = rows if required is None else whole("required", required, error=RowError)
+        if needed > rows:
             raise RowError("required", f"0 to {rows} rows", required)
         if pad is None:
             if missing == "error" and needed < rows:

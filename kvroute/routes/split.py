@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from numbers import Integral
 from typing import Final, Literal, get_args
 
 from cache_manager.errors import InvalidInputError
+from kvroute.checks import whole
 
 Cut = Literal["zigzag", "contiguous"]
 
@@ -67,17 +67,16 @@ class Split:
     last_stage: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "vpp": self.vpp}
-        for name, size in (*sizes.items(), ("align", self.align), ("tail_align", self.tail_align)):
-            if not (_whole(size, 1) or (size is None and name == "align")):
-                raise InvalidInputError(name, "1 or more", repr(size))
-        for name, size in sizes.items():
-            rank = getattr(self, f"{name}_rank")
-            if not ((_whole(rank, 0) and rank < size) or (rank is None and name == "vpp")):
-                raise InvalidInputError(f"{name}_rank", f"0 to {size - 1}", repr(rank))
-        for name in ("first_stage", "last_stage"):
-            if (layers := getattr(self, name)) is not None and not _whole(layers, 0):
-                raise InvalidInputError(name, "a number of layers, 0 or more", repr(layers))
+        for name in ("tp", "cp", "pp", "vpp"):
+            size, rank = whole(name, getattr(self, name), 1), getattr(self, f"{name}_rank")
+            if name == "vpp" and rank is None:
+                continue
+            if whole(f"{name}_rank", rank) >= size:
+                raise InvalidInputError(f"{name}_rank", f"0 to {size - 1}", rank)
+        whole("tail_align", self.tail_align, 1)
+        for name, least in (("align", 1), ("first_stage", 0), ("last_stage", 0)):
+            if (value := getattr(self, name)) is not None:
+                whole(name, value, least)
         if not isinstance(self.sp, bool):
             raise InvalidInputError("sp", "True or False", repr(self.sp))
         if self.layout not in get_args(Cut):
@@ -127,9 +126,8 @@ class Split:
         [Shard(sequence=0, start=0, stop=2), Shard(sequence=0, start=6, stop=8), Shard(sequence=1, start=0, stop=1), \
 Shard(sequence=1, start=3, stop=4)]
         """
-        for count in tokens:
-            if not _whole(count, 0):
-                raise InvalidInputError("tokens", "0 or more of each sequence", repr(count))
+        for i, count in enumerate(tokens):
+            whole(f"tokens of sequence {i}", count)
         align = self.sequence_align
         padded = [-(-n // align) * align for n in tokens]
         if self.cp == 1:
@@ -139,17 +137,16 @@ Shard(sequence=1, start=3, stop=4)]
         else:
             total = sum(padded)
             part = -(-total // (self.cp * self.tail_align)) * self.tail_align
-            whole = [Shard(i, 0, n) for i, n in enumerate(padded) if n]
-            whole += [Shard(TAIL, 0, part * self.cp - total)] if part * self.cp > total else []
-            mine = _cut(whole, part * self.cp_rank, part * (self.cp_rank + 1))
+            every = [Shard(i, 0, n) for i, n in enumerate(padded) if n]
+            every += [Shard(TAIL, 0, part * self.cp - total)] if part * self.cp > total else []
+            mine = _cut(every, part * self.cp_rank, part * (self.cp_rank + 1))
         if tail := -sum(map(len, mine)) % self.tail_align:
             mine.append(Shard(TAIL, 0, tail))
         return self._scattered(mine)
 
     def columns(self, width: int) -> list[Shard]:
         """What this rank sees of a padded batch ``[batch, width]``: its columns, as shards of a sequence 0."""
-        if not _whole(width, 0):
-            raise InvalidInputError("width", "0 or more", repr(width))
+        whole("width", width)
         if self.cp == 1:
             mine = [Shard(0, 0, width)]
         elif self.layout == "zigzag":
@@ -194,8 +191,3 @@ def _cut(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
         if a < b:
             found.append(Shard(shard.sequence, shard.start + a - at, shard.start + b - at))
     return found
-
-
-def _whole(value: object, least: int) -> bool:
-    """Whether ``value`` is an integer of ``least`` or more."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
