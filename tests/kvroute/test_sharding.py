@@ -269,7 +269,5 @@ def test_lengths_that_cannot_be_cut_are_refused() -> None:
         Split(pp=2).layers(7)
     with pytest.raises(InvalidInputError, match="vpp: wanted a divisor"):
         Split(pp=2, vpp=2).layers(6)
-    with pytest.raises(
-        InvalidInputError, match="tokens of sequence 0: wanted 8 at most, the width"
-    ):
+    with pytest.raises(InvalidInputError, match="tokens of sequence 0: wanted 8 at most, the width"):
         shard_padded([SHAPE.whole(8)], [9], Split(), width=8)
