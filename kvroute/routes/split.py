@@ -47,8 +47,7 @@ class Split:
     what every sequence is padded to a multiple of; unset it is ``tp * cp``, twice that for zigzag with ``cp > 1``, as
     verl and SkyRL have it (slime: ``2 * cp`` where ``cp > 1``, and ``tail_align=tp * data_pad_size_multiplier``).
 
-    ``vpp`` is how many chunks of layers a pipeline stage has, of which this is number ``vpp_rank`` (``None``: all of
-    them); ``first_stage`` and ``last_stage`` are the layers of those stages where they are not an equal share.
+    Pipeline stages have equal shares of the layers; a rank with others says which ``layers`` it has.
     """
 
     tp: int = 1
@@ -61,22 +60,15 @@ class Split:
     layout: Cut = "zigzag"
     align: int | None = None
     tail_align: int = 1
-    vpp: int = 1
-    vpp_rank: int | None = None
-    first_stage: int | None = None
-    last_stage: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "pp", "vpp"):
+        for name in ("tp", "cp", "pp"):
             size, rank = whole(name, getattr(self, name), 1), getattr(self, f"{name}_rank")
-            if name == "vpp" and rank is None:
-                continue
             if whole(f"{name}_rank", rank) >= size:
                 raise InvalidInputError(f"{name}_rank", f"0 to {size - 1}", rank)
         whole("tail_align", self.tail_align, 1)
-        for name, least in (("align", 1), ("first_stage", 0), ("last_stage", 0)):
-            if (value := getattr(self, name)) is not None:
-                whole(name, value, least)
+        if self.align is not None:
+            whole("align", self.align, 1)
         if not isinstance(self.sp, bool):
             raise InvalidInputError("sp", "True or False", repr(self.sp))
         if self.layout not in get_args(Cut):
@@ -92,30 +84,15 @@ class Split:
     # ---------------------------------------------------------------- layers
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layer ids, of ``num_layers``, of this pipeline stage, or of its chunk ``vpp_rank``; all for ``pp=1``.
+        """The layer ids, of ``num_layers``, of this pipeline stage; all for ``pp=1``.
 
-        >>> Split(pp=2, pp_rank=1, vpp=2).layers(8)
-        (2, 3, 6, 7)
+        >>> Split(pp=2, pp_rank=1).layers(8)
+        (4, 5, 6, 7)
         """
-        sizes = self._stage_sizes(num_layers)
-        per_chunk = [size // self.vpp for size in sizes]
-        chunks = range(self.vpp) if self.vpp_rank is None else (self.vpp_rank,)
-        found: list[int] = []
-        for chunk in chunks:
-            first = chunk * sum(per_chunk) + sum(per_chunk[: self.pp_rank])
-            found += range(first, first + per_chunk[self.pp_rank])
-        return tuple(found)
-
-    def _stage_sizes(self, num_layers: int) -> list[int]:
-        given = {0: self.first_stage, self.pp - 1: self.last_stage}
-        fixed = {stage: size for stage, size in given.items() if size is not None}
-        rest, stages = num_layers - sum(fixed.values()), self.pp - len(fixed)
-        if rest < 0 or (rest and not stages) or (stages and rest % stages):
-            raise InvalidInputError("pp", f"stages of equal size for {rest} layers", f"{stages} of them")
-        sizes = [fixed.get(stage, rest // stages if stages else 0) for stage in range(self.pp)]
-        if any(size % self.vpp for size in sizes):
-            raise InvalidInputError("vpp", f"a divisor of the layers of every stage, {sizes}", self.vpp)
-        return sizes
+        if num_layers % self.pp:
+            raise InvalidInputError("pp", f"a divisor of {num_layers} layers; else say which layers there are", self.pp)
+        size = num_layers // self.pp
+        return tuple(range(self.pp_rank * size, (self.pp_rank + 1) * size))
 
     # ---------------------------------------------------------------- positions
 

@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 from routes_of import expert_rows, made_routes
 
 from cache_manager.errors import InvalidInputError, KVRouteError, RowError
-from cache_manager.rows import Rows
 from kvroute import fetch_shard, open_rollouts
 from kvroute.replay import nemo_rl, prime_rl, skyrl, slime, transformers, verl
 from kvroute.replay.errors import ReplayError
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
-from kvroute.routing import routing_spec
 
 LAYERS, NUM_LAYERS, EXPERTS, TOP_K = (1, 2, 3), 4, 16, 4
 ROUTED = list(LAYERS)
@@ -286,7 +284,6 @@ def test_slime_cuts_the_tail_as_it_pads_it() -> None:
 
 
 SAMPLE, WHOLE_BATCH = made_routes(1, 4), Split()
-SPEC = routing_spec(EXPERTS, TOP_K, LAYERS, NUM_LAYERS, block_tokens=8)
 
 REFUSED: list[tuple[str, Any, list[Any]]] = [
     ("missing", lambda w: SAMPLE.materialize(4, missing=w), ["zeros", "Error", None, ["zero"]]),
@@ -308,8 +305,6 @@ REFUSED: list[tuple[str, Any, list[Any]]] = [
     ("sp", lambda w: Split(sp=w), ["no", 1]),
     ("layout", lambda w: Split(layout=w), ["ring", "Zigzag"]),
     ("align", lambda w: Split(align=w), [0, -4, 2.5]),
-    ("last_stage", lambda w: Split(pp=2, last_stage=w), [-1, 1.5]),
-    ("bad", lambda w: Routes.from_rows(SPEC, Rows(SAMPLE.ids, SAMPLE.valid), bad=w), ["misssing"]),
     ("prompt", lambda w: verl.agent_loop(SAMPLE, w, 2), [-1, 3.0, "3"]),
     ("response", lambda w: verl.agent_loop(SAMPLE, 8, w), [-3, True]),
     ("missing", lambda w: verl.agent_loop(SAMPLE, 3, 2, missing=w), ["sperad"]),
