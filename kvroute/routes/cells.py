@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import RowError
-from kvroute.checks import check_ids
+from kvroute.checks import check_ids, whole
 from kvroute.routes.layout import Layout
 from kvroute.routes.spans import Span, WeightsSpan, checked_versions, runs
 from kvroute.routes.token_hash import TokenHash, joined_hashes
@@ -65,20 +65,18 @@ class Cells:
         if mask.dtype != np.bool_ or mask.shape not in (ids.shape[:1], ids.shape[:2]):
             wanted = f"bool of shape {ids.shape[:1]} or {ids.shape[:2]}"
             raise RowError("routes.valid", wanted, f"{mask.dtype} of shape {mask.shape}")
-        if not isinstance(start, (int, np.integer)) or isinstance(start, bool) or start < 0:
-            raise RowError("routes.start", "a position, 0 or more", repr(start))
+        start = whole("routes.start", start, error=RowError)
         if not checked:
-            check_known(layout, ids, mask, int(start))
+            check_known(layout, ids, mask, start)
         owned = ids if own and ids.dtype == layout.dtype else np.array(ids, layout.dtype, order="C")  # known ids fit
         if not mask.all():
             owned[~mask] = np.iinfo(owned.dtype).max
-        stop = int(start) + len(ids)
         self._take(
             layout=layout,
             ids=owned,
             mask=mask if own else mask.copy(),
-            start=int(start),
-            weights_versions=checked_versions(weights_versions, int(start), stop),
+            start=start,
+            weights_versions=checked_versions(weights_versions, start, start + len(ids)),
             token_hashes=joined_hashes(token_hashes),
         )
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import RowError
+from kvroute.checks import whole
 from kvroute.routes.cells import Cells, lacking
 from kvroute.routes.layout import Layers, Layout
 
@@ -45,8 +46,8 @@ class Plan:
         experts = layout.num_experts
         if dtype.kind not in "iu" or np.iinfo(dtype).max < experts - 1:
             raise RowError("dtype", f"an integer that holds {experts - 1}", dtype)
-        if not isinstance(ep, (int, np.integer)) or ep < 1 or experts % ep:
-            raise RowError("ep", f"a divisor of {experts} experts", repr(ep))
+        if experts % whole("ep", ep, 1, error=RowError):
+            raise RowError("ep", f"a divisor of {experts} experts", ep)
         self.layers = layout.chosen(layers)
         self.dtype, self._experts, self._top_k, self._ep = dtype, experts, layout.top_k, ep
 

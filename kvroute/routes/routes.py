@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -11,9 +11,9 @@ from pybase64 import b64encode_as_string
 
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.checks import valid_rows
+from kvroute.checks import whole
 from kvroute.routes import spans, wire
-from kvroute.routes.cells import Cells, Mask, check_known, lacking, only_known
+from kvroute.routes.cells import Cells, Mask, check_known, lacking
 from kvroute.routes.fill import FILLERS, Filler, Missing, Plan
 from kvroute.routes.layout import Layers, Layout
 from kvroute.routes.spans import RowsLike, WeightsSpan
@@ -83,7 +83,6 @@ class Routes(Cells):
         start: int = 0,
         *,
         weights_version: int | RowsLike | None = None,
-        bad: Literal["raise", "missing"] = "raise",
         checked: bool = False,
         missing_layers: Iterable[int] = (),
     ) -> Routes:
@@ -94,19 +93,13 @@ class Routes(Cells):
         ``weights_version`` is one version for all rows, or the rows of a ``weights_version`` spec for the same
         positions: their invalid rows have no known version.
 
-        ``bad`` says what becomes of a valid row that no router can have chosen: ``"raise"`` refuses all rows with the
-        :class:`RowError` that names it, ``"missing"`` leaves it out. ``checked=True`` promises that every valid row was
-        checked when it was written, as ``RoutingCapture`` does, and spares looking again: then it costs one copy.
+        ``checked=True`` promises that every valid row was checked when it was written, as ``RoutingCapture`` does, and
+        spares looking again: then it costs one copy. Else :class:`RowError` names a row that no router can have chosen.
         """
         layout = Layout.of(spec, missing_layers)
-        if bad not in ("raise", "missing"):
-            raise RowError("bad", "raise or missing", repr(bad))
         ids, valid = np.asarray(rows.values), np.asarray(rows.valid)
         if ids.shape[1:] != spec.row_shape:
             raise RowError(f"{spec.name} rows", f"shape (n, {', '.join(map(str, spec.row_shape))})", ids.shape)
-        if bad == "missing" and not checked:
-            sound = valid_rows(spec, only_known(ids, valid))
-            valid, checked = (valid.T & sound).T, True
         versions: Iterable[WeightsSpan] = ()
         if isinstance(weights_version, (int, np.integer)):
             versions = ((start, start + len(ids), int(weights_version)),) if len(ids) else ()
@@ -162,11 +155,6 @@ class Routes(Cells):
     @property
     def top_k(self) -> int:
         return self.layout.top_k
-
-    def first_missing(self, stop: int, start: int = 0) -> int | None:
-        """The first position in ``[start, stop)`` without a whole row, whether inside these routes or not."""
-        gap = self.first_gap(stop, start)
-        return None if gap is None else gap[0]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -227,9 +215,8 @@ class Routes(Cells):
         Raises :class:`RowError` naming the position and the layer where two parts differ, and for parts of other
         routed layers, experts or top-k, of other tokens, or of nobody knows which.
         """
-        parts = (self, *others)
-        hashes = of_one_sequence(parts, tokens)
-        return union(parts)._with(token_hashes=hashes)
+        hashes = of_one_sequence((self, *others), tokens)
+        return union((self, *others))._with(token_hashes=hashes)
 
     def without(self, layers: Iterable[int], at: ArrayLike | None = None) -> Routes:
         """These routes, without what they know of the layers with these ids in the rows ``at`` bool ``[n]`` (all).
@@ -337,11 +324,10 @@ class Routes(Cells):
         Raises :class:`RowError` naming the first position, and the layer, that is missing, and for a dtype that cannot
         hold the ids.
         """
-        if rows < 0:
-            raise RowError("rows", "0 or more", rows)
+        rows = whole("rows", rows, error=RowError)
         plan = Plan(self.layout, layers, np.dtype(dtype), ep)
-        needed = rows if required is None else required
-        if not 0 <= needed <= rows:
+        needed = rows if required is None else whole("required", required, error=RowError)
+        if needed > rows:
             raise RowError("required", f"0 to {rows} rows", required)
         if pad is None:
             if missing == "error" and needed < rows:
@@ -369,16 +355,7 @@ class Routes(Cells):
 
         Raises :class:`RowError` for anything else, whatever it is, and when one bit has changed.
         """
-        view = memoryview(data).cast("B")
-        first = wire.FIXED_NBYTES + wire.header_nbytes(view[: wire.FIXED_NBYTES])
-        header = wire.unpack(view[: wire.FIXED_NBYTES], view[wire.FIXED_NBYTES : first])
-        grid = header.grid
-        if len(view) != first + grid.nbytes:
-            raise RowError("routes record", f"{first + grid.nbytes} bytes", len(view))
-        at = (first + grid.offset_of(part) for part in range(grid.parts))
-        parts = ((part, view[a : a + grid.nbytes_of(part)]) for part, a in enumerate(at))
-        (ids,) = header.ids(parts, range(grid.layers), [(0, grid.rows)])
-        made = cls.of_record(header, ids)
+        made = cls.of_record(*wire.read(data))
         if not checked:
             check_known(made.layout, made.ids, made.mask, made.start)
         return made

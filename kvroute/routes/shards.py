@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cache_manager.errors import InvalidInputError, RowError
+from kvroute.checks import whole
 from kvroute.routes.cells import Cells
 from kvroute.routes.fill import Filler, Missing, Plan
 from kvroute.routes.layout import Layers, Layout, check_alike
@@ -85,8 +86,8 @@ def shard_padded(
     if order == "sequence":
         out = np.empty((out.shape[1], len(parts), *out.shape[2:]), plan.dtype)
     for i, (count, mine) in enumerate(zip(tokens, out.swapaxes(0, 1) if order == "sequence" else out, strict=True)):
-        if not 0 <= count <= width:
-            raise InvalidInputError(f"tokens of sequence {i}", f"0 to {width}, the width of the batch", count)
+        if whole(f"tokens of sequence {i}", count) > width:
+            raise InvalidInputError(f"tokens of sequence {i}", f"{width} at most, the width of the batch", count)
         left, at = width - count if side == "left" else 0, 0
         for column in columns:
             here = mine[at : at + len(column)]

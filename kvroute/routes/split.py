@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from numbers import Integral
 from typing import Final, Literal, get_args
 
 from cache_manager.errors import InvalidInputError
+from kvroute.checks import whole
 
 Cut = Literal["zigzag", "contiguous"]
 
@@ -47,8 +47,7 @@ class Split:
     what every sequence is padded to a multiple of; unset it is ``tp * cp``, twice that for zigzag with ``cp > 1``, as
     verl and SkyRL have it (slime: ``2 * cp`` where ``cp > 1``, and ``tail_align=tp * data_pad_size_multiplier``).
 
-    ``vpp`` is how many chunks of layers a pipeline stage has, of which this is number ``vpp_rank`` (``None``: all of
-    them); ``first_stage`` and ``last_stage`` are the layers of those stages where they are not an equal share.
+    Pipeline stages have equal shares of the layers; a rank with others says which ``layers`` it has.
     """
 
     tp: int = 1
@@ -61,23 +60,15 @@ class Split:
     layout: Cut = "zigzag"
     align: int | None = None
     tail_align: int = 1
-    vpp: int = 1
-    vpp_rank: int | None = None
-    first_stage: int | None = None
-    last_stage: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "vpp": self.vpp}
-        for name, size in (*sizes.items(), ("align", self.align), ("tail_align", self.tail_align)):
-            if not (_whole(size, 1) or (size is None and name == "align")):
-                raise InvalidInputError(name, "1 or more", repr(size))
-        for name, size in sizes.items():
-            rank = getattr(self, f"{name}_rank")
-            if not ((_whole(rank, 0) and rank < size) or (rank is None and name == "vpp")):
-                raise InvalidInputError(f"{name}_rank", f"0 to {size - 1}", repr(rank))
-        for name in ("first_stage", "last_stage"):
-            if (layers := getattr(self, name)) is not None and not _whole(layers, 0):
-                raise InvalidInputError(name, "a number of layers, 0 or more", repr(layers))
+        for name in ("tp", "cp", "pp"):
+            size, rank = whole(name, getattr(self, name), 1), getattr(self, f"{name}_rank")
+            if whole(f"{name}_rank", rank) >= size:
+                raise InvalidInputError(f"{name}_rank", f"0 to {size - 1}", rank)
+        whole("tail_align", self.tail_align, 1)
+        if self.align is not None:
+            whole("align", self.align, 1)
         if not isinstance(self.sp, bool):
             raise InvalidInputError("sp", "True or False", repr(self.sp))
         if self.layout not in get_args(Cut):
@@ -93,30 +84,15 @@ class Split:
     # ---------------------------------------------------------------- layers
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layer ids, of ``num_layers``, of this pipeline stage, or of its chunk ``vpp_rank``; all for ``pp=1``.
+        """The layer ids, of ``num_layers``, of this pipeline stage; all for ``pp=1``.
 
-        >>> Split(pp=2, pp_rank=1, vpp=2).layers(8)
-        (2, 3, 6, 7)
+        >>> Split(pp=2, pp_rank=1).layers(8)
+        (4, 5, 6, 7)
         """
-        sizes = self._stage_sizes(num_layers)
-        per_chunk = [size // self.vpp for size in sizes]
-        chunks = range(self.vpp) if self.vpp_rank is None else (self.vpp_rank,)
-        found: list[int] = []
-        for chunk in chunks:
-            first = chunk * sum(per_chunk) + sum(per_chunk[: self.pp_rank])
-            found += range(first, first + per_chunk[self.pp_rank])
-        return tuple(found)
-
-    def _stage_sizes(self, num_layers: int) -> list[int]:
-        given = {0: self.first_stage, self.pp - 1: self.last_stage}
-        fixed = {stage: size for stage, size in given.items() if size is not None}
-        rest, stages = num_layers - sum(fixed.values()), self.pp - len(fixed)
-        if rest < 0 or (rest and not stages) or (stages and rest % stages):
-            raise InvalidInputError("pp", f"stages of equal size for {rest} layers", f"{stages} of them")
-        sizes = [fixed.get(stage, rest // stages if stages else 0) for stage in range(self.pp)]
-        if any(size % self.vpp for size in sizes):
-            raise InvalidInputError("vpp", f"a divisor of the layers of every stage, {sizes}", self.vpp)
-        return sizes
+        if num_layers % self.pp:
+            raise InvalidInputError("pp", f"a divisor of {num_layers} layers; else say which layers there are", self.pp)
+        size = num_layers // self.pp
+        return tuple(range(self.pp_rank * size, (self.pp_rank + 1) * size))
 
     # ---------------------------------------------------------------- positions
 
@@ -127,9 +103,8 @@ class Split:
         [Shard(sequence=0, start=0, stop=2), Shard(sequence=0, start=6, stop=8), Shard(sequence=1, start=0, stop=1), \
 Shard(sequence=1, start=3, stop=4)]
         """
-        for count in tokens:
-            if not _whole(count, 0):
-                raise InvalidInputError("tokens", "0 or more of each sequence", repr(count))
+        for i, count in enumerate(tokens):
+            whole(f"tokens of sequence {i}", count)
         align = self.sequence_align
         padded = [-(-n // align) * align for n in tokens]
         if self.cp == 1:
@@ -139,17 +114,16 @@ Shard(sequence=1, start=3, stop=4)]
         else:
             total = sum(padded)
             part = -(-total // (self.cp * self.tail_align)) * self.tail_align
-            whole = [Shard(i, 0, n) for i, n in enumerate(padded) if n]
-            whole += [Shard(TAIL, 0, part * self.cp - total)] if part * self.cp > total else []
-            mine = _cut(whole, part * self.cp_rank, part * (self.cp_rank + 1))
+            every = [Shard(i, 0, n) for i, n in enumerate(padded) if n]
+            every += [Shard(TAIL, 0, part * self.cp - total)] if part * self.cp > total else []
+            mine = _cut(every, part * self.cp_rank, part * (self.cp_rank + 1))
         if tail := -sum(map(len, mine)) % self.tail_align:
             mine.append(Shard(TAIL, 0, tail))
         return self._scattered(mine)
 
     def columns(self, width: int) -> list[Shard]:
         """What this rank sees of a padded batch ``[batch, width]``: its columns, as shards of a sequence 0."""
-        if not _whole(width, 0):
-            raise InvalidInputError("width", "0 or more", repr(width))
+        whole("width", width)
         if self.cp == 1:
             mine = [Shard(0, 0, width)]
         elif self.layout == "zigzag":
@@ -194,8 +168,3 @@ def _cut(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
         if a < b:
             found.append(Shard(shard.sequence, shard.start + a - at, shard.start + b - at))
     return found
-
-
-def _whole(value: object, least: int) -> bool:
-    """Whether ``value`` is an integer of ``least`` or more."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least

@@ -200,6 +200,19 @@ def unpack(fixed: Buffer, text: Buffer) -> Header:
     return header
 
 
+def read(data: Buffer) -> tuple[Header, NDArray[Any]]:
+    """The header of a whole record and its ids ``[rows, layers, top_k]``; :class:`RowError` for anything else."""
+    view = memoryview(data).cast("B")
+    first = FIXED_NBYTES + header_nbytes(view[:FIXED_NBYTES])
+    header = unpack(view[:FIXED_NBYTES], view[FIXED_NBYTES:first])
+    grid = header.grid
+    if len(view) != first + grid.nbytes:
+        raise RowError("routes record", f"{first + grid.nbytes} bytes", len(view))
+    at = (first + grid.offset_of(part) for part in range(grid.parts))
+    parts = ((part, view[a : a + grid.nbytes_of(part)]) for part, a in enumerate(at))
+    return header, header.ids(parts, range(grid.layers), [(0, grid.rows)])[0]
+
+
 def from_base64(field: str, text: Any) -> bytes:
     """The bytes that ``text`` is the base64 of, in its one spelling; :class:`RowError` for anything else."""
     try:
@@ -219,4 +232,4 @@ def _sum(*parts: Buffer) -> bytes:
     return running.digest()
 
 
-__all__ = ["FIXED_NBYTES", "ROWS_MAX", "Header", "from_base64", "header_nbytes", "record", "unpack"]
+__all__ = ["FIXED_NBYTES", "ROWS_MAX", "Header", "from_base64", "header_nbytes", "read", "record", "unpack"]

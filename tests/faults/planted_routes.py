@@ -50,7 +50,7 @@ ROUTES_FAULTS = (
         "routes/cells.py",
         "return not self.layout.missing_layers and bool(",
         "return bool(",
-        "tests/kvroute/test_routes_cells.py",
+        "tests/kvroute/test_routes.py",
         "test_what_is_known_is_told_and_nothing_else",
         package="kvroute",
     ),
