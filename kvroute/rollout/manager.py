@@ -34,8 +34,7 @@ REASONS_MAX: Final = 8
 class ReplayLimits:
     """``waiting_max`` rollouts of ``waiting_nbytes_max`` bytes together wait for the store; a further one is refused.
 
-    ``close_s`` bounds how long :meth:`RoutingReplayManager.close` and :meth:`~RoutingReplayManager.flush` wait for what
-    was submitted.
+    ``close_s`` bounds how long :meth:`RoutingReplayManager.close` waits for what was submitted.
     """
 
     waiting_max: int = 4096
@@ -158,19 +157,6 @@ class RoutingReplayManager:
         with self._lock:
             return self._counters
 
-    def flush(self) -> None:
-        """Return when what was submitted before is stored, and on stable storage, as far as the store has any.
-
-        ``StorageError`` when that takes longer than ``limits.close_s``, and when the store cannot do it. A rollout that
-        could not be stored is its ticket's to tell.
-        """
-        with self._lock:
-            if self._closed:
-                raise StoreClosedError("the routing replay manager is closed")
-            last = self._thread.submit(int)
-        self._drain(last)
-        self.store.flush()
-
     def close(self) -> None:
         """Store what was submitted, make it durable, close the store; idempotent.
 
@@ -184,9 +170,9 @@ class RoutingReplayManager:
             last = self._thread.submit(int)
         problems: list[str] = []
         try:
-            self._drain(last)
-        except StorageError as error:
-            problems.append(str(error))
+            last.result(self.limits.close_s)  # one thread, in order
+        except TimeoutError:
+            problems.append(f"{self.counters.waiting} rollouts are not stored after {self.limits.close_s:.1f} s")
         self._thread.shutdown(wait=not problems, cancel_futures=True)
         try:
             self.store.close()
@@ -203,13 +189,6 @@ class RoutingReplayManager:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _drain(self, last: Future[int]) -> None:
-        try:
-            last.result(self.limits.close_s)  # one thread, in order
-        except TimeoutError:
-            count, limit_s = self.counters.waiting, self.limits.close_s
-            raise StorageError(f"{count} rollouts are not stored after {limit_s:.1f} s") from None
 
     # ---------------------------------------------------------------- the thread
 

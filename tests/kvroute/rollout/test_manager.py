@@ -110,37 +110,28 @@ def test_a_flush_that_fails_is_told(tmp_path: Path) -> None:
     manager, store = managed(tmp_path)
     manager.submit("x", routes_of(1))
     store.fail_flush = True
-    with pytest.raises(StorageError, match="flush failed on purpose"):
-        manager.flush()
     with pytest.raises(StorageError, match="rollouts were lost: flush failed on purpose"):
         manager.close()
 
 
 def test_only_the_last_turn_stays(tmp_path: Path) -> None:
     """Goal: FastDeploy's ``only_last_turn``. Method: turns of two generations; each delete comes after its put, and
-    neither another segment nor another generation is touched."""
+    neither another segment nor another generation is touched; without the key every turn stays."""
+    every, kept = managed(tmp_path / "every")
     manager, store = managed(tmp_path, only_last_turn=True)
     names = ["t:0:0:0", "t:0:0:1", "t:0:1:0", "t:1:0:0", "t:0:2:0"]
     for i, name in enumerate(names):
-        manager.submit(name, routes_of(i))
-    manager.flush()
+        manager.submit(name, routes_of(i)).result()
+        every.submit(name, routes_of(i)).result()
+    assert all(kept.find(name) for name in names)
+    every.close()
     assert [name for name in names if store.find(name)] == ["t:0:0:1", "t:1:0:0", "t:0:2:0"]
     assert store.log[2:4] == ["put t:0:1:0", "delete t:0:0:0"]
     assert manager.counters.turns_deleted == 2
     store.fail_delete = True
     ticket = manager.submit("t:0:3:0", routes_of(9))
     assert ticket.result().rollout_id == "t:0:3:0"
-    manager.flush()
     assert manager.counters.turn_failures == 1
-    manager.close()
-
-
-def test_every_turn_stays_unless_it_is_asked_for(tmp_path: Path) -> None:
-    manager, store = managed(tmp_path)
-    for turn in range(3):
-        manager.submit(f"t:0:{turn}:0", routes_of(turn))
-    manager.flush()
-    assert all(store.find(f"t:0:{turn}:0") for turn in range(3))
     manager.close()
 
 
@@ -213,8 +204,6 @@ def test_a_closed_manager_refuses_and_raises_nothing_into_an_engine(tmp_path: Pa
         ticket.result(0)
     assert manager.counters == ReplayCounters(submitted=1, refused=1)
     assert store.log == ["flush"]
-    with pytest.raises(StoreClosedError):
-        manager.flush()
 
 
 # ---------------------------------------------------------------- what does not fit
