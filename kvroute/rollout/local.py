@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,9 @@ from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.ids import file_name
 from kvroute.rollout.parts import GoneError, PartStore, Read, Reader, header_of
 
+LOCK_S: Final = 30.0
+"""How long a writer waits for another one of the same rollout."""
+LOCK_POLL_S: Final = 0.002
 UNSYNCED_MAX: Final = 1024
 """Puts that wait for a flush; one more flushes first."""
 
@@ -95,7 +99,7 @@ class LocalRollouts(PartStore):
         while True:
             fd = open_regular(partial, os.O_WRONLY | os.O_CREAT)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
+                _lock(fd)
                 if _is_called(fd, partial):  # else it was renamed or removed while this one waited
                     os.ftruncate(fd, 0)
                     try:
@@ -150,6 +154,19 @@ class LocalRollouts(PartStore):
             self._disk.sync(fd)
         finally:
             os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    """Hold the lock of an open file; ``TimeoutError`` when another writer has it for too long."""
+    give_up_s = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() > give_up_s:
+                raise TimeoutError(f"another writer has had it for {LOCK_S} s") from error
+            time.sleep(LOCK_POLL_S)
 
 
 def _is_called(fd: int, path: Path) -> bool:

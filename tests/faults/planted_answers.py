@@ -81,8 +81,8 @@ ANSWER_FAULTS = [
     _fault(
         "a writer of a rollout does not wait for another",
         "rollout/local.py",
-        "                fcntl.flock(fd, fcntl.LOCK_EX)",
-        "                pass",
+        "                _lock(fd)\n",
+        "",
         "tests/kvroute/rollout/test_stores.py::TestLocalRollouts::",
         "test_writers_and_readers_do_not_meet",
     ),

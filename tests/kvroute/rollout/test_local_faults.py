@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
 from cache_manager.testing.faults import FaultyDisk
+from kvroute.rollout import local
 from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.shard import fetch_routes
@@ -171,10 +173,27 @@ def test_a_file_of_another_rollout_is_damage(tmp_path: Path) -> None:
     assert store.counters.corrupt == 2
 
 
+def test_a_writer_that_never_ends_costs_the_put_and_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: no wait without a limit. Method: a stopped writer has the file of a rollout; a put and a delete say so, and
+    what is there is read; then it ends."""
+    monkeypatch.setattr(local, "LOCK_S", 0.05)
+    store = store_at(tmp_path)
+    handle = store.put("x", routes_of(1))
+    with open(tmp_path / ".x.partial", "wb") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        for call in (lambda: store.put("x", routes_of(2)), lambda: store.delete(handle)):
+            with pytest.raises(StorageError, match=r"x.routes: another writer has had it for 0.05 s"):
+                call()
+        assert fetch_routes(store, handle) == routes_of(1)
+    store.delete(handle)
+    assert os.listdir(tmp_path) == []
+
+
 WRITER = """
 import sys
 from pathlib import Path
 from kvroute.testing.rollouts import routes_of
+from kvroute.rollout import local
 from kvroute.rollout.local import LocalRollouts
 
 store = LocalRollouts(Path(sys.argv[1]))
