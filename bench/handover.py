@@ -14,6 +14,10 @@ Every way ends with the same array, ids of uint8 ``[tokens, layers, top_k]``: of
 because whoever takes an answer takes all of it, and of one rank for the last. Each way runs in a process of its own;
 its peak memory is what the process had at most beside the rollouts themselves, and its CPU time does not count what
 Mooncake's processes use. The rows are compared.
+
+``--ranks`` asks another question: a whole batch (``--sequences`` rollouts) goes to all ranks of a trainer, ``--dp`` x
+``--pp`` x ``--cp``. Each reads its own part by handles, from a directory, a Mooncake pool and Ray (in an environment
+that has it); beside that, one driver takes all answers and broadcasts all rows. Ranks take their turns in one process.
 """
 
 from __future__ import annotations
@@ -26,8 +30,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -39,9 +45,8 @@ from bench.table import Table
 from bench.turns import ROOT
 from kvroute.encodings import decode, encode
 from kvroute.rollout import RolloutHandle, RolloutStore, fetch_shard, open_rollouts
-from kvroute.routes import Routes
+from kvroute.routes import Layout, Routes, Split, shard_packed
 from kvroute.routing import routing_spec
-from kvroute.sharding import Split, shard_packed
 
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
 SPEC = routing_spec(EXPERTS, TOP_K, range(LAYERS), LAYERS, block_tokens=64)
@@ -67,7 +72,7 @@ class Load:
         first = random.integers(0, EXPERTS, (self.tokens - 1, LAYERS, 1), np.uint8)
         ids = (first + np.arange(0, 16 * TOP_K, 16, dtype=np.uint8)) % EXPERTS
         valid = np.ones(self.tokens - 1, np.bool_)
-        return Routes.checked(ids, valid, tuple(range(LAYERS)), EXPERTS, LAYERS)
+        return Routes.checked(Layout(tuple(range(LAYERS)), EXPERTS, LAYERS, TOP_K), ids, valid)
 
 
 @dataclass(slots=True)
@@ -160,7 +165,8 @@ def by_directory(load: Load, cost: Cost) -> Iterator[tuple[Tell, Take]]:
 
 
 @contextmanager
-def by_pool(load: Load, cost: Cost) -> Iterator[tuple[Tell, Take]]:
+def pool(load: Load) -> Iterator[str]:
+    """The URL of a Mooncake pool that has room for all rollouts."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))  # the pool that the tests start
     from mooncake_pool import running_master, running_owner
 
@@ -169,8 +175,12 @@ def by_pool(load: Load, cost: Cost) -> Iterator[tuple[Tell, Take]]:
         master = stack.enter_context(running_master())
         segment = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "segment"
         stack.enter_context(running_owner(master, segment, 2 * nbytes + (64 << 20)))
-        store = open_rollouts(master.url("bench", timeout_ms=20_000))
-        stack.callback(store.close)
+        yield master.url("bench", timeout_ms=20_000)
+
+
+@contextmanager
+def by_pool(load: Load, cost: Cost) -> Iterator[tuple[Tell, Take]]:
+    with pool(load) as url, closing(open_rollouts(url)) as store:
         yield keys_only(load, cost, store)
 
 
@@ -213,6 +223,115 @@ def run(way: str, load: Load) -> Cost:
     return cost
 
 
+# ---------------------------------------------------------------- all ranks
+
+
+@contextmanager
+def directory(_: Load) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as name:
+        yield f"file://{name}"
+
+
+@contextmanager
+def cluster(load: Load) -> Iterator[str]:
+    import ray
+
+    nbytes = load.sequences * load.routes(0).ids.nbytes
+    with tempfile.TemporaryDirectory(prefix="ray") as name:
+        options = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "_temp_dir": name}
+        ray.init(object_store_memory=2 * nbytes + (128 << 20), **options)
+        try:
+            yield "ray:bench"
+        finally:
+            ray.shutdown()
+
+
+HOMES: dict[str, Callable[[Load], Any]] = {"file": directory, "mooncake": pool, "ray": cluster}
+
+
+@dataclass(slots=True)
+class Spread:
+    """Of a whole batch: seconds of the engine, of the driver (CPU), of all ranks; bytes that all ranks read."""
+
+    engine_s: float
+    driver_s: float
+    ranks_s: float
+    read_nbytes: float
+
+
+def ranks_of(load: Load, dp: int) -> list[tuple[list[int], Split]]:
+    """Of each rank: the rollouts of its data-parallel group, and its place in that."""
+    places = [(d, p, c) for d in range(dp) for p in range(load.pp) for c in range(load.cp)]
+    numbers = range(load.sequences)
+    return [(list(numbers[d::dp]), Split(pp=load.pp, pp_rank=p, cp=load.cp, cp_rank=c)) for d, p, c in places]
+
+
+def by_handles(home: str, load: Load, dp: int) -> Spread:
+    """Each rank fetches its own part; what the first and the last one have is compared."""
+    ranks, spread = ranks_of(load, dp), Spread(0, 0, 0, 0)
+    with HOMES[home](load) as url, closing(open_rollouts(url)) as engine, closing(open_rollouts(url)) as store:
+        answers = []
+        for number in range(load.sequences):
+            routes = load.routes(number)
+            started_s = time.perf_counter()
+            answers.append(engine.put(f"task:{number}:0:0", routes).to_json())
+            spread.engine_s += time.perf_counter() - started_s
+        started_s = time.process_time()
+        told = [json.dumps([answers[number] for number in numbers]) for numbers, _ in ranks]
+        spread.driver_s = time.process_time() - started_s
+        for text, (numbers, split) in zip(told, ranks, strict=True):
+            started_s = time.perf_counter()
+            handles = [RolloutHandle.from_json(each) for each in json.loads(text)]
+            mine = fetch_shard(store, handles, [load.tokens] * len(handles), split, "uint8")
+            spread.ranks_s += time.perf_counter() - started_s
+            if (numbers, split) in (ranks[0], ranks[-1]):
+                whole = [load.routes(number) for number in numbers]
+                assert np.array_equal(mine, shard_packed(whole, [load.tokens] * len(whole), split, dtype="uint8"))
+        spread.read_nbytes = store.counters.get_nbytes
+    return spread
+
+
+def broadcast(load: Load, dp: int, *, lists: bool) -> Spread:
+    """One driver takes every answer and lays all rows into one segment, which every rank copies and cuts.
+
+    Measured for one rollout and its share of the segment with one rank, and multiplied.
+    """
+    routes, ranks = load.routes(0), ranks_of(load, dp)
+    segment = np.zeros_like(routes.ids)
+    started_s = time.perf_counter()
+    answer = json.dumps(routes.ids.tolist()) if lists else pickle.dumps(routes.ids, protocol=5)
+    told_s, told_cpu_s = time.perf_counter(), time.process_time()
+    segment[:] = np.array(json.loads(answer), np.uint8) if lists else pickle.loads(answer)  # type: ignore[arg-type] # noqa: S301
+    driver_s, taken_s = time.process_time() - told_cpu_s, time.perf_counter()
+    copied = Routes.checked(routes.layout, segment.copy(), routes.valid)
+    copied_s = time.perf_counter()
+    shard_packed([copied], [load.tokens], ranks[0][1], dtype="uint8")
+    cut_s = (time.perf_counter() - copied_s) / dp  # a rank copies every rollout and cuts those of its group
+    all_s = (copied_s - taken_s + cut_s) * len(ranks)
+    n = load.sequences
+    return Spread((told_s - started_s) * n, driver_s * n, all_s * n, float(routes.ids.nbytes * n * len(ranks)))
+
+
+def print_ranks(load: Load, dp: int, homes: list[str]) -> None:
+    needed_nbytes = load.sequences * load.routes(0).ids.nbytes
+    count = dp * load.pp * load.cp
+    title = f"{load.sequences} rollouts of {load.tokens} tokens ({load.sequences * load.tokens:,}), {LAYERS} x {TOP_K}"
+    title += f": {needed_nbytes / 1e6:,.0f} MB to {count} ranks (dp={dp}, pp={load.pp}, cp={load.cp})"
+    table = Table(title, ["way", "engine s", "driver CPU s", "a rank s", "ranks read MB", "read / needed"])
+    ways: dict[str, Callable[[], Spread]] = {f"handles, {home}": partial(by_handles, home, load, dp) for home in homes}
+    ways["one broadcast of arrays (scaled)"] = partial(broadcast, load, dp, lists=False)
+    ways["nested JSON lists, one broadcast (scaled)"] = partial(broadcast, load, dp, lists=True)
+    for name, way in ways.items():
+        print(f"{name} ...", flush=True)
+        cost = way()
+        seconds = (f"{cost.engine_s:.2f}", f"{cost.driver_s:.3f}", f"{cost.ranks_s / count:.3f}")
+        table.row(name, *seconds, f"{cost.read_nbytes / 1e6:,.0f}", f"{cost.read_nbytes / needed_nbytes:.3f}")
+    table.print()
+
+
+# ---------------------------------------------------------------- one rank
+
+
 def memory_nbytes(name: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
@@ -229,19 +348,27 @@ def measured(way: str, load: Load) -> Cost:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--sequences", type=int, help="64; of --ranks 48, a tenth of 16 M tokens")
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--cp", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="4 sequences of 4096 tokens")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ranks", action="store_true", help="a batch to all ranks; 48 rollouts unless told otherwise")
+    parser.add_argument("--dp", type=int, default=8)
+    parser.add_argument(
+        "--homes", nargs="+", choices=HOMES, default=[h for h in HOMES if h != "ray" or find_spec("ray")]
+    )
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(asdict(run(args.child[0], Load(**json.loads(args.child[1]))))))
         return
-    sequences, tokens = (4, 4096) if args.quick else (args.sequences, args.tokens)
+    sequences, tokens = (4, 4096) if args.quick else (args.sequences or (48 if args.ranks else 64), args.tokens)
     load = Load(sequences, tokens, args.pp, args.cp)
+    if args.ranks:
+        print_ranks(load, args.dp, args.homes)
+        return
     title = f"{sequences} rollouts of {tokens} tokens, {LAYERS} x {TOP_K} of {EXPERTS}"
     title += (
         f": {load.routes(0).ids.nbytes} bytes each; a rank is 1 of {load.pp * load.cp} (pp={load.pp}, cp={load.cp})"

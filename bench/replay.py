@@ -27,8 +27,7 @@ from bench.timing import best_cpu_ms
 from cache_manager.rows import Rows
 from kvroute.checks import check_ids
 from kvroute.rollout import RolloutHandle
-from kvroute.routes import Routes
-from kvroute.sharding import shard_packed
+from kvroute.routes import Routes, shard_packed
 
 BLOCK_TOKENS = 64
 EXPERTS, TOP_K, DENSE_FIRST, LAYERS = 256, 8, 6, 64
@@ -76,7 +75,7 @@ def steps(tokens: int, seed: int) -> list[Step]:
     full = routes.materialize(tokens, "all", "int32")
     narrow = routes.materialize(tokens, "moe", "uint8")
     room, again = np.empty_like(full), np.empty_like(full)
-    shard = routes.shard(tokens + 1, RANK)
+    shard = shard_packed([routes], [tokens + 1], RANK)
     batch, lengths = [routes] * 8, [tokens + 1 - 100 * i for i in range(8)]
     packed = shard_packed(batch, lengths, RANK)
     prefill, wide = ids[:PREFILL], ids[:PREFILL].astype(np.int32)
@@ -138,7 +137,13 @@ def steps(tokens: int, seed: int) -> list[Step]:
             "1.5 x",
         ),
         Step("materialize moe, uint8", lambda: routes.materialize(tokens, "moe", "uint8"), narrow.copy, n, "1.5 x"),
-        Step("shard of one rank, int64", lambda: routes.shard(tokens + 1, RANK), shard.copy, shard.nbytes, "1.5 x"),
+        Step(
+            "shard of one rank, int64",
+            lambda: shard_packed([routes], [tokens + 1], RANK),
+            shard.copy,
+            shard.nbytes,
+            "1.5 x",
+        ),
         Step(
             "the same of 8 sequences, packed",
             lambda: shard_packed(batch, lengths, RANK),

@@ -2,106 +2,80 @@
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-if TYPE_CHECKING:
-    from cache_manager.aux_blocks import AuxBlocks
-    from cache_manager.engine_blocks import EngineBlocks
-    from cache_manager.errors import (
-        BlockBusyError,
-        BlockStateError,
-        ConfigError,
-        FeedGapError,
-        InvalidInputError,
-        KVRouteError,
-        NoSpaceError,
-        RecordError,
-        RegionError,
-        RegionMismatchError,
-        RegionMissingError,
-        RowError,
-        SlotError,
-        SpecError,
-        StorageError,
-        StoreClosedError,
-        StoreFormatError,
-        StoreLockedError,
-        StoreMissingError,
-        StoreReadOnlyError,
-        StoreUnavailableError,
-    )
-    from cache_manager.feed import BlockFeed
-    from cache_manager.jobs import JobLimits
-    from cache_manager.keys import BlockKey, KeyChain, Namespace
-    from cache_manager.manager import BlockManager
-    from cache_manager.regions.view import RegionView
-    from cache_manager.rows import Rows
-    from cache_manager.spec import AuxBlockDataSpec, RecordLayout
-    from cache_manager.storage import open_store
-    from kvroute.checks import valid_rows
-    from kvroute.config import RoutingReplayConfig
-    from kvroute.journal import RequestJournal
-    from kvroute.rollout import RolloutHandle, fetch_shard, open_rollouts
-    from kvroute.rollout.manager import RoutingReplayManager
-    from kvroute.routes import Routes
-    from kvroute.routing import logprob_spec, routing_spec, routing_spec_from_hf, weights_version_spec
-    from kvroute.sharding import Split
+if TYPE_CHECKING:  # every public name and where it lives, said once: for type checkers, and read below
+    from cache_manager.aux_blocks import AuxBlocks as AuxBlocks
+    from cache_manager.engine_blocks import EngineBlocks as EngineBlocks
+    from cache_manager.errors import BlockBusyError as BlockBusyError
+    from cache_manager.errors import BlockStateError as BlockStateError
+    from cache_manager.errors import ConfigError as ConfigError
+    from cache_manager.errors import FeedGapError as FeedGapError
+    from cache_manager.errors import InvalidInputError as InvalidInputError
+    from cache_manager.errors import KVRouteError as KVRouteError
+    from cache_manager.errors import NoSpaceError as NoSpaceError
+    from cache_manager.errors import RecordError as RecordError
+    from cache_manager.errors import RegionError as RegionError
+    from cache_manager.errors import RegionMismatchError as RegionMismatchError
+    from cache_manager.errors import RegionMissingError as RegionMissingError
+    from cache_manager.errors import RowError as RowError
+    from cache_manager.errors import SlotError as SlotError
+    from cache_manager.errors import SpecError as SpecError
+    from cache_manager.errors import StorageError as StorageError
+    from cache_manager.errors import StoreClosedError as StoreClosedError
+    from cache_manager.errors import StoreFormatError as StoreFormatError
+    from cache_manager.errors import StoreLockedError as StoreLockedError
+    from cache_manager.errors import StoreMissingError as StoreMissingError
+    from cache_manager.errors import StoreReadOnlyError as StoreReadOnlyError
+    from cache_manager.errors import StoreUnavailableError as StoreUnavailableError
+    from cache_manager.feed import BlockFeed as BlockFeed
+    from cache_manager.jobs import JobLimits as JobLimits
+    from cache_manager.keys import BlockKey as BlockKey
+    from cache_manager.keys import KeyChain as KeyChain
+    from cache_manager.keys import Namespace as Namespace
+    from cache_manager.manager import BlockManager as BlockManager
+    from cache_manager.regions.view import RegionView as RegionView
+    from cache_manager.rows import Rows as Rows
+    from cache_manager.spec import AuxBlockDataSpec as AuxBlockDataSpec
+    from cache_manager.spec import RecordLayout as RecordLayout
+    from cache_manager.storage import open_store as open_store
+    from kvroute.checks import valid_rows as valid_rows
+    from kvroute.config import RoutingReplayConfig as RoutingReplayConfig
+    from kvroute.journal import RequestJournal as RequestJournal
+    from kvroute.rollout import RolloutHandle as RolloutHandle
+    from kvroute.rollout import fetch_shard as fetch_shard
+    from kvroute.rollout import open_rollouts as open_rollouts
+    from kvroute.rollout.manager import RoutingReplayManager as RoutingReplayManager
+    from kvroute.routes import Routes as Routes
+    from kvroute.routes import Split as Split
+    from kvroute.routing import logprob_spec as logprob_spec
+    from kvroute.routing import routing_spec as routing_spec
+    from kvroute.routing import routing_spec_from_hf as routing_spec_from_hf
+    from kvroute.routing import weights_version_spec as weights_version_spec
 
 __version__: Final = "0.1.0"
 
-# Where each public name lives. A module is loaded when one of its names is first asked for, so that importing kvroute
-# costs next to nothing, numpy not included.
-_HOME: Final = {
-    "cache_manager.aux_blocks": ("AuxBlocks",),
-    "cache_manager.engine_blocks": ("EngineBlocks",),
-    "cache_manager.errors": (
-        "BlockBusyError",
-        "BlockStateError",
-        "ConfigError",
-        "FeedGapError",
-        "InvalidInputError",
-        "KVRouteError",
-        "NoSpaceError",
-        "RecordError",
-        "RegionError",
-        "RegionMismatchError",
-        "RegionMissingError",
-        "RowError",
-        "SlotError",
-        "SpecError",
-        "StorageError",
-        "StoreClosedError",
-        "StoreFormatError",
-        "StoreLockedError",
-        "StoreMissingError",
-        "StoreReadOnlyError",
-        "StoreUnavailableError",
-    ),
-    "cache_manager.feed": ("BlockFeed",),
-    "cache_manager.jobs": ("JobLimits",),
-    "cache_manager.keys": ("BlockKey", "KeyChain", "Namespace"),
-    "cache_manager.manager": ("BlockManager",),
-    "cache_manager.regions.view": ("RegionView",),
-    "cache_manager.rows": ("Rows",),
-    "cache_manager.spec": ("AuxBlockDataSpec", "RecordLayout"),
-    "cache_manager.storage": ("open_store",),
-    "kvroute.checks": ("valid_rows",),
-    "kvroute.config": ("RoutingReplayConfig",),
-    "kvroute.journal": ("RequestJournal",),
-    "kvroute.rollout": ("RolloutHandle", "fetch_shard", "open_rollouts"),
-    "kvroute.rollout.manager": ("RoutingReplayManager",),
-    "kvroute.routes": ("Routes",),
-    "kvroute.routing": ("logprob_spec", "routing_spec", "routing_spec_from_hf", "weights_version_spec"),
-    "kvroute.sharding": ("Split",),
-}
-_MODULE_OF: Final = {name: module for module, names in _HOME.items() for name in names}
+
+def _homes() -> dict[str, str]:
+    """The module of each name above."""
+    with open(__file__, "rb") as source:
+        block = next(node for node in ast.parse(source.read()).body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+# A module is loaded when one of its names is first asked for, so that importing kvroute costs next to nothing, numpy
+# not included.
+_HOME: Final = _homes()
+__all__ = [*_HOME, "__version__", "preload"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
+    value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 
@@ -111,62 +85,9 @@ def preload() -> None:
 
     They are numpy, msgspec and xxhash and this project's own; neither torch, zmq nor mooncake is loaded.
     """
-    for module in _HOME:
+    for module in set(_HOME.values()):
         import_module(module)
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-__all__ = [
-    "AuxBlockDataSpec",
-    "AuxBlocks",
-    "BlockBusyError",
-    "BlockFeed",
-    "BlockKey",
-    "BlockManager",
-    "BlockStateError",
-    "ConfigError",
-    "EngineBlocks",
-    "FeedGapError",
-    "InvalidInputError",
-    "JobLimits",
-    "KVRouteError",
-    "KeyChain",
-    "Namespace",
-    "NoSpaceError",
-    "RecordError",
-    "RecordLayout",
-    "RegionError",
-    "RegionMismatchError",
-    "RegionMissingError",
-    "RegionView",
-    "RequestJournal",
-    "RolloutHandle",
-    "Routes",
-    "RoutingReplayConfig",
-    "RoutingReplayManager",
-    "RowError",
-    "Rows",
-    "SlotError",
-    "SpecError",
-    "Split",
-    "StorageError",
-    "StoreClosedError",
-    "StoreFormatError",
-    "StoreLockedError",
-    "StoreMissingError",
-    "StoreReadOnlyError",
-    "StoreUnavailableError",
-    "__version__",
-    "fetch_shard",
-    "logprob_spec",
-    "open_rollouts",
-    "open_store",
-    "preload",
-    "routing_spec",
-    "routing_spec_from_hf",
-    "valid_rows",
-    "weights_version_spec",
-]

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cache_manager.errors import RowError
+from cache_manager.errors import InvalidInputError, RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routing import id_dtype
 
@@ -21,6 +21,13 @@ _PAIRS_MAX: Final = 1 << 12
 """Pairs of ids up to which all are compared by one call: a decode step of few sequences, where calls are what costs."""
 _CHUNK: Final = 1 << 16
 """Layers of tokens judged at a time: with eight one-byte ids, 512 KiB of columns and as much of answers."""
+
+
+def whole(field: str, value: object, least: int = 0, *, error: type[InvalidInputError] = InvalidInputError) -> int:
+    """``value`` as an integer of ``least`` or more; ``error`` that names the field for anything else, ``True`` too."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+        raise error(field, f"an integer of {least} or more", repr(value))
+    return int(value)
 
 
 def check_ids(

@@ -6,12 +6,12 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
-from typing import Any, Literal, Self, cast, get_args
+from typing import Annotated, Any, Literal, Self, cast, get_args
 from urllib.parse import quote
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from cache_manager.errors import ConfigError
 from cache_manager.ports import HitPolicy
@@ -21,20 +21,20 @@ from cache_manager.storage.url import StoreUrl
 RoutingStoreType = Literal["local", "rdma", "response"]
 IdDtype = Literal["uint8", "uint16", "uint32"]
 
+_Flag = Annotated[bool, Meta(description="true or false")]
+_Text = Annotated[str, Meta(description="a string")]
+_Path = Annotated[str, Meta(min_length=1, description="the path of a directory, a string")]
+_Count = Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="an integer of 1 or more")]
+_Store = Annotated[RoutingStoreType, Meta(description="one of " + ", ".join(get_args(RoutingStoreType)))]
+_Dtype = Annotated[IdDtype | None, Meta(description="one of " + ", ".join(get_args(IdDtype)))]
+_Policy = Annotated[HitPolicy, Meta(description="one of " + ", ".join(get_args(HitPolicy)))]
 
 _SERVER = re.compile(r"(mooncake://)?[A-Za-z0-9.-]{1,253}:[0-9]{1,5}(/[^?#]*)?")
 _BY_URL = ("routing_store_type", "local_store_dir", "rdma_store_server", "use_fused_put")
 """What the URL ``rollout_store`` says in one."""
-_FLAG = {"wanted": "true or false"}
-_STRING = {"wanted": "a string"}
-_COUNT = {"wanted": "an integer of 1 or more"}
-_STORE_TYPE = {"wanted": "'local', 'rdma' or 'response'", "allowed": get_args(RoutingStoreType)}
-_DTYPE = {"wanted": "'uint8', 'uint16' or 'uint32'", "allowed": get_args(IdDtype)}
-_POLICY = {"wanted": "'gate' or 'mask'", "allowed": get_args(HitPolicy)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingReplayConfig:
+class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What ``--routing-replay-config`` says.
 
     The first seven keys are FastDeploy's, and mean what they mean there; ``routing_dtype``, ``num_moe_layers`` and
@@ -50,30 +50,30 @@ class RoutingReplayConfig:
     >>> RoutingReplayConfig.from_json('{"enable_routing_replay": true, "policy": "maks"}')
     Traceback (most recent call last):
         ...
-    cache_manager.errors.ConfigError: policy: wanted 'gate' or 'mask', got 'maks'
+    cache_manager.errors.ConfigError: policy: wanted one of gate, mask, got 'maks'
     """
 
-    enable_routing_replay: bool = field(default=False, metadata=_FLAG)
-    routing_store_type: RoutingStoreType = field(default="local", metadata=_STORE_TYPE)
-    local_store_dir: str = field(default="./routing_replay_output", metadata=_STRING)
-    rdma_store_server: str = field(default="", metadata=_STRING)
-    only_last_turn: bool = field(default=False, metadata=_FLAG)
-    use_fused_put: bool = field(default=False, metadata=_FLAG)
-    debug_mode: bool = field(default=False, metadata=_FLAG)
-    routing_dtype: IdDtype | None = field(default=None, metadata=_DTYPE)
-    num_moe_layers: int | None = field(default=None, metadata=_COUNT)
-    moe_top_k: int | None = field(default=None, metadata=_COUNT)
-    policy: HitPolicy = field(default="gate", metadata=_POLICY)
-    block_store: str = field(default="", metadata=_STRING)
-    rollout_store: str = field(default="", metadata=_STRING)
+    enable_routing_replay: _Flag = False
+    routing_store_type: _Store = "local"
+    local_store_dir: _Path = "./routing_replay_output"
+    rdma_store_server: _Text = ""
+    only_last_turn: _Flag = False
+    use_fused_put: _Flag = False
+    debug_mode: _Flag = False
+    routing_dtype: _Dtype = None
+    num_moe_layers: _Count = None
+    moe_top_k: _Count = None
+    policy: _Policy = "gate"
+    block_store: _Text = ""
+    rollout_store: _Text = ""
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if not _fits(value, f.default, f.metadata.get("allowed")):
-                raise ConfigError(f.name, f.metadata["wanted"], repr(value))
-        if not self.local_store_dir:
-            raise ConfigError("local_store_dir", "the path of a directory", "''")
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            try:
+                msgspec.convert(value, field.type)
+            except msgspec.ValidationError as error:
+                raise ConfigError(field.name, field.type.__metadata__[0].description, repr(value)) from error
         if self.enable_routing_replay:
             self._check_store()
 
@@ -82,10 +82,9 @@ class RoutingReplayConfig:
         kind: str = self.routing_store_type
         if self.rollout_store:
             kind = StoreUrl.parse(self.rollout_store).scheme
-            for f in fields(self):
-                if f.name in _BY_URL and getattr(self, f.name) != f.default:
-                    wanted = "not to be given beside rollout_store, whose URL says it"
-                    raise ConfigError(f.name, wanted, repr(getattr(self, f.name)))
+            for name, default in self._defaults(*_BY_URL).items():
+                if (given := getattr(self, name)) != default:
+                    raise ConfigError(name, "not to be given beside rollout_store, whose URL says it", repr(given))
         elif kind == "rdma" and not _SERVER.fullmatch(self.rdma_store_server):
             wanted = "HOST:PORT[/PREFIX] of a Mooncake master, which is what 'rdma' is here"
             raise ConfigError("rdma_store_server", wanted, repr(self.rdma_store_server))
@@ -111,15 +110,12 @@ class RoutingReplayConfig:
         """This configuration for an engine whose rollouts another one stores: every key of the store at its default,
         and each rollout handed over with its output.
         """
-        return replace(
-            self,
-            routing_store_type="response",
-            local_store_dir=type(self)().local_store_dir,
-            rdma_store_server="",
-            rollout_store="",
-            use_fused_put=False,
-            only_last_turn=False,
-        )
+        plain = self._defaults(*_BY_URL, "rollout_store", "only_last_turn")
+        return msgspec.structs.replace(self, **plain | {"routing_store_type": "response"})
+
+    @classmethod
+    def _defaults(cls, *names: str) -> dict[str, Any]:
+        return {field.name: field.default for field in msgspec.structs.fields(cls) if field.name in names}
 
     @classmethod
     def from_json(cls, value: str | Mapping[str, Any] | None) -> Self:
@@ -135,17 +131,14 @@ class RoutingReplayConfig:
             return cls()
         if not isinstance(value, Mapping):
             raise ConfigError("routing replay config", "a JSON object", f"{type(value).__name__}: {value!r:.80}")
-        names = [f.name for f in fields(cls)]
-        for key in value:
-            if key not in names:
-                close = get_close_matches(str(key), names, n=1)
-                hint = f" (did you mean {close[0]!r}?)" if close else ""
-                raise ConfigError("routing replay config", "the keys " + ", ".join(names), f"{key!r}{hint}")
+        names = cls.__struct_fields__
+        if unknown := [key for key in value if key not in names]:
+            raise ConfigError("routing replay config", "the keys " + ", ".join(names), repr(unknown[0]))
         return cls(**{key: v for key, v in value.items() if v is not None and v != "None"})
 
     def to_json(self) -> str:
         """One line of JSON that :meth:`from_json` reads back as an equal configuration."""
-        return json.dumps({key: v for key, v in asdict(self).items() if v is not None})
+        return json.dumps({key: v for key, v in msgspec.structs.asdict(self).items() if v is not None})
 
     def fitted(self, spec: AuxBlockDataSpec) -> Self:
         """This configuration with the three keys that follow from the model filled in from its routing ``spec``.
@@ -162,7 +155,7 @@ class RoutingReplayConfig:
         if given is not None and not self.debug_mode and np.dtype(given).itemsize < np.dtype(spec.dtype).itemsize:
             raise ConfigError("routing_dtype", f"{spec.dtype} or wider for this model", given)
         dtype = cast("IdDtype", spec.dtype)
-        return replace(self, routing_dtype=dtype, num_moe_layers=layers, moe_top_k=top_k)
+        return msgspec.structs.replace(self, routing_dtype=dtype, num_moe_layers=layers, moe_top_k=top_k)
 
 
 def _parsed(text: str) -> Any:
@@ -183,13 +176,3 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ConfigError("routing replay config", "each key once", f"{key!r} twice")
         found[key] = value
     return found
-
-
-def _fits(value: object, default: object, allowed: tuple[str, ...] | None) -> bool:
-    if value is None:
-        return default is None
-    if allowed is not None:
-        return isinstance(value, str) and value in allowed
-    if default is None:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    return type(value) is type(default)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import json
 import os
 import resource
 import shutil
@@ -28,7 +27,6 @@ SHM_NBYTES_MIN: Final = 1 << 30
 
 MEMLOCK_NBYTES_MIN: Final = 1 << 30
 IMPORT_S_MAX: Final = 60
-PROBE_S_MAX: Final = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,6 @@ class Machine:
     shm_nbytes: int
     shm_free_nbytes: int
     memlock_nbytes: int | None  # None: no limit
-    capture: Mapping[str, float | str] | None = None  # of kvroute.capture.probe; None: no CUDA driver
     vllm: Vllm | None = None  # None: nobody has asked for it
 
 
@@ -154,7 +151,7 @@ def diagnose(machine: Machine, *, require_mooncake: bool = False) -> list[Findin
         level = Level.OK if machine.master else Level.NOTE
         findings.append(Finding(level, "mooncake_master", machine.master or "not beside this Python nor on PATH"))
     findings += _vllm(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
-    return [*findings, _shm(machine), _memlock(machine), _capture(machine)]
+    return [*findings, _shm(machine), _memlock(machine)]
 
 
 def _vllm(found: Vllm, cuda_version: int | None) -> list[Finding]:
@@ -176,21 +173,6 @@ def _vllm(found: Vllm, cuda_version: int | None) -> list[Finding]:
         text = "kvroute is not installed here, so no model gets a layer of rows (carrier: layer)"
         findings.append(Finding(Level.NOTE, "vllm plugin", text, "pip install kvroute into vLLM's environment"))
     return findings
-
-
-def _capture(machine: Machine) -> Finding:
-    """How rows of a GPU reach the host, and what a decode step of 256 tokens, 58 x 8, costs in either way."""
-    if machine.capture is None:
-        return Finding(Level.NOTE, "capture", "no CUDA driver: rows are captured on the CPU")
-    if "error" in machine.capture:
-        remedy = "pip install 'kvroute[engine]' triton, with a torch for this driver"
-        return Finding(Level.NOTE, "capture", f"not measured: {machine.capture['error']}", remedy)
-    staged = f"staged {machine.capture['staged_us']:.0f} us a step"
-    if "refused" in machine.capture:
-        remedy = "ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1"
-        return Finding(Level.NOTE, "capture", f"rows are staged, {staged}: {machine.capture['refused']}", remedy)
-    text = f"rows go straight to the host, {machine.capture['registered_us']:.0f} us a step; {staged}"
-    return Finding(Level.OK, "capture", f"{text} ({machine.capture['device']})")
 
 
 def _wheel(machine: Machine, fits: Wheel, present: list[Wheel], wrong: Level) -> Finding:
@@ -264,9 +246,8 @@ def look(*, vllm: bool = False) -> Machine:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     beside = Path(sys.executable).with_name("mooncake_master")
     rdma = Path("/sys/class/infiniband")
-    cuda_version = _cuda_version()
     return Machine(
-        cuda_version=cuda_version,
+        cuda_version=_cuda_version(),
         installed=installed,
         libraries=frozenset(name for name in LIBRARIES if _loads(name)),
         import_error=_import_error("mooncake.store") if installed else None,
@@ -277,7 +258,6 @@ def look(*, vllm: bool = False) -> Machine:
         shm_nbytes=shm.f_blocks * shm.f_frsize,
         shm_free_nbytes=shm.f_bavail * shm.f_frsize,
         memlock_nbytes=None if soft == resource.RLIM_INFINITY else soft,
-        capture=None if cuda_version is None else _probe(),
         vllm=_look_at_vllm() if vllm else None,
     )
 
@@ -328,32 +308,17 @@ def _cuda_version() -> int | None:
 
 
 def _import_error(module: str) -> str:
-    """Why ``module`` does not import, in one line; empty when it does."""
-    _, error = _asked(["-c", f"import {module}"], IMPORT_S_MAX)
-    return error
-
-
-def _probe() -> Mapping[str, float | str]:
-    """What ``kvroute.capture.probe`` says, or ``error``."""
-    said, error = _asked(["-m", "kvroute.capture.probe"], PROBE_S_MAX)
-    if error:
-        return {"error": error}
-    answer: Mapping[str, float | str] = json.loads(said.splitlines()[-1])
-    return answer
-
-
-def _asked(arguments: list[str], timeout_s: float) -> tuple[str, str]:
-    """What this Python prints in a process of its own, and in one line why it failed; empty when it did not."""
+    """Why ``module`` does not import, in one line; empty when it does. It is imported in a process of its own."""
     try:
         done = subprocess.run(  # noqa: S603 - this Python, and words of ours
-            [sys.executable, *arguments],
+            [sys.executable, "-c", f"import {module}"],
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=IMPORT_S_MAX,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return "", f"no end within {timeout_s} s"
+        return f"no end within {IMPORT_S_MAX} s"
     if done.returncode == 0:
-        return done.stdout, ""
-    return "", (done.stderr.strip().splitlines() or [f"the import ended with status {done.returncode}"])[-1]
+        return ""
+    return (done.stderr.strip().splitlines() or [f"the import ended with status {done.returncode}"])[-1]

@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 from cache_manager.errors import RowError
 from kvroute.rollout import Absence, RolloutHandle, RolloutStore, open_rollouts
 from kvroute.routes import Routes
-from kvroute.token_hash import token_hashes
+from kvroute.routes.token_hash import token_hashes
 
 FIELD: Final = "kvroute"
 LEFT: Final = "rollouts"

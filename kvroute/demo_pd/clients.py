@@ -12,8 +12,8 @@ import aiohttp
 from cache_manager.errors import KVRouteError
 from kvroute.demo.serve import SampleId
 from kvroute.demo.workload import ABORT_AFTER_TOKENS, Conversation
-from kvroute.encodings.own import decode
 from kvroute.engine.request import FinishReason, Output, Request
+from kvroute.routes import Routes
 
 REQUEST_S: Final = 300.0
 
@@ -68,7 +68,7 @@ class HttpClients:
                 choice["index"],
                 tuple(choice["token_ids"]),
                 FinishReason(choice["finish_reason"]),
-                decode(choice["routed_experts"]),
+                Routes.from_json(choice["routed_experts"]),
             )
             for choice in body["choices"]
         ]

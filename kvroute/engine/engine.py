@@ -330,7 +330,7 @@ class Engine:
     def _routes(self, sequence: Sequence) -> Routes:
         if sequence.journal is None:
             return self._held(sequence).bind(sequence.tokens)
-        return self._remember(sequence).routes(self.config.rows)
+        return self._remember(sequence).routes()
 
     def _losing(self, sequence: Sequence) -> None:
         """What the sequence's blocks hold is about to go: keep the rows that its tokens were sampled with."""

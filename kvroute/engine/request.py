@@ -8,7 +8,6 @@ from typing import Literal
 
 from cache_manager.errors import ConfigError, InvalidInputError
 from cache_manager.jobs import JobLimits
-from kvroute.journal import ROW_CHOICES, RowChoice
 from kvroute.rollout.manager import Ticket
 from kvroute.routes import Routes
 
@@ -37,7 +36,6 @@ class EngineConfig:
     memory: Literal["heap", "shared"] = "heap"
     jobs: JobLimits = field(default_factory=JobLimits)
     restore_wait_s: float = 10.0
-    rows: RowChoice = "sampled"
     graphs: bool = False
 
     def __post_init__(self) -> None:
@@ -52,8 +50,6 @@ class EngineConfig:
         for name in ("caching", "graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, "True or False", repr(getattr(self, name)))
-        if self.rows not in ROW_CHOICES:
-            raise ConfigError("rows", "one of " + ", ".join(ROW_CHOICES), repr(self.rows))
 
     @property
     def capacity_tokens(self) -> int:

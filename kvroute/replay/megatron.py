@@ -29,10 +29,11 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from kvroute.materialize import Filler, Missing
 from kvroute.replay.errors import ReplayError
-from kvroute.routes import Routes
-from kvroute.sharding import Side, Split, shard_packed, shard_padded
+from kvroute.replay.rows import checked_ids
+from kvroute.routes import Routes, Split, shard_packed, shard_padded
+from kvroute.routes.fill import Filler, Missing
+from kvroute.routes.shards import Side
 
 Model = nn.Module | Sequence[nn.Module]
 """A model, or the chunks of a virtual pipeline."""
@@ -127,15 +128,16 @@ def install(
     """
     routers = _routers(model)
     given = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
-    if given.dim() != 3 or given.shape[1] != len(routers) or given.is_floating_point():
-        got = f"{given.dtype} of shape {tuple(given.shape)}"
-        raise ReplayError("rows", f"integers [local tokens, {len(routers)}, top_k]", got)
-    ids = given.to(torch.int64)
-    if replay_mask is not None and (replay_mask.dtype != torch.bool or replay_mask.shape != ids.shape[:1]):
+    if replay_mask is not None and (replay_mask.dtype != torch.bool or replay_mask.shape != given.shape[:1]):
         got = f"{replay_mask.dtype} of shape {tuple(replay_mask.shape)}"
-        raise ReplayError("replay_mask", f"bool [{len(ids)}]", got)
-    for index, (layer, router) in enumerate(routers.items()):
-        _check(router, layer, ids[:, index], replay_mask)
+        raise ReplayError("replay_mask", f"bool [{len(given)}]", got)
+    # Masked rows are gathered all the same before they are replaced, so they must be in range.
+    free = None if replay_mask is None else ~replay_mask.to(given.device)
+    for layer, router in routers.items():
+        _check(router, layer, masked=free is not None)
+    config = next(iter(routers.values())).config
+    top_k, experts = config.moe_router_topk, config.num_moe_experts
+    ids = checked_ids(given, "rows", tuple(routers), top_k=top_k, experts=experts, free=free)
     for index, router in enumerate(routers.values()):
         target = ids[:, index].contiguous()
         if replay_mask is None:
@@ -210,9 +212,8 @@ def recorded(model: Model) -> torch.Tensor:
 
 def _layers_of(model: Model, routes: Sequence[Routes], split: Split) -> tuple[int, ...]:
     """:func:`layer_ids`, all of which the routes have to know as layers with a router."""
-    if split.pp != 1 or split.vpp != 1:
-        got = f"pp={split.pp}, vpp={split.vpp}"
-        raise ReplayError("split", "pp=1, vpp=1: the model has the layers of its stage and no others", got)
+    if split.pp != 1:
+        raise ReplayError("split", "pp=1: the model has the layers of its stage and no others", f"pp={split.pp}")
     layers = layer_ids(model)
     for i, part in enumerate(routes):
         if dense := [layer for layer in layers if layer not in part.routed_layers]:
@@ -260,23 +261,10 @@ def _set_action(routers: dict[int, Any], name: str) -> None:
         router.router_replay.set_router_replay_action(actions[name])
 
 
-def _check(router: Any, layer: int, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Raise :class:`ReplayError` unless ``router`` can be given ``ids`` ``[tokens, top_k]``."""
-    config = router.config
+def _check(router: Any, layer: int, *, masked: bool) -> None:
+    """Raise :class:`ReplayError` unless ``router`` asks for replayed ids, and for a mask where there is one."""
     where = f"router of layer {layer}"
-    if getattr(config, "moe_router_fusion", False):
+    if getattr(router.config, "moe_router_fusion", False):
         raise ReplayError(where, "moe_router_fusion=False: a fused router ignores replay", True)
-    if ids.shape[1] != config.moe_router_topk:
-        raise ReplayError(where, f"top_k {config.moe_router_topk}", ids.shape[1])
-    if mask is not None and "replay_mask" not in inspect.signature(router.router_replay.set_target_indices).parameters:
+    if masked and "replay_mask" not in inspect.signature(router.router_replay.set_target_indices).parameters:
         raise ReplayError(where, "no replay_mask: this RouterReplay replays every row", type(router.router_replay))
-    ordered = ids.sort(dim=1).values
-    wrong = (ordered[:, 0] < 0) | (ordered[:, -1] >= config.num_moe_experts)
-    wrong |= (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
-    if mask is not None:
-        # Masked rows are gathered all the same before they are replaced, so they must be in range, but not distinct.
-        wrong = torch.where(mask, wrong, (ordered[:, 0] < 0) | (ordered[:, -1] >= config.num_moe_experts))
-    if bool(wrong.any()):
-        token = int(wrong.nonzero()[0])
-        wanted = f"distinct ids in [0, {config.num_moe_experts})"
-        raise ReplayError(f"{where} local token {token}", wanted, ids[token].tolist())

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import check_batch, cut, read_rows
+from kvroute.replay.rows import check_batch, checked_ids, counted, cut, read_rows
 from kvroute.routes import Routes
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 def sequence(routes: Routes, tokens: int, *, layers: Literal["moe", "all"] = "moe") -> torch.Tensor:
     """The rows of one sample, ``[tokens, layers, top_k]``, in the narrowest of int8, int16 and int32.
 
-    Cut it at the ends of the messages for ``message["routed_experts"]``; ``kvroute.encodings.nemo`` makes the string
+    Cut it at the ends of the messages for ``message["routed_experts"]``; ``kvroute.encodings`` makes the string
     that NeMo-Gym passes on.
     """
     import torch
@@ -61,18 +61,8 @@ def automodel(model: nn.Module, rows: torch.Tensor) -> Iterator[None]:
     Raises :class:`ReplayError` for rows that do not fit, and for a model that was built without
     ``enable_routing_replay``.
     """
-    import torch
-
     gates = _gates(model)
-    if rows.dim() != 3 or rows.shape[1] != len(gates) or rows.is_floating_point():
-        got = f"{rows.dtype} of shape {tuple(rows.shape)}"
-        raise ReplayError("rows", f"integers [tokens, {len(gates)}, top_k]", got)
-    ids = rows.to(torch.int64)
-    ordered = ids.sort(dim=-1).values
-    wrong = (ordered[..., 0] < 0) | (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
-    if bool(wrong.any()):
-        token, layer = wrong.nonzero()[0].tolist()
-        raise ReplayError(f"token {token} gate {layer}", "distinct ids, 0 or more", ids[token, layer].tolist())
+    ids = checked_ids(rows, "rows", tuple(gates))
     replays = [gate.router_replay for gate in gates.values()]
     mode = sys.modules[type(replays[0]).__module__].RouterReplayMode.REPLAY
     try:
@@ -103,7 +93,7 @@ def _gates(model: nn.Module) -> dict[int, Any]:
 
 def _rows(routes: Routes, tokens: int, width: int, layers: Literal["moe", "all"]) -> NDArray[Any]:
     needed = read_rows(tokens)
-    if tokens > width:
+    if tokens > counted("width", width):
         raise ReplayError("width", f"at least {tokens}, the tokens of the longest sample", width)
     experts = routes.num_experts
     dtype = "int8" if experts <= 1 << 7 else "int16" if experts <= 1 << 15 else "int32"

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from pybase64 import b64encode_as_string
 
-from kvroute.materialize import Missing
 from kvroute.replay.errors import ReplayError
 from kvroute.replay.rows import counted, cut, read_rows
 from kvroute.routes import Routes
+from kvroute.routes.fill import Missing
 
 
 def routed_experts(routes: Routes, tokens: int, *, missing: Missing = "error") -> dict[str, Any]:

@@ -1,28 +1,69 @@
-"""Which rows of a sequence a trainer is given, and what every batch is checked for."""
+"""Which rows of a sequence a trainer is given, and what every batch and every id is checked for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from kvroute.layout import check_alike
+from kvroute.checks import whole
 from kvroute.replay.errors import ReplayError
 from kvroute.routes import Routes
+from kvroute.routes.layout import check_alike
+
+if TYPE_CHECKING:
+    import torch
+
+MISSING: Final = -1
+"""All ids of a missing row in a layer, where a router then chooses for itself."""
 
 
-def read_rows(tokens: int) -> int:
-    """How many of ``tokens`` tokens were read by a forward pass and have a row: all but the last."""
-    if counted("tokens", tokens) < 1:
-        raise ReplayError("tokens", "at least one", tokens)
-    return tokens - 1
+def read_rows(tokens: int, field: str = "tokens") -> int:
+    """How many of ``tokens`` tokens were read by a forward pass and have a row: all but the last, of one at least."""
+    return whole(field, tokens, 1, error=ReplayError) - 1
 
 
 def counted(field: str, tokens: int) -> int:
     """``tokens``, unless that cannot be a number of them."""
-    if not isinstance(tokens, (int, np.integer)) or isinstance(tokens, bool) or tokens < 0:
-        raise ReplayError(field, "a number of tokens, 0 or more", repr(tokens))
-    return int(tokens)
+    return whole(field, tokens, error=ReplayError)
+
+
+def checked_ids(
+    given: torch.Tensor,  # [tokens, layers, top_k]  any integer dtype
+    field: str,
+    layers: Sequence[int],
+    *,
+    top_k: int | None = None,
+    experts: int | None = None,
+    missing: bool = False,
+    free: torch.Tensor | None = None,  # [tokens]  bool
+) -> torch.Tensor:
+    """``given`` as int64; :class:`ReplayError` unless all rows are of ``layers`` and name distinct experts.
+
+    That is ``top_k`` of them, in ``[0, experts)``, as far as those are known. ``missing`` takes a row of -1, too; rows
+    that are ``free`` have to be in range, but not distinct.
+    """
+    import torch
+
+    if given.dim() != 3 or given.shape[1] != len(layers) or given.shape[2] != (top_k or given.shape[2]):
+        wanted = f"[tokens, {len(layers)} layers, top_k{f' {top_k}' if top_k else ''}]"
+        raise ReplayError(field, f"integers {wanted}", f"{given.dtype} of shape {tuple(given.shape)}")
+    if given.is_floating_point() or given.dtype == torch.bool:
+        raise ReplayError(field, "integers", given.dtype)
+    ids = given.to(torch.int64)  # torch knows neither max nor gather of uint16
+    ordered = ids.sort(dim=-1).values
+    low, high = ordered[..., 0], ordered[..., -1]
+    outside = low < 0 if experts is None else (low < 0) | (high >= experts)
+    wrong = outside | (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
+    if missing:
+        wrong &= (low != MISSING) | (high != MISSING)
+    if free is not None:
+        wrong = torch.where(free[:, None], outside, wrong)
+    if bool(wrong.any()):
+        token, layer = wrong.nonzero()[0].tolist()
+        wanted = "distinct ids, 0 or more" if experts is None else f"distinct ids in [0, {experts})"
+        wanted += f", or {MISSING} throughout" if missing else ""
+        raise ReplayError(f"{field} token {token} layer {layers[layer]}", wanted, ids[token, layer].tolist())
+    return ids
 
 
 def cut(routes: Routes, tokens: int) -> Routes:
@@ -38,4 +79,4 @@ def check_batch(routes: Sequence[Routes], **counts: Sequence[int]) -> None:
     if not routes or any(len(each) != len(routes) for each in counts.values()):
         wanted = f"one number for each of {len(routes)} samples, at least one"
         raise ReplayError(", ".join(counts), wanted, " and ".join(str(len(each)) for each in counts.values()))
-    check_alike(routes)
+    check_alike([part.layout for part in routes])

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.materialize import Missing
 from kvroute.replay.errors import ReplayError
 from kvroute.replay.rows import read_rows
 from kvroute.routes import Routes
-from kvroute.sharding import Layout, Split
+from kvroute.routes.fill import Missing
+from kvroute.routes.split import Cut, Split
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ def split(
 ) -> Split:
     """How slime and miles cut a packed micro-batch: each sample to a multiple of ``2 cp``, the tail of the rank's rows
     to one of ``tp * data_pad_size_multiplier``; with ``allgather_cp`` samples end to end, in ``cp`` equal parts."""
-    layout: Layout = "contiguous" if allgather_cp else "zigzag"
+    layout: Cut = "contiguous" if allgather_cp else "zigzag"
     return Split(
         tp=tp,
         tp_rank=tp_rank,

@@ -28,12 +28,10 @@ from torch.overrides import TorchFunctionMode
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.capture.capture import RoutingCapture, find_routers
 from kvroute.replay.errors import ReplayError
-from kvroute.routes import Routes
+from kvroute.replay.rows import checked_ids
+from kvroute.routes import Routes, Split, shard_packed, shard_padded
+from kvroute.routes.shards import Side
 from kvroute.routing import routing_spec_from_hf
-from kvroute.sharding import Side, Split, shard_packed, shard_padded
-
-MISSING: Final = -1
-"""The id of a missing row: all its ``top_k`` ids in that layer, and the router chooses for itself."""
 
 _WHOLE: Final = Split()
 _NUMBERS = count()  # of replays in this process: tells the targets of one micro-batch from another's
@@ -121,14 +119,16 @@ def replay(
     layer_ids = spec.attrs["layer_ids"]
     if tuple(sorted(found)) != layer_ids:
         raise ReplayError("layers with a router", list(layer_ids), sorted(found))
-    ids = _checked(targets, spec)
+    flat = targets if targets.dim() < 3 else targets.flatten(0, -3)
+    experts, top_k = spec.attrs["num_experts"], spec.row_shape[1]
+    ids = checked_ids(flat, "targets", layer_ids, top_k=top_k, experts=experts, missing=True)
     any_missing, number = bool((ids < 0).any()), next(_NUMBERS)
     if replayed := [layer for layer, router in found.items() if isinstance(vars(router).get("forward"), _Forced)]:
         raise ReplayError("model", "no replay in progress", f"one on layers {replayed}")
     try:
         for index, layer_id in enumerate(layer_ids):
             router, where, rows = found[layer_id], f"router of layer {layer_id}", ids[:, index].contiguous()
-            _Forced(router, where, rows, spec.attrs["num_experts"], any_missing, number).install()
+            _Forced(router, where, rows, experts, any_missing, number).install()
         yield
     finally:
         for router in found.values():
@@ -236,24 +236,3 @@ class _Witness(torch.autograd.Function):
 
 
 _witnessed: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor] = _Witness.apply
-
-
-def _checked(targets: torch.Tensor, spec: AuxBlockDataSpec) -> torch.Tensor:
-    """``targets`` as int64 ``[tokens, layers, top_k]``; every row names distinct experts or is missing as a whole."""
-    layers, top_k = spec.row_shape
-    if targets.dim() < 3 or tuple(targets.shape[-2:]) != (layers, top_k) or targets.is_floating_point():
-        got = f"{targets.dtype} of shape {tuple(targets.shape)}"
-        raise ReplayError("targets", f"integers [..., {layers}, {top_k}], routed layers only", got)
-    ids = targets.to(torch.int64).reshape(-1, layers, top_k)  # torch knows neither max nor gather of uint16
-    num_experts = spec.attrs["num_experts"]
-    ordered = ids.sort(dim=-1).values
-    low, high = ordered[..., 0], ordered[..., -1]
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
-    missing = (low == MISSING) & (high == MISSING)
-    wrong = ~missing & ((low < 0) | (high >= num_experts) | twice)
-    if bool(wrong.any()):
-        token, layer = wrong.nonzero()[0].tolist()
-        where = f"targets token {token} layer {spec.attrs['layer_ids'][layer]}"
-        wanted = f"distinct ids in [0, {num_experts}), or {MISSING} throughout"
-        raise ReplayError(where, wanted, ids[token, layer].tolist())
-    return ids

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.materialize import Missing
 from kvroute.replay.errors import ReplayError
 from kvroute.replay.rows import check_batch, counted, read_rows
 from kvroute.routes import Routes
+from kvroute.routes.fill import Missing
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,8 @@ def padded(
     import torch
 
     check_batch(routes, prompts=prompts, responses=responses)
-    shape = (len(routes), prompt_length + response_length, routes[0].num_layers, routes[0].top_k)
+    width = counted("prompt_length", prompt_length) + counted("response_length", response_length)
+    shape = (len(routes), width, routes[0].num_layers, routes[0].top_k)
     batch = np.zeros(shape, np.int16)
     for i, (part, prompt, response) in enumerate(zip(routes, prompts, responses, strict=True)):
         rows = read_rows(counted("prompts", prompt) + counted("responses", response))
@@ -88,8 +89,8 @@ def replay_mask(routes: Sequence[Routes], tokens: Sequence[int]) -> torch.Tensor
     check_batch(routes, tokens=tokens)
     masks: list[Any] = []
     for part, count in zip(routes, tokens, strict=True):
-        mask = np.zeros(count, np.bool_)
-        there = mask[part.start : min(part.stop, read_rows(count))]
+        mask = np.zeros(read_rows(count) + 1, np.bool_)
+        there = mask[part.start : min(part.stop, len(mask) - 1)]
         there[:] = part.valid[: len(there)] & (not part.missing_layers)
         masks.append(torch.from_numpy(mask))
     return torch.nested.as_nested_tensor(masks, layout=torch.jagged)

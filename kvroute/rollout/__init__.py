@@ -2,7 +2,9 @@
 
 ===============================================  =====================================================================
 ``file:///dir?fused=true&part=64KiB&sync=put``   :class:`~kvroute.rollout.local.LocalRollouts`: a directory
-``mooncake://host:port/prefix?...``              :class:`~kvroute.rollout.mooncake.MooncakeRollouts` in a Mooncake pool
+``mooncake://host:port/prefix?...``              :class:`~kvroute.rollout.mooncake.MooncakeRollouts`: in a Mooncake pool
+``ray:name?fused=true&part=64KiB``               :class:`~kvroute.rollout.ray.RayRollouts`: objects of an actor
+``tq:?column=NAME,URL``                          :class:`~kvroute.rollout.transfer_queue.QueueRollouts`: a column
 ``response:``                                    :class:`~kvroute.rollout.response.ResponseRollouts`: in the handle
 ===============================================  =====================================================================
 
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from typing import Final
 
+from cache_manager.errors import ConfigError
 from cache_manager.ports import Absence
 from cache_manager.storage import opener_of
 from cache_manager.storage.url import StoreUrl
@@ -31,6 +34,8 @@ RolloutOpener = Callable[[StoreUrl], RolloutStore]
 BUILT_IN: Final = {
     "file": EntryPoint("file", "kvroute.rollout.local:open_local_rollouts", GROUP),
     "mooncake": EntryPoint("mooncake", "kvroute.rollout.mooncake:open_mooncake_rollouts", GROUP),
+    "ray": EntryPoint("ray", "kvroute.rollout.ray:open_ray_rollouts", GROUP),
+    "tq": EntryPoint("tq", "kvroute.rollout.transfer_queue:open_queue_rollouts", GROUP),
     "response": EntryPoint("response", "kvroute.rollout.response:open_response_rollouts", GROUP),
 }
 
@@ -42,7 +47,10 @@ def open_rollouts(url: str) -> RolloutStore:
     there but cannot be used. An adapter is imported when its scheme is first asked for.
     """
     parsed = StoreUrl.parse(url)
-    opener: RolloutOpener = opener_of(parsed.scheme, BUILT_IN, GROUP, "rollout store scheme")
+    try:
+        opener: RolloutOpener = opener_of(parsed.scheme, BUILT_IN, GROUP, "rollout store scheme")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{parsed.scheme}: rollout store", f"the package {error.name}", "none of it") from error
     return opener(parsed)
 
 

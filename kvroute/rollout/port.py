@@ -1,17 +1,15 @@
-"""What a rollout store is: the port, and its counters. The contract is executable: :mod:`kvroute.rollout.contract`."""
+"""What a rollout store is: the port, and its counters. The contract is executable: :mod:`kvroute.testing.rollouts`."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
-from cache_manager.errors import StoreClosedError
 from cache_manager.ports import Absence
-from kvroute.rollout.grid import Range
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.routes import Routes
+from kvroute.routes.parts import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class RolloutStore(Protocol):
         """Store the routes of a rollout. :class:`InvalidInputError` for an id that cannot be one."""
 
     def find(self, rollout_id: str) -> RolloutHandle | None:
-        """The handle of the last put of this id, for who was not handed one; ``None`` where there is none."""
+        """The handle of the last put of this id, for callers without one; ``None`` where there is none."""
 
     def get(
         self,
@@ -74,35 +72,4 @@ class RolloutStore(Protocol):
     def close(self) -> None: ...
 
 
-class CountingStore:
-    """What every store here has: counters that several threads add to, and an end. ``name`` is for messages."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._closed = False
-        self._counting = threading.Lock()
-        self._counters = RolloutCounters()
-
-    @property
-    def counters(self) -> RolloutCounters:
-        with self._counting:
-            return self._counters
-
-    def _count(self, **by: int) -> None:
-        with self._counting:
-            self._counters = replace(self._counters, **{k: getattr(self._counters, k) + n for k, n in by.items()})
-
-    def _absent(self, absence: Absence) -> Absence:
-        """Count an absence, and answer it."""
-        if absence is Absence.CORRUPT:
-            self._count(corrupt=1)
-        else:
-            self._count(misses=1)
-        return absence
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError(f"{self._name} is closed")
-
-
-__all__ = ["CountingStore", "RolloutCounters", "RolloutStore"]
+__all__ = ["RolloutCounters", "RolloutStore"]

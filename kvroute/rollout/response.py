@@ -2,94 +2,44 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-import numpy as np
+from msgspec.structs import replace
 
-from cache_manager.errors import InvalidInputError
-from cache_manager.ports import Absence
+from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.grid import Range, Selection
-from kvroute.rollout.handle import PUT_ID_NBYTES, RolloutHandle
-from kvroute.rollout.ids import checked_id
-from kvroute.rollout.port import CountingStore
-from kvroute.rollout.settings import CutSettings
-from kvroute.routes import Routes
-
-SCHEME: Final = "response"
+from kvroute.rollout.cut import CutSettings
+from kvroute.rollout.handle import RolloutHandle
+from kvroute.rollout.parts import GoneError, PartStore, Reader
 
 
-class ResponseRollouts(CountingStore):
+class ResponseRollouts(PartStore):
     """A ``RolloutStore`` that keeps nothing: ``find`` answers ``None``, and deleting changes nothing.
 
-    The rows are in ``handle.inline``, as :meth:`Routes.to_bytes` has them.
+    The record is ``handle.inline``.
     """
 
+    scheme = "response"
+
     def __init__(self) -> None:
-        super().__init__("the rollout store")
+        super().__init__("the rollout store", CutSettings(fused=True))
 
-    def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
-        self._check_open()
-        checked_id(rollout_id)
-        grid, inline = CutSettings(fused=True).grid(routes), routes.to_bytes()
-        self._count(puts=1, put_nbytes=routes.ids.nbytes)
-        return RolloutHandle.of(SCHEME, rollout_id, os.urandom(PUT_ID_NBYTES), routes, grid, inline=inline)
+    def _write(self, handle: RolloutHandle, record: Sequence[Buffer]) -> RolloutHandle:
+        return replace(handle, inline=b"".join(record))
 
-    def find(self, rollout_id: str) -> RolloutHandle | None:
-        self._check_open()
-        checked_id(rollout_id)
+    @contextmanager
+    def _opened(self, handle: RolloutHandle) -> Iterator[Reader]:
+        if not handle.inline:
+            raise GoneError(f"rollout {handle.rollout_id} has nothing inline")
+        inline = memoryview(handle.inline)
+        yield Reader.of_bytes(handle, lambda at, nbytes: inline[at : at + nbytes])
+
+    def _find(self, _: str, /) -> None:
         return None
 
-    def get(
-        self, handle: RolloutHandle, layers: Sequence[int] | None = None, spans: Sequence[Range] | None = None
-    ) -> list[Routes] | Absence:
-        self._check_open()
-        wanted = Selection.of(handle.layer_ids, (handle.start, handle.stop), layers, spans)
-        if not handle.inline:
-            return self._absent(Absence.MISS)
-        try:
-            routes = Routes.from_bytes(handle.inline, checked=True)
-            for name in ("start", "stop", "layer_ids", "missing_layers", "num_layers", "num_experts", "top_k"):
-                if getattr(routes, name) != getattr(handle, name):
-                    raise InvalidInputError(f"inline {name}", getattr(handle, name), getattr(routes, name))
-        except InvalidInputError:
-            return self._absent(Absence.CORRUPT)
-        self._count(hits=1, get_nbytes=routes.ids.nbytes)
-        return [
-            layers_of(routes.slice(handle.start + first, handle.start + last), wanted.layers)
-            for first, last in wanted.rows
-        ]
-
-    def delete(self, handle: RolloutHandle) -> None:
-        self._check_open()
-        checked_id(handle.rollout_id)
-        self._count(deletes=1)
-
-    def flush(self) -> None:
-        self._check_open()
-
-    def close(self) -> None:
-        self._closed = True
-
-
-def layers_of(routes: Routes, layers: Sequence[int]) -> Routes:
-    """``routes`` of the layers with these indices only; their other layers are missing ones."""
-    if len(layers) == len(routes.layer_ids):
-        return routes
-    layer_ids = tuple(routes.layer_ids[i] for i in layers)
-    return Routes.checked(
-        np.ascontiguousarray(routes.ids[:, list(layers)]),
-        routes.known[:, list(layers)] if routes.cellwise else routes.valid,
-        layer_ids,
-        routes.num_experts,
-        routes.num_layers,
-        routes.start,
-        routes.weights_versions,
-        routes.token_hashes,
-        (*routes.missing_layers, *(n for n in routes.layer_ids if n not in layer_ids)),
-    )
+    def _delete(self, handle: RolloutHandle) -> None:
+        pass
 
 
 def open_response_rollouts(url: StoreUrl) -> ResponseRollouts:
@@ -98,4 +48,4 @@ def open_response_rollouts(url: StoreUrl) -> ResponseRollouts:
     return ResponseRollouts()
 
 
-__all__ = ["ResponseRollouts", "layers_of", "open_response_rollouts"]
+__all__ = ["ResponseRollouts", "open_response_rollouts"]

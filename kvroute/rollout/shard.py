@@ -9,12 +9,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from cache_manager.errors import InvalidInputError, RowError
 from cache_manager.ports import Absence
-from kvroute.materialize import Filler, Missing
-from kvroute.merging import union
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.port import RolloutStore
-from kvroute.routes import Routes
-from kvroute.sharding import Split, shard_packed
+from kvroute.routes import Routes, Split, shard_packed
+from kvroute.routes.fill import Filler, Missing
+from kvroute.routes.union import union
 
 
 def fetch_routes(store: RolloutStore, handle: RolloutHandle) -> Routes | Absence:
@@ -35,7 +34,7 @@ def fetch_shard(
     pad: Filler = "spread",
     ep: int = 1,
 ) -> NDArray[Any]:
-    """:func:`~kvroute.sharding.shard_packed` of rollouts in a store: ``[local tokens, layers, top_k]``.
+    """:func:`~kvroute.routes.shard_packed` of rollouts in a store: ``[local tokens, layers, top_k]``.
 
     ``layers`` are layer ids, in the order of the result; if not given, those of the stage that have a router.
     ``tokens[i]`` is how many tokens sequence ``i`` has. Raises :class:`RowError` for a rollout that is not there, and
@@ -43,11 +42,11 @@ def fetch_shard(
     """
     if len(handles) != len(tokens) or not handles:
         raise InvalidInputError("tokens", f"one number for each of {len(handles)} handles, at least one", len(tokens))
-    stage = split.layers(handles[0].num_layers) if layers is None else tuple(layers)
+    stage = split.layers(handles[0].layout.num_layers) if layers is None else tuple(layers)
     if layers is not None:
-        routed = sorted((*handles[0].layer_ids, *handles[0].missing_layers))
+        routed = handles[0].layout.routed_layers
         if dense := [layer for layer in stage if layer not in routed]:
-            raise InvalidInputError("layers", f"some of {routed}, which have a router", dense)
+            raise InvalidInputError("layers", f"some of {list(routed)}, which have a router", dense)
     shards = split.packed(tokens)
     parts = []
     for i, handle in enumerate(handles):
@@ -55,8 +54,9 @@ def fetch_shard(
         # A rank that has no token of this sequence, or padding only, still says what its rows would look like.
         spans = [span for span in mine if span[0] < span[1]] or [(handle.start, handle.start)]
         # Nor is a stage whose layers are all missing one without routers.
-        lost = set(stage).isdisjoint(handle.layer_ids) and not set(stage).isdisjoint(handle.missing_layers)
-        found = store.get(handle, handle.layer_ids[:1] if lost else stage, spans)
+        layout = handle.layout
+        lost = set(stage).isdisjoint(layout.layer_ids) and not set(stage).isdisjoint(layout.missing_layers)
+        found = store.get(handle, layout.layer_ids[:1] if lost else stage, spans)
         if isinstance(found, Absence):
             raise RowError(f"rollout {handle.rollout_id}", "routes that are there and whole", found.value)
         parts.append(union(found) if len(found) > 1 else found[0])

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from kvroute.encodings import Encoding, encode, own, refusal
+from kvroute.encodings import Encoding, encode, refusal
 from kvroute.engine import text
+from kvroute.routes import Routes
 from kvroute.serving.bodies import DecodeAnswer, SampleAnswer
 
 
@@ -68,7 +69,7 @@ def _told(encoding: Encoding, sample: SampleAnswer) -> dict[str, Any]:
     """The routes of a sample; they come in kvroute's own encoding, and are decoded once where another was asked for."""
     if encoding == "kvroute":
         return {"routed_experts": sample.routed_experts}
-    routes = own.decode(sample.routed_experts)
+    routes = Routes.from_json(sample.routed_experts)
     told = {"routed_experts": encode(routes, encoding)}
     why = refusal(routes, encoding)
     return told if why is None else told | {"routed_experts_error": why}

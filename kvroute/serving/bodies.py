@@ -96,7 +96,7 @@ class GapBody(msgspec.Struct, frozen=True):
 
 
 class SampleAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample: what was generated, why it ended, and its routes (see ``kvroute.encodings.own``)."""
+    """One sample: what was generated, why it ended, and its routes (see ``Routes.to_json``)."""
 
     tokens: list[int]
     finish_reason: str

@@ -11,7 +11,6 @@ from aiohttp import web
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
-from kvroute.encodings.own import encode
 from kvroute.engine.decode import DecodeEngine
 from kvroute.engine.request import FinishReason, Output, Request
 from kvroute.engine.sequence import Handover
@@ -128,7 +127,7 @@ def _answer(outputs: tuple[Output, ...]) -> DecodeAnswer:
             SampleAnswer(
                 tokens=list(output.tokens),
                 finish_reason=output.reason.value,
-                routed_experts=encode(output.routes),
+                routed_experts=output.routes.to_json(),
                 gaps=[GapBody(gap.start, gap.stop, gap.reason) for gap in output.gaps],
             )
             for output in outputs

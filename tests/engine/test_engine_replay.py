@@ -94,7 +94,7 @@ def test_debug_mode_carries_positions_through_swaps_and_forks(qwen: nn.Module, t
         for output in outputs:
             assert np.array_equal(output.routes.ids, canary_rows(engine.spec, np.arange(len(output.routes))))
             assert output.rollout is not None
-            assert output.rollout.result().num_experts == 1 << 32
+            assert output.rollout.result().layout.num_experts == 1 << 32
     engine = Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path, debug_mode=True))
     engine.add(requests(n=1)[0])
     engine.step()
@@ -172,10 +172,25 @@ def test_a_request_that_names_no_rollout_is_refused_at_once(qwen: nn.Module, tmp
         assert not engine.busy
 
 
+def test_a_closed_store_costs_no_answer(qwen: nn.Module, tmp_path: Path) -> None:
+    """Goal: a sample that ends is answered, and its blocks are given back once. Method: the manager of a running engine
+    is closed; its requests end, with their routes, and their tickets say what became of the rollouts."""
+    with Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path)) as engine:
+        assert engine.replay.manager is not None
+        engine.replay.manager.close()
+        outputs = run(engine, requests())
+        assert not engine.busy
+    assert [output.routes.complete for output in outputs] == [True] * 4
+    for output in outputs:
+        assert output.rollout is not None
+        with pytest.raises(StorageError, match="the routing replay manager is closed"):
+            output.rollout.result(0)
+
+
 def test_closing_says_which_rollouts_were_lost(qwen: nn.Module, tmp_path: Path) -> None:
-    """Goal: durability is not claimed. Method: the directory becomes a file under the engine's feet."""
+    """Goal: durability is not claimed. Method: a directory lies where a file belongs."""
     engine = Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path))
-    (tmp_path / "rollouts" / "task:0:0:0").write_bytes(b"in the way")
+    (tmp_path / "rollouts" / "task:0:0:0.routes").mkdir()  # in the way
     outputs = run(engine, requests(n=1))
     with pytest.raises(StorageError, match="rollouts were lost: rollout task:0:0:0 was not stored"):
         engine.close()

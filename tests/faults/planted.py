@@ -370,7 +370,7 @@ FAULTS = (
     Fault(
         "rows of a computation that was given up stay",
         "journal.py",
-        "self._sampled.cut(self.settled)",
+        "self._valid[self.settled :] = False",
         "pass",
         JOURNAL,
         "rows_are_those_that_tokens_were_sampled_with",
@@ -378,7 +378,7 @@ FAULTS = (
     ),
     Fault(
         "a row that differs from the one that is there is taken for it",
-        "merging.py",
+        "routes/union.py",
         "    if not same:",
         "    if False:",
         "tests/kvroute/test_routes_merge.py::test_a_row_that_differs_is_named_with_position_and_layer",

@@ -11,7 +11,7 @@ CELLS = "tests/kvroute/test_replay_cells.py"
 ROUTES_FAULTS = (
     Fault(
         "another prompt's rows are merged",
-        "merging.py",
+        "routes/union.py",
         "if shown >= part.end or not _adds(part, found):",
         "if True:",
         ONE_SEQUENCE,
@@ -20,7 +20,7 @@ ROUTES_FAULTS = (
     ),
     Fault(
         "rows that agree by luck are a proof beside hashes",
-        "merging.py",
+        "routes/union.py",
         "    if part.token_hashes and hashes:\n        return shared\n",
         "",
         ONE_SEQUENCE,
@@ -29,7 +29,7 @@ ROUTES_FAULTS = (
     ),
     Fault(
         "a hash of the first tokens binds every row",
-        "token_hash.py",
+        "routes/token_hash.py",
         "< end:",
         "< 0:",
         ONE_SEQUENCE,
@@ -38,7 +38,7 @@ ROUTES_FAULTS = (
     ),
     Fault(
         "a missing layer is a dense one",
-        "materialize.py",
+        "routes/fill.py",
         " and layer not in missing_layers]",
         "]",
         MATERIALIZE,
@@ -47,18 +47,18 @@ ROUTES_FAULTS = (
     ),
     Fault(
         "routes without a layer are complete",
-        "layout.py",
-        "return not self.missing_layers and bool(",
+        "routes/cells.py",
+        "return not self.layout.missing_layers and bool(",
         "return bool(",
-        "tests/kvroute/test_routes_cells.py",
+        "tests/kvroute/test_routes.py",
         "test_what_is_known_is_told_and_nothing_else",
         package="kvroute",
     ),
     Fault(
         "a store forgets which layers it was not asked for",
-        "rollout/handle.py",
-        "(*self.missing_layers, *(n for n in self.layer_ids if n not in layer_ids)),",
-        "self.missing_layers,",
+        "routes/layout.py",
+        "missing = tuple(n for n in self.routed_layers if n not in layer_ids)",
+        "missing = self.missing_layers",
         "tests/kvroute/rollout/test_stores.py::TestLocalRollouts",
         "test_what_was_put_comes_back_whole_and_in_part",
         package="kvroute",
@@ -74,9 +74,9 @@ ROUTES_FAULTS = (
     ),
     Fault(
         "unlike samples are a batch",
-        "layout.py",
-        "            if (wanted := getattr(parts[0], name)) != (got := getattr(other, name)):",
-        "            if (wanted := getattr(parts[0], name)) != (got := getattr(other, name)) and False:",
+        "routes/layout.py",
+        "for name in () if given is self else _MODEL:",
+        "for name in ():",
         CELLS,
         "test_unlike_samples_are_no_batch",
         package="kvroute",

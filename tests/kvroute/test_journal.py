@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sample_routes import Shape
 
-from cache_manager.errors import InvalidInputError, RowError
+from cache_manager.errors import RowError
 from kvroute.journal import RequestJournal
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec
@@ -125,7 +125,6 @@ class ForgetfulEngine(RuleBasedStateMachine):
         journal = copy.deepcopy(self.journal)
         self.flush(journal)
         self.rows_are_those_that_tokens_were_sampled_with(journal)
-        self.recomputed_rows_are_those_in_use(journal)
         if self.client is not None:  # what a client has never changes
             assert rows_of(self.client) == rows_of(journal.routes(stop=self.client.stop))
 
@@ -139,23 +138,6 @@ class ForgetfulEngine(RuleBasedStateMachine):
         assert [p for a, b in journal.lost for p in range(a, b)] == [p for p, c in self.sampled.items() if c is None]
         if self.sampled:
             found.validate(self.tokens)
-
-    def recomputed_rows_are_those_in_use(self, journal: RequestJournal) -> None:
-        last = journal.routes("recomputed")
-        found = rows_of(last)
-        known = {p: version for a, b, version in last.weights_versions for p in range(a, b)}
-        stop = min(self.computed, len(self.tokens) - 1) if self.generated else self.computed
-        assert all(found[p] == row(p, c) for p, c in self.held.items() if p < stop)
-        assert all(known[p] == self.versions[c] for p, c in self.held.items() if p < stop)
-        assert known.keys() == found.keys()
-        anything = rows_of(journal.routes("any", stop=journal.settled))
-        for position, computation in self.sampled.items():
-            if computation is not None:
-                assert anything[position] == row(position, computation)
-            elif position in found:
-                assert anything[position] == found[position]
-        differs = {p for a, b in journal.recomputed for p in range(a, b)}
-        assert differs == {p for p, c in self.sampled.items() if c is not None and found[p] != row(p, c)}
 
     # The engine's side of the bargain
 
@@ -205,7 +187,6 @@ def test_an_aborted_rollout_that_is_resumed_keeps_its_first_rows(first: int, mor
     journal = journal_of((old, tokens[: first + 1]), (again, tokens), (again, tokens), (old.slice(0, 0), tokens[:3]))
     assert journal.routes() == old.merge(new.slice(first, new.stop), tokens=tokens)
     assert journal.routes(start=first).weights_versions == ((first, first + more, 2),)
-    assert journal.recomputed == (((0, first),) if repeats_all else ())
 
 
 def test_the_last_token_of_a_turn_gets_its_row_from_the_next() -> None:
@@ -213,19 +194,16 @@ def test_the_last_token_of_a_turn_gets_its_row_from_the_next() -> None:
     tokens = list(range(12))
     journal = journal_of((SHAPE.whole(4), tokens[:5]), (SHAPE.whole(11), tokens))
     assert journal.routes() == SHAPE.whole(11).bind(tokens)
-    assert journal.lost == journal.recomputed == ()
+    assert journal.lost == ()
 
 
 def test_a_row_that_came_too_late_is_no_sampled_row() -> None:
-    """Goal: recomputed rows are handed out when asked for, never in the place of others. Method: rows lost for good."""
+    """Goal: a row that was computed later never stands for one that was lost. Method: rows lost for good."""
     tokens = list(range(7))
     journal = journal_of((SHAPE.routes(0, [True, False, True]), tokens[:5]), (SHAPE.whole(6, salt=1), tokens))
     assert journal.lost == ((1, 2), (3, 4))
     assert journal.routes().missing == ((1, 2), (3, 4))
-    assert journal.routes("any").complete
-    assert rows_of(journal.routes("any"))[1] == row(1, 1)
-    assert rows_of(journal.routes("any"))[2] == row(2, 0)
-    assert rows_of(journal.routes("recomputed"))[2] == row(2, 1)
+    assert rows_of(journal.routes())[2] == row(2, 0)
 
 
 def test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_kept() -> None:
@@ -241,14 +219,11 @@ def test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_
     assert journal.routes().weights_versions == ((1, 3, 2),)
 
 
-def test_equal_rows_of_other_weights_are_recomputed_rows_too() -> None:
-    """Goal: each choice says whose weights its rows are of. Method: an update that happens to change no expert."""
+def test_equal_rows_of_other_weights_do_not_change_whose_a_row_is() -> None:
+    """Goal: a row's version is that of its sampling. Method: an update that happens to change no expert."""
     tokens = list(range(5))
     old, new = (SHAPE.routes(0, [True] * 4, versions=((0, 4, version),)) for version in (1, 2))
-    journal = journal_of((old, tokens), (new, tokens))
-    assert journal.routes().weights_versions == ((0, 4, 1),)
-    assert journal.routes("recomputed").weights_versions == ((0, 4, 2),)
-    assert journal.recomputed == ()
+    assert journal_of((old, tokens), (new, tokens)).routes().weights_versions == ((0, 4, 1),)
 
 
 def test_a_history_that_was_tokenised_anew_is_refused_and_changes_nothing() -> None:
@@ -269,8 +244,6 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         journal.settle(list(range(10)))
     with pytest.raises(RowError, match="tokens: wanted integers"):
         journal.settle([[1, 2]])
-    with pytest.raises(InvalidInputError, match="choice: wanted sampled, recomputed, any"):
-        journal.routes("latest")  # type: ignore[arg-type]
     with pytest.raises(RowError, match=r"inside \[0, 3\], got \[0, 4\)"):
         journal.routes(stop=4)
     assert journal.routes() == SHAPE.whole(3)

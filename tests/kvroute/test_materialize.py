@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sample_routes import SHAPES, Shape, cells_of, cellwise, shapes
 
 from cache_manager.errors import RowError
-from kvroute.materialize import FILLERS
+from kvroute.routes.fill import FILLERS
 
 SHAPE = SHAPES[2]  # dense layers first; 256 experts
 

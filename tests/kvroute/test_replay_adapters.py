@@ -17,10 +17,9 @@ from routes_of import expert_rows, made_routes
 
 from cache_manager.errors import InvalidInputError, KVRouteError, RowError
 from kvroute import fetch_shard, open_rollouts
-from kvroute.replay import nemo_rl, prime_rl, skyrl, slime, verl
+from kvroute.replay import nemo_rl, prime_rl, skyrl, slime, transformers, verl
 from kvroute.replay.errors import ReplayError
-from kvroute.routes import Routes
-from kvroute.sharding import Split
+from kvroute.routes import Routes, Split, shard_packed, shard_padded
 
 LAYERS, NUM_LAYERS, EXPERTS, TOP_K = (1, 2, 3), 4, 16, 4
 ROUTED = list(LAYERS)
@@ -122,8 +121,6 @@ def test_skyrl_prefix_holes() -> None:
     assert len(got) == 2
     with pytest.raises(ReplayError, match="sample 1: wanted a row at position 0"):
         skyrl.rollout_expert_indices([made_routes(7, 2), made_routes(7, 2, holes=(0,))], [3, 3])
-    with pytest.raises(ReplayError, match="holes: wanted error or cut, got 'cutt'"):
-        skyrl.rollout_expert_indices([holed], [6], holes="cutt")  # type: ignore[arg-type]
     with pytest.raises(ReplayError, match="tokens: wanted one number for each of 1 samples"):
         skyrl.rollout_expert_indices([holed], [6, 6])
     assert skyrl.delta(made_routes(7, 5), 2, 6).shape == (3, NUM_LAYERS, TOP_K)
@@ -153,12 +150,6 @@ def test_verl_batches() -> None:
             lambda: verl.padded(routes, prompts, [2], 4, 5),
             "prompts, responses: wanted one number for each of 2.* 2 and 1",
         ),
-        (lambda: verl.padded(routes, [8, 2], [-3, 5], 8, 5), "responses: wanted a number of tokens, 0 or more, got -3"),
-        (lambda: verl.agent_loop(routes[0], 8, -3), "response: wanted a number of tokens, 0 or more, got -3"),
-        (lambda: verl.agent_loop(routes[0], -1, 6), "prompt: wanted a number of tokens, 0 or more, got -1"),
-        (lambda: verl.agent_loop(routes[0], 3.0, 2), "prompt: wanted a number of tokens"),  # type: ignore[arg-type]
-        (lambda: verl.jagged(routes, [5, -1]), "tokens: wanted a number of tokens"),
-        (lambda: verl.agent_loop(routes[0], 0, 0), "tokens: wanted at least one, got 0"),
         (lambda: verl.agent_loop(made_routes(1, 1, experts=40000), 1, 1), "dtype"),
     ]:
         with pytest.raises(KVRouteError, match=message):
@@ -290,3 +281,62 @@ def test_slime_cuts_the_tail_as_it_pads_it() -> None:
     # Ten rows are padded to 2 * 4 * 2 and cut into halves of eight, before the tail is looked at.
     assert sum(map(len, contiguous.packed([5, 5]))) == 8
     assert contiguous.packed([5, 5])[0].start == 3
+
+
+SAMPLE, WHOLE_BATCH = made_routes(1, 4), Split()
+
+REFUSED: list[tuple[str, Any, list[Any]]] = [
+    ("missing", lambda w: SAMPLE.materialize(4, missing=w), ["zeros", "Error", None, ["zero"]]),
+    ("pad", lambda w: SAMPLE.materialize(6, required=4, pad=w), ["error", "spred", 0]),
+    ("layers", lambda w: SAMPLE.materialize(4, w), ["al", [9], [-1], [1, 1], [1.0]]),
+    ("ep", lambda w: SAMPLE.materialize(4, ep=w), [0, -2, 3, 2.0, True]),
+    ("rows", lambda w: SAMPLE.materialize(w), [-1, 2.0, "4", True]),
+    ("required", lambda w: SAMPLE.materialize(4, required=w, pad="zero"), [-1, 5, 1.5]),
+    ("dtype", lambda w: SAMPLE.materialize(4, dtype=w), ["float32", "bool"]),
+    ("missing", lambda w: shard_packed([SAMPLE], [5], WHOLE_BATCH, missing=w), ["zeros"]),
+    ("pad", lambda w: shard_packed([SAMPLE], [5], WHOLE_BATCH, pad=w), ["error", "arrange"]),
+    ("tokens of sequence 0", lambda w: shard_packed([SAMPLE], [w], WHOLE_BATCH), [-1, 5.0, "5"]),
+    ("tokens of sequence 0", lambda w: shard_padded([SAMPLE], [w], WHOLE_BATCH, width=8), [-1, 5.0]),
+    ("width", lambda w: shard_padded([SAMPLE], [5], WHOLE_BATCH, width=w), [-1, 8.0]),
+    ("side", lambda w: shard_padded([SAMPLE], [5], WHOLE_BATCH, width=8, side=w), ["rigth", None]),
+    ("order", lambda w: shard_padded([SAMPLE], [5], WHOLE_BATCH, width=8, order=w), ["token"]),
+    ("tp", lambda w: Split(tp=w), [0, -1, 2.0, True, "2"]),
+    ("cp_rank", lambda w: Split(cp=2, cp_rank=w), [2, -1, 1.0, None]),
+    ("sp", lambda w: Split(sp=w), ["no", 1]),
+    ("layout", lambda w: Split(layout=w), ["ring", "Zigzag"]),
+    ("align", lambda w: Split(align=w), [0, -4, 2.5]),
+    ("prompt", lambda w: verl.agent_loop(SAMPLE, w, 2), [-1, 3.0, "3"]),
+    ("response", lambda w: verl.agent_loop(SAMPLE, 8, w), [-3, True]),
+    ("missing", lambda w: verl.agent_loop(SAMPLE, 3, 2, missing=w), ["sperad"]),
+    ("tokens", lambda w: verl.agent_loop(SAMPLE, 0, w), [0]),
+    ("prompts", lambda w: verl.padded([SAMPLE], [w], [2], 4, 4), [-1]),
+    ("responses", lambda w: verl.padded([SAMPLE], [8], [w], 8, 4), [-3]),
+    ("prompt_length", lambda w: verl.padded([SAMPLE], [3], [2], w, 4), [-1, 3.0]),
+    ("response_length", lambda w: verl.padded([SAMPLE], [3], [2], 4, w), [-1]),
+    ("tokens", lambda w: verl.jagged([SAMPLE], [w]), [-1, 0, 5.0]),
+    ("tokens", lambda w: verl.replay_mask([SAMPLE], [w]), [-1, 0, 5.0]),
+    ("holes", lambda w: skyrl.rollout_expert_indices([SAMPLE], [5], holes=w), ["cutt", None]),
+    ("tokens", lambda w: skyrl.rollout_expert_indices([SAMPLE], [w]), [-1, 0]),
+    ("held", lambda w: skyrl.delta(SAMPLE, w, 5), [-1, 5, 1.0]),
+    ("tokens", lambda w: nemo_rl.sequence(SAMPLE, w), [-1, 0, 5.0]),
+    ("layers", lambda w: nemo_rl.sequence(SAMPLE, 5, layers=w), ["routed"]),
+    ("width", lambda w: nemo_rl.batch([SAMPLE], [5], w), [-1, 4, 8.0]),
+    ("tokens", lambda w: prime_rl.routed_experts(SAMPLE, w), [-1, 0]),
+    ("missing", lambda w: prime_rl.routed_experts(SAMPLE, 5, missing=w), ["zeros"]),
+    ("start", lambda w: prime_rl.http(SAMPLE, 5, w), [-1, 5, 1.0]),
+    ("tokens", lambda w: slime.sample(SAMPLE, w), [-1, 0]),
+    ("missing", lambda w: slime.miles_sample(SAMPLE, 5, missing=w), ["-1"]),
+    ("tail_align", lambda w: slime.split(data_pad_size_multiplier=w), [0, -1]),
+    ("mask", lambda w: transformers.padded([SAMPLE], w), [[[1, 2, 0]], [1, 0], [[0.5]]]),
+    ("tokens of sequence 0", lambda w: transformers.packed([SAMPLE], [w]), [-1]),
+]
+
+
+@pytest.mark.parametrize(("field", "call", "wrong"), REFUSED, ids=[f"{i} {each[0]}" for i, each in enumerate(REFUSED)])
+def test_words_and_counts_that_cannot_be_are_refused_by_field(field: str, call: Any, wrong: list[Any]) -> None:
+    """Goal: no misspelled word and no impossible count means something else in silence. Method: each, in each call."""
+    for word in wrong:
+        with pytest.raises(InvalidInputError) as refused:
+            call(word)
+        assert refused.value.field == field
+        assert str(refused.value).startswith(f"{field}: wanted ")

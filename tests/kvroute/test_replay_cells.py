@@ -18,8 +18,7 @@ from cache_manager.errors import KVRouteError, RowError
 from kvroute import fetch_shard, open_rollouts
 from kvroute.replay import nemo_rl, skyrl, slime, transformers, verl
 from kvroute.replay.errors import ReplayError
-from kvroute.routes import Routes
-from kvroute.sharding import Split
+from kvroute.routes import Routes, Split
 
 SMALL = SHAPES[1:4]  # all routed, dense first, every other one; ids that each trainer's dtype holds
 PROMPT = 3

@@ -1,8 +1,8 @@
-"""Routes: their laws, and that nothing stale or unsound gets through."""
+"""Routes: what is known comes out, what is not is said, and nothing stale or unsound gets through."""
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError
 from itertools import pairwise
 from typing import Any
 
@@ -10,137 +10,111 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from sample_routes import Cells, Shape, cells_of, cellwise, shapes, without_layers
 
 from cache_manager.errors import RowError, SpecError
-from kvroute.merging import union
-from kvroute.routes import Routes
+from cache_manager.rows import Rows
+from kvroute.routes import Layout, Routes
 from kvroute.routing import routing_spec, weights_version_spec
 
-LAYER_IDS, NUM_EXPERTS, NUM_LAYERS, TOP_K = (1, 4), 300, 6, 3
+SHAPE = Shape()
+FIELDS: Any = (SHAPE.layer_ids, SHAPE.num_experts, SHAPE.num_layers)
+SPEC = routing_spec(SHAPE.num_experts, SHAPE.top_k, SHAPE.layer_ids, SHAPE.num_layers, block_tokens=16)
 
 
-@dataclass
-class Rows:
-    values: NDArray[Any]
-    valid: NDArray[np.bool_]
+def told(routes: Routes) -> Cells:
+    """What ``routes`` say, cell by cell, in their own ids."""
+    known = np.argwhere(routes.known).tolist()
+    return {(routes.start + i, routes.layer_ids[j]): routes.ids[i, j].tolist() for i, j in known}
 
 
-def sound_ids(positions: range) -> NDArray[np.int64]:
-    """Ids that say which position, layer and place they are, distinct in each row."""
-    base = np.array(positions, dtype=np.int64)[:, None, None] * 7 + np.arange(2)[None, :, None] * 31
-    return (base + np.arange(TOP_K) * 100) % NUM_EXPERTS
-
-
-def make(start: int, valid: list[bool], versions: Any = ()) -> Routes:
-    ids = sound_ids(range(start, start + len(valid)))
-    ids[~np.array(valid, dtype=bool)] = -9  # whatever the memory held
-    return Routes(ids, np.array(valid, dtype=bool), LAYER_IDS, NUM_EXPERTS, NUM_LAYERS, start, versions)
+def versions_of(routes: Routes) -> dict[int, int]:
+    return {p: version for a, b, version in routes.weights_versions for p in range(a, b)}
 
 
 @st.composite
-def routes(draw: st.DrawFn, start: int | None = None) -> Routes:
-    first = draw(st.integers(0, 50)) if start is None else start
-    valid = draw(st.lists(st.booleans(), max_size=20))
-    cuts = sorted(draw(st.sets(st.integers(first, first + len(valid)), max_size=4)))
-    known = [(a, b, draw(st.integers(0, 2))) for a, b in pairwise(cuts) if draw(st.booleans())]
-    return make(first, valid, tuple(known))
+def of_shapes(draw: st.DrawFn) -> tuple[Shape, Routes]:
+    shape = draw(shapes())
+    made = draw(cellwise(shape))
+    cuts = sorted(draw(st.sets(st.integers(made.start, made.stop), max_size=4)))
+    versions = [(a, b, draw(st.integers(0, 2))) for a, b in pairwise(cuts) if draw(st.booleans())]
+    return shape, Routes.checked(made.layout, made.ids.copy(), made.mask, made.start, versions)
 
 
-def version_at(routes: Routes, position: int) -> int | None:
-    return next((v for a, b, v in routes.weights_versions if a <= position < b), None)
+@given(of_shapes())
+def test_what_is_known_is_told_and_nothing_else(made: tuple[Shape, Routes]) -> None:
+    """Goal: the masks are one thing. Method: walk the cells, beside valid, complete, missing and the gaps."""
+    shape, routes = made
+    known = told(routes)
+    assert known == cells_of(shape, routes)
+    assert (routes.ids[~routes.known] == np.iinfo(routes.ids.dtype).max).all()
+    assert routes.routed_layers == shape.layer_ids
+    assert routes.valid.tolist() == [all(row) for row in routes.known.tolist()]
+    assert routes.mask.ndim == 1 + any(any(row) and not all(row) for row in routes.known.tolist())
+    whole = [all((p, layer) in known for layer in shape.layer_ids) for p in range(routes.start, routes.stop)]
+    assert routes.complete == (all(whole) and not routes.missing_layers)
+    lost = [p for p, there in enumerate(whole, routes.start) if not there]
+    assert [p for a, b in routes.missing for p in range(a, b)] == lost
+    assert all(a < b < c for (a, b), (c, _) in pairwise(routes.missing))
+    assert routes.end == max((p + 1 for p, _ in known), default=0)
+    for start in range(routes.stop + 2):
+        lacks = (p for p in range(start, routes.stop + 2) if not all((p, n) in known for n in shape.layer_ids))
+        gap = routes.first_gap(routes.stop + 2, start)
+        assert (gap and gap[0]) == next(lacks, None)
+        assert routes.first_gap(start, start) is None
 
 
-def missing_ranges(valid: list[bool], start: int) -> list[tuple[int, int]]:
-    """An independent account of the holes: walk the list."""
-    holes: list[tuple[int, int]] = []
-    for i, there in enumerate(valid, start):
-        if there:
-            continue
-        if holes and holes[-1][1] == i:
-            holes[-1] = (holes[-1][0], i + 1)
-        else:
-            holes.append((i, i + 1))
-    return holes
-
-
-@given(st.integers(0, 1000), st.lists(st.booleans(), max_size=70))
-def test_missing_is_the_holes_and_complete_is_none(start: int, valid: list[bool]) -> None:
-    made = make(start, valid)
-    assert list(made.missing) == missing_ranges(valid, start)
-    assert made.complete == all(valid) == (made.missing == ())
-    assert (made.start, made.stop, len(made)) == (start, start + len(valid), len(valid))
-
-
-@given(routes())
-def test_valid_rows_are_the_rows_given_and_the_others_say_nothing(made: Routes) -> None:
-    expected = sound_ids(range(made.start, made.stop))
-    assert np.array_equal(made.ids[made.valid], expected[made.valid])
-    assert (made.ids[~made.valid] == 0xFFFF).all()
-    assert made.ids.dtype == np.uint16
-
-
-@given(routes(), st.data())
-def test_a_slice_is_the_rows_of_its_positions(made: Routes, data: st.DataObject) -> None:
-    start = data.draw(st.integers(made.start, made.stop))
-    stop = data.draw(st.integers(start, made.stop))
-    part = made.slice(start, stop)
-    assert (part.start, part.stop) == (start, stop)
-    assert np.array_equal(part.ids, made.ids[start - made.start : stop - made.start])
-    assert np.array_equal(part.valid, made.valid[start - made.start : stop - made.start])
-    assert [version_at(part, p) for p in range(start, stop)] == [version_at(made, p) for p in range(start, stop)]
-    inner = data.draw(st.integers(start, stop))
-    assert part.slice(start, inner) == made.slice(start, inner)
+@given(of_shapes(), st.data())
+def test_a_slice_knows_the_cells_of_its_positions(made: tuple[Shape, Routes], data: st.DataObject) -> None:
+    routes = made[1].bind(range(made[1].stop + 3))
+    start = data.draw(st.integers(routes.start, routes.stop))
+    stop = data.draw(st.integers(start, routes.stop))
+    part = routes.slice(start, stop)
+    assert told(part) == {at: ids for at, ids in told(routes).items() if start <= at[0] < stop}
+    assert versions_of(part) == {p: v for p, v in versions_of(routes).items() if start <= p < stop}
+    assert (part.missing_layers, part.token_hashes) == (routes.missing_layers, ())
     # What was checked once is not checked again, so it must still satisfy the check.
-    again = Routes(part.ids, part.valid, LAYER_IDS, NUM_EXPERTS, NUM_LAYERS, start, part.weights_versions)
-    assert again == part
+    fields = part.layer_ids, part.num_experts, part.num_layers, start, part.weights_versions
+    assert part == Routes(part.ids, part.known, *fields, missing_layers=part.missing_layers)
+    for wrong in ((routes.start - 1, stop), (start, routes.stop + 1), (stop + 1, stop)):
+        with pytest.raises(RowError, match="positions inside"):
+            routes.slice(*wrong)
 
 
-@given(routes(), st.data())
-def test_cutting_and_joining_gives_the_whole_back(made: Routes, data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.lists(st.integers(made.start, made.stop), max_size=3)))
-    bounds, tokens = [made.start, *cuts, made.stop], range(made.stop)
-    parts = [made.slice(a, b) for a, b in pairwise(bounds)]
-    assert parts[0].merge(*parts[1:], tokens=tokens) == made.bind(tokens)
-    joined = parts[0]
-    for part in parts[1:]:
-        joined = joined.append(part, tokens=tokens[: part.stop])
-    assert joined._with(token_hashes=()) == union(parts) == made
+@given(of_shapes(), st.data())
+def test_without_takes_away_what_was_named_and_no_more(made: tuple[Shape, Routes], data: st.DataObject) -> None:
+    shape, routes = made
+    layers = data.draw(st.sets(st.sampled_from(shape.layer_ids)))
+    at = np.array(data.draw(st.lists(st.booleans(), min_size=len(routes), max_size=len(routes))), bool)
+    left = {cell: ids for cell, ids in told(routes).items() if cell[1] not in layers or not at[cell[0] - routes.start]}
+    assert told(routes.without(layers, at)) == left
+    assert told(routes.without(layers)) == {cell: ids for cell, ids in told(routes).items() if cell[1] not in layers}
 
 
-@given(routes(), st.data())
-def test_joining_is_associative(first: Routes, data: st.DataObject) -> None:
-    second = data.draw(routes(start=first.stop))
-    third = data.draw(routes(start=second.stop))
-    assert (
-        union([union([first, second]), third])
-        == union([first, union([second, third])])
-        == union([third, first, second])
-    )
-    assert len(union([first, second])) == len(first) + len(second)
-
-
-@given(routes(), routes())
-def test_nothing_is_appended_behind_a_gap(first: Routes, second: Routes) -> None:
-    if len(first) and second.start > first.stop:
-        with pytest.raises(RowError, match=f"routes.start: wanted position {first.stop}"):
-            first.append(second)
-    elif len(first) and second.stop < first.start:
-        with pytest.raises(RowError, match=f"routes.stop: wanted position {first.start}"):
-            first.append(second)
+def test_what_cannot_be_taken_away_is_refused() -> None:
+    with pytest.raises(RowError, match=r"layers: wanted some of the routed layers \(1, 4\), got 2"):
+        SHAPE.whole(3).without([1, 2])
+    for at in ([True, False], [1, 0, 1]):
+        with pytest.raises(RowError, match=r"at: wanted bool of shape \(3,\)"):
+            SHAPE.whole(3).without([1], at)
 
 
 def test_equality_sees_every_part() -> None:
-    base = make(3, [True, False, True], ((3, 5, 1),))
-    assert base == make(3, [True, False, True], ((3, 4, 1), (4, 5, 1)))
+    """Goal: one value, one representation. Method: each part changed; masks by row and by cell of the same rows."""
+    rows = np.array([True, False, True])
+    base = SHAPE.routes(3, rows, versions=((3, 5, 1),))
+    assert base == SHAPE.routes(3, rows, versions=((3, 4, 1), (4, 5, 1)))
+    assert base == SHAPE.routes(3, np.repeat(rows[:, None], 2, axis=1), versions=((3, 5, 1),))
     others = [
-        make(4, [True, False, True], ((4, 6, 1),)),
-        make(3, [True, True, True], ((3, 5, 1),)),
-        make(3, [True, False, True], ((3, 5, 2),)),
-        make(3, [True, False], ((3, 5, 1),)),
-        Routes(base.ids, base.valid, (2, 4), NUM_EXPERTS, NUM_LAYERS, 3, base.weights_versions),
-        Routes(base.ids, base.valid, LAYER_IDS, NUM_EXPERTS, 7, 3, base.weights_versions),
-        Routes(base.ids, base.valid, LAYER_IDS, 301, NUM_LAYERS, 3, base.weights_versions),
+        SHAPE.routes(4, rows, versions=((4, 6, 1),)),
+        SHAPE.routes(3, [True] * 3, versions=((3, 5, 1),)),
+        SHAPE.routes(3, rows, versions=((3, 5, 2),)),
+        SHAPE.routes(3, rows[:2], versions=((3, 5, 1),)),
+        SHAPE.routes(3, rows[:, None] & np.array([True, False]), versions=((3, 5, 1),)),
+        Routes(base.ids, base.valid, (2, 4), *FIELDS[1:], 3, base.weights_versions),
+        Routes(base.ids, base.valid, SHAPE.layer_ids, 301, 6, 3, base.weights_versions),
+        Routes(base.ids, base.valid, SHAPE.layer_ids, 300, 7, 3, base.weights_versions),
+        Routes(base.ids, base.valid, *FIELDS, 3, base.weights_versions, missing_layers=(2,)),
         "routes",
     ]
     assert all(base != other for other in others)
@@ -150,15 +124,14 @@ def test_equality_sees_every_part() -> None:
 
 def test_routes_own_what_they_hold() -> None:
     """Goal: frozen through and through. Method: change the sources afterwards; try to write."""
-    ids, valid = sound_ids(range(3)), np.array([True, True, False])
-    made = Routes(ids, valid, LAYER_IDS, NUM_EXPERTS, NUM_LAYERS)
+    ids, valid = SHAPE.ids(range(3)), np.array([True, True, False])
+    made = Routes(ids, valid, *FIELDS)
     ids[:] = 0
     valid[:] = False
-    assert made == make(0, [True, True, False])
-    with pytest.raises(ValueError, match="read-only"):
-        made.ids[0] = 0
-    with pytest.raises(ValueError, match="read-only"):
-        made.slice(0, 2).valid[0] = False
+    assert made == SHAPE.routes(0, [True, True, False])
+    for array in (made.ids, made.slice(0, 2).valid):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
     with pytest.raises(FrozenInstanceError):
         made.start = 1  # type: ignore[misc]
 
@@ -168,131 +141,144 @@ def test_routes_own_what_they_hold() -> None:
     [
         ({"ids": np.zeros((2, 2), int)}, r"routes.ids: wanted integers \[n, layers, top_k\]"),
         ({"ids": np.zeros((2, 2, 3))}, "routes.ids.*float64"),
-        ({"ids": np.zeros((2, 1, 3), int)}, "2 layers as in layer_ids, got 1"),
+        ({"ids": np.zeros((2, 1, 3), int)}, "2 layers as in layer_ids, 3.*got int64 of shape"),
         ({"valid": np.ones(3, bool)}, "routes.valid"),
         ({"valid": np.ones(2, int)}, "routes.valid: wanted bool"),
         ({"start": -1}, "routes.start"),
         ({"start": 1.5}, "routes.start"),
         ({"weights_versions": ((0, 3, 1),)}, r"ranges inside \[0, 2\), got \[0, 3\)"),
-        ({"weights_versions": ((0, 2, 1), (1, 2, 2))}, "starts at 2 or later"),
+        ({"weights_versions": ((0, 2, 1), (1, 2, 2))}, r"increasing ranges inside \[2, 2\), got \[1, 2\)"),
         ({"weights_versions": ((1, 1, 1),)}, "ranges inside"),
         ({"weights_versions": ((0, 1),)}, r"\(start, stop, version\)"),
         ({"weights_versions": ((0, 1, "a"),)}, "weights_versions"),
+        ({"layer_ids": (4, 1)}, "increasing"),
+        *[
+            ({"missing_layers": layers}, r"routes.missing_layers: wanted distinct layers in \[0, 6\)")
+            for layers in ((1,), (6,), (-1,), (0, 0), ("a",))
+        ],
     ],
 )
-def test_arrays_that_do_not_fit_are_refused_by_name(change: dict[str, Any], message: str) -> None:
-    good = {
-        "ids": sound_ids(range(2)),
-        "valid": np.ones(2, bool),
-        "layer_ids": LAYER_IDS,
-        "num_experts": NUM_EXPERTS,
-        "num_layers": NUM_LAYERS,
-    }
-    Routes(**good)  # type: ignore[arg-type]
-    with pytest.raises(RowError, match=message):
+def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"ids": SHAPE.ids(range(2)), "valid": np.ones(2, bool)}
+    good |= dict(zip(("layer_ids", "num_experts", "num_layers"), FIELDS, strict=True))
+    Routes(**good)
+    with pytest.raises(SpecError if "layer_ids" in change else RowError, match=message):
         Routes(**{**good, **change})
 
 
-def test_a_layer_map_that_cannot_be_is_a_spec_error() -> None:
-    with pytest.raises(SpecError, match="increasing"):
-        Routes(sound_ids(range(1)), np.ones(1, bool), (4, 1), NUM_EXPERTS, NUM_LAYERS)
-
-
-@pytest.mark.parametrize("value", [300, -1, 70_000])
-def test_an_id_no_expert_has_is_named_with_position_and_layer(value: int) -> None:
-    """Goal: H12, nothing wraps around silently. Method: ids beyond num_experts, below 0 and beyond the dtype."""
-    ids = sound_ids(range(5))
-    ids[3, 1, 0] = value
-    valid = np.array([True, False, True, True, True])
-    with pytest.raises(RowError, match=rf"row 23 layer 4: wanted ids in \[0, 300\), got {value}"):
-        Routes(ids, valid, LAYER_IDS, NUM_EXPERTS, NUM_LAYERS, start=20)
-    valid[3] = False
-    assert Routes(ids, valid, LAYER_IDS, NUM_EXPERTS, NUM_LAYERS, start=20).missing == ((21, 22), (23, 24))
-
-
-def test_a_repeated_id_is_named_with_position_and_layer() -> None:
-    ids = sound_ids(range(5))
-    ids[2, 0, 2] = ids[2, 0, 0]
-    with pytest.raises(RowError, match="row 2 layer 1: wanted distinct ids"):
-        Routes(ids, np.ones(5, bool), LAYER_IDS, NUM_EXPERTS, NUM_LAYERS)
+@pytest.mark.parametrize("value", [300, -1, 70_000, None])
+def test_only_known_cells_are_checked_and_each_of_them_is(value: int | None) -> None:
+    """Goal: nothing wraps around silently. Method: an id beyond the experts, below 0, beyond the dtype, or twice in a
+    layer, named with position and layer where it is known; memory of what is not known holds anything."""
+    ids, known = SHAPE.ids(range(5)), np.ones((5, 2), bool)
+    ids[1, 0], known[1, 0] = 7_000_000, False
+    ids[3, 1, 0] = ids[3, 1, 1] if value is None else value
+    wanted = "wanted distinct ids" if value is None else rf"wanted ids in \[0, 300\), got {value}"
+    with pytest.raises(RowError, match=f"row 23 layer 4: {wanted}"):
+        Routes(ids, known, *FIELDS, start=20)
+    if value is None:
+        with pytest.raises(RowError, match="row 3 layer 4: wanted distinct ids"):
+            Routes.checked(Layout(*FIELDS, SHAPE.top_k), ids.astype(np.uint16), known.copy()).validate()
+    known[3, 1] = False
+    assert Routes(ids, known, *FIELDS, start=20).unknown == ((1, 21, 22), (4, 23, 24))
 
 
 def test_from_rows_takes_the_layout_from_the_spec() -> None:
-    spec = routing_spec(NUM_EXPERTS, TOP_K, LAYER_IDS, NUM_LAYERS, block_tokens=16)
-    valid = np.array([True, True, False, True])
-    rows = Rows(spec.rows(sound_ids(range(7, 11)), tokens=4), valid)
-    assert Routes.from_rows(spec, rows, start=7) == make(7, valid.tolist())
-    assert Routes.from_rows(spec, rows, 7, weights_version=3).weights_versions == ((7, 11, 3),)
-    versions = Rows(np.array([1, 1, 2, 2], np.uint32), np.array([True, True, False, True]))
-    assert Routes.from_rows(spec, rows, 7, weights_version=versions).weights_versions == ((7, 9, 1), (10, 11, 2))
+    rows = Rows(SPEC.rows(SHAPE.ids(range(7, 11)), tokens=4), valid := np.array([True, True, False, True]))
+    assert Routes.from_rows(SPEC, rows, start=7) == SHAPE.routes(7, valid)
+    assert Routes.from_rows(SPEC, rows, 7, weights_version=3).weights_versions == ((7, 11, 3),)
+    assert Routes.from_rows(SPEC, rows, 7, missing_layers=(5,)).routed_layers == (1, 4, 5)
     nothing = Rows(np.empty((0, 2, 3), np.uint16), np.empty(0, bool))
-    empty = Routes.from_rows(spec, nothing, 7, weights_version=3)
+    empty = Routes.from_rows(SPEC, nothing, 7, weights_version=3)
     assert (len(empty), empty.complete, empty.missing, empty.weights_versions) == (0, True, (), ())
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=12), st.integers(0, 9))
 def test_versions_by_token_become_ranges(tokens: list[tuple[int, bool]], start: int) -> None:
-    spec = routing_spec(NUM_EXPERTS, TOP_K, LAYER_IDS, NUM_LAYERS, block_tokens=16)
-    positions = range(start, start + len(tokens))
-    rows = Rows(sound_ids(positions), np.ones(len(tokens), bool))
+    rows = Rows(SHAPE.ids(range(start, start + len(tokens))), np.ones(len(tokens), bool))
     versions = Rows(np.array([v for v, _ in tokens], np.uint32), np.array([k for _, k in tokens], bool))
-    made = Routes.from_rows(spec, rows, start, weights_version=versions)
-    assert [version_at(made, p) for p in positions] == [v if known else None for v, known in tokens]
-
-
-def test_bad_rows_are_an_error_or_missing_as_asked() -> None:
-    """Goal: silent zeros of one token do not cost a request all its routes, unless it wants to know. Method: both."""
-    spec = routing_spec(NUM_EXPERTS, TOP_K, LAYER_IDS, NUM_LAYERS, block_tokens=16)
-    ids = sound_ids(range(6)).astype(np.uint16)
-    ids[1], ids[4, 1, 2] = 0, 300
-    rows = Rows(ids, np.array([True, True, False, True, True, True]))
-    with pytest.raises(RowError, match="row 14 layer 4: wanted ids in"):
-        Routes.from_rows(spec, rows, 10)
-    made = Routes.from_rows(spec, rows, 10, bad="missing", weights_version=3)
-    assert made.valid.tolist() == [True, False, False, True, False, True]
-    assert (made.ids[~made.valid] == 0xFFFF).all()
-    assert np.array_equal(made.ids[made.valid], sound_ids(range(6))[[0, 3, 5]])
-    assert made.weights_versions == ((10, 16, 3),)
-    with pytest.raises(RowError, match="bad: wanted raise or missing"):
-        Routes.from_rows(spec, rows, bad="zero")  # type: ignore[arg-type]
+    made = Routes.from_rows(SPEC, rows, start, weights_version=versions)
+    assert versions_of(made) == {p: v for p, (v, known) in enumerate(tokens, start) if known}
 
 
 def test_checked_rows_are_taken_at_their_word_and_copied() -> None:
     """Goal: rows that were checked when written cost one copy. Method: one that could not pass, and mutation."""
-    spec = routing_spec(NUM_EXPERTS, TOP_K, LAYER_IDS, NUM_LAYERS, block_tokens=16)
-    ids = sound_ids(range(3)).astype(np.uint16)
+    ids = SHAPE.ids(range(3)).astype(np.uint16)
     ids[1, 0, 1] = ids[1, 0, 0]
-    made = Routes.from_rows(spec, Rows(ids, np.ones(3, bool)), checked=True)
+    rows = Rows(ids, np.ones(3, bool))
+    with pytest.raises(RowError, match="row 11 layer 1: wanted distinct ids"):
+        Routes.from_rows(SPEC, rows, 10)
+    made = Routes.from_rows(SPEC, rows, checked=True)
     assert np.array_equal(made.ids, ids)
     ids[:] = 299
     assert (made.ids != 299).all()
     with pytest.raises(RowError, match="row 1 layer 1: wanted distinct ids"):
         made.validate()
-    with pytest.raises(RowError, match=r"routes\.valid"):
-        Routes.from_rows(spec, Rows(ids, np.ones(4, bool)), checked=True)
 
 
-def test_from_rows_refuses_rows_of_another_spec() -> None:
-    spec = routing_spec(NUM_EXPERTS, TOP_K, LAYER_IDS, NUM_LAYERS, block_tokens=16)
-    with pytest.raises(RowError, match="routing rows"):
-        Routes.from_rows(spec, Rows(np.zeros((2, 2, 2), np.uint16), np.ones(2, bool)))
-    with pytest.raises(RowError, match="a routing spec"):
-        Routes.from_rows(weights_version_spec(16), Rows(np.zeros(2, np.uint32), np.ones(2, bool)))
-    wrong = Rows(np.zeros(3, np.uint32), np.ones(3, bool))
-    with pytest.raises(RowError, match="weights_version rows"):
-        Routes.from_rows(spec, Rows(sound_ids(range(2)), np.ones(2, bool)), weights_version=wrong)
+@pytest.mark.parametrize(
+    ("spec", "rows", "more", "message"),
+    [
+        (SPEC, Rows(np.zeros((2, 2, 2), np.uint16), np.ones(2, bool)), {}, "routing rows"),
+        (SPEC, Rows(np.zeros((2, 2, 3), np.uint16), np.ones(4, bool)), {"checked": True}, r"routes\.valid"),
+        (weights_version_spec(16), Rows(np.zeros(2, np.uint32), np.ones(2, bool)), {}, "a routing spec"),
+        (
+            SPEC,
+            Rows(SHAPE.ids(range(2)), np.ones(2, bool)),
+            {"weights_version": Rows(np.zeros(3, np.uint32), np.ones(3, bool))},
+            "weights_version rows",
+        ),
+    ],
+)
+def test_from_rows_refuses_rows_of_another_spec(spec: Any, rows: Rows, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(RowError, match=message):
+        Routes.from_rows(spec, rows, **more)
 
 
-def test_slices_stay_inside_and_parts_match() -> None:
-    made = make(5, [True] * 4)
-    for start, stop in ((4, 6), (5, 10), (7, 6)):
-        with pytest.raises(RowError, match=r"positions inside \[5, 9\]"):
-            made.slice(start, stop)
-    other = Routes(sound_ids(range(9, 10)), np.ones(1, bool), (0, 4), NUM_EXPERTS, NUM_LAYERS, start=9)
-    with pytest.raises(RowError, match=r"part 1 routed_layers: wanted \(1, 4\), as part 0 has, got \(0, 4\)"):
-        made.append(other)
+# Tokens ---------------------------------------------------------------------------------------------------------------
 
 
-def test_repr_tells_what_matters() -> None:
-    assert repr(make(5, [])) == "Routes(no positions at 5, 2 of 6 layers, top 3 of 300 experts, complete)"
-    assert repr(make(5, [True, False])) == "Routes(positions 5..6, 2 of 6 layers, top 3 of 300 experts, 1 missing)"
+def test_routes_are_bound_to_their_tokens() -> None:
+    """Goal: rows of another sequence are noticed. Method: change, cut and extend the tokens of bound routes."""
+    tokens = list(range(100, 111))
+    bound = SHAPE.whole(10).bind(tokens)
+    bound.validate(tokens)
+    bound.validate([*tokens, 7])  # what was generated since
+    with pytest.raises(RowError, match="hash of the first 11 tokens"):
+        bound.validate([*tokens[:4], 0, *tokens[5:]])
+    with pytest.raises(RowError, match="tokens: wanted 11 or more"):
+        bound.validate(tokens[:10])
+    with pytest.raises(RowError, match="a hash of the tokens"):
+        SHAPE.whole(10).validate(tokens)
+    with pytest.raises(RowError, match="tokens: wanted 10 or more"):
+        SHAPE.whole(10).bind(tokens[:9])
+    assert bound.bind(tokens) == bound
+    with pytest.raises(RowError, match="hash of the first 11 tokens"):
+        bound.bind([0, *tokens[1:]])
+
+
+@given(of_shapes(), st.lists(st.booleans(), max_size=16), st.integers(0, 16))
+def test_validate_asks_for_the_rows_that_a_loss_needs(made: tuple[Shape, Routes], mask: list[bool], rows: int) -> None:
+    """Goal: no token is trained on without its route in every layer, and no other row is asked for. Method: walk the
+    positions; nothing was read before the first token."""
+    shape, routes = made
+    there = {p for p in range(routes.stop) if all((p, n) in told(routes) for n in shape.layer_ids)}
+    lost = [t for t, loss in enumerate(mask) if loss and t > 0 and t - 1 not in there]
+    for gap, how, why in (
+        (lost[0] - 1 if lost else None, {"loss_mask": mask}, f"a row, as position {lost[0] if lost else 0} has a loss"),
+        (next((p for p in range(rows) if p not in there), None), {"rows": rows}, "a row for each of the positions"),
+    ):
+        if gap is None:
+            routes.validate(**how)  # type: ignore[arg-type]
+            continue
+        with pytest.raises(RowError, match=f"^row {gap}( layer [0-9]+)?: wanted {why}"):
+            routes.validate(**how)  # type: ignore[arg-type]
+
+
+def test_repr_tells_what_is_missing() -> None:
+    assert repr(SHAPE.whole(0, 5)) == "Routes(no positions at 5, 2 of 6 layers, top 3 of 300 experts, complete)"
+    lacks = SHAPE.routes(3, [True] * 4 + [False]).without([4], np.arange(5) < 2)
+    where = "Routes(positions 3..7, 2 of 6 layers, top 3 of 300 experts, "
+    assert repr(lacks) == where + "1 missing, 1 layer missing in 2 rows)"
+    stage = without_layers(SHAPE, np.ones((2, 2), bool), (4,))
+    assert repr(stage) == "Routes(positions 0..1, 1 of 6 layers, top 3 of 300 experts, 1 layer missing in all rows)"

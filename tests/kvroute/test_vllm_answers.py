@@ -18,7 +18,7 @@ from kvroute.connector import Tokens
 from kvroute.connector.left import CUTS_MAX, LeftRoutes
 from kvroute.integrations.vllm import gathered, routes, unseen
 from kvroute.rollout import RolloutStore, open_rollouts
-from kvroute.token_hash import token_hashes
+from kvroute.routes.token_hash import token_hashes
 
 PROMPT, ANSWER = [5, 6, 7], [8, 9, 10, 11]
 TOKENS = [*PROMPT, *ANSWER]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from serving import ask, completion, served
 
-from kvroute.encodings.own import decode
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.shard import fetch_routes
+from kvroute.routes import Routes
 from kvroute.serving.config import DecodeConfig, PrefillConfig
 from kvroute.serving.decode import DecodeServer
 from kvroute.serving.prefill import PrefillServer
@@ -45,7 +45,7 @@ def test_decode_stores_what_it_answers_and_prefill_stores_nothing(tmp_path: Path
     store = LocalRollouts(tmp_path / "rollouts")
     handle = store.find("task:3:0:0")
     assert handle is not None
-    routes = decode(answer["samples"][0]["routed_experts"])
+    routes = Routes.from_json(answer["samples"][0]["routed_experts"])
     assert routes.complete
     assert fetch_routes(store, handle) == routes
 
@@ -53,7 +53,7 @@ def test_decode_stores_what_it_answers_and_prefill_stores_nothing(tmp_path: Path
 def test_off_crosses_without_rows(tmp_path: Path) -> None:
     """Goal: off is off on both sides, and KV crosses all the same."""
     answer = answered({"enable_routing_replay": False, "local_store_dir": str(tmp_path / "rollouts")})
-    assert len(decode(answer["samples"][0]["routed_experts"])) == 0
+    assert len(Routes.from_json(answer["samples"][0]["routed_experts"])) == 0
     assert not (tmp_path / "rollouts").exists()
 
 

@@ -21,7 +21,7 @@ from ports import hold_port
 from serving import Plain, all_blocks_are_back, ask, completion, metrics, served, wait_until
 
 from cache_manager.errors import ConfigError
-from kvroute.encodings.own import decode
+from kvroute.routes import Routes
 from kvroute.serving.config import DecodeConfig, FrontConfig, PrefillConfig
 from kvroute.serving.decode import DecodeServer
 from kvroute.serving.front import FrontServer
@@ -103,7 +103,7 @@ def test_many_at_once_under_pressure(front: Front, plain: Plain) -> None:
 def test_other_encodings_say_the_same(front: Front) -> None:
     """Goal: clients of SGLang and vLLM read our routes. Method: their decoding, beside kvroute's, of one request."""
     body = completion(9)
-    routes = decode(front.complete(body)["choices"][0]["routed_experts"])
+    routes = Routes.from_json(front.complete(body)["choices"][0]["routed_experts"])
     assert routes.complete
     sglang = front.complete(body | {"routed_experts_encoding": "sglang"})
     raw = b64decode(sglang["sglext"]["routed_experts"])

@@ -21,11 +21,11 @@ from ports import hold_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache_manager.keys import Namespace
-from kvroute.encodings.own import decode
 from kvroute.engine.engine import Engine
 from kvroute.engine.models import build_model
 from kvroute.engine.request import EngineConfig, Output, Request
 from kvroute.engine.text import END, VOCAB_SIZE, encode, paragraphs
+from kvroute.routes import Routes
 from kvroute.serving.bodies import DRAW
 from kvroute.serving.server import Server
 
@@ -62,7 +62,7 @@ class Plain:
         for output, choice in zip(self(body), answer["choices"], strict=True):
             assert choice["token_ids"] == list(output.tokens)
             assert choice["finish_reason"] == output.reason.value
-            routes = decode(choice["routed_experts"])
+            routes = Routes.from_json(choice["routed_experts"])
             assert len(routes) == len(output.routes)
             assert np.array_equal(routes.ids[routes.valid], output.routes.ids[routes.valid])
             reported = sum(gap["stop"] - gap["start"] for gap in choice["missing_rows"])

@@ -10,6 +10,7 @@ import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -32,3 +33,16 @@ def megatron() -> Iterator[Any]:
 
     with mcore.rank_of():
         yield mcore
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray cluster of this machine, for one module."""
+    import ray
+
+    with TemporaryDirectory(prefix="ray") as directory:
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=256 << 20, _temp_dir=directory)
+        try:
+            yield
+        finally:
+            ray.shutdown()

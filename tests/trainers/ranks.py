@@ -31,7 +31,7 @@ from verl.utils.megatron import router_replay_patch as verl_patch
 from verl.utils.megatron import router_replay_utils as verl_replay
 
 from kvroute.replay import megatron, skyrl, verl
-from kvroute.sharding import Layout, Split
+from kvroute.routes.split import Cut, Split
 
 TOKENS = (7, 5, 13)
 NUM_LAYERS = 8
@@ -44,7 +44,7 @@ class Case:
     tp: int = 1
     cp: int = 1
     pp: int = 1
-    layout: Layout = "zigzag"
+    layout: Cut = "zigzag"
 
     def split(self) -> Split:
         return Split(

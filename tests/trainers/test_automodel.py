@@ -117,9 +117,9 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     """Goal: nothing is replayed by a refused call. Method: every misfit, and a model without replay."""
     model = Model()
     for wrong, message in [
-        (rows()[:, :2], r"rows: wanted integers \[tokens, 3, top_k\], got torch.int64 of shape \(6, 2, 4\)"),
+        (rows()[:, :2], r"rows: wanted integers \[tokens, 3 layers, top_k\], got torch.int64 of shape \(6, 2, 4\)"),
         (rows().float(), "got torch.float32"),
-        (torch.zeros_like(rows()), r"token 0 gate 0: wanted distinct ids, 0 or more, got \[0, 0, 0, 0\]"),
+        (torch.zeros_like(rows()), r"rows token 0 layer 1: wanted distinct ids, 0 or more, got \[0, 0, 0, 0\]"),
         (torch.from_numpy(np.full((6, 3, 4), -1)), r"got \[-1, -1, -1, -1\]"),
     ]:
         with pytest.raises(ReplayError, match=message), nemo_rl.automodel(model, wrong):

@@ -13,8 +13,7 @@ from routes_of import expert_rows, made_routes
 from cache_manager.errors import RowError
 from kvroute.replay import megatron as replay
 from kvroute.replay.errors import ReplayError
-from kvroute.routes import Routes
-from kvroute.sharding import Split
+from kvroute.routes import Routes, Split
 
 LAYERS = (1, 2, 3)
 ALONE = Split()
@@ -176,7 +175,7 @@ def test_zero_rows_would_send_a_token_to_one_expert(megatron: Any) -> None:
     assert routing_map.sum(dim=1).tolist() == [1] * 5
     torch.testing.assert_close(probabilities.sum(dim=1), torch.full((5,), 0.25))
     replay.clear(stage)
-    with pytest.raises(ReplayError, match=r"router of layer 1 local token 0: wanted distinct ids.*got \[0, 0, 0, 0\]"):
+    with pytest.raises(ReplayError, match=r"rows token 0 layer 1: wanted distinct ids.*got \[0, 0, 0, 0\]"):
         replay.install(stage, zeros)
     assert router.router_replay.target_topk_idx is None
 
@@ -241,10 +240,13 @@ def test_virtual_pipeline_chunks_are_one_model(megatron: Any) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (torch.zeros(5, 3, 4), r"rows: wanted integers \[local tokens, 3, top_k\], got torch.float32"),
+        (torch.zeros(5, 3, 4), "rows: wanted integers, got torch.float32"),
         (torch.zeros(5, 4, 4, dtype=torch.int64), r"got torch.int64 of shape \(5, 4, 4\)"),
-        (torch.arange(3).expand(5, 3, 3), "router of layer 1: wanted top_k 4, got 3"),
-        (torch.arange(4).expand(5, 3, 4) - 1, r"local token 0: wanted distinct ids in \[0, 16\), got \[-1, 0, 1, 2\]"),
+        (torch.arange(3).expand(5, 3, 3), r"3 layers, top_k 4\], got torch.int64 of shape \(5, 3, 3\)"),
+        (
+            torch.arange(4).expand(5, 3, 4) - 1,
+            r"rows token 0 layer 1: wanted distinct ids in \[0, 16\), got \[-1, 0, 1, 2\]",
+        ),
         (torch.full((5, 3, 4), -1), r"got \[-1, -1, -1, -1\]"),
         (torch.arange(13, 17).expand(5, 3, 4), r"got \[13, 14, 15, 16\]"),
     ],

@@ -24,8 +24,7 @@ from verl.utils.megatron import router_replay_patch as verl_patch
 from verl.utils.megatron import router_replay_utils as verl_engine
 
 from kvroute.replay import megatron, nemo_rl, skyrl, verl
-from kvroute.routes import Routes
-from kvroute.sharding import Split
+from kvroute.routes import Routes, Split
 
 ROOT = Path(__file__).parents[2]
 ENGINE_PYTHON = os.environ.get("KVROUTE_PYTHON", str(ROOT / ".venv" / "bin" / "python"))

@@ -17,7 +17,7 @@ from skyrl.backends.skyrl_train.utils.routed_experts import RoutedExpertTrace, c
 from skyrl.train.dataset import preprocess
 
 from kvroute.replay import megatron, skyrl
-from kvroute.sharding import Split
+from kvroute.routes import Split
 
 LAYERS = (1, 2, 3)
 

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
 from cache_manager.testing.faults import FaultyDisk
-from kvroute.rollout.contract import of_layers, routes_of
+from kvroute.rollout import local
+from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.local import LocalRollouts
-from kvroute.rollout.settings import CutSettings
 from kvroute.rollout.shard import fetch_routes
 from kvroute.routes import Routes
+from kvroute.testing.rollouts import of_layers, routes_of
 
 CUT = CutSettings(part_nbytes=64)
-PUT_NBYTES = 3_400
+PUT_NBYTES = 900
 """About what one put of the tests writes."""
 
 
@@ -30,61 +37,54 @@ def store_at(directory: Path, disk: FaultyDisk | None = None, *, sync: bool = Fa
     return LocalRollouts(directory, CUT, sync=sync, disk=disk)
 
 
-def names_below(directory: Path) -> list[str]:
-    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if ".locks" not in path.parts)
-
-
-@pytest.mark.parametrize("budget_nbytes", range(0, PUT_NBYTES, 300))
-def test_a_writer_killed_anywhere_leaves_the_put_before(tmp_path: Path, budget_nbytes: int) -> None:
-    """Goal: a kill costs the put and nothing else. Method: SIGKILL after so many bytes of a second put; what another
-    process finds then, and that its next put leaves no trace of the killed one."""
-    with_one = store_at(tmp_path)
-    with_one.put("task:1:0:0", routes_of(1))
-    before = names_below(tmp_path)
+def killed_in_a_put(directory: Path, set_up: Callable[[FaultyDisk, Callable[..., None]], None]) -> None:
+    """A child puts a second rollout of the id, and kills itself where ``set_up(disk, die)`` says."""
     pid = os.fork()
     if pid == 0:
         disk = FaultyDisk()
-        disk.write_budget_nbytes = budget_nbytes
-        disk.at_limit = lambda: os.kill(os.getpid(), signal.SIGKILL)
-        store_at(tmp_path, disk).put("task:1:0:0", routes_of(2))
+        set_up(disk, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        store_at(directory, disk).put("task:1:0:0", routes_of(2))
         os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status), "the budget was not used up"
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1]), "the put came to its end"
+
+
+@pytest.mark.parametrize("budget_nbytes", range(0, PUT_NBYTES, 75))
+def test_a_writer_killed_anywhere_leaves_the_put_before(tmp_path: Path, budget_nbytes: int) -> None:
+    """Goal: a kill costs the put and nothing else. Method: SIGKILL after so many bytes of a second put; what another
+    process finds then, and that its next put leaves no trace of the killed one."""
     store = store_at(tmp_path)
+    store.put("task:1:0:0", routes_of(1))
+
+    def after_bytes(disk: FaultyDisk, die: Callable[..., None]) -> None:
+        disk.write_budget_nbytes, disk.at_limit = budget_nbytes, die
+
+    killed_in_a_put(tmp_path, after_bytes)
     handle = store.find("task:1:0:0")
     assert handle is not None
     assert fetch_routes(store, handle) == routes_of(1)
-    assert store.reap() == 1
-    assert names_below(tmp_path) == before
-    third = store.put("task:1:0:0", routes_of(3))
+    assert sorted(os.listdir(tmp_path)) == [".task:1:0:0.partial", "task:1:0:0.routes"]
+    third = store.put("task:1:0:0", routes_of(3, 8))
     assert store.find("task:1:0:0") == third
-    assert fetch_routes(store, third) == routes_of(3)
+    assert fetch_routes(store, third) == routes_of(3, 8)
+    assert os.listdir(tmp_path) == ["task:1:0:0.routes"]
 
 
-@pytest.mark.parametrize("step", ["rename", "replace"])
-def test_a_writer_killed_between_two_names_leaves_the_put_before(tmp_path: Path, step: str) -> None:
-    """Goal: names change in one step. Method: SIGKILL right after the directory, or ``current``, has its name."""
-    store_at(tmp_path).put("task:1:0:0", routes_of(1))
-    pid = os.fork()
-    if pid == 0:
-        original = getattr(Path, step)
-
-        def then_die(self: Path, target: Path) -> None:
-            original(self, target)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        setattr(Path, step, then_die)
-        store_at(tmp_path).put("task:1:0:0", routes_of(2))
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_writer_killed_beside_the_rename_leaves_one_put(tmp_path: Path, when: str) -> None:
+    """Goal: a name changes in one step. Method: SIGKILL right before and right after the file has its name."""
     store = store_at(tmp_path)
+    store.put("task:1:0:0", routes_of(1))
+
+    def at_the_rename(_: FaultyDisk, die: Callable[..., None]) -> None:
+        original = Path.replace
+        setattr(Path, "replace", die if when == "before" else lambda *names: die(original(*names)))  # noqa: B010
+
+    killed_in_a_put(tmp_path, at_the_rename)
     handle = store.find("task:1:0:0")
     assert handle is not None
-    assert fetch_routes(store, handle) == routes_of(1 if step == "rename" else 2)
-    assert store.reap() == 1
-    assert fetch_routes(store, handle) == routes_of(1 if step == "rename" else 2)
-    assert len(list((tmp_path / "task:1:0:0").iterdir())) == 2
+    assert fetch_routes(store, handle) == routes_of(1 if when == "before" else 2)
+    store.delete(handle)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
@@ -93,11 +93,10 @@ def test_a_put_that_fails_changes_nothing(tmp_path: Path, number: int) -> None:
     disk = FaultyDisk()
     store = store_at(tmp_path, disk)
     handle = store.put("task:1:0:0", routes_of(1))
-    before = names_below(tmp_path)
-    disk.write_budget_nbytes, disk.write_errno = 2_000, number
+    disk.write_budget_nbytes, disk.write_errno = 500, number
     with pytest.raises(StorageError, match=os.strerror(number)):
         store.put("task:1:0:0", routes_of(2))
-    assert names_below(tmp_path) == before
+    assert os.listdir(tmp_path) == ["task:1:0:0.routes"]
     disk.write_budget_nbytes = None
     assert store.find("task:1:0:0") == handle
     assert (store.counters.puts, store.counters.put_failures) == (1, 1)
@@ -115,7 +114,7 @@ def test_a_sync_that_fails_is_reported_and_tried_again(tmp_path: Path) -> None:
         store_at(tmp_path, disk, sync=True).put("task:1:0:1", routes_of(2))
     disk.sync_errno, before = None, disk.syncs
     store.flush()
-    assert disk.syncs > before + 6  # the files of six layers, and their directories
+    assert disk.syncs == before + 2  # the file, and the directory
     store.close()
 
 
@@ -136,58 +135,65 @@ def test_a_read_error_is_a_failure_and_no_absence(tmp_path: Path) -> None:
     assert store.counters.corrupt == 0
 
 
-@pytest.mark.parametrize("at", [0, 9, 13, 20, 40, 300, -3])
-def test_every_byte_of_a_file_counts(tmp_path: Path, at: int) -> None:
-    """Goal: no byte is believed unsummed. Method: a bit is flipped in each part of a file's layout."""
-    store = store_at(tmp_path)
-    handle = store.put("x", routes_of(1))
-    file = tmp_path / "x" / handle.put_id / "layer_00003.routes"
-    content = bytearray(file.read_bytes())
-    content[at] ^= 0x10
-    file.write_bytes(content)
-    assert store.get(handle, [3]) is Absence.CORRUPT
-    assert store.get(handle, [1]) == [of_layers(routes_of(1), {1})]
-
-
-@pytest.mark.parametrize("nbytes", [0, 10, 31, 100, -1])
-def test_a_file_cut_short_is_damage(tmp_path: Path, nbytes: int) -> None:
-    store = store_at(tmp_path)
-    handle = store.put("x", routes_of(1))
-    file = tmp_path / "x" / handle.put_id / "layer_00003.routes"
-    os.truncate(file, nbytes if nbytes >= 0 else file.stat().st_size + nbytes)
-    assert store.get(handle, [3]) is Absence.CORRUPT
+@given(st.data())
+def test_every_byte_of_a_file_counts(data: st.DataObject) -> None:
+    """Goal: no byte is believed unsummed. Method: a bit of a file is another, or it is cut short; in a part that costs
+    the layer that the part is of and no other, and by the file's name it is found or not, but never another."""
+    with TemporaryDirectory() as name, closing(store_at(Path(name))) as store:
+        handle = store.put("x", routes_of(1))
+        file = Path(name) / "x.routes"
+        content = bytearray(file.read_bytes())
+        parts_at, cut = handle.header_nbytes, data.draw(st.booleans())
+        at = data.draw(st.integers(0, len(content) - 1) | st.integers(0, 40))
+        if cut:
+            content = content[:at]
+        else:
+            content[at] ^= 1 << data.draw(st.integers(0, 7))
+        file.write_bytes(content)
+        assert store.find("x") == (handle if at >= parts_at else None)
+        for i, layer in enumerate(handle.layout.layer_ids):
+            layer_at = parts_at + 80 * i  # 40 rows of 2 ids of a byte
+            sound = at >= layer_at + 80 or (layer_at > at >= parts_at and not cut)
+            found = store.get(handle, [layer])
+            assert found == ([of_layers(routes_of(1), {layer})] if sound else Absence.CORRUPT)
 
 
 def test_a_file_of_another_rollout_is_damage(tmp_path: Path) -> None:
-    """Goal: foreign rows are never taken. Method: a whole file, sound in itself, in the place of another."""
+    """Goal: foreign rows are never taken. Method: a whole file, sound in itself, in the place of another; as another
+    put of the same rollout it is a miss, and found."""
     store = store_at(tmp_path)
     handle, other = store.put("x", routes_of(1)), store.put("y", routes_of(2))
-    for name in ("layer_00003.routes", "layer_00005.routes"):
-        shutil.copy(tmp_path / "y" / other.put_id / name, tmp_path / "x" / handle.put_id / "layer_00003.routes")
-        assert store.get(handle, [3]) is Absence.CORRUPT
-    shutil.copy(
-        tmp_path / "x" / handle.put_id / "layer_00005.routes", tmp_path / "x" / handle.put_id / "layer_00001.routes"
-    )
-    assert store.get(handle, [1]) is Absence.CORRUPT
+    shutil.copy(tmp_path / "y.routes", tmp_path / "x.routes")
+    assert store.get(handle) is Absence.CORRUPT
+    assert store.find("x") is None
+    store.delete(handle)
+    assert fetch_routes(store, other) == routes_of(2)
+    assert fetch_routes(store, store.put("x", routes_of(3))) == routes_of(3)
+    assert store.get(handle) is Absence.MISS
+    assert store.counters.corrupt == 2
 
 
-def test_a_damaged_current_is_found_by_nobody_and_replaced(tmp_path: Path) -> None:
+def test_a_writer_that_never_ends_costs_the_put_and_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: no wait without a limit. Method: a stopped writer has the file of a rollout; a put and a delete say so, and
+    what is there is read; then it ends."""
+    monkeypatch.setattr(local, "LOCK_S", 0.05)
     store = store_at(tmp_path)
     handle = store.put("x", routes_of(1))
-    for content in (b"", b"0" * 16 + b" {}", b"\xff" * 100, (tmp_path / "x" / "current").read_bytes()[:-9]):
-        (tmp_path / "x" / "current").write_bytes(content)
-        assert store.find("x") is None
-    assert store.counters.corrupt == 4
-    assert store.reap() == 0  # nobody knows what is current, and a handle still works
-    assert fetch_routes(store, handle) == routes_of(1)
-    last = store.put("x", routes_of(2))
-    assert store.find("x") == last
+    with open(tmp_path / ".x.partial", "wb") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        for call in (lambda: store.put("x", routes_of(2)), lambda: store.delete(handle)):
+            with pytest.raises(StorageError, match=r"x.routes: another writer has had it for 0.05 s"):
+                call()
+        assert fetch_routes(store, handle) == routes_of(1)
+    store.delete(handle)
+    assert os.listdir(tmp_path) == []
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from kvroute.rollout.contract import routes_of
+from kvroute.testing.rollouts import routes_of
+from kvroute.rollout import local
 from kvroute.rollout.local import LocalRollouts
 
 store = LocalRollouts(Path(sys.argv[1]))
@@ -218,22 +224,18 @@ def test_writers_in_other_processes_do_not_meet(tmp_path: Path) -> None:
     for name in ("task:0:0:0", "task:1:0:0"):
         handle = store.find(name)
         assert handle is not None
-        assert sorted(os.listdir(tmp_path / name)) == sorted([handle.put_id, "current"])
+    assert sorted(os.listdir(tmp_path)) == ["task:0:0:0.routes", "task:1:0:0.routes"]
 
 
-def test_a_link_in_the_directory_is_not_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["x.routes", ".x.partial"])
+def test_a_link_in_the_directory_is_not_followed(tmp_path: Path, name: str) -> None:
     """Goal: a directory that others write to leads nowhere. Method: a file of a rollout is a link to another's."""
     store = store_at(tmp_path / "store")
     handle = store.put("x", routes_of(1))
-    file = tmp_path / "store" / "x" / handle.put_id / "layer_00003.routes"
-    file.rename(tmp_path / "elsewhere")
-    file.symlink_to(tmp_path / "elsewhere")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes((tmp_path / "store" / "x.routes").read_bytes())
+    (tmp_path / "store" / name).unlink(missing_ok=True)
+    (tmp_path / "store" / name).symlink_to(elsewhere)
     with pytest.raises(StorageError):
-        store.get(handle, [3])
-
-
-def test_what_was_deleted_leaves_no_directory(tmp_path: Path) -> None:
-    store = store_at(tmp_path)
-    handle = store.put("x", routes_of(1))
-    store.delete(handle)
-    assert names_below(tmp_path) == []
+        store.get(handle) if name == "x.routes" else store.put("x", routes_of(2))
+    assert elsewhere.stat().st_size > handle.header_nbytes

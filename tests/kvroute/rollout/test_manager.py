@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,76 +14,55 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_manager.errors import ConfigError, InvalidInputError, RowError, StorageError, StoreClosedError
-from cache_manager.ports import Absence
 from kvroute.capture.canary import canary_rows, canary_spec, check_canary
 from kvroute.config import RoutingReplayConfig
 from kvroute.rollout import RolloutHandle, open_rollouts
-from kvroute.rollout.contract import routes_of
-from kvroute.rollout.grid import Range
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.manager import ReplayCounters, ReplayLimits, RoutingReplayManager
-from kvroute.rollout.port import RolloutCounters, RolloutStore
 from kvroute.rollout.shard import fetch_routes
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec
+from kvroute.testing.rollouts import routes_of
 
 SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=range(1, 12, 2), num_layers=12, block_tokens=8)
 """Of the routes that ``routes_of`` makes."""
 
 
-class FaultyRollouts:
-    """A rollout store that fails, or waits, when told to; otherwise the one it wraps."""
+class FaultyRollouts(LocalRollouts):
+    """A rollout store that fails, or waits, when told to."""
 
-    def __init__(self, store: RolloutStore) -> None:
-        self.store = store
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
         self.fail_put: Exception | None = None
         self.fail_delete = self.fail_flush = False
         self.gate = threading.Event()
         self.gate.set()
         self.log: list[str] = []
 
-    @property
-    def counters(self) -> RolloutCounters:
-        return self.store.counters
-
     def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
         assert self.gate.wait(60)
         if self.fail_put is not None:
             raise self.fail_put
         self.log.append(f"put {rollout_id}")
-        return self.store.put(rollout_id, routes)
-
-    def find(self, rollout_id: str) -> RolloutHandle | None:
-        return self.store.find(rollout_id)
-
-    def get(
-        self, handle: RolloutHandle, layers: Sequence[int] | None = None, spans: Sequence[Range] | None = None
-    ) -> list[Routes] | Absence:
-        return self.store.get(handle, layers, spans)
+        return super().put(rollout_id, routes)
 
     def delete(self, handle: RolloutHandle) -> None:
         if self.fail_delete:
             raise StorageError("delete failed on purpose")
         self.log.append(f"delete {handle.rollout_id}")
-        self.store.delete(handle)
+        super().delete(handle)
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         if self.fail_flush:
             raise StorageError("flush failed on purpose")
         self.log.append("flush")
-        self.store.flush()
-
-    def close(self) -> None:
-        self.log.append("close")
-        self.store.close()
-        if self.fail_flush:
-            raise StorageError("flush failed on purpose")
+        super()._flush()
 
 
 def managed(
     directory: Path, limits: ReplayLimits | None = None, **keys: Any
 ) -> tuple[RoutingReplayManager, FaultyRollouts]:
-    store = FaultyRollouts(LocalRollouts(directory / "store"))
+    store = FaultyRollouts(directory / "store")
     config = RoutingReplayConfig(enable_routing_replay=True, **keys)
     return RoutingReplayManager(config, SPEC, store=store, limits=limits), store
 
@@ -93,8 +72,7 @@ def test_what_is_submitted_is_stored_and_durable_on_close(tmp_path: Path) -> Non
     manager, store = managed(tmp_path)
     tickets = [manager.submit(f"task:{i}:0:0", routes_of(i)) for i in range(20)]
     manager.close()
-    assert store.log[-1] == "close"
-    assert len(store.log) == 21
+    assert store.log == [*(f"put task:{i}:0:0" for i in range(20)), "flush"]
     other = LocalRollouts(tmp_path / "store")
     for i, ticket in enumerate(tickets):
         assert fetch_routes(other, ticket.result(0)) == routes_of(i)
@@ -117,53 +95,43 @@ def test_fastdeploys_request_ids_name_the_rollouts(tmp_path: Path) -> None:
 def test_a_failed_put_is_told_to_whoever_asks_and_at_the_end(tmp_path: Path, error: Exception) -> None:
     """Goal: failures are never swallowed. Method: puts fail; ticket, counters and close say so, with reasons."""
     manager, store = managed(tmp_path)
-    good = manager.submit("good", routes_of(1))
-    good.result()
+    manager.submit("good", routes_of(1)).result()
     store.fail_put = error
-    asked, unasked = manager.submit("asked", routes_of(2)), manager.submit("unasked", routes_of(3))
-    with pytest.raises(StorageError, match=f"rollout asked was not stored: {error}"):
-        asked.result(60)
-    with pytest.raises(StorageError, match=rf"^rollouts were lost: rollout unasked was not stored: {error}$"):
+    tickets = [manager.submit(f"r{i}", routes_of(2)) for i in range(10)]
+    with pytest.raises(StorageError, match=f"rollout r0 was not stored: {error}"):
+        tickets[0].result(60)
+    with pytest.raises(StorageError, match=rf"^rollouts were lost: rollout r0 was not .*: {error}; .*; and 2 more$"):
         manager.close()
-    assert unasked.done
-    assert manager.counters == ReplayCounters(submitted=3, stored=1, failed=2)
+    assert all(ticket.done for ticket in tickets)
+    assert manager.counters == ReplayCounters(submitted=11, stored=1, failed=10)
 
 
 def test_a_flush_that_fails_is_told(tmp_path: Path) -> None:
     manager, store = managed(tmp_path)
     manager.submit("x", routes_of(1))
     store.fail_flush = True
-    with pytest.raises(StorageError, match="flush failed on purpose"):
-        manager.flush()
     with pytest.raises(StorageError, match="rollouts were lost: flush failed on purpose"):
         manager.close()
 
 
 def test_only_the_last_turn_stays(tmp_path: Path) -> None:
     """Goal: FastDeploy's ``only_last_turn``. Method: turns of two generations; each delete comes after its put, and
-    neither another segment nor another generation is touched."""
+    neither another segment nor another generation is touched; without the key every turn stays."""
+    every, kept = managed(tmp_path / "every")
     manager, store = managed(tmp_path, only_last_turn=True)
     names = ["t:0:0:0", "t:0:0:1", "t:0:1:0", "t:1:0:0", "t:0:2:0"]
     for i, name in enumerate(names):
-        manager.submit(name, routes_of(i))
-    manager.flush()
+        manager.submit(name, routes_of(i)).result()
+        every.submit(name, routes_of(i)).result()
+    assert all(kept.find(name) for name in names)
+    every.close()
     assert [name for name in names if store.find(name)] == ["t:0:0:1", "t:1:0:0", "t:0:2:0"]
     assert store.log[2:4] == ["put t:0:1:0", "delete t:0:0:0"]
     assert manager.counters.turns_deleted == 2
     store.fail_delete = True
     ticket = manager.submit("t:0:3:0", routes_of(9))
     assert ticket.result().rollout_id == "t:0:3:0"
-    manager.flush()
     assert manager.counters.turn_failures == 1
-    manager.close()
-
-
-def test_every_turn_stays_unless_it_is_asked_for(tmp_path: Path) -> None:
-    manager, store = managed(tmp_path)
-    for turn in range(3):
-        manager.submit(f"t:0:{turn}:0", routes_of(turn))
-    manager.flush()
-    assert all(store.find(f"t:0:{turn}:0") for turn in range(3))
     manager.close()
 
 
@@ -183,7 +151,8 @@ def test_too_many_are_refused_and_counted(tmp_path: Path, limits: ReplayLimits) 
     with pytest.raises(StorageError, match="is not stored yet"):
         tickets[0].result(0)
     store.gate.set()
-    manager.close()
+    with pytest.raises(StorageError, match=r"rollouts were lost: rollout .* was refused"):
+        manager.close()
     counters = manager.counters
     assert (counters.stored, counters.waiting, counters.waiting_nbytes) == (8 - len(refused), 0, 0)
 
@@ -201,7 +170,8 @@ def test_the_limit_of_waiting_bytes_is_one(tmp_path: Path, room_nbytes: int, ref
             tickets[1].result(0)
     assert manager.counters.waiting_nbytes <= nbytes + room_nbytes
     store.gate.set()
-    manager.close()
+    with pytest.raises(StorageError, match="was refused") if refused else nullcontext():
+        manager.close()
 
 
 def test_what_is_not_stored_in_time_is_named_at_the_end(tmp_path: Path) -> None:
@@ -213,57 +183,27 @@ def test_what_is_not_stored_in_time_is_named_at_the_end(tmp_path: Path) -> None:
         StorageError, match=r"rollouts were lost: 3 rollouts are not stored after 0.2 s; .*rollout r2: closed"
     ):
         manager.close()
-    with pytest.raises(StorageError, match="closed before it was stored"):
-        tickets[2].result(0)
+    for ticket in tickets[1:]:
+        with pytest.raises(StorageError, match=f"rollout {ticket.rollout_id}: closed before it was stored"):
+            ticket.result(0)
+    assert (manager.counters.failed, manager.counters.waiting) == (2, 1)
     store.gate.set()
     with pytest.raises(StorageError):  # the one that the store had: it is closed
         tickets[0].result(60)
+    assert (manager.counters.failed, manager.counters.waiting) == (3, 0)
 
 
-def test_a_closed_manager_says_so(tmp_path: Path) -> None:
-    manager, _ = managed(tmp_path)
-    manager.close()
-    with pytest.raises(StoreClosedError):
-        manager.submit("x", routes_of(1))
-    with pytest.raises(StoreClosedError):
-        manager.flush()
-    with pytest.raises(StoreClosedError):
-        manager.journal("x")
-
-
-# ---------------------------------------------------------------- journals
-
-
-def test_a_journals_rows_are_what_is_stored(tmp_path: Path) -> None:
-    """Goal: sampling-time rows reach the store. Method: rows recorded, settled, and recorded again with others."""
+def test_a_closed_manager_refuses_and_raises_nothing_into_an_engine(tmp_path: Path) -> None:
+    """Goal: an engine that has given a sample's blocks back does not fail for want of a store. Method: a manager that
+    was closed takes a rollout: the ticket and the counters say so."""
     manager, store = managed(tmp_path)
-    first, again = routes_of(1, 6), routes_of(2, 6)
-    for sample in (0, 1):
-        journal = manager.journal("r", sample)
-        assert manager.journal("r", sample) is journal
-        journal.record(first)
-        journal.settle(np.arange(7))
-        journal.record(again)
-    sampled = manager.submit("r").result()
-    recomputed = manager.submit("r", sample=1, rows="recomputed").result()
-    stored = [fetch_routes(store, handle) for handle in (sampled, recomputed)]
-    assert [np.array_equal(s.ids, r.ids) for s, r in zip(stored, (first, again), strict=True)] == [True, True]
-    with pytest.raises(InvalidInputError, match="one with a journal"):
-        manager.submit("r")
-    manager.journal("gone")
-    manager.forget("gone")
-    manager.forget("gone")
-    with pytest.raises(InvalidInputError, match="one with a journal"):
-        manager.submit("gone")
     manager.close()
-
-
-def test_journals_have_a_limit(tmp_path: Path) -> None:
-    manager, _ = managed(tmp_path, ReplayLimits(journals_max=2))
-    manager.journal("a"), manager.journal("b")
-    with pytest.raises(InvalidInputError, match="journals: wanted at most 2 requests"):
-        manager.journal("c")
-    manager.close()
+    ticket = manager.submit("x", routes_of(1))
+    assert ticket.done
+    with pytest.raises(StoreClosedError, match="rollout x was refused: the routing replay manager is closed"):
+        ticket.result(0)
+    assert manager.counters == ReplayCounters(submitted=1, refused=1)
+    assert store.log == ["flush"]
 
 
 # ---------------------------------------------------------------- what does not fit
@@ -286,7 +226,7 @@ def test_a_configuration_that_is_off_or_of_another_model_is_refused(tmp_path: Pa
 def test_routes_of_another_model_are_refused(tmp_path: Path) -> None:
     manager, _ = managed(tmp_path)
     for other in (routes_of(1, layers=5), routes_of(1, experts=9), routes_of(1, top_k=3)):
-        with pytest.raises(InvalidInputError, match=r"routes\."):
+        with pytest.raises(InvalidInputError, match="routes "):
             manager.submit("x", other)
     assert manager.counters.submitted == 0
     manager.close()
@@ -310,9 +250,10 @@ def test_the_configuration_names_the_store(tmp_path: Path, keys: dict[str, Any],
         handle = manager.submit("x", routes_of(1)).result()
         assert fetch_routes(manager.store, handle) == routes_of(1)
         assert bool(handle.inline) == (kind == "ResponseRollouts")
-    files = sorted(path.name for path in tmp_path.rglob("*.routes"))
-    fused = [] if handle.inline else ["routes.routes"] if "use_fused_put" in keys else None
-    assert files == (fused if fused is not None else [f"layer_{i:05d}.routes" for i in range(1, 12, 2)])
+    assert handle.part_layers == (6 if handle.inline or keys.get("use_fused_put") else 1)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.routes")] == (
+        [] if handle.inline else ["here/x.routes"]
+    )
 
 
 # ---------------------------------------------------------------- debug mode
@@ -329,20 +270,19 @@ def canaries(rows: int = 30, start: int = 0, moved: int = 0) -> Routes:
 
 def test_debug_mode_checks_what_is_submitted_and_reads_it_back(tmp_path: Path) -> None:
     """Goal: a misplaced row says where it came from. Method: canaries in place, off, and moved by the store."""
-    store = FaultyRollouts(LocalRollouts(tmp_path / "store"))
+    store = FaultyRollouts(tmp_path / "store")
     config = RoutingReplayConfig(enable_routing_replay=True, debug_mode=True, routing_dtype="uint8")
     manager = RoutingReplayManager(config, canary_spec(SPEC), store=store)
     assert fetch_routes(store, manager.submit("x", canaries()).result()) == canaries()
     with pytest.raises(AssertionError, match=r"at position 10 layer 1 lies the row of position 12 layer 1 .20 rows"):
         manager.submit("x", canaries(moved=2))
 
-    def put_moved(rollout_id: str, _routes: Routes) -> RolloutHandle:
-        return store.store.put(rollout_id, canaries(moved=1))
-
-    store.put = put_moved  # type: ignore[method-assign]
+    put = store.put
+    store.put = lambda rollout_id, _: put(rollout_id, canaries(moved=1))  # type: ignore[method-assign]
     with pytest.raises(StorageError, match="rollout y was not stored: misplaced row: at position 10"):
         manager.submit("y", canaries()).result(60)
-    manager.close()
+    with pytest.raises(StorageError, match=r"rollouts were lost: .*misplaced row"):
+        manager.close()
 
 
 def test_canaries_are_never_stored_as_routes(tmp_path: Path) -> None:
@@ -350,7 +290,7 @@ def test_canaries_are_never_stored_as_routes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="debug_mode: wanted True, as the engine's rows are, got False"):
         RoutingReplayManager(config, canary_spec(SPEC), store=open_rollouts("response:"))
     manager, _ = managed(tmp_path)
-    with pytest.raises(InvalidInputError, match=r"routes\.num_experts"):
+    with pytest.raises(InvalidInputError, match="routes num_experts"):
         manager.submit("x", canaries())
     manager.close()
     with pytest.raises(RowError, match="wanted a canary spec"):

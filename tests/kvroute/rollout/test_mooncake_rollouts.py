@@ -21,13 +21,13 @@ from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
 from kvroute.config import RoutingReplayConfig
 from kvroute.rollout import RolloutHandle, open_rollouts
-from kvroute.rollout.contract import routes_of
+from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.manager import RoutingReplayManager
-from kvroute.rollout.mooncake import MANIFEST, MooncakeRollouts, keys_of
-from kvroute.rollout.settings import CutSettings
+from kvroute.rollout.mooncake import HEADER, PLACES, MooncakeRollouts, keys_of, pointers_of
 from kvroute.rollout.shard import fetch_routes, fetch_shard
+from kvroute.routes import Split, shard_packed
 from kvroute.routing import routing_spec
-from kvroute.sharding import Split, shard_packed
+from kvroute.testing.rollouts import routes_of
 
 SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=range(1, 12, 2), num_layers=12, block_tokens=8)
 SEGMENT_NBYTES = 16 << 20
@@ -36,10 +36,12 @@ WRITER = """
 import os, signal, sys
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
-from kvroute.rollout.contract import routes_of
+from kvroute.testing.rollouts import routes_of
+from kvroute.rollout import mooncake
+from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.mooncake import MooncakeRollouts
-from kvroute.rollout.settings import CutSettings
 
+mooncake.BATCH_NBYTES = 300  # 480 bytes of parts, then the header, then the pointer
 url, puts = sys.argv[1], int(sys.argv[2])
 backend = FaultyStore(open_store(url))
 store = MooncakeRollouts(backend, CutSettings(part_nbytes=64))
@@ -77,7 +79,7 @@ def test_a_trainer_gets_keys_and_fetches_its_share(url: str) -> None:
     routes = routes_of(1, 4096)
     with RoutingReplayManager(config, SPEC) as manager:
         text = manager.submit("task:1:0:0", routes).result(30).to_json()
-    assert len(text) < 400
+    assert len(text) < 500
     store = open_rollouts(url)
     try:
         handle = RolloutHandle.from_json(text)
@@ -90,9 +92,9 @@ def test_a_trainer_gets_keys_and_fetches_its_share(url: str) -> None:
         store.close()
 
 
-@pytest.mark.parametrize("puts", range(3))
+@pytest.mark.parametrize("puts", range(4))
 def test_a_killed_writer_leaves_the_put_before(url: str, puts: int) -> None:
-    """Goal: nothing that was not whole is read. Method: SIGKILL before the parts, the manifest or the pointer."""
+    """Goal: nothing that was not whole is read. Method: SIGKILL before the parts, the header or the pointer."""
     store = open_rollouts(url)
     try:
         first = store.put("task:1:0:0", routes_of(1))
@@ -183,34 +185,45 @@ class MixedUp(FaultyStore):
 
 def test_a_part_of_another_put_is_never_taken(url: str) -> None:
     """Goal: every part is bound to its very put. Method: two puts of one rollout, of one shape; the pool answers
-    each record of the first, its manifest too, for the second's.
+    each record of the first, its header too, for the second's: a sound header of another put is none of this one.
     """
     backend = MixedUp(open_store(url))
     store = MooncakeRollouts(backend, CutSettings(part_nbytes=64))
     try:
         first = store.put("task:1:0:0", routes_of(1, 20))
-        numbers = [MANIFEST, *range(first.grid.parts)]
-        nbytes = [first.manifest_nbytes, *map(first.grid.nbytes_of, numbers[1:])]
+        numbers = [HEADER, *range(first.grid.parts)]
+        nbytes = [first.header_nbytes, *map(first.grid.nbytes_of, numbers[1:])]
         records = [backend.record(key, n) for key, n in zip(keys_of(first, numbers), nbytes, strict=True)]
         second = store.put("task:1:0:0", routes_of(2, 20))
+        (header,) = keys_of(second, [HEADER])
         for key, record in zip(keys_of(second, numbers), records, strict=True):
             backend.instead = {key: record}
-            assert store.get(second) is Absence.CORRUPT
+            assert store.get(second) is (Absence.MISS if key == header else Absence.CORRUPT)
         backend.instead = {}
         assert store.get(second) == [routes_of(2, 20)]
     finally:
         store.close()
 
 
-def test_an_id_can_be_put_so_often(url: str) -> None:
-    """Goal: pointers are bounded. Method: one id is put until it is refused; deleting it makes room."""
-    store = open_rollouts(url)
+def test_an_id_is_put_as_often_as_anybody_likes(url: str) -> None:
+    """Goal: pointers that are gone are no limit. Method: one id is put more often than pointers have places, and the
+    last one is found each time; then, with a pointer left in each place, it is refused until the rollout is deleted."""
+    backend = FaultyStore(open_store(url))
+    store = MooncakeRollouts(backend, CutSettings(part_nbytes=64))
     try:
-        for seed in range(64):
+        for seed in range(PLACES + 6):
             last = store.put("x", routes_of(seed, 4))
-        with pytest.raises(StorageError, match="was put 64 times; delete it first"):
+            assert store.find("x") == last
+        assert sum(backend.contains(pointers_of("x"))) == 1
+        assert fetch_routes(store, last) == routes_of(PLACES + 5, 4)
+        backend.fail_delete = True
+        for seed in range(PLACES - 1):
+            last = store.put("x", routes_of(seed, 4))
+        with pytest.raises(StorageError, match=f"rollout x has {PLACES} pointers; delete it first"):
             store.put("x", routes_of(99, 4))
         assert store.find("x") == last
+        assert fetch_routes(store, last) == routes_of(PLACES - 2, 4)
+        backend.fail_delete = False
         store.delete(last)
         assert store.find("x") is None
         assert fetch_routes(store, store.put("x", routes_of(7, 4))) == routes_of(7, 4)

@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 
 import kvroute.rollout
 from cache_manager.errors import ConfigError, InvalidInputError
-from kvroute.rollout import RolloutHandle, files, open_rollouts, previous_turn, rollout_id_of
-from kvroute.rollout.contract import routes_of
-from kvroute.rollout.grid import Grid
-from kvroute.rollout.handle import Manifest
+from kvroute.rollout import RolloutHandle, open_rollouts, previous_turn, rollout_id_of
 from kvroute.rollout.ids import file_name
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.response import ResponseRollouts
+from kvroute.testing.rollouts import routes_of
 
 UUID4 = "d9f16c5c-65f6-4815-b44d-14e2c581907c"
 ids = st.text(min_size=1, max_size=60).filter(lambda text: max(text) < "\ud800" or max(text) > "\udfff")
@@ -93,20 +91,22 @@ def a_handle() -> RolloutHandle:
         ("rollout_id", "", "rollout_id"),
         ("put_id", "zz", "put_id"),
         ("put_id", "0" * 31 + "G", "put_id"),
+        ("put_id", "0" * 32 + "\n", "put_id"),
         ("rows", -1, "rows"),
         ("rows", 1 << 60, "rows"),
         ("start", -1, "start"),
-        ("layer_ids", [], "layer_ids"),
-        ("layer_ids", [3, 1], "layer_ids"),
-        ("num_layers", 1, "layer_ids"),
-        ("num_experts", 0, "num_experts"),
-        ("top_k", 1 << 40, "top_k"),
+        ("layout", {"layer_ids": []}, "layer_ids"),
+        ("layout", {"layer_ids": [3, 1]}, "layer_ids"),
+        ("layout", {"num_layers": 1}, "layer_ids"),
+        ("layout", {"num_experts": 0}, "num_experts"),
+        ("layout", {"top_k": 1 << 40}, "top_k"),
+        ("layout", {"missing_layers": [1]}, "missing_layers"),
         ("part_layers", 0, "part_layers"),
         ("part_layers", 7, "part_layers"),
         ("part_tokens", 0, "part_tokens"),
         ("part_tokens", 1 << 50, "part_tokens"),
-        ("manifest_nbytes", -1, "manifest_nbytes"),
-        ("manifest_nbytes", 1 << 40, "manifest_nbytes"),
+        ("header_nbytes", -1, "header_nbytes"),
+        ("header_nbytes", 1 << 40, "header_nbytes"),
         ("more", 1, "rollout handle"),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_handle_that_cannot_be_names_its_field(field: str, value: Any, message
     handle = json.loads(a_handle().to_json())
     assert RolloutHandle.from_json(handle) == a_handle() or handle["put_id"] != a_handle().put_id
     with pytest.raises(InvalidInputError, match=message):
-        RolloutHandle.from_json(handle | {field: value})
+        RolloutHandle.from_json(handle | {field: handle[field] | value if isinstance(value, dict) else value})
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda s: st.dictionaries(st.text(), s)))
@@ -125,51 +125,10 @@ def test_anything_else_is_no_handle(junk: Any) -> None:
             RolloutHandle.from_json(given_)
 
 
-@given(st.binary(max_size=200), st.binary(max_size=200))
-def test_any_bytes_are_no_file_of_routes(fixed: bytes, text: bytes) -> None:
-    """Goal: a directory that others write to costs an error. Method: any bytes, with the right beginning or not."""
-    for start in (fixed, b"KVROLLTS\1\0\0\0" + fixed):
-        with pytest.raises(InvalidInputError, match="routes file"):
-            files.header_nbytes(start[:31])
-        with pytest.raises(InvalidInputError, match="routes file"):
-            files.unpack(start.ljust(files.FIXED_NBYTES, b"\0"), text)
-    with pytest.raises(InvalidInputError, match="manifest"):
-        Manifest.decode(b"\xc1" + fixed, 3)
-
-
-@given(st.data())
-def test_every_bit_of_a_files_header_counts(data: st.DataObject) -> None:
-    """Goal: nothing is believed unsummed. Method: one bit of the header of a real file is another."""
-    handle = a_handle()
-    header = files.FileHeader(handle, handle.layer_ids, Manifest.of(routes_of(1, 10)), bytes(8 * handle.grid.bands))
-    packed = bytearray(header.pack())
-    assert len(packed) % 64 == 0
-    nbytes = files.header_nbytes(packed)
-    assert files.unpack(packed[: files.FIXED_NBYTES], packed[files.FIXED_NBYTES :]) == header
-    packed[data.draw(st.integers(0, len(packed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises(InvalidInputError, match="routes file"):
-        files.unpack(packed[: files.FIXED_NBYTES], packed[files.FIXED_NBYTES : files.FIXED_NBYTES + nbytes])
-
-
-@given(st.integers(0, 500), st.integers(1, 9), st.integers(1, 16), st.integers(1, 9), st.integers(1, 4096))
-def test_a_grid_covers_every_cell_once(rows: int, layers: int, cell: int, part_layers: int, nbytes: int) -> None:
-    """Goal: nothing is lost between parts. Method: cells are counted part by part; sizes stay in their bounds."""
-    grid = Grid.fit(rows, layers, cell, part_layers=part_layers, part_nbytes=nbytes)
-    cells = sum((b - a) * (last - first) for a, b, first, last in _ranges(grid))
-    assert cells == rows * layers
-    assert sum(grid.nbytes_of(part) for part in range(grid.parts)) == rows * layers * cell
-    assert grid.part_nbytes <= max(nbytes, min(part_layers, layers) * cell)
-    assert grid.needed(range(layers), [(0, rows)]) == list(range(grid.parts))
-
-
-def _ranges(grid: Grid) -> list[tuple[int, int, int, int]]:
-    return [(*grid.row_range(part), *grid.layer_range(part)) for part in range(grid.parts)]
-
-
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nowhere:", "rollout store scheme: wanted one of file, mooncake, response"),
+        ("nowhere:", "rollout store scheme: wanted one of file, mooncake, ray, response, tq"),
         ("file:///x?fused=yes", "fused: wanted one of true, false"),
         ("file:///x?sync=always", "sync: wanted one of none, put"),
         ("file:///x?part=1B", "part: wanted 64 to"),
@@ -189,17 +148,21 @@ def test_a_directory_is_opened_by_its_url(tmp_path: Path) -> None:
     assert isinstance(store, LocalRollouts)
     handle = store.put("x", routes_of(1))
     assert (handle.part_layers, handle.grid.part_nbytes <= 128) == (6, True)
-    assert (tmp_path / "a b" / "x" / handle.put_id / "routes.routes").exists()
+    assert (tmp_path / "a b" / "x.routes").exists()
     store.close()
 
 
 def test_a_stranger_adds_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: a store by entry point. Method: the group has one more entry, as an installed package would bring it."""
+    """Goal: a store by entry point. Method: the group has one more entry, as an installed package would bring
+    it. A package that is not installed is named."""
     entry = EntryPoint("mine", "kvroute.rollout.response:open_response_rollouts", kvroute.rollout.GROUP)
     entries: Callable[..., list[EntryPoint]] = lambda group, name=None: [  # noqa: E731
         e for e in [entry] if group == kvroute.rollout.GROUP and name in (None, e.name)
     ]
     monkeypatch.setattr("cache_manager.storage.entry_points", entries)
     assert isinstance(open_rollouts("mine:"), ResponseRollouts)
-    with pytest.raises(ConfigError, match="file, mine, mooncake, response"):
+    monkeypatch.setitem(kvroute.rollout.BUILT_IN, "ray", EntryPoint("ray", "no_ray_here.store:open", "x"))
+    with pytest.raises(ConfigError, match="ray: rollout store: wanted the package no_ray_here"):
+        open_rollouts("ray:x")
+    with pytest.raises(ConfigError, match="file, mine, mooncake, ray, response, tq"):
         open_rollouts("other:")

@@ -13,22 +13,22 @@ from mooncake_pool import Master, running_master, running_owner
 
 from cache_manager.record import RecordHeader
 from kvroute.rollout import RolloutHandle, RolloutStore, open_rollouts
-from kvroute.rollout.contract import RolloutContract, routes_of
+from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.mooncake import MooncakeRollouts, keys_of
-from kvroute.rollout.settings import CutSettings
+from kvroute.testing.rollouts import RolloutContract, routes_of
 
 SMALL = CutSettings(part_nbytes=64)
 
 
 class TestLocalRollouts(RolloutContract):
-    """A file a layer, parts so small that rollouts have many."""
+    """Parts so small that rollouts have many."""
 
     def make_store(self, directory: Path) -> RolloutStore:
         return LocalRollouts(directory / "rollouts", SMALL)
 
     def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
-        file = max((directory / "rollouts" / handle.rollout_id / handle.put_id).iterdir())
+        file = directory / "rollouts" / f"{handle.rollout_id}.routes"
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
@@ -36,7 +36,7 @@ class TestLocalRollouts(RolloutContract):
 
 
 class TestFusedLocalRollouts(TestLocalRollouts):
-    """All layers in one file, each put synced."""
+    """All layers in one part, each put synced."""
 
     reads_parts = False
 
@@ -76,7 +76,7 @@ class TestMooncakeRollouts(RolloutContract):
 
     def make_store(self, directory: Path) -> RolloutStore:
         prefix = f"test-{next(self.numbers)}"
-        return open_rollouts(self.master.url(prefix, part="4KiB", arena="4MiB", groups="plain"))
+        return open_rollouts(self.master.url(prefix, part="4KiB", arena="4MiB"))
 
     def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
         """A part whose own checksum is right, and that is another put's."""
@@ -87,6 +87,6 @@ class TestMooncakeRollouts(RolloutContract):
         (header,) = store.backend.get_into([foreign], [memoryview(content)])
         assert isinstance(header, RecordHeader)
         store.backend.delete([part])
-        moved = RecordHeader(part, header.fingerprint, 0, 1, b"", header.payload_nbytes, header.payload_xxh3)
+        moved = msgspec.structs.replace(header, key=part)
         assert store.backend.put([moved], [content]) == [moved]
         return handle

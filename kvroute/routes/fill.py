@@ -11,55 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.errors import RowError
-from kvroute.cells import lacking
+from kvroute.checks import whole
+from kvroute.routes.cells import Cells, lacking
+from kvroute.routes.layout import Layers, Layout
 
-if TYPE_CHECKING:
-    from kvroute.routes import Routes
-
-Layers = Literal["all", "moe"] | Sequence[int]
 Filler = Literal["zero", "arange", "minus1", "spread"]
 Missing = Literal["error"] | Filler
 
-FILLERS: tuple[str, ...] = get_args(Filler)
-
-
-def materialized(
-    routes: Routes,
-    rows: int,
-    layers: Layers,
-    dtype: np.dtype[Any],
-    missing: Missing,
-    required: int | None,
-    pad: Filler | None,
-    ep: int,
-    out: NDArray[Any] | None,
-) -> NDArray[Any]:
-    """See :meth:`kvroute.routes.Routes.materialize`."""
-    if rows < 0:
-        raise RowError("rows", "0 or more", rows)
-    plan = Plan(routes.routed_layers, routes.num_layers, routes.num_experts, routes.top_k, layers, dtype, ep)
-    needed = rows if required is None else required
-    if not 0 <= needed <= rows:
-        raise RowError("required", f"0 to {rows} rows", required)
-    if pad is None:
-        if missing == "error" and needed < rows:
-            raise RowError("pad", f"a spelling for the rows [{needed}, {rows}): " + ", ".join(FILLERS), None)
-        pad = "zero" if missing == "error" else missing
-    plan.check(missing, pad)
-    shape = (rows, len(plan.layers), routes.top_k)
-    if out is None:
-        out = np.empty(shape, dtype)
-    elif out.shape != shape or out.dtype != dtype:
-        raise RowError("out", f"{dtype} of shape {shape}", f"{out.dtype} of shape {out.shape}")
-    plan.fill(out[:needed], routes, 0, missing)
-    plan.fill(out[needed:], routes, needed, pad)
-    return out
+FILLERS: Final[tuple[str, ...]] = get_args(Filler)
 
 
 class _Columns(NamedTuple):
@@ -73,36 +38,28 @@ class _Columns(NamedTuple):
 class Plan:
     """How rows of one model become rows of ``layers`` and ``dtype``: which layers go where, and what fills the rest.
 
-    ``routed`` are the model's layers with a router. Made once for many pieces of one array, or for many sequences.
-    Raises :class:`RowError` for a layer that is not there, and a dtype that cannot hold the ids.
+    Made once for many pieces of one array, or for many sequences. Raises :class:`RowError` for a layer that is not
+    there, and a dtype that cannot hold the ids.
     """
 
-    def __init__(
-        self,
-        routed: Sequence[int],
-        num_layers: int,
-        num_experts: int,
-        top_k: int,
-        layers: Layers,
-        dtype: np.dtype[Any],
-        ep: int = 1,
-    ) -> None:
-        if dtype.kind not in "iu" or np.iinfo(dtype).max < num_experts - 1:
-            raise RowError("dtype", f"an integer that holds {num_experts - 1}", dtype)
-        if ep < 1 or num_experts % ep:
-            raise RowError("ep", f"a divisor of {num_experts} experts", ep)
-        self.layers = chosen_layers(layers, routed, num_layers)
-        self.dtype, self._experts, self._top_k, self._ep = dtype, num_experts, top_k, ep
+    def __init__(self, layout: Layout, layers: Layers, dtype: np.dtype[Any], ep: int = 1) -> None:
+        experts = layout.num_experts
+        if dtype.kind not in "iu" or np.iinfo(dtype).max < experts - 1:
+            raise RowError("dtype", f"an integer that holds {experts - 1}", dtype)
+        if experts % whole("ep", ep, 1, error=RowError):
+            raise RowError("ep", f"a divisor of {experts} experts", ep)
+        self.layers = layout.chosen(layers)
+        self.dtype, self._experts, self._top_k, self._ep = dtype, experts, layout.top_k, ep
 
-    def check(self, *words: str) -> None:
+    def check(self, missing: Missing, pad: Filler) -> None:
         """Raise :class:`RowError` for a spelling that there is not, or that the dtype cannot hold."""
-        for word in words:
-            if word != "error" and word not in FILLERS:
-                raise RowError("missing", "error, " + ", ".join(FILLERS), repr(word))
+        for name, word, words in (("missing", missing, ("error", *FILLERS)), ("pad", pad, FILLERS)):
+            if word not in words:
+                raise RowError(name, ", ".join(words), repr(word))
             if word == "minus1" and self.dtype.kind == "u":
                 raise RowError("dtype", "a signed integer, for rows of -1", self.dtype)
 
-    def fill(self, out: NDArray[Any], routes: Routes, first: int, missing: Missing) -> None:
+    def fill(self, out: NDArray[Any], routes: Cells, first: int, missing: Missing) -> None:
         """Put positions ``first ..`` into ``out`` ``[n, layers, top_k]``; what is not there as ``missing`` says.
 
         :class:`RowError` naming the first such position, and layer, when that is ``"error"``; ``out`` is as it was
@@ -117,39 +74,38 @@ class Plan:
             return
         self.filler(out[: a - first], missing, first)
         self.filler(out[b - first :], missing, b)
-        columns, here = _columns(self.layers, routes.layer_ids, routes.missing_layers), out[a - first : b - first]
-        at = slice(a - routes.start, b - routes.start)
+        columns = _columns(self.layers, routes.layout.layer_ids, routes.layout.missing_layers)
+        here, at = out[a - first : b - first], slice(a - routes.start, b - routes.start)
         for to, of in columns.copies:
             here[:, to] = routes.ids[at, of]
         for to, _ in columns.dense:
             here[:, to] = 0
-        if missing == "error":
-            return
-        if routes.cellwise or columns.lacks:
-            self._spell_cells(here, routes.known[at], columns, missing, a)
-        elif not (valid := routes.valid[at]).all():
-            holes = np.flatnonzero(~valid)
-            filled = np.empty((len(holes), *out.shape[1:]), self.dtype)
-            self.filler(filled, missing, holes + a)
-            here[holes] = filled
+        if missing != "error":
+            self._spell(here, routes, at, columns, missing, a)
 
-    def _spell_cells(
-        self, out: NDArray[Any], known: NDArray[np.bool_], columns: _Columns, missing: Missing, first: int
+    def _spell(
+        self, out: NDArray[Any], routes: Cells, at: slice, columns: _Columns, missing: Missing, first: int
     ) -> None:
-        """Spell the cells of ``out`` that ``known`` ``[n, layers of the routes]`` lacks, of positions ``first ..``.
+        """Spell what the rows ``at`` lack, in ``out``, of positions ``first ..``.
 
         A dense layer is not spelled, but in a row of which nothing is known.
         """
-        there = np.zeros(out.shape[:2], np.bool_)
-        for to, of in columns.copies:
-            there[:, to] = known[:, of]
-        some = known.any(axis=1, keepdims=True)
-        for to, _ in columns.dense:
-            there[:, to] = some
-        holes = np.flatnonzero(~there.all(axis=1))
+        cellwise = routes.cells is not None or columns.lacks
+        whole = there = routes.valid[at]  # [n], or [n, layers of out]
+        if cellwise:
+            known = routes.known[at]
+            there = np.zeros(out.shape[:2], np.bool_)
+            for to, of in columns.copies:
+                there[:, to] = known[:, of]
+            for to, _ in columns.dense:
+                there[:, to] = known.any(axis=1, keepdims=True)
+            whole = np.logical_and.reduce(there, axis=1)
+        if whole.all():
+            return
+        holes = np.flatnonzero(~whole)
         filled = np.empty((len(holes), *out.shape[1:]), self.dtype)
         self.filler(filled, missing, holes + first)
-        out[holes] = np.where(there[holes][..., None], out[holes], filled)
+        out[holes] = np.where(there[holes][..., None], out[holes], filled) if cellwise else filled
 
     def filler(self, out: NDArray[Any], missing: Missing, positions: int | NDArray[np.int64]) -> None:
         """Fill ``out`` ``[n, layers, top_k]`` with rows that are not there: of ``positions``, or from that one on."""
@@ -188,31 +144,15 @@ def _columns(layers: tuple[int, ...], layer_ids: tuple[int, ...], missing_layers
     return _Columns(copies, _slices(dense), not set(missing_layers).isdisjoint(layers))
 
 
-def chosen_layers(layers: Layers, routed: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The layer ids that ``layers`` means; :class:`RowError` for one that the model does not have, or twice."""
-    if isinstance(layers, str):
-        if layers not in ("all", "moe"):
-            raise RowError("layers", "all, moe or a sequence of layer ids", repr(layers))
-        return tuple(range(num_layers)) if layers == "all" else tuple(routed)
-    chosen = tuple(int(layer) for layer in layers)
-    for layer in chosen:
-        if not 0 <= layer < num_layers:
-            raise RowError("layers", f"layer ids in [0, {num_layers})", layer)
-    if len(set(chosen)) < len(chosen):
-        raise RowError("layers", "distinct layer ids", chosen)
-    return chosen
-
-
 def _slices(pairs: Sequence[tuple[int, int]]) -> list[tuple[slice, slice]]:
     """``pairs`` of places as few pairs of slices: runs in which both step by a constant."""
     found: list[tuple[slice, slice]] = []
     at = 0
     while at < len(pairs):
-        end = at + 1
-        step = (1, 1)
+        end, step = at + 1, (1, 1)
         if end < len(pairs):
             step = pairs[end][0] - pairs[at][0], pairs[end][1] - pairs[at][1]
-        if step[0] > 0 and step[1] > 0:
+        if min(step) > 0:
             while end < len(pairs) and (pairs[end][0] - pairs[end - 1][0], pairs[end][1] - pairs[end - 1][1]) == step:
                 end += 1
         else:

@@ -1,4 +1,4 @@
-"""Ranges of positions: where rows are missing, and which weights version computed them."""
+"""Ranges of positions, and which weights version computed the rows in them."""
 
 from __future__ import annotations
 
@@ -38,29 +38,25 @@ def runs(mask: NDArray[np.bool_]) -> tuple[Span, ...]:
 
 
 def checked_versions(versions: Iterable[WeightsSpan], start: int, stop: int) -> tuple[WeightsSpan, ...]:
-    """``versions`` with neighbours joined; :class:`RowError` unless they increase and lie inside ``[start, stop)``."""
-    spans: list[WeightsSpan] = []
+    """``versions`` with equal neighbours joined; :class:`RowError` unless they increase inside ``[start, stop)``."""
+    found: list[WeightsSpan] = []
     for span in versions:
         if len(span) != 3 or not all(isinstance(v, (int, np.integer)) and v >= 0 for v in span):
             raise RowError("routes.weights_versions", "(start, stop, version), integers of 0 or more", repr(span))
         a, b, version = (int(v) for v in span)
-        if not start <= a < b <= stop:
-            raise RowError("routes.weights_versions", f"ranges inside [{start}, {stop})", f"[{a}, {b})")
-        if spans and a < spans[-1][1]:
-            raise RowError("routes.weights_versions", f"a range that starts at {spans[-1][1]} or later", f"[{a}, {b})")
-        spans.append((a, b, version))
-    return joined(spans)
-
-
-def joined(spans: Iterable[WeightsSpan]) -> tuple[WeightsSpan, ...]:
-    """``spans`` with neighbours of one version made one, so that equal versions are equal tuples."""
-    found: list[WeightsSpan] = []
-    for a, b, version in spans:
-        if found and found[-1][1] == a and found[-1][2] == version:
-            found[-1] = (found[-1][0], b, version)
-        else:
-            found.append((a, b, version))
+        first = found[-1][1] if found else start
+        if not first <= a < b <= stop:
+            raise RowError("routes.weights_versions", f"increasing ranges inside [{first}, {stop})", f"[{a}, {b})")
+        if found and found[-1][1:] == (a, version):
+            a = found.pop()[0]
+        found.append((a, b, version))
     return tuple(found)
+
+
+def clipped(versions: Iterable[WeightsSpan], start: int, stop: int) -> tuple[WeightsSpan, ...]:
+    """What ``versions`` say of the positions ``[start, stop)``."""
+    cut = ((max(a, start), min(b, stop), version) for a, b, version in versions)
+    return tuple(span for span in cut if span[0] < span[1])
 
 
 def by_position(spans: Iterable[WeightsSpan], start: int, stop: int) -> NDArray[np.int64]:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
+from pybase64 import b64encode_as_string
 
 from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute import cells, spans
-from kvroute.checks import valid_rows
-from kvroute.layout import RoutedCells
-from kvroute.materialize import Filler, Layers, Missing, materialized
-from kvroute.merging import of_one_sequence, union
-from kvroute.spans import RowsLike, WeightsSpan
-from kvroute.token_hash import TokenHash, check_tokens, joined_hashes, token_hash, token_hashes
+from kvroute.checks import whole
+from kvroute.routes import spans, wire
+from kvroute.routes.cells import Cells, Mask, check_known, lacking
+from kvroute.routes.fill import FILLERS, Filler, Missing, Plan
+from kvroute.routes.layout import Layers, Layout
+from kvroute.routes.spans import RowsLike, WeightsSpan
+from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, token_hash, token_hashes
+from kvroute.routes.union import of_one_sequence, union
 
-if TYPE_CHECKING:
-    from kvroute.sharding import Split
+JSON_FORMAT: Final = "kvroute.routes/4"
 
 
-class Routes(RoutedCells):
+class Routes(Cells):
     """The routing rows of the tokens at positions ``start .. start + n - 1`` of one sequence.
 
     ``ids[i, l, k]`` is the k-th expert that layer ``layer_ids[l]`` chose for position ``start + i``; it means
@@ -56,6 +57,24 @@ class Routes(RoutedCells):
 
     __slots__ = ()
 
+    def __init__(
+        self,
+        ids: ArrayLike,  # [n, layers, top_k]  integers
+        valid: ArrayLike,  # [n] or [n, layers]  bool
+        layer_ids: Iterable[int],
+        num_experts: int,
+        num_layers: int,
+        start: int = 0,
+        weights_versions: Iterable[WeightsSpan] = (),
+        token_hashes: Iterable[TokenHash] = (),
+        missing_layers: Iterable[int] = (),
+    ) -> None:
+        given = np.asarray(ids)
+        if given.ndim != 3:
+            raise RowError("routes.ids", "integers [n, layers, top_k]", f"{given.dtype} of shape {given.shape}")
+        layout = Layout(tuple(layer_ids), num_experts, num_layers, given.shape[2], tuple(missing_layers))
+        self._settle(layout, given, np.asarray(valid), start, weights_versions, token_hashes, checked=False)
+
     @classmethod
     def from_rows(
         cls,
@@ -64,9 +83,8 @@ class Routes(RoutedCells):
         start: int = 0,
         *,
         weights_version: int | RowsLike | None = None,
-        bad: Literal["raise", "missing"] = "raise",
         checked: bool = False,
-        missing_layers: Sequence[int] = (),
+        missing_layers: Iterable[int] = (),
     ) -> Routes:
         """Routes of what ``AuxBlocks.read`` answered for ``spec``; ``start`` is the position of the first row.
 
@@ -75,52 +93,98 @@ class Routes(RoutedCells):
         ``weights_version`` is one version for all rows, or the rows of a ``weights_version`` spec for the same
         positions: their invalid rows have no known version.
 
-        ``bad`` says what becomes of a valid row that no router can have chosen: ``"raise"`` refuses all rows with the
-        :class:`RowError` that names it, ``"missing"`` leaves it out. ``checked=True`` promises that every valid row was
-        checked when it was written, as ``RoutingCapture`` does, and spares looking again: then it costs one copy.
+        ``checked=True`` promises that every valid row was checked when it was written, as ``RoutingCapture`` does, and
+        spares looking again: then it costs one copy. Else :class:`RowError` names a row that no router can have chosen.
         """
-        if missing := [a for a in ("num_experts", "layer_ids", "num_layers") if a not in spec.attrs]:
-            raise RowError(f"{spec.name} spec", "a routing spec", f"one without {', '.join(missing)}")
-        if bad not in ("raise", "missing"):
-            raise RowError("bad", "raise or missing", repr(bad))
+        layout = Layout.of(spec, missing_layers)
         ids, valid = np.asarray(rows.values), np.asarray(rows.valid)
         if ids.shape[1:] != spec.row_shape:
             raise RowError(f"{spec.name} rows", f"shape (n, {', '.join(map(str, spec.row_shape))})", ids.shape)
-        if bad == "missing" and not checked:
-            sound = valid_rows(spec, cells.only_known(ids, valid))
-            valid, checked = (valid.T & sound).T, True
         versions: Iterable[WeightsSpan] = ()
         if isinstance(weights_version, (int, np.integer)):
             versions = ((start, start + len(ids), int(weights_version)),) if len(ids) else ()
         elif weights_version is not None:
             versions = spans.of_rows(weights_version, len(ids), start)
-        layers, experts, total = (spec.attrs[name] for name in ("layer_ids", "num_experts", "num_layers"))
-        fields = ids, valid, layers, experts, total, start, tuple(versions), (), tuple(missing_layers)
-        return cls.checked(*fields, checked=checked)
+        made = object.__new__(cls)
+        made._settle(layout, ids, valid, start, versions, (), checked=checked)
+        return made
 
     @classmethod
     def checked(
         cls,
-        ids: NDArray[Any],
-        valid: NDArray[np.bool_],
-        layer_ids: tuple[int, ...],
-        num_experts: int,
-        num_layers: int,
+        layout: Layout,
+        ids: NDArray[Any],  # [n, layers, top_k]
+        mask: Mask,
         start: int = 0,
-        weights_versions: tuple[WeightsSpan, ...] = (),
-        token_hashes: tuple[TokenHash, ...] = (),
-        missing_layers: tuple[int, ...] = (),
-        *,
-        checked: bool = True,
+        weights_versions: Iterable[WeightsSpan] = (),
+        token_hashes: Iterable[TokenHash] = (),
     ) -> Routes:
         """The routes of these fields, whose known ids were checked when they were written; the rest is checked here.
 
-        Ids that no router can have chosen would get through. ``checked=False`` is the class itself.
+        Arrays are taken over where they have the right dtype. Ids that no router can have chosen would get through.
         """
-        made, layout = object.__new__(cls), (layer_ids, num_experts, num_layers)
-        made._set(ids, valid, *layout, start, weights_versions, token_hashes, missing_layers, None)
-        made._settle(checked=checked)
+        made = object.__new__(cls)
+        made._settle(layout, ids, mask, start, weights_versions, token_hashes, checked=True, own=True)
         return made
+
+    # ---------------------------------------------------------------- what there is
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The layers that the ids are of."""
+        return self.layout.layer_ids
+
+    @property
+    def missing_layers(self) -> tuple[int, ...]:
+        """The layers that have a router, and no ids here."""
+        return self.layout.missing_layers
+
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """The model's layers with a router, increasing: :attr:`layer_ids` and :attr:`missing_layers`."""
+        return self.layout.routed_layers
+
+    @property
+    def num_experts(self) -> int:
+        return self.layout.num_experts
+
+    @property
+    def num_layers(self) -> int:
+        return self.layout.num_layers
+
+    @property
+    def top_k(self) -> int:
+        return self.layout.top_k
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal positions, layers, versions, token hashes, masks and ids."""
+        if not isinstance(other, Routes):
+            return NotImplemented
+        names = ("start", "layout", "weights_versions", "token_hashes")
+        return (
+            all(getattr(self, name) == getattr(other, name) for name in names)
+            and np.array_equal(self.known, other.known)
+            and np.array_equal(self.ids, other.ids)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # arrays inside: compared by value, never used as a key
+
+    def __repr__(self) -> str:
+        where = f"positions {self.start}..{self.stop - 1}" if len(self) else f"no positions at {self.start}"
+        layers = f"{len(self.layer_ids)} of {self.num_layers} layers"
+        some = self.some
+        state = [f"{lost} missing"] if (lost := len(self) - int(np.count_nonzero(some))) else []
+        if self.cells is not None:
+            partly = some & ~self.valid
+            lacking = int(np.count_nonzero((~self.cells[partly]).any(axis=0)))
+            state.append(f"{_layers(lacking)} missing in {np.count_nonzero(partly)} rows")
+        if self.missing_layers:
+            state.append(f"{_layers(len(self.missing_layers))} missing in all rows")
+        what = ", ".join(state) or "complete"
+        return f"Routes({where}, {layers}, top {self.top_k} of {self.num_experts} experts, {what})"
 
     # ---------------------------------------------------------------- parts
 
@@ -144,16 +208,15 @@ class Routes(RoutedCells):
         a part once more changes nothing.
 
         Parts that each add something are merged only when something shows that they are of one sequence
-        (:mod:`kvroute.merging` has the rule): ``tokens`` ``[n]``, which this binds all of them to; or token hashes,
-        where both are bound; or else the last row of the part that ends first, which the other must have too. The
-        result has the token hashes that are known to be those of the whole.
+        (:mod:`kvroute.routes.union` has the rule): ``tokens`` ``[n]``, which this binds all of them to; or token
+        hashes, where both are bound; or else the last row of the part that ends first, which the other must have too.
+        The result has the token hashes that are known to be those of the whole.
 
         Raises :class:`RowError` naming the position and the layer where two parts differ, and for parts of other
         routed layers, experts or top-k, of other tokens, or of nobody knows which.
         """
-        parts = (self, *others)
-        hashes = of_one_sequence(parts, tokens)
-        return union(parts)._with(token_hashes=hashes)
+        hashes = of_one_sequence((self, *others), tokens)
+        return union((self, *others))._with(token_hashes=hashes)
 
     def without(self, layers: Iterable[int], at: ArrayLike | None = None) -> Routes:
         """These routes, without what they know of the layers with these ids in the rows ``at`` bool ``[n]`` (all).
@@ -169,7 +232,7 @@ class Routes(RoutedCells):
         known = self.known & ~(rows[:, None] & np.array([n in wanted for n in self.layer_ids]))
         ids = self.ids.copy()
         ids[~known] = np.iinfo(ids.dtype).max
-        return self._with(ids=ids, known=known)
+        return self._with(ids=ids, mask=known)
 
     def slice(self, start: int, stop: int) -> Routes:
         """The routes of the *positions* ``[start, stop)``, sharing memory; they must lie inside these routes.
@@ -178,12 +241,14 @@ class Routes(RoutedCells):
         """
         if not self.start <= start <= stop <= self.stop:
             raise RowError("slice", f"positions inside [{self.start}, {self.stop}]", f"[{start}, {stop})")
-        clipped = ((max(a, start), min(b, stop), v) for a, b, v in self.weights_versions)
         at = np.s_[start - self.start : stop - self.start]
-        versions = tuple(v for v in clipped if v[0] < v[1])
-        hashes = tuple(h for h in self.token_hashes if h[0] <= stop + 1)
-        mask = self.valid[at] if self._known is None else self._known[at]
-        return self._with(ids=self.ids[at], known=mask, start=start, weights_versions=versions, token_hashes=hashes)
+        return self._with(
+            ids=self.ids[at],
+            mask=self.mask[at],
+            start=start,
+            weights_versions=spans.clipped(self.weights_versions, start, stop),
+            token_hashes=tuple(h for h in self.token_hashes if h[0] <= stop + 1),
+        )
 
     # ---------------------------------------------------------------- tokens
 
@@ -209,13 +274,13 @@ class Routes(RoutedCells):
         positions ``[0, rows)`` are there, in every routed layer. With ``loss_mask`` ``[n]``: for each position ``t``
         with a loss, the row ``t - 1``, which its log probability was computed with, is there.
         """
-        self._check(self.ids, self.valid, self._known)
+        check_known(self.layout, self.ids, self.mask, self.start)
         if tokens is not None:
             if len(given := np.asarray(tokens)) < self.stop:
                 raise RowError("tokens", f"{self.stop} or more, one for every position", len(given))
             check_tokens(self.token_hashes, given, self.end)
         if rows is not None and (gap := self.first_gap(rows)) is not None:
-            raise cells.lacking(gap, f"a row for each of the positions [0, {rows})")
+            raise lacking(gap, f"a row for each of the positions [0, {rows})")
         if loss_mask is not None:
             targets = np.flatnonzero(np.asarray(loss_mask))
             there = np.zeros(max(self.stop, int(targets.max(initial=0)) + 1), np.bool_)
@@ -225,7 +290,7 @@ class Routes(RoutedCells):
                 lost = int(sources[~there[sources]][0])
                 gap = self.first_gap(lost + 1, lost)
                 assert gap is not None, "it is not there"
-                raise cells.lacking(gap, f"a row, as position {lost + 1} has a loss")
+                raise lacking(gap, f"a row, as position {lost + 1} has a loss")
 
     # ---------------------------------------------------------------- for trainers
 
@@ -250,65 +315,86 @@ class Routes(RoutedCells):
         :attr:`routed_layers` only; a sequence of layer ids gives those, in that order.
 
         ``missing`` spells the cells that are not known, and the rows that are not there in all layers: ``"error"``
-        refuses them, ``"zero"``,
-        ``"minus1"``, ``"arange"`` (``0 .. top_k - 1``), or ``"spread"``, distinct ids that go round the ``ep`` expert
-        parallel ranks first. With ``required``, that is for positions before it; from there on a row that is not there
-        is spelled as ``pad`` has it (``missing``, if that is not given).
+        refuses them, ``"zero"``, ``"minus1"``, ``"arange"`` (``0 .. top_k - 1``), or ``"spread"``, distinct ids that go
+        round the ``ep`` expert parallel ranks first. With ``required``, that is for positions before it; from there on
+        a row that is not there is spelled as ``pad`` has it (``missing``, if that is not given).
 
         The result is new, in C order and writable; or it is ``out``, of that shape and dtype, which may be a view.
 
         Raises :class:`RowError` naming the first position, and the layer, that is missing, and for a dtype that cannot
         hold the ids.
         """
-        return materialized(self, rows, layers, np.dtype(dtype), missing, required, pad, ep, out)
-
-    def shard(
-        self,
-        tokens: int,
-        split: Split,
-        layers: Layers = "moe",
-        dtype: DTypeLike = "int64",
-        missing: Missing = "error",
-        *,
-        pad: Filler = "spread",
-        ep: int = 1,
-    ) -> NDArray[Any]:
-        """What one rank's routers see of this sequence of ``tokens`` tokens, alone in a packed batch.
-
-        ``[local tokens, layers of the stage, top_k]``; :func:`kvroute.sharding.shard_packed` does so for many
-        sequences, :func:`kvroute.sharding.shard_padded` for batches ``[batch, sequence]``.
-        """
-        from kvroute.sharding import shard_packed
-
-        return shard_packed([self], [tokens], split, layers, dtype, missing, pad=pad, ep=ep)
+        rows = whole("rows", rows, error=RowError)
+        plan = Plan(self.layout, layers, np.dtype(dtype), ep)
+        needed = rows if required is None else whole("required", required, error=RowError)
+        if needed > rows:
+            raise RowError("required", f"0 to {rows} rows", required)
+        if pad is None:
+            if missing == "error" and needed < rows:
+                raise RowError("pad", f"a spelling for the rows [{needed}, {rows}): " + ", ".join(FILLERS), None)
+            pad = "zero" if missing == "error" else missing
+        plan.check(missing, pad)
+        shape = (rows, len(plan.layers), self.top_k)
+        if out is None:
+            out = np.empty(shape, plan.dtype)
+        elif out.shape != shape or out.dtype != plan.dtype:
+            raise RowError("out", f"{plan.dtype} of shape {shape}", f"{out.dtype} of shape {out.shape}")
+        plan.fill(out[:needed], self, 0, missing)
+        plan.fill(out[needed:], self, needed, pad)
+        return out
 
     # ---------------------------------------------------------------- outside memory
 
     def to_bytes(self) -> bytes:
-        """These routes as bytes that say all about themselves, with a checksum; :mod:`kvroute.routes_bytes`."""
-        from kvroute.routes_bytes import to_bytes
-
-        return to_bytes(self)
+        """These routes as one record that says all about itself, with checksums: :mod:`kvroute.routes.wire`."""
+        return b"".join(wire.record(self))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, *, checked: bool = False) -> Routes:
-        """The routes that :meth:`to_bytes` was given; ``checked=True`` trusts the writer to have checked the ids.
+        """The routes of a record, however its parts are cut; ``checked=True`` trusts the writer to have checked ids.
 
         Raises :class:`RowError` for anything else, whatever it is, and when one bit has changed.
         """
-        from kvroute.routes_bytes import from_bytes
+        made = cls.of_record(*wire.read(data))
+        if not checked:
+            check_known(made.layout, made.ids, made.mask, made.start)
+        return made
 
-        return from_bytes(data, checked=checked)
+    @classmethod
+    def of_record(
+        cls, header: wire.Header, ids: NDArray[Any], first: int = 0, layers: Sequence[int] | None = None
+    ) -> Routes:
+        """The routes of the rows of a record from ``first`` on, whose ``ids`` ``[n, layers, top_k]`` these are.
 
-    def to_json(self) -> dict[str, Any]:
-        """These routes as a JSON object that says all about itself, with a checksum; :mod:`kvroute.routes_bytes`."""
-        from kvroute.routes_bytes import to_json
+        ``layers`` are indices of the record's layers (``None``: all of them); its others are missing ones. The ids are
+        taken over, and known to be those that were written; :class:`RowError` for a header that says of them what
+        cannot be.
+        """
+        layout, mask = header.layout, header.mask[first : first + len(ids)]
+        if layers is not None:
+            layout = layout.only(tuple(layout.layer_ids[i] for i in layers))
+            mask = mask if mask.ndim == 1 else mask[:, list(layers)]
+        start, stop = header.start + first, header.start + first + len(ids)
+        versions = spans.clipped(
+            spans.checked_versions(header.weights_versions, header.start, header.stop), start, stop
+        )
+        hashes = (h for h in header.token_hashes if h[0] <= stop + 1)
+        return cls.checked(layout, ids, mask, start, versions, hashes)
 
-        return to_json(self)
+    def to_json(self) -> dict[str, str]:
+        """These routes as a JSON object: ``format``, and ``record``, the base64 of :meth:`to_bytes`."""
+        return {"format": JSON_FORMAT, "record": b64encode_as_string(self.to_bytes())}
 
     @classmethod
     def from_json(cls, encoded: Mapping[str, Any]) -> Routes:
         """The routes that :meth:`to_json` was given. :class:`RowError` for anything else, whatever it is."""
-        from kvroute.routes_bytes import from_json
+        if not isinstance(encoded, Mapping) or set(encoded) != {"format", "record"}:
+            got = sorted(map(str, encoded)) if isinstance(encoded, Mapping) else type(encoded).__name__
+            raise RowError("routes", f"an object of {JSON_FORMAT}, with format and record", got)
+        if encoded["format"] != JSON_FORMAT:
+            raise RowError("routes.format", JSON_FORMAT, repr(encoded["format"]))
+        return cls.from_bytes(wire.from_base64("routes.record", encoded["record"]))
 
-        return from_json(encoded)
+
+def _layers(count: int) -> str:
+    return f"{count} layer" if count == 1 else f"{count} layers"

@@ -1,11 +1,11 @@
-"""How a rollout's rows are cut into parts, so that a rank reads its layers and its tokens and little else. Pure.
+"""How rows are cut into parts, so that a rank reads its layers and its tokens and little else. Pure.
 
 ::
 
-               layer_ids
+               layers
               0   1   2   3
     rows    +---+---+---+---+
-    0       | 0 | 3 | 6 | 9 |       part_layers = 1 (per layer), part_tokens = 4
+    0       | 0 | 3 | 6 | 9 |       part_layers = 1, part_tokens = 4
     4       | 1 | 4 | 7 | 10|       part 4 has rows 4 to 7 of the second layer
     8       | 2 | 5 | 8 | 11|
             +---+---+---+---+
@@ -16,18 +16,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.errors import InvalidInputError
 from cache_manager.record import Buffer
-
-PART_NBYTES: Final = 64 << 10
-"""Of a part, where nothing else is said."""
-PART_NBYTES_MIN: Final = 64
-PART_NBYTES_MAX: Final = 16 << 20
 
 Range = tuple[int, int]
 """Indices ``[start, stop)``, of rows or of layers."""
@@ -35,7 +29,10 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """``rows`` x ``layers`` cells of ``cell_nbytes``, the ids of one token in one layer."""
+    """``rows`` x ``layers`` cells of ``cell_nbytes``, the ids of one token in one layer.
+
+    A part has ``part_layers`` of the layers (the last group may have fewer) and ``part_tokens`` rows.
+    """
 
     rows: int
     layers: int
@@ -69,11 +66,13 @@ class Grid:
         """Of the largest part."""
         return self.part_tokens * self.part_layers * self.cell_nbytes
 
-    def group_of(self, part: int) -> int:
-        return part // self.bands
+    @property
+    def nbytes(self) -> int:
+        """Of all parts."""
+        return self.rows * self.layers * self.cell_nbytes
 
     def layer_range(self, part: int) -> Range:
-        first = self.group_of(part) * self.part_layers
+        first = part // self.bands * self.part_layers
         return first, min(first + self.part_layers, self.layers)
 
     def row_range(self, part: int) -> Range:
@@ -84,6 +83,11 @@ class Grid:
         (a, b), (first, last) = self.row_range(part), self.layer_range(part)
         return (b - a) * (last - first) * self.cell_nbytes
 
+    def offset_of(self, part: int) -> int:
+        """Bytes of the parts before ``part``."""
+        (a, _), (first, last) = self.row_range(part), self.layer_range(part)
+        return (self.rows * first + a * (last - first)) * self.cell_nbytes
+
     def needed(self, layers: Sequence[int], rows: Sequence[Range]) -> list[int]:
         """The parts that hold the given layers (increasing indices) of the given ranges of rows, in order."""
         bands = {band for a, b in rows if a < b for band in range(a // self.part_tokens, -(-b // self.part_tokens))}
@@ -92,10 +96,10 @@ class Grid:
 
     # ---------------------------------------------------------------- bytes
 
-    def cut(self, cells: NDArray[Any], part: int) -> NDArray[Any]:
-        """The bytes of a part ``[n]``: its cells, row by row; ``cells`` are as :func:`cells_of` has them."""
+    def cut(self, cells: NDArray[Any], part: int) -> memoryview:
+        """The bytes of a part: its cells, row by row; ``cells`` are as :func:`cells_of` has them."""
         (a, b), (first, last) = self.row_range(part), self.layer_range(part)
-        return np.ascontiguousarray(cells[a:b, first:last]).reshape(-1).view(np.uint8)
+        return np.ascontiguousarray(cells[a:b, first:last]).reshape(-1).view(np.uint8).data
 
     def paste(
         self,
@@ -128,41 +132,4 @@ def cells_of(ids: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(ids).view(cell)[:, :, 0]
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """What of a rollout is wanted: layers, by index, and ranges of rows, by index."""
-
-    layers: tuple[int, ...]
-    layer_ids: tuple[int, ...]
-    rows: tuple[Range, ...]
-
-    @classmethod
-    def of(
-        cls,
-        layer_ids: Sequence[int],
-        positions: Range,
-        layers: Sequence[int] | None,
-        spans: Sequence[Range] | None,
-    ) -> Selection:
-        """``layers`` are layer ids (those without a router do not count), ``spans`` ranges of positions.
-
-        Raises :class:`InvalidInputError` for positions outside ``positions``, and when no layer is left.
-        """
-        wanted = set(layer_ids if layers is None else layers)
-        chosen = [i for i, layer in enumerate(layer_ids) if layer in wanted]
-        if not chosen:
-            raise InvalidInputError("layers", f"one or more of {tuple(layer_ids)}", sorted(wanted))
-        start, stop = positions
-        rows: list[Range] = []
-        for span in (positions,) if spans is None else spans:
-            if not (len(span) == 2 and start <= span[0] <= span[1] <= stop):
-                raise InvalidInputError("spans", f"ranges of positions inside [{start}, {stop}]", span)
-            rows.append((span[0] - start, span[1] - start))
-        return cls(tuple(chosen), tuple(layer_ids[i] for i in chosen), tuple(rows))
-
-    def room(self, top_k: int, dtype: np.dtype[Any]) -> list[NDArray[Any]]:  # of [n, layers, top_k]
-        """Arrays for the wanted ids, one for each range."""
-        return [np.empty((b - a, len(self.layers), top_k), dtype) for a, b in self.rows]
-
-
-__all__ = ["PART_NBYTES", "PART_NBYTES_MAX", "PART_NBYTES_MIN", "Grid", "Range", "Selection", "cells_of"]
+__all__ = ["Grid", "Range", "cells_of"]

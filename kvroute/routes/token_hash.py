@@ -23,8 +23,8 @@ def token_hash(tokens: ArrayLike) -> bytes:
     >>> token_hash([1, 2, 3]).hex()
     '2433db8a68579e7a195c621964573b5b'
     """
-    text = _text(tokens)
-    return hashlib.blake2b(text, digest_size=TOKEN_HASH_NBYTES, person=b"kvroute.tokens").digest()
+    ids = np.asarray(tokens)
+    return token_hashes(ids, [ids.size])[0][1]
 
 
 def token_hashes(tokens: ArrayLike, counts: Iterable[int]) -> tuple[TokenHash, ...]:
@@ -35,22 +35,18 @@ def token_hashes(tokens: ArrayLike, counts: Iterable[int]) -> tuple[TokenHash, .
     >>> token_hashes([1, 2, 3, 4], [3]) == ((3, token_hash([1, 2, 3])),)
     True
     """
-    text, found, at = _text(tokens), list[TokenHash](), 0
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise RowError("tokens", "integers [n]", f"{ids.dtype} of shape {ids.shape}")
+    text, found, at = ids.astype("<i8").tobytes(), list[TokenHash](), 0
     running = hashlib.blake2b(digest_size=TOKEN_HASH_NBYTES, person=b"kvroute.tokens")
     for count in sorted(set(counts)):
-        if not 0 <= 8 * count <= len(text):
-            raise RowError("tokens", f"{count} or more", len(text) // 8)
+        if not 0 <= count <= len(ids):
+            raise RowError("tokens", f"{count} or more", len(ids))
         running.update(text[8 * at : 8 * count])
         found.append((count, running.digest()))
         at = count
     return tuple(found)
-
-
-def _text(tokens: ArrayLike) -> bytes:
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise RowError("tokens", "integers [n]", f"{ids.dtype} of shape {ids.shape}")
-    return ids.astype("<i8").tobytes()
 
 
 def joined_hashes(hashes: Iterable[TokenHash]) -> tuple[TokenHash, ...]:
@@ -72,8 +68,8 @@ def check_tokens(hashes: Iterable[TokenHash], tokens: NDArray[Any], end: int) ->
         raise RowError("routes.token_hashes", "a hash of the tokens; see Routes.bind", "none")
     if (most := max(count for count, _ in hashes)) < end:
         raise RowError("routes.token_hashes", f"a hash of {end} tokens or more, as there are rows", f"of {most}")
-    for count, digest in hashes:
-        if count > len(tokens):
-            raise RowError("tokens", f"{count} or more, as the routes are bound to", len(tokens))
-        if (found := token_hash(tokens[:count])) != digest:
+    if most > len(tokens):
+        raise RowError("tokens", f"{most} or more, as the routes are bound to", len(tokens))
+    for (count, found), (_, digest) in zip(token_hashes(tokens, dict(hashes)), sorted(hashes), strict=True):
+        if found != digest:
             raise RowError(f"hash of the first {count} tokens", digest.hex(), found.hex())

@@ -1,0 +1,258 @@
+"""Routes in an answer: kvroute's own self-describing object, and what the clients of five engines decode.
+
+==============  =====================================================  ==========================  ==================
+encoding        container                                              layers, dtype               missing rows
+==============  =====================================================  ==========================  ==================
+``kvroute``     JSON object of a record: ``Routes.to_json``            routed; uint8 to uint32     a mask
+``vllm``        base64 of a ``.npy``                                   all; uint8, uint16          refused
+``sglang``      base64 of the bytes                                    all; int32                  refused
+``lightllm``    JSON object ``{"shape", "dtype", "data"}``             routed; uint8, int16        refused
+``nemo``        ``nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>``    routed; int8 to int32       all -1
+``fastdeploy``  base64 of the bytes                                    routed; uint8 to uint32     all ones in binary
+==============  =====================================================  ==========================  ==================
+
+Ids are in C order, little endian; layers without a router are zeros where a container has all layers. An encoding
+without a way to say that a row is missing refuses routes that miss one, or a layer of one: any spelling as ids is some
+expert's. The others say so of each layer by itself. What is decoded is checked as every :class:`Routes` is, so that a
+row of zeros, which is how some engines spell a row that they lost, is an error and never a row. Pure: no I/O.
+
+Sources: ``vllm/utils/serial_utils.py`` and ``routed_experts_capturer.py`` of vLLM 0.33; ``srt/state_capturer`` of
+SGLang 0.5.23; ``MoeRouteInfoManager`` of LightLLM's main branch, August 2026; NeMo-RL's ``routed_experts_codec.py``;
+FastDeploy's ``RoutingReplayConfig.postprocess`` (#7390, #7960), which counts one value more than there are experts.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from pybase64 import b64encode_as_string
+
+from cache_manager.errors import InvalidInputError, RowError
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.routes import Layout, Routes
+from kvroute.routes.wire import from_base64
+
+Encoding = Literal["kvroute", "sglang", "vllm", "lightllm", "nemo", "fastdeploy"]
+ENCODINGS: Final[tuple[str, ...]] = get_args(Encoding)
+
+FIELD: Final = "routed_experts"
+"""The name that every engine gives to the field."""
+_NPY_HEADER_NBYTES_MAX: Final = 256
+"""Of a ``.npy`` that numpy writes for three dimensions: magic, version, length and text, a multiple of 64."""
+_NPY_MAGIC: Final = b"\x93NUMPY\x01\x00"
+_NPY_TEXT = re.compile(
+    rb"\{'descr': '([^']{1,8})', 'fortran_order': (True|False), 'shape': \((\d{1,12}), (\d{1,12}), (\d{1,12})\), \} *\n"
+)
+_NEMO_HEAD = re.compile(r"nrlre1:(int8|int16|int32):([0-9]{1,12})x([0-9]{1,12})x([0-9]{1,12}):", re.ASCII)
+
+Shape = tuple[int, int]
+"""Layers and top-k of a container's rows."""
+
+
+def encode(routes: Routes, encoding: str = "kvroute") -> Any:
+    """``routes`` in ``encoding``: a JSON object or a string, ``None`` where :func:`refusal` says why not."""
+    if refusal(routes, encoding) is not None:
+        return None
+    if encoding == "kvroute":
+        return routes.to_json()
+    how, layout = _FOREIGN[encoding], routes.layout
+    layers = layout.chosen("all" if how.dense else "moe")
+    ids = np.zeros((len(routes), len(layers), layout.top_k), how.dtype(layout.num_experts))
+    ids[:, [layers.index(layer) for layer in layout.layer_ids]] = routes.ids
+    if not routes.complete:
+        known = np.zeros(ids.shape[:2], np.bool_)
+        known[:, [layers.index(layer) for layer in layout.layer_ids]] = routes.known
+        ids[~known] = _all_ones(ids.dtype)
+    return how.pack(ids)
+
+
+def decode(given: Any, spec: AuxBlockDataSpec, encoding: str = "kvroute", start: int = 0) -> Routes:
+    """The routes that are ``given`` in ``encoding``, for the routers of ``spec``, from position ``start``.
+
+    Raises :class:`RowError` for anything else, whatever it is, that names the field, what was wanted and what came. The
+    memory that it takes is a fixed multiple of the size of what was given, whatever shape that claims to have.
+    kvroute's own object says its start itself. An answer of FastDeploy may end with a row for the last sampled token,
+    which no forward pass has read, and which is whatever the slot held: only the caller knows; slice it off.
+    """
+    _check(encoding)
+    layout = Layout.of(spec)
+    if encoding == "kvroute":
+        routes = Routes.from_json(given)
+        layout.check_model(routes.layout, FIELD)
+        return routes
+    how = _FOREIGN[encoding]
+    layers = layout.chosen("all" if how.dense else "moe")
+    ids = how.unpack(given, np.dtype(how.dtype(layout.num_experts)), (len(layers), layout.top_k))
+    known = ~(ids == _all_ones(ids.dtype)).all(axis=2) if how.masked else np.ones(len(ids), np.bool_)
+    if how.dense and len(layers) > len(layout.layer_ids):
+        for layer in set(layers).difference(layout.layer_ids):
+            if ids[:, layer].any():
+                raise RowError(f"{FIELD} layer {layer}", "zeros, as the model has no router there", "other ids")
+        ids = ids[:, list(layout.layer_ids)]
+    return Routes(ids, known, layout.layer_ids, layout.num_experts, layout.num_layers, start)
+
+
+def refusal(routes: Routes, encoding: str) -> str | None:
+    """Why ``routes`` cannot be told in ``encoding``, in one line; ``None`` when they can."""
+    _check(encoding)
+    if encoding == "kvroute":
+        return None
+    how = _FOREIGN[encoding]
+    widest, most = how.dtypes[-1]
+    if routes.num_experts > most:
+        bits = 8 * np.dtype(widest).itemsize
+        return f"{how.name}'s encoding has ids of {bits} bits, and there are {routes.num_experts} experts"
+    return None if how.masked or routes.complete else _missing(routes)
+
+
+def _check(encoding: object) -> None:
+    if encoding not in ENCODINGS:
+        raise InvalidInputError("encoding", "one of " + ", ".join(ENCODINGS), repr(encoding))
+
+
+def _missing(routes: Routes) -> str:
+    """Which rows, or layers of them, are missing, in one line."""
+    ranges = ", ".join(f"[{start}, {stop})" for start, stop in routes.missing[:8])
+    more = f" and {len(routes.missing) - 8} more ranges" if len(routes.missing) > 8 else ""
+    lost = sum(stop - start for start, stop in routes.missing)
+    gap = routes.first_gap(routes.stop, routes.start)
+    first = "" if gap is None or gap[1] is None else f", of which {gap[0]} lacks layer {gap[1]}"
+    return f"{lost} of {len(routes)} rows are missing: positions {ranges}{more}{first}"
+
+
+def _all_ones(dtype: np.dtype[Any]) -> Any:
+    """The id whose bits are all ones: -1 where it is signed."""
+    return np.array(-1).astype(dtype)
+
+
+# Containers -----------------------------------------------------------------------------------------------------------
+
+
+def _text(ids: NDArray[Any]) -> str:
+    little = ids.astype(ids.dtype.newbyteorder("<"), copy=False)
+    return b64encode_as_string(np.ascontiguousarray(little).data)
+
+
+def _ids(field: str, content: bytes, dtype: np.dtype[Any], rows: int, shape: Shape) -> NDArray[Any]:
+    """``content`` as ids ``[rows, layers, top_k]``, if it has that size."""
+    little = dtype.newbyteorder("<")
+    if len(content) != (wanted := rows * shape[0] * shape[1] * little.itemsize):
+        raise RowError(field, f"{wanted} bytes", len(content))
+    return np.frombuffer(content, little).reshape(rows, *shape)
+
+
+def _checked_rows(field: str, claimed: tuple[int, ...], shape: Shape) -> int:
+    if len(claimed) != 3 or claimed[1:] != shape:
+        raise RowError(field, f"(rows, {shape[0]}, {shape[1]}), as the model has", claimed)
+    return claimed[0]
+
+
+def _bare_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
+    content, row_nbytes = from_base64(FIELD, given), shape[0] * shape[1] * dtype.itemsize
+    if len(content) % row_nbytes:
+        raise RowError(FIELD, f"base64 of rows of {row_nbytes} bytes", f"{len(content)} bytes")
+    return _ids(FIELD, content, dtype, len(content) // row_nbytes, shape)
+
+
+def _npy(ids: NDArray[Any]) -> str:
+    file = io.BytesIO()
+    np.save(file, ids, allow_pickle=False)
+    return b64encode_as_string(file.getbuffer())
+
+
+def _npy_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
+    """The header is read here, by its text: numpy's own reader would make room for whatever shape that claims."""
+    file = from_base64(FIELD, given)
+    if file[: len(_NPY_MAGIC)] != _NPY_MAGIC:
+        raise RowError(FIELD, "a .npy of version 1.0", repr(file[:8]))
+    stop = 10 + int.from_bytes(file[8:10], "little")
+    if stop > min(_NPY_HEADER_NBYTES_MAX, len(file)):
+        raise RowError(FIELD, f"a header of at most {_NPY_HEADER_NBYTES_MAX} bytes inside the file", stop)
+    header = _NPY_TEXT.fullmatch(file[10:stop])
+    if header is None:
+        raise RowError(FIELD, "the header of an array of three dimensions", repr(file[10:stop]))
+    wanted = dtype.newbyteorder("<").str
+    if (header[1].decode(), header[2]) != (wanted, b"False"):
+        got = f"{header[1].decode()}, fortran_order {header[2].decode()}"
+        raise RowError(f"{FIELD}.dtype", f"{wanted} in C order, as the model's experts need", got)
+    rows = _checked_rows(f"{FIELD}.shape", tuple(map(int, header.groups()[2:])), shape)
+    return _ids(f"{FIELD}.data", file[stop:], dtype, rows, shape)
+
+
+class _Object(msgspec.Struct, forbid_unknown_fields=True):
+    shape: tuple[int, int, int]
+    dtype: str
+    data: str
+
+
+def _object(ids: NDArray[Any]) -> dict[str, Any]:
+    return {"shape": list(ids.shape), "dtype": ids.dtype.name, "data": _text(ids)}
+
+
+def _object_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
+    try:
+        found = msgspec.convert(given, _Object)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise RowError(FIELD, "an object with shape, dtype and data", error) from error
+    rows = _checked_rows(f"{FIELD}.shape", found.shape, shape)
+    if found.dtype != dtype.name:
+        raise RowError(f"{FIELD}.dtype", f"{dtype.name}, as the model's experts need", repr(found.dtype))
+    return _ids(f"{FIELD}.data", from_base64(f"{FIELD}.data", found.data), dtype, rows, shape)
+
+
+def _envelope(ids: NDArray[Any]) -> str:
+    return f"nrlre1:{ids.dtype.name}:{'x'.join(map(str, ids.shape))}:{_text(ids)}"
+
+
+def _envelope_ids(given: Any, dtype: np.dtype[Any], shape: Shape) -> NDArray[Any]:
+    """A wider dtype than the model needs is read too: NeMo-RL falls back to one where it does not know the model."""
+    head = _NEMO_HEAD.match(given) if isinstance(given, str) else None
+    if head is None:
+        got = repr(given[:40]) if isinstance(given, str) else type(given).__name__
+        raise RowError(FIELD, "nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>", got)
+    told = np.dtype(head[1])
+    if told.itemsize < dtype.itemsize:
+        raise RowError(f"{FIELD}.dtype", f"{dtype.name} or wider, as the model's experts need", head[1])
+    rows = _checked_rows(f"{FIELD}.shape", (int(head[2]), int(head[3]), int(head[4])), shape)
+    return _ids(f"{FIELD}.data", from_base64(f"{FIELD}.data", given[head.end() :]), told, rows, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreign:
+    """How an engine tells routes. ``dtypes`` are those of ids, each with the most experts that it is taken for.
+
+    ``dense``: every layer of the model has a place; else the routed ones. ``masked``: what is missing is all ones in
+    binary; else it cannot be told. ``pack`` makes an answer of ids ``[n, layers, top_k]``; ``unpack`` takes them out of
+    one, for the model's dtype and shape, or raises :class:`RowError`.
+    """
+
+    name: str
+    dtypes: tuple[tuple[str, int], ...]
+    dense: bool
+    masked: bool
+    pack: Callable[[NDArray[Any]], Any]
+    unpack: Callable[[Any, np.dtype[Any], Shape], NDArray[Any]]
+
+    def dtype(self, num_experts: int) -> str:
+        return next((dtype for dtype, most in self.dtypes if num_experts <= most), self.dtypes[-1][0])
+
+
+_INTS: Final = (("int8", 1 << 7), ("int16", 1 << 15), ("int32", 1 << 31))
+_FD: Final = (("uint8", (1 << 8) - 2), ("uint16", (1 << 16) - 2), ("uint32", (1 << 32) - 2))
+_FOREIGN: Final = {
+    "vllm": _Foreign("vLLM", (("uint8", 1 << 8), ("uint16", 1 << 16)), True, False, _npy, _npy_ids),
+    "sglang": _Foreign("SGLang", (("int32", 1 << 31),), True, False, _text, _bare_ids),
+    "lightllm": _Foreign("LightLLM", (("uint8", 1 << 8), ("int16", 1 << 15)), False, False, _object, _object_ids),
+    "nemo": _Foreign("NeMo-RL", _INTS, False, True, _envelope, _envelope_ids),
+    "fastdeploy": _Foreign("FastDeploy", _FD, False, True, _text, _bare_ids),
+}
+assert set(ENCODINGS) == {"kvroute", *_FOREIGN}
+
+__all__ = ["ENCODINGS", "Encoding", "decode", "encode", "refusal"]

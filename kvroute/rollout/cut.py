@@ -1,0 +1,82 @@
+"""What of a rollout is wanted, and how a store cuts it for that, as its URL says. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, Self
+
+from cache_manager.errors import ConfigError, InvalidInputError
+from cache_manager.storage.url import StoreUrl
+from kvroute.routes import Routes
+from kvroute.routes.parts import Grid, Range
+
+PART_NBYTES: Final = 64 << 10
+"""Of a part, where nothing else is said."""
+PART_NBYTES_MIN: Final = 64
+PART_NBYTES_MAX: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What of a rollout is wanted: layers, by index, and ranges of rows, by index."""
+
+    layers: tuple[int, ...]
+    rows: tuple[Range, ...]
+
+    @classmethod
+    def of(
+        cls,
+        layer_ids: Sequence[int],
+        positions: Range,
+        layers: Sequence[int] | None,
+        spans: Sequence[Range] | None,
+    ) -> Self:
+        """``layers`` are layer ids (those without a router do not count), ``spans`` ranges of positions.
+
+        Raises :class:`InvalidInputError` for positions outside ``positions``, and when no layer is left.
+        """
+        wanted = set(layer_ids if layers is None else layers)
+        chosen = tuple(i for i, layer in enumerate(layer_ids) if layer in wanted)
+        if not chosen:
+            raise InvalidInputError("layers", f"one or more of {tuple(layer_ids)}", sorted(wanted))
+        start, stop = positions
+        given = (positions,) if spans is None else tuple(spans)
+        for span in given:
+            if not (len(span) == 2 and start <= span[0] <= span[1] <= stop):
+                raise InvalidInputError("spans", f"ranges of positions inside [{start}, {stop}]", span)
+        return cls(chosen, tuple((a - start, b - start) for a, b in given))
+
+
+@dataclass(frozen=True, slots=True)
+class CutSettings:
+    """``fused`` puts all layers of a row into one part; else every layer has its own parts, of ``part_nbytes`` at most.
+
+    Per layer, a rank of pipeline parallelism reads its layers and nothing else; fused, a rollout has fewer parts.
+    """
+
+    PARAMETERS: ClassVar[tuple[str, ...]] = ("fused", "part")
+
+    fused: bool = False
+    part_nbytes: int = PART_NBYTES
+
+    def __post_init__(self) -> None:
+        if not PART_NBYTES_MIN <= self.part_nbytes <= PART_NBYTES_MAX:
+            wanted = f"{PART_NBYTES_MIN} to {PART_NBYTES_MAX} bytes"
+            raise ConfigError("rollout store parameter part", wanted, self.part_nbytes)
+
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> Self:
+        """The parameters ``fused`` (true or false) and ``part`` (a size)."""
+        fused = url.choice("fused", ("true", "false"), "false") == "true"
+        return cls(fused, url.nbytes("part", PART_NBYTES))
+
+    def grid(self, routes: Routes) -> Grid:
+        """How ``routes`` are cut."""
+        rows, layers, top_k = routes.ids.shape
+        part_layers = layers if self.fused else 1
+        cell_nbytes = top_k * routes.ids.itemsize
+        return Grid.fit(rows, layers, cell_nbytes, part_layers=part_layers, part_nbytes=self.part_nbytes)
+
+
+__all__ = ["PART_NBYTES", "PART_NBYTES_MAX", "PART_NBYTES_MIN", "CutSettings", "Selection"]

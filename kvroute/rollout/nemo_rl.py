@@ -1,0 +1,118 @@
+"""Routes as NeMo-RL's policy workers take them by reference: ``nemo_rl.routed_experts_ref.v1``.
+
+A reference is a few hundred bytes of JSON. It names an actor, which answers the rows of a sample, or ranges of them, as
+int16 ``[tokens, layers, top_k]``; -1 says that a row is not known. This actor speaks that for routes of kvroute: what
+:func:`reference` puts into it is its own until NeMo-RL retires the weights version that the rows are for.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from cache_manager.errors import InvalidInputError
+from kvroute.routes import Routes
+
+SCHEMA: Final = "nemo_rl.routed_experts_ref.v1"
+NAMESPACE: Final = "nemo_rl_routed_experts"
+REGISTRY: Final = "nrl_routed_experts_registry_"
+
+Key = tuple[int, int, int, str]
+
+
+class Source:
+    """The actor. Its methods are those that NeMo-RL's workers and its registry call."""
+
+    def __init__(self, instance: str) -> None:
+        self._instance = instance
+        self._retired = -1
+        self._objects: dict[Key, tuple[Any, tuple[int, ...]]] = {}
+
+    def put(self, ref: Mapping[str, Any], rows: NDArray[np.int16]) -> None:
+        key = _key(ref)
+        if key in self._objects or key[0] <= self._retired:
+            raise ValueError(f"wanted a new one for weights after version {self._retired}, got {key}")
+        self._objects[key] = ray.put(rows), rows.shape  # the actor's own, whatever becomes of the caller
+
+    def get_ref(self, ref: Mapping[str, Any]) -> dict[str, Any]:
+        """The object, which the worker reads from the store of its own node."""
+        found, shape = self._found(ref)
+        nbytes = 2 * int(np.prod(shape, dtype=np.int64))
+        return {"object_ref": found, "shape": list(shape), "dtype": "int16", "nbytes": nbytes}
+
+    def get_ranges(self, refs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The rows of each reference, end to end, and no others."""
+        rows = [ray.get(self._found(ref)[0])[ref["offset"] : ref["offset"] + ref["length"]] for ref in refs]
+        values = np.concatenate(rows)
+        return {"values": values, "shape": list(values.shape), "dtype": "int16", "nbytes": values.nbytes}
+
+    def retire_through(self, target_weight_version: int) -> dict[str, int]:
+        """Forget what is for weights of this version and before; nothing of them is taken any more."""
+        self._retired = max(self._retired, target_weight_version)
+        old = [key for key in self._objects if key[0] <= self._retired]
+        nbytes = sum(2 * int(np.prod(self._objects.pop(key)[1], dtype=np.int64)) for key in old)
+        left = {"retired_bytes": nbytes, "remaining_objects": len(self._objects)}
+        return {"retired_through": self._retired, "retired_objects": len(old), **left}
+
+    def _found(self, ref: Mapping[str, Any]) -> tuple[Any, tuple[int, ...]]:
+        found = self._objects.get(_key(ref)) if ref["store_instance_id"] == self._instance else None
+        if found is None or list(found[1]) != list(ref["shape"]):
+            raise ValueError(f"reference: wanted one of rows that are here, got {dict(ref)}")
+        return found
+
+
+class References:
+    """Makes references; the actor behind them lives as long as this object, and is told to the ``run``'s registry."""
+
+    def __init__(self, run: str | None = None) -> None:
+        self.instance = uuid.uuid4().hex
+        self.name = f"kvroute_routed_experts_{self.instance}"
+        options = {"name": self.name, "namespace": NAMESPACE, "num_cpus": 0}
+        self.source = ray.remote(Source).options(**options).remote(self.instance)
+        if run is not None:
+            registry = ray.get_actor(REGISTRY + run, namespace=NAMESPACE)
+            ray.get(registry.register_store.remote(self.instance, self.source))
+
+    def put(
+        self, routes: Routes, tokens: int, *, request_id: str, task: int, rollout: int, weights_version: int
+    ) -> dict[str, Any]:
+        """The reference of a sample of ``tokens`` tokens, whose last row, and all that are missing, say -1.
+
+        ``weights_version`` is the one that the rows are trained for. :class:`InvalidInputError` for more experts than
+        int16 names, and for a reference that there is.
+        """
+        if routes.layout.num_experts > 1 << 15:
+            raise InvalidInputError("num_experts", f"at most {1 << 15}", routes.layout.num_experts)
+        rows = routes.materialize(tokens, "moe", "int16", missing="minus1")
+        ref = {
+            "schema": SCHEMA,
+            "store": self.name,
+            "store_instance_id": self.instance,
+            "request_id": request_id,
+            "key": "routed_experts",
+            "task_index": task,
+            "rollout_index": rollout,
+            "target_weight_version": weights_version,
+            "offset": 0,
+            "length": len(rows),
+            "shape": list(rows.shape),
+            "dtype": "int16",
+        }
+        try:
+            ray.get(self.source.put.remote(ref, rows))
+        except ValueError as error:  # what an actor raises has to cross by pickle, which ours do not
+            raise InvalidInputError("reference", "one that can be put", error) from error
+        return ref
+
+
+def _key(ref: Mapping[str, Any]) -> Key:
+    numbers = (int(ref[name]) for name in ("target_weight_version", "task_index", "rollout_index"))
+    return (*numbers, str(ref["request_id"]))  # type: ignore[return-value]
+
+
+__all__ = ["SCHEMA", "References"]

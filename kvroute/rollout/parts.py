@@ -1,0 +1,199 @@
+"""What every rollout store here does: rows become a record, and what comes back is proved part by part.
+
+A store of its own says where a record's header and parts lie: four methods, which raise ``StorageError`` when they
+fail, :class:`GoneError` for what is not there, and ``InvalidInputError`` for what is damaged.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from msgspec.structs import replace as with_fields
+
+from cache_manager.errors import InvalidInputError, StorageError, StoreClosedError
+from cache_manager.ports import Absence
+from cache_manager.record import Buffer
+from kvroute.rollout.cut import CutSettings, Selection
+from kvroute.rollout.handle import PUT_ID_NBYTES, RolloutHandle
+from kvroute.rollout.ids import checked_id
+from kvroute.rollout.port import RolloutCounters
+from kvroute.routes import Routes
+from kvroute.routes.parts import Range
+from kvroute.routes.wire import FIXED_NBYTES, Header, header_nbytes, record, unpack
+
+
+class GoneError(StorageError):
+    """What was asked for is not there."""
+
+
+Read = Callable[[int, int], Buffer]
+"""Bytes at an offset of a record, fewer at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One stored record, for as long as it is read: bytes of its header, and the parts of some numbers in any order."""
+
+    header: Read
+    parts: Callable[[Sequence[int]], Iterable[tuple[int, Buffer]]]
+
+    @classmethod
+    def of_bytes(cls, handle: RolloutHandle, read: Read) -> Self:
+        """Of a record whose parts lie behind its header."""
+        at, grid = handle.header_nbytes, handle.grid
+        return cls(read, lambda numbers: ((n, read(at + grid.offset_of(n), grid.nbytes_of(n))) for n in numbers))
+
+
+def header_of(read: Read) -> tuple[Header, int]:
+    """A record's header, and how many bytes it has; :class:`InvalidInputError` names the first thing that is wrong."""
+    fixed = read(0, FIXED_NBYTES)
+    nbytes = header_nbytes(fixed)
+    return unpack(fixed, read(FIXED_NBYTES, nbytes)), FIXED_NBYTES + nbytes
+
+
+class PartStore(ABC):
+    """A ``RolloutStore`` but for where things lie. ``name`` is for messages."""
+
+    scheme: ClassVar[str]
+
+    def __init__(self, name: str, cut: CutSettings | None = None) -> None:
+        self._name = name
+        self._cut = cut or CutSettings()
+        self._closed = False
+        self._counting = threading.Lock()
+        self._counters = RolloutCounters()
+
+    @abstractmethod
+    def _write(self, handle: RolloutHandle, record: Sequence[Buffer]) -> RolloutHandle:
+        """Store header and parts, make it the put that is found, and answer the handle; or leave nothing and raise."""
+
+    @abstractmethod
+    def _opened(self, handle: RolloutHandle) -> AbstractContextManager[Reader]: ...
+
+    @abstractmethod
+    def _find(self, rollout_id: str, /) -> RolloutHandle | None: ...
+
+    @abstractmethod
+    def _delete(self, handle: RolloutHandle) -> None: ...
+
+    def _flush(self) -> None:  # noqa: B027 - most have nothing to do
+        """Nothing to wait for, unless a store has stable storage."""
+
+    def _close(self) -> None:  # noqa: B027
+        """Called once."""
+
+    # ---------------------------------------------------------------- RolloutStore
+
+    @property
+    def counters(self) -> RolloutCounters:
+        with self._counting:
+            return self._counters
+
+    def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
+        self._check_open()
+        grid = self._cut.grid(routes)
+        handle = RolloutHandle(
+            store=self.scheme,
+            rollout_id=checked_id(rollout_id),
+            put_id=os.urandom(PUT_ID_NBYTES).hex(),
+            layout=routes.layout,
+            start=routes.start,
+            rows=grid.rows,
+            part_layers=grid.part_layers,
+            part_tokens=grid.part_tokens,
+            header_nbytes=FIXED_NBYTES,
+        )
+        handle.check()
+        try:
+            header, *parts = record(routes, grid, handle.name)
+            handle = self._write(with_fields(handle, header_nbytes=len(header)), [header, *parts])
+        except BaseException:
+            self._count(put_failures=1)
+            raise
+        self._count(puts=1, put_nbytes=routes.ids.nbytes)
+        return handle
+
+    def find(self, rollout_id: str) -> RolloutHandle | None:
+        self._check_open()
+        checked_id(rollout_id)
+        try:
+            found = self._find(rollout_id)
+            if found is not None and found.rollout_id != rollout_id:
+                raise InvalidInputError("rollout", rollout_id, found.rollout_id)
+        except GoneError:
+            return None
+        except InvalidInputError:
+            self._count(corrupt=1)
+            return None
+        return found
+
+    def get(
+        self, handle: RolloutHandle, layers: Sequence[int] | None = None, spans: Sequence[Range] | None = None
+    ) -> list[Routes] | Absence:
+        self._check_open()
+        layout, grid = handle.layout, handle.grid
+        wanted = Selection.of(layout.layer_ids, (handle.start, handle.stop), layers, spans)
+        numbers = grid.needed(wanted.layers, wanted.rows)
+        try:
+            with self._opened(handle) as reader:
+                header = _checked(handle, *header_of(reader.header))
+                # Only now is the handle known to be one that was put, and what it claims made room for.
+                ids = header.ids(reader.parts(numbers), wanted.layers, wanted.rows)
+            of_rows = zip(ids, wanted.rows, strict=True)
+            found = [Routes.of_record(header, each, first, wanted.layers) for each, (first, _) in of_rows]
+        except GoneError:
+            self._count(misses=1)
+            return Absence.MISS
+        except InvalidInputError:
+            self._count(corrupt=1)
+            return Absence.CORRUPT
+        self._count(hits=1, get_nbytes=sum(map(grid.nbytes_of, numbers)))
+        return found
+
+    def delete(self, handle: RolloutHandle) -> None:
+        self._check_open()
+        checked_id(handle.rollout_id)
+        self._delete(handle)
+        self._count(deletes=1)
+
+    def flush(self) -> None:
+        self._check_open()
+        self._flush()
+
+    def close(self) -> None:
+        """Flush, then close; a failure to flush is raised, and the store is closed all the same."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self._flush()
+            finally:
+                self._close()
+
+    # ---------------------------------------------------------------- for stores
+
+    def _count(self, **by: int) -> None:
+        with self._counting:
+            self._counters = replace(self._counters, **{k: getattr(self._counters, k) + n for k, n in by.items()})
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"{self._name} is closed")
+
+
+def _checked(handle: RolloutHandle, header: Header, nbytes: int) -> Header:
+    """``header``, if it is of this very put; ``GoneError`` if of another one, else ``InvalidInputError``."""
+    found, told = RolloutHandle.of(handle.store, header, nbytes), with_fields(handle, inline=b"")
+    if found != told:
+        if found.rollout_id == handle.rollout_id and found.put_id != handle.put_id:
+            raise GoneError(f"rollout {handle.rollout_id} was put again")
+        raise InvalidInputError("routes record", told.name, found.name)
+    return header
+
+
+__all__ = ["GoneError", "PartStore", "Reader", "header_of"]

@@ -1,0 +1,125 @@
+"""Rollouts whose handles are a column of a TransferQueue, beside the other columns of a sample.
+
+The rows stay in another rollout store; a cell of the column is a handle's JSON. A rank that takes a batch from the
+queue finds its handles there (:func:`handles_of`) and fetches its share by them. The key of a row is the rollout's id.
+Other columns of a row are others': deleting a rollout empties its cell, and the trainer clears the row when it likes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import transfer_queue
+
+from cache_manager.errors import ConfigError, StorageError
+from cache_manager.ports import Absence
+from cache_manager.storage.url import StoreUrl
+from kvroute.rollout import open_rollouts
+from kvroute.rollout.handle import RolloutHandle
+from kvroute.rollout.ids import checked_id
+from kvroute.rollout.port import RolloutCounters, RolloutStore
+from kvroute.routes import Routes
+from kvroute.routes.parts import Range
+
+COLUMN: Final = "routed_experts_handle"
+PARTITION: Final = "rollouts"
+
+
+class QueueRollouts:
+    """A ``RolloutStore`` that keeps rows in ``rows``, which it owns and closes, and finds them by the queue.
+
+    The process is connected to the queue of its Ray cluster (``transfer_queue.init()``), else it is here. One process
+    at a time deletes rollouts of an id: a put of another process just then may not be found by that id.
+    """
+
+    def __init__(self, rows: RolloutStore, partition: str = PARTITION, column: str = COLUMN) -> None:
+        self.rows, self._partition, self._column = rows, partition, column
+        self._deleting = threading.Lock()
+        with _translated():
+            transfer_queue.init()
+
+    @property
+    def counters(self) -> RolloutCounters:
+        return self.rows.counters
+
+    def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
+        handle = self.rows.put(rollout_id, routes)
+        try:
+            with self._deleting:
+                self._tell(rollout_id, handle.to_json())
+        except StorageError:
+            with suppress(StorageError):
+                self.rows.delete(handle)
+            raise
+        return handle
+
+    def find(self, rollout_id: str) -> RolloutHandle | None:
+        self.rows.flush()  # raises where the store is closed
+        key = checked_id(rollout_id)
+        with _translated():
+            try:
+                row = transfer_queue.kv_batch_get([key], self._partition, [self._column])
+            except ValueError:  # no such row
+                return None
+        return handles_of(row, self._column)[0] if self._column in row.keys() else None  # noqa: SIM118
+
+    def get(
+        self, handle: RolloutHandle, layers: Sequence[int] | None = None, spans: Sequence[Range] | None = None
+    ) -> list[Routes] | Absence:
+        return self.rows.get(handle, layers, spans)
+
+    def delete(self, handle: RolloutHandle) -> None:
+        with self._deleting:
+            if self.find(handle.rollout_id) == handle:
+                self._tell(handle.rollout_id, "")
+        self.rows.delete(handle)
+
+    def flush(self) -> None:
+        self.rows.flush()
+
+    def close(self) -> None:
+        """Close the store of the rows; the queue is its cluster's."""
+        self.rows.close()
+
+    def _tell(self, rollout_id: str, text: str) -> None:
+        with _translated():
+            transfer_queue.kv_put(rollout_id, self._partition, {self._column: text})
+
+
+def handles_of(batch: Mapping[str, Any], column: str = COLUMN) -> list[RolloutHandle | None]:
+    """The handles of a batch's samples, in order, from the ``TensorDict`` that a queue answers; ``None``: it has none.
+
+    Raises :class:`InvalidInputError` for a cell that is no handle.
+    """
+    cells = batch[column]
+    cells = cells.tolist() if hasattr(cells, "tolist") else list(cells)
+    return [RolloutHandle.from_json(text) if text else None for text in cells]
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """What a queue fails with, which may be anything, becomes ``StorageError``."""
+    try:
+        yield
+    except Exception as error:
+        raise StorageError(f"TransferQueue: {type(error).__name__}: {error}") from error
+
+
+def open_queue_rollouts(url: StoreUrl) -> QueueRollouts:
+    """``tq:?partition=rollouts&column=routed_experts_handle,URL``: ``URL`` is the store of the rows."""
+    url.allow("partition", "column")
+    if len(url.tiers) != 1:
+        raise ConfigError("tq: rollout store", "tq:URL or tq:?column=...,URL, with one store for the rows", url.text)
+    names = (url.parameters.get("partition", PARTITION), url.parameters.get("column", COLUMN))
+    rows = open_rollouts(url.tiers[0])
+    try:
+        return QueueRollouts(rows, *names)
+    except BaseException:
+        rows.close()
+        raise
+
+
+__all__ = ["QueueRollouts", "handles_of", "open_queue_rollouts"]

@@ -1,0 +1,13 @@
+"""What the trainer gets: the experts that each token's MoE layers chose, what is missing masked and never guessed.
+
+Left imports right: ``routes`` -> ``union``, ``fill``, ``wire`` -> ``cells`` -> ``layout``, ``spans``; ``shards`` ->
+``fill``, ``split``. ``layout`` says what rows of a model look like; ``parts`` how they are cut for a store; ``split``
+which of them a rank has.
+"""
+
+from kvroute.routes.layout import Layout
+from kvroute.routes.routes import Routes
+from kvroute.routes.shards import shard_packed, shard_padded
+from kvroute.routes.split import Split
+
+__all__ = ["Layout", "Routes", "Split", "shard_packed", "shard_padded"]

@@ -1,0 +1,103 @@
+"""What rows of a model look like: which layers they are of, among how many experts, and how many are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Literal, Self
+
+import msgspec
+import numpy as np
+
+from cache_manager.errors import RowError
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.routing import id_dtype, routing_spec
+
+Layers = Literal["all", "moe"] | Sequence[int]
+"""Every layer of the model; those with a router; or these layer ids, in this order."""
+
+_MODEL: Final = ("routed_layers", "num_experts", "num_layers", "top_k")
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A layer of the model is in ``layer_ids`` (its ids are there), in ``missing_layers`` (it has a router, and no ids
+    are there), or dense. All others are in neither.
+
+    Raises :class:`SpecError` and :class:`RowError` for what no model has.
+    """
+
+    layer_ids: tuple[int, ...]
+    num_experts: int
+    num_layers: int
+    top_k: int
+    missing_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        # The spec's own checks say what layers, experts and top-k can be.
+        spec = routing_spec(self.num_experts, self.top_k, self.layer_ids, self.num_layers, block_tokens=1)
+        plain = {**spec.attrs, "top_k": spec.row_shape[1]}
+        if self.missing_layers:
+            layers, total = tuple(self.missing_layers), plain["num_layers"]
+            sound = all(
+                isinstance(n, (int, np.integer)) and 0 <= n < total and n not in plain["layer_ids"] for n in layers
+            )
+            if not sound or len(set(layers)) < len(layers):
+                wanted = f"distinct layers in [0, {total}) that are not in layer_ids {plain['layer_ids']}"
+                raise RowError("routes.missing_layers", wanted, layers)
+            plain["missing_layers"] = tuple(sorted(map(int, layers)))
+        for name, value in plain.items():
+            msgspec.structs.force_setattr(self, name, value)
+
+    @classmethod
+    def of(cls, spec: AuxBlockDataSpec, missing_layers: Iterable[int] = ()) -> Self:
+        """The layout of rows of ``spec``; :class:`RowError` if that is not one of routing."""
+        attrs = spec.attrs
+        if lacking := [name for name in ("num_experts", "layer_ids", "num_layers") if name not in attrs]:
+            raise RowError(f"{spec.name} spec", "a routing spec", f"one without {', '.join(lacking)}")
+        top_k = spec.row_shape[1]
+        return cls(attrs["layer_ids"], attrs["num_experts"], attrs["num_layers"], top_k, tuple(missing_layers))
+
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """The model's layers with a router, increasing."""
+        return tuple(sorted((*self.layer_ids, *self.missing_layers))) if self.missing_layers else self.layer_ids
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest unsigned one that holds every id."""
+        return np.dtype(id_dtype(self.num_experts))
+
+    def only(self, layer_ids: tuple[int, ...]) -> Layout:
+        """This layout with ids of these of the routed layers; the others of them are missing."""
+        if layer_ids == self.layer_ids:
+            return self
+        missing = tuple(n for n in self.routed_layers if n not in layer_ids)
+        return Layout(layer_ids, self.num_experts, self.num_layers, self.top_k, missing)
+
+    def check_model(self, given: Layout, what: str = "routes", why: str = "as the model has") -> None:
+        """Raise :class:`RowError` that names ``what`` and the field unless ``given`` is of the same model."""
+        for name in () if given is self else _MODEL:
+            if (wanted := getattr(self, name)) != (got := getattr(given, name)):
+                raise RowError(f"{what} {name}", f"{wanted}, {why}", got)
+
+    def chosen(self, layers: Layers) -> tuple[int, ...]:
+        """The layer ids that ``layers`` means; :class:`RowError` for one that the model does not have, or twice."""
+        if isinstance(layers, str):
+            if layers not in ("all", "moe"):
+                raise RowError("layers", "all, moe or a sequence of layer ids", repr(layers))
+            return tuple(range(self.num_layers)) if layers == "all" else self.routed_layers
+        chosen = tuple(layers)
+        for layer in chosen:
+            if not isinstance(layer, (int, np.integer)) or not 0 <= layer < self.num_layers:
+                raise RowError("layers", f"layer ids in [0, {self.num_layers})", repr(layer))
+        if len(set(chosen)) < len(chosen):
+            raise RowError("layers", "distinct layer ids", chosen)
+        return tuple(map(int, chosen))
+
+
+def check_alike(layouts: Sequence[Layout], what: str = "sample") -> None:
+    """Raise :class:`RowError` that names ``what``, the field and both values unless ``layouts`` are of one model."""
+    for i, other in enumerate(layouts):
+        layouts[0].check_model(other, f"{what} {i}", f"as {what} 0 has")
+
+
+__all__ = ["Layers", "Layout", "check_alike"]

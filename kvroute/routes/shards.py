@@ -1,0 +1,151 @@
+"""A rank's rows of a batch of sequences: where :mod:`kvroute.routes.split` says they are, filled as trainers want."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from cache_manager.errors import InvalidInputError, RowError
+from kvroute.checks import whole
+from kvroute.routes.cells import Cells
+from kvroute.routes.fill import Filler, Missing, Plan
+from kvroute.routes.layout import Layers, Layout, check_alike
+from kvroute.routes.split import TAIL, Shard, Split
+
+Side = Literal["left", "right"]
+Order = Literal["sequence", "batch"]
+
+
+def shard_packed(
+    parts: Sequence[Cells],
+    tokens: Sequence[int],
+    split: Split,
+    layers: Layers = "moe",
+    dtype: DTypeLike = "int64",
+    missing: Missing = "error",
+    *,
+    pad: Filler = "spread",
+    ep: int = 1,
+) -> NDArray[Any]:
+    """The rows ``[local tokens, layers, top_k]`` that one rank sees of a packed batch, in C order.
+
+    ``tokens[i]`` is how many tokens sequence ``i`` has; its first ``tokens[i] - 1`` rows are needed, and spelled as
+    ``missing`` says where they are not there. The row of the last token, if it is not there, and of all padding is
+    spelled as ``pad`` says. ``layers`` are cut to those of the pipeline stage: ``"all"`` gives the stage's layers,
+    ``"moe"`` those of them with experts; a sequence of layer ids is taken as it is.
+
+    Raises :class:`RowError` for what is missing when ``missing`` is ``"error"``, naming the sequence, the position and
+    the layer; and for sequences of unlike layers, experts or top-k.
+    """
+    plan = _plan(parts, tokens, split, layers, dtype, ep)
+    plan.check(missing, pad)
+    shards = split.packed(tokens)
+    out = np.empty((sum(map(len, shards)), len(plan.layers), parts[0].layout.top_k), plan.dtype)
+    at = 0
+    for shard in shards:
+        here = out[at : at + len(shard)]
+        if shard.sequence == TAIL:
+            plan.filler(here, pad, shard.start)
+        else:
+            _fill(plan, here, parts, tokens, shard, missing, pad)
+        at += len(shard)
+    return out
+
+
+def shard_padded(
+    parts: Sequence[Cells],
+    tokens: Sequence[int],
+    split: Split,
+    *,
+    width: int,
+    side: Side = "right",
+    order: Order = "sequence",
+    layers: Layers = "moe",
+    dtype: DTypeLike = "int64",
+    missing: Missing = "error",
+    pad: Filler = "spread",
+    ep: int = 1,
+) -> NDArray[Any]:
+    """The rows that one rank sees of a padded batch ``[batch, width]``, padded on its ``side``.
+
+    ``order="sequence"`` gives ``[local width, batch, layers, top_k]``, which is what a router of Megatron flattens;
+    ``"batch"`` gives ``[batch, local width, layers, top_k]``, as transformers models do. The rest is as in
+    :func:`shard_packed`; here context and sequence parallelism cut the columns, padding included.
+    """
+    for name, word, words in (("side", side, get_args(Side)), ("order", order, get_args(Order))):
+        if word not in words:
+            raise InvalidInputError(name, " or ".join(words), repr(word))
+    plan = _plan(parts, tokens, split, layers, dtype, ep)
+    plan.check(missing, pad)
+    columns = split.columns(width)
+    out = np.empty((len(parts), sum(map(len, columns)), len(plan.layers), parts[0].layout.top_k), plan.dtype)
+    if order == "sequence":
+        out = np.empty((out.shape[1], len(parts), *out.shape[2:]), plan.dtype)
+    for i, (count, mine) in enumerate(zip(tokens, out.swapaxes(0, 1) if order == "sequence" else out, strict=True)):
+        if whole(f"tokens of sequence {i}", count) > width:
+            raise InvalidInputError(f"tokens of sequence {i}", f"{width} at most, the width of the batch", count)
+        left, at = width - count if side == "left" else 0, 0
+        for column in columns:
+            here = mine[at : at + len(column)]
+            before = min(max(left - column.start, 0), len(column))
+            plan.filler(here[:before], pad, column.start)
+            _fill(
+                plan,
+                here[before:],
+                parts,
+                tokens,
+                Shard(i, column.start + before - left, column.stop - left),
+                missing,
+                pad,
+            )
+            at += len(column)
+    return out
+
+
+def _fill(
+    plan: Plan,
+    out: NDArray[Any],
+    parts: Sequence[Cells],
+    tokens: Sequence[int],
+    shard: Shard,
+    missing: Missing,
+    pad: Filler,
+) -> None:
+    """Put the positions of ``shard``, which has as many as ``out``, where they belong."""
+    if not len(out):
+        return
+    routes, count = parts[shard.sequence], tokens[shard.sequence]
+    within = min(max(count - 1 - shard.start, 0), len(out))
+    # Routes may go on behind the tokens that the trainer has kept; those rows are not its.
+    last = min(max(count - shard.start, within), len(out))
+    try:
+        plan.fill(out[:within], routes, shard.start, missing)
+    except RowError as error:
+        raise RowError(f"sequence {shard.sequence} {error.field}", error.wanted, error.got) from error
+    plan.fill(out[within:last], routes, shard.start + within, pad)
+    plan.filler(out[last:], pad, shard.start + last)
+
+
+def _plan(
+    parts: Sequence[Cells], tokens: Sequence[int], split: Split, layers: Layers, dtype: DTypeLike, ep: int
+) -> Plan:
+    if not parts or len(parts) != len(tokens):
+        raise RowError("tokens", f"one number for each of {len(parts)} routes, at least one", len(tokens))
+    check_alike([part.layout for part in parts])
+    wanted = layers if isinstance(layers, str) else tuple(layers)
+    return _plan_of(parts[0].layout, split, wanted, np.dtype(dtype), ep)
+
+
+@lru_cache(maxsize=64)
+def _plan_of(
+    layout: Layout, split: Split, layers: Literal["all", "moe"] | tuple[int, ...], dtype: np.dtype[Any], ep: int
+) -> Plan:
+    """A rank's plan, which is the same for every batch."""
+    if isinstance(layers, str):
+        chosen = set(layout.chosen(layers))
+        layers = tuple(layer for layer in split.layers(layout.num_layers) if layer in chosen)
+    return Plan(layout, layers, dtype, ep)

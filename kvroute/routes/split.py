@@ -1,0 +1,170 @@
+"""Which positions and layers one rank of a trainer has, as Megatron cuts them; arithmetic alone.
+
+The order is fixed. Every sequence is padded at its end to a multiple of ``align``. Context parallelism cuts each one
+into ``2 cp`` chunks of which rank ``r`` takes chunks ``r`` and ``2 cp - 1 - r`` (zigzag: so that causal attention costs
+every rank the same), or takes the ``r``-th part of all sequences end to end (contiguous). Every rank's buffer is padded
+to a multiple of ``tail_align``; where sequences are cut end to end, behind the last of them and before the cut, as
+slime does. Sequence parallelism gives each tensor-parallel rank an equal part of that. Pipeline parallelism cuts
+layers: each stage sees those that it has, dense ones counted. Expert parallelism cuts nothing: ids name experts of the
+whole model.
+
+A cut is a list of spans, so a rank can ask a store for its positions and its layers and for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final, Literal, get_args
+
+from cache_manager.errors import InvalidInputError
+from kvroute.checks import whole
+
+Cut = Literal["zigzag", "contiguous"]
+
+TAIL: Final = -1
+"""The sequence of a span that is padding of the whole buffer and belongs to none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Positions ``[start, stop)`` of sequence number ``sequence``; behind its tokens they are padding."""
+
+    sequence: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The sizes of a trainer's parallel groups and one rank's place in each.
+
+    ``sp`` says whether sequence parallelism is on: each of ``tp`` ranks then holds its part of the tokens. ``align`` is
+    what every sequence is padded to a multiple of; unset it is ``tp * cp``, twice that for zigzag with ``cp > 1``, as
+    verl and SkyRL have it (slime: ``2 * cp`` where ``cp > 1``, and ``tail_align=tp * data_pad_size_multiplier``).
+
+    Pipeline stages have equal shares of the layers; a rank with others says which ``layers`` it has.
+    """
+
+    tp: int = 1
+    tp_rank: int = 0
+    cp: int = 1
+    cp_rank: int = 0
+    sp: bool = False
+    pp: int = 1
+    pp_rank: int = 0
+    layout: Cut = "zigzag"
+    align: int | None = None
+    tail_align: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "pp"):
+            size, rank = whole(name, getattr(self, name), 1), getattr(self, f"{name}_rank")
+            if whole(f"{name}_rank", rank) >= size:
+                raise InvalidInputError(f"{name}_rank", f"0 to {size - 1}", rank)
+        whole("tail_align", self.tail_align, 1)
+        if self.align is not None:
+            whole("align", self.align, 1)
+        if not isinstance(self.sp, bool):
+            raise InvalidInputError("sp", "True or False", repr(self.sp))
+        if self.layout not in get_args(Cut):
+            raise InvalidInputError("layout", "zigzag or contiguous", repr(self.layout))
+
+    @property
+    def sequence_align(self) -> int:
+        """What every sequence of a packed batch is padded to a multiple of."""
+        if self.align is not None:
+            return self.align
+        return self.tp * self.cp * (2 if self.layout == "zigzag" and self.cp > 1 else 1)
+
+    # ---------------------------------------------------------------- layers
+
+    def layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layer ids, of ``num_layers``, of this pipeline stage; all for ``pp=1``.
+
+        >>> Split(pp=2, pp_rank=1).layers(8)
+        (4, 5, 6, 7)
+        """
+        if num_layers % self.pp:
+            raise InvalidInputError("pp", f"a divisor of {num_layers} layers; else say which layers there are", self.pp)
+        size = num_layers // self.pp
+        return tuple(range(self.pp_rank * size, (self.pp_rank + 1) * size))
+
+    # ---------------------------------------------------------------- positions
+
+    def packed(self, tokens: Sequence[int]) -> list[Shard]:
+        """What this rank sees of a packed batch of sequences of ``tokens`` tokens, in order.
+
+        >>> Split(cp=2).packed([5, 3])
+        [Shard(sequence=0, start=0, stop=2), Shard(sequence=0, start=6, stop=8), Shard(sequence=1, start=0, stop=1), \
+Shard(sequence=1, start=3, stop=4)]
+        """
+        for i, count in enumerate(tokens):
+            whole(f"tokens of sequence {i}", count)
+        align = self.sequence_align
+        padded = [-(-n // align) * align for n in tokens]
+        if self.cp == 1:
+            mine = [Shard(i, 0, n) for i, n in enumerate(padded) if n]
+        elif self.layout == "zigzag":
+            mine = [Shard(i, a, b) for i, n in enumerate(padded) for a, b in self._zigzag(n, f"sequence {i}")]
+        else:
+            total = sum(padded)
+            part = -(-total // (self.cp * self.tail_align)) * self.tail_align
+            every = [Shard(i, 0, n) for i, n in enumerate(padded) if n]
+            every += [Shard(TAIL, 0, part * self.cp - total)] if part * self.cp > total else []
+            mine = _cut(every, part * self.cp_rank, part * (self.cp_rank + 1))
+        if tail := -sum(map(len, mine)) % self.tail_align:
+            mine.append(Shard(TAIL, 0, tail))
+        return self._scattered(mine)
+
+    def columns(self, width: int) -> list[Shard]:
+        """What this rank sees of a padded batch ``[batch, width]``: its columns, as shards of a sequence 0."""
+        whole("width", width)
+        if self.cp == 1:
+            mine = [Shard(0, 0, width)]
+        elif self.layout == "zigzag":
+            mine = [Shard(0, a, b) for a, b in self._zigzag(width, "width")]
+        else:
+            if width % self.cp:
+                raise InvalidInputError("width", f"a multiple of cp={self.cp}", width)
+            part = width // self.cp
+            mine = [Shard(0, part * self.cp_rank, part * (self.cp_rank + 1))]
+        return self._scattered(mine)
+
+    def _zigzag(self, padded: int, what: str) -> list[tuple[int, int]]:
+        if padded % (2 * self.cp):
+            raise InvalidInputError(what, f"a padded length that is a multiple of 2 cp = {2 * self.cp}", padded)
+        chunk = padded // (2 * self.cp)
+        chunks = (self.cp_rank, 2 * self.cp - 1 - self.cp_rank)
+        return [(c * chunk, (c + 1) * chunk) for c in chunks] if chunk else []
+
+    def _scattered(self, mine: list[Shard]) -> list[Shard]:
+        """The part of ``mine`` that sequence parallelism leaves to this tensor-parallel rank; neighbours joined."""
+        if self.sp and self.tp > 1:
+            total = sum(map(len, mine))
+            if total % self.tp:
+                raise InvalidInputError("local tokens", f"a multiple of tp={self.tp}; see tail_align", total)
+            part = total // self.tp
+            mine = _cut(mine, part * self.tp_rank, part * (self.tp_rank + 1))
+        joined: list[Shard] = []
+        for shard in mine:
+            if joined and joined[-1].sequence == shard.sequence and joined[-1].stop == shard.start:
+                joined[-1] = Shard(shard.sequence, joined[-1].start, shard.stop)
+            else:
+                joined.append(shard)
+        return joined
+
+
+def _cut(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
+    """The places ``[start, stop)`` of ``shards`` laid end to end."""
+    found = []
+    for shard, end in zip(shards, accumulate(map(len, shards)), strict=True):
+        at = end - len(shard)
+        a, b = max(start, at), min(stop, end)
+        if a < b:
+            found.append(Shard(shard.sequence, shard.start + a - at, shard.start + b - at))
+    return found

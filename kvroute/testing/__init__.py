@@ -1,0 +1,1 @@
+"""Contracts that implementations of kvroute's ports subclass."""

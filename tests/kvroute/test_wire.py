@@ -1,0 +1,220 @@
+"""Routes outside memory: they come back as they were, a changed byte is noticed, and the format does not move."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_routes import Shape, cellwise, shapes
+
+from cache_manager.errors import RowError
+from kvroute.routes import Layout, Routes, wire
+from kvroute.routes.parts import Grid
+
+GOLDEN_START = (
+    "4b56524f55544553"  # KVROUTES
+    "0300"  # version
+    "0000"
+    "60010000"  # 352 bytes of header
+)
+GOLDEN_HEADER = (
+    b'{"layout":{"layer_ids":[1,2],"missing_layers":[3],"num_experts":4,"num_layers":4,"top_k":2},"name":"a",'
+    b'"part_layers":1,"part_tokens":2,"rows":3,"start":10,"sums":"k57cSddswYLPd3rTW3s5QuC/nFYn5WLIa8DelMUFWLI=",'
+    b'"token_hashes":[[14,"AAECAwQFBgcICQoLDA0ODw=="]],"unknown":[[2,12,13]],"valid":"BQ==",'
+    b'"weights_versions":[[10,12,7]]}'
+)
+GOLDEN_PARTS = bytes([1, 0, 255, 255, 2, 3, 3, 1, 255, 255, 255, 255])
+
+
+def golden() -> Routes:
+    """Of four layers the first is dense, the last is missing; a whole row, none, and one without its second layer."""
+    ids = np.array([[[1, 0], [3, 1]], [[9, 9], [9, 9]], [[2, 3], [9, 9]]])
+    hashes, known = ((14, bytes(range(16))),), np.array([[True, True], [False, False], [True, False]])
+    return Routes(ids, known, (1, 2), 4, 4, 10, ((10, 12, 7),), hashes, (3,))
+
+
+def header_of(record: bytes) -> wire.Header:
+    at = wire.FIXED_NBYTES + wire.header_nbytes(record[: wire.FIXED_NBYTES])
+    return wire.unpack(record[: wire.FIXED_NBYTES], record[wire.FIXED_NBYTES : at])
+
+
+def golden_with(**changes: Any) -> bytes:
+    """The golden record with other claims, summed anew."""
+    _, *parts = wire.record(golden())
+    header = msgspec.structs.replace(header_of(golden().to_bytes()), **changes)
+    return b"".join((header.pack(), *parts))
+
+
+@st.composite
+def routes(draw: st.DrawFn) -> Routes:
+    shape: Shape = draw(shapes())
+    made = draw(cellwise(shape, rows_max=20, start=draw(st.integers(0, 40))))
+    cuts = sorted(draw(st.sets(st.integers(made.start, made.stop), max_size=4)))
+    versions = tuple((a, b, draw(st.integers(0, 2))) for a, b in pairwise(cuts) if draw(st.booleans()))
+    made = Routes.checked(made.layout, made.ids.copy(), made.mask, made.start, versions)
+    return made.bind(list(range(made.stop + 1))) if draw(st.booleans()) else made
+
+
+@st.composite
+def records(draw: st.DrawFn) -> tuple[Routes, bytes]:
+    """Routes, and their record in parts of any size."""
+    made: Routes = draw(routes())
+    layers = len(made.layer_ids)
+    grid = Grid(
+        len(made), layers, made.top_k * made.ids.itemsize, draw(st.integers(1, layers)), draw(st.integers(1, 9))
+    )
+    return made, b"".join(wire.record(made, draw(st.none() | st.just(grid)), draw(st.sampled_from(["", "who"]))))
+
+
+@given(records())
+def test_routes_come_back_as_they_were(given_record: tuple[Routes, bytes]) -> None:
+    """Goal: one format whoever reads it. Method: as bytes, as JSON, and part by part as a store does."""
+    made, record = given_record
+    for again in (Routes.from_bytes(record), Routes.from_bytes(bytearray(record), checked=True)):
+        assert again == made
+    assert Routes.from_json(json.loads(json.dumps(made.to_json()))) == made
+    header = header_of(record)
+    grid, at = header.grid, len(record) - header.grid.nbytes
+    assert (at % 64, header.mask.tolist()) == (0, made.mask.tolist())
+    for a, b in {(0, len(made)), (len(made) // 3, len(made) // 2)}:
+        for layers in ([0], list(range(grid.layers))):
+            needed = grid.needed(layers, [(a, b)])
+            parts = [(n, record[at + grid.offset_of(n) :][: grid.nbytes_of(n)]) for n in needed]
+            (ids,) = header.ids(parts, layers, [(a, b)])
+            expected = made.slice(made.start + a, made.start + b)
+            found = Routes.of_record(header, ids, a, layers)
+            assert np.array_equal(found.ids, expected.ids[:, layers])
+            assert np.array_equal(found.known, expected.known[:, layers])
+            assert found.routed_layers == made.routed_layers
+            assert (found.weights_versions, found.token_hashes) == (expected.weights_versions, expected.token_hashes)
+
+
+def test_the_bytes_are_those_of_the_format() -> None:
+    """Goal: no change of the format by accident. Method: every byte, written down."""
+    header, *parts = wire.record(golden(), Grid(3, 2, 2, 1, 2), "a")
+    assert header.hex().startswith(GOLDEN_START)
+    assert header[16:32].hex() == "e10e292f108424b5f77bbc4a716ebf0a"
+    assert bytes(header[32:]).rstrip(b" ") == GOLDEN_HEADER
+    assert (len(header), len(header) % 64) == (32 + 352, 0)
+    assert b"".join(parts) == GOLDEN_PARTS
+    whole = golden().to_bytes()
+    assert whole[-12:] == bytes([1, 0, 3, 1, 255, 255, 255, 255, 2, 3, 255, 255])
+    assert golden().to_json() == {"format": "kvroute.routes/4", "record": b64encode(whole).decode()}
+
+
+@given(records(), st.data())
+def test_one_changed_bit_a_cut_and_a_longer_record_are_noticed(
+    given_record: tuple[Routes, bytes], data: st.DataObject
+) -> None:
+    record = given_record[1]
+    changed, at = bytearray(record), data.draw(st.integers(0, 8 * len(record) - 1))
+    changed[at // 8] ^= 1 << (at % 8)
+    shorter = record[: data.draw(st.integers(0, len(record) - 1))]
+    for wrong in (changed, shorter, record + data.draw(st.binary(min_size=1, max_size=9))):
+        with pytest.raises(RowError):
+            Routes.from_bytes(wrong, checked=True)
+
+
+@given(st.binary(max_size=400) | st.binary(max_size=300).map(lambda b: b"KVROUTES\x03\x00\x00\x00" + b))
+def test_foreign_bytes_are_a_row_error(given_bytes: bytes) -> None:
+    with pytest.raises(RowError):
+        Routes.from_bytes(given_bytes)
+
+
+def test_rows_that_no_router_chose_do_not_come_back_unless_trusted() -> None:
+    """Goal: who wrote the bytes may be wrong, with a sum that is right. Method: such routes, made by the back door."""
+    for ids, message in (([1, 1], "wanted distinct ids"), ([200, 1], r"wanted ids in \[0, 4\), got 200")):
+        wrong = Routes.checked(Layout((0,), 4, 1, 2), np.array([[ids]], np.uint8), np.array([True]))
+        for read in (lambda w=wrong: Routes.from_bytes(w.to_bytes()), lambda w=wrong: Routes.from_json(w.to_json())):
+            with pytest.raises(RowError, match="row 0 layer 0: " + message):
+                read()
+        assert Routes.from_bytes(wrong.to_bytes(), checked=True) == wrong
+
+
+LAYOUT = golden().layout
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"unknown": ((2, 11, 12),)}, "routes.unknown"),  # of a row of which nothing is known
+        ({"unknown": ((1, 12, 13), (2, 12, 13))}, "routes.unknown"),  # nothing is left of the row
+        ({"unknown": ((2, 12, 13), (1, 12, 13))}, "routes.unknown: wanted increasing"),
+        ({"unknown": ((2, 10, 13), (2, 12, 13))}, "routes.unknown: wanted increasing"),  # work would be what it claims
+        ({"unknown": ((2, 10, 11), (2, 11, 13))}, "routes.unknown"),
+        ({"unknown": ((2, 12, 14),)}, "routes.unknown"),
+        ({"unknown": ((3, 12, 13),)}, "routes.unknown"),
+        ({"unknown": ((2, 12, 12),)}, "routes.unknown"),
+        ({"rows": 2}, "routes record: wanted"),
+        ({"rows": 1 << 25}, "routes record rows"),
+        ({"rows": -1}, "routes record rows"),
+        ({"start": -1}, "routes record start"),
+        ({"part_layers": 3}, "routes record part"),
+        ({"part_tokens": 0}, "routes record part"),
+        ({"sums": b""}, "routes record sums: wanted 8 bytes"),
+        ({"sums": bytes(8)}, "routes record part 0 checksum"),
+        ({"valid": b"\5\0"}, "routes record valid"),
+        ({"weights_versions": ((9, 12, 7),)}, "weights_versions"),
+        ({"token_hashes": ((14, b"short"),)}, "token_hashes"),
+    ],
+)
+def test_claims_that_cannot_be_are_refused_although_the_sum_is_right(changes: dict[str, Any], message: str) -> None:
+    """Goal: one thing has one spelling, and claims cost nothing. Method: other claims, summed anew."""
+    assert Routes.from_bytes(golden_with()) == golden()
+    with pytest.raises(RowError, match=message):
+        Routes.from_bytes(golden_with(**changes))
+
+
+@pytest.mark.parametrize(
+    ("given_text", "message"),
+    [
+        (b'"missing_layers":[2]', "missing_layers"),
+        (b'"missing_layers":[]3', "header"),
+        (b'"missing_layerz":[3]', "header"),
+        (b'"missing_layers":[9]', "missing_layers"),
+    ],
+)
+def test_a_header_that_is_none_is_refused_although_the_sum_is_right(given_text: bytes, message: str) -> None:
+    header, *_ = wire.record(golden())
+    text = bytes(header[32:]).replace(b'"missing_layers":[3]', given_text)
+    fixed = bytes(header[:16])
+    with pytest.raises(RowError, match=message):
+        wire.unpack(fixed + wire._sum(fixed, text), text)
+
+
+def test_a_record_of_the_version_before_is_refused_by_name() -> None:
+    encoded = golden().to_bytes()
+    with pytest.raises(RowError, match="version 3, got b'KVROUTES' version 2"):
+        Routes.from_bytes(encoded[:8] + b"\2\0" + encoded[10:])
+
+
+def test_what_comes_back_belongs_to_nobody_else() -> None:
+    encoded = bytearray(golden().to_bytes())
+    again = Routes.from_bytes(encoded)
+    encoded[-12:] = bytes(12)
+    assert again == golden()
+
+
+@pytest.mark.parametrize(
+    ("given_object", "message"),
+    [
+        ({"format": "kvroute.routes/3"}, "routes.format: wanted kvroute.routes/4"),
+        ({"record": "AQAD*"}, "routes.record: wanted base64"),
+        ({"record": 5}, "routes.record: wanted base64"),
+        ({"record": "AR=="}, "routes.record: wanted bytes, encoded as base64 has it"),
+        ({"record": "AQAD"}, "routes record"),
+        ({"more": 1}, "an object of kvroute.routes/4"),
+        ("text", "an object of kvroute.routes/4"),
+    ],
+)
+def test_an_object_that_was_changed_is_refused(given_object: Any, message: str) -> None:
+    told = {**golden().to_json(), **given_object} if isinstance(given_object, dict) else given_object
+    with pytest.raises(RowError, match=message):
+        Routes.from_json(told)

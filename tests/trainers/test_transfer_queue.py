@@ -1,0 +1,96 @@
+"""Rollouts whose handles are a column of a real TransferQueue, under the shipped contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transfer_queue
+from hypothesis import settings
+from tensordict import TensorDict
+
+from cache_manager.errors import ConfigError, InvalidInputError, StorageError
+from kvroute.rollout import RolloutHandle, RolloutStore, fetch_shard, open_rollouts
+from kvroute.rollout.transfer_queue import COLUMN, handles_of
+from kvroute.routes import Split, shard_packed
+from kvroute.testing.rollouts import RolloutContract, routes_of
+
+numbers = count()
+
+
+@pytest.fixture(scope="module")
+def queue(cluster: None) -> Iterator[None]:  # noqa: ARG001 - a module is set up once
+    conf = {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
+    transfer_queue.init(conf)
+    yield
+    transfer_queue.close()
+
+
+class TestQueueRollouts(RolloutContract):
+    """Each store has a partition of its own, and rows in a directory."""
+
+    settings = settings(max_examples=6, stateful_step_count=10, deadline=None)
+
+    @pytest.fixture(autouse=True)
+    def _queue(self, queue: None) -> None:
+        pass
+
+    def make_store(self, directory: Path) -> RolloutStore:
+        return open_rollouts(f"tq:?partition=test-{next(numbers)},file://{directory}/rollouts?part=64B")
+
+    def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
+        file = directory / "rollouts" / f"{handle.rollout_id}.routes"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        return handle
+
+
+@pytest.mark.usefixtures("queue")
+def test_a_rank_takes_a_batch_and_fetches_its_share(tmp_path: Path) -> None:
+    """Goal: handles in place of rows in verl's and NeMo-RL's queue. Method: samples have other columns; the engine adds
+    its own; a rank takes the batch, and reads its share by the handles. Deleting a rollout leaves the other columns."""
+    keys, whole, tokens = ["a:0:0:0", "a:0:0:1"], [routes_of(1, 64), routes_of(2, 33)], [65, 34]
+    columns = TensorDict({"score": torch.tensor([[1.0], [2.0]])}, batch_size=[2])
+    transfer_queue.kv_batch_put(keys, "train", columns)
+    store = open_rollouts(f"tq:?partition=train,file://{tmp_path}?part=64B")
+    assert [store.find(key) for key in keys] == [None, None]
+    put = [store.put(key, routes) for key, routes in zip(keys, whole, strict=True)]
+    batch = transfer_queue.kv_batch_get(keys, "train")
+    handles = handles_of(batch)
+    assert handles == put
+    split = Split(pp=3, pp_rank=1, cp=2, cp_rank=1)
+    assert np.array_equal(fetch_shard(store, handles, tokens, split), shard_packed(whole, tokens, split))
+    assert [row.tolist() for row in batch["score"]] == [[1.0], [2.0]]
+    store.delete(put[0])
+    left = transfer_queue.kv_batch_get(keys, "train")
+    assert handles_of(left) == [None, put[1]]
+    assert [row.tolist() for row in left["score"]] == [[1.0], [2.0]]
+    with pytest.raises(InvalidInputError, match="rollout handle"):
+        handles_of({COLUMN: ["no handle"]})
+    store.close()
+
+
+@pytest.mark.parametrize("url", ["tq:", "tq:?column=x", "tq:file:///a,file:///b", "tq:?fused=true,file:///a"])
+def test_a_url_without_one_store_of_rows_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="store"):
+        open_rollouts(url)
+
+
+@pytest.mark.usefixtures("queue")
+def test_a_put_that_nobody_could_find_is_a_failure(tmp_path: Path) -> None:
+    """Goal: no rows without a handle. Method: the queue ends; the rows of a put are gone again, earlier ones stay."""
+    store = open_rollouts(f"tq:file://{tmp_path}")
+    handle = store.put("x", routes_of(1))
+    transfer_queue.close()
+    with pytest.raises(StorageError, match="TransferQueue: "):
+        store.put("y", routes_of(2))
+    with pytest.raises(StorageError, match="TransferQueue: "):
+        store.find("x")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.routes"]
+    assert store.get(handle) == [routes_of(1)]
+    store.close()
