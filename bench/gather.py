@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.table import Table
 from bench.timing import best_ms
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 

@@ -39,7 +39,7 @@ from bench.peers import opened
 from bench.table import Table, machine
 from bench.timing import Sweep, Timed, nothing, take_turns
 from bench.turns import Peer
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.mover import RowsMover

@@ -36,7 +36,7 @@ from bench.peers import opened
 from bench.table import Table, machine
 from bench.traces import BLOCK, replay, requests, result
 from bench.turns import Peer, serve_answers
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.ports import HitPolicy

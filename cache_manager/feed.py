@@ -2,7 +2,7 @@
 
 A scheduler gives blocks out; the worker's process has their rows. The scheduler writes each step's operations into a
 :class:`BlockFeed`, takes them as bytes and sends them along with the step; the worker applies them, in order and before
-the step, with :meth:`EngineBlocks.apply`. Batches are numbered from 0: a gap is found, a repetition does nothing.
+the step, with :meth:`AuxBlocks.apply`. Batches are numbered from 0: a gap is found, a repetition does nothing.
 
 Bytes are MessagePack; block ids, pairs and generations are little-endian int64, so that a thousand blocks cost no
 Python object each. Nothing here does I/O.
@@ -22,8 +22,8 @@ from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.ports import TierName
 
 if TYPE_CHECKING:
-    from cache_manager.engine_blocks import EngineBlocks
-    from cache_manager.jobs import AnyJob
+    from cache_manager.blocks import AuxBlocks
+    from cache_manager.stored import AnyJob
 
 VERSION: Final = 1
 Ints = NDArray[np.int64]
@@ -160,7 +160,7 @@ class BlockFeed:
         return msgspec.msgpack.encode(batch)
 
 
-def decoded(packed: bytes) -> tuple[Batch, list[Callable[[EngineBlocks], object]]]:
+def decoded(packed: bytes) -> tuple[Batch, list[Callable[[AuxBlocks], object]]]:
     """A batch, and its operations as calls; :class:`InvalidInputError` for bytes that no feed has made."""
     try:
         batch = _DECODER.decode(packed)
@@ -171,7 +171,7 @@ def decoded(packed: bytes) -> tuple[Batch, list[Callable[[EngineBlocks], object]
     return batch, [_call(operation) for operation in batch.operations]
 
 
-def _call(operation: Operation) -> Callable[[EngineBlocks], object]:
+def _call(operation: Operation) -> Callable[[AuxBlocks], object]:
     """The operation as a call, its bytes unpacked; :class:`InvalidInputError` if they cannot be."""
     match operation:
         case Renew():
@@ -196,7 +196,7 @@ def _call(operation: Operation) -> Callable[[EngineBlocks], object]:
     return lambda to: _check_begun(to, to.begin_restore(blocks, lives, origins), len(blocks))
 
 
-def _check_begun(to: EngineBlocks, job: AnyJob | None, blocks: int) -> None:
+def _check_begun(to: AuxBlocks, job: AnyJob | None, blocks: int) -> None:
     """A job for which there was no room is not begun later: nobody hears of it but by its count."""
     if job is None:
         full = BlockBusyError("feed", "room for what the store is to do", f"{blocks} blocks too many")

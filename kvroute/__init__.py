@@ -6,8 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from cache_manager.aux_blocks import AuxBlocks
-    from cache_manager.engine_blocks import EngineBlocks
+    from cache_manager.blocks import AuxBlocks
     from cache_manager.errors import (
         BlockBusyError,
         BlockStateError,
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
         StoreUnavailableError,
     )
     from cache_manager.feed import BlockFeed
-    from cache_manager.jobs import JobLimits
+    from cache_manager.stored import JobLimits
     from cache_manager.keys import BlockKey, KeyChain, Namespace
     from cache_manager.manager import BlockManager
     from cache_manager.regions.view import RegionView
@@ -53,8 +52,7 @@ __version__: Final = "0.1.0"
 # Where each public name lives. A module is loaded when one of its names is first asked for, so that importing kvroute
 # costs next to nothing, numpy not included.
 _HOME: Final = {
-    "cache_manager.aux_blocks": ("AuxBlocks",),
-    "cache_manager.engine_blocks": ("EngineBlocks",),
+    "cache_manager.blocks": ("AuxBlocks",),
     "cache_manager.errors": (
         "BlockBusyError",
         "BlockStateError",
@@ -79,7 +77,7 @@ _HOME: Final = {
         "StoreUnavailableError",
     ),
     "cache_manager.feed": ("BlockFeed",),
-    "cache_manager.jobs": ("JobLimits",),
+    "cache_manager.stored": ("JobLimits",),
     "cache_manager.keys": ("BlockKey", "KeyChain", "Namespace"),
     "cache_manager.manager": ("BlockManager",),
     "cache_manager.regions.view": ("RegionView",),
@@ -128,7 +126,6 @@ __all__ = [
     "BlockManager",
     "BlockStateError",
     "ConfigError",
-    "EngineBlocks",
     "FeedGapError",
     "InvalidInputError",
     "JobLimits",

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import torch
 
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from kvroute.capture.host_memory import RegistrationError
 from kvroute.capture.layers import LayerCapture
@@ -22,7 +22,7 @@ LAYERS, TOP_K, EXPERTS, BLOCK_TOKENS, TOKENS, STEPS = 58, 8, 256, 64, 256, 40
 """A decode step of 256 sequences of a model like DeepSeek-V3."""
 
 
-def step_us(blocks: EngineBlocks, device: str, *, staged: bool) -> float:
+def step_us(blocks: AuxBlocks, device: str, *, staged: bool) -> float:
     """Microseconds from the hooks to readable rows, the device waited for: the median of ``STEPS`` steps."""
     slots = np.arange(TOKENS, dtype=np.int64) * BLOCK_TOKENS
     ids = torch.rand(LAYERS, TOKENS, EXPERTS, device=device).argsort(-1)[..., :TOP_K].to(torch.int32)
@@ -50,7 +50,7 @@ def probe(device: str) -> dict[str, float | str]:
     """``registered_us`` and ``staged_us``, ``device``, and ``refused`` where the driver does not register memory."""
     spec = routing_spec(EXPERTS, TOP_K, range(LAYERS), LAYERS, BLOCK_TOKENS)
     found: dict[str, float | str] = {"device": torch.cuda.get_device_name() if device == "cuda" else device}
-    with EngineBlocks(
+    with AuxBlocks(
         [spec], blocks=TOKENS, namespace=Namespace("probe", weights_version=0), memory="shared"
     ) as blocks:
         blocks.renew(range(TOKENS))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager

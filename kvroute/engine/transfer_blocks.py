@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import BlockKey
 from cache_manager.record import OfferedRecord, RecordHeader
 from cache_manager.records import Export

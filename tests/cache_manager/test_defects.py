@@ -17,7 +17,7 @@ from job_house import JobHouse
 from origins_of import origins_of
 from waiting import until_it_waits
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.leases import Leases
@@ -369,7 +369,7 @@ def test_memory_that_the_process_may_not_have_is_a_typed_error(memory: str) -> N
     """Goal: no bare OSError. Method: a child that limits its address space and then asks for too much."""
     script = f"""
 import resource, sys
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec

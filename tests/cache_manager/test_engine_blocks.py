@@ -1,4 +1,4 @@
-"""EngineBlocks by example: each hazard of blocks that an engine gives out again whenever it likes."""
+"""AuxBlocks by example: each hazard of blocks that an engine gives out again whenever it likes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from cache_manager.errors import BlockBusyError, SlotError
-from cache_manager.jobs import Phase
+from cache_manager.stored import Phase
 from cache_manager.memory import places
 
 

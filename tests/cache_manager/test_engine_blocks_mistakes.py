@@ -1,4 +1,4 @@
-"""EngineBlocks by example: what an engine does wrong is dropped and counted, or raised in a strict set."""
+"""AuxBlocks by example: what an engine does wrong is dropped and counted, or raised in a strict set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from engine_house import SPEC, TOKENS, House, slots
 
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, ConfigError, InvalidInputError, KVRouteError
 from cache_manager.keys import Namespace
 
@@ -109,7 +109,7 @@ def test_generations_never_go_back(house) -> None:
 
 
 def test_one_step_too_many_is_busy_and_without_a_store_there_is_none() -> None:
-    engine = EngineBlocks([SPEC], blocks=2, namespace=Namespace("m", 1), steps_max=1)
+    engine = AuxBlocks([SPEC], blocks=2, namespace=Namespace("m", 1), steps_max=1)
     engine.renew([0])
     step = engine.begin_step([0])
     with pytest.raises(BlockBusyError, match="steps in flight"):

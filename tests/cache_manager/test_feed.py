@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from region_children import Child
 
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError, FeedGapError, InvalidInputError
 from cache_manager.feed import VERSION, Batch, BlockFeed, Copied, Persist, Renew, Reset, Restore
-from cache_manager.jobs import JobLimits
+from cache_manager.stored import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.regions.view import RegionView
 from cache_manager.spec import AuxBlockDataSpec
@@ -28,17 +28,17 @@ SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", TOKENS)
 NAMESPACE = Namespace("m", 1)
 
 
-def new_engine(**options: object) -> EngineBlocks:
-    return EngineBlocks([SPEC], blocks=BLOCKS, host_blocks=2, namespace=NAMESPACE, **options)
+def new_engine(**options: object) -> AuxBlocks:
+    return AuxBlocks([SPEC], blocks=BLOCKS, host_blocks=2, namespace=NAMESPACE, **options)
 
 
-def fill(engine: EngineBlocks, block: int, who: str) -> np.ndarray:
+def fill(engine: AuxBlocks, block: int, who: str) -> np.ndarray:
     rows = canary_rows(SPEC, [(who, i) for i in range(TOKENS)])
     engine.write_step(np.arange(block * TOKENS, (block + 1) * TOKENS), {"routing": rows})
     return rows
 
 
-def state(engine: EngineBlocks) -> tuple[object, ...]:
+def state(engine: AuxBlocks) -> tuple[object, ...]:
     """What a batch that is refused must not change."""
     regions = [engine.region(tier) for tier in ("device", "host")]
     return tuple(array.tobytes() for r in regions for array in (r.words, r.valid, r.rows)), engine.namespace
@@ -287,11 +287,11 @@ def test_any_bytes_are_a_batch_or_a_typed_error(packed: bytes) -> None:
 
 WORKER = """
 from canary import canary_rows
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 spec = AuxBlockDataSpec("routing", (3, 2), "uint8", 4)
 rows = lambda who: canary_rows(spec, [(who, i) for i in range(4)])
-with EngineBlocks([spec], blocks=5, namespace=Namespace("m", 1), memory="shared") as engine:
+with AuxBlocks([spec], blocks=5, namespace=Namespace("m", 1), memory="shared") as engine:
     say(engine.region("device").name)
     while line := sys.stdin.readline().split():
         engine.apply(bytes.fromhex(line[0]))

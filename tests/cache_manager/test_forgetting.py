@@ -8,11 +8,11 @@ import kvroute
 
 
 def test_blocks_are_forgotten_by_name() -> None:
-    """Goal: ``EngineBlocks.forget(blocks)``. Method: rows of three blocks, one is forgotten, with ids that are none; it
+    """Goal: ``AuxBlocks.forget(blocks)``. Method: rows of three blocks, one is forgotten, with ids that are none; it
     stays in its life and can be written again.
     """
     spec = kvroute.AuxBlockDataSpec("r", row_shape=(2,), dtype="uint8", block_tokens=4)
-    with kvroute.EngineBlocks([spec], blocks=4, namespace=kvroute.Namespace("m", 1), strict=True) as rows:
+    with kvroute.AuxBlocks([spec], blocks=4, namespace=kvroute.Namespace("m", 1), strict=True) as rows:
         lives = rows.renew([0, 1, 2])
         slots = np.arange(12)
         rows.write_step(slots, {"r": np.ones((12, 2), np.uint8)})

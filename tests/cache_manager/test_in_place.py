@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from canary import canary_rows
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, RowError
 from cache_manager.keys import Namespace
 from cache_manager.memory import places

@@ -10,8 +10,8 @@ from canary import canary_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_manager.aux_blocks import AuxBlocks
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, RecordError
 from cache_manager.keys import Namespace
 from cache_manager.record import RecordHeader, check_record
@@ -34,7 +34,7 @@ def write(aux: AuxBlocks, block: int, offsets: list[int], who: str, *, open_step
     return step
 
 
-def rows(aux: AuxBlocks | EngineBlocks, block: int) -> list[str | None]:
+def rows(aux: AuxBlocks | AuxBlocks, block: int) -> list[str | None]:
     """Who wrote each row of the block, by the canary; ``None`` where it is missing in every spec."""
     found: list[str | None] = []
     for o in range(4):
@@ -150,7 +150,7 @@ def test_rows_of_another_origin_get_no_place_beside_the_kv_that_came() -> None:
 def test_rows_land_in_the_blocks_of_an_engine_too() -> None:
     """Goal: an engine that owns its blocks can be the end that decodes. Method: KV is named, its rows come, twice."""
     header, payload = exported([0, 1, 2, 3])
-    with EngineBlocks(SPECS, blocks=4, namespace=Namespace("m", 1)) as d:
+    with AuxBlocks(SPECS, blocks=4, namespace=Namespace("m", 1)) as d:
         (life,) = d.renew([D_BLOCK]).tolist()
         assert d.install(D_BLOCK, life - 1, header, payload) == 0, "another life"
         assert d.bind_origin(D_BLOCK, life, header.origin, 4)

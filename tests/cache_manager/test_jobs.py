@@ -10,7 +10,7 @@ from canary import canary_rows
 from job_house import SPEC, JobHouse
 
 from cache_manager.errors import BlockBusyError, BlockStateError, ConfigError, InvalidInputError
-from cache_manager.jobs import JobLimits, Phase
+from cache_manager.stored import JobLimits, Phase
 from cache_manager.spec import RecordLayout
 
 

@@ -14,9 +14,9 @@ from gate import until
 from job_house import LIMITS, PROMPT, SPEC, JobHouse, ManagerHouse
 from waiting import until_it_waits
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, StorageError
-from cache_manager.jobs import Job, Phase
+from cache_manager.stored import Job, Phase
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.ports import BlockRecords

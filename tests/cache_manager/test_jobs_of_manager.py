@@ -7,7 +7,7 @@ from gate import until
 from job_house import PROMPT, ManagerHouse
 
 from cache_manager.errors import StorageError
-from cache_manager.jobs import JobLimits
+from cache_manager.stored import JobLimits
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from canary import canary_rows
 from gate import Gate, GatedStore
 from house import PROMPT, SPEC, House
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, ConfigError, InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.lifecycle import State

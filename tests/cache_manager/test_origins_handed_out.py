@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from aux_house import SPEC, fill, new_aux
+
 from canary import canary_rows
 from engine_house import TOKENS, House, slots
 from origins_of import origins_of

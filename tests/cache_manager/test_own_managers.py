@@ -8,7 +8,7 @@ import numpy as np
 import own_managers
 import pytest
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.spec import AuxBlockDataSpec

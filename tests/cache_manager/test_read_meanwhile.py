@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from watched_region import Watched
 
-from cache_manager.aux_blocks import AuxBlocks
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 
@@ -86,7 +86,7 @@ CHANGES = {
 def test_rows_that_are_gone_when_a_read_ends_are_not_handed_out(look: int, change) -> None:
     """Goal: a read for a generation hands out what is there when it ends, though its copy was whole before. Method: as
     above; most of these leave the block in its generation."""
-    with EngineBlocks([SPEC], blocks=2, namespace=Namespace("m", 1)) as engine:
+    with AuxBlocks([SPEC], blocks=2, namespace=Namespace("m", 1)) as engine:
         lives = engine.renew([0, 1])
         engine.write_step(np.arange(8), {"routing": np.concatenate([ROWS, ROWS])})
         looks = 0

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from aux_house import fill as filled
-from aux_house import new_aux
+
+
 from engine_house import TOKENS, House, slots
 
 from cache_manager.errors import BlockBusyError, BlockStateError, SlotError

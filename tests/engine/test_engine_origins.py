@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from cache_manager.errors import BlockBusyError, StorageError
-from cache_manager.jobs import JobLimits
+from cache_manager.stored import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.ports import HitPolicy, StorageBackend
 from cache_manager.record import Buffer, RecordHeader

@@ -12,7 +12,7 @@ from gate import Gate, GatedStore, until
 from torch import nn
 
 from cache_manager.errors import BlockStateError
-from cache_manager.jobs import JobLimits
+from cache_manager.stored import JobLimits
 from kvroute.demo.checker import Checker
 from kvroute.engine.engine import Engine
 from kvroute.engine.request import Output, Request

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
 from cache_manager.spec import AuxBlockDataSpec

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, StoreLockedError
 from cache_manager.keys import KeyChain, Namespace
 from cache_manager.lifecycle import State

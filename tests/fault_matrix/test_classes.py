@@ -11,7 +11,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.bits import Cells
 from cache_manager.checks import integers
 from cache_manager.errors import BlockBusyError, BlockStateError

@@ -44,7 +44,7 @@ def main(backend: str, rank: int, directory: Path) -> None:
     namespace = kvroute.Namespace("m", weights_version=1)
     owner = None
     if rank == 0:
-        owner = kvroute.EngineBlocks([spec], blocks=8, namespace=namespace, memory="shared")
+        owner = kvroute.AuxBlocks([spec], blocks=8, namespace=namespace, memory="shared")
         owner.renew(range(8))
         (directory / "region").write_text(owner.region("device").name)
     distributed.barrier()

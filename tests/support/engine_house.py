@@ -6,8 +6,8 @@ import numpy as np
 from canary import canary_rows
 from gate import Gate, GatedStore
 
-from cache_manager.engine_blocks import EngineBlocks
-from cache_manager.jobs import JobLimits
+from cache_manager.blocks import AuxBlocks
+from cache_manager.stored import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
@@ -21,7 +21,7 @@ class House:
         self.gate = Gate()
         self.store = GatedStore(open_store("memory:"))
         self.store.gate = self.gate
-        self.engine = EngineBlocks(
+        self.engine = AuxBlocks(
             [SPEC],
             blocks=6,
             host_blocks=3,

@@ -10,9 +10,9 @@ from gate import Gate, GatedStore
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine
 
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.feed import BlockFeed
-from cache_manager.jobs import JobLimits
+from cache_manager.stored import JobLimits
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
@@ -71,7 +71,7 @@ class EngineModel(RuleBasedStateMachine):
         super().__init__()
         self.store = GatedStore(open_store("memory:?capacity=1MiB"))
         self.store.gate = self.gate = Gate()
-        self.engine = EngineBlocks(
+        self.engine = AuxBlocks(
             [SPEC],
             blocks=DEVICE,
             host_blocks=HOST,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from kv import SlotKV
 
-from cache_manager.jobs import Job, Phase
+from cache_manager.stored import Job, Phase
 from cache_manager.testing.faults import FaultyStore
 
 GIVE_UP_S = 60.0

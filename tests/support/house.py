@@ -6,7 +6,7 @@ import numpy as np
 from canary import canary_rows
 from kv import SlotKV, prefix_digest
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.spec import AuxBlockDataSpec

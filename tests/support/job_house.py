@@ -6,8 +6,8 @@ import numpy as np
 from canary import canary_rows
 from gate import Gate, GatedKV, GatedStore
 
-from cache_manager.aux_blocks import AuxBlocks
-from cache_manager.jobs import JobLimits
+from cache_manager.blocks import AuxBlocks
+from cache_manager.stored import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.ports import HitPolicy

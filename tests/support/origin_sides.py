@@ -7,7 +7,7 @@ from typing import Any
 
 from kv import SlotKV
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import BlockRecords, Found, HitPolicy

@@ -1,4 +1,4 @@
-"""kvroute's own managers for the life-cycle kit: ``BlockManager`` in its forms, and ``EngineBlocks`` beside it.
+"""kvroute's own managers for the life-cycle kit: ``BlockManager`` in its forms, and ``AuxBlocks`` beside it.
 
 ``PYTHONPATH=tests/support kvroute prove own_managers:Gated`` proves the first of them.
 """
@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from gate import Gate, GatedStore
 
-from cache_manager.aux_blocks import AuxBlocks
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import StorageError
-from cache_manager.jobs import JobLimits
+from cache_manager.stored import JobLimits
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.ports import Absence, BlockRecords, Found, RecordCounters
@@ -275,11 +275,11 @@ class Behind(Stored):
 
 
 class Engine(Masked):
-    """``EngineBlocks``: a manager that knows of no rows owns the blocks, and its engine says what becomes of them."""
+    """``AuxBlocks``: a manager that knows of no rows owns the blocks, and its engine says what becomes of them."""
 
     def start(self):
         super().start()
-        self.engine = EngineBlocks(
+        self.engine = AuxBlocks(
             [self.spec],
             blocks=len(self.blocks),
             host_blocks=len(self.host_blocks),

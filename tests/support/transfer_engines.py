@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from canary import canary_row, canary_rows
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.records import Export
 from cache_manager.spec import AuxBlockDataSpec

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from shared_parts import KV, NAMESPACE, ROWS, TOKENS, Memory, started
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.child import AskedChild
 from cache_manager.errors import BlockStateError, TransferProcessError
 from cache_manager.regions import SharedRegion

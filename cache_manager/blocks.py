@@ -1,0 +1,556 @@
+"""Auxiliary rows that follow the blocks of an engine.
+
+The engine decides which block serves whom, gives it out again when it likes, and never asks. Each time it gives a block
+out, the block begins a new life in a *generation* (:meth:`AuxBlocks.renew`); rows are read for the generation that the
+reader means. Nothing of the bookkeeping raises inside a forward pass: a block, slot or pair that cannot be is dropped
+and counted, and what it would have made readable is missing. With ``strict=True`` it raises, for tests.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy import count_nonzero as count
+from numpy.typing import NDArray
+
+from cache_manager.bits import rows_in
+from cache_manager.checks import count_in_range, integers
+from cache_manager.errors import BlockStateError, ConfigError, FeedGapError, InvalidInputError, KVRouteError, SpecError
+from cache_manager.feed import Operation, decoded
+from cache_manager.keys import BlockKey, KeyChain, Namespace
+from cache_manager.landing import Landing
+from cache_manager.lock import AuxCounters, Lock
+from cache_manager.memory import bits_of, gather, put_bits
+from cache_manager.ports import RecordCounters, Region, StorageBackend, TierName
+from cache_manager.record import OfferedRecord
+from cache_manager.regions.choice import Memory, region_in
+from cache_manager.rows import Rows, window_of
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
+from cache_manager.step import Keep, Step
+from cache_manager.stored import AnyJob, JobLimits, KVBlocks, PersistJob, RestoreJob, Stored
+from cache_manager.table import Blocks, BlockTable, Flags, Ints
+
+logger = logging.getLogger(__name__)
+
+GENERATION_END: Final = 1 << 47
+NAMED_MAX: Final = 8  # blocks that one error names
+Pairs = Sequence[tuple[int, int]] | NDArray[np.int64]
+"""(source, target) block ids ``[n, 2]``."""
+StepRows = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
+"""Rows ``[T, *row_shape]``, or rows in another token order with their slots ``[T]``."""
+MOVED: Final[dict[tuple[TierName, TierName], str]] = {
+    ("device", "device"): "copied_rows",
+    ("device", "host"): "swapped_out_rows",
+    ("host", "device"): "swapped_in_rows",
+}
+
+
+class AuxBlocks(Landing):
+    """Rows for ``blocks`` device blocks, and ``host_blocks`` on the CPU, that an engine gives out itself.
+
+    ``required`` names the specs whose rows a block must have in full to be stored (all, if not given). With
+    ``memory="shared"`` the rows lie in SharedMemory regions that other processes can attach. ``kv`` is stored and
+    swapped with the rows. Every method may be called from any thread; one lock is held for bookkeeping and for placing
+    rows, never while a store is read or written.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[AuxBlockDataSpec],
+        *,
+        blocks: int,
+        namespace: Namespace,
+        host_blocks: int = 0,
+        store: StorageBackend | None = None,
+        kv: KVBlocks | None = None,
+        required: Sequence[str] | None = None,
+        memory: Memory = "heap",
+        steps_max: int = 64,
+        jobs: JobLimits | None = None,
+        strict: bool = False,
+    ) -> None:
+        if isinstance(specs, AuxBlockDataSpec):
+            raise SpecError("specs", "a sequence of AuxBlockDataSpec", "a single one")
+        self.layout = RecordLayout(tuple(specs))
+        self.block_tokens, self.strict = self.layout.block_tokens, strict
+        names = [s.name for s in self.layout.specs] if required is None else list(required)
+        if not names:
+            raise ConfigError("required", "at least one spec's name", "none")
+        self._required = tuple(self.layout.index(name) for name in names)
+        self._steps_max, self._closed, self._next_batch = count_in_range(steps_max, "steps_max", 1), False, 0
+        self._lock, self.keys, self._kv = Lock(), KeyChain(namespace, self.layout), kv
+        self._logged: set[str] = set()
+        self._tables: dict[TierName, BlockTable] = {}
+        sizes: dict[TierName, int] = {
+            "device": count_in_range(blocks, "device_blocks", 1),
+            "host": count_in_range(host_blocks, "host_blocks", 0),
+        }
+        try:
+            for tier, n in sizes.items():
+                if n:
+                    self._tables[tier] = BlockTable(tier, region_in(memory, self.layout, n, tier, namespace))
+            limits, keys = jobs or JobLimits(), lambda: self.keys
+            self._stored = Stored(self._device, self._lock, keys, store, self._required, limits, kv)
+        except BaseException:
+            self._give_back()
+            raise
+
+    @property
+    def _open(self) -> dict[TierName, BlockTable]:
+        if self._closed:
+            raise BlockStateError("AuxBlocks", "one that is open", "one that was closed")
+        return self._tables
+
+    @property
+    def _device(self) -> BlockTable:
+        return self._open["device"]
+
+    def _table(self, tier: TierName) -> BlockTable:
+        if (table := self._open.get(tier)) is None:
+            raise InvalidInputError("tier", "'device', or 'host' with host_blocks > 0", repr(tier))
+        return table
+
+    # ---------------------------------------------------------------- what it is
+
+    @property
+    def device_blocks(self) -> int:
+        return self._device.blocks
+
+    @property
+    def host_blocks(self) -> int:
+        return self._tables["host"].blocks if "host" in self._tables else 0
+
+    @property
+    def has_store(self) -> bool:
+        return self._stored.has_store
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.keys.namespace
+
+    @property
+    def counters(self) -> AuxCounters:
+        return self._lock.counters()
+
+    @property
+    def store_counters(self) -> RecordCounters | None:
+        """What the store has answered so far, corrupt records included; ``None`` without one."""
+        return self._stored.store.counters if self._stored.has_store else None
+
+    @property
+    def in_flight(self) -> int:
+        """Steps and jobs that have begun and not ended."""
+        return len(self._device.steps) + len(self.jobs)
+
+    @property
+    def steps(self) -> list[Step]:
+        """The steps in flight, oldest first; any of them may be aborted, one in place when its device is done."""
+        with self._lock:
+            return [claim.step for claim in self._device.steps.values()]
+
+    @property
+    def jobs(self) -> list[AnyJob]:
+        """Those that have begun and not landed, the earliest first; any of them may be cancelled."""
+        return self._stored.jobs
+
+    def poll(self) -> list[AnyJob]:
+        """Land the jobs that the store has done its part of; those jobs. Waits for nothing."""
+        return self._stored.poll()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until :meth:`poll` has something to land, or no job is left; ``False`` after ``timeout_s``."""
+        return self._stored.wait_any(timeout_s)
+
+    def region(self, tier: TierName) -> Region:
+        """The memory of a tier, for readers in other processes and for capture on the device."""
+        return self._table(tier).region
+
+    def generations(self, blocks: Blocks, tier: TierName = "device") -> Ints:
+        """Which life each block is in, ``[n]``."""
+        with self._lock:
+            table = self._table(tier)
+            return table.generations.take(table.ids(blocks))
+
+    def complete(self, blocks: Blocks, tier: TierName = "device") -> Flags:
+        """Which blocks have every required row: ``[n]``."""
+        with self._lock:
+            table = self._table(tier)
+            return table.complete(table.ids(blocks), self._required)
+
+    def origins(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
+        """The origin of each block's content, to be kept beside its KV; 0 where nothing was written."""
+        with self._lock:
+            table = self._table(tier)
+            found: list[int] = table.origin.take(table.ids(blocks)).tolist()
+            return found
+
+    # ---------------------------------------------------------------- lives
+
+    def renew(self, blocks: Blocks, generations: Blocks | None = None) -> Ints:
+        """The engine has given these blocks out: nothing in them is readable. The generations they begin, ``[n]``.
+
+        ``generations`` are chosen by whoever tells readers about them; each must be larger than the one before. A block
+        that cannot be given out is dropped and counted: its generation is 0 in the answer.
+        """
+        table = self._device
+        if generations is None and not len(blocks):  # engines ask for room for every token, and mostly have it
+            return np.empty(0, np.int64)
+        with self._lock:
+            ids, good = table.known(blocks)
+            lives = table.generations.take(ids, mode="clip") + 1
+            if generations is not None:
+                given = integers(generations, "generations", "one integer for each block", n=ids.size)
+                good &= (given >= lives) & (given < GENERATION_END)
+                lives = given
+            good &= ~table.filling.take(ids, mode="clip")
+            if count(good) != ids.size:
+                self._bad("stale_blocks", ids[~good], "renew", "block ids, and generations larger than before")
+            table.renew(ids[good], lives[good])
+        return np.where(good, lives, 0)
+
+    def forget(self, blocks: Blocks | None = None) -> None:
+        """Nothing that was written so far is readable, in no tier, or not in these device blocks; lives go on."""
+        with self._lock:
+            if blocks is not None:
+                ids, good = self._device.known(blocks)
+                self._device.forget(ids[good])
+                return
+            for table in self._open.values():
+                table.forget(np.arange(table.blocks))
+
+    def reset(self, *, weights_version: int) -> None:
+        """A weight update: every row from before becomes unreadable in every tier, in-flight work included.
+
+        Keys are derived in the new namespace from here on; keys from before are refused.
+        """
+        self.forget()
+        with self._lock:
+            self.keys = KeyChain(replace(self.namespace, weights_version=weights_version), self.layout)
+            self._lock.count("resets")
+            for table in self._open.values():
+                table.region.renew(self.keys.namespace.fingerprint)
+
+    def name_origins(self, blocks: Blocks, generations: Blocks, origins: NDArray[np.uint64]) -> None:
+        """What these device blocks hold is known outside under these ``origins [n]``, which their KV itself says."""
+        with self._lock:
+            table = self._device
+            ids, good = table.known(blocks)
+            good &= (table.generations.take(ids, mode="clip") == np.asarray(generations, np.int64)) & (origins != 0)
+            table.carry_origin(ids[good], origins[good])
+
+    # ---------------------------------------------------------------- writing and reading
+
+    def begin_step(self, slots: NDArray[Any] | Sequence[int], *, in_place: bool = False) -> Step:
+        """Begin a forward pass that writes rows at ``slots`` ``[T]``: ``block * block_tokens + offset``; -1 is padding.
+
+        Rows at these slots are unreadable until the step commits. Of two steps that write one slot the later counts.
+        """
+        return Step(
+            self._device, self._lock, slots, steps_max=self._steps_max, in_place=in_place, strict=self.strict
+        )
+
+    def write_step(self, slots: NDArray[Any], rows: Mapping[str, StepRows], keep: Keep | None = None) -> int:
+        """A whole step whose rows are here: begin, write, commit. How many tokens' rows became readable.
+
+        Never raises for a mistake of bookkeeping, unless strict: the step's rows are then missing, and counted.
+        """
+        try:
+            with self.begin_step(slots) as step:
+                for name, given in rows.items():
+                    step.write(name, *(given if isinstance(given, tuple) else (given, None)))
+                return step.commit(keep)
+        except KVRouteError as error:
+            self.dropped("bad_writes_dropped", np.size(slots), "write_step", error)
+            return 0
+
+    def read(
+        self,
+        name: str,
+        blocks: Blocks,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        generations: Blocks | None = None,
+        tier: TierName = "device",
+    ) -> Rows:
+        """Rows ``[start, stop)`` of the tokens in ``blocks``, taken as one sequence; what is not readable is masked.
+
+        Blocks that are not in these ``generations`` count as missing; without, the caller must know what they hold.
+        """
+        table, index = self._table(tier), self.layout.index(name)
+        ids = table.ids(blocks)
+        held, window = window_of(ids.size, start, stop, table.tokens)
+        ids = ids[held]
+        rows, bits, words = gather(table.region, index, ids)
+        with self._lock:
+            if generations is not None:
+                wanted = integers(generations, "generations", "one integer for each block")[held]
+                if wanted.size != ids.size:
+                    raise InvalidInputError("generations", f"one for each of {held.stop} blocks", wanted.size)
+                bits[(table.generations.take(ids) != wanted) | (table.region.words.take(ids) != words)] = 0
+            found = Rows.of(self.layout.specs[index], rows, bits, window)
+            self._lock.count("rows_read", found.valid.size)
+            self._lock.count("rows_missing", found.valid.size - int(count(found.valid)))
+        return found
+
+    # ---------------------------------------------------------------- moving
+
+    def copy(self, pairs: Pairs, rows: Sequence[int] | None = None) -> None:
+        """Device blocks were copied to device blocks; ``pairs`` ``[n, 2]`` are (source, target).
+
+        At most the first ``rows`` of each come along. The target's own rows are forgotten: its KV was copied over.
+        """
+        self.move("device", "device", pairs, rows)
+
+    def swap_out(self, pairs: Pairs) -> None:
+        """Device blocks were copied to host blocks, (device, host); the source stays as it is."""
+        self.move("device", "host", pairs)
+
+    def swap_in(self, pairs: Pairs) -> None:
+        """Host blocks were copied to device blocks that the engine has given out, (host, device)."""
+        self.move("host", "device", pairs)
+
+    def move(self, source: TierName, target: TierName, pairs: Pairs, rows: Sequence[int] | None = None) -> None:
+        """:meth:`copy`, :meth:`swap_out` or :meth:`swap_in`, by the names of the tiers."""
+        if (source, target) not in MOVED:
+            raise InvalidInputError("move", "blocks of the device as sources or as targets", f"{source} to {target}")
+        try:
+            self._move(self._table(source), self._table(target), pairs, rows)
+        except KVRouteError as error:
+            self.dropped("bad_moves_dropped", len(pairs), "move", error)
+
+    def _move(self, source: BlockTable, target: BlockTable, pairs: Pairs, rows: Sequence[int] | None) -> None:
+        """Copy without the lock; what has changed meanwhile, at either end, does not arrive."""
+        with self._lock:
+            sources, targets = _split(pairs, source, target)
+            if target.tier == "host":  # what is copied into a host block begins its life
+                target.renew(targets, target.generations.take(targets) + 1)
+            else:
+                target.forget(targets)
+            limits = target.full if rows is None else target.first_rows(rows, targets.size, "pair")
+            good = source.live(sources) & target.fillable(targets)
+            if count(good) != targets.size:
+                what = "blocks that were given out, and into which no step writes"
+                self._bad("bad_moves_dropped", targets[~good], "move", what)
+            valid = bits_of(source.region, sources) & limits
+            sources, targets, valid = sources[good], targets[good], valid[good]
+            source.seal(sources)
+            origins, words = source.origin.take(sources), source.region.words.take(sources)
+            changes = target.changes.take(targets)
+            target.filling[targets] = True
+        try:
+            copy_records(source.region.rows, target.region.rows, sources, targets)
+            if self._kv is not None:
+                self._kv.copy(source.tier, target.tier, sources, targets)
+        except BaseException:
+            valid[:] = 0
+            raise
+        finally:
+            with self._lock:
+                target.filling[targets] = False
+                same = source.region.words.take(sources) == words  # its rows were neither cleared nor given out
+                same &= target.changes.take(targets) == changes
+                put_bits(target.region, targets[same], valid[same])
+                target.carry_origin(targets[same], origins[same])
+                self._lock.count(MOVED[source.tier, target.tier], rows_in(valid[same]))
+
+    # ---------------------------------------------------------------- storing
+
+    def begin_persist(
+        self, blocks: Mapping[BlockKey, int], generations: Blocks, *, queued: bool = True
+    ) -> PersistJob | None:
+        """Store device blocks, in these generations, under their keys; the answers: which origin is stored now.
+
+        Equal to :meth:`origins` of the block, the answer says that this very content is stored; another one, that
+        content of another computation was there and stays; 0, that nothing is. ``None`` when there is no room for a
+        further job: nothing has changed. A job that is not ``queued`` is done by the calling thread.
+        """
+        return self._stored.begin(lambda: PersistJob(self._stored, blocks, generations), queued=queued)
+
+    def begin_restore(
+        self,
+        blocks: Mapping[BlockKey, int],
+        generations: Blocks,
+        origins: Mapping[BlockKey, int] | None = None,
+        *,
+        queued: bool = True,
+    ) -> RestoreJob | None:
+        """Fill device blocks without rows with what is stored under their keys; the answers: which have come back.
+
+        Whoever keeps the KV elsewhere says with ``origins``, by key, of which computation it is: rows of another are
+        not restored, and counted. What was read is dropped after a reset, a cancel, or a write into the block.
+        """
+        return self._stored.begin(lambda: RestoreJob(self._stored, blocks, generations, origins), queued=queued)
+
+    def persist(self, blocks: Mapping[BlockKey, int], generations: Blocks) -> dict[BlockKey, int]:
+        """:meth:`begin_persist`, done by the calling thread."""
+        job = self.begin_persist(blocks, generations, queued=False)
+        assert job is not None, "nothing but the queue is ever full"
+        return job.result()
+
+    def restore(
+        self, blocks: Mapping[BlockKey, int], generations: Blocks, origins: Mapping[BlockKey, int] | None = None
+    ) -> dict[BlockKey, bool]:
+        """:meth:`begin_restore`, done by the calling thread."""
+        job = self.begin_restore(blocks, generations, origins, queued=False)
+        assert job is not None, "nothing but the queue is ever full"
+        return job.result()
+
+    def stored(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which keys the store seems to have; only ``restore`` verifies."""
+        return self._stored.store.contains(keys)
+
+    def flush(self) -> None:
+        """Return when what was persisted is on stable storage."""
+        self._stored.store.flush()
+
+    def export(
+        self, blocks: Mapping[BlockKey, int], generations: Blocks, rows: Sequence[int] | None = None
+    ) -> list[OfferedRecord | None]:
+        """Snapshots of device blocks in these generations, for another process; at most the first ``rows`` of each.
+
+        ``None`` where a block has no readable row, is in another life, or the key is of another namespace.
+        """
+        with self._lock:
+            table = self._device
+            ids = table.ids(list(blocks.values()))
+            limits = table.full if rows is None else table.first_rows(rows, ids.size, "block")
+            bits = bits_of(table.region, ids) & limits
+            bits[table.generations.take(ids) != integers(generations, "generations", "one for each block", n=ids.size)] = 0
+            table.seal(ids[(bits != 0).any(axis=(1, 2))])
+            return [
+                OfferedRecord(
+                    key, self.layout.fingerprint, int(table.generations[block]), int(table.origin[block]),
+                    words.astype("<u8").tobytes(), _only(table, block, words),
+                )
+                if words.any() and self.keys.owns(key) else None
+                for (key, block), words in zip(blocks.items(), bits, strict=True)
+            ]  # fmt: skip
+
+    # ---------------------------------------------------------------- being fed
+
+    def apply(self, operations: bytes) -> list[Operation]:
+        """Do what a scheduler's :class:`BlockFeed` says has become of blocks, in its order; the operations done.
+
+        A batch that came before is passed over and counted. Where one is missing, nobody knows what has become of any
+        block: all rows are forgotten, and counted. Bytes that no feed has made are refused before anything is done.
+        """
+        if not operations:
+            return []
+        batch, calls = decoded(operations)
+        if batch.number < self._next_batch:
+            again = InvalidInputError("feed", f"batch {self._next_batch}", batch.number)
+            self.dropped("feed_repetitions", 1, "apply", again)
+            return []
+        missing, self._next_batch = batch.number - self._next_batch, batch.number + 1
+        if missing:
+            self.forget()
+            gap = FeedGapError(f"feed: wanted batch {batch.number - missing}, got {batch.number}")
+            self.dropped("feed_gaps", 1, "apply", gap)
+        for call in calls:
+            try:
+                call(self)
+            except KVRouteError as error:
+                self.dropped("feed_operations_failed", 1, "apply", error)
+        return batch.operations
+
+    # ---------------------------------------------------------------- mistakes, and the end
+
+    def dropped(self, counter: str, n: int, call: str, error: KVRouteError, *, mistake: bool = True) -> None:
+        """So many things were dropped for ``error``: count them, and log the first of the kind; a strict set raises
+        what was somebody's ``mistake``."""
+        if self.strict and mistake:
+            raise error
+        with self._lock:
+            self._drop(counter, n, f"{call}: {error}")
+
+    def _bad(self, counter: str, bad: Ints, call: str, wanted: str) -> None:
+        """The same for blocks, by mistake; the lock is held."""
+        named = ", ".join(map(str, bad[:NAMED_MAX].tolist()))
+        more = f" and {bad.size - NAMED_MAX} more" if bad.size > NAMED_MAX else ""
+        error = InvalidInputError(call, wanted, f"{'block' if bad.size == 1 else 'blocks'} {named}{more}")
+        if self.strict:
+            raise error
+        self._drop(counter, bad.size, str(error))
+
+    def _drop(self, counter: str, n: int, why: str) -> None:
+        self._lock.count(counter, n)
+        if counter not in self._logged:
+            self._logged.add(counter)
+            logger.warning("%s; %d dropped, further ones are counted as %s", why, n, counter)
+
+    def close(self) -> None:
+        """Give the memory back; harmless the second time. The store stays open: it is the caller's.
+
+        Waits for jobs, up to ``close_s`` of their limits. Raises :class:`BlockStateError` while a step or a job is in
+        flight, and ``BufferError`` while somebody keeps a view of a region: call it again when that is gone.
+        """
+        if steps := len(self._tables["device"].steps):
+            raise BlockStateError("close", "nothing in flight", f"{steps} steps")
+        self._stored.close()
+        self._closed = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for table in reversed(self._tables.values()):
+            table.view(drop=True)
+            try:
+                table.region.close()
+            except BufferError:
+                gc.collect()  # a store that failed leaves its frames, and their views, in a cycle with the exception
+                table.region.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def assert_consistent(self) -> None:
+        """Raise ``AssertionError`` unless every invariant that can be seen from inside holds."""
+        with self._lock:
+            for table in self._open.values():
+                table.assert_consistent()
+
+
+def _split(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[Ints, Ints]:
+    """Source and target ids; a source may serve several targets, a target is written once and is no source."""
+    wanted = "(source, target) pairs of block ids"
+    table = integers(pairs, "pairs", wanted, ndim=2)
+    if table.size == 0:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    if table.shape[1] != 2:
+        raise InvalidInputError("pairs", wanted, f"{table.dtype} of shape {table.shape}")
+    sources, targets = source.ids(table[:, 0], "pairs source"), target.ids(table[:, 1], "pairs target")
+    if not target.differ(targets):
+        raise InvalidInputError("pairs target", "each block once", "one twice")
+    if source is target and count(both := source.among(sources, targets)):
+        raise InvalidInputError("pairs", "no block as source and as target", int(sources[both].min()))
+    return sources, targets
+
+
+def copy_records(rows: NDArray[np.uint8], into: NDArray[np.uint8], sources: Ints, targets: Ints) -> None:
+    """Records are copied pair by pair, neighbours at once; a fancy index would gather them first."""
+    apart = (np.diff(sources) != 1) | (np.diff(targets) != 1)
+    edges = [0, *(np.flatnonzero(apart) + 1).tolist(), sources.size] if sources.size else []
+    first, to = sources.tolist(), targets.tolist()
+    for a, b in pairwise(edges):
+        into[to[a] : to[a] + b - a] = rows[first[a] : first[a] + b - a]
+
+
+def _only(table: BlockTable, block: int, valid: NDArray[np.uint64]) -> bytes:
+    """A copy of the block's record with nothing in it but the ``valid`` rows; the others may be being written."""
+    from cache_manager.bits import unpack_bits
+    from cache_manager.memory import Copies, places
+
+    record = np.zeros((1, table.layout.nbytes), np.uint8)
+    keep: Flags = unpack_bits(valid, table.tokens)
+    for i, (copy, rows) in enumerate(zip(places(Copies(table.layout, record)), places(table.region), strict=True)):
+        copy[0][keep[i]] = rows[block][keep[i]]
+    return record.tobytes()
