@@ -453,7 +453,9 @@ class AuxBlocks(Landing):
             ids = table.ids(list(blocks.values()))
             limits = table.full if rows is None else table.first_rows(rows, ids.size, "block")
             bits = bits_of(table.region, ids) & limits
-            bits[table.generations.take(ids) != integers(generations, "generations", "one for each block", n=ids.size)] = 0
+            bits[
+                table.generations.take(ids) != integers(generations, "generations", "one for each block", n=ids.size)
+            ] = 0
             table.seal(ids[(bits != 0).any(axis=(1, 2))])
             return [
                 OfferedRecord(
