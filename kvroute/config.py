@@ -36,10 +36,11 @@ class RoutingReplayConfig:
     """What ``--routing-replay-config`` says.
 
     The first seven keys are FastDeploy's, and mean what they mean there; ``routing_dtype``, ``num_moe_layers`` and
-    ``moe_top_k`` follow from the model (:meth:`fitted`) and may be left out. The others are kvroute's own: ``required``,
-    the specs whose rows a KV hit must have (all, if not given; with ``[]`` KV without rows is a hit, and its rows are
-    missing); ``block_store``, the URL of the store of block records (empty: none); and ``rollout_store``, the URL of a rollout store in place of ``routing_store_type`` and its
-    keys. ``docs/concepts/rollout-store.md`` lists what each key drives, and by which test that is known.
+    ``moe_top_k`` follow from the model (:meth:`fitted`) and may be left out. The others are kvroute's own:
+    ``required``, the specs whose rows a block must have to be stored and to be a hit (all, if not given; with ``[]`` KV
+    without rows is a hit, and its rows are missing); ``block_store``, the URL of the store of blocks (empty: none); and
+    ``rollout_store``, the URL of a rollout store in place of ``routing_store_type`` and its keys.
+    ``docs/concepts/rollout-store.md`` lists what each key drives, and by which test that is known.
 
     ``debug_mode`` stores position canaries in place of expert ids: for finding misplaced rows, never for training.
 

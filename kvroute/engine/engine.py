@@ -25,13 +25,12 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
-from cache_manager.ports import StorageBackend
 from cache_manager.rows import Rows
 from cache_manager.spec import align
 from cache_manager.step import PADDING
 from kvroute.config import RoutingReplayConfig
 from kvroute.engine.decode_batches import DecodePasses
-from kvroute.engine.memory import EngineMemory, RemoteStore
+from kvroute.engine.memory import AnyStore, EngineMemory
 from kvroute.engine.models import BATCH_MULTIPLE
 from kvroute.engine.paged_attention import PagedBatch
 from kvroute.engine.passes import NoCapture, capture_of
@@ -88,7 +87,7 @@ class Engine:
         config: EngineConfig,
         namespace: Namespace,
         *,
-        store: StorageBackend | RemoteStore | None = None,
+        store: AnyStore | None = None,
         observer: Observer | None = None,
         replay: RoutingReplayConfig | None = None,
     ) -> None:

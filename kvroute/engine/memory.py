@@ -27,6 +27,9 @@ class RemoteStore:
     settings: ApartSettings | None = None
 
 
+AnyStore = StorageBackend | RemoteStore
+
+
 class SharedKV(PagedKV):
     """KV in shared regions, by tier, that a cache-transfer process copies between."""
 
@@ -61,7 +64,7 @@ class EngineMemory:
         shape: KVShape,
         config: EngineConfig,
         namespace: Namespace,
-        store: StorageBackend | RemoteStore | None,
+        store: AnyStore | None,
         device: torch.device | None = None,
     ) -> None:
         self._regions: dict[TierName, SharedRegion] = {}
@@ -110,4 +113,4 @@ class EngineMemory:
             region.close()
 
 
-__all__ = ["EngineMemory", "RemoteStore"]
+__all__ = ["AnyStore", "EngineMemory", "RemoteStore"]

@@ -8,8 +8,8 @@ from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 from kvroute.capture.canary import canary_spec, check_canary
 from kvroute.config import RoutingReplayConfig
+from kvroute.engine.memory import AnyStore
 from kvroute.engine.request import Request
-from kvroute.engine.memory import RemoteStore
 from kvroute.rollout.manager import RoutingReplayManager, Ticket
 from kvroute.routes import Routes
 
@@ -17,13 +17,11 @@ from kvroute.routes import Routes
 class EngineReplay:
     """The parts of an engine that its configuration chooses; without one, rows are captured and stored nowhere.
 
-    ``store`` is the one that the engine is to use: the one given, or the one that ``block_store`` names, which is closed
-    by :meth:`close`.
+    ``store`` is the one that the engine is to use: the one given, or the one that ``block_store`` names, which
+    :meth:`close` closes.
     """
 
-    def __init__(
-        self, config: RoutingReplayConfig | None, spec: AuxBlockDataSpec, store: StorageBackend | RemoteStore | None
-    ) -> None:
+    def __init__(self, config: RoutingReplayConfig | None, spec: AuxBlockDataSpec, store: AnyStore | None) -> None:
         on = config is not None and config.enable_routing_replay
         self.captures = config is None or on
         self.spec = canary_spec(spec) if on and config is not None and config.debug_mode else spec
