@@ -184,11 +184,11 @@ class AuxBlocks(Landing):
             return table.complete(table.ids(blocks), self._required)
 
     def origins(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
-        """The origin of each block's content, to be kept beside its KV; 0 where nothing was written."""
+        """The origin of each block's content, to be kept beside its KV; 0 where nothing was written. It ends here: what
+        a step writes, or commits, from now on is of another. So ask when the pass has committed."""
         with self._lock:
             table = self._table(tier)
-            found: list[int] = table.origin.take(table.ids(blocks)).tolist()
-            return found
+            return table.hand_out(table.ids(blocks))
 
     # ---------------------------------------------------------------- lives
 
@@ -229,12 +229,15 @@ class AuxBlocks(Landing):
 
         Keys are derived in the new namespace from here on; keys from before are refused.
         """
-        self.forget()
         with self._lock:
-            self.keys = KeyChain(replace(self.namespace, weights_version=weights_version), self._record)
+            tables = self._open.values()
+            keys = KeyChain(replace(self.namespace, weights_version=weights_version), self._record)
+            for table in tables:
+                table.forget(np.arange(table.blocks))
+            self.keys = keys
             self._lock.count("resets")
-            for table in self._open.values():
-                table.region.renew(self.keys.namespace.fingerprint)
+            for table in tables:
+                table.region.renew(keys.namespace.fingerprint)
 
     def name_origins(self, blocks: Blocks, generations: Blocks, origins: NDArray[np.uint64]) -> None:
         """What these device blocks hold is known outside under these ``origins [n]``, which their KV itself says."""
@@ -249,11 +252,28 @@ class AuxBlocks(Landing):
     def begin_step(self, slots: NDArray[Any] | Sequence[int], *, in_place: bool = False) -> Step:
         """Begin a forward pass that writes rows at ``slots`` ``[T]``: ``block * block_tokens + offset``; -1 is padding.
 
-        Rows at these slots are unreadable until the step commits. Of two steps that write one slot the later counts.
+        Rows at these slots are unreadable until the step commits. Steps may overlap in time; of two that write one slot
+        the later one counts. With ``in_place`` a device writes the rows into the host buffer by itself: see
+        :mod:`cache_manager.step`. Bad slots are dropped and counted, unless strict.
+
+        Raises ``BlockBusyError`` for one step too many, :class:`SlotError` for slots that are no integers. The pass
+        writes its KV all the same, so what lay at the slots of a step that is refused is missing, and counted as
+        ``bad_writes_dropped``; where they cannot be read, what lay in any device block. Let no device write its rows.
         """
-        return Step(
-            self._device, self._lock, slots, steps_max=self._steps_max, in_place=in_place, strict=self.strict
-        )
+        device = self._device
+        try:
+            return Step(device, self._lock, slots, steps_max=self._steps_max, in_place=in_place, strict=self.strict)
+        except KVRouteError as error:
+            named, n = _slots_in(slots)
+            with self._lock:
+                if named is None:
+                    device.forget(np.arange(device.blocks))
+                else:
+                    device.lose(named[(named >= 0) & (named < device.end)])
+                self._drop("bad_writes_dropped", n, f"begin_step: {error}")
+            raise
+
+    step = begin_step
 
     def write_step(self, slots: NDArray[Any], rows: Mapping[str, StepRows], keep: Keep | None = None) -> int:
         """A whole step whose rows are here: begin, write, commit. How many tokens' rows became readable.
@@ -261,7 +281,13 @@ class AuxBlocks(Landing):
         Never raises for a mistake of bookkeeping, unless strict: the step's rows are then missing, and counted.
         """
         try:
-            with self.begin_step(slots) as step:
+            step = self.begin_step(slots)
+        except KVRouteError:
+            if self.strict:
+                raise
+            return 0
+        try:
+            with step:
                 for name, given in rows.items():
                     step.write(name, *(given if isinstance(given, tuple) else (given, None)))
                 return step.commit(keep)
@@ -427,7 +453,9 @@ class AuxBlocks(Landing):
             ids = table.ids(list(blocks.values()))
             limits = table.full if rows is None else table.first_rows(rows, ids.size, "block")
             bits = bits_of(table.region, ids) & limits
-            bits[table.generations.take(ids) != integers(generations, "generations", "one for each block", n=ids.size)] = 0
+            bits[
+                table.generations.take(ids) != integers(generations, "generations", "one for each block", n=ids.size)
+            ] = 0
             table.seal(ids[(bits != 0).any(axis=(1, 2))])
             return [
                 OfferedRecord(
@@ -538,6 +566,18 @@ def _split(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[Ints, 
     if source is target and count(both := source.among(sources, targets)):
         raise InvalidInputError("pairs", "no block as source and as target", int(sources[both].min()))
     return sources, targets
+
+
+def _slots_in(given: Any) -> tuple[Ints | None, int]:
+    """The slots that ``given`` names, or ``None`` where they cannot be read as whole numbers; and how many they are."""
+    try:
+        array = np.asarray(given).reshape(-1)
+        with np.errstate(invalid="ignore"):
+            slots = array.astype(np.int64)
+    except (TypeError, ValueError, OverflowError):
+        return None, 1
+    whole = array.dtype.kind in "iuf" and bool((slots == array).all())
+    return (slots if whole else None), array.size
 
 
 def copy_records(rows: NDArray[np.uint8], into: NDArray[np.uint8], sources: Ints, targets: Ints) -> None:
