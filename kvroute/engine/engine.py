@@ -179,6 +179,7 @@ class Engine:
 
         The store is not waited for while there is anything to compute, and ``STORE_WAIT_S`` at most when there is not.
         """
+        failed = self.manager.counters.moves_failed
         work = self._plan()
         if work:
             self._idle_steps = self._wait_steps = 0
@@ -188,7 +189,8 @@ class Engine:
             if self.manager.in_flight:  # nothing to compute until the store has answered
                 self.aux.wait(STORE_WAIT_S)
                 self._idle_steps = 0
-            elif not self.memory.wait(STORE_WAIT_S):  # what was swapped out cannot come back yet
+            elif self.manager.counters.moves_failed > failed:  # what was swapped out cannot come back yet
+                self.memory.process.wait(STORE_WAIT_S)
                 self._wait_steps += 1
                 self._idle_steps = 0
                 if self._wait_steps * STORE_WAIT_S > self.config.restore_wait_s:
@@ -225,7 +227,7 @@ class Engine:
         self._capture.close()
         self.drain()
         self.aux.close()
-        del self.kv, self._decodes
+        del self._decodes
         self.memory.close()
         self.replay.close()
 

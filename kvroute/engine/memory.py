@@ -45,6 +45,12 @@ class SharedKV(PagedKV):
         )
         self._regions, self._process = regions, process
 
+    def let_go(self) -> None:
+        """Drop the views of the regions, so that they can be closed. Idempotent; nothing works after it."""
+        for name in ("device", "host", "_layers"):
+            vars(self).pop(name, None)
+        gc.collect()
+
     def copy(self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         self._process.copy(self._regions[source], self._regions[target], sources, targets)
 
@@ -95,20 +101,12 @@ class EngineMemory:
         assert self._process is not None
         return self._process
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether there was nothing to wait for; else wait for the process to be there again, ``timeout_s`` at most."""
-        if self._process is None or self._process.pid is not None:
-            return True
-        self._process.wait(timeout_s)
-        return False
-
     def close(self) -> None:
         """End the process, which closes its store, and give the shared memory back."""
         if self._process is not None:
             self._process.close()
-        if self._regions:
-            self.__dict__.pop("kv", None)
-            gc.collect()  # the tensors' views of the regions
+        if isinstance(kv := getattr(self, "kv", None), SharedKV):
+            kv.let_go()
         for region in self._regions.values():
             region.close()
 

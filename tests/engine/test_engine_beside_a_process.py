@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from cache_manager.errors import ConfigError, TransferProcessError
+from cache_manager.errors import ConfigError, StorageError
 from cache_manager.keys import Namespace
 from cache_manager.regions import list_regions
 from cache_manager.transfer_manager import ApartSettings
@@ -23,7 +23,7 @@ from kvroute.engine.request import EngineConfig, Output, Request
 PLAIN = EngineConfig(device_blocks=300, caching=False)
 TIGHT = EngineConfig(device_blocks=40, host_blocks=20, memory="shared", restore_wait_s=120.0)
 NAMESPACE = Namespace("tests", weights_version=3)
-SETTINGS = ApartSettings(restart_pause_s=0.01, restart_pause_max_s=0.1)
+SETTINGS = ApartSettings(restart_pause_s=0.2, restart_pause_max_s=0.5)
 
 
 def _requests(count: int) -> list[Request]:
@@ -128,17 +128,17 @@ def test_without_a_process_for_good_what_was_swapped_out_is_computed_again(qwen:
         while engine.busy:
             outputs |= {(o.request.id, o.sample): o for o in engine.step()}
         _same(plain, outputs)
-        assert process.pid is None
+        assert not process.wait(0)
 
 
 def test_rows_in_the_heap_cannot_be_seen_by_a_process(qwen: nn.Module, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"memory: wanted 'shared', .* got 'heap'"):
+    with pytest.raises(ConfigError, match=r"memory: wanted 'shared' .* got 'heap'"):
         Engine(qwen, PLAIN, NAMESPACE, store=RemoteStore(f"file://{tmp_path}"))
 
 
 def test_a_process_that_cannot_start_leaves_no_region(qwen: nn.Module, tmp_path: Path) -> None:
     (tmp_path / "store").touch()
     before = {region.name for region in list_regions()}
-    with pytest.raises(TransferProcessError, match="cannot open its store"):
+    with pytest.raises(StorageError, match="cannot open the store's directory"):
         Engine(qwen, TIGHT, NAMESPACE, store=RemoteStore(f"file://{tmp_path}/store"))
     assert {region.name for region in list_regions()} <= before

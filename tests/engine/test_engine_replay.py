@@ -103,7 +103,7 @@ def test_debug_mode_carries_positions_through_swaps_and_forks(qwen: nn.Module, t
     read = engine.manager.read
     engine.manager.read = (
         lambda name, owner, start, stop: engine.aux.read(  # type: ignore[method-assign]
-            name, [table[1], table[0], *table[2:]], start, stop, owner=owner
+            name, [table[1], table[0], *table[2:]], start, stop
         )
     )
     with pytest.raises(AssertionError, match=r"at position 0 layer . lies the row of position 16"):
