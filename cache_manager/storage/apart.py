@@ -8,7 +8,6 @@ process; pauses grow until a call succeeds.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -69,9 +68,7 @@ class Apart:
     It is started here: raises what opening the store raises, and :class:`StorageError` where no process can be.
     """
 
-    def __init__(
-        self, url: str, settings: ApartSettings | None = None, module: str = ask.__name__
-    ) -> None:
+    def __init__(self, url: str, settings: ApartSettings | None = None, module: str = ask.__name__) -> None:
         self.settings = s = settings or ApartSettings()
         self.url, self.module = url, module
         self.arena = Arena(s.arena_nbytes)
@@ -204,7 +201,7 @@ def _error_of(failure: ask.Failure) -> Exception:
 class ApartStore(ClosingStore):
     """A ``StorageBackend`` and ``BoundedBackend`` whose store is in another process; it closes ``apart``.
 
-    Raises, beside what the store raises, :class:`StoreUnavailableError` when the process is lost, too slow or not there.
+    Raises what the store raises, and :class:`StoreUnavailableError` when the process is lost, too slow or not there.
     """
 
     def __init__(self, apart: Apart) -> None:

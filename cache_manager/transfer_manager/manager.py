@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import time
-from typing import Self
+from typing import Final, Self
 
 from cache_manager.errors import KVRouteError, StorageError, TransferProcessError
 from cache_manager.regions import SharedRegion
 from cache_manager.storage.apart import Apart, ApartSettings, ApartStore
 from cache_manager.storage.apart_process import Move
 from cache_manager.table import Ints
-from cache_manager.transfer_manager import process
 
-LOOK_S = 0.05
+MODULE: Final = "cache_manager.transfer_manager.process"
+LOOK_S: Final = 0.05
 
 
 class CacheTransferManager:
     """A process beside the engine that copies blocks between shared regions, and has the engine's store.
 
-    It is started here, with the store at ``url`` ("" for none); raises what opening the store raises, and
-    :class:`StorageError` where no process can be. A process that is lost is killed and reaped first; the next call after
-    a pause starts another. The regions are the engine's and stay. Safe from several threads; :meth:`close` it last.
+    It is started here, with the store at ``url`` ("" for none): raises what opening the store raises, and
+    :class:`StorageError` where no process can be. One that is lost is killed and reaped; the next call after a pause
+    starts another. The regions are the engine's and stay. Safe from several threads; :meth:`close` it last.
     """
 
     def __init__(self, url: str = "", settings: ApartSettings | None = None) -> None:
-        self._apart = Apart(url, settings, process.__name__)
+        self._apart = Apart(url, settings, MODULE)
         self.store = ApartStore(self._apart) if url else None
         """The store; a process that is lost is a :class:`StoreUnavailableError`."""
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -97,10 +98,10 @@ def test_a_store_that_cannot_be_opened_says_so_as_it_would_here(tmp_path: Path) 
         ApartSettings(call_s=0)
 
 
-def test_errors_of_the_store_arrive_with_their_types_and_fields(tmp_path: Path, store: ApartStore, url: str) -> None:
+def test_errors_of_the_store_arrive_with_their_types_and_fields(store: ApartStore) -> None:
     """Goal: callers see what they would see here. Method: a store that another process has; the store lives on."""
     with pytest.raises(StorageError) as found:
-        apart(url)
+        apart(store.apart.url)
     assert type(found.value).__name__ == "StoreLockedError"
     with apart("memory:?capacity=1MiB") as memory:
         put(RecordStore(memory, LAYOUT), [1])
@@ -114,7 +115,7 @@ def test_errors_of_the_store_arrive_with_their_types_and_fields(tmp_path: Path, 
     assert space.value.remedy
 
 
-def test_a_record_that_no_slot_of_the_arena_holds_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_record_that_no_slot_of_the_arena_holds_is_refused_at_once() -> None:
     with apart("memory:?capacity=1MiB", arena_nbytes=4 * 4096) as store:
         assert store.record_nbytes_max == 4096
         with pytest.raises(ConfigError, match="record: wanted 4096 bytes at most"):
@@ -224,22 +225,26 @@ def test_while_it_cannot_start_calls_are_refused_with_the_cause(store: ApartStor
 def test_a_machine_without_room_for_a_process_or_thread_is_a_storage_error(
     url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with monkeypatch.context() as away, pytest.raises(StorageError, match="no process can be started"):
+    with monkeypatch.context() as away:
         away.setattr(sys, "executable", str(tmp_path / "none"))
-        apart(url)
+        with pytest.raises(StorageError, match="no process can be started"):
+            apart(url)
 
-    def refused(thread: threading.Thread) -> None:
+    def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    with monkeypatch.context() as away, pytest.raises(StorageError, match="can't start new thread"):
+    with monkeypatch.context() as away:
         away.setattr(threading.Thread, "start", refused)
-        apart(url)
+        with pytest.raises(StorageError, match="can't start new thread"):
+            apart(url)
     assert not ours()
 
 
 def ours() -> list[str]:
     """The stores' processes that this process has started."""
-    found = subprocess.run(["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        ["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=True
+    )
     return [line for line in found.stdout.splitlines() if "apart_process" in line and "defunct" not in line]
 
 
@@ -264,10 +269,8 @@ def test_closing_while_it_is_started_again(url: str) -> None:
             future = threads.submit(store.usage)
             time.sleep(pause_s)  # where in its start the next one is found differs; the outcome may not
             store.close()
-            try:
+            with suppress(StorageError):
                 assert future.result(WAIT_S)["records"] == 0
-            except StorageError:
-                pass
         assert store.apart.pid is None
         with pytest.raises(StoreClosedError):
             store.usage()

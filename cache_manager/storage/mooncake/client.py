@@ -9,8 +9,8 @@ from typing import Final
 
 from cache_manager.child import AskedChild, Child
 from cache_manager.errors import StorageError
-from cache_manager.storage.mooncake import wire
 from cache_manager.storage.arena import Arena, Ranges
+from cache_manager.storage.mooncake import wire
 
 DOCTOR: Final = "`kvroute doctor` says what is missing and how to install it"
 
