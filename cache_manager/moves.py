@@ -71,7 +71,8 @@ def move(
             kv.copy(source.tier, target.tier, *both)
         with lock:
             same = source.region.words.take(sources) == words  # its rows were neither cleared,
-            same &= source.changes.take(sources) == changes  # nor was it forgotten or given out
+            same &= source.changes.take(sources) == changes  # nor was it forgotten or given out,
+            same &= source.origin.take(sources) == origins  # nor has a pass begun to write it
             arrived = target.arrive(fence, same, valid, origins)
             lock.count(MOVED[source.tier, target.tier], rows_in(valid[arrived]))
     finally:
