@@ -5,7 +5,7 @@ Needs nothing of the manager but an adapter (:class:`BlockManagerAdapter`), and 
 
 from cache_manager.testing.life.adapter import CAPABILITIES, BlockManagerAdapter
 from cache_manager.testing.life.canary import CanaryKV, MoveFailed
-from cache_manager.testing.life.invariants import INVARIANTS, InvariantBroken
+from cache_manager.testing.life.invariants import INVARIANTS, InvariantBroken, Operation
 from cache_manager.testing.life.machine import BlockManagerMachine, prove
 from cache_manager.testing.life.shorten import replay
 
@@ -17,6 +17,7 @@ __all__ = [
     "CanaryKV",
     "InvariantBroken",
     "MoveFailed",
+    "Operation",
     "prove",
     "replay",
 ]

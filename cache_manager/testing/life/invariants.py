@@ -25,7 +25,8 @@ INVARIANTS: Final[Mapping[str, str]] = {
     "others_untouched": "An operation on one sequence changes the table of no other.",
     # content
     "shared_not_written": "A block is written only while its writer is the only one who holds it.",
-    "content_survives": "A sequence finds, at each position that it has computed, the KV of its own tokens, as long as it lives.",
+    "content_survives": "A sequence finds, at each position that it has computed, the KV of its own tokens, as long as "
+    "it lives.",
     "hit_is_its_prefix": "A hit hands over only blocks whose KV is that very prefix's.",
     "hit_was_written": "A hit hands over no block whose KV was never computed.",
     "hit_leaves_one": "A hit is whole blocks, and leaves at least one token to compute.",
@@ -35,7 +36,8 @@ INVARIANTS: Final[Mapping[str, str]] = {
     "rows_follow_kv": "A row that is read was made by the pass that computed the KV beside it, or is reported missing.",
     "rows_are_kept": "A row is not missing while its KV is there, unless its pass made none or the weights are new.",
     # protocol
-    "refusal_changes_nothing": "An operation that is refused, or whose copy fails, leaves tables, counts and free blocks as they were.",
+    "refusal_changes_nothing": "An operation that is refused, or whose copy fails, leaves tables, counts and free "
+    "blocks as they were.",
     "refusal_is_honest": "Nothing is refused for want of blocks while enough are free.",
     "free_is_final": "A second free() of a sequence changes nothing.",
     "copies_are_sound": "Copies go from blocks with an owner to distinct blocks that nobody else has.",

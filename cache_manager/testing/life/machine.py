@@ -126,7 +126,7 @@ class Chooser:
         return [0 if how < 0.3 else self.random.randint(0, 1) for _ in range(n)]
 
     def _chunk(self) -> int:
-        return self.random.choice((ALL, *range(1, 8)))
+        return ALL if self.random.random() < 0.125 else self.random.randint(1, 7)
 
     def _new_name(self) -> str:
         self.names += 1

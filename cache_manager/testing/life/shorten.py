@@ -18,8 +18,8 @@ from cache_manager.testing.life.world import World
 
 ALL: Final = 14
 """A chunk that is large enough for any prompt of the kit's."""
-TRIES_MAX: Final = 4000
-"""How many lists of operations are tried at most."""
+PLAYED_MAX: Final = 60_000
+"""How many operations are played at most to find a shorter list."""
 
 
 def replay(adapter: type[BlockManagerAdapter], program: Sequence[Operation]) -> Counter[str]:
@@ -42,11 +42,11 @@ def replay(adapter: type[BlockManagerAdapter], program: Sequence[Operation]) -> 
 
 def shortest(adapter: type[BlockManagerAdapter], error: InvariantBroken) -> InvariantBroken:
     """The shortest story found that breaks the same invariant; ``error`` itself where it does not come again."""
-    tries = 0
+    played = 0
 
     def breaks(program: list[Operation]) -> InvariantBroken | None:
-        nonlocal tries
-        tries += 1
+        nonlocal played
+        played += len(program)
         try:
             replay(adapter, program)
         except InvariantBroken as found:
@@ -60,7 +60,7 @@ def shortest(adapter: type[BlockManagerAdapter], error: InvariantBroken) -> Inva
     while better:
         better = False
         for candidate in _smaller(best.program):
-            if tries >= TRIES_MAX:
+            if played >= PLAYED_MAX:
                 return best
             if (found := breaks(candidate)) is not None:
                 best, better = found, True
@@ -70,7 +70,7 @@ def shortest(adapter: type[BlockManagerAdapter], error: InvariantBroken) -> Inva
 
 def _smaller(program: list[Operation]) -> Iterator[list[Operation]]:
     """Programs that are one simplification away, those that save most first."""
-    for n in (8, 4, 2, 1):
+    for n in (32, 16, 8, 4, 2, 1):
         for at in range(len(program) - n, -1, -1):
             yield program[:at] + program[at + n :]
     for at, operation in enumerate(program):

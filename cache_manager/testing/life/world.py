@@ -221,12 +221,8 @@ def check_adapter(adapter: type[BlockManagerAdapter]) -> None:
     _known("unclaimed", adapter.unclaimed, INVARIANTS)
     if len(adapter.blocks) < 2 or adapter.block_tokens < 1:
         raise InvalidInputError("blocks", "two blocks of one token or more", f"{len(adapter.blocks)} blocks")
-    needed: dict[str, Callable[..., Any]] = {
-        name: getattr(BlockManagerAdapter, name)
-        for what in ("", *adapter.capabilities)
-        for name in METHODS.get(what, ())
-    }
-    if lacking := [f"{name}()" for name, default in needed.items() if getattr(adapter, name) is default]:
+    needed = [name for what in ("", *adapter.capabilities) for name in METHODS.get(what, ())]
+    if lacking := [f"{name}()" for name in needed if getattr(adapter, name) is getattr(BlockManagerAdapter, name)]:
         raise InvalidInputError(adapter.__name__, f"a method of its own: {', '.join(lacking)}", "none")
 
 
