@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from budget import ALL_LIVES
-from engine_house import House
+from blocks_house import House
 
 from cache_manager.testing.life import BlockManagerMachine
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from canary import canary_rows
-from engine_house import TOKENS, House, slots
+from blocks_house import TOKENS, House, slots
 from origins_of import origins_of
 
 from cache_manager.errors import InvalidInputError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 
-from engine_house import TOKENS, House, slots
+from blocks_house import TOKENS, House, slots
 
 from cache_manager.errors import BlockBusyError, BlockStateError, SlotError
 from cache_manager.memory import places

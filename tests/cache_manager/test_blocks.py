@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_house import SPEC, TOKENS, slots
+from blocks_house import SPEC, TOKENS, slots
 from origins_of import origins_of
 
 from cache_manager.feed import BlockFeed

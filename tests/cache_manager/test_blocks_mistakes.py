@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 import pytest
-from engine_house import SPEC, TOKENS, House, slots
+from blocks_house import SPEC, TOKENS, House, slots
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, ConfigError, InvalidInputError, KVRouteError
