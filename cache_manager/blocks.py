@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final, Self
@@ -21,19 +21,19 @@ from numpy.typing import NDArray
 
 from cache_manager.bits import rows_in
 from cache_manager.checks import count_in_range, integers
-from cache_manager.errors import BlockStateError, ConfigError, FeedGapError, InvalidInputError, KVRouteError, SpecError
+from cache_manager.errors import BlockStateError, FeedGapError, InvalidInputError, KVRouteError, SpecError
 from cache_manager.feed import Operation, decoded
 from cache_manager.keys import BlockKey, KeyChain, Namespace
 from cache_manager.landing import Landing
 from cache_manager.lock import AuxCounters, Lock
 from cache_manager.memory import bits_of, gather, put_bits
-from cache_manager.ports import RecordCounters, Region, StorageBackend, TierName
+from cache_manager.ports import KVBlocks, RecordCounters, Region, StorageBackend, TierName
 from cache_manager.record import OfferedRecord
 from cache_manager.regions.choice import Memory, region_in
 from cache_manager.rows import Rows, window_of
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Keep, Step
-from cache_manager.stored import AnyJob, JobLimits, KVBlocks, PersistJob, RestoreJob, Stored
+from cache_manager.stored import AnyJob, JobLimits, PersistJob, RestoreJob, Stored
 from cache_manager.table import Blocks, BlockTable, Flags, Ints
 
 logger = logging.getLogger(__name__)
@@ -54,10 +54,11 @@ MOVED: Final[dict[tuple[TierName, TierName], str]] = {
 class AuxBlocks(Landing):
     """Rows for ``blocks`` device blocks, and ``host_blocks`` on the CPU, that an engine gives out itself.
 
-    ``required`` names the specs whose rows a block must have in full to be stored (all, if not given). With
-    ``memory="shared"`` the rows lie in SharedMemory regions that other processes can attach. ``kv`` is stored and
-    swapped with the rows. Every method may be called from any thread; one lock is held for bookkeeping and for placing
-    rows, never while a store is read or written.
+    ``required`` names the specs whose rows a block must have in full to be stored and to count as a hit (all, if not
+    given; with none, KV without rows is one, and its rows are missing). With ``memory="shared"`` the rows lie in
+    SharedMemory regions that other processes can attach. ``kv`` goes wherever rows go, and both of a block are stored
+    as one record, under keys of the layout of both. Every method may be called from any thread; one lock is held for
+    bookkeeping and for placing rows and KV, never while a store is read or written.
     """
 
     def __init__(
@@ -80,11 +81,10 @@ class AuxBlocks(Landing):
         self.layout = RecordLayout(tuple(specs))
         self.block_tokens, self.strict = self.layout.block_tokens, strict
         names = [s.name for s in self.layout.specs] if required is None else list(required)
-        if not names:
-            raise ConfigError("required", "at least one spec's name", "none")
         self._required = tuple(self.layout.index(name) for name in names)
+        self._record = self.layout if kv is None else RecordLayout((*self.layout.specs, kv.spec))
         self._steps_max, self._closed, self._next_batch = count_in_range(steps_max, "steps_max", 1), False, 0
-        self._lock, self.keys, self._kv = Lock(), KeyChain(namespace, self.layout), kv
+        self._lock, self.keys, self._kv = Lock(), KeyChain(namespace, self._record), kv
         self._logged: set[str] = set()
         self._tables: dict[TierName, BlockTable] = {}
         sizes: dict[TierName, int] = {
@@ -184,11 +184,11 @@ class AuxBlocks(Landing):
             return table.complete(table.ids(blocks), self._required)
 
     def origins(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
-        """The origin of each block's content, to be kept beside its KV; 0 where nothing was written."""
+        """The origin of each block's content, to be kept beside its KV; 0 where nothing was written. It ends here: what
+        a step writes, or commits, from now on is of another. So ask when the pass has committed."""
         with self._lock:
             table = self._table(tier)
-            found: list[int] = table.origin.take(table.ids(blocks)).tolist()
-            return found
+            return table.hand_out(table.ids(blocks))
 
     # ---------------------------------------------------------------- lives
 
@@ -229,12 +229,15 @@ class AuxBlocks(Landing):
 
         Keys are derived in the new namespace from here on; keys from before are refused.
         """
-        self.forget()
         with self._lock:
-            self.keys = KeyChain(replace(self.namespace, weights_version=weights_version), self.layout)
+            tables = self._open.values()
+            keys = KeyChain(replace(self.namespace, weights_version=weights_version), self._record)
+            for table in tables:
+                table.forget(np.arange(table.blocks))
+            self.keys = keys
             self._lock.count("resets")
-            for table in self._open.values():
-                table.region.renew(self.keys.namespace.fingerprint)
+            for table in tables:
+                table.region.renew(keys.namespace.fingerprint)
 
     def name_origins(self, blocks: Blocks, generations: Blocks, origins: NDArray[np.uint64]) -> None:
         """What these device blocks hold is known outside under these ``origins [n]``, which their KV itself says."""
@@ -249,11 +252,28 @@ class AuxBlocks(Landing):
     def begin_step(self, slots: NDArray[Any] | Sequence[int], *, in_place: bool = False) -> Step:
         """Begin a forward pass that writes rows at ``slots`` ``[T]``: ``block * block_tokens + offset``; -1 is padding.
 
-        Rows at these slots are unreadable until the step commits. Of two steps that write one slot the later counts.
+        Rows at these slots are unreadable until the step commits. Steps may overlap in time; of two that write one slot
+        the later one counts. With ``in_place`` a device writes the rows into the host buffer by itself: see
+        :mod:`cache_manager.step`. Bad slots are dropped and counted, unless strict.
+
+        Raises ``BlockBusyError`` for one step too many, :class:`SlotError` for slots that are no integers. The pass
+        writes its KV all the same, so what lay at the slots of a step that is refused is missing, and counted as
+        ``bad_writes_dropped``; where they cannot be read, what lay in any device block. Let no device write its rows.
         """
-        return Step(
-            self._device, self._lock, slots, steps_max=self._steps_max, in_place=in_place, strict=self.strict
-        )
+        device = self._device
+        try:
+            return Step(device, self._lock, slots, steps_max=self._steps_max, in_place=in_place, strict=self.strict)
+        except KVRouteError as error:
+            named, n = _slots_in(slots)
+            with self._lock:
+                if named is None:
+                    device.forget(np.arange(device.blocks))
+                else:
+                    device.lose(named[(named >= 0) & (named < device.end)])
+                self._drop("bad_writes_dropped", n, f"begin_step: {error}")
+            raise
+
+    step = begin_step
 
     def write_step(self, slots: NDArray[Any], rows: Mapping[str, StepRows], keep: Keep | None = None) -> int:
         """A whole step whose rows are here: begin, write, commit. How many tokens' rows became readable.
@@ -261,7 +281,13 @@ class AuxBlocks(Landing):
         Never raises for a mistake of bookkeeping, unless strict: the step's rows are then missing, and counted.
         """
         try:
-            with self.begin_step(slots) as step:
+            step = self.begin_step(slots)
+        except KVRouteError:
+            if self.strict:
+                raise
+            return 0
+        try:
+            with step:
                 for name, given in rows.items():
                     step.write(name, *(given if isinstance(given, tuple) else (given, None)))
                 return step.commit(keep)
@@ -317,12 +343,17 @@ class AuxBlocks(Landing):
         self.move("host", "device", pairs)
 
     def move(self, source: TierName, target: TierName, pairs: Pairs, rows: Sequence[int] | None = None) -> None:
-        """:meth:`copy`, :meth:`swap_out` or :meth:`swap_in`, by the names of the tiers."""
+        """:meth:`copy`, :meth:`swap_out` or :meth:`swap_in`, by the names of the tiers.
+
+        Where KV is moved here, nothing may pass silently: whatever is wrong, or fails, is raised, and nothing arrived.
+        """
         if (source, target) not in MOVED:
             raise InvalidInputError("move", "blocks of the device as sources or as targets", f"{source} to {target}")
         try:
             self._move(self._table(source), self._table(target), pairs, rows)
         except KVRouteError as error:
+            if self._kv is not None:
+                raise
             self.dropped("bad_moves_dropped", len(pairs), "move", error)
 
     def _move(self, source: BlockTable, target: BlockTable, pairs: Pairs, rows: Sequence[int] | None) -> None:
@@ -338,7 +369,7 @@ class AuxBlocks(Landing):
             if count(good) != targets.size:
                 what = "blocks that were given out, and into which no step writes"
                 self._bad("bad_moves_dropped", targets[~good], "move", what)
-            valid = bits_of(source.region, sources) & limits
+            valid, kv_pairs = bits_of(source.region, sources) & limits, (sources, targets)
             sources, targets, valid = sources[good], targets[good], valid[good]
             source.seal(sources)
             origins, words = source.origin.take(sources), source.region.words.take(sources)
@@ -347,7 +378,7 @@ class AuxBlocks(Landing):
         try:
             copy_records(source.region.rows, target.region.rows, sources, targets)
             if self._kv is not None:
-                self._kv.copy(source.tier, target.tier, sources, targets)
+                self._kv.copy(source.tier, target.tier, *kv_pairs)  # also where rows cannot follow
         except BaseException:
             valid[:] = 0
             raise
@@ -533,6 +564,18 @@ def _split(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[Ints, 
     if source is target and count(both := source.among(sources, targets)):
         raise InvalidInputError("pairs", "no block as source and as target", int(sources[both].min()))
     return sources, targets
+
+
+def _slots_in(given: Any) -> tuple[Ints | None, int]:
+    """The slots that ``given`` names, or ``None`` where they cannot be read as whole numbers; and how many they are."""
+    try:
+        array = np.asarray(given).reshape(-1)
+        with np.errstate(invalid="ignore"):
+            slots = array.astype(np.int64)
+    except (TypeError, ValueError, OverflowError):
+        return None, 1
+    whole = array.dtype.kind in "iuf" and bool((slots == array).all())
+    return (slots if whole else None), array.size
 
 
 def copy_records(rows: NDArray[np.uint8], into: NDArray[np.uint8], sources: Ints, targets: Ints) -> None:
