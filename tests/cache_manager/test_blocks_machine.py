@@ -13,7 +13,6 @@ from blocks_model import (
     BLOCK,
     DEVICE,
     END,
-    HOST,
     JOBS_MAX,
     MEANWHILE,
     SIZES,
@@ -139,6 +138,7 @@ class BlocksMachine(BlocksModel):
         return step
 
     def room(self, steps: int = 1) -> None:
+        """There are so many steps less than there may be."""
         while len(self.steps) > STEPS_MAX - steps:
             self.end(self.steps[0], commit=True)
 
@@ -158,17 +158,28 @@ class BlocksMachine(BlocksModel):
             self.renew([block], bad=False)
         self.fill(block)
 
-    @rule(block=BLOCK, commit=st.booleans(), leaves=st.booleans())
-    def a_pass_is_followed_by_another(self, block, commit, leaves) -> None:
-        """In one life: what had left before, in or after the first pass is not what the second one makes."""
+    @rule(block=BLOCK, commit=st.booleans(), second=st.sampled_from(("fill", "twice", "refuse")))
+    def a_pass_is_followed_by_another(self, block, commit, second) -> None:
+        """In one life: what had left after the first pass is not what the second one makes, or loses."""
         self.room()
         step = self.begin(slots_of(block))
         self.write(step, shuffled=None)
-        if leaves:
-            self.origins_are_handed_out([block])
         self.end(step, commit=commit)
         self.origins_are_handed_out([block])
-        self.fill(block)
+        if second == "fill":
+            self.fill(block)
+        else:
+            self.begin(slots_of(block)[:2] + slots_of(block)[:1] * (second == "twice"), whole=second == "twice")
+
+    @rule(block=BLOCK, what=st.sampled_from(MEANWHILE))
+    def something_becomes_of_a_block_in_a_pass(self, block, what) -> None:
+        """Between what is written and its commit."""
+        self.room(2)
+        step = self.begin(slots_of(block))
+        self.write(step, shuffled=None)
+        self.something_becomes_of(block, what)
+        if step in self.steps:
+            self.end(step, commit=True)
 
     def write(self, step: ModelStep, shuffled: list[int] | None) -> None:
         """Copy rows into place, in the order of the slots or in another."""
@@ -228,7 +239,12 @@ class BlocksMachine(BlocksModel):
 
     # ---------------------------------------------------------------- moves
 
-    @rule(data=st.data(), kind=st.sampled_from(tuple(TIERS)), fed=st.booleans(), meanwhile=st.none() | st.sampled_from(MEANWHILE))
+    @rule(
+        data=st.data(),
+        kind=st.sampled_from(tuple(TIERS)),
+        fed=st.booleans(),
+        meanwhile=st.none() | st.sampled_from(MEANWHILE),
+    )
     def move(self, data, kind, fed, meanwhile) -> None:
         """``meanwhile`` something becomes of a source or a target, when the bytes have been copied."""
         source, target = TIERS[kind]
@@ -245,10 +261,12 @@ class BlocksMachine(BlocksModel):
         to, before = (self.feed if fed else self.engine), self.engine.counters.bad_moves_dropped
         if bad:
             getattr(to, kind)(*((pairs, rows) if kind == "copy" else (pairs,)))
-            self.deliver()
+            if fed:
+                self.deliver()
             assert self.engine.counters.bad_moves_dropped == before + len(pairs)
             return
-        self.deliver()  # of a batch that was lost, what follows is forgotten
+        if fed:
+            self.find_gap()
         took, dropped = {}, 0
         for n, (s, t) in enumerate(pairs):
             written = target == "device" and any(self.filled_by(step, t) for step in self.steps)
@@ -298,6 +316,8 @@ class BlocksMachine(BlocksModel):
             self.origins_are_handed_out([block])
         elif what == "fill":
             self.fill(block)
+        elif what == "restore":
+            self.restore(0, block)
         else:
             self.room()
             step = self.begin(slots_of(block), in_place=what == "device", whole=what != "refuse")
@@ -319,10 +339,14 @@ class BlocksMachine(BlocksModel):
         else:
             assert job.result() == {self.key(n): 0}, "nothing_answers_true_for_what_was_not_stored"
 
-    @rule(n=st.integers(0, 3), block=BLOCK, named=st.booleans(), data=st.data())
-    def restore(self, n, block, named, data) -> None:
-        """``named``: the KV that stayed says of which computation it is."""
-        expected = data.draw(st.sampled_from(sorted(self.left))) if named and self.left else None
+    @precondition(lambda self: self.left)
+    @rule(n=st.integers(0, 3), block=BLOCK, which=st.integers(0, 99))
+    def restore_beside_kv_that_stayed(self, n, block, which) -> None:
+        """Which says of which computation it is."""
+        self.restore(n, block, [*self.left][which % len(self.left)])
+
+    @rule(n=st.integers(0, 3), block=BLOCK)
+    def restore(self, n, block, expected=None) -> None:
         job = self.engine.begin_restore(
             {self.key(n): block}, [self.known[block]], None if expected is None else {self.key(n): expected}
         )
@@ -331,8 +355,8 @@ class BlocksMachine(BlocksModel):
         else:
             self.jobs.append(ModelJob(job, self.key(n), block, self.lives["device"][block], origin=expected or 0))
 
-    @rule(n=st.integers(0, 3), source=BLOCK, block=BLOCK, meanwhile=st.none() | st.sampled_from(MEANWHILE), data=st.data())
-    def a_restore_comes_late(self, n, source, block, meanwhile, data) -> None:
+    @rule(n=st.integers(0, 3), source=BLOCK, block=BLOCK, meanwhile=st.none() | st.sampled_from(MEANWHILE))
+    def a_restore_comes_late(self, n, source, block, meanwhile) -> None:
         """Something becomes of the block while the store is read."""
         self.renew([source], bad=False)
         self.fill(source)
@@ -340,8 +364,10 @@ class BlocksMachine(BlocksModel):
         self.persist(n, source, old=False)
         self.end_jobs()
         self.renew([block], bad=False)
-        self.restore(n, block, named=False, data=data)
-        if meanwhile:
+        self.restore(n, block)
+        if meanwhile == "restore":
+            self.restore(n, block)
+        elif meanwhile:
             self.something_becomes_of(block, meanwhile)
         self.end_jobs()
 

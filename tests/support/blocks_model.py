@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cache_manager.moves import copy_records
 from canary import canary_rows
 from gate import Gate, GatedStore
 from hypothesis import strategies as st
@@ -14,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine
 from cache_manager.blocks import AuxBlocks
 from cache_manager.feed import BlockFeed
 from cache_manager.keys import BlockKey, Namespace
-from cache_manager.moves import copy_records
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 from cache_manager.stored import JobLimits
@@ -25,7 +25,7 @@ SIZES = {"device": DEVICE, "host": HOST}
 END = DEVICE * TOKENS
 SOME = st.lists(st.integers(0, DEVICE - 1), min_size=1, max_size=3, unique=True)
 BLOCK = st.integers(0, DEVICE - 1)
-MEANWHILE = ("renew", "reset", "fill", "step", "abort", "device", "refuse", "forget", "leave")
+MEANWHILE = ("renew", "reset", "fill", "step", "abort", "device", "refuse", "forget", "leave", "restore")
 TIERS = {"copy": ("device", "device"), "swap_out": ("device", "host"), "swap_in": ("host", "device")}
 
 
@@ -119,10 +119,14 @@ class BlocksModel(RuleBasedStateMachine):
     def deliver(self) -> None:
         """The scheduler's next batch comes."""
         self.last = self.feed.take()
+        self.find_gap()
+        self.engine.apply(self.last)
+
+    def find_gap(self) -> None:
+        """A batch comes: where one was lost before it, nothing is known of any block."""
         if self.lost:
             self.lost = False
             self.forget_all()
-        self.engine.apply(self.last)
 
     def learn(self, blocks: list[int]) -> None:
         """The worker has heard that blocks were given out; into which bytes are being copied, it has refused."""
@@ -137,9 +141,9 @@ class BlocksModel(RuleBasedStateMachine):
 
     def leave(self, tier: str, block: int) -> int:
         """What the block holds is known elsewhere under its origin, from now on."""
-        origin = self.origins(tier)[block]
+        origin, rows = self.origins(tier)[block], self.lives[tier][block].rows
         if origin:
-            self.left.setdefault(origin, dict(self.lives[tier][block].rows))
+            assert rows.items() <= self.left.setdefault(origin, dict(rows)).items(), "two computations under one origin"
         return origin
 
     def fresh_rows(self, slots: list[int]) -> dict[int, bytes]:
