@@ -183,6 +183,11 @@ class AuxBlocks(Landing):
             table = self._table(tier)
             return table.complete(table.ids(blocks), self._required)
 
+    def writing(self, blocks: Blocks) -> Flags:
+        """Which device blocks a step in flight will write, and a forward pass their KV: ``[n]``."""
+        with self._lock:
+            return self._device.writing(self._device.ids(blocks))
+
     def origins(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
         """The origin of each block's content, to be kept beside its KV; 0 where nothing was written. It ends here: what
         a step writes, or commits, from now on is of another. So ask when the pass has committed."""
@@ -453,7 +458,9 @@ class AuxBlocks(Landing):
             ids = table.ids(list(blocks.values()))
             limits = table.full if rows is None else table.first_rows(rows, ids.size, "block")
             bits = bits_of(table.region, ids) & limits
-            bits[table.generations.take(ids) != integers(generations, "generations", "one for each block", n=ids.size)] = 0
+            bits[
+                table.generations.take(ids) != integers(generations, "generations", "one for each block", n=ids.size)
+            ] = 0
             table.seal(ids[(bits != 0).any(axis=(1, 2))])
             return [
                 OfferedRecord(

@@ -72,7 +72,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         "that is started and ended (a directory that is removed)",
     )
     demo.add_argument(
-        "--transfer-process", action="store_true", help="a process beside the engine moves and stores KV and rows"
+        "--transfer-process", action="store_true", help="a process beside the engine moves KV, and has the store"
     )
     demo.add_argument("--device", default="cpu", help="where model and KV lie: cpu or cuda (cpu)")
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")

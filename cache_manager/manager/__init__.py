@@ -1,5 +1,5 @@
 """A complete block manager for engines that have none."""
 
-from cache_manager.manager.manager import Admission, BlockManager
+from cache_manager.manager.manager import Admission, BlockManager, ManagerCounters
 
-__all__ = ["Admission", "BlockManager"]
+__all__ = ["Admission", "BlockManager", "ManagerCounters"]

@@ -1,0 +1,133 @@
+"""Which device blocks are free, which are cached, who has the others, and who gets the next one.
+
+A block is *had* by sequences, its readers, and by holders, its keepers; or *free*; or *cached*: nobody has it, and a
+key finds it; or *away*: nobody has it, and a forward pass in flight still writes its KV.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from cache_manager.blocks import AuxBlocks
+from cache_manager.keys import BlockKey
+from cache_manager.manager.index import PrefixIndex
+
+
+class BlockPool:
+    """The device blocks of ``aux``; ``counts`` are the manager's."""
+
+    def __init__(self, aux: AuxBlocks, counts: Counter[str]) -> None:
+        self._aux, self._counts = aux, counts
+        self.index = PrefixIndex()
+        self.readers = [0] * aux.device_blocks
+        self.keepers = [0] * aux.device_blocks
+        self._free = list(range(aux.device_blocks - 1, -1, -1))  # the last one is given first
+        self._away: list[int] = []
+
+    @property
+    def room(self) -> int:
+        """How many blocks :meth:`choose` could name: free ones, and cached ones."""
+        self._come_back()
+        return len(self._free) + self.index.idle
+
+    def others_use(self, block: int) -> bool:
+        """Whether anybody but one sequence may read the block, now or when it is found by key: it is not written."""
+        return self.readers[block] > 1 or block in self.index
+
+    def match(self, keys: Sequence[BlockKey]) -> list[int]:
+        """The blocks of the longest cached run of ``keys``, as far as they have every required row."""
+        found = self.index.match(keys)
+        if found and not (complete := self._aux.complete(found)).all():
+            self._counts["hits_cut_for_missing_rows"] += 1
+            found = found[: int(np.argmin(complete))]
+        return found
+
+    # ---------------------------------------------------------------- giving
+
+    def choose(self, n: int, without: Collection[int] = ()) -> list[int]:
+        """``n`` blocks to :meth:`take`, free ones first, then cached ones, oldest first; none where there are fewer.
+
+        Blocks ``without`` are about to be shared.
+        """
+        self._come_back()
+        chosen = self._free[: -n - 1 : -1] if n else []
+        chosen += self.index.oldest(n - len(chosen), frozenset(without))
+        return chosen if len(chosen) == n else []
+
+    def take(self, chosen: Sequence[int]) -> Sequence[int]:
+        """Give a sequence the blocks that were chosen just now; they are to :meth:`begin` a new life."""
+        for block in chosen:
+            if block in self.index:
+                self.index.remove(block)
+                self._counts["evicted_blocks"] += 1
+            else:
+                assert self._free.pop() == block, "a block that choose() has not named"
+            self.readers[block] = 1
+        return chosen
+
+    def begin(self, blocks: Sequence[int]) -> None:
+        """Blocks that were taken begin a new life, those of a decode step in one call."""
+        assert self._aux.renew(blocks).all(), "a block that nobody had was not given out"
+
+    def share(self, blocks: Iterable[int], *, keeps: bool = False) -> None:
+        """A further sequence, or a holder, has these blocks, which somebody has or a key finds."""
+        had = self.keepers if keeps else self.readers
+        for block in blocks:
+            had[block] += 1
+        self.index.hold(blocks)
+
+    # ---------------------------------------------------------------- getting back
+
+    def let_go(self, blocks: Sequence[int], *, keeps: bool = False) -> None:
+        """A sequence (or a holder) has these blocks no longer, in token order: each is cached if a key finds it."""
+        had, gone = self.keepers if keeps else self.readers, []
+        for block in reversed(blocks):  # a chain loses its tail before its head
+            had[block] -= 1
+            if not (self.readers[block] or self.keepers[block]):
+                heir = self.index.heir(block)
+                if heir is not None and self._as_good(heir, block):
+                    self.index.promote(heir)
+                gone.append(block)
+        self._away += self.index.release(gone)
+        self._come_back()
+
+    def _come_back(self) -> None:
+        """Blocks that are away are free, but those whose KV is still written."""
+        if self._away:
+            away, self._away = self._away, []
+            for block, written in zip(away, self._aux.writing(away).tolist(), strict=True):
+                (self._away if written else self._free).append(block)
+
+    def _as_good(self, block: int, other: int) -> bool:
+        """Whether ``block`` has every required row, or ``other`` misses one too."""
+        first, second = self._aux.complete([block, other]).tolist()
+        return first or not second
+
+    def publish(self, key: BlockKey, block: int) -> None:
+        """Let a block that is had be found under ``key``, also in place of another, unless that has rows that this
+        misses. The other is free then if nobody has it."""
+        before = self.index.insert(key, block)
+        if before is not None and self._as_good(block, before):
+            self.index.promote(block)
+            if not (self.readers[before] or self.keepers[before]):
+                self._free.append(before)
+
+    def forget(self) -> None:
+        """After a reset: nothing is found by key, and what was only cached is free."""
+        self._free += self.index.clear()
+
+    def assert_consistent(self, read: Iterable[int], kept: Iterable[int]) -> None:
+        """Raise ``AssertionError`` unless every block is free, cached, away or had, once.
+
+        ``read`` are the blocks of all sequences on the device, ``kept`` those of all holders, as often as they have
+        them.
+        """
+        self.index.assert_consistent()
+        for had, counts in ((read, self.readers), (kept, self.keepers)):
+            assert Counter(had) == {b: n for b, n in enumerate(counts) if n}, "counts differ from the sequences' blocks"
+        held = [b for b, n in enumerate(self.readers) if n or self.keepers[b]]
+        parts = [*self._free, *self._away, *self.index.oldest(self.index.idle), *held]
+        assert sorted(parts) == list(range(len(self.readers))), "a device block is lost or in two places"
