@@ -48,7 +48,7 @@ class BlocksMachine(BlocksModel):
             self.let_the_store_go_on()
         self.poll()
         assert self.engine.in_flight == 0, "quiescent_means_nothing_in_flight"
-        self.engine.close()
+        super().teardown()
 
     # ---------------------------------------------------------------- lives
 
@@ -466,7 +466,7 @@ class BlocksShared(BlocksMachine):
     @invariant()
     def a_view_reads_what_the_worker_reads(self) -> None:
         self.view.follow(self.engine.namespace.fingerprint)
-        for lives in (self.feed.generations, [known - 1 for known in self.known]):
+        for lives in (self.feed.generations, [max(known - 1, 0) for known in self.known]):
             seen = self.view.read("routing", range(DEVICE), generations=lives)
             read = self.engine.read("routing", range(DEVICE), generations=lives)
             assert np.array_equal(seen.values, read.values), ROW

@@ -12,6 +12,7 @@ import threading
 
 import numpy as np
 import pytest
+from cache_manager.leases import Leases
 from canary import canary_rows
 from job_house import JobHouse
 from origins_of import origins_of
@@ -20,7 +21,6 @@ from waiting import until_it_waits
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError
 from cache_manager.keys import Namespace
-from cache_manager.leases import Leases
 from cache_manager.regions.view import RegionView
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store

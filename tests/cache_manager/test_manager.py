@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cache_manager.lifecycle import State
 from canary import canary_rows
 from gate import Gate, GatedStore
 from house import PROMPT, SPEC, House
@@ -11,7 +12,6 @@ from house import PROMPT, SPEC, House
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, BlockStateError, ConfigError, InvalidInputError
 from cache_manager.keys import Namespace
-from cache_manager.lifecycle import State
 from cache_manager.manager import BlockManager
 from cache_manager.storage import open_store
 

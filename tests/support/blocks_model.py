@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cache_manager.moves import copy_records
 from canary import canary_rows
 from gate import Gate, GatedStore
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine
+from watched_region import watch_rows
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.feed import BlockFeed
@@ -85,8 +85,9 @@ class BlocksModel(RuleBasedStateMachine):
             memory=self.memory,
             steps_max=STEPS_MAX,
             jobs=JobLimits(threads_max=1, jobs_max=JOBS_MAX),
-            mover=self.moves,
         )
+        for tier in SIZES:
+            watch_rows(self.engine.region(tier), self.copied)
         self.feed = BlockFeed(blocks=DEVICE)
         self.last = b""
         self.lost = False  # a batch, and no later one has come
@@ -94,7 +95,7 @@ class BlocksModel(RuleBasedStateMachine):
         self.lives = {tier: [Life() for _ in range(n)] for tier, n in SIZES.items()}
         self.given: dict[str, set[int]] = {"device": set(), "host": set()}
         self.filling: set[int] = set()  # device blocks that bytes are being copied into
-        self.meanwhile: Callable[[], None] | None = None  # happens once, when a move has copied its bytes
+        self.meanwhile: Callable[[], None] | None = None  # happens once, when a move has copied bytes of a block
         self.steps: list[ModelStep] = []
         self.device: deque[ModelStep] = deque()  # in-place steps whose rows the device has not written
         self.jobs: list[ModelJob] = []
@@ -102,11 +103,16 @@ class BlocksModel(RuleBasedStateMachine):
         self.left: dict[int, dict[int, bytes]] = {}  # by origin: what had been written when it left, for ever
         self.version = self.serial = 0
 
-    def moves(self, *arguments: object) -> None:
-        copy_records(*arguments)
+    def copied(self) -> None:
+        """Bytes have been copied into a block, under no lock if by a move."""
         happens, self.meanwhile = self.meanwhile, None
         if happens is not None:
             happens()
+
+    def teardown(self) -> None:
+        for tier in SIZES:
+            watch_rows(self.engine.region(tier), None)
+        self.engine.close()
 
     def forget(self, tier: str, block: int) -> None:
         self.lives[tier][block] = Life()
