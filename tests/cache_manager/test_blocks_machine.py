@@ -264,6 +264,10 @@ class BlocksMachine(BlocksModel):
             if fed:
                 self.deliver()
             assert self.engine.counters.bad_moves_dropped == before + len(pairs)
+            for t in targets:  # the engine has copied the KV all the same
+                self.forget(target, t)
+                if target == "host":
+                    self.given["host"].add(t)
             return
         if fed:
             self.find_gap()
