@@ -35,7 +35,7 @@ from cache_manager.landing import Landing
 from cache_manager.lock import AuxCounters, Lock
 from cache_manager.moves import MOVED, Pairs
 from cache_manager.ports import KVBlocks, RecordCounters, Region, StorageBackend, TierName
-from cache_manager.regions.choice import Memory, region_in
+from cache_manager.regions import Memory, region_in
 from cache_manager.rows import Rows, window_of
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Keep, Step

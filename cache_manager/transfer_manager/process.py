@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from cache_manager.blocks import copy_records
+from cache_manager.moves import copy_records
 from cache_manager.child import Parent
 from cache_manager.regions import SharedRegion
 from cache_manager.storage import apart_process

@@ -17,11 +17,11 @@ from region_children import Child
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError, FeedGapError, InvalidInputError
 from cache_manager.feed import VERSION, Batch, BlockFeed, Copied, Persist, Renew, Reset, Restore
+from cache_manager.stored import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.regions.view import RegionView
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
-from cache_manager.stored import JobLimits
 
 BLOCKS, TOKENS = 5, 4
 SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", TOKENS)
@@ -198,11 +198,8 @@ def test_a_copy_between_tiers_that_no_copy_is_made_between_is_counted() -> None:
         assert engine.counters.feed_operations_failed == 1
 
 
-EPOCH = 7
-
-
 def batch(*operations: object, number: int = 0, version: int = VERSION) -> bytes:
-    return msgspec.msgpack.encode(Batch(version, EPOCH, number, list(operations)))
+    return msgspec.msgpack.encode(Batch(version, 0, number, list(operations)))
 
 
 ONE, TWO = np.array([1], "<i8").tobytes(), np.array([1, 2], "<i8").tobytes()
