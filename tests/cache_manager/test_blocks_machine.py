@@ -284,6 +284,7 @@ class BlocksMachine(BlocksModel):
             else:
                 dropped += 1
         in_motion = set(took) if target == "device" else set()
+        in_a_pass = {slot // TOKENS for step in self.steps for slot in step.reach} if source == "device" else set()
 
         def happens() -> None:
             self.filling = in_motion
@@ -305,6 +306,8 @@ class BlocksMachine(BlocksModel):
                 continue  # its life is another one: nothing has arrived
             now = self.lives[source][s]
             changed = now is not life or any(now.rows.get(o) != row for o, row in had.items())
+            if not self.engine.read("routing", [t], tier=target).valid.any():
+                changed |= s in in_a_pass  # which has ended meanwhile
             # Of a source that has changed everything stays away.
             self.lives[target][t].rows = {} if changed else came
             self.lives[target][t].computed = True
