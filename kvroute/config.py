@@ -14,7 +14,6 @@ from urllib.parse import quote
 import numpy as np
 
 from cache_manager.errors import ConfigError
-from cache_manager.ports import HitPolicy
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage.url import StoreUrl
 
@@ -30,7 +29,6 @@ _STRING = {"wanted": "a string"}
 _COUNT = {"wanted": "an integer of 1 or more"}
 _STORE_TYPE = {"wanted": "'local', 'rdma' or 'response'", "allowed": get_args(RoutingStoreType)}
 _DTYPE = {"wanted": "'uint8', 'uint16' or 'uint32'", "allowed": get_args(IdDtype)}
-_POLICY = {"wanted": "'gate' or 'mask'", "allowed": get_args(HitPolicy)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +36,20 @@ class RoutingReplayConfig:
     """What ``--routing-replay-config`` says.
 
     The first seven keys are FastDeploy's, and mean what they mean there; ``routing_dtype``, ``num_moe_layers`` and
-    ``moe_top_k`` follow from the model (:meth:`fitted`) and may be left out. The others are kvroute's own: ``policy``,
-    what a KV hit without its rows becomes (cut back, or flagged); ``block_store``, the URL of the store of block
-    records (empty: none); and ``rollout_store``, the URL of a rollout store in place of ``routing_store_type`` and its
-    keys. ``docs/concepts/rollout-store.md`` lists what each key drives, and by which test that is known.
+    ``moe_top_k`` follow from the model (:meth:`fitted`) and may be left out. The others are kvroute's own:
+    ``required``, the specs whose rows a block must have to be stored and to be a hit (all, if not given; with ``[]`` KV
+    without rows is a hit, and its rows are missing); ``block_store``, the URL of the store of blocks (empty: none); and
+    ``rollout_store``, the URL of a rollout store in place of ``routing_store_type`` and its keys.
+    ``docs/concepts/rollout-store.md`` lists what each key drives, and by which test that is known.
 
     ``debug_mode`` stores position canaries in place of expert ids: for finding misplaced rows, never for training.
 
     Raises :class:`ConfigError`, naming the key, what was wanted and what came.
 
-    >>> RoutingReplayConfig.from_json('{"enable_routing_replay": true, "policy": "maks"}')
+    >>> RoutingReplayConfig.from_json('{"enable_routing_replay": true, "required": "routing"}')
     Traceback (most recent call last):
         ...
-    cache_manager.errors.ConfigError: policy: wanted 'gate' or 'mask', got 'maks'
+    cache_manager.errors.ConfigError: required: wanted a list of specs' names, got 'routing'
     """
 
     enable_routing_replay: bool = field(default=False, metadata=_FLAG)
@@ -63,12 +62,19 @@ class RoutingReplayConfig:
     routing_dtype: IdDtype | None = field(default=None, metadata=_DTYPE)
     num_moe_layers: int | None = field(default=None, metadata=_COUNT)
     moe_top_k: int | None = field(default=None, metadata=_COUNT)
-    policy: HitPolicy = field(default="gate", metadata=_POLICY)
+    required: tuple[str, ...] | None = None
     block_store: str = field(default="", metadata=_STRING)
     rollout_store: str = field(default="", metadata=_STRING)
 
     def __post_init__(self) -> None:
+        names = self.required
+        if names is not None:
+            if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+                raise ConfigError("required", "a list of specs' names", repr(names))
+            object.__setattr__(self, "required", tuple(names))
         for f in fields(self):
+            if f.name == "required":
+                continue
             value = getattr(self, f.name)
             if not _fits(value, f.default, f.metadata.get("allowed")):
                 raise ConfigError(f.name, f.metadata["wanted"], repr(value))
