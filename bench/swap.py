@@ -38,9 +38,9 @@ def measure(memory: Memory, blocks: int, rounds: int, seed: int) -> dict[str, fl
     aux.renew(device)
     slots = (device[:, None] * SPEC.block_tokens + np.arange(SPEC.block_tokens)).reshape(-1)
     aux.write_step(slots, {SPEC.name: rows})
-    kv_slots, swap_slots = aux.region("device").rows, aux.region("host").rows
 
     def one_by_one() -> None:
+        kv_slots, swap_slots = aux.region("device").rows, aux.region("host").rows
         for s, t in out:
             swap_slots[t] = kv_slots[s]
 
@@ -55,7 +55,6 @@ def measure(memory: Memory, blocks: int, rounds: int, seed: int) -> dict[str, fl
     read = aux.read(SPEC.name, device)
     assert read.valid.all()
     assert np.array_equal(read.values, rows)
-    del one_by_one, kv_slots, swap_slots
     aux.close()
     return times
 
