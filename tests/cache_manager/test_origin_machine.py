@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from budget import examples
-from cache_manager.lifecycle import State
 from canary import canary_rows
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -22,6 +21,7 @@ from origin_sides import DEVICE, HOST, SPEC, TOKENS, RowsStore, Side
 from origins_of import origins_of
 
 from cache_manager.errors import BlockStateError, InvalidInputError, StorageError
+from cache_manager.lifecycle import State
 from cache_manager.ports import HitPolicy
 from cache_manager.record import RecordHeader
 from cache_manager.storage import open_store
