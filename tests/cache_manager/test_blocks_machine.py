@@ -412,7 +412,7 @@ class BlocksMachine(BlocksModel):
             untouched = now is job.life and not now.rows and not now.computed and not busy
             landed = job.rows is not None and untouched and job.block in self.given["device"]
             landed = landed and job.origin in (0, job.rows[0])
-            assert answer == landed
+            assert answer == landed, "a restore lands in what is as it was"
             if landed:
                 now.rows, now.computed = dict(job.rows[1]), True
 
