@@ -193,15 +193,23 @@ def test_what_changes_in_mid_move_does_not_arrive(house, change: str, at: str) -
     engine.assert_consistent()
 
 
-@pytest.mark.parametrize("change", ["forget", "a pass begins"])
+@pytest.mark.parametrize("change", ["forgotten", "a pass begins", "forgotten and named again"])
 def test_a_source_without_rows_that_changes_in_mid_move_names_nothing(house, change: str) -> None:
     """Goal: the same where no row tells of the change. Method: KV that has a name and no rows; it is forgotten, or some
     of it is written, when it has been copied. The other half: nothing becomes of it."""
     engine = house.engine
     (life, _) = engine.renew([0, 1]).tolist()
-    changes = {"forget": lambda: engine.forget([0]), "a pass begins": lambda: engine.begin_step([3])}
     assert engine.bind_origin(0, life, 77, TOKENS)
-    with house.when_copied(changes[change]):
+
+    def changes() -> None:
+        if change == "a pass begins":
+            engine.begin_step([3])
+            return
+        engine.forget([0])
+        if change == "forgotten and named again":
+            engine.bind_origin(0, life, 77, TOKENS)
+
+    with house.when_copied(changes):
         engine.copy([(0, 1)])
     assert origins_of(engine, [1]) == [0]
     for step in engine.steps:
