@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 
 KEYS = {
     "requests", "tokens", "rows_expected", "rows_wrong", "rows_missing", "prefix_hit_rows", "swapped_out_rows",
-    "swapped_in_rows", "restored_rows", "cow_rows", "evicted_blocks", "late_writes_dropped", "tokens_match",
+    "swapped_in_rows", "restored_rows", "cow_rows", "evicted_blocks", "tokens_match",
     "recompute_agreement", "seconds", "update_samples", "update_rows_expected", "update_rows_recomputed",
 }  # fmt: skip
 
