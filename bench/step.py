@@ -43,7 +43,7 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.mover import RowsMover
-from cache_manager.regions.choice import Memory
+from cache_manager.regions import Memory
 from cache_manager.rows import Rows
 from kvroute.checks import check_ids
 from kvroute.routes import Routes

@@ -29,7 +29,7 @@ from cache_manager.lock import AuxCounters, Lock
 from cache_manager.memory import bits_of, gather, put_bits
 from cache_manager.ports import KVBlocks, RecordCounters, Region, StorageBackend, TierName
 from cache_manager.record import OfferedRecord
-from cache_manager.regions.choice import Memory, region_in
+from cache_manager.regions import Memory, region_in
 from cache_manager.rows import Rows, window_of
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Keep, Step
