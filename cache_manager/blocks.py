@@ -10,45 +10,44 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Final, Self
 
 import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager.bits import rows_in
-from cache_manager.checks import count_in_range, integers
-from cache_manager.errors import BlockStateError, FeedGapError, InvalidInputError, KVRouteError, SpecError
-from cache_manager.feed import Operation, decoded
+from cache_manager import feed, memory, moves
+from cache_manager.bits import Bits, Flags, Ints
+from cache_manager.checks import Blocks, count_in_range, integers, readable, unsigned
+from cache_manager.errors import (
+    BlockBusyError,
+    BlockStateError,
+    FeedGapError,
+    InvalidInputError,
+    KVRouteError,
+    RowError,
+    SpecError,
+)
 from cache_manager.keys import BlockKey, KeyChain, Namespace
 from cache_manager.landing import Landing
 from cache_manager.lock import AuxCounters, Lock
-from cache_manager.memory import bits_of, gather, put_bits
+from cache_manager.moves import MOVED, Pairs
 from cache_manager.ports import KVBlocks, RecordCounters, Region, StorageBackend, TierName
-from cache_manager.record import OfferedRecord
 from cache_manager.regions import Memory, region_in
 from cache_manager.rows import Rows, window_of
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Keep, Step
 from cache_manager.stored import AnyJob, JobLimits, PersistJob, RestoreJob, Stored
-from cache_manager.table import Blocks, BlockTable, Flags, Ints
+from cache_manager.table import BlockTable
 
 logger = logging.getLogger(__name__)
 
 GENERATION_END: Final = 1 << 47
 NAMED_MAX: Final = 8  # blocks that one error names
-Pairs = Sequence[tuple[int, int]] | NDArray[np.int64]
-"""(source, target) block ids ``[n, 2]``."""
 StepRows = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
 """Rows ``[T, *row_shape]``, or rows in another token order with their slots ``[T]``."""
-MOVED: Final[dict[tuple[TierName, TierName], str]] = {
-    ("device", "device"): "copied_rows",
-    ("device", "host"): "swapped_out_rows",
-    ("host", "device"): "swapped_in_rows",
-}
 
 
 class AuxBlocks(Landing):
@@ -83,9 +82,11 @@ class AuxBlocks(Landing):
         names = [s.name for s in self.layout.specs] if required is None else list(required)
         self._required = tuple(self.layout.index(name) for name in names)
         self._record = self.layout if kv is None else RecordLayout((*self.layout.specs, kv.spec))
-        self._steps_max, self._closed, self._next_batch = count_in_range(steps_max, "steps_max", 1), False, 0
-        self._lock, self.keys, self._kv = Lock(), KeyChain(namespace, self._record), kv
+        self._steps_max, self._kv = count_in_range(steps_max, "steps_max", 1), kv
+        self._lock, self.keys = Lock(), KeyChain(namespace, self._record)
+        self._lock.mend = self._mend
         self._logged: set[str] = set()
+        self._fed: tuple[int, int] | None = None  # by which feed, and the number of its next batch
         self._tables: dict[TierName, BlockTable] = {}
         sizes: dict[TierName, int] = {
             "device": count_in_range(blocks, "device_blocks", 1),
@@ -94,27 +95,31 @@ class AuxBlocks(Landing):
         try:
             for tier, n in sizes.items():
                 if n:
-                    self._tables[tier] = BlockTable(tier, region_in(memory, self.layout, n, tier, namespace))
-            limits, keys = jobs or JobLimits(), lambda: self.keys
-            self._stored = Stored(self._device, self._lock, keys, store, self._required, limits, kv)
+                    self._tables[tier] = BlockTable(
+                        tier, region_in(memory, self.layout, n, tier, namespace), self._lock
+                    )
+            self._stored = Stored(self._device, lambda: self.keys, store, self._required, jobs or JobLimits(), kv)
         except BaseException:
             self._give_back()
             raise
 
     @property
-    def _open(self) -> dict[TierName, BlockTable]:
-        if self._closed:
-            raise BlockStateError("AuxBlocks", "one that is open", "one that was closed")
-        return self._tables
-
-    @property
     def _device(self) -> BlockTable:
-        return self._open["device"]
+        return self._table("device")
 
     def _table(self, tier: TierName) -> BlockTable:
-        if (table := self._open.get(tier)) is None:
+        if self._lock.closed:
+            raise BlockStateError("AuxBlocks", "one that is open", "one that was closed")
+        table = self._tables.get(tier) if isinstance(tier, str) else None
+        if table is None:
             raise InvalidInputError("tier", "'device', or 'host' with host_blocks > 0", repr(tier))
         return table
+
+    def _mend(self) -> None:
+        """A change was interrupted, or a pass has written that nobody could be told of. The lock is held."""
+        for table in self._tables.values():
+            table.forget_all()
+        self._drop("interrupted_calls", 1, "a call was interrupted in the middle: all rows are forgotten")
 
     # ---------------------------------------------------------------- what it is
 
@@ -145,8 +150,9 @@ class AuxBlocks(Landing):
 
     @property
     def in_flight(self) -> int:
-        """Steps and jobs that have begun and not ended."""
-        return len(self._device.steps) + len(self.jobs)
+        """Steps, moves and jobs that have begun and not ended."""
+        with self._lock:
+            return self._busy() + len(self.jobs)
 
     @property
     def steps(self) -> list[Step]:
@@ -204,7 +210,7 @@ class AuxBlocks(Landing):
         that cannot be given out is dropped and counted: its generation is 0 in the answer.
         """
         table = self._device
-        if generations is None and not len(blocks):  # engines ask for room for every token, and mostly have it
+        if generations is None and not np.size(blocks):  # engines ask for room for every token, and mostly have it
             return np.empty(0, np.int64)
         with self._lock:
             ids, good = table.known(blocks)
@@ -213,11 +219,14 @@ class AuxBlocks(Landing):
                 given = integers(generations, "generations", "one integer for each block", n=ids.size)
                 good &= (given >= lives) & (given < GENERATION_END)
                 lives = given
-            good &= ~table.filling.take(ids, mode="clip")
+            if table.fences:
+                good[good] = ~table.fenced(ids[good])
             if count(good) != ids.size:
                 self._bad("stale_blocks", ids[~good], "renew", "block ids, and generations larger than before")
-            table.renew(ids[good], lives[good])
-        return np.where(good, lives, 0)
+                table.renew(ids[good], lives[good])
+                return np.where(good, lives, 0)
+            table.renew(ids, lives)
+        return lives
 
     def forget(self, blocks: Blocks | None = None) -> None:
         """Nothing that was written so far is readable, in no tier, or not in these device blocks; lives go on."""
@@ -226,8 +235,8 @@ class AuxBlocks(Landing):
                 ids, good = self._device.known(blocks)
                 self._device.forget(ids[good])
                 return
-            for table in self._open.values():
-                table.forget(np.arange(table.blocks))
+            for table in self._tables.values():
+                table.forget_all()
 
     def reset(self, *, weights_version: int) -> None:
         """A weight update: every row from before becomes unreadable in every tier, in-flight work included.
@@ -235,10 +244,10 @@ class AuxBlocks(Landing):
         Keys are derived in the new namespace from here on; keys from before are refused.
         """
         with self._lock:
-            tables = self._open.values()
+            tables = self._tables.values()
             keys = KeyChain(replace(self.namespace, weights_version=weights_version), self._record)
             for table in tables:
-                table.forget(np.arange(table.blocks))
+                table.forget_all()
             self.keys = keys
             self._lock.count("resets")
             for table in tables:
@@ -249,8 +258,10 @@ class AuxBlocks(Landing):
         with self._lock:
             table = self._device
             ids, good = table.known(blocks)
-            good &= (table.generations.take(ids, mode="clip") == np.asarray(generations, np.int64)) & (origins != 0)
-            table.carry_origin(ids[good], origins[good])
+            lives = integers(generations, "generations", "one integer for each block", n=ids.size)
+            named = unsigned(origins, "origins", "one uint64 for each block", n=ids.size)
+            good &= (table.generations.take(ids, mode="clip") == lives) & (named != 0)
+            table.carry_origin(ids[good], named[good])
 
     # ---------------------------------------------------------------- writing and reading
 
@@ -267,15 +278,17 @@ class AuxBlocks(Landing):
         """
         device = self._device
         try:
-            return Step(device, self._lock, slots, steps_max=self._steps_max, in_place=in_place, strict=self.strict)
+            return Step(device, slots, steps_max=self._steps_max, in_place=in_place, strict=self.strict)
         except KVRouteError as error:
-            named, n = _slots_in(slots)
-            with self._lock:
-                if named is None:
-                    device.forget(np.arange(device.blocks))
+            known, n = readable(slots)
+
+            def lose() -> None:
+                if known is None:
+                    device.forget_all()
                 else:
-                    device.lose(named[(named >= 0) & (named < device.end)])
-                self._drop("bad_writes_dropped", n, f"begin_step: {error}")
+                    device.lose(known[(known >= 0) & (known < device.end)])
+
+            self._lost("bad_writes_dropped", n, f"begin_step: {error}", lose)
             raise
 
     step = begin_step
@@ -293,11 +306,13 @@ class AuxBlocks(Landing):
             return 0
         try:
             with step:
+                if not isinstance(rows, Mapping):
+                    raise RowError("rows", "rows by spec's name", repr(type(rows)))
                 for name, given in rows.items():
                     step.write(name, *(given if isinstance(given, tuple) else (given, None)))
                 return step.commit(keep)
         except KVRouteError as error:
-            self.dropped("bad_writes_dropped", np.size(slots), "write_step", error)
+            self.dropped("bad_writes_dropped", readable(slots)[1], "write_step", error)
             return 0
 
     def read(
@@ -317,18 +332,29 @@ class AuxBlocks(Landing):
         table, index = self._table(tier), self.layout.index(name)
         ids = table.ids(blocks)
         held, window = window_of(ids.size, start, stop, table.tokens)
-        ids = ids[held]
-        rows, bits, words = gather(table.region, index, ids)
+        ids, copied = ids[held], None
+        if generations is not None:
+            generations = integers(generations, "generations", "one integer for each block")
+            if generations.size < held.stop:
+                raise InvalidInputError("generations", f"one for each of {held.stop} blocks", generations.size)
+        if memory.STORES_ARE_ORDERED:
+            copied = self._gathered(table, index, ids)
         with self._lock:
+            rows, bits, words = copied or memory.gather(table.region, index, ids, locked=True)
             if generations is not None:
-                wanted = integers(generations, "generations", "one integer for each block")[held]
-                if wanted.size != ids.size:
-                    raise InvalidInputError("generations", f"one for each of {held.stop} blocks", wanted.size)
-                bits[(table.generations.take(ids) != wanted) | (table.region.words.take(ids) != words)] = 0
+                bits[(table.generations.take(ids) != generations[held]) | (table.region.words.take(ids) != words)] = 0
             found = Rows.of(self.layout.specs[index], rows, bits, window)
             self._lock.count("rows_read", found.valid.size)
             self._lock.count("rows_missing", found.valid.size - int(count(found.valid)))
         return found
+
+    def _gathered(self, table: BlockTable, spec: int, ids: Ints) -> tuple[NDArray[np.uint8], Bits, Bits]:
+        """Without the lock. A close may come between."""
+        try:
+            return memory.gather(table.region, spec, ids)
+        except AttributeError:  # the region's arrays are gone
+            self._table(table.tier)
+            raise
 
     # ---------------------------------------------------------------- moving
 
@@ -354,47 +380,16 @@ class AuxBlocks(Landing):
         """
         if (source, target) not in MOVED:
             raise InvalidInputError("move", "blocks of the device as sources or as targets", f"{source} to {target}")
+        tables = self._table(source), self._table(target)
+        bad = "blocks that were given out, and into which no step writes"
         try:
-            self._move(self._table(source), self._table(target), pairs, rows)
+            moves.move(*tables, pairs, rows, self._kv, lambda ids: self._bad("bad_moves_dropped", ids, "move", bad))
         except KVRouteError as error:
-            if self._kv is not None:
+            if self._kv is not None or self.strict:
                 raise
-            self.dropped("bad_moves_dropped", len(pairs), "move", error)
-
-    def _move(self, source: BlockTable, target: BlockTable, pairs: Pairs, rows: Sequence[int] | None) -> None:
-        """Copy without the lock; what has changed meanwhile, at either end, does not arrive."""
-        with self._lock:
-            sources, targets = _split(pairs, source, target)
-            if target.tier == "host":  # what is copied into a host block begins its life
-                target.renew(targets, target.generations.take(targets) + 1)
-            else:
-                target.forget(targets)
-            limits = target.full if rows is None else target.first_rows(rows, targets.size, "pair")
-            good = source.live(sources) & target.fillable(targets)
-            if count(good) != targets.size:
-                what = "blocks that were given out, and into which no step writes"
-                self._bad("bad_moves_dropped", targets[~good], "move", what)
-            valid, kv_pairs = bits_of(source.region, sources) & limits, (sources, targets)
-            sources, targets, valid = sources[good], targets[good], valid[good]
-            source.seal(sources)
-            origins, words = source.origin.take(sources), source.region.words.take(sources)
-            changes = target.changes.take(targets)
-            target.filling[targets] = True
-        try:
-            copy_records(source.region.rows, target.region.rows, sources, targets)
-            if self._kv is not None:
-                self._kv.copy(source.tier, target.tier, *kv_pairs)  # also where rows cannot follow
-        except BaseException:
-            valid[:] = 0
-            raise
-        finally:
-            with self._lock:
-                target.filling[targets] = False
-                same = source.region.words.take(sources) == words  # its rows were neither cleared nor given out
-                same &= target.changes.take(targets) == changes
-                put_bits(target.region, targets[same], valid[same])
-                target.carry_origin(targets[same], origins[same])
-                self._lock.count(MOVED[source.tier, target.tier], rows_in(valid[same]))
+            known, n = readable(pairs)
+            lost = None if known is None or n % 2 else known[1::2]
+            self._lost("bad_moves_dropped", -(-n // 2), f"move: {error}", lambda: tables[1].lose_blocks(lost))
 
     # ---------------------------------------------------------------- storing
 
@@ -446,57 +441,36 @@ class AuxBlocks(Landing):
         """Return when what was persisted is on stable storage."""
         self._stored.store.flush()
 
-    def export(
-        self, blocks: Mapping[BlockKey, int], generations: Blocks, rows: Sequence[int] | None = None
-    ) -> list[OfferedRecord | None]:
-        """Snapshots of device blocks in these generations, for another process; at most the first ``rows`` of each.
-
-        ``None`` where a block has no readable row, is in another life, or the key is of another namespace.
-        """
-        with self._lock:
-            table = self._device
-            ids = table.ids(list(blocks.values()))
-            limits = table.full if rows is None else table.first_rows(rows, ids.size, "block")
-            bits = bits_of(table.region, ids) & limits
-            bits[
-                table.generations.take(ids) != integers(generations, "generations", "one for each block", n=ids.size)
-            ] = 0
-            table.seal(ids[(bits != 0).any(axis=(1, 2))])
-            return [
-                OfferedRecord(
-                    key, self.layout.fingerprint, int(table.generations[block]), int(table.origin[block]),
-                    words.astype("<u8").tobytes(), _only(table, block, words),
-                )
-                if words.any() and self.keys.owns(key) else None
-                for (key, block), words in zip(blocks.items(), bits, strict=True)
-            ]  # fmt: skip
-
     # ---------------------------------------------------------------- being fed
 
-    def apply(self, operations: bytes) -> list[Operation]:
+    def apply(self, operations: bytes) -> list[feed.Operation]:
         """Do what a scheduler's :class:`BlockFeed` says has become of blocks, in its order; the operations done.
 
-        A batch that came before is passed over and counted. Where one is missing, nobody knows what has become of any
-        block: all rows are forgotten, and counted. Bytes that no feed has made are refused before anything is done.
+        A batch that came before is not done again, and counted. Where one is missing, nobody knows what has become of
+        any block: all rows are forgotten, and counted; a strict set raises :class:`FeedGapError` after that. Where the
+        batches of another feed begin, its scheduler was started anew: all rows are forgotten, generations begin anew,
+        and that is counted. Bytes that no feed has made are refused before anything is done.
         """
-        if not operations:
-            return []
-        batch, calls = decoded(operations)
-        if batch.number < self._next_batch:
-            again = InvalidInputError("feed", f"batch {self._next_batch}", batch.number)
+        return feed.apply(operations, self)
+
+    def begin_batch(self, epoch: int, number: int) -> bool:
+        """The feed ``epoch`` brings its batch ``number``; whether it is to be done. For :func:`feed.apply`."""
+        with self._lock:
+            restarted = self._fed is not None and self._fed[0] != epoch
+            wanted = 0 if restarted or self._fed is None else self._fed[1]
+            if number >= wanted:
+                self._fed = epoch, number + 1
+                if restarted or number > wanted:
+                    for table in self._tables.values():
+                        table.forget_all(lives=restarted)
+                if restarted:
+                    self._drop("feed_restarts", 1, "apply: a feed that begins anew: all rows are forgotten")
+        if number < wanted:
+            again = InvalidInputError("feed", f"batch {wanted}", number)
             self.dropped("feed_repetitions", 1, "apply", again)
-            return []
-        missing, self._next_batch = batch.number - self._next_batch, batch.number + 1
-        if missing:
-            self.forget()
-            gap = FeedGapError(f"feed: wanted batch {batch.number - missing}, got {batch.number}")
-            self.dropped("feed_gaps", 1, "apply", gap)
-        for call in calls:
-            try:
-                call(self)
-            except KVRouteError as error:
-                self.dropped("feed_operations_failed", 1, "apply", error)
-        return batch.operations
+        elif number > wanted:
+            self.dropped("feed_gaps", 1, "apply", FeedGapError(f"feed: wanted batch {wanted}, got {number}"))
+        return number >= wanted
 
     # ---------------------------------------------------------------- mistakes, and the end
 
@@ -507,6 +481,16 @@ class AuxBlocks(Landing):
             raise error
         with self._lock:
             self._drop(counter, n, f"{call}: {error}")
+
+    def _lost(self, counter: str, n: int, why: str, lose: Callable[[], None]) -> None:
+        """The engine has done all the same what was refused here: ``lose`` what has no rows any more, and count."""
+        try:
+            with self._lock:
+                lose()
+                self._drop(counter, n, why)
+        except BlockBusyError:
+            self._lock.torn += 1  # in the middle of a call of our own: the next one forgets everything
+            raise
 
     def _bad(self, counter: str, bad: Ints, call: str, wanted: str) -> None:
         """The same for blocks, by mistake; the lock is held."""
@@ -529,11 +513,24 @@ class AuxBlocks(Landing):
         Waits for jobs, up to ``close_s`` of their limits. Raises :class:`BlockStateError` while a step or a job is in
         flight, and ``BufferError`` while somebody keeps a view of a region: call it again when that is gone.
         """
-        if steps := len(self._tables["device"].steps):
-            raise BlockStateError("close", "nothing in flight", f"{steps} steps")
-        self._stored.close()
-        self._closed = True
+        if not self._lock.closed:
+            with self._lock:  # in a forked child it raises, before anything is waited for
+                self._check_still()
+            self._stored.close()
+            with self._lock:
+                self._check_still()
+                self._lock.closed = True
         self._give_back()
+
+    def _check_still(self) -> None:
+        if busy := self._busy():
+            raise BlockStateError("close", "nothing in flight", f"{busy} steps or moves")
+        if jobs := len(self.jobs):
+            raise BlockStateError("close", "nothing in flight", f"{jobs} jobs")
+
+    def _busy(self) -> int:
+        fences = sum(not fence.over for table in self._tables.values() for fence in table.fences)
+        return len(self._tables["device"].steps) + fences
 
     def _give_back(self) -> None:
         for table in reversed(self._tables.values()):
@@ -553,54 +550,5 @@ class AuxBlocks(Landing):
     def assert_consistent(self) -> None:
         """Raise ``AssertionError`` unless every invariant that can be seen from inside holds."""
         with self._lock:
-            for table in self._open.values():
+            for table in self._tables.values():
                 table.assert_consistent()
-
-
-def _split(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[Ints, Ints]:
-    """Source and target ids; a source may serve several targets, a target is written once and is no source."""
-    wanted = "(source, target) pairs of block ids"
-    table = integers(pairs, "pairs", wanted, ndim=2)
-    if table.size == 0:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    if table.shape[1] != 2:
-        raise InvalidInputError("pairs", wanted, f"{table.dtype} of shape {table.shape}")
-    sources, targets = source.ids(table[:, 0], "pairs source"), target.ids(table[:, 1], "pairs target")
-    if not target.differ(targets):
-        raise InvalidInputError("pairs target", "each block once", "one twice")
-    if source is target and count(both := source.among(sources, targets)):
-        raise InvalidInputError("pairs", "no block as source and as target", int(sources[both].min()))
-    return sources, targets
-
-
-def _slots_in(given: Any) -> tuple[Ints | None, int]:
-    """The slots that ``given`` names, or ``None`` where they cannot be read as whole numbers; and how many they are."""
-    try:
-        array = np.asarray(given).reshape(-1)
-        with np.errstate(invalid="ignore"):
-            slots = array.astype(np.int64)
-    except (TypeError, ValueError, OverflowError):
-        return None, 1
-    whole = array.dtype.kind in "iuf" and bool((slots == array).all())
-    return (slots if whole else None), array.size
-
-
-def copy_records(rows: NDArray[np.uint8], into: NDArray[np.uint8], sources: Ints, targets: Ints) -> None:
-    """Records are copied pair by pair, neighbours at once; a fancy index would gather them first."""
-    apart = (np.diff(sources) != 1) | (np.diff(targets) != 1)
-    edges = [0, *(np.flatnonzero(apart) + 1).tolist(), sources.size] if sources.size else []
-    first, to = sources.tolist(), targets.tolist()
-    for a, b in pairwise(edges):
-        into[to[a] : to[a] + b - a] = rows[first[a] : first[a] + b - a]
-
-
-def _only(table: BlockTable, block: int, valid: NDArray[np.uint64]) -> bytes:
-    """A copy of the block's record with nothing in it but the ``valid`` rows; the others may be being written."""
-    from cache_manager.bits import unpack_bits
-    from cache_manager.memory import Copies, places
-
-    record = np.zeros((1, table.layout.nbytes), np.uint8)
-    keep: Flags = unpack_bits(valid, table.tokens)
-    for i, (copy, rows) in enumerate(zip(places(Copies(table.layout, record)), places(table.region), strict=True)):
-        copy[0][keep[i]] = rows[block][keep[i]]
-    return record.tobytes()

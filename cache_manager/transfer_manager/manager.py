@@ -9,7 +9,7 @@ from cache_manager.errors import KVRouteError, StorageError, TransferProcessErro
 from cache_manager.regions import SharedRegion
 from cache_manager.storage.apart import Apart, ApartSettings, ApartStore
 from cache_manager.storage.apart_process import Move
-from cache_manager.table import Ints
+from cache_manager.bits import Ints
 
 MODULE: Final = "cache_manager.transfer_manager.process"
 LOOK_S: Final = 0.05

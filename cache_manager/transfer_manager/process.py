@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from cache_manager.blocks import copy_records
+from cache_manager.moves import copy_records
 from cache_manager.child import Parent
 from cache_manager.regions import SharedRegion
 from cache_manager.storage import apart_process
@@ -39,7 +39,7 @@ class Process(apart_process.Process):
         for region, blocks in ((source, command.sources), (target, command.targets)):
             assert all(0 <= block < region.blocks for block in blocks), f"blocks {blocks} of {region.blocks}"
         assert source.layout.fingerprint == target.layout.fingerprint, "records of one layout"
-        copy_records(source.rows, target.rows, np.array(command.sources), np.array(command.targets))
+        copy_records(source, target, np.array(command.sources), np.array(command.targets))
         return Answer()
 
     def _region(self, name: str) -> SharedRegion:

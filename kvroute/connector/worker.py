@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import distributed
 
 import kvroute
-from cache_manager.stored import AnyJob
-from cache_manager.store_jobs import RestoreJob
+from cache_manager.stored import AnyJob, RestoreJob
 from kvroute.capture.step_ids import StepIds
 from kvroute.connector.behind import Behind
 from kvroute.connector.folds import to_host

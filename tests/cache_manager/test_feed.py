@@ -199,7 +199,7 @@ def test_a_copy_between_tiers_that_no_copy_is_made_between_is_counted() -> None:
 
 
 def batch(*operations: object, number: int = 0, version: int = VERSION) -> bytes:
-    return msgspec.msgpack.encode(Batch(version, number, list(operations)))
+    return msgspec.msgpack.encode(Batch(version, 0, number, list(operations)))
 
 
 ONE, TWO = np.array([1], "<i8").tobytes(), np.array([1, 2], "<i8").tobytes()

@@ -166,7 +166,7 @@ def test_what_cannot_be_is_refused(
 
 def test_a_view_is_refused_where_stores_are_not_ordered(shared: SharedRegion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: never wrong on a machine that cannot keep the order. Method: say that this is one."""
-    monkeypatch.setattr(memory, "_STORES_ARE_ORDERED", False)
+    monkeypatch.setattr(memory, "STORES_ARE_ORDERED", False)
     with pytest.raises(RegionError, match="orders stores"):
         RegionView(shared.name)
 
