@@ -103,7 +103,8 @@ class Passes:
         it: what is only to be read is in :meth:`table`.
         """
         s, size = self._sequences.ready(owner), self._tokens
-        if not 0 <= start <= stop <= (most := len(s.blocks) * size):
+        most = len(s.blocks) * size
+        if not 0 <= start <= stop <= most:
             raise InvalidInputError("start, stop", f"0 <= start <= stop <= {most}", f"{start}, {stop}")
         blocks = s.blocks[start // size : -(-stop // size)] if stop > start else []
         for block in filter(self._pool.others_use, blocks):

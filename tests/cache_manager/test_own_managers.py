@@ -46,11 +46,11 @@ class TestEngine(BlockManagerMachine):
 def test_gate_never_counts_a_block_without_rows_as_a_hit() -> None:
     """Goal: KV without rows is cut from a hit. Method: compute KV without rows, free, ask for the same tokens."""
     spec = AuxBlockDataSpec("routing", (1,), "uint8", 3)
-    for policy, expected in (("gate", 0), ("mask", 3)):
-        aux = AuxBlocks([spec], device_blocks=4, namespace=Namespace("m", 0), policy=policy)
+    for required, expected in ((None, 0), ((), 3)):
+        aux = AuxBlocks([spec], blocks=4, namespace=Namespace("m", 0), required=required)
         manager = BlockManager(aux)
         manager.allocate("a", [1, 2, 3, 4])
-        aux.step(manager.slots("a", 0, 4)).commit()
+        aux.begin_step(manager.slots("a", 0, 4)).commit()
         manager.publish("a", [1, 2, 3, 4])
         manager.free("a")
         admission = manager.allocate("b", [1, 2, 3, 4])

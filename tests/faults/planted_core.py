@@ -375,7 +375,7 @@ CORE_FAULTS = [
         "keys.py",
         ' + _part(b"extra", extra))',
         ")",
-        "tests/cache_manager/test_manager_salts.py::test_images_separate_what_they_and_all_after_them_make",
+        "tests/cache_manager/test_manager.py::test_images_separate_what_they_and_all_after_them_make",
         "test_images_separate_what_they_and_all_after_them_make",
     ),
 ]
