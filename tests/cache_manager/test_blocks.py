@@ -220,6 +220,21 @@ def test_a_source_without_rows_that_changes_in_mid_move_names_nothing(house, cha
     assert origins_of(engine, [0, 1]) == [77, 77]
 
 
+def test_a_second_move_into_a_block_is_dropped(house) -> None:
+    """Goal: no bytes of one move under the rows of another. Method: a move of two blocks; between them another thread
+    would copy into the second. Then the copy is made again."""
+    engine = house.engine
+    engine.renew(range(6))
+    rows = [house.fill(block, f"block {block}") for block in (0, 2, 3)]
+    with house.when_copied(lambda: engine.copy([(2, 1)])):
+        engine.copy([(3, 4), (0, 1)])
+    assert engine.counters.bad_moves_dropped == 1
+    assert house.holds(4, rows[2])
+    assert house.valid(1) == [False] * TOKENS
+    engine.copy([(2, 1)])
+    assert house.holds(1, rows[1])
+
+
 def test_kv_moves_with_its_rows_and_without_them() -> None:
     """Goal: where KV is moved here, no pair of it is left out. Method: one of two targets was never given out."""
     kv = SlotKV(6, 3, TOKENS)

@@ -247,8 +247,7 @@ class BlocksMachine(BlocksModel):
         full=st.booleans(),
     )
     def move(self, data, kind, fed, meanwhile, full) -> None:
-        """``meanwhile`` something becomes of a source or a target, when the bytes have been copied; ``full``: a source has
-        rows."""
+        """``meanwhile`` something becomes of a source or target, when bytes have been copied; a source is ``full``."""
         source, target = TIERS[kind]
         targets = data.draw(st.lists(st.integers(0, SIZES[target] - 1), min_size=1, max_size=2, unique=True))
         pairs = [(data.draw(st.integers(0, SIZES[source] - 1)), t) for t in targets]

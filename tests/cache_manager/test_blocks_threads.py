@@ -49,6 +49,11 @@ def test_moves_of_several_threads_meet() -> None:
 
     def run(seed: int) -> None:
         rng = np.random.default_rng(seed)
+
+        def write() -> None:
+            rows = np.full((TOKENS, *WIDE.row_shape), rng.integers(256), np.uint8)
+            engine.write_step(slots(rng.integers(8)), {"routing": rows})
+
         calls: list[Callable[[], object]] = [
             lambda: engine.swap_out(
                 np.column_stack((rng.choice(8, 3, replace=False), rng.choice(4, 3, replace=False)))
@@ -56,12 +61,8 @@ def test_moves_of_several_threads_meet() -> None:
             lambda: engine.swap_in(np.column_stack((rng.choice(4, 3, replace=False), rng.choice(8, 3, replace=False)))),
             lambda: engine.copy(rng.choice(8, (2, 2), replace=False)),
             lambda: engine.renew(rng.choice(8, 2, replace=False)),
-            lambda: engine.write_step(
-                slots(rng.integers(8)), {"routing": np.full((4, 1 << 12), rng.integers(256), "u1")}
-            ),
-            lambda: engine.write_step(
-                slots(rng.integers(8)), {"routing": np.full((4, 1 << 12), rng.integers(256), "u1")}
-            ),
+            write,
+            write,
             lambda: engine.origins([rng.integers(8)]),
             lambda: engine.forget([rng.integers(8)]) if rng.random() < 0.2 else None,
             lambda: engine.reset(weights_version=1) if rng.random() < 0.05 else None,

@@ -17,11 +17,11 @@ from region_children import Child
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError, FeedGapError, InvalidInputError
 from cache_manager.feed import VERSION, Batch, BlockFeed, Copied, Persist, Renew, Reset, Restore
-from cache_manager.stored import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.regions.view import RegionView
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
+from cache_manager.stored import JobLimits
 
 BLOCKS, TOKENS = 5, 4
 SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", TOKENS)

@@ -9,6 +9,7 @@ INSTALL = "tests/cache_manager/test_install.py::"
 JOBS = "tests/cache_manager/test_jobs.py::"
 LATE = "test_late_rows_land_beside_no_kv_that_was_computed_here"
 MACHINE = "tests/cache_manager/test_blocks_machine.py::TestBlocksHeap"
+OTHER = "test_what_was_to_come_for_other_kv_does_not_come"
 OUT = "tests/cache_manager/test_origins_handed_out.py::"
 SNAPSHOT = "test_an_export_is_a_snapshot_of_its_rows_and_of_nothing_else"
 
@@ -217,12 +218,20 @@ ORIGIN_FAULTS = [
         "test_rows_of_another_origin_get_no_place_beside_the_kv_that_came",
     ),
     Fault(
-        "what was to come still comes after a copy over it",
+        "what was to come still comes in the next life",
         "table.py",
         "        self.changes[ids] += 1\n        self._drop_installed(ids)\n",
         "        self.changes[ids] += 1\n",
-        INSTALL + "test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows",
-        "test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows",
+        INSTALL + OTHER,
+        OTHER,
+    ),
+    Fault(
+        "what was to come still comes beside KV of another name",
+        "table.py",
+        "        self._end_origin(ids)\n        self._drop_installed(ids)\n",
+        "        self._end_origin(ids)\n",
+        INSTALL + OTHER,
+        OTHER,
     ),
     Fault(
         "an export shows rows that are not its own",

@@ -25,6 +25,6 @@ def test_what_can_happen_has_happened(tmp_path: Path) -> None:
     for seed in range(100, 104):
         (tmp_path / str(seed)).mkdir()
         done += salted_run(seed, 500, tmp_path / str(seed) if seed % 2 else None)
-    for seen in ("prefix_hit_tokens", "restored_tokens", "evicted_blocks", "preemptions", "cow_blocks", "store_failures"):
-        assert done[seen] > 0, seen
+    wanted = {"prefix_hit_tokens", "restored_tokens", "evicted_blocks", "preemptions", "cow_blocks", "store_failures"}
+    assert {seen for seen in wanted if not done[seen]} == set()
     assert done["rows missing"] < done["rows compared"]

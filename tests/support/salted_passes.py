@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,8 @@ class SaltedKV:
 
     def __init__(self, device: int, host: int, tokens: int) -> None:
         self.spec = AuxBlockDataSpec("kv", (NBYTES,), "uint8", tokens)
-        self.tiers = {"device": np.zeros((device, tokens, NBYTES), "u1"), "host": np.zeros((host, tokens, NBYTES), "u1")}
+        sizes = {"device": device, "host": host}
+        self.tiers = {tier: np.zeros((n, tokens, NBYTES), np.uint8) for tier, n in sizes.items()}
         self.fail = False
 
     def copy(self, source: str, target: str, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
@@ -231,7 +231,20 @@ class SaltedWorld:
     def operate(self) -> None:
         engine, draw = self.random.choice(self.engines), self.random
         what = draw.choices(
-            ("admit", "compute", "decode", "grow", "fork", "preempt", "resume", "free", "persist", "poll", "fault", "rest"),
+            [
+                "admit",
+                "compute",
+                "decode",
+                "grow",
+                "fork",
+                "preempt",
+                "resume",
+                "free",
+                "persist",
+                "poll",
+                "fault",
+                "rest",
+            ],
             (18, 20, 22, 6, 5, 4, 6, 16, 16, 8, 2, 0.15),
         )[0]
         ready = engine.ready()
