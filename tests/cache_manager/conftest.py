@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from blocks_house import House
 from budget import ALL_LIVES
-from engine_house import House
 
 from cache_manager.testing.life import BlockManagerMachine
 
@@ -16,5 +16,4 @@ def house():
     """Blocks that an engine gives out."""
     house = House()
     yield house
-    house.gate.open()
-    house.engine.close()
+    house.close()

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cache_manager.lifecycle import State
+from faulty_disk import FaultyDisk
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, StoreLockedError
 from cache_manager.keys import KeyChain, Namespace
-from cache_manager.lifecycle import State
 from cache_manager.ports import Absence
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage.file import FileStore
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import get, key_of, payload_of, put
 from tests.storage.file_stores import SEGMENT_NBYTES, opened
 

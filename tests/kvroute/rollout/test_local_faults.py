@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from faulty_disk import FaultyDisk
 
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
-from cache_manager.testing.faults import FaultyDisk
 from kvroute.rollout.contract import of_layers, routes_of
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.settings import CutSettings

@@ -6,10 +6,10 @@ import logging
 
 import numpy as np
 import pytest
-from engine_house import SPEC, TOKENS, House, slots
+from blocks_house import SPEC, TOKENS, House, slots
 
 from cache_manager.blocks import AuxBlocks
-from cache_manager.errors import BlockBusyError, BlockStateError, ConfigError, InvalidInputError, KVRouteError
+from cache_manager.errors import BlockBusyError, ConfigError, InvalidInputError, KVRouteError
 from cache_manager.keys import Namespace
 
 
@@ -120,18 +120,3 @@ def test_one_step_too_many_is_busy_and_without_a_store_there_is_none() -> None:
         engine.persist({}, [])
     assert engine.store_counters is None
     engine.close()
-
-
-def test_an_engine_s_blocks_are_claimed_for_generations_and_for_no_owner(house) -> None:
-    """Goal: nobody owns them, so that an owner's claim holds nothing. Method: claims of every kind, and a read."""
-    engine = house.engine
-    engine.renew([0])
-    house.fill(0, "mine")
-    key = engine.keys.key(None, [1])
-    for call in (engine.persist, engine.restore):
-        with pytest.raises(BlockStateError, match="device block 0: wanted one that 'a' holds"):
-            call({key: 0}, owner="a")
-        with pytest.raises(InvalidInputError, match="owner, generations: wanted one of them"):
-            call({key: 0})
-    assert not engine.read("routing", [0], owner="a").valid.any()
-    assert engine.read("routing", [0], generations=engine.generations([0])).valid.all()

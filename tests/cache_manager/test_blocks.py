@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_house import SPEC, TOKENS, slots
+from blocks_house import SPEC, TOKENS, slots
 from origins_of import origins_of
 
+from cache_manager.errors import BlockStateError, InvalidInputError, RowError
 from cache_manager.feed import BlockFeed
-from cache_manager.move import Move, split_pairs
-from cache_manager.mover import RowsMover
+from cache_manager.table import STEP_NUMBERS
 
 # ---------------------------------------------------------------- devices that write late
 
@@ -83,30 +83,141 @@ def test_nothing_is_filled_while_a_device_may_write_it(house) -> None:
     assert engine.restore({key: 1}, engine.generations([1])) == {key: True}
 
 
+def test_rows_that_a_device_wrote_are_readable_when_its_step_has_ended(house) -> None:
+    engine, made = house.engine, house.rows("device")
+    engine.renew([0])
+    step = engine.begin_step(slots(0), in_place=True)
+    house.device_writes(slots(0), made)
+    assert not engine.read("routing", [0]).valid.any()
+    step.wrote("routing")
+    with pytest.raises(RowError, match="one write a step"):
+        step.wrote("routing")
+    assert step.commit(np.array([True, True, False, True])) == 3
+    read = engine.read("routing", [0])
+    assert read.valid.tolist() == [True, True, False, True]
+    assert np.array_equal(read.values[read.valid], made[[0, 1, 3]])
+    with engine.begin_step(slots(0)) as step, pytest.raises(BlockStateError, match="in_place=True"):
+        step.wrote("routing")
+
+
+def test_numbers_of_steps_come_back_and_none_is_taken_for_another(house) -> None:
+    """Goal: the 31 bits of a step's number run out without a word. Method: steps that overlap across the end: each
+    writes a slot of the one before, the last one a slot that a device with the last number may write."""
+    engine, made, steps = house.engine, house.rows("steps"), []
+    engine.renew([0])
+    engine._device._last_step = STEP_NUMBERS - 4
+    for n in range(3):
+        steps.append(engine.begin_step([n, n + 1]))
+        steps[n].write("routing", made[[n, n + 1]])
+    device = engine.begin_step([3], in_place=True)
+    late = engine.begin_step([3])
+    numbers = [*engine._device.steps]
+    assert (len(set(numbers)), min(numbers), max(numbers)) == (5, 1, STEP_NUMBERS)
+    assert [step.commit() for step in steps] == [1, 1, 1]
+    late.write("routing", made[[0]])
+    assert late.commit() == 0
+    device.wrote("routing")
+    assert device.commit() == 0
+    read = engine.read("routing", [0])
+    assert read.valid.tolist() == [True, True, True, False]
+    assert np.array_equal(read.values[:3], made[:3])
+
+
+def test_a_value_that_does_not_fit_is_an_error_and_never_another_value(house) -> None:
+    """Goal: int8 -1 is not 255. Method: wider and signed rows with one value outside."""
+    engine = house.engine
+    engine.renew([0])
+    for value, dtype in ((-1, np.int8), (256, np.int16)):
+        step = engine.begin_step(slots(0))
+        rows = np.zeros((TOKENS, 3, 2), dtype)
+        rows[1, 1, 1] = value
+        with pytest.raises(InvalidInputError, match="routing"):
+            step.write("routing", rows)
+        step.commit()
+        assert not engine.read("routing", [0]).valid.any()
+
+
+def test_rejected_rows_are_not_late_ones(house) -> None:
+    house.engine.renew([0])
+    step = house.engine.begin_step(slots(0))
+    step.write("routing", house.rows("a"))
+    step.commit(np.array([True, False, True, False]))
+    counters = house.engine.counters
+    assert (counters.rows_committed, counters.rows_rejected, counters.late_writes_dropped) == (2, 2, 0)
+
+
 # ---------------------------------------------------------------- moves beside steps
 
 
 def test_a_row_that_is_committed_while_its_block_is_copied_does_not_come_along(house) -> None:
-    """Goal: a valid row at the target is one that was copied. Method: a step commits when the bytes are copied."""
+    """Goal: a valid row at the target is one that was copied. Method: a step commits when the bytes are copied; of a
+    source that changes nothing arrives. Then the copy is made again."""
     engine = house.engine
     engine.renew([0, 1])
     engine.write_step(slots(0)[:2], {"routing": house.rows("early", 2)})
     step = engine.begin_step(slots(0)[2:])
-
-    class Slow(RowsMover):
-        __slots__ = ()
-
-        def copy(self, *arguments) -> None:
-            super().copy(*arguments)
-            step.write("routing", house.rows("late", 2))
-            step.commit()
-
-    table = engine._device
-    mover = Slow(table.region, None, None)
-    ids = split_pairs([(0, 1)], table, table)
-    Move(engine._books, table, table, *ids, mover=mover, beside_steps=True).commit()
+    step.write("routing", house.rows("late", 2))
+    with house.when_copied(step.commit):
+        engine.copy([(0, 1)])
     assert house.valid(0) == [True] * TOKENS
-    assert house.valid(1) == [True, True, False, False]
+    assert house.valid(1) == [False] * TOKENS
+    engine.copy([(0, 1)])
+    assert house.valid(1) == [True] * TOKENS
+
+
+@pytest.mark.parametrize("change", ["renew", "write", "forget", "reset", "gone"])
+@pytest.mark.parametrize("at", ["source", "target"])
+def test_what_changes_in_mid_move_does_not_arrive(house, change: str, at: str) -> None:
+    """Goal: rows and origin that arrive are those of the KV that was copied. Method: something becomes of
+    the source, or of the target, when its bytes have been copied; beside it a pair of which nothing becomes."""
+    engine, block = house.engine, {"source": 0, "target": 1}[at]
+    engine.renew([0, 1, 2, 3])
+    house.fill(0, "moved")
+    other = house.fill(2, "beside")
+    changes = {
+        "renew": lambda: engine.renew([block]),
+        "write": lambda: engine.write_step(slots(block)[:1], {"routing": house.rows("new", 1)}),
+        "forget": lambda: engine.forget([block]),
+        "reset": lambda: engine.reset(weights_version=1),
+        "gone": lambda: engine.write_step(slots(block).astype(np.float64), {}),
+    }
+    with house.when_copied(changes[change]):
+        engine.copy([(2, 3), (0, 1)])
+    given_out_where_nothing_happens = change == "renew" and at == "target"
+    assert house.valid(1) == [given_out_where_nothing_happens] * TOKENS, "it is not given out while it is filled"
+    if not given_out_where_nothing_happens:
+        assert origins_of(engine, [1]) == [0]
+    if change != "reset":
+        assert house.holds(3, other)
+    engine.assert_consistent()
+
+
+def test_a_source_that_was_forgotten_in_mid_move_names_nothing(house) -> None:
+    """Goal: the same where no row tells of the change. Method: KV that has a name and no rows; it is forgotten."""
+    engine = house.engine
+    (life, _) = engine.renew([0, 1]).tolist()
+    assert engine.bind_origin(0, life, 77, TOKENS)
+    with house.when_copied(lambda: engine.forget([0])):
+        engine.copy([(0, 1)])
+    assert origins_of(engine, [0, 1]) == [0, 0]
+    assert engine.bind_origin(0, life, 77, TOKENS)
+    engine.copy([(0, 1)])
+    assert origins_of(engine, [0, 1]) == [77, 77]
+
+
+def test_blocks_are_forgotten_by_name(house) -> None:
+    """Goal: blocks whose KV is not what it was said to be lose their rows, and nobody else's. Method: one of three is
+    forgotten, with ids that are none; it stays in its life and can be written again; then all are."""
+    engine = house.engine
+    lives = engine.renew([0, 1, 2])
+    rows = [house.fill(block, "mine") for block in range(3)]
+    engine.forget([1, 9, -1])
+    assert engine.complete([0, 1, 2]).tolist() == [True, False, True]
+    assert engine.generations([0, 1, 2]).tolist() == lives.tolist()
+    house.fill(1, "again")
+    assert house.holds(0, rows[0])
+    engine.forget()
+    assert not engine.complete([0, 1, 2]).any()
 
 
 def test_a_bad_pair_costs_its_target_and_no_other(house) -> None:
