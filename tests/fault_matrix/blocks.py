@@ -35,11 +35,11 @@ def rows_of(who: str, spec: AuxBlockDataSpec = SPEC) -> NDArray[Any]:
 
 
 def write(aux: AuxBlocks, block: int, who: str) -> None:
-    """Give the block out and fill it."""
+    """The block is given out to ``who``, and filled."""
     spec = aux.layout.specs[0]
     aux.renew([block])
-    slots = np.arange(block * spec.block_tokens, (block + 1) * spec.block_tokens)
-    assert aux.write_step(slots, {spec.name: rows_of(who, spec)}) == spec.block_tokens
+    with aux.begin_step(np.arange(block * spec.block_tokens, (block + 1) * spec.block_tokens)) as step:
+        step.write(spec.name, rows_of(who, spec))
 
 
 def holds_rows_of(aux: AuxBlocks, block: int, who: str) -> bool:
@@ -63,8 +63,8 @@ def persist(aux: AuxBlocks, numbers: Sequence[int]) -> list[bool]:
     for block, number in enumerate(numbers):
         write(aux, block, f"record-{number}")
     blocks = {key(aux, number): block for block, number in enumerate(numbers)}
-    done = aux.persist(blocks, generations=aux.generations(list(blocks.values())))
     origins = aux.origins(list(blocks.values()))
+    done = aux.persist(blocks, aux.generations(list(blocks.values())))
     aux.flush()
     return [done[key(aux, number)] == origin for number, origin in zip(numbers, origins, strict=True)]
 
@@ -72,10 +72,10 @@ def persist(aux: AuxBlocks, numbers: Sequence[int]) -> list[bool]:
 def restore_into_a_used_block(aux: AuxBlocks, number: int, block: int = BLOCKS - 1) -> bool:
     """Restore a record to where another tenant's rows lie; what is readable then is the record's rows or nothing."""
     write(aux, block, "an earlier tenant")
-    aux.renew([block])
-    hit = aux.restore({key(aux, number): block}, generations=aux.generations([block]))[key(aux, number)]
+    hit = aux.restore({key(aux, number): block}, aux.renew([block]))[key(aux, number)]
     assert holds_rows_of(aux, block, f"record-{number}") if hit else says_nothing(aux, block)
     assert aux.in_flight == 0
+    aux.renew([block])
     aux.assert_consistent()
     return hit
 

@@ -86,7 +86,7 @@ def test_numpy_scalars_are_integers(integer: Any) -> None:
     assert type(scalar.block_tokens) is int
     with AuxBlocks([SPEC], blocks=2, namespace=Namespace("m", 1)) as aux:
         aux.renew([integer(1)])
-        with aux.step([integer(5)]) as step:
+        with aux.begin_step([integer(5)]) as step:
             step.write("routing", rows_of(3, 1))
         assert aux.read("routing", [1], integer(1), integer(2)).valid.tolist() == [True]
 
@@ -108,7 +108,7 @@ def test_a_forked_child_cannot_write_the_parents_rows(begun: str) -> None:
     """
     with AuxBlocks([SPEC], blocks=2, namespace=Namespace("m", 1), memory="shared") as aux:
         aux.renew([0])
-        with aux.step([0]) as step:
+        with aux.begin_step([0]) as step:
             step.write("routing", rows_of(1, 1))
         step = aux.begin_step([1])
         step.write("routing", rows_of(99, 1))
@@ -116,7 +116,7 @@ def test_a_forked_child_cannot_write_the_parents_rows(begun: str) -> None:
         def write() -> None:
             if begun == "before the fork":
                 step.commit()
-            with aux.step([0, 1]) as own:
+            with aux.begin_step([0, 1]) as own:
                 own.write("routing", rows_of(99, 2))
 
         assert in_a_forked_child(write) == b"BlockStateError"

@@ -46,32 +46,33 @@ def test_processes_with_other_hash_seeds_agree_on_every_key() -> None:
 
 @pytest.mark.parametrize("call", ["persist", "restore"])
 def test_a_slow_store_holds_up_nobody_else(call: str) -> None:
-    """Goal: no convoy behind one slow look-up. Method: a store that waits until another thread has done everything."""
+    """Goal: no convoy behind one slow look-up. Method: a store that waits until others have done everything."""
     store = FaultyStore(open_store("memory:"))
     with make_aux(store) as aux:
         assert persist(aux, [1]) == [True]
-        aux.renew([0, 3])
+        aux.renew([0])
         write(aux, 1, "r")
         finished = threading.Event()
 
-        def another() -> None:
+        def others() -> None:
             write(aux, 2, "b")
             aux.swap_out([(2, 0)])
+            aux.renew([3])
             aux.swap_in([(0, 3)])
             assert holds_rows_of(aux, 3, "b")
             finished.set()
 
         def wait() -> None:
-            thread = threading.Thread(target=another, daemon=True)
+            thread = threading.Thread(target=others, daemon=True)
             thread.start()
             thread.join(60)
-            assert finished.is_set(), "another thread waited for the store"
+            assert finished.is_set(), "others waited for the store"
 
         store.during_get = store.during_put = wait
         if call == "persist":
             assert all(aux.persist({key(aux, 7): 1}, aux.generations([1])).values())
         else:
-            assert all(aux.restore({key(aux, 1): 0}, generations=aux.generations([0])).values())
+            assert all(aux.restore({key(aux, 1): 0}, aux.generations([0])).values())
             assert holds_rows_of(aux, 0, "record-1")
         assert finished.is_set()
 
@@ -111,7 +112,7 @@ def test_reading_the_rows_of_a_turn_costs_that_turn() -> None:
     with AuxBlocks([spec], blocks=1024, namespace=Namespace("m", 1)) as aux:
         aux.renew(blocks)
         tokens = len(blocks) * spec.block_tokens
-        with aux.step(range(tokens)) as step:
+        with aux.begin_step(range(tokens)) as step:
             step.write("routing", (np.arange(tokens)[:, None, None] % 251).astype("uint8").repeat(8, 1).repeat(8, 2))
         aux.read("routing", blocks, 0, 1)  # whatever is made once, at the first call
         tracemalloc.start()
