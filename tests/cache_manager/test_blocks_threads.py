@@ -92,7 +92,7 @@ def test_moves_of_several_threads_meet() -> None:
 
 
 def test_a_reader_beside_the_scheduler_never_sees_a_foreign_row(house) -> None:
-    """Goal: the output thread reads while the scheduler gives blocks out. Method: real threads, rows name their life."""
+    """Goal: a thread reads while the scheduler gives blocks out. Method: real threads, rows name their life."""
     engine, wrong, seen, done = house.engine, [], [], threading.Event()
     expected = {life: house.rows(f"life {life}") for life in range(1, 302)}
 
@@ -226,8 +226,8 @@ def _names() -> list[str]:
 
 @pytest.mark.parametrize("name", _names())
 def test_a_call_that_is_interrupted_leaves_nothing_wrong_and_nothing_taken(name: str) -> None:
-    """Goal: whatever a signal handler raises in the middle of a call, the lock is free, the books are in order, and each
-    readable row is one that was written. Method: each call, interrupted at each place where that can be."""
+    """Goal: whatever a signal handler raises in the middle of a call, the lock is free, the books are in order, and
+    each readable row is one that was written. Method: each call, interrupted at each place where that can be."""
     at, stopped = 1, True
     while stopped:
         house = House()

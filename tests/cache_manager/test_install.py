@@ -159,8 +159,8 @@ def test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows() -> None
 
 @pytest.mark.parametrize("then", ["given out", "named otherwise"])
 def test_what_was_to_come_for_other_kv_does_not_come(then: str) -> None:
-    """Goal: KV that came once says nothing of KV that is there now. Method: KV of P comes; the block is given out, or its
-    KV says another name; D computes a token behind what had come; then P's rows come."""
+    """Goal: KV that came once says nothing of KV that is there now. Method: KV of P comes; the block is given out, or
+    its KV says another name; D computes a token behind what had come; then P's rows come."""
     header, payload = exported(range(4))
     with new_blocks() as d:
         life = renewed(d)
@@ -176,8 +176,8 @@ def test_what_was_to_come_for_other_kv_does_not_come(then: str) -> None:
 
 
 def test_a_row_that_a_device_may_still_write_is_not_filled() -> None:
-    """Goal: the fence of a step in place. Method: a step of the life before, with a slot that was dropped; a reset; then
-    rows for the life after."""
+    """Goal: the fence of a step in place. Method: a step of the life before, with a slot that was dropped; a reset;
+    then rows for the life after."""
     header, payload = exported(range(4), version=2)
     with new_blocks() as d:
         renewed(d)
