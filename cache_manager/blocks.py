@@ -519,14 +519,14 @@ class AuxBlocks(Landing):
             self._stored.close()
             with self._lock:
                 self._check_still()
+                if jobs := len(self.jobs):
+                    raise BlockStateError("close", "nothing in flight", f"{jobs} jobs of other threads")
                 self._lock.closed = True
         self._give_back()
 
     def _check_still(self) -> None:
         if busy := self._busy():
             raise BlockStateError("close", "nothing in flight", f"{busy} steps or moves")
-        if jobs := len(self.jobs):
-            raise BlockStateError("close", "nothing in flight", f"{jobs} jobs")
 
     def _busy(self) -> int:
         fences = sum(not fence.over for table in self._tables.values() for fence in table.fences)
