@@ -312,7 +312,7 @@ def test_no_room_for_a_further_sequence_is_no_room() -> None:
 
 
 def test_nothing_to_decode_is_nothing(house) -> None:
-    """Goal: an empty batch is of nobody. Method: before any, after a batch, and after one of its sequences has ended."""
+    """Goal: an empty batch is of nobody. Method: before any, after a batch, and after the end of one of it."""
     house.run("a", PROMPT)
     house.run("b", [7, 7])
     before = house.manager.computed("a")
