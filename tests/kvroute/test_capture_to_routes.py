@@ -30,8 +30,8 @@ def prefill(tiny: Any, spec: kvroute.AuxBlockDataSpec, aux: kvroute.AuxBlocks, *
 
 
 def blocks_for(spec: kvroute.AuxBlockDataSpec) -> kvroute.AuxBlocks:
-    aux = kvroute.AuxBlocks([spec], device_blocks=8, namespace=kvroute.Namespace("tiny", weights_version=3))
-    aux.allocate(BLOCKS, owner="request")
+    aux = kvroute.AuxBlocks([spec], blocks=8, namespace=kvroute.Namespace("tiny", weights_version=3))
+    aux.renew(BLOCKS)
     return aux
 
 
