@@ -62,16 +62,14 @@ def move(
             if rows is not None:
                 valid &= limits[good]
             source.seal(sources)
-            origins, words = source.origin.take(sources), source.region.words.take(sources)
-            changes = source.changes.take(sources)
+            origins, changes = source.origin.take(sources), source.changes.take(sources)
             target.fence(fence, targets)
         copy_records(source.region, target.region, sources, targets)
         if kv is not None:
             kv.copy(source.tier, target.tier, *both)
         with lock:
-            same = source.region.words.take(sources) == words  # its rows were neither cleared,
-            same &= source.changes.take(sources) == changes  # nor was it forgotten or given out,
-            same &= source.origin.take(sources) == origins  # nor has a pass begun to write it
+            same = source.changes.take(sources) == changes  # it was neither forgotten nor given out,
+            same &= source.origin.take(sources) == origins  # nor has a pass begun, or ended, to write it
             arrived = target.arrive(fence, same, valid, origins)
             lock.count(MOVED[source.tier, target.tier], rows_in(valid[arrived]))
     finally:
