@@ -39,9 +39,10 @@ from bench.peers import opened
 from bench.table import Table, machine
 from bench.timing import Sweep, Timed, nothing, take_turns
 from bench.turns import Peer
-from cache_manager.blocks import AuxBlocks, copy_records
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
+from cache_manager.moves import copy_records
 from cache_manager.regions import Memory
 from cache_manager.rows import Rows
 from kvroute.checks import check_ids

@@ -29,7 +29,7 @@ def prove_adapter(where: str, *, examples: int, steps: int, seed: int) -> bool:
         counts = prove(adapter, examples=examples, steps=steps, seed=seed, progress=progress)
     except InvariantBroken as error:
         progress.end()
-        out.write(f"{error}\nFound after {progress.operations:,} operations.\n")
+        out.write(f"{error}\n")
         return False
     finally:
         logging.disable(logging.NOTSET)

@@ -145,7 +145,7 @@ class Sequences:
 
     def enter(self, s: Sequence, phase: Phase) -> None:
         """The sequence is in another phase, or has other blocks: nothing is known of its next slot."""
-        s.phase, self.limit[s.row], self._last = phase, 0, (b"", self._last[1])
+        s.phase, self.limit[s.row], self._last = phase, 0, (b"", self._last[1][:0])
 
 
 def digests(extra: Extra) -> Mapping[int, bytes]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from blocks_house import SPEC, TOKENS, slots
+from blocks_house import SPEC, TOKENS, House, slots
+from kv import SlotKV
 from origins_of import origins_of
 
-from cache_manager.errors import BlockStateError, InvalidInputError, RowError
+from cache_manager.errors import BlockStateError, InvalidInputError, RowError, StorageError
 from cache_manager.feed import BlockFeed
 from cache_manager.table import STEP_NUMBERS
 
@@ -192,17 +193,81 @@ def test_what_changes_in_mid_move_does_not_arrive(house, change: str, at: str) -
     engine.assert_consistent()
 
 
-def test_a_source_that_was_forgotten_in_mid_move_names_nothing(house) -> None:
-    """Goal: the same where no row tells of the change. Method: KV that has a name and no rows; it is forgotten."""
+@pytest.mark.parametrize("change", ["forgotten", "a pass begins", "forgotten and named again"])
+def test_a_source_without_rows_that_changes_in_mid_move_names_nothing(house, change: str) -> None:
+    """Goal: the same where no row tells of the change. Method: KV that has a name and no rows; it is forgotten, or some
+    of it is written, when it has been copied. The other half: nothing becomes of it."""
     engine = house.engine
     (life, _) = engine.renew([0, 1]).tolist()
     assert engine.bind_origin(0, life, 77, TOKENS)
-    with house.when_copied(lambda: engine.forget([0])):
+
+    def changes() -> None:
+        if change == "a pass begins":
+            engine.begin_step([3])
+            return
+        engine.forget([0])
+        if change == "forgotten and named again":
+            engine.bind_origin(0, life, 77, TOKENS)
+
+    with house.when_copied(changes):
         engine.copy([(0, 1)])
-    assert origins_of(engine, [0, 1]) == [0, 0]
+    assert origins_of(engine, [1]) == [0]
+    for step in engine.steps:
+        step.abort()
+    engine.forget([0])
     assert engine.bind_origin(0, life, 77, TOKENS)
     engine.copy([(0, 1)])
     assert origins_of(engine, [0, 1]) == [77, 77]
+
+
+def test_a_second_move_into_a_block_is_dropped(house) -> None:
+    """Goal: no bytes of one move under the rows of another. Method: a move of two blocks; between them another thread
+    would copy into the second. Then the copy is made again."""
+    engine = house.engine
+    engine.renew(range(6))
+    rows = [house.fill(block, f"block {block}") for block in (0, 2, 3)]
+    with house.when_copied(lambda: engine.copy([(2, 1)])):
+        engine.copy([(3, 4), (0, 1)])
+    assert engine.counters.bad_moves_dropped == 1
+    assert house.holds(4, rows[2])
+    assert house.valid(1) == [False] * TOKENS
+    engine.copy([(2, 1)])
+    assert house.holds(1, rows[1])
+
+
+def test_kv_moves_with_its_rows_and_without_them() -> None:
+    """Goal: where KV is moved here, no pair of it is left out. Method: one of two targets was never given out."""
+    kv = SlotKV(6, 3, TOKENS)
+    house = House(kv=kv)
+    house.engine.renew([0, 1])
+    rows = house.fill(0, "mine")
+    house.engine.copy([(0, 1), (0, 4)])
+    assert kv.copies == [("device", "device", [(0, 1), (0, 4)])]
+    assert house.holds(1, rows)
+    assert not any(house.valid(4))
+    with pytest.raises(InvalidInputError, match="pairs"):
+        house.engine.copy([(0, 0)])
+    house.close()
+
+
+def test_a_move_that_fails_brings_nothing_and_keeps_nothing() -> None:
+    """Goal: a move succeeds whole or leaves its targets without rows. Method: the KV's copy fails; then all goes on."""
+    kv = SlotKV(6, 3, TOKENS)
+    house = House(kv=kv)
+    house.engine.renew([0, 1])
+    rows = house.fill(0, "mine")
+    house.fill(1, "before")
+    kv.fail_next = StorageError
+    with pytest.raises(StorageError, match="on purpose"):
+        house.engine.copy([(0, 1)])
+    assert not any(house.valid(1))
+    assert origins_of(house.engine, [1]) == [0]
+    assert house.engine.in_flight == 0
+    house.engine.assert_consistent()
+    assert house.engine.renew([1]).tolist() == [2]
+    house.engine.copy([(0, 1)])
+    assert house.holds(1, rows)
+    house.close()
 
 
 def test_blocks_are_forgotten_by_name(house) -> None:

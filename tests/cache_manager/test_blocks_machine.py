@@ -244,9 +244,10 @@ class BlocksMachine(BlocksModel):
         kind=st.sampled_from(tuple(TIERS)),
         fed=st.booleans(),
         meanwhile=st.none() | st.sampled_from(MEANWHILE),
+        full=st.booleans(),
     )
-    def move(self, data, kind, fed, meanwhile) -> None:
-        """``meanwhile`` something becomes of a source or a target, when the bytes have been copied."""
+    def move(self, data, kind, fed, meanwhile, full) -> None:
+        """``meanwhile`` something becomes of a source or target, when bytes have been copied; a source is ``full``."""
         source, target = TIERS[kind]
         targets = data.draw(st.lists(st.integers(0, SIZES[target] - 1), min_size=1, max_size=2, unique=True))
         pairs = [(data.draw(st.integers(0, SIZES[source] - 1)), t) for t in targets]
@@ -256,6 +257,9 @@ class BlocksMachine(BlocksModel):
         bad = any(s == SIZES[source] for s, _ in pairs) or (kind == "copy" and {s for s, _ in pairs} & set(targets))
         if bad:
             meanwhile = None
+        if full and source == "device":
+            self.renew([min(pairs[0][0], DEVICE - 1)], bad=False)
+            self.fill(min(pairs[0][0], DEVICE - 1))
         blocks = [s for s, _ in pairs if source == "device"] + [t for t in targets if target == "device"]
         one = data.draw(st.sampled_from(blocks))
         to, before = (self.feed if fed else self.engine), self.engine.counters.bad_moves_dropped
@@ -412,7 +416,7 @@ class BlocksMachine(BlocksModel):
             untouched = now is job.life and not now.rows and not now.computed and not busy
             landed = job.rows is not None and untouched and job.block in self.given["device"]
             landed = landed and job.origin in (0, job.rows[0])
-            assert answer == landed
+            assert answer == landed, "a restore lands in what is as it was"
             if landed:
                 now.rows, now.computed = dict(job.rows[1]), True
 

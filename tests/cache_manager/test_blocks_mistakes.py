@@ -10,6 +10,7 @@ from blocks_house import SPEC, TOKENS, House, slots
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, ConfigError, InvalidInputError, KVRouteError
+from cache_manager.feed import BlockFeed
 from cache_manager.keys import Namespace
 
 
@@ -19,6 +20,17 @@ def test_rows_may_come_in_another_token_order(house) -> None:
     rows = house.rows("mine")
     assert engine.write_step(slots(0), {"routing": (rows[order], slots(0)[order])}) == TOKENS
     assert house.holds(0, rows)
+
+
+def test_rows_that_come_in_another_order_come_for_the_step_s_slots(house) -> None:
+    """Goal: a row goes to no slot but its own. Method: slots of another step, as many; one twice; and one too few."""
+    engine = house.engine
+    engine.renew([0, 1])
+    rows = house.rows("mine")
+    for at in (slots(1), slots(0)[[0, 1, 2, 2]], slots(0)[[0, 1, 2]]):
+        assert engine.write_step(slots(0), {"routing": (rows[: at.size], at)}) == 0
+        assert not engine.read("routing", [0, 1]).valid.any()
+    assert engine.counters.bad_writes_dropped == 3 * TOKENS
 
 
 def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(house, caplog) -> None:
@@ -120,3 +132,73 @@ def test_one_step_too_many_is_busy_and_without_a_store_there_is_none() -> None:
         engine.persist({}, [])
     assert engine.store_counters is None
     engine.close()
+
+
+NO_IDS = {
+    "floats": [0.7],
+    "a mask": np.array([True, False]),
+    "nested": [[0, 1]],
+    "ragged": [[0], [1, 2]],
+    "text": "01",
+    "none": None,
+    "a number": 1,
+    "an iterator": iter([0]),
+    "objects": [object()],
+    "not a number": [float("nan")],
+    "too large": [1 << 70],
+}
+CALLS = {
+    "renew": lambda e, x: e.renew(x),
+    "renew's generations": lambda e, x: e.renew([0], [1] if x is None else x),
+    "forget": lambda e, x: e.forget([0] if x is None else x),
+    "complete": lambda e, x: e.complete(x),
+    "generations": lambda e, x: e.generations(x),
+    "origins": lambda e, x: e.origins(x),
+    "read": lambda e, x: e.read("routing", x),
+    "read's generations": lambda e, x: e.read("routing", [0], generations=[1] if x is None else x),
+    "copy": lambda e, x: e.copy([x, 0]),
+    "copy's rows": lambda e, x: e.copy([(0, 1)], [1, 2] if x is None else x),
+    "write_step's slots": lambda e, x: e.write_step(x, {"routing": np.zeros((1, 3, 2), np.uint8)}),
+    "write_step's rows": lambda e, x: e.write_step(slots(1), {"routing": x}),
+    "write_step's mapping": lambda e, x: e.write_step(slots(1), x),
+    "commit's keep": lambda e, x: e.write_step(
+        slots(1), {"routing": np.zeros((TOKENS, 3, 2), "u1")}, [True] if x is None else x
+    ),
+    "name_origins' blocks": lambda e, x: e.name_origins(x, [1], np.array([5], np.uint64)),
+    "name_origins' generations": lambda e, x: e.name_origins([0], x, np.array([5], np.uint64)),
+    "name_origins' origins": lambda e, x: e.name_origins([0], [1], x),
+    "persist's generations": lambda e, x: e.persist({e.keys.key(None, [1]): 0}, x),
+    "persist's block": lambda e, x: e.persist({e.keys.key(None, [1]): x}, [1]),
+    "persist's blocks": lambda e, x: e.persist(x, [1]),
+    "restore's origins": lambda e, x: e.restore({e.keys.key(None, [1]): 1}, [1], {e.keys.key(None, [1]): x}),
+    "export's rows": lambda e, x: e.export({e.keys.key(None, [1]): 0}, [1], [9] if x is None else x),
+    "apply": lambda e, x: e.apply(x),
+    "the feed's renew": lambda _, x: BlockFeed(4).renew(x),
+    "the feed's copy": lambda _, x: BlockFeed(4).copy(x),
+    "the feed's persist": lambda e, x: BlockFeed(4).persist({e.keys.key(None, [1]): x}),
+    "the feed's blocks": lambda _, x: BlockFeed(0 if isinstance(x, int) else x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_is_none_is_a_typed_error_or_dropped_and_gives_nothing_out(call) -> None:
+    """Goal: no raw error, and no block but those that were named begins a life or gets rows. Method: each argument of
+    each call, given what is no such thing; strict and not."""
+    for strict in (True, False):
+        house = House(strict=strict)
+        house.gate.open()
+        lives = house.engine.renew([0, 1])
+        house.fill(0, "mine")
+        for what, given in NO_IDS.items():
+            try:
+                call(house.engine, given)
+            except KVRouteError:
+                pass
+            except Exception as error:
+                raise AssertionError(f"{what}: {error!r}") from error
+            assert house.engine.generations([0, 1]).tolist() == lives.tolist(), f"{what} gave blocks out"
+            read = house.engine.read("routing", range(6))
+            assert not read.valid[TOKENS:].any(), f"{what} has made rows"
+            assert house.engine.in_flight == 0
+        house.engine.assert_consistent()
+        house.close()

@@ -49,6 +49,11 @@ def test_moves_of_several_threads_meet() -> None:
 
     def run(seed: int) -> None:
         rng = np.random.default_rng(seed)
+
+        def write() -> None:
+            rows = np.full((TOKENS, *WIDE.row_shape), rng.integers(256), np.uint8)
+            engine.write_step(slots(rng.integers(8)), {"routing": rows})
+
         calls: list[Callable[[], object]] = [
             lambda: engine.swap_out(
                 np.column_stack((rng.choice(8, 3, replace=False), rng.choice(4, 3, replace=False)))
@@ -56,12 +61,8 @@ def test_moves_of_several_threads_meet() -> None:
             lambda: engine.swap_in(np.column_stack((rng.choice(4, 3, replace=False), rng.choice(8, 3, replace=False)))),
             lambda: engine.copy(rng.choice(8, (2, 2), replace=False)),
             lambda: engine.renew(rng.choice(8, 2, replace=False)),
-            lambda: engine.write_step(
-                slots(rng.integers(8)), {"routing": np.full((4, 1 << 12), rng.integers(256), "u1")}
-            ),
-            lambda: engine.write_step(
-                slots(rng.integers(8)), {"routing": np.full((4, 1 << 12), rng.integers(256), "u1")}
-            ),
+            write,
+            write,
             lambda: engine.origins([rng.integers(8)]),
             lambda: engine.forget([rng.integers(8)]) if rng.random() < 0.2 else None,
             lambda: engine.reset(weights_version=1) if rng.random() < 0.05 else None,
@@ -91,7 +92,7 @@ def test_moves_of_several_threads_meet() -> None:
 
 
 def test_a_reader_beside_the_scheduler_never_sees_a_foreign_row(house) -> None:
-    """Goal: the output thread reads while the scheduler gives blocks out. Method: real threads, rows name their life."""
+    """Goal: a thread reads while the scheduler gives blocks out. Method: real threads, rows name their life."""
     engine, wrong, seen, done = house.engine, [], [], threading.Event()
     expected = {life: house.rows(f"life {life}") for life in range(1, 302)}
 
@@ -225,8 +226,8 @@ def _names() -> list[str]:
 
 @pytest.mark.parametrize("name", _names())
 def test_a_call_that_is_interrupted_leaves_nothing_wrong_and_nothing_taken(name: str) -> None:
-    """Goal: whatever a signal handler raises in the middle of a call, the lock is free, the books are in order, and each
-    readable row is one that was written. Method: each call, interrupted at each place where that can be."""
+    """Goal: whatever a signal handler raises in the middle of a call, the lock is free, the books are in order, and
+    each readable row is one that was written. Method: each call, interrupted at each place where that can be."""
     at, stopped = 1, True
     while stopped:
         house = House()

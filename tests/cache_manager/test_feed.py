@@ -17,11 +17,11 @@ from region_children import Child
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError, FeedGapError, InvalidInputError
 from cache_manager.feed import VERSION, Batch, BlockFeed, Copied, Persist, Renew, Reset, Restore
-from cache_manager.stored import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.regions.view import RegionView
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
+from cache_manager.stored import JobLimits
 
 BLOCKS, TOKENS = 5, 4
 SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", TOKENS)
@@ -344,3 +344,24 @@ def test_a_scheduler_reads_what_a_worker_wrote_for_the_lives_that_it_gave_out() 
     finally:
         code, said = worker.finish()
     assert (code, said.count("feed_gaps")) == (0, 1), "logged once"
+
+
+def test_a_scheduler_that_is_started_anew_is_heard() -> None:
+    """Goal: what it says is done, and nothing from before counts. Method: a second feed beside a living worker, whose
+    numbers and generations begin anew; then the first one's last batch comes again."""
+    with new_engine() as engine:
+        before, feed = BlockFeed(blocks=BLOCKS), BlockFeed(blocks=BLOCKS)
+        before.renew([0, 1])
+        before.renew([0])
+        engine.apply(before.take())
+        fill(engine, 0, "before")
+        engine.swap_out([(0, 1)])
+        lives = feed.renew([0])
+        assert len(engine.apply(feed.take())) == 1
+        assert not engine.read("routing", range(BLOCKS)).valid.any()
+        assert not engine.read("routing", [1], tier="host").valid.any()
+        rows = fill(engine, 0, "after")
+        assert np.array_equal(engine.read("routing", [0], generations=lives).values, rows)
+        assert engine.generations([0, 1]).tolist() == [1, 0]
+        counters = engine.counters
+        assert (counters.feed_restarts, counters.feed_repetitions, counters.feed_gaps) == (1, 0, 0)

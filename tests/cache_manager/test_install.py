@@ -157,9 +157,27 @@ def test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows() -> None
         assert rows(d, D_BLOCK) == ["D", "D", None, None]
 
 
+@pytest.mark.parametrize("then", ["given out", "named otherwise"])
+def test_what_was_to_come_for_other_kv_does_not_come(then: str) -> None:
+    """Goal: KV that came once says nothing of KV that is there now. Method: KV of P comes; the block is given out, or
+    its KV says another name; D computes a token behind what had come; then P's rows come."""
+    header, payload = exported(range(4))
+    with new_blocks() as d:
+        life = renewed(d)
+        assert d.bind_origin(D_BLOCK, life, header.origin, 2)
+        if then == "given out":
+            life = renewed(d)
+        else:
+            d.name_origins([D_BLOCK], [life], np.array([header.origin ^ 1], np.uint64))
+        write(d, D_BLOCK, [3], "D")
+        assert d.install(D_BLOCK, life, header, payload) == 0
+        assert rows(d, D_BLOCK) == [None, None, None, "D"]
+        assert d.counters.installs_of_another_origin_dropped == 1
+
+
 def test_a_row_that_a_device_may_still_write_is_not_filled() -> None:
-    """Goal: the fence of a step in place. Method: a step of the life before, with a slot that was dropped; a reset; then
-    rows for the life after."""
+    """Goal: the fence of a step in place. Method: a step of the life before, with a slot that was dropped; a reset;
+    then rows for the life after."""
     header, payload = exported(range(4), version=2)
     with new_blocks() as d:
         renewed(d)
@@ -176,7 +194,8 @@ def test_a_row_that_a_device_may_still_write_is_not_filled() -> None:
 
 @pytest.mark.parametrize("origin", [0, 1 << 64, -1, "x", None])
 def test_an_origin_that_cannot_be_is_named(origin) -> None:
-    with new_blocks() as d, pytest.raises(InvalidInputError, match=r"origin: wanted an integer in \[1, 2\*\*64\)"):
+    wanted = r"origin: wanted an integer in \[1, 2\*\*64\)"
+    with new_blocks() as d, pytest.raises(InvalidInputError, match=wanted):
         d.bind_origin(D_BLOCK, renewed(d), origin, 4)
 
 

@@ -171,6 +171,17 @@ def test_what_a_reader_needs_decides_whether_a_record_will_do() -> None:
         assert reader.restore({key: 1}, [1]) == {key: True}
 
 
+def test_blocks_of_one_job_are_stored_under_their_own_keys(full) -> None:
+    """Goal: content goes under its key. Method: three blocks in one job, brought back one by one."""
+    engine = full.engine
+    keys = {engine.keys.key(None, [n]): block for n, block in enumerate((2, 0, 1))}
+    origins = engine.origins([2, 0, 1])
+    assert list(engine.persist(keys, [1] * 3).values()) == origins
+    for (key, block), origin in zip(keys.items(), origins, strict=True):
+        assert full.brings(5, origin, key)
+        assert full.holds(5, full.rows(f"block {block}"))
+
+
 # ---------------------------------------------------------------- stores without a contract
 
 

@@ -88,6 +88,16 @@ def test_rows_that_no_spec_requires_are_reported_missing() -> None:
 # ---------------------------------------------------------------- who writes what
 
 
+def test_a_block_that_is_given_out_begins_a_new_life(house) -> None:
+    """Goal: nobody reads rows of an earlier owner, by whatever way. Method: every block, free and cached ones."""
+    house.run("a", PROMPT)
+    before = house.aux.generations(range(8))
+    house.manager.free("a")
+    assert house.manager.allocate("b", list(range(50, 82))) is not None
+    assert (house.aux.generations(range(8)) == before + 1).all()
+    assert not house.aux.read("routing", range(8)).valid.any()
+
+
 def test_forks_share_until_one_of_them_writes(house) -> None:
     forks(house, 2)
     a, b = (house.manager.table(owner) for owner in ("s0", "s1"))

@@ -102,7 +102,7 @@ def test_debug_mode_carries_positions_through_swaps_and_forks(qwen: nn.Module, t
     table = engine.manager.table(sequence.owner)
     read = engine.manager.read
     engine.manager.read = (
-        lambda name, owner, start, stop: engine.aux.read(  # type: ignore[method-assign]
+        lambda name, _owner, start, stop: engine.aux.read(  # type: ignore[method-assign]
             name, [table[1], table[0], *table[2:]], start, stop
         )
     )

@@ -75,8 +75,8 @@ FAULTS = (
         "manager/manager.py",
         "        self._sequences.filling[twin.row] = self._sequences.filling[s.row]\n",
         "",
-        MANAGER,
-        "hit_is_its_prefix",
+        f"{REQUESTS}::test_a_block_that_a_fork_fills_is_found_under_all_of_its_tokens",
+        "test_a_block_that_a_fork_fills_is_found_under_all_of_its_tokens",
     ),
     Fault(
         "a child's keys are its parent's",
@@ -131,8 +131,8 @@ FAULTS = (
         "manager/index.py",
         "        if not blocks:\n            del self._blocks[key]\n",
         "        for other in self._blocks.pop(key):\n            del self._keys[other]\n",
-        MANAGER,
-        "held_is_found",
+        f"{DEFECTS}::test_a_duplicate_takes_over_when_the_first_of_a_group_ends",
+        "test_a_duplicate_takes_over_when_the_first_of_a_group_ends",
     ),
     Fault(
         "a chain loses its head before its tail",
@@ -178,9 +178,10 @@ FAULTS = (
         "a block begins no new life when it is given out",
         "manager/pool.py",
         "        assert self._aux.renew(blocks).all(), ",
-        "        assert self._aux.generations(blocks).all() or self._aux.renew(blocks).all(), ",
-        MANAGER,
-        "rows_follow_kv",
+        "        new = [block for block in blocks if not self._aux.generations([block])]\n"
+        "        assert self._aux.renew(new).all(), ",
+        f"{REQUESTS}::test_a_block_that_is_given_out_begins_a_new_life",
+        "test_a_block_that_is_given_out_begins_a_new_life",
     ),
     Fault(
         "a sequence has what the store was asked for, found or not",

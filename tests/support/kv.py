@@ -38,6 +38,9 @@ class SlotKV:
     def digest(self, tier: str, block: int, offset: int) -> bytes:
         return (self.device if tier == "device" else self.host)[block, offset].tobytes()
 
+    def digests(self, tier: str, block: int) -> list[bytes]:
+        return [self.digest(tier, block, offset) for offset in range(self.device.shape[1])]
+
     def copy(self, source: str, target: str, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None

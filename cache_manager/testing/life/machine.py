@@ -157,7 +157,7 @@ def prove(
             _play(adapter, counts, Random(f"{seed} {example}"), long * steps)  # noqa: S311 - no secret
         except InvariantBroken as error:
             found = shortest(adapter, error)
-            again = f"\n\nTo play it again: seed {seed}, {example + 1} examples of {steps} operations."
+            again = f"\n\nTo play it again: seed {seed}, examples {example + 1}, steps {steps}."
             raise InvariantBroken(found.name, found.what, found.program, f"{found}{again}") from None
         if progress is not None:
             progress(counts)
