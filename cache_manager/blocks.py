@@ -105,11 +105,11 @@ class AuxBlocks(Landing):
 
     @property
     def _device(self) -> BlockTable:
-        return self._table("device")
+        self._lock.check_open()
+        return self._tables["device"]
 
     def _table(self, tier: TierName) -> BlockTable:
-        if self._lock.closed:
-            raise BlockStateError("AuxBlocks", "one that is open", "one that was closed")
+        self._lock.check_open()
         table = self._tables.get(tier) if isinstance(tier, str) else None
         if table is None:
             raise InvalidInputError("tier", "'device', or 'host' with host_blocks > 0", repr(tier))
@@ -210,7 +210,7 @@ class AuxBlocks(Landing):
         that cannot be given out is dropped and counted: its generation is 0 in the answer.
         """
         table = self._device
-        if generations is None and not np.size(blocks):  # engines ask for room for every token, and mostly have it
+        if generations is None and isinstance(blocks, list) and not blocks:  # engines ask for room for every token
             return np.empty(0, np.int64)
         with self._lock:
             ids, good = table.known(blocks)

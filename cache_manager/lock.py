@@ -92,8 +92,7 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
             raise BlockBusyError("blocks", "a call from outside their own calls", "a finaliser or a signal handler")
         try:
             self.acquire()
-            if self.closed:
-                raise BlockStateError("AuxBlocks", "one that is open", "one that was closed")
+            self.check_open()
             if self.torn:
                 self.mend()
                 self.torn = 0
@@ -101,6 +100,10 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
             if self._is_owned():  # type: ignore[attr-defined]
                 self.release()
             raise
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise BlockStateError("AuxBlocks", "one that is open", "one that was closed")
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a counter; the lock is held."""
