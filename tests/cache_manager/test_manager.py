@@ -312,9 +312,16 @@ def test_no_room_for_a_further_sequence_is_no_room() -> None:
 
 
 def test_nothing_to_decode_is_nothing(house) -> None:
-    for empty in ([], np.empty(0, np.int64)):
-        assert house.manager.append_batch(empty).shape == (0,)
-        house.manager.publish_batch(empty, [])
+    """Goal: an empty batch is of nobody. Method: before any, after a batch, and after the end of one of it."""
+    house.run("a", PROMPT)
+    house.run("b", [7, 7])
+    before = house.manager.computed("a")
+    for change in (lambda: None, lambda: house.decode(["a", "b"], [1, 2]), lambda: house.manager.free("b")):
+        change()
+        for empty in ([], np.empty(0, np.int64)):
+            assert house.manager.append_batch(empty).shape == (0,)
+            house.manager.publish_batch(empty, [])
+    assert house.manager.computed("a") == before + 1
 
 
 # ---------------------------------------------------------------- the store
