@@ -21,6 +21,8 @@ import os
 from _thread import RLock  # its class: threading.RLock is a function
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from cache_manager.errors import BlockBusyError, BlockStateError
 
@@ -70,6 +72,11 @@ class AuxCounters:
     interrupted_calls: int = 0
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T", bound="Locked")
+
+
 class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
     """A lock for the threads of the process that made it; taken twice by one thread it raises instead of hanging.
 
@@ -111,3 +118,23 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
 
     def counters(self) -> AuxCounters:
         return AuxCounters(**self._counts)
+
+
+class Locked(Protocol):
+    """What changes under a lock."""
+
+    lock: Lock
+
+
+def change(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+    """Mark a change of a table's state, which comes to its end or leaves the lock torn."""
+
+    @wraps(method)
+    def whole(table: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        lock = table.lock
+        lock.torn += 1
+        answer = method(table, *args, **kwargs)
+        lock.torn -= 1
+        return answer
+
+    return whole
