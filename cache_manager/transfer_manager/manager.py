@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import Final, Self
 
+from cache_manager.bits import Ints
 from cache_manager.errors import KVRouteError, StorageError, TransferProcessError
 from cache_manager.regions import SharedRegion
 from cache_manager.storage.apart import Apart, ApartSettings, ApartStore
 from cache_manager.storage.apart_process import Move
-from cache_manager.bits import Ints
 
 MODULE: Final = "cache_manager.transfer_manager.process"
 LOOK_S: Final = 0.05
