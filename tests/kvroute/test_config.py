@@ -91,7 +91,8 @@ ON = {"enable_routing_replay": True}
         ({"num_moe_layers": 0}, "num_moe_layers: wanted an integer of 1 or more, got 0"),
         ({"num_moe_layers": True}, "num_moe_layers"),
         ({"moe_top_k": 8.0}, "moe_top_k: wanted an integer of 1 or more, got 8.0"),
-        ({"policy": "drop"}, "policy: wanted one of gate, mask, got 'drop'"),
+        ({"required": "routing"}, "required: wanted a list of specs' names, got 'routing'"),
+        ({"required": [1]}, r"required: wanted a list of specs' names, got \(1,\)"),
         (ON | {"routing_store_type": "rdma"}, "rdma_store_server: wanted HOST:PORT.* of a Mooncake master"),
         (ON | {"routing_store_type": "rdma", "rdma_store_server": "redis://10.0.0.1:6379"}, "rdma_store_server"),
         (ON | {"routing_store_type": "response", "only_last_turn": True}, "only_last_turn: wanted false: rollouts"),
@@ -145,7 +146,7 @@ def test_the_keys_name_a_rollout_store(keys: dict[str, Any], url: str) -> None:
 
 def test_it_is_frozen() -> None:
     with pytest.raises(AttributeError):
-        RoutingReplayConfig().policy = "mask"  # type: ignore[misc]
+        RoutingReplayConfig().required = ()  # type: ignore[misc]
 
 
 def test_what_follows_from_the_model_is_filled_in() -> None:
