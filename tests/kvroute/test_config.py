@@ -30,7 +30,7 @@ FASTDEPLOY = {
 def test_fastdeploys_json_is_read_as_it_is() -> None:
     config = RoutingReplayConfig.from_json(json.dumps(FASTDEPLOY))
     assert {name: getattr(config, name) for name in FASTDEPLOY} == FASTDEPLOY
-    assert (config.policy, config.block_store, config.rollout_store) == ("gate", "", "")
+    assert (config.required, config.block_store, config.rollout_store) == (None, "", "")
     assert RoutingReplayConfig.from_json(FASTDEPLOY) == config
 
 
@@ -64,7 +64,7 @@ def configs(draw: st.DrawFn) -> RoutingReplayConfig:
         routing_dtype=draw(st.sampled_from([None, "uint8", "uint16", "uint32"])),
         num_moe_layers=draw(st.none() | st.integers(1, 100)),
         moe_top_k=draw(st.none() | st.integers(1, 100)),
-        policy=draw(st.sampled_from(["gate", "mask"])),
+        required=draw(st.none() | st.lists(st.sampled_from(["routing", "weights_version"]))),
         block_store=draw(st.just("") | some),
     )
 
@@ -105,7 +105,7 @@ ON = {"enable_routing_replay": True}
         ("{", r"routing replay config: wanted JSON \(Expecting"),
         ("true", "wanted a JSON object, got bool"),
         ("[]", "wanted a JSON object, got list"),
-        ('{"policy": "gate", "policy": "mask"}', "each key once, got 'policy' twice"),
+        ('{"required": [], "required": []}', "each key once, got 'required' twice"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(value: Any, message: str) -> None:
