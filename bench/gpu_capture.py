@@ -229,7 +229,7 @@ def visible() -> str:
     model = MODELS[0]
     spec = kvroute.routing_spec(model.experts, TOP_K, range(model.layers), model.layers, BLOCK_TOKENS)
     namespace = kvroute.Namespace("bench", weights_version=0)
-    with kvroute.EngineBlocks([spec], blocks=BLOCKS, namespace=namespace, memory="shared") as engine:
+    with kvroute.AuxBlocks([spec], blocks=BLOCKS, namespace=namespace, memory="shared") as engine:
         engine.renew(range(BLOCKS), np.ones(BLOCKS, np.int64))
         with LayerCapture(engine.region("device"), max(TOKENS), DEVICE) as capture:
             done, committed = visible_us(model, engine, capture)

@@ -25,7 +25,7 @@ from bench.gpu_passes import (
     keep_all,
     random_slots,
 )
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
 from kvroute.capture.layers import LayerCapture
 from kvroute.capture.plan import Check
 
@@ -130,7 +130,7 @@ def check_late(model: Model) -> None:
     """A device that is late for a block's new life: its rows never lie among the new life's readable ones."""
     spec = kvroute.routing_spec(model.experts, TOP_K, range(model.layers), model.layers, BLOCK_TOKENS)
     namespace = kvroute.Namespace("late", weights_version=0)
-    with EngineBlocks([spec], blocks=4, namespace=namespace, memory="shared") as engine:
+    with AuxBlocks([spec], blocks=4, namespace=namespace, memory="shared") as engine:
         engine.renew(range(4))
         with LayerCapture(engine.region("device"), 256, DEVICE) as capture:
             old, slots = Pass(model, 128), np.arange(128)

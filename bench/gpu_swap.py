@@ -22,7 +22,7 @@ import torch
 import kvroute
 from bench.gpu_passes import DEVICE, HIDDEN, graph_of
 from bench.table import Table
-from kvroute.engine.kv import KVMover, KVShape, PagedKV
+from kvroute.engine.kv import KVShape, PagedKV
 
 SHAPE = KVShape(layers=48, heads=4, k_dim=128, v_dim=128, dtype=torch.bfloat16)
 BLOCK_TOKENS, ROUNDS, LAYERS, TOP_K, EXPERTS = 64, 20, 48, 8, 128
@@ -37,16 +37,16 @@ class House:
         spec = kvroute.routing_spec(EXPERTS, TOP_K, range(LAYERS), LAYERS, BLOCK_TOKENS)
         self.aux = kvroute.AuxBlocks(
             [spec],
-            device_blocks=2 * blocks,
+            blocks=2 * blocks,
             host_blocks=blocks,
             namespace=kvroute.Namespace("bench", weights_version=0),
-            kv=KVMover(self.kv),
+            kv=self.kv,
             memory="shared",
         )
 
     def fill(self, rng: np.random.Generator) -> tuple[torch.Tensor, Any]:
-        """Other KV and rows in the first blocks, held by ``a``: copies of both."""
-        self.aux.allocate(range(self.blocks), owner="a")
+        """Other KV and rows in the blocks, the first half of which is given out: copies of both."""
+        self.aux.renew(range(2 * self.blocks))
         held = self.kv.device[: self.blocks]
         held.copy_(torch.randn(held.shape, device=DEVICE, dtype=held.dtype))
         slots = np.arange(self.blocks * BLOCK_TOKENS)
@@ -63,15 +63,14 @@ def check(house: House, rng: np.random.Generator, rounds: int) -> int:
     for _ in range(rounds):
         wanted, rows = house.fill(rng)
         hosts, back = rng.permutation(n), n + rng.permutation(n)
-        house.aux.swap_out(np.stack([ids, hosts], 1), "a")
+        house.aux.swap_out(np.stack([ids, hosts], 1))
         house.kv.device[:n].normal_()  # the next pass, whose blocks these are now
-        house.aux.swap_in(np.stack([hosts, back], 1), "a")
+        house.aux.swap_in(np.stack([hosts, back], 1))
         same = [bool(torch.equal(house.kv.device[at], wanted[i])) for i, at in enumerate(back.tolist())]
         found = house.aux.read("routing", back.tolist(), 0, n * BLOCK_TOKENS)
         assert all(same), f"KV of {same.count(False)} blocks"
         assert found.valid.all()
         assert np.array_equal(found.values, rows), "rows"
-        house.aux.free("a")
         right += n
     return right
 
@@ -91,7 +90,7 @@ def wall_ms(call: Callable[[], None]) -> float:
 def measure(house: House) -> dict[str, float]:
     """Milliseconds of a pass, a swap out of every block, and of both, by the mover and on the stream of the pass."""
     ids = np.arange(house.blocks)
-    mover, kv = KVMover(house.kv), house.kv
+    kv = house.kv
     x = torch.randn(4096, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
     w = torch.randn(HIDDEN, HIDDEN, device=DEVICE, dtype=torch.bfloat16) / HIDDEN**0.5
 
@@ -105,7 +104,7 @@ def measure(house: House) -> dict[str, float]:
             kv.host[i].copy_(kv.device[i], non_blocking=True)
 
     def swap() -> None:
-        mover.copy("device", "host", ids, ids)
+        kv.copy("device", "host", ids, ids)
 
     host_us = []
 
@@ -158,8 +157,8 @@ def main() -> None:
     for blocks in chosen.blocks:
         house = House(blocks)
         right = check(house, np.random.default_rng(0), 5)
-        size = blocks * house.kv.block_nbytes
-        print(f"{right} blocks of {house.kv.block_nbytes >> 10} KiB out and back: KV and rows right", flush=True)
+        size = blocks * house.kv.spec.block_nbytes
+        print(f"{right} blocks of {house.kv.spec.block_nbytes >> 10} KiB out and back: KV and rows right", flush=True)
         found = measure(house)
         house.aux.close()
         said.append({"blocks": blocks, "nbytes": size, "right": right, **found})

@@ -35,7 +35,7 @@ def watch(name: str, block: int, steps: int) -> None:
 def visible_us(model: Model, engine: Any, capture: Any) -> tuple[float, float]:
     """Medians in microseconds: from the device being done, and from ``commit``'s return, to the other process's look.
 
-    ``engine`` is an ``EngineBlocks`` whose blocks are in generation 1.
+    ``engine`` is an ``AuxBlocks`` whose blocks are in generation 1.
     """
     batch, slots = Pass(model, TOKENS), np.arange(TOKENS, dtype=np.int64) * BLOCK_TOKENS
     batch.slots.copy_(torch.from_numpy(slots))

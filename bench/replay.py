@@ -62,10 +62,10 @@ def steps(tokens: int, seed: int) -> list[Step]:
     ids = sound_ids(tokens, seed)
     blocks = -(-tokens // BLOCK_TOKENS)
     table = np.random.default_rng(seed).permutation(4 * blocks)[:blocks].tolist()
-    aux = kvroute.AuxBlocks([SPEC], device_blocks=4 * blocks, namespace=kvroute.Namespace("bench", 1))
-    aux.allocate(table, owner="request")
+    aux = kvroute.AuxBlocks([SPEC], blocks=4 * blocks, namespace=kvroute.Namespace("bench", 1))
+    aux.renew(table)
     slots = (np.array(table)[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(-1)[:tokens]
-    with aux.step(slots) as step:
+    with aux.begin_step(slots) as step:
         step.write(SPEC.name, ids)
     rows = aux.read(SPEC.name, table, 0, tokens)
     holed = Rows(rows.values, rows.valid & (np.arange(tokens) % 1000 != 7))

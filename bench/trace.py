@@ -5,9 +5,9 @@ as an engine with continuous batching does: up to ``--concurrency`` requests run
 matching as there is room, its prompt published; a step appends and publishes a token of every one; it is freed when its
 output is complete. No KV is moved and no model run. An operation is an admission, a publication, an appended token, or
 a release, of one request, and both count the same ones; making the tokens is not timed. With ``--rows`` every token
-also writes a one-byte row, so that hits pass the gate for missing rows; otherwise the policy is ``mask``.
+also writes a one-byte row, which hits require; otherwise they require none.
 
-Beside them stands a bare dictionary in least-recently-used order, with no owners, leases or rows: the same matching
+Beside them stands a bare dictionary in least-recently-used order, with no owners or rows: the same matching
 and eviction once a request, and nothing for its output tokens. Its hit rate is the yardstick.
 
 Every line has a process of its own, so that peak memory is that line's; those of one size take turns, ``--rounds``
@@ -36,10 +36,9 @@ from bench.peers import opened
 from bench.table import Table, machine
 from bench.traces import BLOCK, replay, requests, result
 from bench.turns import Peer, serve_answers
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
-from cache_manager.ports import HitPolicy
 from cache_manager.spec import AuxBlockDataSpec
 
 SPEC = AuxBlockDataSpec("row", row_shape=(), dtype="uint8", block_tokens=BLOCK)
@@ -49,10 +48,11 @@ class Replayed:
     """See :class:`bench.traces.Replayed`. A request is its name, its prompt, and its number once it runs."""
 
     def __init__(self, blocks: int, rows: bool) -> None:
-        policy: HitPolicy = "gate" if rows else "mask"
-        self.aux = AuxBlocks([SPEC], device_blocks=blocks, namespace=Namespace("trace", 1), policy=policy)
+        required = None if rows else ()
+        self.aux = AuxBlocks([SPEC], blocks=blocks, namespace=Namespace("trace", 1), required=required)
         self.manager = BlockManager(self.aux)
         self._row = np.zeros(1 << 20, np.uint8) if rows else None
+        self._slots = np.empty(0, np.int64)  # of the tokens that there was room for
 
     def request(self, number: int, prompt: NDArray[np.int64]) -> list[Any]:
         return [f"req-{number}", prompt, -1]
@@ -71,14 +71,15 @@ class Replayed:
         self.manager.publish(request[0], request[1])
 
     def append(self, running: list[list[Any]], _tokens: list[int]) -> list[bool]:
-        room: list[bool] = self.manager.append_batch(numbers(running)).tolist()
+        slots = self.manager.append_batch(numbers(running))
+        self._slots = slots[slots >= 0]
+        room: list[bool] = (slots >= 0).tolist()
         return room
 
     def publish(self, running: list[list[Any]], tokens: list[int]) -> None:
-        seqs = numbers(running)
         if self._row is not None:
-            self._write(self.manager.slots_batch(seqs))
-        self.manager.publish_batch(seqs, tokens)
+            self._write(self._slots)
+        self.manager.publish_batch(numbers(running), tokens)
 
     def free(self, request: list[Any]) -> None:
         self.manager.free(request[0])
@@ -90,8 +91,7 @@ class Replayed:
 
     def _write(self, slots: NDArray[np.int64]) -> None:
         assert self._row is not None
-        with self.aux.step(slots) as step:
-            step.write(SPEC.name, self._row[: len(slots)])
+        self.aux.write_step(slots, {SPEC.name: self._row[: len(slots)]})
 
 
 def numbers(running: list[list[Any]]) -> NDArray[np.int64]:
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32, help="requests that run at a time")
     parser.add_argument("--requests", type=int, default=None, help="only the first N")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", action="store_true", help="write a one-byte row for every token and gate hits on it")
+    parser.add_argument("--rows", action="store_true", help="write a one-byte row for every token, which hits require")
     parser.add_argument("--json", type=Path, default=None, help="write the numbers here too")
     args = parser.parse_args()
     if not args.trace.is_file():

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 WORD_BITS: Final = 64
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 Bits = NDArray[np.uint64]
 _EACH: Final = np.uint64(1) << np.arange(WORD_BITS, dtype=np.uint64)  # taken: a view and a shift touch twice the code
 _ALL: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)

@@ -174,22 +174,15 @@ class AskedChild(Generic[_T]):
     Raises ``OSError``, and has ended the child, when the machine has no thread left to listen to it.
 
     A request's future ends with its answer, or with :meth:`_lost` when the child is gone and reaped. The child is ended
-    when an answer is overdue, when it answers what it was not asked, and by :meth:`kill`.
-
-    Answers are received by a thread that waits for one of them, which spares it the switch from another thread, and for
-    the others' by the listener: whoever holds ``_receiving``. Who lets it go while answers are outstanding calls the
-    listener.
+    when an answer is overdue, when it answers what it was not asked, and by :meth:`kill`. One thread receives.
     """
 
     def __init__(self, child: Child, name: str) -> None:
         self._child = child
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()  # the next two
+        self._lock = threading.Lock()  # guards the next two
         self._waiting: dict[int, tuple[float, Future[_T]]] = {}  # deadline and future
-        self._gone = False
-        self._receiving = threading.Lock()
-        self._cause = ""  # why it is to end; written by who holds _receiving
-        self._look = threading.Event()
+        self._cause = ""  # why it has ended; it is reaped then
         self._listener = threading.Thread(target=self._listen, name=name, daemon=True)
         try:
             self._listener.start()
@@ -214,7 +207,7 @@ class AskedChild(Generic[_T]):
     @property
     def gone(self) -> bool:
         """Whether it has ended and was reaped."""
-        return self._gone
+        return bool(self._cause)
 
     @property
     def in_flight(self) -> int:
@@ -222,35 +215,20 @@ class AskedChild(Generic[_T]):
             return len(self._waiting)
 
     def ask(self, encode: Callable[[int], bytes], within_s: float = math.inf) -> Future[_T]:
-        """Send the request that ``encode`` makes with its number; it is not sent where that raises.
-
-        The caller goes on to :meth:`wait`; the listener finds the answer of one who does not within ``LOOK_S``.
-        """
+        """Send the request that ``encode`` makes with its number; it is not sent where that raises."""
         number = next(self._numbers)
         body = encode(number)
         assert len(body) <= FRAME_NBYTES_MAX, f"a message of {len(body)} bytes"
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()  # it cannot be cancelled: the child is at work
         with self._lock:
-            gone = self._gone
-            if not gone:
+            if not (cause := self._cause):
                 self._waiting[number] = time.monotonic() + within_s, future
-        if gone:
-            future.set_exception(self._lost(self._cause))
-            return future
-        self._child.send(body)
+        if cause:
+            future.set_exception(self._lost(cause))
+        else:
+            self._child.send(body)
         return future
-
-    def wait(self, future: Future[_T], wait_s: float = math.inf) -> _T:
-        """How a future of this child ends; ``TimeoutError`` when it has not within ``wait_s``."""
-        give_up_s = time.monotonic() + wait_s
-        if self._receiving.acquire(blocking=False):
-            try:
-                while not (future.done() or self._cause) and (left_s := give_up_s - time.monotonic()) > 0:
-                    self._receive(min(left_s, LOOK_S))
-            finally:
-                self._stop_receiving()
-        return future.result(None if wait_s == math.inf else max(give_up_s - time.monotonic(), 0))
 
     def kill(self) -> None:
         """End the child; its futures end when it is reaped. Harmless when it is gone."""
@@ -259,40 +237,31 @@ class AskedChild(Generic[_T]):
     def join(self, wait_s: float | None = None) -> bool:
         """Wait until it is gone and its futures have ended; whether it is."""
         self._listener.join(wait_s)
-        return self._gone
+        return self.gone
 
     def _listen(self) -> None:
+        cause = ""
         try:
-            while not self._cause:
-                self._look.wait(LOOK_S)
-                self._look.clear()
-                self._receiving.acquire()
-                try:
-                    self._receive(0)
-                    while self._waiting and not self._cause:
-                        self._receive(LOOK_S)
-                finally:
-                    self._stop_receiving()
+            while not cause:
+                cause = self._receive()
         finally:
             status = self._child.end()
             with self._lock:
-                self._gone = True
-                self._cause = f"{self._cause or 'its listener failed'} (status {status})"
+                self._cause = f"{cause or 'its listener failed'} (status {status})"
                 lost, self._waiting = list(self._waiting.values()), {}
             self._ended(self._cause, len(lost))
             for _, future in lost:
                 future.set_exception(self._lost(self._cause))
 
-    def _receive(self, wait_s: float) -> None:
-        """One answer, if one comes within ``wait_s``. Held: _receiving."""
-        body = None if self._cause else self._child.receive(wait_s)
-        if body:
-            self._cause = self._take(body)
-        elif body is None:
-            self._cause = self._cause or "it has ended"
+    def _receive(self) -> str:
+        """Take one answer, if one comes within ``LOOK_S``; why the child has to go, or nothing."""
+        body = self._child.receive(LOOK_S)
+        if body is None:
+            return "it has ended"
+        cause = self._take(body) if body else ""
         with self._lock:
-            if any(deadline_s <= time.monotonic() for deadline_s, _ in self._waiting.values()):
-                self._cause = self._cause or "it did not answer in time"
+            overdue = any(deadline_s <= time.monotonic() for deadline_s, _ in self._waiting.values())
+        return cause or ("it did not answer in time" if overdue else "")
 
     def _take(self, body: bytes) -> str:
         """End the future that a message answers; or why the child has to go."""
@@ -309,12 +278,6 @@ class AskedChild(Generic[_T]):
         else:
             future.set_result(answer)
         return ""
-
-    def _stop_receiving(self) -> None:
-        """Held: _receiving, and not from here on. Whoever found it held has its future in ``_waiting`` already."""
-        self._receiving.release()
-        if self._waiting or self._cause:
-            self._look.set()
 
 
 __all__ = ["FRAME_NBYTES_MAX", "AskedChild", "Child", "Parent", "receive_frame", "send_frame"]

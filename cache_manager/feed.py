@@ -2,7 +2,8 @@
 
 A scheduler gives blocks out; the worker's process has their rows. The scheduler writes each step's operations into a
 :class:`BlockFeed`, takes them as bytes and sends them along with the step; the worker applies them, in order and before
-the step, with :meth:`EngineBlocks.apply`. Batches are numbered from 0: a gap is found, a repetition does nothing.
+the step, with :meth:`AuxBlocks.apply`. Batches are numbered from 0: a gap is found, a repetition does nothing. They
+carry the feed's *epoch*, a random number: a scheduler that was started anew beside a living worker begins another one.
 
 Bytes are MessagePack; block ids, pairs and generations are little-endian int64, so that a thousand blocks cost no
 Python object each. Nothing here does I/O.
@@ -10,30 +11,25 @@ Python object each. Nothing here does I/O.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from cache_manager.errors import BlockBusyError, InvalidInputError
+from cache_manager.bits import Ints
+from cache_manager.checks import Blocks, Numbers, count_in_range, integers
+from cache_manager.errors import BlockBusyError, InvalidInputError, KVRouteError
 from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.ports import TierName
 
-if TYPE_CHECKING:
-    from cache_manager.engine_blocks import EngineBlocks
-    from cache_manager.jobs import AnyJob
-
-VERSION: Final = 1
-Ints = NDArray[np.int64]
+VERSION: Final = 2
+WEIGHTS_END: Final = 1 << 63
 
 
-def _pack(values: Any, ndim: int = 1) -> bytes:
-    array = np.asarray(values)
-    if array.size and (array.dtype.kind not in "iu" or array.ndim != ndim):
-        raise InvalidInputError("feed", f"integers of {ndim} dimensions", f"{array.dtype} of shape {array.shape}")
-    return array.astype("<i8").tobytes()
+def _pack(values: Any, field: str, ndim: int = 1) -> bytes:
+    return integers(values, f"feed {field}", f"integers of {ndim} dimensions", ndim=ndim).astype("<i8").tobytes()
 
 
 def _ints(packed: bytes) -> Ints:
@@ -85,9 +81,10 @@ Operation = Renew | Copied | Persist | Restore | Reset
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """Operations number ``number`` of a feed, in the order in which they happened."""
+    """Operations number ``number`` of the feed ``epoch``, in the order in which they happened."""
 
     version: int
+    epoch: int
     number: int
     operations: list[Operation]
 
@@ -106,18 +103,19 @@ class BlockFeed:
     """
 
     def __init__(self, blocks: int) -> None:
+        self._blocks = Numbers("device", count_in_range(blocks, "blocks", 1), 1)
         self.generations: Ints = np.zeros(blocks, np.int64)
         self._operations: list[Operation] = []
-        self._number = 0
+        self._epoch, self._number = int.from_bytes(os.urandom(8), "little"), 0
 
     def renew(self, blocks: Sequence[int] | Ints) -> Ints:
         """Blocks were given out anew; the generations they begin ``[n]``. A block may be named once in a call."""
-        ids = np.asarray(blocks, np.int64).reshape(-1)
-        if ids.size and (ids.min() < 0 or ids.max() >= self.generations.size or np.unique(ids).size != ids.size):
-            raise InvalidInputError("blocks", f"ids in [0, {self.generations.size}), each once", ids.tolist()[:8])
+        ids = self._blocks.ids(blocks)
+        if not self._blocks.differ(ids):
+            raise InvalidInputError("blocks", "each block once", ids.tolist()[:8])
         self.generations[ids] += 1
         lives: Ints = self.generations[ids]
-        self._operations.append(Renew(_pack(ids), _pack(lives)))
+        self._operations.append(Renew(_pack(ids, "blocks"), _pack(lives, "generations")))
         return lives
 
     def copy(self, pairs: Any, rows: Sequence[int] | None = None) -> None:
@@ -133,45 +131,79 @@ class BlockFeed:
         self._copied("host", "device", pairs)
 
     def _copied(self, source: TierName, target: TierName, pairs: Any, rows: Sequence[int] | None = None) -> None:
-        limits = None if rows is None else _pack(rows)
-        self._operations.append(Copied(source, target, _pack(pairs, ndim=2), limits))
+        limits = None if rows is None else _pack(rows, "row counts")
+        self._operations.append(Copied(source, target, _pack(pairs, "pairs", 2), limits))
 
     def persist(self, blocks: Mapping[BlockKey, int]) -> None:
         """Store the rows of blocks, in the generations that they are in now."""
-        ids = np.fromiter(blocks.values(), np.int64, len(blocks))
-        self._operations.append(Persist(b"".join(blocks), _pack(ids), _pack(self.generations[ids])))
+        self._operations.append(Persist(*self._keyed(blocks)))
 
     def restore(self, blocks: Mapping[BlockKey, int], origins: Mapping[BlockKey, int] | None = None) -> None:
         """Bring the rows of blocks whose KV comes back, of these ``origins`` where they are known."""
-        ids = np.fromiter(blocks.values(), np.int64, len(blocks))
         known = None if origins is None else b"".join(origins.get(key, 0).to_bytes(8, "little") for key in blocks)
-        self._operations.append(Restore(b"".join(blocks), _pack(ids), _pack(self.generations[ids]), known))
+        self._operations.append(Restore(*self._keyed(blocks), known))
+
+    def _keyed(self, blocks: Mapping[BlockKey, int]) -> tuple[bytes, bytes, bytes]:
+        """Keys, block ids and generations, packed."""
+        ids = self._blocks.ids(list(blocks.values()))
+        return b"".join(blocks), _pack(ids, "blocks"), _pack(self.generations[ids], "generations")
 
     def reset(self, weights_version: int) -> None:
         """The weights have changed: nothing from before is readable."""
+        if not isinstance(weights_version, int) or not 0 <= weights_version < WEIGHTS_END:
+            raise InvalidInputError("weights_version", "an integer in [0, 2**63)", repr(weights_version))
         self._operations.append(Reset(weights_version))
 
     def take(self) -> bytes:
         """The operations since the last time, as one numbered batch; ``b""`` when nothing has happened."""
         if not self._operations:
             return b""
-        batch, self._operations = Batch(VERSION, self._number, self._operations), []
+        batch, self._operations = Batch(VERSION, self._epoch, self._number, self._operations), []
         self._number += 1
         return msgspec.msgpack.encode(batch)
 
 
-def decoded(packed: bytes) -> tuple[Batch, list[Callable[[EngineBlocks], object]]]:
+class Fed(Protocol):
+    """Blocks that are told: :class:`~cache_manager.blocks.AuxBlocks`."""
+
+    def begin_batch(self, epoch: int, number: int) -> bool: ...
+    def renew(self, blocks: Blocks, generations: Blocks) -> object: ...
+    def move(self, source: TierName, target: TierName, pairs: Ints, rows: Sequence[int] | None) -> object: ...
+    def begin_persist(self, blocks: Mapping[BlockKey, int], generations: Blocks) -> object | None: ...
+    def begin_restore(
+        self, blocks: Mapping[BlockKey, int], generations: Blocks, origins: Mapping[BlockKey, int] | None
+    ) -> object | None: ...
+    def reset(self, *, weights_version: int) -> object: ...
+    def dropped(self, counter: str, n: int, call: str, error: KVRouteError, *, mistake: bool = True) -> None: ...
+
+
+def apply(operations: bytes, to: Fed) -> list[Operation]:
+    """Do what a batch says, in its order; the operations done. See :meth:`AuxBlocks.apply`."""
+    if isinstance(operations, bytes) and not operations:
+        return []
+    batch, calls = decoded(operations)
+    if not to.begin_batch(batch.epoch, batch.number):
+        return []
+    for call in calls:
+        try:
+            call(to)
+        except KVRouteError as error:
+            to.dropped("feed_operations_failed", 1, "apply", error)
+    return batch.operations
+
+
+def decoded(packed: bytes) -> tuple[Batch, list[Callable[[Fed], object]]]:
     """A batch, and its operations as calls; :class:`InvalidInputError` for bytes that no feed has made."""
     try:
         batch = _DECODER.decode(packed)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, TypeError) as error:
         raise InvalidInputError("feed", "a batch of a BlockFeed", str(error)) from error
     if batch.version != VERSION:
         raise InvalidInputError("feed version", VERSION, batch.version)
     return batch, [_call(operation) for operation in batch.operations]
 
 
-def _call(operation: Operation) -> Callable[[EngineBlocks], object]:
+def _call(operation: Operation) -> Callable[[Fed], object]:
     """The operation as a call, its bytes unpacked; :class:`InvalidInputError` if they cannot be."""
     match operation:
         case Renew():
@@ -196,7 +228,7 @@ def _call(operation: Operation) -> Callable[[EngineBlocks], object]:
     return lambda to: _check_begun(to, to.begin_restore(blocks, lives, origins), len(blocks))
 
 
-def _check_begun(to: EngineBlocks, job: AnyJob | None, blocks: int) -> None:
+def _check_begun(to: Fed, job: object | None, blocks: int) -> None:
     """A job for which there was no room is not begun later: nobody hears of it but by its count."""
     if job is None:
         full = BlockBusyError("feed", "room for what the store is to do", f"{blocks} blocks too many")

@@ -13,8 +13,9 @@ after the first look were set after their bytes, and bytes that change before th
 Were 1 and 2 in the other order, a reader between them would take the old rows for those of the new generation.
 
 The proof needs stores to become visible in the order in which they are made. x86-64 promises that between processors;
-elsewhere a reader without the writer's lock is refused (:func:`require_ordered_stores`). It also needs a copy to see
-fewer than 65,536 changes within one generation: the sequence has 16 bits.
+elsewhere a reader without the writer's lock is refused, and one in the writer's process takes the lock
+(:data:`STORES_ARE_ORDERED`). It also needs a copy to see fewer than 65,536 changes within one generation: the sequence
+has 16 bits.
 
 Cells are those of :class:`cache_manager.bits.Cells`.
 """
@@ -28,7 +29,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.bits import full_bits
+from cache_manager.bits import full_bits, unpack_bits
 from cache_manager.errors import RegionError
 from cache_manager.ports import Region
 from cache_manager.spec import RecordLayout
@@ -38,7 +39,8 @@ SEQUENCE_MASK: Final = np.uint64((1 << GENERATION_SHIFT) - 1)
 READ_RETRIES_MAX: Final = 8
 _SHIFT: Final = np.uint64(GENERATION_SHIFT)
 _ONE: Final = np.uint64(1)
-_STORES_ARE_ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
+STORES_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64")
+"""Whether this machine promises it; as a test may say that it does not, it is looked up at every read."""
 
 
 class Records(Protocol):
@@ -68,11 +70,35 @@ def places(records: Records) -> tuple[NDArray[np.uint8], ...]:
     )
 
 
+def items(region: Region) -> tuple[NDArray[Any], ...]:
+    """By spec, a block's rows as one item each: by slot where they have no gaps, else ``[blocks, block_tokens]``."""
+    each = [rows.view(f"V{rows.shape[2]}")[..., 0] for rows in places(region)]
+    return tuple(x.reshape(-1) if x.strides[0] == x.shape[1] * x.strides[1] else x for x in each)
+
+
+def copy_rows(source: Records, at: int, target: Records, to: int, bits: NDArray[np.uint64]) -> None:
+    """Copy rows ``bits [specs, W]`` of block ``at`` of ``source`` to block ``to`` of ``target``, and no other byte."""
+    keep = unpack_bits(bits, source.layout.block_tokens)
+    for rows, into, wanted in zip(places(source), places(target), keep, strict=True):
+        into[to][wanted] = rows[at][wanted]
+
+
 def publish(region: Region, ids: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
     """Begin a new life of blocks ``ids [n]``, each once: no row is readable, the word names ``generations [n]``."""
     words, bits = generations.astype(np.uint64) << _SHIFT, _by_block(region)
     bits[ids] = np.zeros(1, bits.dtype)
     region.words[ids] = words
+
+
+def republish(region: Region, generations: NDArray[np.int64]) -> None:
+    """No row of any block is readable, every word changes and names ``generations [blocks]``, whatever was there."""
+    region.valid[:] = 0
+    region.words[:] = (generations.astype(np.uint64) << _SHIFT) | ((region.words + _ONE) & SEQUENCE_MASK)
+
+
+def lives_of(region: Region) -> NDArray[np.int64]:
+    """The generation ``[blocks]`` that each block's word names."""
+    return (region.words >> _SHIFT).astype(np.int64)
 
 
 def clear(region: Region, cells: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
@@ -136,21 +162,22 @@ def _cells_of(region: Region, cells: NDArray[np.int64], spec: int) -> NDArray[np
 
 def require_ordered_stores(reader: str) -> None:
     """Raise :class:`RegionError` on a machine where ``reader`` could see stores in another order than was made."""
-    if not _STORES_ARE_ORDERED:
+    if not STORES_ARE_ORDERED:
         wanted = "a machine that orders stores (x86-64)"
         raise RegionError(f"{reader}: wanted {wanted} to read without a lock, got {platform.machine()}")
 
 
 def gather(
-    region: Region, spec: int, ids: NDArray[np.int64]
+    region: Region, spec: int, ids: NDArray[np.int64], *, locked: bool = False
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint64]]:
     """Rows ``[n, block_nbytes]``, validity words ``[n, W]`` and block words ``[n]`` of blocks ``ids [n]``, copied.
 
     The rows and bits of a block are those of the generation that its word names. A block that changes under each of
     ``READ_RETRIES_MAX`` copies comes back without a valid row. A block may be asked for twice. Raises
-    :class:`RegionError` where stores are not ordered.
+    :class:`RegionError` where stores are not ordered and the writer's lock is not held: ``locked``.
     """
-    require_ordered_stores("gather")
+    if not locked:
+        require_ordered_stores("gather")
     offset, nbytes = region.layout.offsets[spec], region.layout.specs[spec].block_nbytes
     # One item a block: numpy copies items faster than rows of bytes.
     source = region.rows[:, offset : offset + nbytes].view(f"V{nbytes}")[:, 0]

@@ -12,16 +12,12 @@ from enum import Enum
 from types import TracebackType
 from typing import Literal, Protocol, Self, runtime_checkable
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.keys import BlockKey
 from cache_manager.record import Buffer, RecordHeader
-from cache_manager.spec import RecordLayout
-
-HitPolicy = Literal["gate", "mask"]
-"""Whether KV without rows counts as a hit: ``gate`` cuts the hit back, ``mask`` reports the rows as missing."""
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 
 TierName = Literal["device", "host"]
 """Where blocks are: on the device, or on the host, to which they are swapped."""
@@ -32,7 +28,6 @@ class Absence(Enum):
 
     MISS = "miss"
     CORRUPT = "corrupt"
-    ORIGIN = "origin"  # KV and rows are there, of different computations
 
 
 class Region(Protocol):
@@ -151,68 +146,25 @@ class RecordCounters:
     get_nbytes: int = 0
 
 
-class Found(msgspec.Struct, frozen=True, gc=False):
-    """What came back into a block, or what is stored under a key.
+class KVBlocks(Protocol):
+    """The KV of blocks whose rows are here, where kvroute itself moves and stores both: one more spec of the record.
 
-    ``valid`` are the rows' validity words as in :class:`RecordHeader`; ``b""`` where no row came (policy ``mask``), or
-    where what is moved has no rows of its own (KV).
-    """
+    * ``spec`` lays a block's bytes out; its name is no other spec's, and a block of it is stored whole or not at all.
+    * ``copy`` takes block ids of two tiers, pairwise; a source may serve several targets. When it returns, every byte
+      is in place for whatever the engine runs next; when it raises, the targets' bytes mean nothing.
+    * ``take`` copies the bytes of device blocks out and ``fill`` copies them in, ``[n, spec.block_nbytes]``; both are
+      called between two of the engine's own uses of these blocks, and have ended when they return.
 
-    origin: int
-    valid: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRecords:
-    """Device blocks to be stored, one entry each in every sequence; ``valid`` as in :class:`RecordHeader`."""
-
-    keys: Sequence[BlockKey]
-    blocks: Sequence[int]
-    origins: Sequence[int]
-    valid: Sequence[bytes]
-    generations: Sequence[int]
-
-    def __post_init__(self) -> None:
-        sizes = {len(part) for part in (self.keys, self.blocks, self.origins, self.valid, self.generations)}
-        assert len(sizes) == 1, f"parts of a batch of blocks have {sorted(sizes)} entries"
-
-    def only(self, wanted: Sequence[int]) -> BlockRecords:
-        """The entries numbered ``wanted``."""
-        parts = (self.keys, self.blocks, self.origins, self.valid, self.generations)
-        return BlockRecords(*([part[i] for i in wanted] for part in parts))  # type: ignore[arg-type]
-
-
-class Mover(Protocol):
-    """Moves what blocks hold (rows, KV, or both at once) between tiers, and between device blocks and a store.
-
-    * ``copy`` takes block ids, pairwise; a source may serve several targets. When it returns every byte is in place;
-      when it raises, the targets' bytes mean nothing.
-    * ``put`` answers, key by key, what is stored under the key when it returns, or ``None``; ``replace`` and the law of
-      a key that is stored already are :class:`StorageBackend`'s.
-    * ``get_into`` fills the blocks; after an :class:`Absence` a block's bytes mean nothing.
-
-    A failure is ``StorageError`` or another ``KVRouteError``. Calls come from several threads, may take as long as the
-    store does, and once one has returned or raised nobody reads or writes its blocks for it any more, in no process.
+    What they raise is raised to whoever called for the move or the store: nothing has arrived then.
     """
 
     @property
-    def stores(self) -> bool:
-        """Whether there is a store; without one only ``copy`` may be called."""
-
-    @property
-    def counters(self) -> RecordCounters:
-        """What the rows' store has done so far."""
+    def spec(self) -> AuxBlockDataSpec: ...
 
     def copy(
         self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]
     ) -> None: ...
 
-    def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]: ...
+    def take(self, blocks: NDArray[np.int64], into: NDArray[np.uint8]) -> None: ...
 
-    def get_into(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]: ...
-
-    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which keys seem to be stored; only reading verifies."""
-
-    def flush(self) -> None:
-        """Return when everything put before is on stable storage, as far as the store has any."""
+    def fill(self, blocks: NDArray[np.int64], given: NDArray[np.uint8]) -> None: ...

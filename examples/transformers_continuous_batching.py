@@ -74,7 +74,7 @@ class EmbeddedRoutes:
         self.allocator = cache.cache_allocators[KIND]
         self.namespace = namespace
         self.spec = kvroute.routing_spec_from_hf(manager.model.config, block_tokens=self.allocator.tokens_per_page)
-        self.rows = kvroute.EngineBlocks(
+        self.rows = kvroute.AuxBlocks(
             [self.spec],
             blocks=(cache.num_sectors + cache.pool.num_reserved_sectors) * self.allocator.blocks_per_sector,
             host_blocks=swap._num_cpu_sectors * self.allocator.blocks_per_sector,

@@ -7,8 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:  # every public name and where it lives, said once: for type checkers, and read below
-    from cache_manager.aux_blocks import AuxBlocks as AuxBlocks
-    from cache_manager.engine_blocks import EngineBlocks as EngineBlocks
+    from cache_manager.blocks import AuxBlocks as AuxBlocks
     from cache_manager.errors import BlockBusyError as BlockBusyError
     from cache_manager.errors import BlockStateError as BlockStateError
     from cache_manager.errors import ConfigError as ConfigError
@@ -31,7 +30,6 @@ if TYPE_CHECKING:  # every public name and where it lives, said once: for type c
     from cache_manager.errors import StoreReadOnlyError as StoreReadOnlyError
     from cache_manager.errors import StoreUnavailableError as StoreUnavailableError
     from cache_manager.feed import BlockFeed as BlockFeed
-    from cache_manager.jobs import JobLimits as JobLimits
     from cache_manager.keys import BlockKey as BlockKey
     from cache_manager.keys import KeyChain as KeyChain
     from cache_manager.keys import Namespace as Namespace
@@ -41,6 +39,7 @@ if TYPE_CHECKING:  # every public name and where it lives, said once: for type c
     from cache_manager.spec import AuxBlockDataSpec as AuxBlockDataSpec
     from cache_manager.spec import RecordLayout as RecordLayout
     from cache_manager.storage import open_store as open_store
+    from cache_manager.stored import JobLimits as JobLimits
     from kvroute.checks import valid_rows as valid_rows
     from kvroute.config import RoutingReplayConfig as RoutingReplayConfig
     from kvroute.journal import RequestJournal as RequestJournal

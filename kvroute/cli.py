@@ -72,7 +72,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         "that is started and ended (a directory that is removed)",
     )
     demo.add_argument(
-        "--transfer-process", action="store_true", help="a process beside the engine moves and stores KV and rows"
+        "--transfer-process", action="store_true", help="a process beside the engine moves KV, and has the store"
     )
     demo.add_argument("--device", default="cpu", help="where model and KV lie: cpu or cuda (cpu)")
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
@@ -134,8 +134,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     prove.add_argument("--examples", type=_integer, default=300, metavar="N", help="fresh managers (300)")
     prove.add_argument("--steps", type=_integer, default=50, metavar="N", help="operations on each of them (50)")
     prove.add_argument("--seed", type=_integer, default=0, metavar="N", help="of the choice of operations (0)")
-    prove.add_argument("--replay", metavar="LINE", help="play these operations instead, as a failure prints them")
-    prove.add_argument("--invariants", action="store_true", help="list what is claimed, and who has broken it")
+    prove.add_argument("--invariants", action="store_true", help="list what is claimed")
 
     doctor = commands.add_parser("doctor", help="what this machine lacks, and the command that helps")
     doctor.set_defaults(run=_doctor)
@@ -290,7 +289,7 @@ def _prove(chosen: Any) -> int:
         list_invariants()
         return 0 if chosen.invariants else USAGE
     budget = {"examples": chosen.examples, "steps": chosen.steps, "seed": chosen.seed}
-    return 0 if prove_adapter(chosen.adapter, **budget, line=chosen.replay) else FAILED
+    return 0 if prove_adapter(chosen.adapter, **budget) else FAILED
 
 
 def _doctor(chosen: Any) -> int:

@@ -14,7 +14,6 @@ import numpy as np
 from msgspec import Meta
 
 from cache_manager.errors import ConfigError
-from cache_manager.ports import HitPolicy
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage.url import StoreUrl
 
@@ -27,7 +26,7 @@ _Path = Annotated[str, Meta(min_length=1, description="the path of a directory, 
 _Count = Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="an integer of 1 or more")]
 _Store = Annotated[RoutingStoreType, Meta(description="one of " + ", ".join(get_args(RoutingStoreType)))]
 _Dtype = Annotated[IdDtype | None, Meta(description="one of " + ", ".join(get_args(IdDtype)))]
-_Policy = Annotated[HitPolicy, Meta(description="one of " + ", ".join(get_args(HitPolicy)))]
+_Names = Annotated[tuple[str, ...] | None, Meta(description="a list of specs' names")]
 
 _SERVER = re.compile(r"(mooncake://)?[A-Za-z0-9.-]{1,253}:[0-9]{1,5}(/[^?#]*)?")
 _BY_URL = ("routing_store_type", "local_store_dir", "rdma_store_server", "use_fused_put")
@@ -38,19 +37,20 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What ``--routing-replay-config`` says.
 
     The first seven keys are FastDeploy's, and mean what they mean there; ``routing_dtype``, ``num_moe_layers`` and
-    ``moe_top_k`` follow from the model (:meth:`fitted`) and may be left out. The others are kvroute's own: ``policy``,
-    what a KV hit without its rows becomes (cut back, or flagged); ``block_store``, the URL of the store of block
-    records (empty: none); and ``rollout_store``, the URL of a rollout store in place of ``routing_store_type`` and its
-    keys. ``docs/concepts/rollout-store.md`` lists what each key drives, and by which test that is known.
+    ``moe_top_k`` follow from the model (:meth:`fitted`) and may be left out. The others are kvroute's own:
+    ``required``, the specs whose rows a block must have to be stored and to be a hit (all, if not given; with ``[]`` KV
+    without rows is a hit, and its rows are missing); ``block_store``, the URL of the store of blocks (empty: none); and
+    ``rollout_store``, the URL of a rollout store in place of ``routing_store_type`` and its keys.
+    ``docs/concepts/rollout-store.md`` lists what each key drives, and by which test that is known.
 
     ``debug_mode`` stores position canaries in place of expert ids: for finding misplaced rows, never for training.
 
     Raises :class:`ConfigError`, naming the key, what was wanted and what came.
 
-    >>> RoutingReplayConfig.from_json('{"enable_routing_replay": true, "policy": "maks"}')
+    >>> RoutingReplayConfig.from_json('{"enable_routing_replay": true, "required": "routing"}')
     Traceback (most recent call last):
         ...
-    cache_manager.errors.ConfigError: policy: wanted one of gate, mask, got 'maks'
+    cache_manager.errors.ConfigError: required: wanted a list of specs' names, got 'routing'
     """
 
     enable_routing_replay: _Flag = False
@@ -63,11 +63,13 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     routing_dtype: _Dtype = None
     num_moe_layers: _Count = None
     moe_top_k: _Count = None
-    policy: _Policy = "gate"
+    required: _Names = None
     block_store: _Text = ""
     rollout_store: _Text = ""
 
     def __post_init__(self) -> None:
+        if isinstance(self.required, list):
+            msgspec.structs.force_setattr(self, "required", tuple(self.required))
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
             try:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cache_manager.errors import ConfigError
 from cache_manager.record import Buffer
 from cache_manager.spec import align
 from transfer import mooncake_calls as calls
@@ -28,49 +27,12 @@ from transfer import mooncake_wire as wire
 from transfer.errors import RemoteProtocolError
 from transfer.link import Arrival, Peer, PeerLost
 from transfer.mooncake_engine import PAGE_NBYTES, Arena, EngineProcess, MooncakeUnavailableError
-from transfer.mooncake_writes import PLAIN, BulkSender
+from transfer.mooncake_writes import PLAIN, BulkSender, MooncakeLinkSettings
 from transfer.zmq_link import ZmqLink
 
 UNSAID_POLL_S: Final = 0.001
 LOOK_S: Final = 0.25
 """How often it is looked what became due, at least."""
-
-
-@dataclass(frozen=True, slots=True)
-class MooncakeLinkSettings:
-    """What a Mooncake link can be told.
-
-    ``host`` is this machine as the engine's peers reach it. A client lends a window of ``window_nbytes`` to each of at
-    most ``windows_max`` servers; a server stages what it writes in ``staging_nbytes``. Both take memory as they are
-    used. Messages with less bulk than ``bulk_nbytes_min`` go over ZeroMQ, at most ``writes_max`` others at a time are
-    written to one peer. A write of which nothing is heard for ``write_s`` goes over ZeroMQ, too, and its range is not
-    written again for ``quarantine_s``; its peer gets everything over ZeroMQ for ``pause_s``, twice as long each time up
-    to ``pause_max_s``. An engine has ``start_s`` to start.
-    """
-
-    host: str = "127.0.0.1"
-    protocol: str = "tcp"
-    device: str = ""
-    window_nbytes: int = 32 << 20
-    windows_max: int = 16
-    staging_nbytes: int = 64 << 20
-    writes_max: int = 8
-    bulk_nbytes_min: int = 64 << 10
-    write_s: float = 5.0
-    quarantine_s: float = 35.0
-    pause_s: float = 5.0
-    pause_max_s: float = 60.0
-    start_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        for name in ("window_nbytes", "windows_max", "staging_nbytes", "writes_max", "bulk_nbytes_min"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= wire.WINDOW_NBYTES_MAX:
-                raise ConfigError(name, f"an integer from 1 to {wire.WINDOW_NBYTES_MAX}", repr(value))
-        for name in ("write_s", "quarantine_s", "pause_s", "pause_max_s", "start_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 3600:
-                raise ConfigError(name, "seconds in (0, 3600)", repr(value))
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,5 @@
 """A complete block manager for engines that have none."""
 
-from cache_manager.manager.manager import BlockManager, ManagerCounters
-from cache_manager.manager.storing import Admission
+from cache_manager.manager.manager import Admission, BlockManager, ManagerCounters
 
 __all__ = ["Admission", "BlockManager", "ManagerCounters"]

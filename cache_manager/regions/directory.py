@@ -47,7 +47,7 @@ class RegionInfo:
     @property
     def tier(self) -> TierName:
         """Whose blocks it mirrors."""
-        return tier_of(self.name)
+        return next(tier for tier, buffer in BUFFERS.items() if self.name.endswith(f"-{buffer}"))
 
 
 def unnamed_file() -> int:
@@ -91,16 +91,15 @@ def lock_shared(fd: int) -> bool:
     return False
 
 
-def unlink_same(path: Path, device: int, inode: int) -> bool:
+def unlink_same(path: Path, file: os.stat_result) -> bool:
     """Remove ``path`` if it still names that file; whether it did."""
     try:
-        found = os.stat(path, follow_symlinks=False)
+        same = os.path.samestat(os.stat(path, follow_symlinks=False), file)
     except FileNotFoundError:
         return False
-    if (found.st_dev, found.st_ino) != (device, inode):
-        return False
-    path.unlink(missing_ok=True)
-    return True
+    if same:
+        path.unlink(missing_ok=True)
+    return same
 
 
 def reap_orphans() -> list[str]:
@@ -111,8 +110,7 @@ def reap_orphans() -> list[str]:
     reaped = []
     for name, fd in _candidates():
         with _exclusive(fd) as alone:
-            found = os.fstat(fd)
-            if alone and unlink_same(DIRECTORY / name, found.st_dev, found.st_ino):
+            if alone and unlink_same(DIRECTORY / name, os.fstat(fd)):
                 reaped.append(name)
     return reaped
 
@@ -122,8 +120,7 @@ def list_regions() -> list[RegionInfo]:
     found = []
     for name, fd in _candidates():
         with _exclusive(fd) as alone:
-            in_use = not alone
-        found.append(RegionInfo(name, os.fstat(fd).st_size, in_use))
+            found.append(RegionInfo(name, os.fstat(fd).st_size, in_use=not alone))
     return sorted(found, key=lambda info: info.name)
 
 
@@ -133,11 +130,6 @@ def region_path(name: str) -> Path:
         wanted = f"kvroute-<uid>-<32 hex digits>-<{'|'.join(BUFFERS.values())}>"
         raise InvalidInputError("region name", wanted, repr(name))
     return DIRECTORY / name
-
-
-def tier_of(name: str) -> TierName:
-    """Whose blocks the region called ``name`` mirrors."""
-    return next(tier for tier, buffer in BUFFERS.items() if name.endswith(f"-{buffer}"))
 
 
 def _candidates() -> Iterator[tuple[str, int]]:

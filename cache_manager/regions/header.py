@@ -13,7 +13,7 @@ from typing import Final
 
 from cache_manager.errors import InvalidInputError, RegionMismatchError
 from cache_manager.record import Buffer
-from cache_manager.regions.extent import BLOCKS_MAX, PAGE_NBYTES, Extent
+from cache_manager.regions.region import BLOCKS_MAX, PAGE_NBYTES, Extent
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout, align, canonical_json
 
 MAGIC: Final = b"kvregion"

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from cache_manager.errors import NoSpaceError, RegionError
-from cache_manager.regions.extent import PAGE_NBYTES
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module does not name them yet
 _MADV_POPULATE_WRITE = 23
@@ -40,8 +39,7 @@ def require_memory(nbytes: int) -> None:
 
 def require_tmpfs(directory: Path, nbytes: int) -> None:
     """Raise :class:`NoSpaceError` when the file system of ``directory`` has no room for ``nbytes`` more."""
-    error = no_tmpfs_space(directory, nbytes)
-    if nbytes > error.free_nbytes:
+    if nbytes > (error := no_tmpfs_space(directory, nbytes)).free_nbytes:
         raise error
 
 
@@ -79,8 +77,10 @@ def ask_for_huge_pages(memory: mmap.mmap) -> None:
 
 def populate(memory: mmap.mmap, *, write: bool) -> None:
     """Have every page of ``memory`` mapped now, so that no later access waits for the kernel; contents stay."""
+    advice, size = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ, len(memory)
     try:
-        _populate(memory, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ)
+        for start in range(0, size, _POPULATE_CHUNK_NBYTES):
+            memory.madvise(advice, start, min(_POPULATE_CHUNK_NBYTES, size - start))
     except OSError as error:
         if error.errno in (errno.EFAULT, errno.ENOMEM):
             where, free = memory_free_nbytes()
@@ -88,19 +88,7 @@ def populate(memory: mmap.mmap, *, write: bool) -> None:
         if error.errno != errno.EINVAL:
             raise
         if write:  # a kernel before 5.14; the pages of a new region hold zeros
-            np.frombuffer(memory, np.uint8)[::PAGE_NBYTES] = 0
-
-
-def populate_where_there_is_room(memory: mmap.mmap) -> None:
-    """As :func:`populate` for writing, up to the first page that cannot be had or not at all."""
-    with contextlib.suppress(OSError):
-        _populate(memory, _MADV_POPULATE_WRITE)
-
-
-def _populate(memory: mmap.mmap, advice: int) -> None:
-    size = len(memory)
-    for start in range(0, size, _POPULATE_CHUNK_NBYTES):
-        memory.madvise(advice, start, min(_POPULATE_CHUNK_NBYTES, size - start))
+            np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
 
 
 def _meminfo(root: Path) -> Iterator[int]:

@@ -30,7 +30,7 @@ from cache_manager.regions.header import (
     unpack_header,
     unpack_namespace,
 )
-from cache_manager.regions.mapping import MappedRegion
+from cache_manager.regions.region import MappedRegion
 from cache_manager.spec import RecordLayout
 
 _NAMESPACE_TRIES_MAX: Final = 1000
@@ -48,27 +48,21 @@ class SharedRegion(MappedRegion):
     kills its users with SIGBUS: the file system offers no defence against that.
     """
 
-    __slots__ = ("__weakref__", "_inode", "_owner_pid", "_remove", "name")
+    __slots__ = ("__weakref__", "_owner_pid", "_remove", "name")
 
-    name: str
-
-    def __init__(self, name: str, header: RegionHeader, memory: mmap.mmap, inode: tuple[int, int]) -> None:
-        """Not for callers: :meth:`create` or :meth:`attach`. Takes over ``memory``, a mapping of the file ``inode``."""
+    def __init__(self, name: str, header: RegionHeader, memory: mmap.mmap) -> None:
+        """Not for callers: :meth:`create` or :meth:`attach`. Takes over ``memory``, a mapping of the region's file."""
         super().__init__(header.extent, memory)
-        self.name = name
-        self._inode = inode  # device and number
+        self.name: str = name
         self._owner_pid = 0
-        self._remove: weakref.finalize[[Path, tuple[int, int], int], SharedRegion] | None = None
+        self._remove: weakref.finalize[[Path, os.stat_result, int], SharedRegion] | None = None
 
     @classmethod
-    def create(
-        cls, layout: RecordLayout, blocks: int, *, tier: TierName, namespace: bytes, huge_pages: bool = False
-    ) -> SharedRegion:
+    def create(cls, layout: RecordLayout, blocks: int, *, tier: TierName, namespace: bytes) -> SharedRegion:
         """A new region under a name nobody else can have, zero, and backed by memory to the last page.
 
         ``tier`` says whose blocks it mirrors: the device's (the host buffer) or the host's (the swap buffer).
-        ``namespace`` is :attr:`Namespace.fingerprint`; it changes with :meth:`renew`. ``huge_pages`` asks the kernel
-        for them, which gives some where shared memory may have any. Removes orphans first. Raises
+        ``namespace`` is :attr:`Namespace.fingerprint`; it changes with :meth:`renew`. Removes orphans first. Raises
         :class:`~cache_manager.errors.NoSpaceError` with the numbers when ``/dev/shm``, a cgroup, the machine or the
         process's address space has no room; nothing is left behind then.
         """
@@ -85,14 +79,12 @@ class SharedRegion(MappedRegion):
         name = directory.name_of(header.uuid, tier)
         fd = directory.unnamed_file()
         try:
-            memory = _allocate(name, fd, extent.nbytes, huge_pages=huge_pages)
+            memory = _allocate(name, fd, extent.nbytes)
             memory[: extent.header_nbytes] = pack_header(header)
             memory[_NAMESPACE] = owner
-            region = cls(name, header, memory, _inode_of(fd))
-            region._owner_pid = os.getpid()
-            region._remove = weakref.finalize(
-                region, _remove, directory.region_path(name), region._inode, region._owner_pid
-            )
+            region = cls(name, header, memory)
+            region._owner_pid = pid = os.getpid()
+            region._remove = weakref.finalize(region, _remove, directory.region_path(name), os.fstat(fd), pid)
             directory.give_name(fd, name)  # last: what has a name is whole
         finally:
             os.close(fd)
@@ -113,19 +105,9 @@ class SharedRegion(MappedRegion):
             header = _check(name, fd, layout)
             memory = room.map_memory(fd, header.extent.nbytes, writable=writable)
             room.populate(memory, write=writable)
-            return cls(name, header, memory, _inode_of(fd))
+            return cls(name, header, memory)
         finally:
             os.close(fd)
-
-    @property
-    def tier(self) -> TierName:
-        """Whose blocks these mirror."""
-        return directory.tier_of(self.name)
-
-    @property
-    def is_owner(self) -> bool:
-        """Whether this process made the region, so that its close removes the name."""
-        return self._owner_pid == os.getpid()
 
     @property
     def namespace(self) -> bytes | None:
@@ -142,20 +124,9 @@ class SharedRegion(MappedRegion):
 
     def renew(self, namespace: bytes) -> None:
         """Owner only: rows belong to ``namespace`` from here on. Begin a new life of every block first."""
-        if not self.is_owner:
+        if self._owner_pid != os.getpid():
             raise AssertionError(f"region {self.name}: renew by a process that does not own it")
         self._mapped()[_NAMESPACE] = pack_namespace(namespace)
-
-    def check_name(self) -> None:
-        """Raise :class:`~cache_manager.errors.RegionMissingError` when the owner has removed the region's name since,
-        and :class:`~cache_manager.errors.RegionMismatchError` when another file has it now."""
-        path = directory.region_path(self.name)
-        try:
-            found = os.stat(path, follow_symlinks=False)
-        except FileNotFoundError as error:
-            raise RegionMissingError(f"region {self.name}: its owner has removed it") from error
-        if (found.st_dev, found.st_ino) != self._inode:
-            raise RegionMismatchError(self.name, "file", "the one that was attached", "another under its name")
 
     def close(self) -> None:
         """Unmap; the owner also removes the name. See :meth:`MappedRegion.close`."""
@@ -164,8 +135,7 @@ class SharedRegion(MappedRegion):
             self._remove()
 
     def __repr__(self) -> str:
-        state = "closed" if self._memory is None else "owner" if self.is_owner else "attached"
-        return f"<SharedRegion {self.name} blocks={self.blocks} {state}>"
+        return f"<SharedRegion {self.name} blocks={self.blocks}{' closed' if self._memory is None else ''}>"
 
     def _mapped(self) -> mmap.mmap:
         if self._memory is None:
@@ -173,14 +143,11 @@ class SharedRegion(MappedRegion):
         return self._memory
 
 
-def _allocate(name: str, fd: int, nbytes: int, *, huge_pages: bool) -> mmap.mmap:
+def _allocate(name: str, fd: int, nbytes: int) -> mmap.mmap:
     """``fd`` with its final size, every page of it there and mapped."""
     try:
         os.ftruncate(fd, nbytes)
         memory = room.map_memory(fd, nbytes)
-        if huge_pages:  # only a touch through a mapping that asked for huge pages makes some
-            room.ask_for_huge_pages(memory)
-            room.populate_where_there_is_room(memory)
         os.posix_fallocate(fd, 0, nbytes)  # a touch of what is not there would be a SIGBUS
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
@@ -191,14 +158,9 @@ def _allocate(name: str, fd: int, nbytes: int, *, huge_pages: bool) -> mmap.mmap
     return memory
 
 
-def _remove(path: Path, inode: tuple[int, int], owner_pid: int) -> None:
+def _remove(path: Path, made: os.stat_result, owner_pid: int) -> None:
     if os.getpid() == owner_pid:
-        directory.unlink_same(path, *inode)
-
-
-def _inode_of(fd: int) -> tuple[int, int]:
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino
+        directory.unlink_same(path, made)
 
 
 def _open(name: str, *, writable: bool) -> int:

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from cache_manager.checks import integers
 from cache_manager.errors import InvalidInputError, RegionError, RegionMismatchError
-from cache_manager.memory import GENERATION_SHIFT, complete, gather, require_ordered_stores
-from cache_manager.ports import TierName
+from cache_manager.memory import GENERATION_SHIFT, gather, require_ordered_stores
 from cache_manager.regions.header import pack_namespace
 from cache_manager.regions.shared import SharedRegion
 from cache_manager.rows import Rows, window_of
@@ -29,7 +28,7 @@ class RegionView:
 
     What is of another namespace than the one attached to is missing: after a weight update, which :meth:`follow` tells
     the view of. Rows stay readable when the owner has died or closed the region, because memory stays until its last
-    user is gone; :meth:`check_owner` says whether the region still has its name.
+    user is gone.
 
     Reads from any thread; :meth:`close` it when no thread reads.
     """
@@ -53,15 +52,6 @@ class RegionView:
         self._namespace = found
 
     @property
-    def name(self) -> str:
-        return self._attached().name
-
-    @property
-    def tier(self) -> TierName:
-        """Whose blocks the region mirrors."""
-        return self._attached().tier
-
-    @property
     def layout(self) -> RecordLayout:
         """The specs of the rows, as the region has them."""
         return self._attached().layout
@@ -69,11 +59,6 @@ class RegionView:
     @property
     def blocks(self) -> int:
         return self._attached().blocks
-
-    @property
-    def namespace(self) -> bytes:
-        """Fingerprint of the namespace whose rows this view reads."""
-        return self._namespace
 
     def read(
         self,
@@ -101,21 +86,6 @@ class RegionView:
             bits[:] = 0
         return Rows.of(region.layout.specs[index], rows, bits, window)
 
-    def complete(
-        self,
-        blocks: Sequence[int] | NDArray[Any],
-        generations: Sequence[int] | NDArray[Any],
-        specs: Sequence[str] | None = None,
-    ) -> NDArray[np.bool_]:
-        """Which of ``blocks`` have every row of ``specs`` (of all, if not given) in their ``generations``: ``[n]``."""
-        region = self._attached()
-        ids, wanted = _pairs(region, blocks, generations)
-        names = [spec.name for spec in region.layout.specs] if specs is None else specs
-        whole = complete(region, ids, wanted, tuple(region.layout.index(name) for name in names))
-        if region.namespace != self._namespace:
-            whole[:] = False
-        return whole
-
     def generations(self, blocks: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
         """Which life each block is in ``[n]``, as far as the owner has come."""
         region = self._attached()
@@ -129,14 +99,6 @@ class RegionView:
         """
         pack_namespace(namespace)  # refuses what is no fingerprint
         self._namespace = namespace
-
-    def check_owner(self) -> None:
-        """Raise :class:`~cache_manager.errors.RegionMissingError` when the region has been removed since (its owner
-        closed it or ended), :class:`~cache_manager.errors.RegionMismatchError` when its name is another file's now.
-
-        An owner that was killed has removed nothing, and this view keeps others from doing so.
-        """
-        self._attached().check_name()
 
     def close(self) -> None:
         """Let go of the region; a second call does nothing."""

@@ -6,6 +6,7 @@
 ``file:///dir?mode=read``                           :class:`cache_manager.storage.file.FileReader`
 ``mooncake://host:port/prefix?segment=1GiB``        :class:`cache_manager.storage.mooncake.MooncakeStore`
 ``tiered:file:///dir,mooncake://host:port/prefix``  :class:`cache_manager.storage.tiered.TieredStore`
+``apart:file:///dir``                               :class:`cache_manager.storage.apart.ApartStore`
 ==================================================  =================================================
 
 Further schemes come from entry points in the group ``kvroute.stores``: the entry's name is the scheme, its value a
@@ -30,6 +31,7 @@ BUILT_IN: Final = {
     "memory": EntryPoint("memory", "cache_manager.storage.memory:open_memory_store", GROUP),
     "file": EntryPoint("file", "cache_manager.storage.file:open_file_store", GROUP),
     "mooncake": EntryPoint("mooncake", "cache_manager.storage.mooncake:open_mooncake_store", GROUP),
+    "apart": EntryPoint("apart", "cache_manager.storage.apart:open_apart_store", GROUP),
     "tiered": EntryPoint("tiered", "cache_manager.storage.tiered:open_tiered_store", GROUP),
 }
 

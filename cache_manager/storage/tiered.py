@@ -3,7 +3,7 @@
 Law: a key that a tier *owes* is hidden there until it is deleted there. The tier may have a record of it that was
 deleted or replaced while the tier was away, or that is damaged. So no tier hands out what an answer has denied.
 
-No thread, no queue: whoever has to go on while a slow tier is written has a job for it (:mod:`cache_manager.jobs`),
+No thread, no queue: whoever has to go on while a slow tier is written has a job for it (:mod:`cache_manager.stored`),
 which keeps the block instead of a copy. Every copy is verified, so that a bad one costs its tier that copy.
 """
 

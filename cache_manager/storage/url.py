@@ -100,24 +100,6 @@ class StoreUrl:
             parameters[name] = unquote(value)
         return cls(text, parts.scheme, parts.netloc, held or unquote(parts.path), MappingProxyType(parameters), tiers)
 
-    def below(self, name: str) -> str:
-        """The URL of the store called ``name`` in each place that this one names; parameters stay as they are.
-
-        >>> StoreUrl.parse("file:///var/kv?quota=1GiB").below("rows")
-        'file:///var/kv/rows?quota=1GiB'
-        >>> StoreUrl.parse("memory:?capacity=1GiB").below("rows")  # is in no place
-        'memory:?capacity=1GiB'
-        >>> StoreUrl.parse("tiered:?queue=64MiB,file:///a,mooncake://h:1/x?devices=a,b").below("kv")
-        'tiered:?queue=64MiB,file:///a/kv,mooncake://h:1/x/kv?devices=a,b'
-        """
-        if self.tiers:
-            own = self.text[: len(self.text) - len(",".join(self.tiers))]
-            return own + ",".join(StoreUrl.parse(tier).below(name) for tier in self.tiers)
-        parts = urlsplit(self.text)
-        if not parts.netloc and not parts.path:  # one that is not in a place
-            return self.text
-        return parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl()
-
     def allow(self, *names: str) -> None:
         """:class:`ConfigError` when the URL has a parameter that is not one of ``names``."""
         for name in self.parameters:

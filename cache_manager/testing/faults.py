@@ -1,16 +1,13 @@
-"""Faults for tests: real ports, wrapped so that they fail the way the world fails."""
+"""Faults for tests of stores: a real one, wrapped so that it fails the way the world fails."""
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Mapping, Sequence
 
 from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import Buffer, RecordHeader
-from cache_manager.storage.disk import Disk, Room, Space, SystemDisk
 from cache_manager.storage.guard import ClosingStore
 
 
@@ -62,66 +59,3 @@ class FaultyStore(ClosingStore):
 
     def close(self) -> None:
         self.backend.close()
-
-
-class FaultyDisk:
-    """The calls of a file store with a limit on what may be written, short transfers, and errors by call.
-
-    When ``write_budget_nbytes`` is used up a write writes what is left of it, and the next one calls ``at_limit`` (to
-    kill the process, say) and fails with ``write_errno``, as a disk does that fills up in the middle of a batch.
-    """
-
-    def __init__(self, disk: Disk | None = None) -> None:
-        self.disk: Disk = disk or SystemDisk()
-        self.write_budget_nbytes: int | None = None
-        self.write_errno = errno.ENOSPC
-        self.at_limit: Callable[[], None] | None = None
-        self.call_nbytes_max: int | None = None  # every transfer is cut to this
-        self.read_errno: int | None = None
-        self.allocate_errno: int | None = None
-        self.truncate_errno: int | None = None
-        self.sync_errno: int | None = None
-        self.space_now: Space | None = None  # what the file system is said to have
-        self.space_errno: int | None = None
-        self.syncs = 0
-
-    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        nbytes = sum(memoryview(buffer).nbytes for buffer in buffers)
-        if self.call_nbytes_max is not None:
-            nbytes = min(nbytes, self.call_nbytes_max)
-        if self.write_budget_nbytes is not None:
-            if self.write_budget_nbytes == 0:
-                if self.at_limit:
-                    self.at_limit()
-                raise OSError(self.write_errno, os.strerror(self.write_errno))
-            nbytes = min(nbytes, self.write_budget_nbytes)
-            self.write_budget_nbytes -= nbytes
-        return self.disk.pwritev(fd, [b"".join(buffers)[:nbytes]], offset)
-
-    def preadv(self, fd: int, buffers: Sequence[Room], offset: int) -> int:
-        _raise(self.read_errno)
-        if self.call_nbytes_max is not None:
-            buffers = [memoryview(buffers[0]).cast("B")[: self.call_nbytes_max]]
-        return self.disk.preadv(fd, buffers, offset)
-
-    def allocate(self, fd: int, nbytes: int) -> None:
-        _raise(self.allocate_errno)
-        self.disk.allocate(fd, nbytes)
-
-    def truncate(self, fd: int, nbytes: int) -> None:
-        _raise(self.truncate_errno)
-        self.disk.truncate(fd, nbytes)
-
-    def sync(self, fd: int) -> None:
-        _raise(self.sync_errno)
-        self.syncs += 1
-        self.disk.sync(fd)
-
-    def space(self, fd: int) -> Space:
-        _raise(self.space_errno)
-        return self.space_now or self.disk.space(fd)
-
-
-def _raise(number: int | None) -> None:
-    if number is not None:
-        raise OSError(number, os.strerror(number))

@@ -1,5 +1,6 @@
-"""The cache-transfer process: KV and rows of blocks are swapped, persisted and restored together, beside the engine."""
+"""The cache-transfer process: a store apart, and copies of blocks between shared regions, beside the engine."""
 
-from cache_manager.transfer_manager.manager import CacheTransferManager, SharedPart, TransferSettings
+from cache_manager.storage.apart import ApartSettings
+from cache_manager.transfer_manager.manager import CacheTransferManager
 
-__all__ = ["CacheTransferManager", "SharedPart", "TransferSettings"]
+__all__ = ["ApartSettings", "CacheTransferManager"]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError
 from kvroute.connector.folds import GATHER_NBYTES_MAX, by_layer, folded_on_device, keys_on, to_host
 from kvroute.connector.settings import StepMeta
@@ -82,7 +82,7 @@ class KvWitness:
     has another generation.
     """
 
-    def __init__(self, rows: EngineBlocks, folder: KvFolder, blocks: int) -> None:
+    def __init__(self, rows: AuxBlocks, folder: KvFolder, blocks: int) -> None:
         self._rows, self._folder = rows, folder
         self._of: NDArray[np.uint64] = np.zeros(blocks, np.uint64)  # the witness of each block,
         self._lives: NDArray[np.int64] = np.full(blocks, -1, np.int64)  # in this life

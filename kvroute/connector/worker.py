@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import distributed
 
 import kvroute
-from cache_manager.jobs import AnyJob
-from cache_manager.store_jobs import RestoreJob
+from cache_manager.stored import AnyJob, RestoreJob
 from kvroute.capture.step_ids import StepIds
 from kvroute.connector.behind import Behind
 from kvroute.connector.folds import to_host
@@ -70,7 +69,7 @@ class WorkerRows:
         self.engine, self.pages = engine, pages
         settings, self._device = engine.settings, next(iter(kv_caches.values())).device
         self.store = opened(settings.store) if settings.store else None
-        self.blocks = kvroute.EngineBlocks(
+        self.blocks = kvroute.AuxBlocks(
             engine.layout.specs,
             blocks=engine.clock + 1,
             namespace=engine.namespace,

@@ -78,7 +78,6 @@ def judgement(result: DemoResult, title: str = "kvroute demo") -> Table:
             ("sequences preempted, dropped to recompute", f"{traffic.preemptions:,}, {traffic.dropped_sequences:,}"),
             ("rows copied on write", f"{traffic.cow_rows:,}"),
             ("blocks evicted", f"{traffic.evicted_blocks:,}"),
-            ("late writes dropped", f"{traffic.late_writes_dropped:,}"),
             ("store failures, corrupt records", f"{traffic.store_failures:,}, {traffic.corrupt_records:,}"),
         ),
         (

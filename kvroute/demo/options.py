@@ -24,7 +24,7 @@ class DemoOptions:
 
     By default the device holds a quarter of the conversations at their longest, but one and a quarter at least and
     three at most; the host holds as much. That is less than what runs at once needs. ``store`` is a URL or
-    ``MOONCAKE``. With ``transfer_process`` a process beside the engine moves and stores KV and rows. Model and KV lie
+    ``MOONCAKE``. With ``transfer_process`` a process beside the engine moves KV, and has the store. Model and KV lie
     on ``device``; on ``cuda`` one launch a pass captures the rows, and passes that only decode are CUDA graphs.
 
     Raises :class:`ConfigError` naming the flag.

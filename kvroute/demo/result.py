@@ -26,7 +26,6 @@ class Traffic:
     persisted_blocks: int = 0
     preemptions: int = 0
     dropped_sequences: int = 0
-    late_writes_dropped: int = 0
     store_failures: int = 0
     corrupt_records: int = 0
 
@@ -45,7 +44,6 @@ class Traffic:
             persisted_blocks=blocks.persisted_blocks,
             preemptions=blocks.preemptions,
             dropped_sequences=engine.scheduler.dropped,
-            late_writes_dropped=rows.late_writes_dropped,
             store_failures=blocks.store_failures,
             corrupt_records=store.corrupt if store else 0,
         )

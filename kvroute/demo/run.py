@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
+from cache_manager.storage import open_store
 from kvroute.demo.checker import Checker, SecondRun, Verdict
 from kvroute.demo.options import MOONCAKE, DemoOptions
 from kvroute.demo.pool import running_pool
@@ -24,9 +25,9 @@ from kvroute.demo.serve import Clients, Watcher, same_tokens
 from kvroute.demo.update import CONVERSATIONS_MAX, UpdateResult, across_update
 from kvroute.demo.workload import Conversation, conversations
 from kvroute.engine.engine import Engine
+from kvroute.engine.memory import RemoteStore
 from kvroute.engine.models import build_model, weights_digest
 from kvroute.engine.request import FinishReason
-from kvroute.engine.stores import EngineStores, RemoteStores
 from kvroute.engine.text import VOCAB_SIZE
 
 
@@ -96,10 +97,10 @@ class Demo:
         """One life of the engine: everything but the store and the checker is new, and is dropped at the end."""
         model = self._build()
         namespace = Namespace(f"{self._options.model}/{weights_digest(model)}", weights_version=0)
-        stores = RemoteStores.at(url) if self._options.transfer_process else EngineStores.open(url)
+        store = RemoteStore(url) if self._options.transfer_process else open_store(url)
         try:
             self._checker.attach(model)
-            with Engine(model, self._options.engine, namespace, stores=stores, observer=self._watcher) as engine:
+            with Engine(model, self._options.engine, namespace, store=store, observer=self._watcher) as engine:
                 self._watcher.engine = engine
                 before = sum(c.turn for c in self._clients.conversations)
                 total = sum(turns(c) for c in self._clients.conversations) - before
@@ -109,9 +110,9 @@ class Demo:
                 return Traffic.of(engine)
         finally:
             self._checker.detach()
-            if isinstance(stores, EngineStores):
-                stores.flush()
-                stores.close()
+            if not isinstance(store, RemoteStore):
+                store.flush()
+                store.close()
 
     def _serve_plainly(self, progress: Progress) -> None:
         model = self._build()

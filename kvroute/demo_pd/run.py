@@ -179,7 +179,6 @@ _TRAFFIC = {
     "persisted_blocks": "blocks_persisted_blocks",
     "preemptions": "blocks_preemptions",
     "dropped_sequences": "engine_dropped_sequences",
-    "late_writes_dropped": "rows_late_writes_dropped",
     "store_failures": "blocks_store_failures",
 }
 

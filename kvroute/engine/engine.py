@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
@@ -30,7 +30,7 @@ from cache_manager.spec import align
 from cache_manager.step import PADDING
 from kvroute.config import RoutingReplayConfig
 from kvroute.engine.decode_batches import DecodePasses
-from kvroute.engine.memory import EngineMemory
+from kvroute.engine.memory import AnyStore, EngineMemory
 from kvroute.engine.models import BATCH_MULTIPLE
 from kvroute.engine.paged_attention import PagedBatch
 from kvroute.engine.passes import NoCapture, capture_of
@@ -40,7 +40,6 @@ from kvroute.engine.request import EngineConfig, FinishReason, Output, Request
 from kvroute.engine.sampling import sample
 from kvroute.engine.scheduler import Scheduler, Work
 from kvroute.engine.sequence import Event, Sequence, State
-from kvroute.engine.stores import AnyStores
 from kvroute.journal import RequestJournal
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec_from_hf, weights_version_spec
@@ -70,15 +69,15 @@ class Observer(Protocol):
 class Engine:
     """Generates for requests over ``config.device_blocks`` KV blocks, and hands out routes with every sample.
 
-    ``namespace`` must name the weights: with ``stores``, KV and rows that an earlier engine of the same namespace
-    stored are reused. They stay the caller's; with :class:`RemoteStores` a cache-transfer process opens them, and moves
-    KV and rows. When it is lost the engine goes on: what could not be moved is computed again.
+    ``namespace`` must name the weights: with a ``store``, KV and rows that an earlier engine of the same namespace
+    stored are reused. It stays the caller's; with a :class:`~kvroute.engine.memory.RemoteStore` a cache-transfer
+    process opens it, and copies KV. When that is lost the engine goes on: what could not be moved is computed again.
 
     Raises :class:`InvalidInputError` for a model without routers, and by its name for one whose tokens know of each
     other by more than paged attention (:func:`~kvroute.engine.probe.kv_shape`): recurrent state is in no block.
 
-    ``replay`` says whether rows are captured, what becomes of KV without rows, and where the routes of finished samples
-    are stored; without it they are captured and come with the output only. :meth:`close` raises for a rollout that
+    ``replay`` says whether rows are captured, which rows a hit needs, and where the routes of finished samples are
+    stored; without it they are captured and come with the output only. :meth:`close` raises for a rollout that
     could not be stored and that nobody asked about.
     """
 
@@ -88,13 +87,13 @@ class Engine:
         config: EngineConfig,
         namespace: Namespace,
         *,
-        stores: AnyStores | None = None,
+        store: AnyStore | None = None,
         observer: Observer | None = None,
         replay: RoutingReplayConfig | None = None,
     ) -> None:
         self.config = config
         spec = routing_spec_from_hf(model.config, config.block_tokens)  # type: ignore[arg-type]
-        self.replay = EngineReplay(replay, spec, stores)
+        self.replay = EngineReplay(replay, spec, store)
         self.spec = self.replay.spec
         self._model = model
         self._positions_max: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
@@ -103,19 +102,17 @@ class Engine:
         closing = ExitStack()
         closing.callback(self.replay.close)
         with closing:
-            policy = self.replay.policy
             device = next(model.parameters()).device
-            self.memory = EngineMemory(kv_shape(model), config, namespace, self.replay.stores, policy, device)
+            self.memory = EngineMemory(kv_shape(model), config, namespace, self.replay.store, device)
             closing.callback(self.memory.close)
             self.aux = AuxBlocks(
                 [*routed, weights_version_spec(config.block_tokens)],
-                device_blocks=config.device_blocks,
+                blocks=config.device_blocks,
                 host_blocks=config.host_blocks,
                 namespace=namespace,
                 store=self.memory.store,
-                kv=self.memory.kv_mover,
-                mover=self.memory.mover,
-                policy=policy,
+                kv=self.memory.kv,
+                required=self.replay.required,
                 memory=config.memory,
                 jobs=config.jobs,
             )
@@ -182,16 +179,18 @@ class Engine:
 
         The store is not waited for while there is anything to compute, and ``STORE_WAIT_S`` at most when there is not.
         """
+        failed = self.manager.counters.moves_failed
         work = self._plan()
         if work:
             self._idle_steps = self._wait_steps = 0
             self._compute(work)
             self.steps += 1
         elif len(self.scheduler) and not self.waits:
-            if self.manager.errands:  # nothing to compute until the store has answered
+            if self.manager.in_flight:  # nothing to compute until the store has answered
                 self.aux.wait(STORE_WAIT_S)
                 self._idle_steps = 0
-            elif not self.memory.wait(STORE_WAIT_S):  # what was swapped out cannot come back yet
+            elif self.manager.counters.moves_failed > failed:  # what was swapped out cannot come back yet
+                self.memory.process.wait(STORE_WAIT_S)
                 self._wait_steps += 1
                 self._idle_steps = 0
                 if self._wait_steps * STORE_WAIT_S > self.config.restore_wait_s:
@@ -228,7 +227,7 @@ class Engine:
         self._capture.close()
         self.drain()
         self.aux.close()
-        del self.kv, self._decodes
+        del self._decodes
         self.memory.close()
         self.replay.close()
 

@@ -1,4 +1,4 @@
-"""The paged KV cache: the tensors, and what moves their blocks.
+"""The paged KV cache: the tensors, and how their blocks are copied, taken out and filled.
 
 One block is one contiguous record ``[block_tokens, layers, kv_heads * (k_dim + v_dim)]``, so that swapping, copying
 and storing a block is one copy whatever the number of layers.
@@ -7,19 +7,15 @@ and storing a block is one copy whatever the number of layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache_manager.keys import BlockKey
-from cache_manager.ports import Absence, BlockRecords, Found, RecordCounters, StorageBackend, TierName
-from cache_manager.record import RecordHeader
+from cache_manager.ports import TierName
 from cache_manager.regions import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
-from cache_manager.storage.records import RecordStore
 from kvroute.engine.request import EngineConfig
 from kvroute.engine.swap_stream import SwapStream
 
@@ -69,7 +65,9 @@ class KVLayer:
 
 
 class PagedKV:
-    """Device and host KV blocks of one model. Content of a block nobody wrote is undefined.
+    """Device and host KV blocks of one model, a :class:`~cache_manager.ports.KVBlocks`.
+
+    Content of a block that nobody wrote is undefined.
 
     Device blocks lie on ``device``, the CPU if not given; beside a GPU host blocks are pinned. With ``regions``, those
     of records of ``shape.spec(block_tokens)``, they lie there; the caller closes them when the tensors are gone.
@@ -88,12 +86,14 @@ class PagedKV:
         row = (block_tokens, shape.layers, shape.width)  # of both: [blocks, block_tokens, layers, width]
         self.shape = shape
         self.block_tokens = block_tokens
+        self.spec = shape.spec(block_tokens)
         if regions is not None:
             self.device = _blocks_in(regions[0], (device_blocks, *row), shape.dtype)
             self.host = _blocks_in(regions[1], (host_blocks, *row), shape.dtype)
         else:
             self.device = torch.zeros((device_blocks, *row), dtype=shape.dtype, device=device)
             self.host = torch.zeros((host_blocks, *row), dtype=shape.dtype, pin_memory=self.device.is_cuda)
+        self._swaps = SwapStream(self.device, self.host) if self.device.is_cuda and host_blocks else None
         slots = self.device.view(device_blocks * block_tokens, shape.layers, shape.width)
         split = shape.heads * shape.k_dim
         self._layers = tuple(
@@ -120,52 +120,12 @@ class PagedKV:
     def layer(self, index: int) -> KVLayer:
         return self._layers[index]
 
-    def bytes_of(self, block: int) -> NDArray[np.uint8]:
-        """A device block's bytes: the block itself on a CPU, else a copy."""
-        raw: NDArray[np.uint8] = self.device[block].view(torch.uint8).cpu().numpy().reshape(-1)
-        return raw
-
-    def fill(self, block: int, raw: NDArray[np.uint8]) -> None:
-        """Make ``raw`` a device block's bytes."""
-        self.device[block].view(torch.uint8).view(-1).copy_(torch.from_numpy(raw))
-
-    @property
-    def block_nbytes(self) -> int:
-        return self.device[0].nbytes
-
-
-class KVMover:
-    """The engine's :class:`~cache_manager.ports.Mover` of KV blocks, which goes wherever their rows go.
-
-    On a GPU copies are in the order of the stream at hand, and the host waits for none: see :class:`SwapStream`.
-
-    With a ``store`` of their own, KV blocks are stored under the keys of their rows, with the origins of their content,
-    and verified when they come back.
-    """
-
-    def __init__(self, kv: PagedKV, store: StorageBackend | None = None) -> None:
-        self._kv = kv
-        self._layout = RecordLayout((kv.shape.spec(kv.block_tokens),))
-        self._records = RecordStore(store, self._layout) if store is not None else None
-        self._all_valid = prefix_valid(self._layout, kv.block_tokens)
-        self._swaps = SwapStream(kv.device, kv.host) if kv.device.is_cuda and len(kv.host) else None
-
-    @property
-    def stores(self) -> bool:
-        return self._records is not None
-
-    @property
-    def counters(self) -> RecordCounters:
-        return self._store.counters
-
-    @property
-    def _store(self) -> RecordStore:
-        assert self._records is not None, "asked for a store that there is not"
-        return self._records
+    # ---------------------------------------------------------------- KVBlocks: where rows go, KV goes
 
     def copy(self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        tiers = {"device": self._kv.device, "host": self._kv.host}
-        if not self._kv.device.is_cuda:
+        """On a GPU in the order of the stream at hand, and the host waits for none: see :class:`SwapStream`."""
+        tiers = {"device": self.device, "host": self.host}
+        if not self.device.is_cuda:
             tiers[target][torch.from_numpy(targets)] = tiers[source][torch.from_numpy(sources)]
             return
         pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
@@ -175,29 +135,19 @@ class KVMover:
         for given, taken in pairs:
             tiers[target][taken].copy_(tiers[source][given], non_blocking=True)
 
-    def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]:
-        payloads = [self._kv.bytes_of(block).data for block in records.blocks]
-        valid = [self._all_valid] * len(payloads)
-        stored = self._store.put(records.keys, payloads, valid, records.generations, records.origins, replace=replace)
-        return [None if header is None else Found(header.origin, b"") for header in stored]
+    def take(self, blocks: NDArray[np.int64], into: NDArray[np.uint8]) -> None:
+        chosen = self.device[torch.from_numpy(blocks).to(self.device.device)].view(torch.uint8)
+        into[:] = chosen.cpu().numpy().reshape(into.shape)
 
-    def get_into(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
-        if self._kv.device.is_cuda:
-            staging = [np.empty(self._kv.block_nbytes, np.uint8) for _ in blocks]
-        else:
-            staging = [self._kv.bytes_of(block) for block in blocks]
-        found = self._store.get_into(keys, [raw.data for raw in staging])
-        if self._kv.device.is_cuda:
-            for block, raw, each in zip(blocks, staging, found, strict=True):
-                if isinstance(each, RecordHeader):
-                    self._kv.fill(block, raw)
-        return [Found(each.origin, b"") if isinstance(each, RecordHeader) else each for each in found]
+    def fill(self, blocks: NDArray[np.int64], given: NDArray[np.uint8]) -> None:
+        into = self.device.view(torch.uint8)
+        raw = torch.from_numpy(np.ascontiguousarray(given)).view(-1, *into.shape[1:])
+        into[torch.from_numpy(blocks).to(into.device)] = raw.to(into.device)
 
-    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return self._store.contains(keys)
-
-    def flush(self) -> None:
-        self._store.flush()
+    def bytes_of(self, block: int) -> NDArray[np.uint8]:
+        """A device block's bytes: the block itself on a CPU, else a copy."""
+        raw: NDArray[np.uint8] = self.device[block].view(torch.uint8).cpu().numpy().reshape(-1)
+        return raw
 
 
 def prefix_valid(layout: RecordLayout, tokens: int) -> bytes:
@@ -214,4 +164,4 @@ def _blocks_in(region: SharedRegion | None, shape: tuple[int, ...], dtype: torch
     return blocks.view(shape)
 
 
-__all__ = ["KVLayer", "KVMover", "KVShape", "PagedKV", "prefix_valid"]
+__all__ = ["KVLayer", "KVShape", "PagedKV", "prefix_valid"]

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Step
 from kvroute.capture.canary import CANARY_OF

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cache_manager.errors import KVRouteError
-from cache_manager.records import Export
 from kvroute.engine.engine import Engine
 from kvroute.engine.request import FinishReason, Request
 from kvroute.engine.scheduler import Work
@@ -49,14 +48,14 @@ class PrefillEngine(Engine):
     """An :class:`Engine` whose requests end with the first token, their blocks on offer.
 
     Call :meth:`attach` before the first step. Blocks on offer are held by ``transfer:<hex>`` until the transfer ends;
-    the engine waits for room if they leave none.
+    the engine waits for room if they leave none. What is on offer reads them: close the node first.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.transfer_blocks = TransferBlocks(self.aux, self.memory)
         self._offers: Offers | None = None
-        self._leased: dict[TransferId, Export] = {}
+        self._leased: set[TransferId] = set()
         self._transfers: dict[str, TransferId | None] = {}
         self._counts = dict.fromkeys(PrefillCounters.__dataclass_fields__, 0)
 
@@ -88,17 +87,10 @@ class PrefillEngine(Engine):
     def waits(self) -> bool:
         return bool(self._leased)
 
-    def close(self) -> None:
-        """See :class:`Engine`; what is still on offer is not any more: close the node first."""
-        for export in self._leased.values():
-            export.abort()
-        super().close()
-
     def _plan(self) -> list[Work]:
         assert self._offers is not None, "attach() comes first"
         for ended in self._offers.poll():
-            if (export := self._leased.pop(ended.transfer, None)) is not None:
-                export.commit()
+            self._leased.discard(ended.transfer)
             self.manager.free(_lessee(ended.transfer))
             self._counts["transfers_ended"] += 1
         return super()._plan()
@@ -114,16 +106,15 @@ class PrefillEngine(Engine):
         keys = self.manager.keys(owner, prompt)
         table = self.manager.table(owner)
         tokens = [min(size, len(prompt) - i * size) for i in range(len(keys))]
-        blocks, export = self.transfer_blocks.take(owner, dict(zip(keys, table, strict=False)), tokens)
+        blocks = self.transfer_blocks.take(dict(zip(keys, table, strict=False)), tokens)
         self._counts["offers"] += 1
         try:
             transfer = self._offers.offer(blocks)
         except KVRouteError:
             self._counts["offers_refused"] += 1
-            export.abort()
             return None
         self.manager.hold(owner, _lessee(transfer))
-        self._leased[transfer] = export
+        self._leased.add(transfer)
         self._counts["transfers"] += 1
         return transfer
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from cache_manager.errors import ConfigError
-from cache_manager.ports import HitPolicy
+from cache_manager.ports import StorageBackend
 from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.storage import open_store
 from kvroute.capture.canary import canary_spec, check_canary
 from kvroute.config import RoutingReplayConfig
+from kvroute.engine.memory import AnyStore
 from kvroute.engine.request import Request
-from kvroute.engine.stores import AnyStores, EngineStores
 from kvroute.rollout.manager import RoutingReplayManager, Ticket
 from kvroute.routes import Routes
 
@@ -16,27 +17,27 @@ from kvroute.routes import Routes
 class EngineReplay:
     """The parts of an engine that its configuration chooses; without one, rows are captured and stored nowhere.
 
-    ``stores`` are those that the engine is to use: the ones given, or the ones that ``block_store`` names, which are
-    closed by :meth:`close`.
+    ``store`` is the one that the engine is to use: the one given, or the one that ``block_store`` names, which
+    :meth:`close` closes.
     """
 
-    def __init__(self, config: RoutingReplayConfig | None, spec: AuxBlockDataSpec, stores: AnyStores | None) -> None:
+    def __init__(self, config: RoutingReplayConfig | None, spec: AuxBlockDataSpec, store: AnyStore | None) -> None:
         on = config is not None and config.enable_routing_replay
         self.captures = config is None or on
         self.spec = canary_spec(spec) if on and config is not None and config.debug_mode else spec
-        self.policy: HitPolicy = config.policy if on and config is not None else "gate"
-        self.stores = stores
-        self._opened: EngineStores | None = None
+        self.required = config.required if on and config is not None else None
+        self.store = store
+        self._opened: StorageBackend | None = None
         self.manager: RoutingReplayManager | None = None
         self.debug = self.spec is not spec
         if config is None or not on:
             return
-        if config.block_store and stores is not None:
-            raise ConfigError("block_store", "'', as the engine was given stores", repr(config.block_store))
+        if config.block_store and store is not None:
+            raise ConfigError("block_store", "'', as the engine was given a store", repr(config.block_store))
         self.manager = RoutingReplayManager(config.fitted(spec), self.spec)
         if config.block_store:
             try:
-                self.stores = self._opened = EngineStores.open(config.block_store)
+                self.store = self._opened = open_store(config.block_store)
             except BaseException:
                 self.manager.close()
                 raise

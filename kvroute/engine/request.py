@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Literal
 
 from cache_manager.errors import ConfigError, InvalidInputError
-from cache_manager.jobs import JobLimits
+from cache_manager.stored import JobLimits
 from kvroute.rollout.manager import Ticket
 from kvroute.routes import Routes
 

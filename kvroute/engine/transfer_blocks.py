@@ -8,10 +8,9 @@ from typing import Final
 
 import numpy as np
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import BlockKey
 from cache_manager.record import OfferedRecord, RecordHeader
-from cache_manager.records import Export
 from cache_manager.spec import RecordLayout
 from kvroute.engine.kv import prefix_valid
 from kvroute.engine.memory import EngineMemory
@@ -31,7 +30,7 @@ class TransferBlocks:
     def __init__(self, aux: AuxBlocks, memory: EngineMemory) -> None:
         self._aux = aux
         self._memory = memory
-        self._layout = RecordLayout((memory.kv.shape.spec(memory.kv.block_tokens),))
+        self._layout = RecordLayout((memory.kv.spec,))
 
     @property
     def parts(self) -> tuple[Part, Part]:
@@ -42,17 +41,18 @@ class TransferBlocks:
             Part("kv", self._layout.fingerprint, self._layout.nbytes, tokens),
         )
 
-    def take(self, owner: str, blocks: Mapping[BlockKey, int], tokens: Many[int]) -> tuple[list[OfferedBlock], Export]:
-        """The first ``tokens`` tokens of each of the owner's blocks, which are kept until the export is ended."""
-        export = self._aux.export(blocks, tokens, owner=owner)
-        origins = self._aux.origins(list(blocks.values()))
-        offered = [
-            OfferedBlock(i, key, (rows, self._kv_record(key, block, count, origin)))
-            for i, ((key, block), count, rows, origin) in enumerate(
-                zip(blocks.items(), tokens, export.records, origins, strict=True)
-            )
+    def take(self, blocks: Mapping[BlockKey, int], tokens: Many[int]) -> list[OfferedBlock]:
+        """The first ``tokens`` tokens of each block: a copy of the rows, and of a full block's KV a view on a CPU.
+
+        Whoever offers them keeps the blocks from being written or given away until nobody reads the KV any more.
+        """
+        ids = list(blocks.values())
+        rows = self._aux.export(blocks, self._aux.generations(ids), tokens)
+        each = zip(blocks.items(), tokens, rows, self._aux.origins(ids), strict=True)
+        return [
+            OfferedBlock(i, key, (record, self._kv_record(key, block, count, origin)))
+            for i, ((key, block), count, record, origin) in enumerate(each)
         ]
-        return offered, export
 
     def put_rows(self, block: int, generation: int, tokens: int, header: RecordHeader, payload: memoryview) -> int:
         """Put a verified record of rows into ``block``; how many of its first ``tokens`` tokens' rows landed.
@@ -78,7 +78,7 @@ class TransferBlocks:
             return False
         if not self._aux.bind_origin(block, generation, header.origin, tokens):
             return False
-        self._memory.kv.fill(block, np.frombuffer(payload, np.uint8))
+        self._memory.kv.fill(np.array([block]), np.frombuffer(payload, np.uint8)[None])
         return True
 
     def _kv_record(self, key: BlockKey, block: int, tokens: int, origin: int) -> OfferedRecord:

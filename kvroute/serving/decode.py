@@ -12,9 +12,9 @@ from aiohttp import web
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
 from kvroute.engine.decode import DecodeEngine
+from kvroute.engine.memory import AnyStore
 from kvroute.engine.request import FinishReason, Output, Request
 from kvroute.engine.sequence import Handover
-from kvroute.engine.stores import AnyStores
 from kvroute.engine.text import VOCAB_SIZE
 from kvroute.serving.bodies import (
     AnswerLine,
@@ -53,8 +53,8 @@ class DecodeServer(EngineServer):
         )
         self.job("/v1/decode", self._decode)
 
-    def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: AnyStores | None) -> DecodeEngine:
-        return DecodeEngine(model, self.config.engine, namespace, stores=stores, replay=self.config.replay)
+    def make_engine(self, model: torch.nn.Module, namespace: Namespace, store: AnyStore | None) -> DecodeEngine:
+        return DecodeEngine(model, self.config.engine, namespace, store=store, replay=self.config.replay)
 
     def make_node(self) -> DecodeNode:
         return decode_node(self.config, self.engine)

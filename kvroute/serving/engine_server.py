@@ -12,11 +12,12 @@ from typing import TypeVar
 import torch
 
 from cache_manager.keys import Namespace
+from cache_manager.storage import open_store
 from kvroute.engine.engine import Engine
+from kvroute.engine.memory import AnyStore, RemoteStore
 from kvroute.engine.models import build_model, weights_digest
 from kvroute.engine.request import Output, Request
 from kvroute.engine.sequence import State
-from kvroute.engine.stores import AnyStores, EngineStores, RemoteStores
 from kvroute.engine.text import VOCAB_SIZE
 from kvroute.serving.config import EngineServerConfig
 from kvroute.serving.loop import EngineLoop, Tell
@@ -50,11 +51,11 @@ class EngineServer(Server):
 
     def __init__(self, config: EngineServerConfig) -> None:
         super().__init__(config)
-        self._stores = _stores(config)
+        self._store = _store(config)
         try:
             self.engine = self._build()
         except BaseException:
-            self._close_stores()
+            self._close_store()
             raise
         try:
             self.node = self.make_node()
@@ -64,7 +65,7 @@ class EngineServer(Server):
         self.loop = EngineLoop(self.engine, requests_max=config.requests_max)
         self._tell_numbers()
 
-    def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: AnyStores | None) -> Engine:
+    def make_engine(self, model: torch.nn.Module, namespace: Namespace, store: AnyStore | None) -> Engine:
         raise NotImplementedError
 
     def make_node(self) -> PrefillNode | DecodeNode:
@@ -76,7 +77,7 @@ class EngineServer(Server):
         model = build_model(self.config.model, seed=self.config.seed, vocab_size=VOCAB_SIZE)
         name = f"{self.config.model}/{weights_digest(model)}"
         namespace = Namespace(name, weights_version=self.config.weights_version, salt=self.config.salt)
-        return self.make_engine(model, namespace, self._stores)
+        return self.make_engine(model, namespace, self._store)
 
     def _tell_numbers(self) -> None:
         engine, sources = self.engine, self.sources
@@ -90,8 +91,6 @@ class EngineServer(Server):
         )
         sources.count("transfer", lambda: self.node.counters.session)
         sources.count("transfer_node", lambda: self.node.counters.node)
-        if self.config.transfer_process:
-            sources.count("moves", lambda: engine.memory.process.counters)
         sources.gauge("sequences", "Sequences by state.", "state", self._sequences)
         sources.gauge("blocks", "KV blocks; free ones may be cached.", "state", self._blocks)
 
@@ -108,10 +107,10 @@ class EngineServer(Server):
             "host_free": manager.free_host_blocks,
         }
 
-    def _close_stores(self) -> None:
-        if isinstance(self._stores, EngineStores):  # others are the cache-transfer process's
-            self._stores.flush()
-            self._stores.close()
+    def _close_store(self) -> None:
+        if self._store is not None and not isinstance(self._store, RemoteStore):  # that is the transfer process's
+            self._store.flush()
+            self._store.close()
 
     # ---------------------------------------------------------------- for subclasses
 
@@ -164,13 +163,13 @@ class EngineServer(Server):
     def give_back(self) -> None:
         """Close the engine, which nothing else uses any more, and what it stores to."""
         self.engine.close()
-        self._close_stores()
+        self._close_store()
 
 
-def _stores(config: EngineServerConfig) -> AnyStores | None:
+def _store(config: EngineServerConfig) -> AnyStore | None:
     if not config.store:
         return None
-    return RemoteStores.at(config.store) if config.transfer_process else EngineStores.open(config.store)
+    return RemoteStore(config.store) if config.transfer_process else open_store(config.store)
 
 
 __all__ = ["EngineServer"]

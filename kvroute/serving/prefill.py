@@ -11,9 +11,9 @@ from aiohttp import web
 
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import Namespace
+from kvroute.engine.memory import AnyStore
 from kvroute.engine.prefill import PrefillEngine
 from kvroute.engine.request import FinishReason, Output
-from kvroute.engine.stores import AnyStores
 from kvroute.engine.text import VOCAB_SIZE
 from kvroute.serving.bodies import (
     HandoverBody,
@@ -49,8 +49,8 @@ class PrefillServer(EngineServer):
         self.job("/v1/prefill", self._prefill)
         self.app.router.add_post("/v1/release", self._release)
 
-    def make_engine(self, model: torch.nn.Module, namespace: Namespace, stores: AnyStores | None) -> PrefillEngine:
-        return PrefillEngine(model, self.config.engine, namespace, stores=stores, replay=self.config.replay)
+    def make_engine(self, model: torch.nn.Module, namespace: Namespace, store: AnyStore | None) -> PrefillEngine:
+        return PrefillEngine(model, self.config.engine, namespace, store=store, replay=self.config.replay)
 
     def make_node(self) -> PrefillNode:
         return prefill_node(self.config, self.engine)

@@ -9,8 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from odd_child import Answer, Asked
+from waiting import until
 
 from cache_manager.child import FRAME_NBYTES_MAX, AskedChild, Child, receive_frame, send_frame
 
@@ -57,13 +57,6 @@ def odd() -> Iterator[Odd]:
     assert child.in_flight == 0
 
 
-def until(holds: Callable[[], object]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < end_s, "waited in vain"
-        time.sleep(0.01)
-
-
 @given(st.binary(max_size=64))
 def test_whatever_comes_receiving_ends(junk: bytes) -> None:
     """A frame, or the other end is gone; never a wait for more."""
@@ -94,15 +87,14 @@ def test_messages_arrive_whole_and_in_order(bodies: list[bytes]) -> None:
         ("end", r"it has ended \(status 3\)|it has ended \(status -9\)"),
     ],
 )
-@pytest.mark.parametrize("waits", [False, True])
 def test_a_child_that_does_what_it_should_not_is_reaped_and_then_its_requests_end(
-    odd: Odd, how: str, cause: str, waits: bool
+    odd: Odd, how: str, cause: str
 ) -> None:
-    """Whether a caller receives or the listener does; a further request is in flight beside the odd one."""
+    """A further request is in flight beside the odd one."""
     beside = odd.begin("silence")
     asked = odd.begin(how)
     with pytest.raises(LostError, match=cause):
-        odd.wait(asked, WAIT_S) if waits else asked.result(WAIT_S)
+        asked.result(WAIT_S)
     with pytest.raises(LostError, match=cause):
         beside.result(WAIT_S)
     assert odd.gone
@@ -111,20 +103,19 @@ def test_a_child_that_does_what_it_should_not_is_reaped_and_then_its_requests_en
         odd.begin("echo").result(0)
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_an_answer_that_is_overdue_ends_the_child(odd: Odd, waits: bool) -> None:
-    """The one who is overdue is not the one who waits, and waits without a limit."""
+def test_an_answer_that_is_overdue_ends_the_child(odd: Odd) -> None:
+    """The request that is overdue is not the one that is waited for first."""
     patient = odd.begin("silence")
     overdue = odd.begin("silence", 0.05)
     for future in (patient, overdue):
         with pytest.raises(LostError, match="did not answer in time"):
-            odd.wait(future) if waits else future.result(WAIT_S)
+            future.result(WAIT_S)
 
 
 def test_waiting_has_a_limit_and_the_child_goes_on(odd: Odd) -> None:
     with pytest.raises(TimeoutError):
-        odd.wait(odd.begin("silence"), 0.05)
-    assert odd.wait(odd.begin("echo")) == "echo"
+        odd.begin("silence").result(0.05)
+    assert odd.begin("echo").result(WAIT_S) == "echo"
     assert odd.in_flight == 1
 
 
@@ -153,13 +144,10 @@ def test_a_child_that_reads_nothing_is_killed_when_a_message_does_not_fit(odd: O
 
 
 def test_callers_at_once_get_each_their_own_answer(odd: Odd) -> None:
-    """Half of them wait themselves, half leave it to the listener."""
-
     def ask(caller: int) -> None:
         for i in range(50):
             how = f"{caller}-{i}"
-            said = odd.wait(odd.begin(how), WAIT_S) if caller % 2 else odd.begin(how).result(WAIT_S)
-            assert said == how
+            assert odd.begin(how).result(WAIT_S) == how
 
     with ThreadPoolExecutor(6) as pool:
         for future in [pool.submit(ask, caller) for caller in range(6)]:

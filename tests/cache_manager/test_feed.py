@@ -14,31 +14,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from region_children import Child
 
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError, FeedGapError, InvalidInputError
 from cache_manager.feed import VERSION, Batch, BlockFeed, Copied, Persist, Renew, Reset, Restore
-from cache_manager.jobs import JobLimits
 from cache_manager.keys import Namespace
 from cache_manager.regions.view import RegionView
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
+from cache_manager.stored import JobLimits
 
 BLOCKS, TOKENS = 5, 4
 SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", TOKENS)
 NAMESPACE = Namespace("m", 1)
 
 
-def new_engine(**options: object) -> EngineBlocks:
-    return EngineBlocks([SPEC], blocks=BLOCKS, host_blocks=2, namespace=NAMESPACE, **options)
+def new_engine(**options: object) -> AuxBlocks:
+    return AuxBlocks([SPEC], blocks=BLOCKS, host_blocks=2, namespace=NAMESPACE, **options)
 
 
-def fill(engine: EngineBlocks, block: int, who: str) -> np.ndarray:
+def fill(engine: AuxBlocks, block: int, who: str) -> np.ndarray:
     rows = canary_rows(SPEC, [(who, i) for i in range(TOKENS)])
     engine.write_step(np.arange(block * TOKENS, (block + 1) * TOKENS), {"routing": rows})
     return rows
 
 
-def state(engine: EngineBlocks) -> tuple[object, ...]:
+def state(engine: AuxBlocks) -> tuple[object, ...]:
     """What a batch that is refused must not change."""
     regions = [engine.region(tier) for tier in ("device", "host")]
     return tuple(array.tobytes() for r in regions for array in (r.words, r.valid, r.rows)), engine.namespace
@@ -199,7 +199,7 @@ def test_a_copy_between_tiers_that_no_copy_is_made_between_is_counted() -> None:
 
 
 def batch(*operations: object, number: int = 0, version: int = VERSION) -> bytes:
-    return msgspec.msgpack.encode(Batch(version, number, list(operations)))
+    return msgspec.msgpack.encode(Batch(version, 0, number, list(operations)))
 
 
 ONE, TWO = np.array([1], "<i8").tobytes(), np.array([1, 2], "<i8").tobytes()
@@ -287,11 +287,11 @@ def test_any_bytes_are_a_batch_or_a_typed_error(packed: bytes) -> None:
 
 WORKER = """
 from canary import canary_rows
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 spec = AuxBlockDataSpec("routing", (3, 2), "uint8", 4)
 rows = lambda who: canary_rows(spec, [(who, i) for i in range(4)])
-with EngineBlocks([spec], blocks=5, namespace=Namespace("m", 1), memory="shared") as engine:
+with AuxBlocks([spec], blocks=5, namespace=Namespace("m", 1), memory="shared") as engine:
     say(engine.region("device").name)
     while line := sys.stdin.readline().split():
         engine.apply(bytes.fromhex(line[0]))
@@ -344,3 +344,24 @@ def test_a_scheduler_reads_what_a_worker_wrote_for_the_lives_that_it_gave_out() 
     finally:
         code, said = worker.finish()
     assert (code, said.count("feed_gaps")) == (0, 1), "logged once"
+
+
+def test_a_scheduler_that_is_started_anew_is_heard() -> None:
+    """Goal: what it says is done, and nothing from before counts. Method: a second feed beside a living worker, whose
+    numbers and generations begin anew; then the first one's last batch comes again."""
+    with new_engine() as engine:
+        before, feed = BlockFeed(blocks=BLOCKS), BlockFeed(blocks=BLOCKS)
+        before.renew([0, 1])
+        before.renew([0])
+        engine.apply(before.take())
+        fill(engine, 0, "before")
+        engine.swap_out([(0, 1)])
+        lives = feed.renew([0])
+        assert len(engine.apply(feed.take())) == 1
+        assert not engine.read("routing", range(BLOCKS)).valid.any()
+        assert not engine.read("routing", [1], tier="host").valid.any()
+        rows = fill(engine, 0, "after")
+        assert np.array_equal(engine.read("routing", [0], generations=lives).values, rows)
+        assert engine.generations([0, 1]).tolist() == [1, 0]
+        counters = engine.counters
+        assert (counters.feed_restarts, counters.feed_repetitions, counters.feed_gaps) == (1, 0, 0)

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 from canary import canary_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from watched_region import watch_rows
 
-from cache_manager.aux_blocks import AuxBlocks
-from cache_manager.engine_blocks import EngineBlocks
-from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, RecordError
+from cache_manager.blocks import AuxBlocks
+from cache_manager.errors import BlockBusyError, InvalidInputError, RecordError
 from cache_manager.keys import Namespace
 from cache_manager.record import RecordHeader, check_record
 from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.step import Step
+from cache_manager.storage import open_store
 
 SPECS = (AuxBlockDataSpec("routing", (3, 2), "uint8", 4), AuxBlockDataSpec("weights_version", (), "uint32", 4))
 P_BLOCK, D_BLOCK = 2, 1
 
 
-def aux_blocks(version: int = 1) -> AuxBlocks:
-    return AuxBlocks(SPECS, device_blocks=4, host_blocks=1, namespace=Namespace("m", version))
+def new_blocks(version: int = 1) -> AuxBlocks:
+    return AuxBlocks(SPECS, blocks=4, host_blocks=1, namespace=Namespace("m", version))
 
 
-def write(aux: AuxBlocks, block: int, offsets: list[int], who: str, *, open_step: bool = False) -> object:
-    step = aux.begin_step([block * 4 + o for o in offsets])
+def write(engine: AuxBlocks, block: int, offsets: list[int], who: str, *, open_step: bool = False) -> Step:
+    step = engine.begin_step([block * 4 + o for o in offsets])
     for spec in SPECS:
         step.write(spec.name, canary_rows(spec, [(who, o) for o in offsets]))
     if not open_step:
@@ -34,13 +36,13 @@ def write(aux: AuxBlocks, block: int, offsets: list[int], who: str, *, open_step
     return step
 
 
-def rows(aux: AuxBlocks | EngineBlocks, block: int) -> list[str | None]:
+def rows(engine: AuxBlocks, block: int) -> list[str | None]:
     """Who wrote each row of the block, by the canary; ``None`` where it is missing in every spec."""
     found: list[str | None] = []
     for o in range(4):
         seen = set()
         for spec in SPECS:
-            read = aux.read(spec.name, [block], o, o + 1)
+            read = engine.read(spec.name, [block], o, o + 1)
             if read.valid[0]:
                 (who,) = [w for w in "PDX" if (canary_rows(spec, [(w, o)]) == read.values).all()]
                 seen.add(who)
@@ -51,21 +53,20 @@ def rows(aux: AuxBlocks | EngineBlocks, block: int) -> list[str | None]:
     return found
 
 
-def life_of(aux: AuxBlocks, block: int) -> int:
-    return int(aux.generations([block])[0])
+def renewed(engine: AuxBlocks, block: int = D_BLOCK) -> int:
+    (life,) = engine.renew([block]).tolist()
+    return int(life)
 
 
-def exported(offsets: list[int], count: int | None = None) -> tuple[RecordHeader, bytes]:
-    """The record of a block in which P wrote ``offsets``; what it exports may not change under anybody."""
-    with aux_blocks() as p:
-        p.allocate([P_BLOCK], "req")
-        write(p, P_BLOCK, offsets, "P")
+def exported(offsets: Iterable[int], count: int | None = None, version: int = 1) -> tuple[RecordHeader, bytes]:
+    """The record of a block in which P wrote ``offsets``."""
+    with new_blocks(version) as p:
+        life = renewed(p, P_BLOCK)
+        write(p, P_BLOCK, sorted(offsets), "P")
         key = p.keys.key(None, [1, 2, 3, 4])
-        with p.export({key: P_BLOCK}, None if count is None else [count], owner="req") as export:
-            (record,) = export.records
-            header, payload = record.seal(), bytes(record.payload)
-            assert header.origin == p.origins([P_BLOCK])[0] != 0
-            del record
+        (record,) = p.export({key: P_BLOCK}, [life], None if count is None else [count])
+        header, payload = record.seal(), bytes(record.payload)
+        assert header.origin == p.origins([P_BLOCK])[0] != 0
         check_record(header, key, p.layout.fingerprint, payload)
         return header, payload
 
@@ -85,10 +86,9 @@ def test_a_row_lands_beside_its_own_kv_and_on_no_other_row(
     P's KV is in the first ``bound`` tokens, where it was named before; whatever D computed there is D's. Where it was
     not named, it is P's as far as the rows go, unless D has begun to compute.
     """
-    header, payload = exported(sorted(sent))
-    with aux_blocks() as d:
-        d.allocate([D_BLOCK], "req")
-        generation = life_of(d, D_BLOCK)
+    header, payload = exported(sent)
+    with new_blocks() as d:
+        generation = renewed(d)
         if bound is not None:
             assert d.bind_origin(D_BLOCK, generation, header.origin, bound)
             assert d.origins([D_BLOCK]) == [header.origin]
@@ -119,10 +119,9 @@ def test_a_row_lands_beside_its_own_kv_and_on_no_other_row(
 def test_kv_that_comes_over_what_was_computed_here_takes_its_rows_away(tokens: int) -> None:
     """Goal: no row beside KV that was written over. Method: one row of P comes; D computes the next token behind it;
     then P's KV comes, of the one token or of more."""
-    header, payload = exported([0, 1, 2, 3], 1)
-    with aux_blocks() as d:
-        d.allocate([D_BLOCK], "req")
-        life = life_of(d, D_BLOCK)
+    header, payload = exported(range(4), 1)
+    with new_blocks() as d:
+        life = renewed(d)
         assert d.install(D_BLOCK, life, header, payload) == 1
         write(d, D_BLOCK, [1], "D")
         assert rows(d, D_BLOCK) == ["P", "D", None, None]
@@ -133,11 +132,10 @@ def test_kv_that_comes_over_what_was_computed_here_takes_its_rows_away(tokens: i
 
 def test_rows_of_another_origin_get_no_place_beside_the_kv_that_came() -> None:
     """Goal: KV and rows of one computation. Method: KV of A is named, rows of B come; then KV of B, and B's again."""
-    (header_a, rows_a), (header_b, rows_b) = exported([0, 1, 2, 3]), exported([0, 1, 2, 3])
+    (header_a, rows_a), (header_b, rows_b) = exported(range(4)), exported(range(4))
     assert header_a.origin != header_b.origin, "two computations of one prompt"
-    with aux_blocks() as d:
-        d.allocate([D_BLOCK], "req")
-        life = life_of(d, D_BLOCK)
+    with new_blocks() as d:
+        life = renewed(d)
         assert d.bind_origin(D_BLOCK, life, header_a.origin, 4)
         assert d.install(D_BLOCK, life, header_b, rows_b) == 0
         assert d.counters.installs_of_another_origin_dropped == 1
@@ -147,110 +145,123 @@ def test_rows_of_another_origin_get_no_place_beside_the_kv_that_came() -> None:
         assert d.install(D_BLOCK, life, header_b, rows_b) == 4
 
 
-def test_rows_land_in_the_blocks_of_an_engine_too() -> None:
-    """Goal: an engine that owns its blocks can be the end that decodes. Method: KV is named, its rows come, twice."""
-    header, payload = exported([0, 1, 2, 3])
-    with EngineBlocks(SPECS, blocks=4, namespace=Namespace("m", 1)) as d:
-        (life,) = d.renew([D_BLOCK]).tolist()
-        assert d.install(D_BLOCK, life - 1, header, payload) == 0, "another life"
-        assert d.bind_origin(D_BLOCK, life, header.origin, 4)
-        assert d.install(D_BLOCK, life, header, payload) == 4
-        assert rows(d, D_BLOCK) == ["P"] * 4
-        assert d.install(D_BLOCK, life, header, payload) == 0, "a row lands once"
-
-
 def test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows() -> None:
     """Goal: the same for a copy. Method: name the KV of P, copy half a block of D's over it, then P's rows come."""
-    header, payload = exported([0, 1, 2, 3])
-    with aux_blocks() as d:
-        d.allocate([D_BLOCK, 3], "req")
+    header, payload = exported(range(4))
+    with new_blocks() as d:
+        life, _ = renewed(d), renewed(d, 3)
         write(d, 3, [0, 1, 2, 3], "D")
-        assert d.bind_origin(D_BLOCK, life_of(d, D_BLOCK), header.origin, 4)
+        assert d.bind_origin(D_BLOCK, life, header.origin, 4)
         d.copy([(3, D_BLOCK)], [2])
-        assert d.install(D_BLOCK, life_of(d, D_BLOCK), header, payload) == 0
+        assert d.install(D_BLOCK, life, header, payload) == 0
         assert rows(d, D_BLOCK) == ["D", "D", None, None]
 
 
+@pytest.mark.parametrize("then", ["given out", "named otherwise"])
+def test_what_was_to_come_for_other_kv_does_not_come(then: str) -> None:
+    """Goal: KV that came once says nothing of KV that is there now. Method: KV of P comes; the block is given out, or
+    its KV says another name; D computes a token behind what had come; then P's rows come."""
+    header, payload = exported(range(4))
+    with new_blocks() as d:
+        life = renewed(d)
+        assert d.bind_origin(D_BLOCK, life, header.origin, 2)
+        if then == "given out":
+            life = renewed(d)
+        else:
+            d.name_origins([D_BLOCK], [life], np.array([header.origin ^ 1], np.uint64))
+        write(d, D_BLOCK, [3], "D")
+        assert d.install(D_BLOCK, life, header, payload) == 0
+        assert rows(d, D_BLOCK) == [None, None, None, "D"]
+        assert d.counters.installs_of_another_origin_dropped == 1
+
+
 def test_a_row_that_a_device_may_still_write_is_not_filled() -> None:
-    """Goal: the fence of a step in place. Method: a step of the life before, a reset, and rows for the life after."""
-    with aux_blocks(version=2) as p:
-        p.allocate([P_BLOCK], "req")
-        write(p, P_BLOCK, [0, 1, 2, 3], "P")
-        export = p.export({p.keys.key(None, [1]): P_BLOCK}, owner="req")
-        header, payload = export.records[0].seal(), bytes(export.records[0].payload)
-        export.commit()
-    with aux_blocks() as d:
-        d.allocate([D_BLOCK], "req")
-        step = d.begin_step([D_BLOCK * 4 + 1, D_BLOCK * 4 + 2], in_place=True)
+    """Goal: the fence of a step in place. Method: a step of the life before, with a slot that was dropped; a reset;
+    then rows for the life after."""
+    header, payload = exported(range(4), version=2)
+    with new_blocks() as d:
+        renewed(d)
+        step = d.begin_step([D_BLOCK * 4 + o for o in (1, 2, 0, 0)], in_place=True)
         d.reset(weights_version=2)
-        assert d.install(D_BLOCK, life_of(d, D_BLOCK), header, payload) == 2
-        d.region("device").rows[D_BLOCK] = 0xEE  # what the device writes late need not be sound
+        assert d.install(D_BLOCK, renewed(d), header, payload) == 1
+        d.region("device").rows[D_BLOCK, : SPECS[0].row_nbytes * 3] = (
+            0xEE  # what the device writes late need not be sound
+        )
         assert step.commit() == 0
         for spec in SPECS:
-            assert d.read(spec.name, [D_BLOCK]).valid.tolist() == [True, False, False, True]
+            assert d.read(spec.name, [D_BLOCK]).valid.tolist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize("origin", [0, 1 << 64, -1, "x", None])
 def test_an_origin_that_cannot_be_is_named(origin) -> None:
-    with aux_blocks() as d:
-        d.allocate([D_BLOCK], "req")
-        with pytest.raises(InvalidInputError, match=r"origin: wanted an integer in \[1, 2\*\*64\)"):
-            d.bind_origin(D_BLOCK, life_of(d, D_BLOCK), origin, 4)
+    wanted = r"origin: wanted an integer in \[1, 2\*\*64\)"
+    with new_blocks() as d, pytest.raises(InvalidInputError, match=wanted):
+        d.bind_origin(D_BLOCK, renewed(d), origin, 4)
 
 
-def test_kv_that_comes_for_another_life_binds_nothing() -> None:
-    with aux_blocks() as d:
-        d.allocate([D_BLOCK], "req")
-        life = life_of(d, D_BLOCK)
-        assert not d.bind_origin(D_BLOCK, life + 1, 7, 4)
-        with d.begin_copy([(D_BLOCK, 3)]), pytest.raises(BlockBusyError):
-            d.bind_origin(D_BLOCK, life, 7, 4)
-        d.free("req")
-        assert not d.bind_origin(D_BLOCK, life, 7, 4)
-        assert d.counters.late_installs_dropped == 2
+@pytest.mark.parametrize("tokens", [-1, None, "3", float("nan"), 2.7, 10**30])
+def test_tokens_that_cannot_be_are_named_and_break_no_later_call(tokens) -> None:
+    """Goal: who is wrong hears of it. Method: a count that is none; then KV and rows come, and a pass."""
+    header, payload = exported(range(4))
+    with new_blocks() as d:
+        life = renewed(d)
+        with pytest.raises(InvalidInputError, match="tokens: wanted"):
+            d.bind_origin(D_BLOCK, life, header.origin, tokens)
+        assert d.origins([D_BLOCK]) == [0]
+        assert d.install(D_BLOCK, life, header, payload) == 4
+        write(d, D_BLOCK, [3], "D")
+        assert rows(d, D_BLOCK) == ["P", "P", "P", "D"]
 
 
-def test_a_record_for_another_life_is_dropped() -> None:
-    header, payload = exported([0, 1, 2, 3])
-    with aux_blocks() as d:
-        d.allocate([D_BLOCK], "req")
-        generation = life_of(d, D_BLOCK)
-        d.free("req")
-        assert not d.install(D_BLOCK, generation, header, payload)  # nobody holds it
-        d.allocate([D_BLOCK], "another")
-        assert not d.install(D_BLOCK, generation, header, payload)
-        assert rows(d, D_BLOCK) == [None] * 4
-        assert d.counters.late_installs_dropped == 2
+@pytest.mark.parametrize("after", ["renew", "reset", "never given out"])
+def test_what_comes_for_another_life_is_dropped(after: str) -> None:
+    """Goal: KV and rows are of the life that they were asked for. Method: another life, an older namespace's key, and a
+    block that nobody was given."""
+    header, payload = exported(range(4))
+    with new_blocks() as d:
+        life, block = renewed(d), D_BLOCK
+        if after == "renew":
+            renewed(d)
+        elif after == "reset":
+            d.reset(weights_version=2)
+        else:
+            life, block = 0, 0
+        assert not d.install(block, life, header, payload)
+        if after != "reset":  # which leaves a block in its life: KV that comes for it is KV of the new weights
+            assert not d.bind_origin(block, life, header.origin, 4)
+        assert rows(d, block) == [None] * 4
+        assert d.counters.late_installs_dropped == 2 - (after == "reset")
 
 
-def test_a_record_from_before_a_reset_is_dropped() -> None:
-    """Method: also when the block's life is the right one, because the key is of the older namespace."""
-    header, payload = exported([0, 1, 2, 3])
-    with aux_blocks() as d:
-        d.allocate([D_BLOCK], "req")
-        before = life_of(d, D_BLOCK)
-        d.reset(weights_version=2)
-        assert not d.install(D_BLOCK, before, header, payload)
-        assert not d.install(D_BLOCK, life_of(d, D_BLOCK), header, payload)
-        assert rows(d, D_BLOCK) == [None] * 4
+def test_a_block_into_which_bytes_are_copied_is_busy() -> None:
+    """Goal: nothing lands among bytes that are being copied. Method: both calls, when bytes have been copied."""
+    header, payload = exported(range(4))
+    refused = []
+    with new_blocks() as d:
+        life, _ = renewed(d), renewed(d, 3)
+        region = d.region("device")
 
+        def happens() -> None:
+            for call in (
+                lambda: d.bind_origin(D_BLOCK, life, header.origin, 4),
+                lambda: d.install(D_BLOCK, life, header, payload),
+            ):
+                with pytest.raises(BlockBusyError):
+                    call()
+                refused.append(call)
 
-def test_a_block_in_motion_is_busy() -> None:
-    header, payload = exported([0, 1, 2, 3])
-    with aux_blocks() as d:
-        d.allocate([D_BLOCK], "req")
-        generation = life_of(d, D_BLOCK)
-        assert d.bind_origin(D_BLOCK, generation, header.origin, 4)
-        with d.begin_copy([(D_BLOCK, 3)]), pytest.raises(BlockBusyError):
-            d.install(D_BLOCK, generation, header, payload)
-        assert d.install(D_BLOCK, generation, header, payload)
+        watch_rows(region, happens)
+        d.copy([(3, D_BLOCK)])
+        watch_rows(region, None)
+        assert len(refused) == 2
+        assert d.bind_origin(D_BLOCK, life, header.origin, 4)
+        assert d.install(D_BLOCK, life, header, payload) == 4
 
 
 def test_a_record_of_another_layout_is_an_error_and_changes_nothing() -> None:
-    header, payload = exported([0, 1, 2, 3])
-    with aux_blocks() as d:
-        d.allocate([D_BLOCK], "req")
-        generation = life_of(d, D_BLOCK)
+    header, payload = exported(range(4))
+    with new_blocks() as d:
+        life = renewed(d)
         bad = (
             ({"fingerprint": bytes(16)}, payload),
             ({"valid": header.valid[:8]}, payload),
@@ -260,120 +271,74 @@ def test_a_record_of_another_layout_is_an_error_and_changes_nothing() -> None:
         for changes, data in bad:
             fields = {f: getattr(header, f) for f in header.__struct_fields__} | changes
             with pytest.raises(RecordError):
-                d.install(D_BLOCK, generation, RecordHeader(**fields), data)
+                d.install(D_BLOCK, life, RecordHeader(**fields), data)
         with pytest.raises(InvalidInputError):
-            d.install(17, generation, header, payload)
+            d.install(17, life, header, payload)
         assert rows(d, D_BLOCK) == [None] * 4
 
 
-def test_a_partial_block_is_a_snapshot_of_its_rows_and_of_nothing_else() -> None:
-    """Goal: later rows may be written, and nobody sees what was in the block before. Method: look at the bytes."""
-    with aux_blocks() as p:
-        p.allocate([P_BLOCK], "old")
+# ---------------------------------------------------------------- exports
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_export_is_a_snapshot_of_its_rows_and_of_nothing_else(whole: bool) -> None:
+    """Goal: whatever becomes of the block, nobody sees it, nor what was in the block before. Method: another tenant's
+    rows, a record of all or of the first two rows, steps and a reset over the block; then the bytes."""
+    with new_blocks() as p:
+        renewed(p, P_BLOCK)
         write(p, P_BLOCK, [0, 1, 2, 3], "X")
-        p.free("old")
-        p.allocate([P_BLOCK], "req")
-        write(p, P_BLOCK, [0, 1, 2], "P")
-        key = p.keys.key(None, [1, 2])
-        export = p.export({key: P_BLOCK}, [2], owner="req")
-        (record,) = export.records
-        header = record.seal()
-        write(p, P_BLOCK, [3], "P")
-        p.free("req")
-        p.allocate([P_BLOCK], "next")
-        write(p, P_BLOCK, [0, 1, 2, 3], "X")
-        assert record.seal() == header
-        raw = np.frombuffer(record.payload, np.uint8)[: SPECS[0].block_nbytes].reshape(4, -1)
-        assert not raw[2:].any()
-        with aux_blocks() as d:
-            d.allocate([D_BLOCK], "req")
-            assert d.install(D_BLOCK, life_of(d, D_BLOCK), header, record.payload) == 2
-            assert rows(d, D_BLOCK) == ["P", "P", None, None]
-
-
-def test_a_whole_block_is_read_where_it_lies_and_kept_until_it_is_let_go() -> None:
-    """Goal: the bytes under a record are its own until nobody reads them. Method: try to change them meanwhile."""
-    with aux_blocks() as p:
-        p.allocate([P_BLOCK], "req")
-        write(p, P_BLOCK, [0, 1, 2, 3], "P")
-        key = p.keys.key(None, [1, 2, 3, 4])
-        export = p.export({key: P_BLOCK}, owner="req")
-        (record,) = export.records
-        assert np.shares_memory(np.frombuffer(record.payload, np.uint8), p.region("device").rows)
-        assert p.counters.rows_exported == 4
-        header = record.seal()
-        with pytest.raises(BlockBusyError):
-            p.begin_step([P_BLOCK * 4])
-        p.free("req")
-        with pytest.raises(BlockBusyError):
-            p.allocate([P_BLOCK], "next")
-        assert (p.moves, p.in_flight) == ([export], 1)
-        p.reset(weights_version=2)
-        check_record(header, key, p.layout.fingerprint, record.payload)
-        del record
-        export.commit()
-        assert export.records == []
-        export.abort()  # harmless
-        assert (p.moves, p.in_flight) == ([], 0)
-        p.allocate([P_BLOCK], "next")
-
-
-def test_an_export_that_is_dropped_keeps_its_blocks_and_can_be_found() -> None:
-    with aux_blocks() as p:
-        p.allocate([P_BLOCK], "req")
-        write(p, P_BLOCK, [0, 1, 2, 3], "P")
-        p.export({p.keys.key(None, [1]): P_BLOCK}, owner="req")
-        gc.collect()
-        with pytest.raises(BlockStateError, match="close: wanted nothing in flight"):
-            p.close()
-        (export,) = p.moves
-        export.abort()
-
-
-def test_an_export_of_a_block_that_a_step_writes_is_refused_where_it_would_be_a_view() -> None:
-    """Goal: no view of rows that change. Method: one row of a whole block in a step."""
-    with aux_blocks() as p:
-        p.allocate([P_BLOCK], "req")
-        write(p, P_BLOCK, [0, 1, 2, 3], "P")
-        step = write(p, P_BLOCK, [3], "X", open_step=True)
-        export = p.export({p.keys.key(None, [1]): P_BLOCK}, owner="req")
-        assert not np.shares_memory(np.frombuffer(export.records[0].payload, np.uint8), p.region("device").rows)
-        before = export.records[0].seal()
-        assert p.in_flight == 1, "a snapshot keeps nothing"
-        step.commit()
-        assert export.records[0].seal() == before
+        life = renewed(p, P_BLOCK)
+        write(p, P_BLOCK, [0, 1, 2, 3] if whole else [0, 1, 2], "P")
+        step = write(p, P_BLOCK, [3], "X", open_step=True) if not whole else None
+        key = p.keys.key(None, [1, 2, 3, 4] if whole else [1, 2])
+        (record,) = p.export({key: P_BLOCK}, [life], [4 if whole else 2])
+        before = record.seal()
+        assert p.in_flight == (step is not None), "an export keeps nothing"
+        assert p.counters.rows_exported == (4 if whole else 2)
+        if step is not None:
+            step.commit()
         write(p, P_BLOCK, [0], "X")
         assert p.origins([P_BLOCK]) != [before.origin], "its content has left, what is written next is another's"
+        renewed(p, P_BLOCK)
+        write(p, P_BLOCK, [0, 1, 2, 3], "X")
+        p.reset(weights_version=2)
+        assert record.seal() == before
+        raw = np.frombuffer(record.payload, np.uint8)[: SPECS[0].block_nbytes].reshape(4, -1)
+        assert raw[2:].any() == whole
+    with new_blocks() as d:
+        assert d.install(D_BLOCK, renewed(d), before, record.payload) == (4 if whole else 2)
+        assert rows(d, D_BLOCK) == (["P"] * 4 if whole else ["P", "P", None, None])
 
 
 def test_nothing_to_export_is_none() -> None:
-    with aux_blocks() as p:
-        p.allocate([0, 1], "req")
+    with new_blocks() as p:
+        lives = [renewed(p, block) for block in (0, 1)]
         write(p, 1, [0, 1, 2, 3], "P")
         old = p.keys.key(None, [9])
-        assert p.export({old: 0}, owner="req").records == [None]
-        assert p.export({old: 1}, [0], owner="req").records == [None]
-        assert p.export({old: 1}, generations=[life_of(p, 1) + 1]).records == [None]
+        assert p.export({old: 0}, lives[:1]) == [None]
+        assert p.export({old: 1}, lives[1:], [0]) == [None]
+        assert p.export({old: 1}, [lives[1] + 1]) == [None]
         assert p.counters.stale_blocks == 1
         p.reset(weights_version=2)
-        assert p.export({old: 1}, owner="req").records == [None]
+        assert p.export({old: 1}, lives[1:]) == [None]
         assert p.counters.stale_keys == 1
-        with pytest.raises(InvalidInputError):
-            p.export({old: 1}, [1, 2], owner="req")
+        for arguments in ((lives[1:], [1, 2]), ([1, 2],)):
+            with pytest.raises(InvalidInputError):
+                p.export({old: 1}, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("life", "message"),
-    [
-        ({}, "owner, generations: wanted one of them, to say for which life, got neither"),
-        ({"owner": "req", "generations": [1]}, "owner, generations: wanted one of them, .* got both"),
-        ({"generations": [1, 2]}, "generations: wanted 1, one integer for each block, got 2"),
-    ],
-)
-def test_an_export_says_for_which_life(life, message) -> None:
-    with aux_blocks() as p:
-        p.allocate([P_BLOCK], "req")
-        with pytest.raises(InvalidInputError, match=message):
-            p.export({p.keys.key(None, [1]): P_BLOCK}, **life)
-        with pytest.raises(BlockStateError, match="one that 'other' holds"):
-            p.export({p.keys.key(None, [1]): P_BLOCK}, owner="other")
+def test_optional_rows_that_are_completed_later_are_stored() -> None:
+    """Goal: more valid rows of one origin replace fewer. Method: persist, an optional spec by installation, again."""
+    store = open_store("memory:?capacity=1MiB")
+    with AuxBlocks(SPECS, blocks=3, namespace=Namespace("m", 1), store=store, required=["routing"]) as d:
+        header, payload = exported(range(4))
+        words = len(header.valid) // 2
+        part = {name: getattr(header, name) for name in header.__struct_fields__}
+        only = RecordHeader(**{**part, "valid": header.valid[:words] + bytes(words)})
+        life, key = renewed(d), d.keys.key(None, [1])
+        d.bind_origin(D_BLOCK, life, header.origin, 4)
+        for record in (only, header):
+            assert d.install(D_BLOCK, life, record, payload) == 4
+            assert d.persist({key: D_BLOCK}, [life]) == {key: header.origin}
+        assert d.restore({key: 2}, [renewed(d, 2)]) == {key: True}
+        assert rows(d, 2) == ["P"] * 4

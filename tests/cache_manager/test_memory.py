@@ -246,7 +246,7 @@ def test_places_are_the_rows_themselves() -> None:
 
 def test_reading_without_a_lock_is_refused_where_stores_are_not_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: never wrong on a machine that cannot keep the order. Method: say that this is one."""
-    monkeypatch.setattr(memory, "_STORES_ARE_ORDERED", False)
+    monkeypatch.setattr(memory, "STORES_ARE_ORDERED", False)
     writer, region = make(4)
     for read in (lambda: gather(region, 0, IDS), lambda: complete(region, IDS, writer.generations, (0,))):
         with pytest.raises(RegionError, match="orders stores"):

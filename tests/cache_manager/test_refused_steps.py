@@ -8,15 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from aux_house import fill as filled
-from aux_house import new_aux
-from engine_house import TOKENS, House, slots
+from blocks_house import TOKENS, House, slots
 
-from cache_manager.errors import BlockBusyError, BlockStateError, SlotError
-from cache_manager.memory import places
-from cache_manager.move import Move, split_pairs
-from cache_manager.mover import RowsMover
-from cache_manager.storage import open_store
+from cache_manager.errors import BlockBusyError, SlotError
 
 
 @pytest.fixture
@@ -26,9 +20,7 @@ def full():
     made.engine.renew(range(6))
     made.late = [made.engine.begin_step(slots(block), in_place=True) for block in (4, 5)]
     yield made
-    for step in made.engine.steps:
-        step.abort()
-    made.engine.close()
+    made.close()
 
 
 def fill(house: House, block: int, who: str) -> np.ndarray:
@@ -37,12 +29,6 @@ def fill(house: House, block: int, who: str) -> np.ndarray:
     rows = house.fill(block, who)
     house.late.append(house.engine.begin_step(slots(5), in_place=True))
     return rows
-
-
-def device_writes(house: House, at: np.ndarray, rows: np.ndarray) -> None:
-    (region,) = places(house.engine.region("device"))
-    for slot, row in zip(at.tolist(), rows, strict=True):
-        region[slot // TOKENS, slot % TOKENS] = row.reshape(-1).view(np.uint8)
 
 
 UNREADABLE = {
@@ -161,7 +147,7 @@ def test_a_dropped_slot_that_a_device_writes_is_fenced_until_its_step_has_ended(
     assert engine.restore({key: 1}, engine.generations([1])) == {key: False}
     assert house.valid(1) == [False] * TOKENS
     made = house.rows("late", 2 * TOKENS)
-    device_writes(house, both, made)
+    house.device_writes(both, made)
     assert house.valid(1) == [False] * TOKENS
     late.wrote("routing")
     if end == "commit":
@@ -193,7 +179,7 @@ def test_of_a_slot_that_is_given_twice_no_row_is_known(house) -> None:
     assert read.valid.tolist() == [True, False, True, True]
     assert np.array_equal(read.values[[0, 2, 3]], [rows[0], house.rows("second", 3)[1], rows[3]])
     step = engine.begin_step(np.array([3, 3]), in_place=True)
-    device_writes(house, np.array([3, 3]), house.rows("device", 2))
+    house.device_writes(np.array([3, 3]), house.rows("device", 2))
     step.wrote("routing")
     assert step.commit() == 0
     assert house.valid(0) == [True, False, True, False]
@@ -203,46 +189,22 @@ def test_of_a_slot_that_is_given_twice_no_row_is_known(house) -> None:
 @pytest.mark.parametrize("written", ["source", "target"])
 def test_a_pass_over_a_block_in_motion_leaves_no_row_that_was_moved(house, written: str, in_place: bool) -> None:
     """Goal: a row that arrives is beside KV that was copied, and one that stays beside KV of its pass. Method: a pass
-    begins over the block that is copied from, or into, while bytes are copied: its slots are dropped."""
-    engine = house.engine
-    engine.renew([0, 1, 2])
-    house.fill(0, "moved")
-    other = house.fill(2, "moved too")
-    engine.forget([1])
-    at, began = slots({"source": 0, "target": 1}[written])[:1], []
+    begins over the block that is copied from, or into, when bytes are copied; there its slots are dropped."""
+    engine, at, began = house.engine, slots({"source": 0, "target": 1}[written])[:1], []
+    engine.renew([0, 1, 2, 3])
+    moved, other = house.fill(0, "moved"), house.fill(2, "moved too")
 
-    class Slow(RowsMover):
-        __slots__ = ()
+    def passes() -> None:
+        began.append(engine.begin_step(at, in_place=in_place))
+        house.device_writes(at, house.rows("pass", 1))
 
-        def copy(self, *arguments) -> None:
-            super().copy(*arguments)
-            began.append(engine.begin_step(at, in_place=in_place))
-            device_writes(house, at, house.rows("pass", 1))
-
-    table = engine._device
-    engine.renew([3])
-    ids = split_pairs([(0, 1), (2, 3)], table, table)
-    Move(engine._books, table, table, *ids, mover=Slow(table.region, None, None), beside_steps=True).commit()
+    with house.when_copied(passes):
+        engine.copy([(2, 3), (0, 1)])
     assert house.valid(1) == [False] * TOKENS
-    assert house.valid(0) == [written == "target"] * TOKENS
+    assert house.valid(0) == [written == "target", True, True, True]
+    assert np.array_equal(engine.read("routing", [0]).values[1:], moved[1:])
     assert house.holds(3, other), "what nobody wrote has arrived"
     assert engine.origins([1]) == [0]
     began[0].abort()
     house.fill(1, "afterwards")
     engine.assert_consistent()
-
-
-def test_blocks_with_owners_refuse_the_step_and_change_nothing() -> None:
-    """Goal: the other half: there the engine asks before its pass. Method: one step too many, and bad slots."""
-    aux = new_aux(open_store("memory:?capacity=1MiB"), "heap")
-    rows = filled(aux, [0], "mine", "a")
-    with pytest.raises(BlockStateError):
-        aux.begin_step([0, 21])
-    with pytest.raises(SlotError):
-        aux.begin_step([0, 0])
-    with pytest.raises(SlotError):
-        aux.begin_step(np.array([0.0]))
-    read = aux.read("routing", [0])
-    assert read.valid.all()
-    assert np.array_equal(read.values, rows)
-    aux.close()

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from cache_manager.errors import ConfigError, TransferProcessError
+from cache_manager.errors import ConfigError, StorageError
 from cache_manager.keys import Namespace
 from cache_manager.regions import list_regions
-from cache_manager.transfer_manager import TransferSettings
+from cache_manager.transfer_manager import ApartSettings
 from kvroute.engine import text
 from kvroute.engine.engine import Engine
+from kvroute.engine.memory import RemoteStore
 from kvroute.engine.request import EngineConfig, Output, Request
-from kvroute.engine.stores import RemoteStores
 
 PLAIN = EngineConfig(device_blocks=300, caching=False)
 TIGHT = EngineConfig(device_blocks=40, host_blocks=20, memory="shared", restore_wait_s=120.0)
 NAMESPACE = Namespace("tests", weights_version=3)
-SETTINGS = TransferSettings(restart_pause_s=0.01, restart_pause_max_s=0.1)
+SETTINGS = ApartSettings(restart_pause_s=0.2, restart_pause_max_s=0.5)
 
 
 def _requests(count: int) -> list[Request]:
@@ -72,22 +72,22 @@ def _same(one: dict[tuple[str, int], Output], other: dict[tuple[str, int], Outpu
 
 def _regions(engine: Engine) -> set[str]:
     """The names of the shared regions of the engine's rows and KV."""
-    regions = [engine.aux.region("device"), engine.aux.region("host"), *engine.memory._regions]
+    regions = [engine.aux.region("device"), engine.aux.region("host"), *engine.memory._regions.values()]
     return {region.name for region in regions}
 
 
 def test_a_process_moves_and_stores_kv_and_rows_and_nothing_else_changes(model: nn.Module, tmp_path: Path) -> None:
     """Two lives of the engine: in the second one, everything that the first computed comes from the stores."""
-    stores = RemoteStores.at(f"file://{tmp_path}?quota=64MiB", SETTINGS)
+    store = RemoteStore(f"file://{tmp_path}?quota=64MiB", SETTINGS)
     made: set[str] = set()
     with Engine(model, PLAIN, NAMESPACE) as engine:
         plain = _run(engine, _requests(8))
-    with Engine(model, TIGHT, NAMESPACE, stores=stores) as engine:
+    with Engine(model, TIGHT, NAMESPACE, store=store) as engine:
         made |= _regions(engine)
         _same(plain, _run(engine, _requests(8)))
         blocks, rows = engine.manager.counters, engine.aux.counters
     assert min(rows.swapped_out_rows, rows.swapped_in_rows, rows.copied_rows, blocks.persisted_blocks) > 0
-    with Engine(model, TIGHT, NAMESPACE, stores=stores) as engine:
+    with Engine(model, TIGHT, NAMESPACE, store=store) as engine:
         made |= _regions(engine)
         _same(plain, _run(engine, _requests(8)))
         assert engine.manager.counters.restored_tokens > 0
@@ -98,10 +98,10 @@ def test_a_process_moves_and_stores_kv_and_rows_and_nothing_else_changes(model: 
 
 def test_the_engine_outlives_its_process_again_and_again(qwen: nn.Module, tmp_path: Path) -> None:
     """SIGKILL every twenty passes: what could not be moved is computed again, and every token stays right."""
-    stores = RemoteStores.at(f"file://{tmp_path}?quota=64MiB", SETTINGS)
+    store = RemoteStore(f"file://{tmp_path}?quota=64MiB", SETTINGS)
     with Engine(qwen, PLAIN, NAMESPACE) as engine:
         plain = _run(engine, _requests(8))
-    with Engine(qwen, TIGHT, NAMESPACE, stores=stores) as engine:
+    with Engine(qwen, TIGHT, NAMESPACE, store=store) as engine:
         first = engine.memory.process.pid
         _same(plain, _run(engine, _requests(8), kill_every=20))
         assert engine.memory.process.wait(120)
@@ -111,34 +111,34 @@ def test_the_engine_outlives_its_process_again_and_again(qwen: nn.Module, tmp_pa
 
 def test_without_a_process_for_good_what_was_swapped_out_is_computed_again(qwen: nn.Module, tmp_path: Path) -> None:
     """A file stands where the store's directory was, so that no process can start; no request may hang for it."""
-    stores = RemoteStores.at(f"file://{tmp_path}/stores?quota=64MiB", SETTINGS)
+    store = RemoteStore(f"file://{tmp_path}/store?quota=64MiB", SETTINGS)
     with Engine(qwen, PLAIN, NAMESPACE) as engine:
         plain = _run(engine, _requests(8))
-    with Engine(qwen, replace(TIGHT, restore_wait_s=0.5), NAMESPACE, stores=stores) as engine:
+    with Engine(qwen, replace(TIGHT, restore_wait_s=0.5), NAMESPACE, store=store) as engine:
         for request in _requests(8):
             engine.add(request)
         outputs: dict[tuple[str, int], Output] = {}
         while not engine.manager.counters.preemptions:
             outputs |= {(o.request.id, o.sample): o for o in engine.step()}
         process = engine.memory.process
-        (tmp_path / "stores" / "rows").rename(tmp_path / "aside")
-        (tmp_path / "stores" / "rows").touch()
+        (tmp_path / "store").rename(tmp_path / "aside")
+        (tmp_path / "store").touch()
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         while engine.busy:
             outputs |= {(o.request.id, o.sample): o for o in engine.step()}
         _same(plain, outputs)
-        assert process.pid is None
+        assert not process.wait(0)
 
 
 def test_rows_in_the_heap_cannot_be_seen_by_a_process(qwen: nn.Module, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"memory: wanted 'shared', .* got 'heap'"):
-        Engine(qwen, PLAIN, NAMESPACE, stores=RemoteStores.at(f"file://{tmp_path}"))
+    with pytest.raises(ConfigError, match=r"memory: wanted 'shared' .* got 'heap'"):
+        Engine(qwen, PLAIN, NAMESPACE, store=RemoteStore(f"file://{tmp_path}"))
 
 
 def test_a_process_that_cannot_start_leaves_no_region(qwen: nn.Module, tmp_path: Path) -> None:
-    (tmp_path / "rows").touch()
+    (tmp_path / "store").touch()
     before = {region.name for region in list_regions()}
-    with pytest.raises(TransferProcessError, match="cannot open its store"):
-        Engine(qwen, TIGHT, NAMESPACE, stores=RemoteStores.at(f"file://{tmp_path}"))
+    with pytest.raises(StorageError, match="cannot open the store's directory"):
+        Engine(qwen, TIGHT, NAMESPACE, store=RemoteStore(f"file://{tmp_path}/store"))
     assert {region.name for region in list_regions()} <= before

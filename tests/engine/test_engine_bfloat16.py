@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cache_manager.keys import Namespace
+from cache_manager.storage import open_store
 from kvroute.engine.engine import Engine
 from kvroute.engine.models import MODELS, build_model
 from kvroute.engine.request import EngineConfig, Request
-from kvroute.engine.stores import EngineStores
 
 
 @pytest.mark.parametrize("family", list(MODELS))
@@ -27,14 +27,14 @@ def test_kv_and_rows_of_bfloat16_come_back_from_a_store(family: str, tmp_path: P
     )
     lives = []
     for name in ("first", "second"):
-        stores = EngineStores.open(tmp_path.as_uri())
-        with Engine(model, config, namespace, stores=stores) as engine:
+        store = open_store(tmp_path.as_uri())
+        with Engine(model, config, namespace, store=store) as engine:
             engine.add(Request(name, tuple(range(40)), max_tokens=8, temperature=1.0, draw="the same"))
             (output,) = engine.run()
             engine.drain()
             lives.append((output, engine.manager.counters.restored_tokens))
-        stores.flush()
-        stores.close()
+        store.flush()
+        store.close()
     (first, _), (second, restored) = lives
     assert first.routes.complete
     assert second.routes.complete

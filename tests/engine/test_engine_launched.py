@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.launched import LaunchedCapture
@@ -42,7 +42,7 @@ def test_tokens_beyond_the_slots_are_padding(qwen: nn.Module) -> None:
     """Goal: a pass that is padded, as graphs are, writes where it was told and nowhere else. Method: eight tokens at
     eight slots, then eight others at two."""
     spec = routing_spec_from_hf(qwen.config, 4)
-    with EngineBlocks([spec], blocks=3, namespace=Namespace("tests", weights_version=1), memory="shared") as blocks:
+    with AuxBlocks([spec], blocks=3, namespace=Namespace("tests", weights_version=1), memory="shared") as blocks:
         blocks.renew(range(3))
         capture, seen = LaunchedCapture(qwen, spec, blocks.region("device"), 8), []
         for slots in (np.arange(8), np.array([9, 8])):
@@ -60,7 +60,7 @@ def test_a_pass_of_fewer_tokens_than_slots_leaves_no_rows(qwen: nn.Module) -> No
     """Goal: a launch that has not written every slot is not taken for one that has. Method: six slots with rows of a
     pass; then a pass of four tokens for the six; then one of six again."""
     spec, slots = routing_spec_from_hf(qwen.config, 4), np.arange(6)
-    with EngineBlocks([spec], blocks=2, namespace=Namespace("tests", weights_version=1), memory="shared") as blocks:
+    with AuxBlocks([spec], blocks=2, namespace=Namespace("tests", weights_version=1), memory="shared") as blocks:
         blocks.renew(range(2))
         capture = LaunchedCapture(qwen, spec, blocks.region("device"), 8)
         for tokens in (6, 4, 6):

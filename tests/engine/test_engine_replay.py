@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ from torch import nn
 
 from cache_manager.errors import ConfigError, InvalidInputError, StorageError
 from cache_manager.keys import Namespace
+from cache_manager.storage import open_store
 from kvroute.capture.canary import canary_rows
 from kvroute.config import RoutingReplayConfig
 from kvroute.engine import text
 from kvroute.engine.engine import Engine
 from kvroute.engine.request import EngineConfig, Output, Request
-from kvroute.engine.stores import EngineStores
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.shard import fetch_routes
 
@@ -102,8 +102,8 @@ def test_debug_mode_carries_positions_through_swaps_and_forks(qwen: nn.Module, t
     table = engine.manager.table(sequence.owner)
     read = engine.manager.read
     engine.manager.read = (
-        lambda name, owner, start, stop: engine.aux.read(  # type: ignore[method-assign]
-            name, [table[1], table[0], *table[2:]], start, stop, owner=owner
+        lambda name, _owner, start, stop: engine.aux.read(  # type: ignore[method-assign]
+            name, [table[1], table[0], *table[2:]], start, stop
         )
     )
     with pytest.raises(AssertionError, match=r"at position 0 layer . lies the row of position 16"):
@@ -113,21 +113,29 @@ def test_debug_mode_carries_positions_through_swaps_and_forks(qwen: nn.Module, t
     engine.close()
 
 
-def test_the_policy_says_what_kv_without_rows_becomes(qwen: nn.Module, tmp_path: Path) -> None:
-    """Goal: ``policy`` drives. Method: an engine stores KV and rows, the rows are removed; with ``gate`` the next one
-    computes all again and has all rows, with ``mask`` it takes the KV and reports the rows as missing."""
-    stored = {"block_store": f"file://{tmp_path}/blocks"}
-    found = {}
-    for policy in ("gate", "gate", "mask"):
-        if "gate" in found:
-            shutil.rmtree(tmp_path / "blocks" / "rows")
-        with Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path, policy=policy, **stored)) as engine:
-            (output,) = run(engine, requests(n=1)[:1])
-            found[policy] = engine.computed_tokens, output.routes.complete, output.tokens
-    assert found["gate"][1]
-    assert not found["mask"][1]
-    assert found["mask"][0] < found["gate"][0] / 2
-    assert found["mask"][2] == found["gate"][2]
+def test_required_says_which_rows_a_hit_needs(qwen: nn.Module, tmp_path: Path) -> None:
+    """Goal: ``required`` drives. Method: engines whose rows are forgotten in mid-run store what they may, and the next
+    ones go on from that: with nothing required KV without rows is stored and is a hit, whose rows are missing; else it
+    is neither, and what an engine that requires less has stored gives way to whole blocks."""
+
+    def served(required: list[str] | None, *, forgets: bool = False) -> tuple[int, bool, tuple[int, ...]]:
+        replay = on(tmp_path, required=required, block_store=f"file://{tmp_path}/blocks")
+        with Engine(qwen, CONFIG, NAMESPACE, replay=replay) as engine:
+            engine.add(replace(requests(n=1)[0], max_tokens=2))
+            while engine.busy:
+                outputs = engine.step()
+                if forgets and engine.steps == 1:
+                    engine.aux.forget()
+            return engine.computed_tokens, outputs[0].routes.complete, outputs[0].tokens
+
+    computed, complete, tokens = served(None, forgets=True)
+    assert not complete
+    assert served([], forgets=True) == (computed, False, tokens), "nothing had been stored"
+    again, complete, tokens_again = served([])
+    assert (again < computed / 2, complete, tokens_again) == (True, False, tokens)
+    assert served(None) == (computed, True, tokens), "rows are missing: no hit"
+    again, complete, tokens_again = served(None)
+    assert (again < computed / 2, complete, tokens_again) == (True, True, tokens)
 
 
 def test_the_block_store_is_opened_and_closed(qwen: nn.Module, tmp_path: Path) -> None:
@@ -140,12 +148,12 @@ def test_the_block_store_is_opened_and_closed(qwen: nn.Module, tmp_path: Path) -
             assert output.routes.complete
             computed.append(engine.computed_tokens)
     assert computed[1] < computed[0] / 2
-    stores = EngineStores.open(f"file://{tmp_path}/blocks")
+    store = open_store(f"file://{tmp_path}/blocks")
     try:
-        with pytest.raises(ConfigError, match="block_store: wanted '', as the engine was given stores"):
-            Engine(qwen, CONFIG, NAMESPACE, stores=stores, replay=replay)
+        with pytest.raises(ConfigError, match="block_store: wanted '', as the engine was given a store"):
+            Engine(qwen, CONFIG, NAMESPACE, store=store, replay=replay)
     finally:
-        stores.close()
+        store.close()
 
 
 @pytest.mark.parametrize(

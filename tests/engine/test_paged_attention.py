@@ -9,7 +9,7 @@ from torch import nn
 
 from kvroute.demo.checker import RouterWatch
 from kvroute.engine import text
-from kvroute.engine.kv import KVMover, PagedKV
+from kvroute.engine.kv import PagedKV
 from kvroute.engine.models import BATCH_MULTIPLE, build_model, weights_digest
 from kvroute.engine.paged_attention import PagedBatch
 from kvroute.engine.probe import kv_shape
@@ -103,13 +103,12 @@ def test_padding_touches_no_slot(qwen: nn.Module) -> None:
 def test_blocks_survive_a_journey_over_the_host(model: nn.Module) -> None:
     """Goal: KV moves whole. Method: out, overwritten, into other blocks, copied on; the next token must not notice."""
     kv, tokens, slots = _cache(model), _prompt(0), _scattered_slots(0)
-    mover = KVMover(kv)
     _paged(model, PagedBatch.of(kv, [(0, slots[:24])], multiple_of=BATCH_MULTIPLE), tokens[:24])
     blocks = [int(slots[i]) // BLOCK for i in (0, 8, 16)]
-    mover.copy("device", "host", np.array(blocks), np.array([3, 0, 2]))
+    kv.copy("device", "host", np.array(blocks), np.array([3, 0, 2]))
     kv.device.fill_(float("nan"))
-    mover.copy("host", "device", np.array([3, 0, 2]), np.array([1, 3, 5]))
-    mover.copy("device", "device", np.array([3]), np.array([7]))
+    kv.copy("host", "device", np.array([3, 0, 2]), np.array([1, 3, 5]))
+    kv.copy("device", "device", np.array([3]), np.array([7]))
     kv.device[3].fill_(float("nan"))
     back = torch.tensor([b * BLOCK + i for b in (1, 7, 5, 9) for i in range(BLOCK)])
     logits, routes = _paged(model, PagedBatch.of(kv, [(24, back[:25])], multiple_of=BATCH_MULTIPLE), tokens[24:25])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
 from cache_manager.spec import AuxBlockDataSpec
@@ -25,7 +25,7 @@ BLOCKS = 8
 
 
 def make_aux(store: StorageBackend | None = None, spec: AuxBlockDataSpec = SPEC, **options: Any) -> AuxBlocks:
-    options = {"device_blocks": BLOCKS, "host_blocks": 4, "namespace": Namespace("m", 1), **options}
+    options = {"blocks": BLOCKS, "host_blocks": 4, "namespace": Namespace("m", 1), **options}
     return AuxBlocks([spec], store=store, **options)
 
 
@@ -35,10 +35,10 @@ def rows_of(who: str, spec: AuxBlockDataSpec = SPEC) -> NDArray[Any]:
 
 
 def write(aux: AuxBlocks, block: int, who: str) -> None:
-    """Let ``who`` hold the block and fill it."""
+    """The block is given out to ``who``, and filled."""
     spec = aux.layout.specs[0]
-    aux.allocate([block], who)
-    with aux.step(np.arange(block * spec.block_tokens, (block + 1) * spec.block_tokens)) as step:
+    aux.renew([block])
+    with aux.begin_step(np.arange(block * spec.block_tokens, (block + 1) * spec.block_tokens)) as step:
         step.write(spec.name, rows_of(who, spec))
 
 
@@ -63,22 +63,19 @@ def persist(aux: AuxBlocks, numbers: Sequence[int]) -> list[bool]:
     for block, number in enumerate(numbers):
         write(aux, block, f"record-{number}")
     blocks = {key(aux, number): block for block, number in enumerate(numbers)}
-    done = aux.persist(blocks, generations=aux.generations(list(blocks.values())))
     origins = aux.origins(list(blocks.values()))
+    done = aux.persist(blocks, aux.generations(list(blocks.values())))
     aux.flush()
-    for number in numbers:
-        aux.free(f"record-{number}")
     return [done[key(aux, number)] == origin for number, origin in zip(numbers, origins, strict=True)]
 
 
 def restore_into_a_used_block(aux: AuxBlocks, number: int, block: int = BLOCKS - 1) -> bool:
     """Restore a record to where another tenant's rows lie; what is readable then is the record's rows or nothing."""
     write(aux, block, "an earlier tenant")
-    aux.free("an earlier tenant")
-    hit = aux.restore({key(aux, number): block}, generations=aux.generations([block]))[key(aux, number)]
+    hit = aux.restore({key(aux, number): block}, aux.renew([block]))[key(aux, number)]
     assert holds_rows_of(aux, block, f"record-{number}") if hit else says_nothing(aux, block)
     assert aux.in_flight == 0
-    aux.evict([block])
+    aux.renew([block])
     aux.assert_consistent()
     return hit
 

@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faulty_disk import FaultyDisk
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockStateError, StoreLockedError
 from cache_manager.keys import KeyChain, Namespace
-from cache_manager.lifecycle import State
 from cache_manager.ports import Absence
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage.file import FileStore
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import get, key_of, payload_of, put
 from tests.storage.file_stores import SEGMENT_NBYTES, opened
 
@@ -27,7 +26,7 @@ SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", 4)
 
 @pytest.fixture(params=["heap", "shared"])
 def aux(request: pytest.FixtureRequest) -> Iterator[AuxBlocks]:
-    with AuxBlocks([SPEC], device_blocks=6, host_blocks=3, namespace=Namespace("m", 1), memory=request.param) as blocks:
+    with AuxBlocks([SPEC], blocks=6, host_blocks=3, namespace=Namespace("m", 1), memory=request.param) as blocks:
         yield blocks
 
 
@@ -64,7 +63,7 @@ def test_a_slot_buffer_that_is_used_again_changes_no_step_in_flight(aux: AuxBloc
 
     Rows used to become readable at the slots of the *next* step, where nobody had written.
     """
-    aux.allocate([0, 1, 2], "a")
+    aux.renew([0, 1, 2])
     slots = np.arange(8)
     step = aux.begin_step(slots)
     step.write("routing", rows_of(7, 8))
@@ -78,21 +77,6 @@ def test_a_slot_buffer_that_is_used_again_changes_no_step_in_flight(aux: AuxBloc
     assert (found.values[found.valid] == 7).all()
 
 
-def test_a_pair_buffer_that_is_used_again_changes_no_move_in_flight(aux: AuxBlocks) -> None:
-    """Goal and method as above, for the pairs of a swap: its blocks used to be stuck in motion for ever."""
-    aux.allocate([0, 1], "a")
-    with aux.step(range(8)) as step:
-        step.write("routing", np.repeat(np.arange(8, dtype=np.uint8), 6).reshape(8, 3, 2))
-    pairs = np.array([[0, 0]])
-    move = aux.begin_swap_out(pairs)
-    pairs[:] = [[1, 1]]
-    move.commit()
-    aux.assert_consistent()
-    assert aux.blocks_in(State.LEAVING) == aux.blocks_in(State.ARRIVING, "host") == aux.in_flight == 0
-    assert aux.read("routing", [0], tier="host").values[:, 0, 0].tolist() == [0, 1, 2, 3]
-    assert not aux.read("routing", [1], tier="host").valid.any()
-
-
 @pytest.mark.parametrize("integer", [np.int32, np.int64, np.uint16])
 def test_numpy_scalars_are_integers(integer: Any) -> None:
     """Goal: sizes and positions often come out of arrays. Method: the same spec and the same read with them."""
@@ -100,9 +84,9 @@ def test_numpy_scalars_are_integers(integer: Any) -> None:
     assert scalar == plain
     assert scalar.to_json() == plain.to_json()
     assert type(scalar.block_tokens) is int
-    with AuxBlocks([SPEC], device_blocks=2, namespace=Namespace("m", 1)) as aux:
-        aux.allocate([integer(1)], "a")
-        with aux.step([integer(5)]) as step:
+    with AuxBlocks([SPEC], blocks=2, namespace=Namespace("m", 1)) as aux:
+        aux.renew([integer(1)])
+        with aux.begin_step([integer(5)]) as step:
             step.write("routing", rows_of(3, 1))
         assert aux.read("routing", [1], integer(1), integer(2)).valid.tolist() == [True]
 
@@ -122,9 +106,9 @@ def test_a_forked_child_cannot_write_the_parents_rows(begun: str) -> None:
 
     Its rows used to be read by the parent as its own.
     """
-    with AuxBlocks([SPEC], device_blocks=2, namespace=Namespace("m", 1), memory="shared") as aux:
-        aux.allocate([0], "a")
-        with aux.step([0]) as step:
+    with AuxBlocks([SPEC], blocks=2, namespace=Namespace("m", 1), memory="shared") as aux:
+        aux.renew([0])
+        with aux.begin_step([0]) as step:
             step.write("routing", rows_of(1, 1))
         step = aux.begin_step([1])
         step.write("routing", rows_of(99, 1))
@@ -132,12 +116,12 @@ def test_a_forked_child_cannot_write_the_parents_rows(begun: str) -> None:
         def write() -> None:
             if begun == "before the fork":
                 step.commit()
-            with aux.step([0, 1]) as own:
+            with aux.begin_step([0, 1]) as own:
                 own.write("routing", rows_of(99, 2))
 
         assert in_a_forked_child(write) == b"BlockStateError"
         assert in_a_forked_child(lambda: aux.read("routing", [0])) == b"BlockStateError"
-        found = aux.read("routing", [0], owner="a")
+        found = aux.read("routing", [0])
         assert found.valid.tolist() == [True, False, False, False]
         assert (found.values[0] == 1).all()
         step.abort()

@@ -11,15 +11,14 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from cache_manager.aux_blocks import AuxBlocks
 from cache_manager.bits import Cells
+from cache_manager.blocks import AuxBlocks
 from cache_manager.checks import integers
-from cache_manager.errors import BlockBusyError, BlockStateError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
-from tests.fault_matrix.blocks import holds_rows_of, key, make_aux, persist, rows_of, says_nothing, write
+from tests.fault_matrix.blocks import holds_rows_of, key, make_aux, persist, rows_of, write
 
 KEYS = """
 from tests.fault_matrix.blocks import key, make_aux
@@ -47,33 +46,33 @@ def test_processes_with_other_hash_seeds_agree_on_every_key() -> None:
 
 @pytest.mark.parametrize("call", ["persist", "restore"])
 def test_a_slow_store_holds_up_nobody_else(call: str) -> None:
-    """Goal: no convoy behind one slow look-up. Method: a store that waits until another owner has done everything."""
+    """Goal: no convoy behind one slow look-up. Method: a store that waits until others have done everything."""
     store = FaultyStore(open_store("memory:"))
     with make_aux(store) as aux:
         assert persist(aux, [1]) == [True]
-        aux.evict([0])
+        aux.renew([0])
         write(aux, 1, "r")
         finished = threading.Event()
 
-        def other_owner() -> None:
+        def others() -> None:
             write(aux, 2, "b")
-            aux.swap_out([(2, 0)], "b")
-            aux.swap_in([(0, 3)], "b")
+            aux.swap_out([(2, 0)])
+            aux.renew([3])
+            aux.swap_in([(0, 3)])
             assert holds_rows_of(aux, 3, "b")
-            aux.free("b")
             finished.set()
 
         def wait() -> None:
-            thread = threading.Thread(target=other_owner, daemon=True)
+            thread = threading.Thread(target=others, daemon=True)
             thread.start()
             thread.join(60)
-            assert finished.is_set(), "another owner waited for the store"
+            assert finished.is_set(), "others waited for the store"
 
         store.during_get = store.during_put = wait
         if call == "persist":
-            assert all(aux.persist({key(aux, 7): 1}, owner="r").values())
+            assert all(aux.persist({key(aux, 7): 1}, aux.generations([1])).values())
         else:
-            assert all(aux.restore({key(aux, 1): 0}, generations=aux.generations([0])).values())
+            assert all(aux.restore({key(aux, 1): 0}, aux.generations([0])).values())
             assert holds_rows_of(aux, 0, "record-1")
         assert finished.is_set()
 
@@ -83,43 +82,13 @@ def test_rows_handed_out_are_the_readers_own(memory: str) -> None:
     """Goal: what was read never changes. Method: give the block away, overwrite, reset and close; look again."""
     aux = make_aux(memory=memory)
     write(aux, 0, "a")
-    read = aux.read("routing", [0], owner="a")
-    aux.free("a")
+    read = aux.read("routing", [0])
     write(aux, 0, "b")
     aux.reset(weights_version=2)
     assert read.valid.all()
     aux.close()
     assert read.values.tobytes() == rows_of("a").tobytes()
     read.values[:] = 0
-
-
-def test_a_swap_in_flight_holds_its_blocks_against_every_call() -> None:
-    """Goal: no free, reuse or write under a copy. Method: every call that could, on both ends; then commit.
-
-    The owner may let go meanwhile (an abort): the block stays until the copy has ended, and then belongs to nobody.
-    """
-    store = open_store("memory:")
-    with make_aux(store) as aux:
-        write(aux, 0, "a")
-        move = aux.begin_swap_out([(0, 0)])
-        for call in (
-            lambda: aux.allocate([0], "b"),
-            lambda: aux.evict([0]),
-            lambda: aux.begin_step([0]),
-            lambda: aux.restore({key(aux, 1): 0}, owner="a"),
-            lambda: aux.begin_swap_out([(1, 0)]),
-            lambda: aux.evict([0], "host"),
-        ):
-            with pytest.raises((BlockBusyError, BlockStateError)):
-                call()
-        aux.free("a")
-        with pytest.raises(BlockBusyError):
-            aux.allocate([0], "b")
-        move.commit()
-        assert aux.in_flight == 0
-        aux.allocate([0], "b")
-        assert says_nothing(aux, 0)
-        aux.assert_consistent()
 
 
 def test_offsets_beyond_two_gigabytes_are_right() -> None:
@@ -140,15 +109,15 @@ def test_reading_the_rows_of_a_turn_costs_that_turn() -> None:
     """
     spec = AuxBlockDataSpec("routing", (8, 8), "uint8", 16)
     blocks = list(range(1024))
-    with AuxBlocks([spec], device_blocks=1024, namespace=Namespace("m", 1)) as aux:
-        aux.allocate(blocks, "a")
+    with AuxBlocks([spec], blocks=1024, namespace=Namespace("m", 1)) as aux:
+        aux.renew(blocks)
         tokens = len(blocks) * spec.block_tokens
-        with aux.step(range(tokens)) as step:
+        with aux.begin_step(range(tokens)) as step:
             step.write("routing", (np.arange(tokens)[:, None, None] % 251).astype("uint8").repeat(8, 1).repeat(8, 2))
-        aux.read("routing", blocks, 0, 1, owner="a")  # whatever is made once, at the first call
+        aux.read("routing", blocks, 0, 1)  # whatever is made once, at the first call
         tracemalloc.start()
         try:
-            read = aux.read("routing", blocks, tokens - 20, tokens, owner="a")
+            read = aux.read("routing", blocks, tokens - 20, tokens)
             assert tracemalloc.get_traced_memory()[1] < spec.row_nbytes * tokens // 8
         finally:
             tracemalloc.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache_manager.errors import BlockStateError, InvalidInputError, RecordError, RowError
+from cache_manager.errors import BlockStateError, RecordError, RowError
 from cache_manager.manager import BlockManager
 from cache_manager.ports import Absence
 from cache_manager.storage.memory import MemoryStore
@@ -52,7 +52,6 @@ def test_r02_nine_sequences_never_share_eight_blocks() -> None:
         assert manager.allocate(f"s{n}", [n] * PROMPT) is not None
     manager.free("s0")
     manager.free("s0")
-    manager.aux.free("s0")
     admitted = [manager.allocate(f"t{n}", [100 + n] * PROMPT) is not None for n in range(3)]
     assert admitted == [True, False, False]
     tables = [block for owner in manager.owners for block in manager.table(owner)]
@@ -63,19 +62,18 @@ def test_r02_nine_sequences_never_share_eight_blocks() -> None:
 
 def test_r09_a_full_store_refuses_and_does_not_grow() -> None:
     """Fault: more objects than slots, all of them in use. kvroute: refusals as values, the same memory as before."""
-    manager = make_manager(device_blocks=4, host_blocks=2, steps_max=2)
+    manager = make_manager(blocks=4, host_blocks=2, steps_max=2)
     aux = manager.aux
     nbytes = [aux.region(tier).nbytes for tier in ("device", "host")]
     for n in range(4):
         assert manager.allocate(f"s{n}", [n] * PROMPT) is not None
-        with aux.step(manager.slots(f"s{n}", 0, PROMPT)) as step:
+        with aux.begin_step(manager.slots(f"s{n}", 0, PROMPT)) as step:
             step.write("routing", rows_of(f"s{n}"))
         manager.publish(f"s{n}", [n] * PROMPT)
     assert [manager.allocate(f"t{n}", [50 + n] * PROMPT) for n in range(5)] == [None] * 5
     assert not manager.append("s0", PROMPT + 1)
     assert [manager.preempt(f"s{n}") for n in range(4)] == [True, True, False, False]
-    with pytest.raises(InvalidInputError, match="device block ids in"):
-        aux.allocate([4], "more")
+    assert aux.renew([4]).tolist() == [0]
     steps = [aux.begin_step([]), aux.begin_step([])]
     with pytest.raises(BlockStateError, match="steps in flight"):
         aux.begin_step([])
@@ -100,16 +98,13 @@ def test_r10_one_bad_release_harms_no_later_call() -> None:
     """Fault: release what was never held, then three healthy rounds. kvroute: the rounds know nothing of it."""
     store = MemoryStore(1 << 20)
     with make_aux(store) as aux:
-        aux.free("nobody")
-        aux.free("nobody", [3])
         store.delete([key(aux, 77)])
-        with pytest.raises(InvalidInputError, match="blocks"):
-            aux.free("nobody", [BLOCKS])
+        assert aux.renew([BLOCKS, -1]).tolist() == [0, 0]
         write(aux, 5, "a")
+        manager = BlockManager(aux)
+        manager.free("nobody")
         with pytest.raises(BlockStateError):
-            aux.evict([5])
-        with pytest.raises(BlockStateError):
-            aux.allocate([4, 5], "b")
+            manager.preempt("nobody")
         for number in range(3):
             assert persist(aux, [number]) == [True]
             assert restore_into_a_used_block(aux, number)
@@ -132,7 +127,7 @@ def test_r11_a_short_payload_registers_nothing(length: int) -> None:
     backend.close()
 
     with make_aux() as aux:
-        aux.allocate([0], "a")
+        aux.renew([0])
         step = aux.begin_step(range(TOKENS))
         for rows in (rows_of("a")[:length] if length < TOKENS else rows_of("a").repeat(2, axis=0), rows_of("a")[:, 1:]):
             with pytest.raises(RowError, match="shape"):
@@ -142,22 +137,21 @@ def test_r11_a_short_payload_registers_nothing(length: int) -> None:
 
 
 def test_r15_a_block_freed_twice_stays_with_its_other_owner() -> None:
-    """Fault: four blocks, free one twice, allocate three times. kvroute: leases have owners, counts follow them."""
-    with make_aux(device_blocks=4) as aux:
-        write(aux, 0, "a")
-        aux.share([0], "b")
+    """Fault: four blocks, free one twice, allocate three times. kvroute: sequences have blocks, and counts follow."""
+    manager = make_manager(blocks=4)
+    with manager.aux as aux:
+        assert manager.allocate("a", [1] * PROMPT) is not None
+        with aux.begin_step(manager.slots("a", 0, PROMPT)) as step:
+            step.write("routing", rows_of("a"))
+        manager.publish("a", [1] * PROMPT)
+        manager.fork("a", "b")
         for _ in range(3):
-            aux.free("a", [0])
-        assert holds_rows_of(aux, 0, "a")
-        assert aux.holds("b", 0)
-        assert aux.holders()[[0]].tolist() == [1]
-        with pytest.raises(BlockStateError, match="device block 0"):
-            aux.allocate([0], "c")
-        aux.free("b")
-        aux.free("b")
-        for n in range(3):
-            aux.allocate([n], f"owner-{n}")
-            assert says_nothing(aux, n)
-            with pytest.raises(BlockStateError):
-                aux.allocate([n], "another")
-        aux.assert_consistent()
+            manager.free("a")
+        (block,) = manager.table("b")
+        assert [manager.allocate(f"s{n}", [2 + n] * PROMPT) is not None for n in range(4)] == [True] * 3 + [False]
+        assert block not in {b for n in range(3) for b in manager.table(f"s{n}")}
+        assert holds_rows_of(aux, block, "a")
+        manager.free("b")
+        manager.free("b")
+        assert [manager.allocate(f"t{n}", [9 + n] * PROMPT) is not None for n in range(2)] == [True, False]
+        manager.assert_consistent()

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faulty_disk import FaultyDisk
 
 from cache_manager.errors import StoreFormatError
 from cache_manager.ports import Absence
 from cache_manager.storage.file import FileStore
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import get, key_of, payload_of, put
 from tests.fault_matrix.blocks import (
     file_nbytes,

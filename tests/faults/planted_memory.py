@@ -78,9 +78,9 @@ MEMORY_FAULTS = [
     Fault(
         "a region has its name before it is whole",
         "regions/shared.py",
-        "            memory = _allocate(name, fd, extent.nbytes, huge_pages=huge_pages)\n",
+        "            memory = _allocate(name, fd, extent.nbytes)\n",
         "            directory.give_name(fd, name)\n            os.unlink(directory.region_path(name))\n"
-        "            memory = _allocate(name, fd, extent.nbytes, huge_pages=huge_pages)\n",
+        "            memory = _allocate(name, fd, extent.nbytes)\n",
         "tests/regions/test_shared_orphans.py::test_a_creator_killed_halfway_leaves_nothing",
         "test_a_creator_killed_halfway_leaves_nothing",
     ),

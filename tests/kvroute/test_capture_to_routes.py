@@ -23,15 +23,15 @@ def prefill(tiny: Any, spec: kvroute.AuxBlockDataSpec, aux: kvroute.AuxBlocks, *
     with RoutingCapture(tiny.model, spec) as capture, torch.no_grad():
         for stop in chunks:
             past = tiny.model(TOKENS[:, start:stop], past_key_values=past, use_cache=True).past_key_values
-            with aux.step(slots[start:stop]) as step:
+            with aux.begin_step(slots[start:stop]) as step:
                 step.write("routing", capture.rows(positions=positions[start:stop]))
             capture.clear()
             start = stop
 
 
 def blocks_for(spec: kvroute.AuxBlockDataSpec) -> kvroute.AuxBlocks:
-    aux = kvroute.AuxBlocks([spec], device_blocks=8, namespace=kvroute.Namespace("tiny", weights_version=3))
-    aux.allocate(BLOCKS, owner="request")
+    aux = kvroute.AuxBlocks([spec], blocks=8, namespace=kvroute.Namespace("tiny", weights_version=3))
+    aux.renew(BLOCKS)
     return aux
 
 

@@ -30,7 +30,7 @@ FASTDEPLOY = {
 def test_fastdeploys_json_is_read_as_it_is() -> None:
     config = RoutingReplayConfig.from_json(json.dumps(FASTDEPLOY))
     assert {name: getattr(config, name) for name in FASTDEPLOY} == FASTDEPLOY
-    assert (config.policy, config.block_store, config.rollout_store) == ("gate", "", "")
+    assert (config.required, config.block_store, config.rollout_store) == (None, "", "")
     assert RoutingReplayConfig.from_json(FASTDEPLOY) == config
 
 
@@ -64,7 +64,7 @@ def configs(draw: st.DrawFn) -> RoutingReplayConfig:
         routing_dtype=draw(st.sampled_from([None, "uint8", "uint16", "uint32"])),
         num_moe_layers=draw(st.none() | st.integers(1, 100)),
         moe_top_k=draw(st.none() | st.integers(1, 100)),
-        policy=draw(st.sampled_from(["gate", "mask"])),
+        required=draw(st.none() | st.lists(st.sampled_from(["routing", "weights_version"]))),
         block_store=draw(st.just("") | some),
     )
 
@@ -91,7 +91,8 @@ ON = {"enable_routing_replay": True}
         ({"num_moe_layers": 0}, "num_moe_layers: wanted an integer of 1 or more, got 0"),
         ({"num_moe_layers": True}, "num_moe_layers"),
         ({"moe_top_k": 8.0}, "moe_top_k: wanted an integer of 1 or more, got 8.0"),
-        ({"policy": "drop"}, "policy: wanted one of gate, mask, got 'drop'"),
+        ({"required": "routing"}, "required: wanted a list of specs' names, got 'routing'"),
+        ({"required": [1]}, r"required: wanted a list of specs' names, got \(1,\)"),
         (ON | {"routing_store_type": "rdma"}, "rdma_store_server: wanted HOST:PORT.* of a Mooncake master"),
         (ON | {"routing_store_type": "rdma", "rdma_store_server": "redis://10.0.0.1:6379"}, "rdma_store_server"),
         (ON | {"routing_store_type": "response", "only_last_turn": True}, "only_last_turn: wanted false: rollouts"),
@@ -104,7 +105,7 @@ ON = {"enable_routing_replay": True}
         ("{", r"routing replay config: wanted JSON \(Expecting"),
         ("true", "wanted a JSON object, got bool"),
         ("[]", "wanted a JSON object, got list"),
-        ('{"policy": "gate", "policy": "mask"}', "each key once, got 'policy' twice"),
+        ('{"required": [], "required": []}', "each key once, got 'required' twice"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(value: Any, message: str) -> None:
@@ -145,7 +146,7 @@ def test_the_keys_name_a_rollout_store(keys: dict[str, Any], url: str) -> None:
 
 def test_it_is_frozen() -> None:
     with pytest.raises(AttributeError):
-        RoutingReplayConfig().policy = "mask"  # type: ignore[misc]
+        RoutingReplayConfig().required = ()  # type: ignore[misc]
 
 
 def test_what_follows_from_the_model_is_filled_in() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from toy_engine import TOKENS, Toy, admitted, computed, judge, seen
 
-from cache_manager.store_jobs import RestoreJob
+from cache_manager.stored import RestoreJob
 from kvroute.connector import worker
 from kvroute.connector.behind import PENDING_MAX, Behind
 from kvroute.connector.settings import StepMeta

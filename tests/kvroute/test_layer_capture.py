@@ -20,8 +20,8 @@ SPECS = [kvroute.routing_spec(EXPERTS, TOP_K, LAYERS, 4, BLOCK_TOKENS), kvroute.
 
 @pytest.fixture
 def aux() -> Iterator[kvroute.AuxBlocks]:
-    with kvroute.AuxBlocks(SPECS, device_blocks=4, namespace=kvroute.Namespace("m", weights_version=1)) as made:
-        made.allocate([0, 2], owner="r")
+    with kvroute.AuxBlocks(SPECS, blocks=4, namespace=kvroute.Namespace("m", weights_version=1)) as made:
+        made.renew([0, 2])
         yield made
 
 

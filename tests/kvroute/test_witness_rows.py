@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from cache_manager.storage import open_store
@@ -28,7 +28,7 @@ class Worker:
 
     def __init__(self, store: Any) -> None:
         self.kv = torch.zeros(POOL, 1, TOKENS, 8, dtype=torch.bfloat16)
-        self.rows = EngineBlocks([SPEC], blocks=POOL, namespace=Namespace("m", 1), store=store, strict=True)
+        self.rows = AuxBlocks([SPEC], blocks=POOL, namespace=Namespace("m", 1), store=store, strict=True)
         self.witness = KvWitness(self.rows, KvFolder([self.kv]), POOL)
 
     def compute(self, blocks: list[int], seed: int, before: int = -1) -> dict[bytes, int]:

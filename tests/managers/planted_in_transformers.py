@@ -46,6 +46,7 @@ PLANTED = [
         KeepsTheHash,
         "vllm#52234",
         "hit_is_its_prefix",
+        "ids_are_blocks",
         "none_free_and_held",
         "ref_count_is_holders",
         "no_block_lost",

@@ -7,9 +7,11 @@ import transformers_cache
 from finding import Planted, check_found
 from planted_in_transformers import PLANTED
 
-from cache_manager.testing.life import BlockManagerAdapter, BlockManagerMachine, InvariantBroken, replay
+from cache_manager.testing.life import BlockManagerAdapter, BlockManagerMachine, InvariantBroken, Operation, replay
 
 EXAMPLES = 60  # a manager with its tensors takes 20 ms to make
+FIRST = ("admit", "s1", [0, 1], 14, "", True, False)
+AGAIN = ("admit", "s2", [0, 1, 0], 14, "", True, False)
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch, about their own configuration
 
 
@@ -29,31 +31,33 @@ class TestTransformersOffload(BlockManagerMachine):
 
 
 @pytest.mark.parametrize(
-    ("adapter", "invariant", "line"),
+    ("adapter", "invariant", "story"),
     [
         (
             transformers_cache.TransformersSession,
             "reset_forgets",
-            "admit s1 01 14 - rows ok; reset alone; admit s2 010 14 - rows ok",
+            [FIRST, ("reset", True), AGAIN],
         ),
         (
             transformers_cache.TransformersPause,
             "reset_forgets",
-            "admit s1 01 14 - rows ok; reset running; admit s2 010 14 - rows ok",
+            [FIRST, ("reset", False), AGAIN],
         ),
         (
             transformers_cache.TransformersClearedSession,
             "no_block_lost",
-            "admit s1 01 14 - rows ok; reset alone",
+            [FIRST, ("reset", True)],
         ),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_the_page_of_proofs_tells_is_so(adapter: type[BlockManagerAdapter], invariant: str, line: str) -> None:
-    """Goal: docs/proofs.md is true of this version. Method: its stories, as it prints them. Where one is none any more
+def test_what_the_page_of_proofs_tells_is_so(
+    adapter: type[BlockManagerAdapter], invariant: str, story: list[Operation]
+) -> None:
+    """Goal: docs/proofs.md is true of this version. Method: its stories. Where one is none any more
     transformers was repaired, and the page has to say so."""
     with pytest.raises(InvariantBroken, match=invariant):
-        replay(adapter, line)
+        replay(adapter, story)
 
 
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)

@@ -20,9 +20,13 @@ class TestVllmWindow(BlockManagerMachine):
 
 def test_a_block_is_found_before_it_is_computed() -> None:
     """Goal: docs/proofs.md is true of this version. Method: its story of a step that was scheduled and never ran."""
-    line = "admit s1 0 14 - rows ok; lose s1 0; admit s2 000 14 - rows ok"
+    story = [
+        ("admit", "s1", [0], 14, "", True, False),
+        ("lose", "s1", [0]),
+        ("admit", "s2", [0, 0, 0], 14, "", True, False),
+    ]
     with pytest.raises(InvariantBroken, match="hit_was_written"):
-        replay(vllm_kv_cache_manager.VllmLostStep, line)
+        replay(vllm_kv_cache_manager.VllmLostStep, story)
 
 
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cache_manager.errors import InvalidInputError, NoSpaceError
 from cache_manager.ports import Region
 from cache_manager.regions import HeapRegion, SharedRegion
-from cache_manager.regions.extent import BLOCKS_MAX
+from cache_manager.regions.region import BLOCKS_MAX
 from cache_manager.regions.room import memory_free_nbytes
 from cache_manager.spec import DTYPES, AuxBlockDataSpec, RecordLayout
 
@@ -109,13 +109,6 @@ def test_views_that_outlive_the_region_keep_its_memory(make: Callable[[RecordLay
     assert (view == 5).all()
     view[:] = 6
     assert (view == 6).all()
-
-
-def test_a_region_is_a_context_manager(make: Callable[[RecordLayout, int], HeapRegion | SharedRegion]) -> None:
-    with make(LAYOUT, 2) as region:
-        assert region.nbytes >= 2 * LAYOUT.nbytes
-    with pytest.raises(AttributeError):
-        _ = region.rows
 
 
 @pytest.mark.parametrize("blocks", [0, -1, BLOCKS_MAX + 1, 1.0, True, "8"])

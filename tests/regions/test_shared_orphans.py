@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from pathlib import Path
 
 from region_children import Start, create, names
+from waiting import until
 
 from cache_manager.regions import SharedRegion, list_regions, reap_orphans
 from cache_manager.regions.directory import DIRECTORY
 
 OWNER = "region = SharedRegion.create(LAYOUT, 4, tier='device', namespace=NAMESPACE); say(region.name); wait()"
 ATTACHER = "region = SharedRegion.attach(sys.argv[1], LAYOUT); say('in'); wait()"
-
-
-def test_a_killed_owner_leaves_a_region_that_the_next_create_removes(child: Start) -> None:
-    owner = child(OWNER)
-    (name,) = owner.heard()
-    owner.kill()
-    found = {info.name: info for info in list_regions()}[name]
-    assert (found.in_use, found.tier) == (False, "device")
-    with create() as region:
-        assert not (DIRECTORY / name).exists()
-        assert (DIRECTORY / region.name).exists()
-        assert reap_orphans() == []
 
 
 def test_a_killed_process_group_leaves_a_region_that_the_next_create_removes(child: Start) -> None:
@@ -45,7 +33,9 @@ wait()
     with create():
         assert (DIRECTORY / name).exists()
     family.kill_group()
-    wait_for_no_user(name)
+    until(lambda: not next(info.in_use for info in list_regions() if info.name == name))
+    found = {info.name: info for info in list_regions()}[name]
+    assert (found.in_use, found.tier) == (False, "device")
     create().close()
     assert not (DIRECTORY / name).exists()
 
@@ -126,12 +116,3 @@ say("done")
     for worker in workers:
         assert worker.heard() == ["done"]
         assert worker.finish() == (0, "")
-
-
-def wait_for_no_user(name: str) -> None:
-    """Killed grandchildren drop their locks a moment after the signal."""
-    for _ in range(6000):
-        if not next((info.in_use for info in list_regions() if info.name == name), False):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"{name} is still in use")

@@ -21,14 +21,14 @@ def test_another_process_reads_what_the_owner_wrote_and_answers(region: SharedRe
     reader = child(
         """
 region = SharedRegion.attach(sys.argv[1], writable=True)
-say(region.layout == LAYOUT, region.words[1] >> 16, region.valid[1].sum(), region.tier)
+say(region.layout == LAYOUT, region.words[1] >> 16, region.valid[1].sum())
 say((region.rows[1] == np.arange(LAYOUT.nbytes) % 251).all(), region.namespace == NAMESPACE)
 region.rows[2] = 77
 region.close()
 """,
         region.name,
     )
-    assert reader.heard() == ["True", "5", "4", "device"]
+    assert reader.heard() == ["True", "5", "4"]
     assert reader.heard() == ["True", "True"]
     assert reader.finish() == (0, "")
     assert (region.rows[2] == 77).all()
@@ -50,7 +50,6 @@ def test_a_reading_attacher_cannot_write(region: SharedRegion) -> None:
             reader.rows[0] = 1
         with pytest.raises(AssertionError, match="own"):
             reader.renew(NAMESPACE)
-        assert not reader.is_owner
 
 
 def test_the_name_goes_with_the_owner_and_the_memory_with_its_last_user() -> None:
@@ -65,7 +64,7 @@ def test_the_name_goes_with_the_owner_and_the_memory_with_its_last_user() -> Non
     reader.close()
 
 
-@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "1 / 0", "sys.exit('bye')"])
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "1 / 0"])
 def test_an_owner_that_exits_without_close_removes_the_region(child: Start, ending: str) -> None:
     owner = child(f"r = SharedRegion.create(LAYOUT, 4, tier='host', namespace=NAMESPACE); say(r.name)\n{ending}")
     (name,) = owner.heard()
@@ -93,35 +92,29 @@ for ending in ("close", "exit"):
     pid = os.fork()
     if pid == 0:
         region.rows[0] += 1
-        say(region.is_owner)
+        say(region.rows[0].min())
         region.close() if ending == "close" else None
         sys.exit(0)
     os.waitpid(pid, 0)
-say(os.path.exists(path), region.rows[0].min(), region.is_owner)
+say(os.path.exists(path), region.rows[0].min())
 region.close()
 say(os.path.exists(path))
 """)
-    assert owner.heard() == ["False"]
-    assert owner.heard() == ["False"]
-    assert owner.heard() == ["True", "2", "True"]
+    assert owner.heard() == ["1"]
+    assert owner.heard() == ["2"]
+    assert owner.heard() == ["True", "2"]
     assert owner.heard() == ["False"]
     assert owner.finish() == (0, "")
-
-
-def test_renew_tells_attached_readers_the_namespace(region: SharedRegion) -> None:
-    with SharedRegion.attach(region.name) as reader:
-        assert reader.namespace == NAMESPACE
-        region.renew(b"another--of--16b")
-        assert reader.namespace == b"another--of--16b"
 
 
 def test_a_namespace_that_is_being_changed_is_read_again(region: SharedRegion) -> None:
     """Goal: never half of one and half of another; an owner that died in between is nobody's. Method: write half."""
     other = pack_namespace(b"another--of--16b")
     with SharedRegion.attach(region.name) as reader:
+        assert reader.namespace == NAMESPACE
         rewrite(region, NAMESPACE_OFFSET, other[:8])
         assert reader.namespace is None
-        rewrite(region, NAMESPACE_OFFSET, other)
+        region.renew(b"another--of--16b")
         assert reader.namespace == b"another--of--16b"
     rewrite(region, NAMESPACE_OFFSET, other[:1] + b"?")
     with pytest.raises(RegionMismatchError) as caught:
@@ -134,5 +127,4 @@ def test_a_name_says_whose_blocks_the_region_mirrors(tier: TierName, buffer: str
     with SharedRegion.create(LAYOUT, 1, tier=tier, namespace=NAMESPACE) as region:
         assert region.name.endswith(f"-{buffer}")
         (found,) = [info for info in list_regions() if info.name == region.name]
-        with SharedRegion.attach(region.name) as reader:
-            assert region.tier == reader.tier == found.tier == tier
+        assert found.tier == tier

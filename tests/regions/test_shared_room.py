@@ -120,7 +120,6 @@ before = set(os.listdir(DIRECTORY))
 for create in (
     lambda: HeapRegion(LAYOUT, blocks),
     lambda: SharedRegion.create(LAYOUT, blocks, tier="device", namespace=NAMESPACE),
-    lambda: SharedRegion.create(LAYOUT, blocks, tier="device", namespace=NAMESPACE, huge_pages=True),
 ):
     try:
         create()
@@ -128,71 +127,7 @@ for create in (
         say(error.where.replace(" ", "-"), error.wanted_nbytes >= 127 << 20, error.free_nbytes <= 64 << 20)
 say(set(os.listdir(DIRECTORY)) <= before)
 """)
-    for _ in range(3):
+    for _ in range(2):
         assert limited.heard() == ["address-space-of-this-process", "True", "True"]
     assert limited.heard() == ["True"]
     assert limited.finish() == (0, "")
-
-
-HUGE = """
-def huge_nbytes(region):
-    # Bytes of the region that huge pages map, as the kernel tells.
-    start, found, inside = region.rows.ctypes.data, 0, False
-    for line in open("/proc/self/smaps", errors="replace"):
-        field, *rest = line.split()
-        if not field.endswith(":"):  # "7f12a000-7f34a000 rw-s ...": the next mapping
-            first, _, end = field.partition("-")
-            inside = int(first, 16) < start + region.rows.nbytes and start < int(end, 16)
-        elif inside and field in ("AnonHugePages:", "ShmemPmdMapped:"):
-            found += int(rest[0]) << 10
-    return min(found, region.nbytes)  # the kernel may have merged the mapping with its neighbour
-def create(**more):
-    return SharedRegion.create(LAYOUT, (4 << 20) // LAYOUT.nbytes, tier="device", namespace=NAMESPACE, **more)
-small, huge = create(), create(huge_pages=True)
-heap = HeapRegion(LAYOUT, (16 << 20) // LAYOUT.nbytes)
-say(*map(huge_nbytes, (small, huge, heap)))
-huge.rows[:] = 3
-with SharedRegion.attach(huge.name) as reader:
-    say(bool((reader.rows == 3).all()))
-"""
-
-
-def test_huge_pages_on_request_where_shared_memory_may_have_them(child: Start) -> None:
-    """Goal: the kernel is asked. Method: a mount of its own that allows huge pages to whoever asks."""
-    inside = child(HUGE, before=private_dev_shm("size=16m,huge=advise"))
-    small, huge, heap = map(int, inside.heard())
-    assert small == 0
-    assert huge in (0, 2 << 20, 4 << 20)
-    assert huge or not heap, "the heap got some, so the kernel had some to give"
-    assert inside.heard() == ["True"]
-    assert inside.finish() == (0, "")
-
-
-def test_huge_pages_where_there_are_none_are_small_ones(child: Start) -> None:
-    inside = child(HUGE, before=private_dev_shm("size=16m,huge=never"))
-    assert inside.heard()[:2] == ["0", "0"]
-    assert inside.heard() == ["True"]
-    assert inside.finish() == (0, "")
-
-
-def test_a_request_for_huge_pages_that_do_not_fit_is_an_error(child: Start) -> None:
-    """Goal: asking the kernel first fills nothing for good. Method: more than the mount has, then what fits."""
-    inside = child(
-        """
-def create(mib):
-    blocks = (mib << 20) // LAYOUT.nbytes
-    return SharedRegion.create(LAYOUT, blocks, tier="device", namespace=NAMESPACE, huge_pages=True)
-first = create(3)
-try:
-    create(6)
-except NoSpaceError as error:
-    say(error.where, error.free_nbytes >= 4 << 20, len(os.listdir(DIRECTORY)))
-second = create(4)
-second.rows[:] = 1
-say(len(os.listdir(DIRECTORY)))
-""",
-        before=private_dev_shm("size=8m,huge=advise"),
-    )
-    assert inside.heard() == [str(DIRECTORY), "True", "1"]
-    assert inside.heard() == ["2"]
-    assert inside.finish() == (0, "")

@@ -44,7 +44,7 @@ def test_every_key_has_a_flag_that_reaches_it(command: str) -> None:
     values = {int: "5", float: "31.5", bool: "true", str: "x"}
     special = {"model": "olmoe", "memory": "heap", "block_tokens": "24", "lease_max_s": "600", "lease_s": "31.5"}
     special |= {"transfer_address": "ipc:///tmp/x", "store": "memory:", "link": "mooncake"}
-    special |= {"routing_replay_config": '{"policy": "mask"}'}
+    special |= {"routing_replay_config": '{"required": []}'}
     for f in fields(kind):
         flag = "--" + f.name.replace("_", "-")
         default = getattr(loaded(kind, *LEAST[command]), f.name)
@@ -81,7 +81,7 @@ def test_every_key_has_a_flag_that_reaches_it(command: str) -> None:
         ("decode", ["--curve-server", "k"], "curve_secret: wanted a file, as curve_server is given, got ''"),
         ("decode", ["--name", ""], "name: wanted a non-empty string, got ''"),
         ("decode", ["--link", "rdma"], "link: wanted 'zmq' or 'mooncake', got 'rdma'"),
-        ("decode", ["--routing-replay-config", '{"policy": "maks"}'], "policy: wanted 'gate' or 'mask', got 'maks'"),
+        ("decode", ["--routing-replay-config", '{"required": "routing"}'], "required: wanted a list of specs' names"),
         ("prefill", ["--routing-replay-config", "on"], "routing replay config: wanted JSON"),
         ("decode", ["--transfer-process", "true"], "transfer_process: wanted a store, and memory = 'shared'"),
     ],

@@ -41,7 +41,7 @@ def answered(replay: dict[str, object]) -> dict[str, Any]:
 
 def test_decode_stores_what_it_answers_and_prefill_stores_nothing(tmp_path: Path) -> None:
     """Goal: one rollout a sample. Method: one directory for both; what lies there is what decode answered, once."""
-    answer = answered({"enable_routing_replay": True, "local_store_dir": str(tmp_path / "rollouts"), "policy": "mask"})
+    answer = answered({"enable_routing_replay": True, "local_store_dir": str(tmp_path / "rollouts"), "required": []})
     store = LocalRollouts(tmp_path / "rollouts")
     handle = store.find("task:3:0:0")
     assert handle is not None

@@ -17,7 +17,6 @@ from tests.storage.mooncake_stores import CALM_MS, SEGMENT_NBYTES, opened
 
 # What is shipped says how many for users; here they are drawn as all others are.
 StorageContract.machine_settings = examples(25, stateful_step_count=25)
-StorageContract.origin_settings = examples(15, stateful_step_count=15)
 
 
 @pytest.fixture

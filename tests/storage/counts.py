@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from faulty_disk import FaultyDisk
 
 from cache_manager.errors import StorageError, StoreFormatError
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer
 from cache_manager.storage.disk import Room
 from cache_manager.storage.file import Sync, fsck
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import get, key_of, payload_of, put
 from tests.storage.file_stores import SEGMENT_NBYTES, opened, reading, segments
 from tests.storage.test_file_crash import MEMORY, cut_power_after

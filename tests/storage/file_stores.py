@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from faulty_disk import FaultyDisk
+
 from cache_manager.record import header_nbytes
 from cache_manager.storage.file import FileReader, FileStore
 from cache_manager.storage.file.segment import PAGE_NBYTES
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import LAYOUT, key_of, put
 
 HEADER_NBYTES = header_nbytes(LAYOUT)

@@ -10,10 +10,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from faulty_disk import FaultyDisk
+
 from cache_manager.ports import Absence
 from cache_manager.storage.file import FileStore, Sync
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import LAYOUT, get, key_of, payload_of, put
 
 LIFE_RECORDS = 60

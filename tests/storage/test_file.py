@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from faulty_disk import FaultyDisk
 
 from cache_manager.errors import ConfigError, StorageError, StoreFormatError, StoreLockedError
 from cache_manager.ports import Absence, StorageBackend
@@ -17,7 +18,6 @@ from cache_manager.spec import align
 from cache_manager.storage.file import FileStore, Sync, default_segment_nbytes
 from cache_manager.storage.file.segment import PAGE_NBYTES, pack_segment_page
 from cache_manager.testing.contract import StorageContract
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 from tests.storage.file_stores import FILL, RECORD_NBYTES, SEGMENT_NBYTES, child, flip, opened, segments
 

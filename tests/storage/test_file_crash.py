@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from budget import examples
+from faulty_disk import FaultyDisk
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -23,7 +24,6 @@ from cache_manager.record import Buffer
 from cache_manager.storage.file import FileStore, Sync
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.contract import numbers
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import LAYOUT, get, key_of, payload_of, put
 from tests.storage.file_stores import RECORD_NBYTES, SEGMENT_NBYTES, segments
 from tests.storage.kills import LIFE_RECORDS, check, fill, in_child, kill_me

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faulty_disk import FaultyDisk
 
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
@@ -19,7 +20,6 @@ from cache_manager.record import Buffer
 from cache_manager.storage.disk import Room
 from cache_manager.storage.file import Sync, fsck
 from cache_manager.storage.file.segment import PAGE_NBYTES
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import get, key_of, payload_of, put
 from tests.storage.file_stores import RECORD_NBYTES, SEGMENT_NBYTES, flip, opened, reading, segments
 from tests.storage.test_file_crash import VolatileDisk

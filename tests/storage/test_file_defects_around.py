@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from faulty_disk import FaultyDisk
 
 from cache_manager.errors import ConfigError, StorageError, StoreClosedError, StoreFormatError, StoreLockedError
 from cache_manager.ports import Absence, StorageBackend
@@ -22,7 +23,6 @@ from cache_manager.storage.file import FileReader, FileStore, Sync, fsck
 from cache_manager.storage.file.segment import PAGE_NBYTES
 from cache_manager.storage.memory import MemoryStore
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import LAYOUT, get, key_of, payload_of, put
 from tests.storage.file_stores import SEGMENT_NBYTES, flip, opened, segments
 

@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from faulty_disk import FaultyDisk
 
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
 from cache_manager.storage.file import Sync, fsck
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import get, payload_of, put
 from tests.storage.file_stores import FILL, RECORD_NBYTES, child, opened, segments
 

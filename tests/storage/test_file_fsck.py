@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from budget import examples
+from faulty_disk import FaultyDisk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +23,6 @@ from cache_manager.storage.disk import SystemDisk
 from cache_manager.storage.file import fsck
 from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.segment import ENTRY_NBYTES, PAGE_NBYTES, pack_index, read_index
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import get, header_of, key_of, payload_of, put
 from kvroute.cli import FAILED, USAGE, main
 from tests.storage.file_stores import (

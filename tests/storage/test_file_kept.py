@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from budget import examples
+from faulty_disk import FaultyDisk
 from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until_it_waits
@@ -26,7 +27,6 @@ from cache_manager.storage.disk import Room
 from cache_manager.storage.file import FileStore, Sync, fsck
 from cache_manager.storage.file.limits import KEPT_NBYTES_MAX, Limits
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 from tests.storage.file_stores import SEGMENT_NBYTES, Clock, flip, opened, reading, segments
 from tests.storage.kills import in_child, kill_me

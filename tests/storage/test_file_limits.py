@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from budget import examples
+from faulty_disk import FaultyDisk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from cache_manager.storage.file import FileStore
 from cache_manager.storage.file.limits import Limits, is_older, victims
 from cache_manager.storage.file.segment import PAGE_NBYTES
 from cache_manager.storage.file.table import Segment
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import get, key_of, payload_of, put
 from tests.storage.file_stores import SEGMENT_NBYTES, Clock, flip, opened, reading, segments
 

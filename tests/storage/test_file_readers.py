@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from budget import examples
+from faulty_disk import FaultyDisk
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -17,7 +18,6 @@ from cache_manager.ports import Absence
 from cache_manager.storage.file import FileReader, FileStore
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.contract import numbers
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.records import LAYOUT, get, key_of, payload_of, put
 from tests.storage.file_stores import SEGMENT_NBYTES
 

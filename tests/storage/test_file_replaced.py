@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from budget import examples
+from faulty_disk import FaultyDisk
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -23,7 +24,6 @@ from cache_manager.storage.file import FileReader, FileStore, Sync, fsck
 from cache_manager.storage.file.index import SegmentIndex
 from cache_manager.storage.file.segment import DELETED, LIVING, PAGE_NBYTES, pack_entry, states_at
 from cache_manager.storage.file.table import Segment
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.origins import NUMBERS, Content, batches, header, held, offer
 from cache_manager.testing.records import BOTH, FIRST, SECOND, key_of
 from tests.storage.file_stores import RECORD_NBYTES, SEGMENT_NBYTES, Clock, flip, opened, reading, segments

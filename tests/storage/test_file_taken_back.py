@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from faulty_disk import FaultyDisk
 
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer
 from cache_manager.storage.disk import Room
 from cache_manager.storage.file import Sync, fsck
-from cache_manager.testing.faults import FaultyDisk
 from cache_manager.testing.origins import Content, held, offer
 from cache_manager.testing.records import BOTH
 from tests.storage.file_stores import SEGMENT_NBYTES, opened

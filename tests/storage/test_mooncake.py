@@ -27,7 +27,6 @@ CALM_MS = 30_000
 
 class TestMooncakeStore(StorageContract):
     machine_settings = examples(4, stateful_step_count=12)
-    origin_settings = examples(4, stateful_step_count=10)
     race_rounds = 8  # in a small pool, where the memory of a record that was replaced is used again at once
     master: Master
     owner: Owner

@@ -60,15 +60,15 @@ def test_an_answer_that_nobody_waits_for_is_received(client: NativeClient) -> No
 
 
 def test_all_calls_end_when_the_process_is_killed(client: NativeClient) -> None:
-    """Method: a stopped child, so that all of them wait; one reads the socket, the others hang on their futures."""
+    """Method: a stopped child, so that all of them wait."""
     with pytest.raises(StorageError, match="before set-up"):
         client.call(wire.Exist(["k"]), WAIT_S)  # it is up
     send(client.pid, signal.SIGSTOP)  # until it has stopped in all its threads, it answers
     futures: list[Future[list[int]]] = [client.submit(wire.Exist(["k"])) for _ in range(CALLERS)]
     with pytest.raises(TimeoutError):
-        client.wait(futures[0], 0.05)
+        futures[0].result(0.05)
     with ThreadPoolExecutor(CALLERS) as pool:
-        waits = [pool.submit(client.wait, future, WAIT_S) for future in futures]
+        waits = [pool.submit(future.result, WAIT_S) for future in futures]
         os.kill(client.pid, signal.SIGKILL)
         for each in waits:
             with pytest.raises(ClientLostError):

@@ -23,9 +23,9 @@ from ports import hold_port
 from cache_manager.errors import StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.ports import Absence
 from cache_manager.storage import open_store
+from cache_manager.storage.arena import CALLS_MAX
 from cache_manager.storage.breaker import State
 from cache_manager.storage.mooncake import MooncakeStore
-from cache_manager.storage.mooncake.arena import SLOTS
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 from tests.storage.mooncake_stores import (
@@ -185,10 +185,10 @@ def test_a_master_that_hangs_costs_one_deadline(backend: MooncakeStore, master: 
 def test_an_open_breaker_is_told_at_once_though_the_whole_arena_is_lent(backend: MooncakeStore) -> None:
     """A bug that was found: calls waited for a slot first, until their deadline. And what is lent stays as it is."""
     store = RecordStore(backend, LAYOUT)
-    stored(store, range(SLOTS))
+    stored(store, range(CALLS_MAX))
     until("the store knows how large records are", lambda: backend.lent_nbytes_max > 0)
     with ExitStack() as lent:
-        views = [lent.enter_context(backend.borrow([key_of(n)])) for n in range(SLOTS)]
+        views = [lent.enter_context(backend.borrow([key_of(n)])) for n in range(CALLS_MAX)]
         os.kill(backend._link._client.pid, signal.SIGKILL)
         until("the breakers are open", lambda: State.CLOSED not in backend.states)
         calls: list[Callable[[], object]] = [

@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cache_manager.errors import ConfigError, StorageError, StoreUnavailableError
 from cache_manager.storage import open_store
+from cache_manager.storage.arena import CALLS_MAX, Arena, Ranges
 from cache_manager.storage.breaker import TRANSITIONS, Breaker, Event, State
 from cache_manager.storage.mooncake import link as link_module
 from cache_manager.storage.mooncake import wire
-from cache_manager.storage.mooncake.arena import SLOTS, Arena, Ranges
 from cache_manager.storage.mooncake.client import ClientLostError, NativeClient
 from cache_manager.storage.mooncake.link import Link
 from cache_manager.storage.mooncake.master import pool_usage
@@ -117,7 +117,7 @@ class ArenaMachine(RuleBasedStateMachine):
                     lent.call = Future()
                     self.used.append(lent)
         except StorageError:
-            assert len(self.used) == SLOTS
+            assert len(self.used) == CALLS_MAX
 
     @precondition(lambda self: self.used)
     @rule(draw=st.data())
@@ -134,7 +134,7 @@ TestArena = ArenaMachine.TestCase
 
 def test_a_full_arena_is_waited_for_until_the_deadline() -> None:
     arena, calls = Arena(1 << 16), []
-    for _ in range(SLOTS):
+    for _ in range(CALLS_MAX):
         with arena.lend([64], 0.0) as lent:
             calls.append(Future())
             lent.call = calls[-1]

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from faulty_disk import FaultyDisk
 from msgspec.structs import replace
 
 from cache_manager.errors import StorageError
@@ -15,7 +16,7 @@ from cache_manager.storage.file import FileStore
 from cache_manager.storage.file.segment import DEAD_MAGIC
 from cache_manager.storage.memory import MemoryStore
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.faults import FaultyDisk, FaultyStore
+from cache_manager.testing.faults import FaultyStore
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 
 

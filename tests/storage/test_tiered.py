@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from budget import examples
+from faulty_disk import FaultyDisk
 from mooncake_pool import Master, Owner, running_master, running_owner
 
 from cache_manager.errors import StorageError
@@ -22,7 +23,7 @@ from cache_manager.storage.memory import MemoryStore
 from cache_manager.storage.records import RecordStore
 from cache_manager.storage.tiered import TieredStore
 from cache_manager.testing.contract import StorageContract
-from cache_manager.testing.faults import FaultyDisk, FaultyStore
+from cache_manager.testing.faults import FaultyStore
 from cache_manager.testing.records import LAYOUT, get, payload_of, put
 
 
@@ -91,7 +92,6 @@ class TestFlakyFileBeforeFile(TieredContract):
     """
 
     machine_settings = examples(5, stateful_step_count=15)
-    origin_settings = examples(5, stateful_step_count=12)
 
     def settle(self, backend: StorageBackend) -> None:
         """What the front owes is hidden, but still there."""
@@ -107,7 +107,6 @@ class TestFlakyFileBeforeFile(TieredContract):
 
 class TestFileBeforeMooncake(TieredContract):
     machine_settings = examples(3, stateful_step_count=10)
-    origin_settings = examples(3, stateful_step_count=8)
     race_rounds = 2
     master: Master
     owner: Owner

@@ -23,5 +23,5 @@ def examples(count: int, **more: Any) -> settings:
     return settings(max_examples=scaled(count), **more)
 
 
-ALL_LIVES: Final = 100 if FACTOR < 1 else None
-"""For the life-cycle kit, which fails where something never happened: a hundred at least, or what the profile says."""
+ALL_LIVES: Final = max(100, scaled(100))
+"""For the life-cycle kit, which fails where something never happened."""

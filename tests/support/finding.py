@@ -1,4 +1,4 @@
-"""How a planted fault is found: by the kit's default budget, and told by a line that plays it again."""
+"""How a planted fault is found: by the kit's default budget, in few operations that break it again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cache_manager.testing.life import BlockManagerAdapter, InvariantBroken, prove, replay
+from cache_manager.testing.life import BlockManagerAdapter, InvariantBroken, Operation, prove, replay
 
 EXAMPLES, STEPS, SEED = 300, 50, 0  # what `kvroute prove` plays by itself
 OPERATIONS_MAX = 12  # of a planted fault's story
@@ -27,13 +27,12 @@ class Planted:
         return self.adapter.__name__
 
 
-def check_found(adapter: type[BlockManagerAdapter], claims: Collection[str]) -> str:
-    """Found by one of ``claims``, in a short story, which is one again when it is played from its line: the answer."""
+def check_found(adapter: type[BlockManagerAdapter], claims: Collection[str]) -> list[Operation]:
+    """Found by one of ``claims``, in a short story, which is one again when its operations are played: the answer."""
     with pytest.raises(InvariantBroken) as caught:
         prove(adapter, examples=EXAMPLES, steps=STEPS, seed=SEED)
     assert caught.value.name in claims, caught.value
     assert len(caught.value.program) <= OPERATIONS_MAX, caught.value
-    line = str(caught.value).partition('--replay "')[2].partition('"')[0]
     with pytest.raises(InvariantBroken, match=caught.value.name):
-        replay(adapter, line)
-    return line
+        replay(adapter, caught.value.program)
+    return caught.value.program

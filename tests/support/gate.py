@@ -1,4 +1,4 @@
-"""A store and a mover of KV whose background calls stop at a gate until the test lets them go.
+"""A store whose background calls stop at a gate until the test lets them go.
 
 Calls of the main thread pass. With one store thread, every interleaving of the store and the scheduler is the test's
 own choice.
@@ -11,9 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from kv import SlotKV
-
-from cache_manager.jobs import Job, Phase
+from cache_manager.stored import Job, Phase
 from cache_manager.testing.faults import FaultyStore
 
 GIVE_UP_S = 60.0
@@ -82,17 +80,3 @@ class GatedStore(FaultyStore):
     def get_into(self, keys, buffers):
         self.gate.stop()
         return super().get_into(keys, buffers)
-
-
-class GatedKV(SlotKV):
-    """Stops at the gate before it stores or restores."""
-
-    gate: Gate
-
-    def put(self, records, *, replace=False):
-        self.gate.stop()
-        return super().put(records, replace=replace)
-
-    def get_into(self, keys, blocks):
-        self.gate.stop()
-        return super().get_into(keys, blocks)

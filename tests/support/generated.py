@@ -38,7 +38,7 @@ class Generated:
     The first ``there`` rows have come from elsewhere, and are left as they came.
     """
 
-    def __init__(self, model: Any, rows: kvroute.EngineBlocks, tokens: Sequence[int], table: range) -> None:
+    def __init__(self, model: Any, rows: kvroute.AuxBlocks, tokens: Sequence[int], table: range) -> None:
         self.tokens, self.table, self.there = list(tokens), table, 0
         self.cache: Any = None
         self.computed = 0
@@ -92,9 +92,9 @@ class Generated:
         return found
 
 
-def blocks_of(model: Any, **more: Any) -> kvroute.EngineBlocks:
+def blocks_of(model: Any, **more: Any) -> kvroute.AuxBlocks:
     spec = routing_spec_from_hf(model.config, TOKENS)
-    return kvroute.EngineBlocks([spec], blocks=3 * BLOCKS, host_blocks=BLOCKS, namespace=SCOPE, strict=True, **more)
+    return kvroute.AuxBlocks([spec], blocks=3 * BLOCKS, host_blocks=BLOCKS, namespace=SCOPE, strict=True, **more)
 
 
 def swapped(model: Any, prompts: Sequence[Sequence[int]]) -> list[Generated]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_manager.block_set import BlockSet
+from cache_manager.blocks import AuxBlocks
 from cache_manager.ports import TierName
 
 
-def origins_of(blocks_of: BlockSet, blocks: Sequence[int], tier: TierName = "device") -> list[int]:
+def origins_of(blocks_of: AuxBlocks, blocks: Sequence[int], tier: TierName = "device") -> list[int]:
     return blocks_of._tables[tier].origin[list(blocks)].tolist()

@@ -1,4 +1,4 @@
-"""kvroute's own managers for the life-cycle kit: ``BlockManager`` in its forms, and ``EngineBlocks`` beside it.
+"""kvroute's own managers for the life-cycle kit: ``BlockManager`` in its forms, and ``AuxBlocks`` beside it.
 
 ``PYTHONPATH=tests/support kvroute prove own_managers:Gated`` proves the first of them.
 """
@@ -10,79 +10,69 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from gate import Gate, GatedStore
 
-from cache_manager.aux_blocks import AuxBlocks
-from cache_manager.engine_blocks import EngineBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import StorageError
-from cache_manager.jobs import JobLimits
-from cache_manager.keys import BlockKey, Namespace
+from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
-from cache_manager.ports import Absence, BlockRecords, Found, RecordCounters
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
+from cache_manager.stored import JobLimits
 from cache_manager.testing.life import BlockManagerAdapter, CanaryKV, MoveFailed
 
 CORE = ("prefix", "salt", "fork", "swap", "reset", "abort", "lost_step", "drafts", "rows", "failing_moves")
 
 
-class CanaryMover:
-    """A ``Mover`` of the kit's KV. In its store an entry has the origin that it was put with."""
+class KV:
+    """The kit's KV as ``KVBlocks``: a record has the number under which the kit has put the content of its block."""
 
-    stores, counters = True, RecordCounters()
-
-    def __init__(self, kv: CanaryKV) -> None:
-        self.kv, self.origins, self.gate = kv, {}, Gate()
+    def __init__(self, kv: CanaryKV, block_tokens: int) -> None:
+        self.kv, self.taken = kv, 0
+        self.spec = AuxBlockDataSpec("kv", (), "uint32", block_tokens)
         self.moves = {("device", "device"): kv.copy, ("device", "host"): kv.swap_out, ("host", "device"): kv.swap_in}
 
     def copy(self, source, target, sources, targets) -> None:
         self.moves[source, target](list(zip(sources.tolist(), targets.tolist(), strict=True)))
 
-    def put(self, records: BlockRecords, *, replace: bool = False) -> list[Found | None]:
-        self.gate.stop()
-        for key, block, origin in zip(records.keys, records.blocks, records.origins, strict=True):
-            if replace or not self.kv.has(key):
-                self._to_store(self.kv.put, key, block, replace=replace)
-                self.origins[key] = origin
-        return [Found(self.origins[key], b"") for key in records.keys]
+    def take(self, blocks, into) -> None:
+        for block, row in zip(blocks.tolist(), into, strict=True):
+            self._to_store(self.kv.put, self.taken, block)
+            row[:] = np.full(self.spec.block_tokens, self.taken, np.uint32).view(np.uint8)
+            self.taken += 1
 
-    def get_into(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> list[Found | Absence]:
-        self.gate.stop()
-        there = [self._to_store(self.kv.get, key, block) for key, block in zip(keys, blocks, strict=True)]
-        return [Found(self.origins[k], b"") if found else Absence.MISS for k, found in zip(keys, there, strict=True)]
+    def fill(self, blocks, given) -> None:
+        for block, number in zip(blocks.tolist(), given.view(np.uint32)[:, 0].tolist(), strict=True):
+            assert self._to_store(self.kv.get, number, block)
 
-    def _to_store(self, call, *given, **named):
+    def _to_store(self, call, *given):
         try:
-            return call(*given, **named)
+            return call(*given)
         except MoveFailed as error:
-            raise StorageError("the KV's store failed on purpose") from error
-
-    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return [self.kv.has(key) for key in keys]
-
-    def flush(self) -> None: ...
+            raise StorageError("the KV failed on purpose") from error
 
 
-class RowsStore(GatedStore):
-    """A store of rows that fails in the KV's place every other time."""
+class Store(GatedStore):
+    """Fails every other time that the kit wants a failure: the others are the KV's."""
 
     def __init__(self, kv: CanaryKV, gate: Gate) -> None:
         super().__init__(open_store("memory:?capacity=4MiB"))
         self.kv, self.gate, self.calls = kv, gate, 0
 
     def _fail(self) -> None:
+        self.gate.stop()
         self.calls += 1
         if self.calls % 2:
             try:
                 self.kv.may_fail()
             except MoveFailed as error:
-                raise StorageError("the rows' store failed on purpose") from error
+                raise StorageError("the store failed on purpose") from error
 
     def put(self, headers, payloads, *, replace=False):
         self._fail()
-        return super().put(headers, payloads, replace=replace)
+        return self.backend.put(headers, payloads, replace=replace)
 
     def get_into(self, keys, buffers):
         self._fail()
-        return super().get_into(keys, buffers)
+        return self.backend.get_into(keys, buffers)
 
 
 class Gated(BlockManagerAdapter):
@@ -92,26 +82,26 @@ class Gated(BlockManagerAdapter):
     blocks = range(10)
     host_blocks = range(5)
     hits_need_rows = True
-    policy = "gate"
 
     def __init__(self, kv: CanaryKV) -> None:
         super().__init__(kv)
-        self.version = 0
-        self.mover = CanaryMover(kv)
-        self.store = RowsStore(kv, self.mover.gate) if "store" in self.capabilities else None
+        self.version, self.gate = 0, Gate()
+        self.blocks_kv = KV(kv, self.block_tokens)
+        self.store = Store(kv, self.gate) if "store" in self.capabilities else None
         self.spec = AuxBlockDataSpec("row", (1,), "int32", self.block_tokens)
         self.start()
 
     def start(self) -> None:
         self.aux = AuxBlocks(
             [self.spec],
-            device_blocks=len(self.blocks),
+            blocks=len(self.blocks),
             host_blocks=len(self.host_blocks),
             namespace=Namespace("m", self.version),
             store=self.store,
-            kv=self.mover,
-            policy=self.policy,
+            kv=self.blocks_kv,
+            required=None if self.hits_need_rows else (),
             jobs=JobLimits(threads_max=1, jobs_max=3),
+            strict=True,
         )
         self.manager = BlockManager(self.aux)
         self.next_slots: dict[str, int] = {}  # of a decode step that has begun
@@ -124,11 +114,9 @@ class Gated(BlockManagerAdapter):
         return self.manager.append(seq, upto)
 
     def grow_batch(self, tokens: Mapping[str, Sequence[int]]):
-        seqs = self._seqs(tokens)
-        room = self.manager.append_batch(seqs)
-        slots = self.manager.slots_batch(seqs[room]).tolist()
-        self.next_slots = dict(zip([seq for seq, fits in zip(tokens, room, strict=True) if fits], slots, strict=True))
-        return room.tolist()
+        slots = self.manager.append_batch(self._seqs(tokens)).tolist()
+        self.next_slots = {seq: slot for seq, slot in zip(tokens, slots, strict=True) if slot >= 0}
+        return [seq in self.next_slots for seq in tokens]
 
     def slots(self, seq, start, stop):
         one = self.next_slots.pop(seq, None)
@@ -142,7 +130,7 @@ class Gated(BlockManagerAdapter):
         self.manager.publish_batch(self._seqs(tokens), [given[-1] for given in tokens.values()])
 
     def _seqs(self, names):
-        return np.array([self.manager.sequence(seq) for seq in names], np.int64)
+        return [self.manager.sequence(seq) for seq in names]
 
     def free(self, seq):
         self.manager.free(seq)
@@ -167,7 +155,9 @@ class Gated(BlockManagerAdapter):
         return self.manager.resume(seq)
 
     def persist(self, seq):
-        self.manager.persist(seq)
+        self.manager.begin_persist(seq)
+        self.gate.open()
+        assert self.manager.drain(60.0)
 
     def reset(self):
         """There and back: what is forgotten does not come again with a version that was there before."""
@@ -180,7 +170,7 @@ class Gated(BlockManagerAdapter):
         self.start()
 
     def write_rows(self, seq, start, rows):
-        with self.aux.step(self.manager.slots(seq, start, start + len(rows))) as step:
+        with self.aux.begin_step(self.manager.slots(seq, start, start + len(rows))) as step:
             if None not in rows:
                 step.write("row", np.array(rows, np.int32).reshape(-1, 1))
 
@@ -189,19 +179,21 @@ class Gated(BlockManagerAdapter):
         return [int(value[0]) if valid else None for value, valid in zip(rows.values, rows.valid, strict=True)]
 
     def ref_counts(self):
-        return dict(enumerate(self.aux.holders().tolist()))
+        tables = [self.table(seq) for seq in self.manager.owners if not self.manager.is_swapped(seq)]
+        return {block: sum(block in table for table in tables) for block in self.blocks}
 
     def check(self):
         self.manager.assert_consistent()
 
     def close(self):
+        self.gate.open()
         self.aux.close()
 
 
 class Masked(Gated):
     """``BlockManager``: KV counts as a hit whether its rows are there or not."""
 
-    policy, hits_need_rows = "mask", False
+    hits_need_rows = False
 
 
 class Stored(Gated):
@@ -211,9 +203,9 @@ class Stored(Gated):
 
 
 class StoredMasked(Stored):
-    """The same with ``mask``."""
+    """The same, and no rows are required."""
 
-    policy, hits_need_rows = "mask", False
+    hits_need_rows = False
 
 
 class Behind(Stored):
@@ -228,7 +220,7 @@ class Behind(Stored):
 
     def _still(self) -> None:
         """No store thread runs: each has ended, or waits at the gate."""
-        self.mover.gate.settle(self.aux.jobs)
+        self.gate.settle(self.aux.jobs)
 
     def admit(self, seq, tokens, chunk, salt):
         restore = bool(self.kv.stored)  # else each would wait for nothing, and little would be computed
@@ -252,41 +244,33 @@ class Behind(Stored):
         self._still()
 
     def settle(self):
-        for _ in range(1 + self.kv.fail_next):  # a job asks the store of rows and that of KV
-            if self.mover.gate.waiting:
-                self.mover.gate.let_go()
-            self._still()
+        if self.gate.waiting:
+            self.gate.let_go()
+        self._still()
         settled = {seq: admission.cached_tokens for seq, admission in self.manager.poll().items()}
         self.waiting -= settled.keys()
         return settled
 
-    def kept_blocks(self):
-        kept = set(np.flatnonzero(~self.aux.available(list(self.blocks))).tolist())
-        if self.manager.errands:
-            return kept
-        return kept.difference(*(self.table(seq) for seq in self.manager.owners if not self.manager.is_swapped(seq)))
-
-    def ref_counts(self):
-        return None  # jobs hold blocks, too
-
-    def close(self):
-        self.mover.gate.open()
+    def restart(self):
+        self.gate.open()
         self.aux.close()
+        self.gate = self.store.gate = Gate()
+        self.start()
 
 
 class Engine(Masked):
-    """``EngineBlocks``: a manager that knows of no rows owns the blocks, and its engine says what becomes of them."""
+    """``AuxBlocks``: a manager that knows of no rows owns the blocks, and its engine says what becomes of them."""
 
     def start(self):
         super().start()
-        self.engine = EngineBlocks(
+        self.engine = AuxBlocks(
             [self.spec],
             blocks=len(self.blocks),
             host_blocks=len(self.host_blocks),
             namespace=Namespace("m", self.version),
             strict=True,
         )
-        self.kv_copy, self.mover.copy = self.mover.copy, self._copy
+        self.kv_copy, self.blocks_kv.copy = self.blocks_kv.copy, self._copy
 
     def _copy(self, source, target, sources, targets) -> None:
         self.kv_copy(source, target, sources, targets)
@@ -319,8 +303,7 @@ class Engine(Masked):
         return True
 
     def write_rows(self, seq, start, rows):
-        step = self.engine.begin_step(self.manager.slots(seq, start, start + len(rows)))
-        with step:
+        with self.engine.begin_step(self.manager.slots(seq, start, start + len(rows))) as step:
             if None not in rows:
                 step.write("row", np.array(rows, np.int32).reshape(-1, 1))
 

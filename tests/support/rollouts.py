@@ -108,21 +108,21 @@ def _requests() -> list[Any]:
 def _swapped(model: Any, folder: Path) -> list[Any]:
     """An engine with too little room, beside a store; the second one finds the first one's blocks there."""
     from cache_manager.keys import Namespace
+    from cache_manager.storage import open_store
     from kvroute.engine.engine import Engine
     from kvroute.engine.request import EngineConfig
-    from kvroute.engine.stores import EngineStores
 
     found_there = (folder / "store").exists()
-    stores = EngineStores.open(folder.joinpath("store").as_uri())
+    store = open_store(folder.joinpath("store").as_uri())
     tight = EngineConfig(device_blocks=12, host_blocks=10)
-    with Engine(model, tight, Namespace("rollouts", weights_version=3), stores=stores) as engine:
+    with Engine(model, tight, Namespace("rollouts", weights_version=3), store=store) as engine:
         for request in _requests():
             engine.add(request)
         outputs = engine.run()
         assert engine.drain()
         again = engine.manager.counters.restored_tokens
         assert (again if found_there else engine.aux.counters.swapped_in_rows) > 0
-    stores.close()
+    store.close()
     return list(outputs)
 
 

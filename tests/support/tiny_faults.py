@@ -217,6 +217,7 @@ class Lies(Plain):
     """Loses a block with each sequence, and counts it as free."""
 
     breaks = "all_come_back"
+    also = ("refusal_is_honest",)
 
     def free(self, seq):
         self.free_list += self.tables.pop(seq, [])[:-1]

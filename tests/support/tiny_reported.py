@@ -156,7 +156,7 @@ class PublishesWhatIsAdmitted(Sharing):
 
     breaks = "hit_was_written"
     also = ("hit_is_its_prefix",)
-    blocks = range(32)
+    blocks = range(64)
 
     def admit(self, seq, tokens, chunk, salt):
         cached = super().admit(seq, tokens, chunk, salt)

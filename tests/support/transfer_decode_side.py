@@ -98,7 +98,7 @@ class DecodeSide:
         self.pulls += 1
         self.pull_of[offered.id] = self.pulls, request
         if request.blocks:
-            self.engine.aux.share(request.blocks[: len(request.keys)], f"pull:{offered.id.hex()}")
+            self.engine.held[f"pull:{offered.id.hex()}"] = request.blocks[: len(request.keys)]
         self.act(actions)
 
     def abort(self) -> None:
@@ -156,7 +156,7 @@ class DecodeSide:
             return
         request = self.dice.choice(idle)
         if request.pull and self.dice.random() < 0.5:  # an engine that does not keep its promise
-            self.engine.aux.free(f"pull:{request.pull.hex()}")
+            self.engine.free(f"pull:{request.pull.hex()}")
             self.world.happened["landing blocks given away"] += 1
             request.given_away = True
             self.engine.end(request)
@@ -239,5 +239,5 @@ class DecodeSide:
             claim("what is not reported missing is in place", there, result)
         self.world.happened[f"pull {result.reason.value if result.reason else 'done'}"] += 1
         self.world.happened["complete pull"] += result.complete and bool(wanted)
-        self.engine.aux.free(f"pull:{transfer.hex()}")
+        self.engine.free(f"pull:{transfer.hex()}")
         request.pull = None

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from canary import canary_row, canary_rows
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
-from cache_manager.records import Export
 from cache_manager.spec import AuxBlockDataSpec
 from transfer.limits import TransferLimits
 from transfer.link import Peer
@@ -90,7 +89,6 @@ class Offered:
     blocks: list[int]
     at_s: float
     whole: bool
-    export: Export
     owner: tuple[Peer, bytes] | None = None
     heard_s: float = 0.0
     acked: bool = False
@@ -114,10 +112,11 @@ class Engine:
 
     def __init__(self, name: str, version: int) -> None:
         self.name = name
-        self.aux = AuxBlocks(SPECS, device_blocks=BLOCKS, namespace=Namespace("m", version))
+        self.aux = AuxBlocks(SPECS, blocks=BLOCKS, namespace=Namespace("m", version))
         self.kv = np.zeros((BLOCKS, KV.block_nbytes), np.uint8)
         self.version = version
         self.requests: list[Request] = []
+        self.held: dict[str, list[int]] = {}  # by owner: not to be given out
         self.count = 0
 
     @property
@@ -132,16 +131,22 @@ class Engine:
             keys.append(parent)
         return keys
 
+    def unheld(self) -> list[int]:
+        held = {block for blocks in self.held.values() for block in blocks}
+        return [block for block in range(BLOCKS) if block not in held]
+
+    def free(self, owner: str) -> None:
+        self.held.pop(owner, None)
+
     def admit(self, tokens: tuple[int, ...], room: int, dice: random.Random) -> Request | None:
         """Blocks for ``tokens`` and ``room`` more; ``None`` when the pool is full."""
         needed = -(-(len(tokens) + room) // TOKENS)
-        unheld = [b for b, n in enumerate(self.aux.holders()) if not n]
-        if len(unheld) < needed:
+        if len(unheld := self.unheld()) < needed:
             return None
         self.count += 1
         blocks, owner = dice.sample(unheld, needed), f"req-{self.count}"
-        self.aux.allocate(blocks, owner)
-        lives = self.aux.generations(blocks)
+        self.held[owner] = blocks
+        lives = self.aux.renew(blocks).tolist()
         request = Request(owner, tokens, self.version, blocks, self.keys(tokens), lives, len(tokens))
         self.requests.append(request)
         return request
@@ -161,17 +166,16 @@ class Engine:
         return step
 
     def end(self, request: Request) -> None:
-        self.aux.free(request.owner)
+        self.free(request.owner)
         if request in self.requests:
             self.requests.remove(request)
 
     def churn(self, dice: random.Random) -> None:
         """Somebody else uses unheld blocks, with rows and KV of their own, and is gone again."""
-        for block in [b for b, n in enumerate(self.aux.holders()) if not n][: dice.randint(1, 3)]:
-            self.aux.allocate([block], "churn")
-            with self.aux.step(range(block * TOKENS, block * TOKENS + TOKENS)) as step:
+        for block in self.unheld()[: dice.randint(1, 3)]:
+            self.aux.renew([block])
+            with self.aux.begin_step(range(block * TOKENS, block * TOKENS + TOKENS)) as step:
                 for spec in SPECS:
                     step.write(spec.name, canary_rows(spec, [("churn", self.count, i) for i in range(TOKENS)]))
             self.kv[block] = dice.randrange(256)
             self.count += 1
-        self.aux.free("churn")

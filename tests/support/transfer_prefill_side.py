@@ -74,28 +74,27 @@ class PrefillSide:
         transfer = TransferId(self.world.random_bytes(16))
         owner = f"transfer:{transfer.hex()}"
         prompt = request.blocks[: len(request.keys)]
-        self.engine.aux.share(prompt, owner)
+        self.engine.held[owner] = prompt
         counts = [min(TOKENS, len(tokens) - i * TOKENS) for i in range(len(prompt))]
         further = dice.choice((None, "before", "after")) if len(request.blocks) * TOKENS > len(tokens) else None
         if further == "before":  # prefill has gone on in the partial block: those rows belong to another key
             self.go_on(request)
-        export = self.engine.aux.export(dict(zip(request.keys, prompt, strict=True)), counts, owner=owner)
+        aux = self.engine.aux
+        rows = aux.export(dict(zip(request.keys, prompt, strict=True)), aux.generations(prompt), counts)
         origins, blocks = self.engine.aux.origins(prompt), []
         for i, (key, block) in enumerate(zip(request.keys, prompt, strict=True)):
             memory = self.engine.kv[block].data if counts[i] == TOKENS else bytes(self.engine.kv[block])
             kv = OfferedRecord(key, KV_PART.fingerprint, 0, origins[i], b"\x0f" + bytes(7), memory)
-            blocks.append(OfferedBlock(i, key, (export.records[i], kv if i != hole else None)))
+            blocks.append(OfferedBlock(i, key, (rows[i], kv if i != hole else None)))
         lease_s = dice.choice((None, 3.0))
         if further == "after":
             self.go_on(request)
         if not self.session.offer(transfer, blocks, self.world.now_s, lease_s):
             self.world.happened["prefill table full"] += 1
-            export.abort()
-            self.engine.aux.free(owner)
+            self.engine.free(owner)
         else:
-            offered = Offered(
-                transfer, tokens, request.version, prompt, self.world.now_s, whole, export, heard_s=self.world.now_s
-            )
+            now_s = self.world.now_s
+            offered = Offered(transfer, tokens, request.version, prompt, now_s, whole, heard_s=now_s)
             if lease_s:
                 offered.heard_s -= LIMITS.lease_s - lease_s
             self.offers[transfer] = offered
@@ -200,5 +199,4 @@ class PrefillSide:
         claim(name, legitimate[outcome], f"{outcome} of {offered} at {self.world.now_s}")
         offered.released = outcome
         self.world.happened[f"released {outcome.value}"] += 1
-        offered.export.commit()
-        self.engine.aux.free(f"transfer:{action.transfer.hex()}")
+        self.engine.free(f"transfer:{action.transfer.hex()}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 GIVE_UP_S = 60.0
@@ -32,3 +33,11 @@ def _sleeps(native_id: int | None) -> bool:
         return Path(f"/proc/self/task/{native_id}/stat").read_text().rpartition(")")[2].split()[0] == "S"
     except OSError:  # it has ended
         return False
+
+
+def until(holds: Callable[[], object], wait_s: float = GIVE_UP_S) -> None:
+    """Wait until ``holds()`` is true."""
+    give_up_s = time.monotonic() + wait_s
+    while not holds():
+        assert time.monotonic() < give_up_s, "waited in vain"
+        time.sleep(0.01)

@@ -43,6 +43,14 @@ class Watched(np.ndarray):  # type: ignore[type-arg]
         self.stored()
 
 
+def watch_rows(region: Any, stored: Callable[[], None] | None) -> None:
+    """``stored`` is called after each store into the region's rows, as a move makes them; ``None`` ends that."""
+    region.rows = np.asarray(region.rows)
+    if stored is not None:
+        region.rows = region.rows.view(Watched)
+        region.rows.stored = stored
+
+
 @dataclass
 class WatchedRegion:
     """An embedder's own region. ``after_load`` and ``after_store`` are called with the number of loads or stores."""

@@ -9,29 +9,28 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from budget import examples
 from canary import canary_rows
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kv import prefix_digest
+from kv import NBYTES, SlotKV, prefix_digest
+from numpy.typing import NDArray
 
-from cache_manager.aux_blocks import AuxBlocks
+from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.regions import SharedRegion
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
-from cache_manager.transfer_manager import CacheTransferManager, SharedPart, TransferSettings
+from cache_manager.transfer_manager import ApartSettings, CacheTransferManager
 
 BLOCK, DEVICE, HOST, WAIT_S = 4, 9, 6, 120.0
 ROW = AuxBlockDataSpec("topk_ids", (2, 2), "uint16", BLOCK)
-KV = AuxBlockDataSpec("kv", (32,), "uint8", BLOCK)
 NAMESPACE = Namespace("m", 0)
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=18)
+SOON = ApartSettings(restart_pause_s=0.01, restart_pause_max_s=0.05)
 
 
 @dataclass(eq=False)
@@ -40,25 +39,42 @@ class Sequence:
     swapped: bool = False
 
 
+class KVApart(SlotKV):
+    """KV in shared regions, which the process copies."""
+
+    def __init__(self, process: CacheTransferManager) -> None:
+        super().__init__(DEVICE, HOST, BLOCK)
+        layout, owner = RecordLayout((self.spec,)), NAMESPACE.fingerprint
+        self.process = process
+        self.regions = {
+            tier: SharedRegion.create(layout, blocks, tier=tier, namespace=owner)
+            for tier, blocks in (("device", DEVICE), ("host", HOST))
+        }
+        self.device, self.host = (region.rows.reshape(-1, BLOCK, NBYTES) for region in self.regions.values())
+
+    def copy(self, source: str, target: str, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        self.process.copy(self.regions[source], self.regions[target], sources, targets)
+
+    def close(self) -> None:
+        del self.device, self.host
+        for region in self.regions.values():
+            region.close()
+
+
 class BlocksMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = tempfile.TemporaryDirectory()
-        layout = RecordLayout((KV,))
-        self.device = SharedRegion.create(layout, DEVICE, tier="device", namespace=NAMESPACE.fingerprint)
-        self.host = SharedRegion.create(layout, HOST, tier="host", namespace=NAMESPACE.fingerprint)
-        root = Path(self.directory.name)
-        part = SharedPart("kv", self.device, self.host, f"file://{root}/kv?quota=4MiB&segment=64KiB")
-        limits = TransferSettings(restart_pause_s=0.01, restart_pause_max_s=0.05)
-        store = f"file://{root}/rows?quota=4MiB&segment=64KiB"
-        self.blocks = CacheTransferManager(part, store=store, settings=limits)
+        self.process = CacheTransferManager(f"file://{self.directory.name}/store?quota=4MiB&segment=64KiB", SOON)
+        self.kv = KVApart(self.process)
         self.aux = AuxBlocks(
             [ROW],
-            device_blocks=DEVICE,
+            blocks=DEVICE,
             host_blocks=HOST,
             namespace=NAMESPACE,
             memory="shared",
-            mover=self.blocks.start,
+            kv=self.kv,
+            store=self.process.store,
         )
         self.manager = BlockManager(self.aux)
         self.sequences: dict[str, Sequence] = {}
@@ -71,9 +87,8 @@ class BlocksMachine(RuleBasedStateMachine):
         assert self.manager.free_device_blocks == DEVICE
         assert self.manager.free_host_blocks == HOST
         self.aux.close()
-        self.blocks.close()
-        self.device.close()
-        self.host.close()
+        self.process.close()
+        self.kv.close()
         self.directory.cleanup()
 
     def choose(self, data: st.DataObject, swapped: bool = False) -> str | None:
@@ -85,11 +100,8 @@ class BlocksMachine(RuleBasedStateMachine):
         tokens, start = self.sequences[owner].tokens, self.manager.computed(owner)
         slots = self.manager.slots(owner, start, len(tokens))
         positions = range(start, len(tokens))
-        for position, slot in zip(positions, slots.tolist(), strict=True):
-            block, offset = divmod(slot, BLOCK)
-            digest = np.frombuffer(prefix_digest(tokens[: position + 1]), np.uint8)
-            self.device.rows[block, offset * 32 : (offset + 1) * 32] = digest
-        with self.aux.step(slots) as step:
+        self.kv.write(slots, [prefix_digest(tokens[: position + 1]) for position in positions])
+        with self.aux.begin_step(slots) as step:
             step.write("topk_ids", canary_rows(ROW, [self.named(tokens, p) for p in positions]))
         self.manager.publish(owner, tokens)
 
@@ -145,8 +157,14 @@ class BlocksMachine(RuleBasedStateMachine):
     def persist(self, data: st.DataObject) -> None:
         owner = self.choose(data)
         if owner is not None:
-            stored = self.manager.persist(owner)
-            assert stored == len(self.sequences[owner].tokens) // BLOCK
+            before, full = self.manager.counters.persisted_blocks, len(self.sequences[owner].tokens) // BLOCK
+            assert self.manager.begin_persist(owner) == (full > 0)
+            self.settle()
+            assert self.manager.counters.persisted_blocks == before + full
+
+    def settle(self) -> None:
+        assert self.manager.drain(WAIT_S)
+        self.manager.poll()
 
     @rule(data=st.data(), swapped=st.booleans())
     def free(self, data: st.DataObject, swapped: bool) -> None:
@@ -165,8 +183,7 @@ class BlocksMachine(RuleBasedStateMachine):
         owner = self.choose(data, swapped=what == "resume")
         if owner is None:
             return
-        process, sequence = self.blocks, self.sequences[owner]
-        pid = process.pid
+        sequence, pid = self.sequences[owner], self.process.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         os.kill(pid, signal.SIGKILL)
@@ -177,29 +194,29 @@ class BlocksMachine(RuleBasedStateMachine):
         elif what == "resume":
             sequence.swapped = not self.manager.resume(owner)
         else:
-            self.manager.persist(owner)
+            self.manager.begin_persist(owner)
+            self.settle()
         self.every_sequence_finds_its_own_kv_and_rows()
         self.no_block_is_lost()
         del self.sequences[owner]
         self.manager.free(owner)
-        give_up_s = time.monotonic() + WAIT_S
-        while process.pid in (None, pid):
-            assert time.monotonic() < give_up_s, "no other process came"
-            time.sleep(0.005)
+        while True:
+            assert self.process.wait(WAIT_S)
+            if self.process.pid != pid:
+                break
 
     # ------------------------------------------------------------ claims
 
     @invariant()
     def every_sequence_finds_its_own_kv_and_rows(self) -> None:
         for owner, sequence in self.sequences.items():
-            region = self.host if sequence.swapped else self.device
+            tier = "host" if sequence.swapped else "device"
             table, computed = self.manager.table(owner), self.manager.computed(owner)
             assert computed == len(sequence.tokens)
             rows = self.manager.read("topk_ids", owner, 0, computed)
             assert rows.valid.all()
             for position in range(computed):
-                block, offset = table[position // BLOCK], position % BLOCK
-                kv = region.rows[block, offset * 32 : (offset + 1) * 32].tobytes()
+                kv = self.kv.digest(tier, table[position // BLOCK], position % BLOCK)
                 assert kv == prefix_digest(sequence.tokens[: position + 1]), f"{owner} at {position}"
             wanted = canary_rows(ROW, [self.named(sequence.tokens, p) for p in range(computed)])
             assert np.array_equal(rows.values, wanted), owner

@@ -18,6 +18,7 @@ import threading
 from typing import Any, Final, NoReturn
 
 from cache_manager.child import Parent
+from cache_manager.storage.arena import CALLS_MAX
 from cache_manager.storage.mooncake import wire
 
 LOCAL_BUFFER_NBYTES: Final = 16 << 20
@@ -37,7 +38,7 @@ class Child:
 
     def serve(self) -> NoReturn:
         """Threads take turns at the socket: the one that receives a call makes it, and the next one receives."""
-        for _ in range(wire.CALLS_MAX):
+        for _ in range(CALLS_MAX):
             threading.Thread(target=self._take_turns, daemon=True).start()
         self._take_turns()
 

@@ -9,8 +9,8 @@ from typing import Final
 
 from cache_manager.child import AskedChild, Child
 from cache_manager.errors import StorageError
+from cache_manager.storage.arena import Arena, Ranges
 from cache_manager.storage.mooncake import wire
-from cache_manager.storage.mooncake.arena import Arena, Ranges
 
 DOCTOR: Final = "`kvroute doctor` says what is missing and how to install it"
 
@@ -66,7 +66,7 @@ class NativeClient(AskedChild[list[int]]):
             raise StorageError(f"Mooncake set-up with master {request.master} answered {wire.describe(code)}")
 
     def submit(self, request: wire.Request) -> Future[list[int]]:
-        """Send a request; its future, to :meth:`wait` for, ends with codes or with a :class:`StorageError`."""
+        """Send a request; its future ends with codes or with a :class:`StorageError`."""
         return self.ask(lambda number: wire.encode(wire.Asked(number, request)))
 
     def call(self, request: wire.Request, wait_s: float, lent: Ranges | None = None) -> list[int]:
@@ -75,7 +75,7 @@ class NativeClient(AskedChild[list[int]]):
         if lent is not None:
             lent.call = future
         try:
-            return self.wait(future, wait_s)
+            return future.result(wait_s)
         except TimeoutError:
             self.kill()
             what = type(request).__name__

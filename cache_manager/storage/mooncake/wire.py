@@ -9,9 +9,6 @@ from typing import Final
 
 import msgspec
 
-CALLS_MAX: Final = 4
-"""Native calls at a time."""
-
 KEYS_PER_CALL_MAX: Final = 500
 """So many calls of this many stay under 2048 transfers, which is what one peer bears."""
 

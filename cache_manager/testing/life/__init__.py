@@ -1,13 +1,13 @@
 """The life-cycle kit: a proof of any paged-KV block manager, by random lives and an oracle of its own.
 
-Needs ``kvroute[testing]`` and nothing of the manager but an adapter (:class:`BlockManagerAdapter`).
+Needs nothing of the manager but an adapter (:class:`BlockManagerAdapter`), and no package but the standard library.
 """
 
-from cache_manager.testing.life.adapter import CAPABILITIES, BlockManagerAdapter, Capability
+from cache_manager.testing.life.adapter import CAPABILITIES, BlockManagerAdapter
 from cache_manager.testing.life.canary import CanaryKV, MoveFailed
-from cache_manager.testing.life.invariants import INVARIANTS, Invariant
-from cache_manager.testing.life.machine import BlockManagerMachine, prove, replay
-from cache_manager.testing.life.world import InvariantBroken
+from cache_manager.testing.life.invariants import INVARIANTS, InvariantBroken, Operation
+from cache_manager.testing.life.machine import BlockManagerMachine, prove
+from cache_manager.testing.life.shorten import replay
 
 __all__ = [
     "CAPABILITIES",
@@ -15,10 +15,9 @@ __all__ = [
     "BlockManagerAdapter",
     "BlockManagerMachine",
     "CanaryKV",
-    "Capability",
-    "Invariant",
     "InvariantBroken",
     "MoveFailed",
+    "Operation",
     "prove",
     "replay",
 ]

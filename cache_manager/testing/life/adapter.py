@@ -8,25 +8,9 @@ slots that the manager names (:mod:`cache_manager.testing.life.canary`). The man
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final
 
 from cache_manager.testing.life.canary import CanaryKV
-
-Capability = Literal[
-    "prefix",
-    "salt",
-    "fork",
-    "swap",
-    "store",
-    "reset",
-    "restart",
-    "abort",
-    "lost_step",
-    "drafts",
-    "rows",
-    "background",
-    "failing_moves",
-]
 
 CAPABILITIES: Final[Mapping[str, str]] = {
     "prefix": "admit() shares cached blocks: its answer may be more than 0",
@@ -45,6 +29,18 @@ CAPABILITIES: Final[Mapping[str, str]] = {
 }
 """What a manager may be able to do besides, by the name that an adapter lists in ``capabilities``."""
 
+METHODS: Final[Mapping[str, tuple[str, ...]]] = {
+    "": ("admit", "grow", "commit", "free", "table", "free_blocks"),
+    "fork": ("fork",),
+    "swap": ("preempt", "resume", "free_host_blocks"),
+    "store": ("persist",),
+    "reset": ("reset",),
+    "restart": ("restart",),
+    "rows": ("write_rows", "read_rows"),
+    "background": ("settle",),
+}
+"""The methods that every adapter has, and those of a capability."""
+
 
 class BlockManagerAdapter:
     """One manager under test. Make it in ``__init__``, small, so that it runs out of blocks.
@@ -58,7 +54,7 @@ class BlockManagerAdapter:
     nothing has changed. Any other exception is a finding.
     """
 
-    capabilities: ClassVar[Collection[Capability]] = ()
+    capabilities: ClassVar[Collection[str]] = ()
     block_tokens: ClassVar[int] = 2
     blocks: ClassVar[Collection[int]] = range(8)
     """The ids that the manager may hand out; a null block is none of them."""
@@ -193,6 +189,3 @@ class BlockManagerAdapter:
 
     def close(self) -> None:
         """The example has ended."""
-
-
-__all__ = ["CAPABILITIES", "BlockManagerAdapter", "Capability"]

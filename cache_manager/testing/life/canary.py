@@ -165,6 +165,3 @@ class CanaryKV:
         """The process ended: what is not in the store is lost."""
         self.device.clear()
         self.host.clear()
-
-
-__all__ = ["Block", "CanaryKV", "Cell", "Content", "MoveFailed", "Pairs", "beginning"]

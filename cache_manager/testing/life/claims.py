@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Sequence as Collected
 
 from cache_manager.testing.life.canary import Content
-from cache_manager.testing.life.story import blocks
-from cache_manager.testing.life.world import Sequence, World
+from cache_manager.testing.life.world import Sequence, World, blocks
 
 Slots = Collected[tuple[int, int]]
 
@@ -66,9 +65,20 @@ def check_accounts(world: World) -> None:
     """Free, held and kept blocks are all blocks, and counts are what tables say."""
     seen, held = world.after, world.holders(world.after)
     used = held.keys() | world.kept()
-    if seen.free + len(used) != world.capacity:
+    if (free := world.ask("free_ids")) is not None:
+        twice = [f"b{block}" for block, n in Counter(free).items() if n > 1]
+        both = [f"b{block}" for block in sorted(used & set(free))]
+        if twice or both:
+            world.fail("none_free_and_held", f"free twice: {twice}; free and held: {both}")
+    if (found := seen.free + len(used)) != world.capacity:
         kept = f" {len(used) - len(held)} kept," if len(used) != len(held) else ""
-        world.fail("no_block_lost", f"{seen.free} free, {len(held)} held,{kept} of {world.capacity} blocks")
+        lost = [f"b{block}" for block in world.adapter.blocks if block not in used and block not in (free or used)]
+        which = f" ({', '.join(lost)})" if lost and free is not None else ""
+        wrong = (
+            f"{found - world.capacity} counted twice" if found > world.capacity else f"{world.capacity - found} lost"
+        )
+        counted = f"{seen.free} free, {len(held)} held,{kept} of {world.capacity} blocks"
+        world.fail("no_block_lost", f"{counted}: {wrong}{which}")
     if seen.refs is not None:
         for block in seen.refs.keys() | held.keys():
             if seen.refs.get(block, 0) != len(held.get(block, ())):
@@ -76,11 +86,6 @@ def check_accounts(world: World) -> None:
                 world.fail(
                     "ref_count_is_holders", f"the count of b{block} is {seen.refs.get(block, 0)}, held by {holders}"
                 )
-    if (free := world.ask("free_ids")) is not None:
-        twice = [f"b{block}" for block, n in Counter(free).items() if n > 1]
-        both = [f"b{block}" for block in sorted(used & set(free))]
-        if twice or both:
-            world.fail("none_free_and_held", f"free twice: {twice}; free and held: {both}")
     if seen.host_free is not None:
         swapped = world.holders(seen, "host")
         if seen.host_free + len(swapped) != len(world.adapter.host_blocks):
@@ -241,19 +246,3 @@ def check_written(world: World, sequence: Sequence, start: int, slots: Slots) ->
             world.fail(
                 "shared_not_written", f"{sequence.name} is to write position {position} into b{block}, which {also} has"
             )
-
-
-__all__ = [
-    "check_accounts",
-    "check_all",
-    "check_content",
-    "check_copies",
-    "check_found",
-    "check_fresh",
-    "check_hit",
-    "check_rows",
-    "check_table",
-    "check_unchanged",
-    "check_written",
-    "needed",
-]

@@ -11,8 +11,8 @@ from typing import Final
 
 from cache_manager.testing.life import claims
 from cache_manager.testing.life.canary import Cell, MoveFailed
-from cache_manager.testing.life.story import blocks
-from cache_manager.testing.life.world import Operation, Sequence, World
+from cache_manager.testing.life.invariants import Operation
+from cache_manager.testing.life.world import Sequence, World, blocks
 
 VERSIONS_MAX: Final = 3
 SETTLE_MAX: Final = 100
@@ -67,7 +67,7 @@ class Life:
     def _grow(self, sequence: Sequence, upto: int, *, fail: bool = False) -> bool:
         """Have the manager make room for the positions below ``upto``."""
         world, name = self.world, sequence.name
-        answer = world.call("grow", name, list(sequence.tokens), upto, fail=fail)
+        answer = world.change("grow", name, list(sequence.tokens), upto, fail=fail)
         if answer is not True:
             self._refused(answer, self._needs(sequence, upto), world.after.free - world.adapter.slack)
             return False
@@ -125,6 +125,7 @@ class Life:
         if cached is None or isinstance(cached, MoveFailed):
             self._refused(cached, -(-len(tokens) // world.size), free)
             return
+        cached = world.number("admit", cached)
         sequence = world.live[name] = Sequence(name, list(tokens), salt)
         sequence.waiting = world.can("background") and bool(world.ask("waits", name))
         self._see()
@@ -256,7 +257,7 @@ class Life:
         if parent is None or not parent.computed or child in world.live:
             return
         world.begin(f"fork {name} as {child}")
-        answer = world.call("fork", name, child)
+        answer = world.change("fork", name, child)
         if answer is not True:
             self._refused(answer, None, None)
             return
@@ -273,7 +274,7 @@ class Life:
             return
         method, table = "resume" if sequence.swapped else "preempt", world.after.tables[name]
         world.begin(f"{method} {name}{', a copy fails' if fail and world.can('failing_moves') else ''}")
-        answer = world.call(method, name, fail=fail)
+        answer = world.change(method, name, fail=fail)
         if answer is not True:
             free = world.after.free - world.adapter.slack if sequence.swapped else world.after.host_free
             self._refused(answer, len(table), free)
@@ -321,7 +322,7 @@ class Life:
         if end_first:
             self._end_all()
         world.begin("reset: new weights")
-        if world.call("reset"):
+        if world.change("reset") is True:
             world.version += 1
             world.counts["resets"] += 1
             self._end()
@@ -387,6 +388,3 @@ class Life:
         """The same calls on a fresh manager give the same answers."""
         if self.world.adapter.deterministic:
             self.world.call_again()
-
-
-__all__ = ["Life"]

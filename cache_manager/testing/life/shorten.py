@@ -1,6 +1,6 @@
-"""A failing program made short: operations are taken out, and arguments made simpler, while the same invariant breaks.
+"""Operations that fail, made few: some are taken out, and arguments made simpler, while the same invariant breaks.
 
-Ten times faster than shrinking what Hypothesis drew, because a program without some of its operations is a program.
+A list of operations without some of them is one too: an operation that makes no sense then does nothing.
 """
 
 from __future__ import annotations
@@ -11,33 +11,44 @@ from copy import deepcopy
 from typing import Any, Final
 
 from cache_manager.testing.life.adapter import BlockManagerAdapter
+from cache_manager.testing.life.invariants import InvariantBroken, Operation
 from cache_manager.testing.life.life import Life
-from cache_manager.testing.life.program import ALL
-from cache_manager.testing.life.world import InvariantBroken, Operation, World
+from cache_manager.testing.life.story import told
+from cache_manager.testing.life.world import World
 
-TRIES_MAX: Final = 4000
-"""How many programs are tried at most."""
+ALL: Final = 14
+"""A chunk that is large enough for any prompt of the kit's."""
+PLAYED_MAX: Final = 60_000
+"""How many operations are played at most to find a shorter list."""
 
 
-def play(adapter: type[BlockManagerAdapter], program: Sequence[Operation]) -> None:
-    """Play a program on a fresh manager."""
-    life = Life(World(adapter, Counter()))
+def replay(adapter: type[BlockManagerAdapter], program: Sequence[Operation]) -> Counter[str]:
+    """Play operations on a fresh manager: the regression test of a failure, whose ``program`` they were.
+
+    What happened, by name. Raises :class:`InvariantBroken` with the story.
+    """
+    counts: Counter[str] = Counter()
+    world = World(adapter, counts)
+    life = Life(world)
     try:
         for operation in deepcopy(list(program)):
             life.play(operation)
+    except InvariantBroken as error:
+        raise told(world, error) from None
     finally:
         life.close()
+    return counts
 
 
 def shortest(adapter: type[BlockManagerAdapter], error: InvariantBroken) -> InvariantBroken:
     """The shortest story found that breaks the same invariant; ``error`` itself where it does not come again."""
-    tries = 0
+    played = 0
 
     def breaks(program: list[Operation]) -> InvariantBroken | None:
-        nonlocal tries
-        tries += 1
+        nonlocal played
+        played += len(program)
         try:
-            play(adapter, program)
+            replay(adapter, program)
         except InvariantBroken as found:
             return found if found.name == error.name else None
         except Exception:  # noqa: BLE001 - another failure than the one that is made short
@@ -49,7 +60,7 @@ def shortest(adapter: type[BlockManagerAdapter], error: InvariantBroken) -> Inva
     while better:
         better = False
         for candidate in _smaller(best.program):
-            if tries >= TRIES_MAX:
+            if played >= PLAYED_MAX:
                 return best
             if (found := breaks(candidate)) is not None:
                 best, better = found, True
@@ -59,7 +70,7 @@ def shortest(adapter: type[BlockManagerAdapter], error: InvariantBroken) -> Inva
 
 def _smaller(program: list[Operation]) -> Iterator[list[Operation]]:
     """Programs that are one simplification away, those that save most first."""
-    for n in (8, 4, 2, 1):
+    for n in (32, 16, 8, 4, 2, 1):
         for at in range(len(program) - n, -1, -1):
             yield program[:at] + program[at + n :]
     for at, operation in enumerate(program):
@@ -108,8 +119,5 @@ def _less(value: Any, *, simplest: Any) -> Iterator[Any]:
                 yield value[n:]
         yield from (value[:at] + value[at + 1 :] for at in range(1, len(value) - 1))
         yield from ([*value[:at], 0, *value[at + 1 :]] for at in range(len(value)) if value[at] == 1)
-    elif value == "A":
+    elif value in ("A", "B"):
         yield ""
-
-
-__all__ = ["play", "shortest"]

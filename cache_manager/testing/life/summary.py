@@ -65,6 +65,3 @@ def summary(adapter: type[BlockManagerAdapter], counts: Counter[str]) -> str:
 
 def _told(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {n:,}" for name, n in sorted(counts.items(), key=lambda item: -item[1]))
-
-
-__all__ = ["EXAMPLES_MIN", "EXERCISED_BY", "check_exercised", "summary", "unexercised"]

@@ -8,23 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from cache_manager.errors import InvalidInputError
-from cache_manager.testing.life.adapter import CAPABILITIES, BlockManagerAdapter
+from cache_manager.testing.life.adapter import CAPABILITIES, METHODS, BlockManagerAdapter
 from cache_manager.testing.life.canary import CanaryKV, Content, MoveFailed, beginning
-from cache_manager.testing.life.invariants import INVARIANTS
-from cache_manager.testing.life.story import report
-
-Operation: TypeAlias = tuple[Any, ...]
-"""The operation's name and its arguments, see :mod:`cache_manager.testing.life.program`."""
+from cache_manager.testing.life.invariants import INVARIANTS, InvariantBroken, Operation
 
 Table: TypeAlias = list[int | None]
 
 
-class InvariantBroken(AssertionError):  # noqa: N818 - it is a finding, and reads as one
-    """An invariant does not hold; the message is the story, ``program`` the operations that lead there."""
-
-    def __init__(self, name: str, what: str, report: str, program: list[Operation]) -> None:
-        super().__init__(report)
-        self.name, self.what, self.program = name, what, program
+def blocks(table: Table | None) -> str:
+    """A table as it is told: ``[b4 b1]``, with a dot for a block that the window has left."""
+    if table is None:
+        return "-"
+    return "[" + " ".join("." if block is None else f"b{block}" for block in table) + "]"
 
 
 @dataclass(eq=False, slots=True)
@@ -86,7 +81,13 @@ class World:
         self._beginnings: dict[str, Content] = {}
         self.kv = CanaryKV(self.size)
         self.kv.counts, self.kv.rows_return = counts, adapter.hits_need_rows
-        self.manager = adapter(self.kv)
+        self.before = self.after = Snapshot({}, 0, None, None)
+        try:
+            self.manager = adapter(self.kv)
+        except Exception as error:
+            raise InvalidInputError(
+                f"{adapter.__name__}(kv)", "a manager with all its blocks free", repr(error)
+            ) from error
         self.before = self.after = self.look()
         counts["examples"] += 1
 
@@ -112,7 +113,7 @@ class World:
         if name in self.adapter.unclaimed:
             self.counts[f"unclaimed {name}"] += 1
             return
-        self.failure = InvariantBroken(name, what, report(self, name, what), list(self.program))
+        self.failure = InvariantBroken(name, what, list(self.program))
         raise self.failure
 
     # ---------------------------------------------------------------- asking the manager
@@ -144,12 +145,29 @@ class World:
         self.calls.append(Call(method, arguments, self.kv.failed, shown, {}))
         return answer
 
+    def change(self, method: str, *arguments: Any, fail: bool = False) -> Any:
+        """:meth:`call`, of a method that answers whether it has done it: True, False, or the failed move."""
+        answer = self.call(method, *arguments, fail=fail)
+        if isinstance(answer, MoveFailed) or type(answer).__name__ in ("bool", "bool_"):
+            return answer if isinstance(answer, MoveFailed) else bool(answer)
+        return self._wrong(method, "True or False", answer)
+
+    def number(self, method: str, answer: Any) -> int:
+        """The ``answer`` of a method that counts blocks or tokens."""
+        if isinstance(answer, bool) or not hasattr(answer, "__index__"):
+            self._wrong(method, "a number", answer)
+            return 0
+        return int(answer)
+
+    def _wrong(self, method: str, wanted: str, answer: object) -> Any:
+        return self.fail("no_unexpected_error", f"{method}() answered {answer!r}: wanted {wanted}")
+
     def look(self) -> Snapshot:
         refs = self.ask("ref_counts")
         return Snapshot(
             {name: [None if block is None else int(block) for block in self.ask("table", name)] for name in self.live},
-            int(self.ask("free_blocks")),
-            int(self.ask("free_host_blocks")) if self.can("swap") else None,
+            self.number("free_blocks", self.ask("free_blocks")),
+            self.number("free_host_blocks", self.ask("free_host_blocks")) if self.can("swap") else None,
             None if refs is None else {int(block): int(n) for block, n in refs.items() if n},
         )
 
@@ -196,18 +214,20 @@ class World:
 
 
 def check_adapter(adapter: type[BlockManagerAdapter]) -> None:
-    """:class:`InvalidInputError` for an adapter that names a capability or an invariant that does not exist."""
+    """:class:`InvalidInputError` for an adapter that lacks a method, or names what does not exist."""
     if not (isinstance(adapter, type) and issubclass(adapter, BlockManagerAdapter)):
         raise InvalidInputError("adapter", "a subclass of BlockManagerAdapter", repr(adapter))
     _known("capabilities", adapter.capabilities, CAPABILITIES)
     _known("unclaimed", adapter.unclaimed, INVARIANTS)
     if len(adapter.blocks) < 2 or adapter.block_tokens < 1:
         raise InvalidInputError("blocks", "two blocks of one token or more", f"{len(adapter.blocks)} blocks")
+    needed = [name for what in ("", *adapter.capabilities) for name in METHODS.get(what, ())]
+    if lacking := [f"{name}()" for name in needed if getattr(adapter, name) is getattr(BlockManagerAdapter, name)]:
+        raise InvalidInputError(adapter.__name__, f"a method of its own: {', '.join(lacking)}", "none")
 
 
 def _known(what: str, given: Collection[str], known: Collection[str]) -> None:
-    unknown = sorted(set(given) - set(known))
-    if unknown:
+    if unknown := sorted(set(given) - set(known)):
         raise InvalidInputError(what, f"some of {', '.join(known)}", ", ".join(unknown))
 
 
@@ -225,6 +245,3 @@ def _on_purpose(error: BaseException) -> bool:
 
 def _shown(arguments: tuple[Any, ...]) -> str:
     return f"({', '.join(map(repr, arguments))})"
-
-
-__all__ = ["InvariantBroken", "Operation", "Sequence", "Snapshot", "Table", "World", "check_adapter"]

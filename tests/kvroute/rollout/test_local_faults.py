@@ -15,12 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from faulty_disk import FaultyDisk
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
-from cache_manager.testing.faults import FaultyDisk
 from kvroute.rollout import local
 from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.local import LocalRollouts

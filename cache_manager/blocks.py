@@ -1,0 +1,444 @@
+"""Auxiliary rows that follow the blocks of an engine.
+
+The engine decides which block serves whom, gives it out again when it likes, and never asks. Each time it gives a block
+out, the block begins a new life in a *generation* (:meth:`AuxBlocks.renew`); rows are read for the generation that the
+reader means. Nothing of the bookkeeping raises inside a forward pass: a block, slot or pair that cannot be is dropped
+and counted, and what it would have made readable is missing. With ``strict=True`` it raises, for tests.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy import count_nonzero as count
+from numpy.typing import NDArray
+
+from cache_manager import feed, memory, moves
+from cache_manager.bits import Bits, Flags, Ints
+from cache_manager.checks import Blocks, count_in_range, integers, readable, unsigned
+from cache_manager.errors import (
+    BlockStateError,
+    FeedGapError,
+    InvalidInputError,
+    KVRouteError,
+    RowError,
+    SpecError,
+)
+from cache_manager.keys import KeyChain, Namespace
+from cache_manager.lock import AuxCounters, Lock
+from cache_manager.mistakes import Mistakes
+from cache_manager.moves import MOVED, Pairs
+from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
+from cache_manager.regions import Memory, region_in
+from cache_manager.rows import Rows, window_of
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
+from cache_manager.step import Keep, Step
+from cache_manager.stored import JobLimits, Stored
+from cache_manager.storing import Storing
+from cache_manager.table import BlockTable
+
+GENERATION_END: Final = 1 << 47
+StepRows = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
+"""Rows ``[T, *row_shape]``, or rows in another token order with their slots ``[T]``."""
+
+
+class AuxBlocks(Mistakes, Storing):
+    """Rows for ``blocks`` device blocks, and ``host_blocks`` on the CPU, that an engine gives out itself.
+
+    ``required`` names the specs whose rows a block must have in full to be stored and to count as a hit (all, if not
+    given; with none, KV without rows is one, and its rows are missing). With ``memory="shared"`` the rows lie in
+    SharedMemory regions that other processes can attach. ``kv`` goes wherever rows go, and both of a block are stored
+    as one record, under keys of the layout of both. Every method may be called from any thread; one lock is held for
+    bookkeeping and for placing rows and KV, never while a store is read or written.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[AuxBlockDataSpec],
+        *,
+        blocks: int,
+        namespace: Namespace,
+        host_blocks: int = 0,
+        store: StorageBackend | None = None,
+        kv: KVBlocks | None = None,
+        required: Sequence[str] | None = None,
+        memory: Memory = "heap",
+        steps_max: int = 64,
+        jobs: JobLimits | None = None,
+        strict: bool = False,
+    ) -> None:
+        if isinstance(specs, AuxBlockDataSpec):
+            raise SpecError("specs", "a sequence of AuxBlockDataSpec", "a single one")
+        self.layout = RecordLayout(tuple(specs))
+        self.block_tokens = self.layout.block_tokens
+        names = [s.name for s in self.layout.specs] if required is None else list(required)
+        self._required = tuple(self.layout.index(name) for name in names)
+        self._record = self.layout if kv is None else RecordLayout((*self.layout.specs, kv.spec))
+        self._steps_max, self._kv = count_in_range(steps_max, "steps_max", 1), kv
+        Mistakes.__init__(self, Lock(), strict=strict)
+        self._lock.mend, self.keys = self._mend, KeyChain(namespace, self._record)
+        self._fed: tuple[int, int] | None = None  # by which feed, and the number of its next batch
+        self._tables: dict[TierName, BlockTable] = {}
+        sizes: dict[TierName, int] = {
+            "device": count_in_range(blocks, "device_blocks", 1),
+            "host": count_in_range(host_blocks, "host_blocks", 0),
+        }
+        try:
+            for tier, n in sizes.items():
+                if n:
+                    self._tables[tier] = BlockTable(
+                        tier, region_in(memory, self.layout, n, tier, namespace), self._lock
+                    )
+            self._stored = Stored(self._device, lambda: self.keys, store, self._required, jobs or JobLimits(), kv)
+        except BaseException:
+            self._give_back()
+            raise
+
+    @property
+    def _device(self) -> BlockTable:
+        self._lock.check_open()
+        return self._tables["device"]
+
+    def _table(self, tier: TierName) -> BlockTable:
+        self._lock.check_open()
+        table = self._tables.get(tier) if isinstance(tier, str) else None
+        if table is None:
+            raise InvalidInputError("tier", "'device', or 'host' with host_blocks > 0", repr(tier))
+        return table
+
+    def _mend(self) -> None:
+        """A change was interrupted, or a pass has written that nobody could be told of. The lock is held."""
+        for table in self._tables.values():
+            table.forget_all()
+        self._drop("interrupted_calls", 1, "a call was interrupted in the middle: all rows are forgotten")
+
+    # ---------------------------------------------------------------- what it is
+
+    @property
+    def device_blocks(self) -> int:
+        return self._device.blocks
+
+    @property
+    def host_blocks(self) -> int:
+        return self._tables["host"].blocks if "host" in self._tables else 0
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.keys.namespace
+
+    @property
+    def counters(self) -> AuxCounters:
+        return self._lock.counters()
+
+    @property
+    def in_flight(self) -> int:
+        """Steps, moves and jobs that have begun and not ended."""
+        with self._lock:
+            return self._busy() + len(self.jobs)
+
+    @property
+    def steps(self) -> list[Step]:
+        """The steps in flight, oldest first; any of them may be aborted, one in place when its device is done."""
+        with self._lock:
+            return [claim.step for claim in self._device.steps.values()]
+
+    def region(self, tier: TierName) -> Region:
+        """The memory of a tier, for readers in other processes and for capture on the device."""
+        return self._table(tier).region
+
+    def generations(self, blocks: Blocks, tier: TierName = "device") -> Ints:
+        """Which life each block is in, ``[n]``."""
+        with self._lock:
+            table = self._table(tier)
+            return table.generations.take(table.ids(blocks))
+
+    def complete(self, blocks: Blocks, tier: TierName = "device") -> Flags:
+        """Which blocks have every required row: ``[n]``."""
+        with self._lock:
+            table = self._table(tier)
+            return table.complete(table.ids(blocks), self._required)
+
+    def writing(self, blocks: Blocks) -> Flags:
+        """Which device blocks a step in flight will write, and a forward pass their KV: ``[n]``."""
+        with self._lock:
+            return self._device.writing(self._device.ids(blocks))
+
+    def origins(self, blocks: Blocks, tier: TierName = "device") -> list[int]:
+        """The origin of each block's content, to be kept beside its KV; 0 where nothing was written. It ends here: what
+        a step writes, or commits, from now on is of another. So ask when the pass has committed."""
+        with self._lock:
+            table = self._table(tier)
+            return table.hand_out(table.ids(blocks))
+
+    # ---------------------------------------------------------------- lives
+
+    def renew(self, blocks: Blocks, generations: Blocks | None = None) -> Ints:
+        """The engine has given these blocks out: nothing in them is readable. The generations they begin, ``[n]``.
+
+        ``generations`` are chosen by whoever tells readers about them; each must be larger than the one before. A block
+        that cannot be given out is dropped and counted: its generation is 0 in the answer.
+        """
+        table = self._device
+        if generations is None and isinstance(blocks, list) and not blocks:  # engines ask for room for every token
+            return np.empty(0, np.int64)
+        with self._lock:
+            ids, good = table.known(blocks)
+            lives = table.generations.take(ids, mode="clip") + 1
+            if generations is not None:
+                given = integers(generations, "generations", "one integer for each block", n=ids.size)
+                good &= (given >= lives) & (given < GENERATION_END)
+                lives = given
+            if table.fences:
+                good[good] = ~table.fenced(ids[good])
+            if count(good) != ids.size:
+                self._bad("stale_blocks", ids[~good], "renew", "block ids, and generations larger than before")
+                table.renew(ids[good], lives[good])
+                return np.where(good, lives, 0)
+            table.renew(ids, lives)
+        return lives
+
+    def forget(self, blocks: Blocks | None = None) -> None:
+        """Nothing that was written so far is readable, in no tier, or not in these device blocks; lives go on."""
+        with self._lock:
+            if blocks is not None:
+                ids, good = self._device.known(blocks)
+                self._device.forget(ids[good])
+                return
+            for table in self._tables.values():
+                table.forget_all()
+
+    def reset(self, *, weights_version: int) -> None:
+        """A weight update: every row from before becomes unreadable in every tier, in-flight work included.
+
+        Keys are derived in the new namespace from here on; keys from before are refused.
+        """
+        with self._lock:
+            tables = self._tables.values()
+            keys = KeyChain(replace(self.namespace, weights_version=weights_version), self._record)
+            for table in tables:
+                table.forget_all()
+            self.keys = keys
+            self._lock.count("resets")
+            for table in tables:
+                table.region.renew(keys.namespace.fingerprint)
+
+    def name_origins(self, blocks: Blocks, generations: Blocks, origins: NDArray[np.uint64]) -> None:
+        """What these device blocks hold is known outside under these ``origins [n]``, which their KV itself says."""
+        with self._lock:
+            table = self._device
+            ids, good = table.known(blocks)
+            lives = integers(generations, "generations", "one integer for each block", n=ids.size)
+            named = unsigned(origins, "origins", "one uint64 for each block", n=ids.size)
+            good &= (table.generations.take(ids, mode="clip") == lives) & (named != 0)
+            table.carry_origin(ids[good], named[good])
+
+    # ---------------------------------------------------------------- writing and reading
+
+    def begin_step(self, slots: NDArray[Any] | Sequence[int], *, in_place: bool = False) -> Step:
+        """Begin a forward pass that writes rows at ``slots`` ``[T]``: ``block * block_tokens + offset``; -1 is padding.
+
+        Rows at these slots are unreadable until the step commits. Steps may overlap in time; of two that write one slot
+        the later one counts. With ``in_place`` a device writes the rows into the host buffer by itself: see
+        :mod:`cache_manager.step`. Bad slots are dropped and counted, unless strict.
+
+        Raises ``BlockBusyError`` for one step too many, :class:`SlotError` for slots that are no integers. The pass
+        writes its KV all the same, so what lay at the slots of a step that is refused is missing, and counted as
+        ``bad_writes_dropped``; where they cannot be read, what lay in any device block. Let no device write its rows.
+        """
+        device = self._device
+        try:
+            return Step(device, slots, steps_max=self._steps_max, in_place=in_place, strict=self.strict)
+        except KVRouteError as error:
+            known, n = readable(slots)
+
+            def lose() -> None:
+                if known is None:
+                    device.forget_all()
+                else:
+                    device.lose(known[(known >= 0) & (known < device.end)])
+
+            self._lost("bad_writes_dropped", n, f"begin_step: {error}", lose)
+            raise
+
+    step = begin_step
+
+    def write_step(self, slots: NDArray[Any], rows: Mapping[str, StepRows], keep: Keep | None = None) -> int:
+        """A whole step whose rows are here: begin, write, commit. How many tokens' rows became readable.
+
+        Never raises for a mistake of bookkeeping, unless strict: the step's rows are then missing, and counted.
+        """
+        try:
+            step = self.begin_step(slots)
+        except KVRouteError:
+            if self.strict:
+                raise
+            return 0
+        try:
+            with step:
+                if not isinstance(rows, Mapping):
+                    raise RowError("rows", "rows by spec's name", repr(type(rows)))
+                for name, given in rows.items():
+                    step.write(name, *(given if isinstance(given, tuple) else (given, None)))
+                return step.commit(keep)
+        except KVRouteError as error:
+            self.dropped("bad_writes_dropped", readable(slots)[1], "write_step", error)
+            return 0
+
+    def read(
+        self,
+        name: str,
+        blocks: Blocks,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        generations: Blocks | None = None,
+        tier: TierName = "device",
+    ) -> Rows:
+        """Rows ``[start, stop)`` of the tokens in ``blocks``, taken as one sequence; what is not readable is masked.
+
+        Blocks that are not in these ``generations`` count as missing; without, the caller must know what they hold.
+        """
+        table, index = self._table(tier), self.layout.index(name)
+        ids = table.ids(blocks)
+        held, window = window_of(ids.size, start, stop, table.tokens)
+        ids, copied = ids[held], None
+        if generations is not None:
+            generations = integers(generations, "generations", "one integer for each block")
+            if generations.size < held.stop:
+                raise InvalidInputError("generations", f"one for each of {held.stop} blocks", generations.size)
+        if memory.STORES_ARE_ORDERED:
+            copied = self._gathered(table, index, ids)
+        with self._lock:
+            rows, bits, words = copied or memory.gather(table.region, index, ids, locked=True)
+            if generations is not None:
+                bits[(table.generations.take(ids) != generations[held]) | (table.region.words.take(ids) != words)] = 0
+            found = Rows.of(self.layout.specs[index], rows, bits, window)
+            self._lock.count("rows_read", found.valid.size)
+            self._lock.count("rows_missing", found.valid.size - int(count(found.valid)))
+        return found
+
+    def _gathered(self, table: BlockTable, spec: int, ids: Ints) -> tuple[NDArray[np.uint8], Bits, Bits]:
+        """Without the lock. A close may come between."""
+        try:
+            return memory.gather(table.region, spec, ids)
+        except AttributeError:  # the region's arrays are gone
+            self._table(table.tier)
+            raise
+
+    # ---------------------------------------------------------------- moving
+
+    def copy(self, pairs: Pairs, rows: Sequence[int] | None = None) -> None:
+        """Device blocks were copied to device blocks; ``pairs`` ``[n, 2]`` are (source, target).
+
+        At most the first ``rows`` of each come along. The target's own rows are forgotten: its KV was copied over.
+        """
+        self.move("device", "device", pairs, rows)
+
+    def swap_out(self, pairs: Pairs) -> None:
+        """Device blocks were copied to host blocks, (device, host); the source stays as it is."""
+        self.move("device", "host", pairs)
+
+    def swap_in(self, pairs: Pairs) -> None:
+        """Host blocks were copied to device blocks that the engine has given out, (host, device)."""
+        self.move("host", "device", pairs)
+
+    def move(self, source: TierName, target: TierName, pairs: Pairs, rows: Sequence[int] | None = None) -> None:
+        """:meth:`copy`, :meth:`swap_out` or :meth:`swap_in`, by the names of the tiers.
+
+        Where KV is moved here, nothing may pass silently: whatever is wrong, or fails, is raised, and nothing arrived.
+        """
+        if (source, target) not in MOVED:
+            raise InvalidInputError("move", "blocks of the device as sources or as targets", f"{source} to {target}")
+        tables = self._table(source), self._table(target)
+        bad = "blocks that were given out, and into which no step writes"
+        try:
+            moves.move(*tables, pairs, rows, self._kv, lambda ids: self._bad("bad_moves_dropped", ids, "move", bad))
+        except KVRouteError as error:
+            if self._kv is not None or self.strict:
+                raise
+            known, n = readable(pairs)
+            lost = None if known is None or n % 2 else known[1::2]
+            self._lost("bad_moves_dropped", -(-n // 2), f"move: {error}", lambda: tables[1].lose_blocks(lost))
+
+    # ---------------------------------------------------------------- being fed
+
+    def apply(self, operations: bytes) -> list[feed.Operation]:
+        """Do what a scheduler's :class:`BlockFeed` says has become of blocks, in its order; the operations done.
+
+        A batch that came before is not done again, and counted. Where one is missing, nobody knows what has become of
+        any block: all rows are forgotten, and counted; a strict set raises :class:`FeedGapError` after that. Where the
+        batches of another feed begin, its scheduler was started anew: all rows are forgotten, generations begin anew,
+        and that is counted. Bytes that no feed has made are refused before anything is done.
+        """
+        return feed.apply(operations, self)
+
+    def begin_batch(self, epoch: int, number: int) -> bool:
+        """The feed ``epoch`` brings its batch ``number``; whether it is to be done. For :func:`feed.apply`."""
+        with self._lock:
+            restarted = self._fed is not None and self._fed[0] != epoch
+            wanted = 0 if restarted or self._fed is None else self._fed[1]
+            if number >= wanted:
+                self._fed = epoch, number + 1
+                if restarted or number > wanted:
+                    for table in self._tables.values():
+                        table.forget_all(lives=restarted)
+                if restarted:
+                    self._drop("feed_restarts", 1, "apply: a feed that begins anew: all rows are forgotten")
+        if number < wanted:
+            again = InvalidInputError("feed", f"batch {wanted}", number)
+            self.dropped("feed_repetitions", 1, "apply", again)
+        elif number > wanted:
+            self.dropped("feed_gaps", 1, "apply", FeedGapError(f"feed: wanted batch {wanted}, got {number}"))
+        return number >= wanted
+
+    # ---------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Give the memory back; harmless the second time. The store stays open: it is the caller's.
+
+        Waits for jobs, up to ``close_s`` of their limits. Raises :class:`BlockStateError` while a step or a job is in
+        flight, and ``BufferError`` while somebody keeps a view of a region: call it again when that is gone.
+        """
+        if not self._lock.closed:
+            with self._lock:  # in a forked child it raises, before anything is waited for
+                self._check_still()
+            self._stored.close()
+            with self._lock:
+                self._check_still()
+                if jobs := len(self.jobs):
+                    raise BlockStateError("close", "nothing in flight", f"{jobs} jobs of other threads")
+                self._lock.closed = True
+        self._give_back()
+
+    def _check_still(self) -> None:
+        if busy := self._busy():
+            raise BlockStateError("close", "nothing in flight", f"{busy} steps or moves")
+
+    def _busy(self) -> int:
+        fences = sum(not fence.over for table in self._tables.values() for fence in table.fences)
+        return len(self._tables["device"].steps) + fences
+
+    def _give_back(self) -> None:
+        for table in reversed(self._tables.values()):
+            table.view(drop=True)
+            try:
+                table.region.close()
+            except BufferError:
+                gc.collect()  # a store that failed leaves its frames, and their views, in a cycle with the exception
+                table.region.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def assert_consistent(self) -> None:
+        """Raise ``AssertionError`` unless every invariant that can be seen from inside holds."""
+        with self._lock:
+            for table in self._tables.values():
+                table.assert_consistent()

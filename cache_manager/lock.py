@@ -1,0 +1,140 @@
+"""The lock of one set of blocks, and what has happened under it.
+
+What is promised of a call that an exception from a signal handler (Ctrl-C, a timeout) ends in the middle:
+
+* The lock is let go, whichever instruction it was. Other threads never hang.
+* What the call has done in part is forgotten: before the next call begins, every row of every tier is made unreadable,
+  and that is counted as ``interrupted_calls``. Rows may be missing then, none is wrong, and blocks stay in their lives.
+  A call that was interrupted before its first change, or after its last one, costs nothing.
+* A step whose beginning was interrupted has not begun. Where the exception came when ``begin_step`` had returned, and
+  before its caller had the answer, the step is in flight: whoever catches the exception aborts those in ``steps`` that
+  it does not know. A job that was interrupted while it began may be in ``jobs``, or not be.
+
+CPython runs signal handlers after calls and at jumps back, and so not between the end of a with statement's entering
+and its body, nor before the built-in method that leaves it. A second handler that raises while the exception of the
+first one is on its way can leave the lock taken.
+"""
+
+from __future__ import annotations
+
+import os
+from _thread import RLock  # its class: threading.RLock is a function
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from cache_manager.errors import BlockBusyError, BlockStateError
+
+
+@dataclass(frozen=True, slots=True)
+class AuxCounters:
+    """What happened since the start; every number only grows. A row counts once, whatever the number of specs."""
+
+    rows_committed: int = 0
+    rows_rejected: int = 0
+    late_writes_dropped: int = 0
+    bad_writes_dropped: int = 0
+    steps_aborted: int = 0
+    swapped_out_rows: int = 0
+    swapped_in_rows: int = 0
+    copied_rows: int = 0
+    bad_moves_dropped: int = 0
+    persisted_blocks: int = 0
+    incomplete_blocks_not_persisted: int = 0
+    restored_blocks: int = 0
+    restored_without_rows: int = 0
+    late_restores_dropped: int = 0
+    incomplete_blocks_not_restored: int = 0
+    absent_blocks_not_restored: int = 0
+    corrupt_blocks_not_restored: int = 0
+    failed_blocks_not_restored: int = 0
+    blocks_of_another_origin_not_restored: int = 0
+    cancelled_restores_dropped: int = 0
+    jobs_begun: int = 0
+    jobs_landed: int = 0
+    jobs_cancelled: int = 0
+    jobs_refused: int = 0
+    rows_exported: int = 0
+    rows_installed: int = 0
+    late_installs_dropped: int = 0
+    installs_of_another_origin_dropped: int = 0
+    stale_keys: int = 0
+    stale_blocks: int = 0
+    rows_read: int = 0
+    rows_missing: int = 0
+    resets: int = 0
+    feed_repetitions: int = 0
+    feed_gaps: int = 0
+    feed_operations_failed: int = 0
+    feed_blocks_refused: int = 0
+    feed_restarts: int = 0
+    interrupted_calls: int = 0
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T", bound="Locked")
+
+
+class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
+    """A lock for the threads of the process that made it; taken twice by one thread it raises instead of hanging.
+
+    A finaliser or a signal handler may run in the middle of one of our own calls: it gets ``BlockBusyError``. A forked
+    child shares the memory of a shared region, but has generations of its own: it gets ``BlockStateError``; so does
+    everybody once ``closed`` is set. ``torn`` counts changes that have begun and not come to their end; whoever takes
+    the lock and finds it above 0 calls ``mend`` first.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._counts = {f.name: 0 for f in fields(AuxCounters)}
+        self.closed, self.torn = False, 0
+        self.mend: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> None:  # type: ignore[override]
+        if os.getpid() != self._pid:
+            raise BlockStateError("blocks", "use by the process that made them", "a forked child")
+        if self._is_owned():  # type: ignore[attr-defined]
+            raise BlockBusyError("blocks", "a call from outside their own calls", "a finaliser or a signal handler")
+        try:
+            self.acquire()
+            self.check_open()
+            if self.torn:
+                self.mend()
+                self.torn = 0
+        except BaseException:  # a signal handler's, too, that came when the lock was just taken
+            if self._is_owned():  # type: ignore[attr-defined]
+                self.release()
+            raise
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise BlockStateError("AuxBlocks", "one that is open", "one that was closed")
+
+    def count(self, name: str, n: int = 1) -> None:
+        """Add to a counter; the lock is held."""
+        self._counts[name] += n
+
+    def counters(self) -> AuxCounters:
+        return AuxCounters(**self._counts)
+
+
+class Locked(Protocol):
+    """What changes under a lock."""
+
+    lock: Lock
+
+
+def change(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+    """Mark a change of a table's state, which comes to its end or leaves the lock torn."""
+
+    @wraps(method)
+    def whole(table: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        lock = table.lock
+        lock.torn += 1
+        answer = method(table, *args, **kwargs)
+        lock.torn -= 1
+        return answer
+
+    return whole

@@ -1,0 +1,170 @@
+"""What a forward pass asks of a block manager: room for the next tokens, their slots, and that they can be found.
+
+For one sequence and any number of tokens, or (``..._batch``) for one more token of each of many, as a decode step does:
+its arrays have one element a sequence, and only the sequences that need a block, or have filled one, cost Python.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy import count_nonzero as count
+
+from cache_manager.blocks import AuxBlocks
+from cache_manager.checks import integers
+from cache_manager.errors import BlockStateError, InvalidInputError, TransferProcessError
+from cache_manager.keys import Tokens
+from cache_manager.manager.pool import BlockPool
+from cache_manager.manager.sequence import Ints, Sequence, Sequences
+from cache_manager.step import PADDING
+
+logger = logging.getLogger(__name__)
+
+
+class Passes:
+    """The sequences of a block manager, the blocks that they have, and its calls around a forward pass."""
+
+    def __init__(self, aux: AuxBlocks, *, caching: bool, sequences_max: int) -> None:
+        self.aux, self._caching, self._tokens = aux, caching, aux.block_tokens
+        self._counts: Counter[str] = Counter()
+        self._pool = BlockPool(aux, self._counts)
+        self._sequences = Sequences(aux.block_tokens, sequences_max)
+
+    def append(self, owner: str, total_tokens: int) -> bool:
+        """Make room so that the sequence can hold ``total_tokens``; ``False`` when there is none, nothing changed.
+
+        A block that would be written and that others use too is copied first (copy-on-write).
+        """
+        return self._append(self._sequences.ready(owner), total_tokens)
+
+    def _append(self, s: Sequence, total: int) -> bool:
+        size, pool, done = self._tokens, self._pool, self._sequences.computed_at[s.row]
+        have, wanted = len(s.blocks), -(-total // size)
+        shared = [i for i in range(done // size, min(wanted, have)) if pool.others_use(s.blocks[i])]
+        if not (n := len(shared) + max(0, wanted - have)):
+            return True
+        if not (fresh := pool.choose(n)):
+            return False
+        pool.begin(pool.take(fresh))
+        if shared:
+            sources, rows = [s.blocks[i] for i in shared], [min(size, max(0, done - i * size)) for i in shared]
+            if not self._moved(fresh, self.aux.copy, list(zip(sources, fresh, strict=False)), rows):
+                return False
+            for i, block in zip(shared, fresh, strict=False):
+                s.blocks[i] = block
+            pool.let_go(sources)
+            self._counts.update(cow_blocks=len(shared), cow_tokens=sum(rows))
+        s.blocks += fresh[len(shared) :]
+        return True
+
+    def append_batch(self, seqs: Any) -> Ints:
+        """:meth:`append` of one token to each of ``seqs`` ``[n]``, in their order: its slot ``[n]``, -1 for no room.
+
+        Raises before anything is changed if one is not on the device, waits for the store, or is given twice. Where a
+        copy raises, those before it have their room.
+        """
+        all_ = self._sequences
+        rows = all_.ready_rows(seqs)
+        done = all_.computed.take(rows)
+        slots: Ints = all_.offset.take(rows) + done
+        if count(unknown := done >= all_.limit.take(rows)):  # one in block_tokens needs a block, and one after a fork
+            new: list[int] = []
+            try:
+                for i in np.flatnonzero(unknown).tolist():
+                    s, at = all_.by_row[int(rows[i])], int(done[i])
+                    slots[i] = self._next_slot(s, at, new)
+            finally:
+                self._pool.begin(new)
+        return slots
+
+    def _next_slot(self, s: Sequence, done: int, new: list[int]) -> int:
+        """The slot of its next token, or -1; a block that it is given for that is one of the ``new``."""
+        column = done // self._tokens
+        if column < len(s.blocks):
+            room = self._append(s, done + 1)
+        elif room := bool(fresh := self._pool.choose(1)):
+            self._pool.take(fresh)
+            s.blocks += fresh
+            new += fresh
+        if not room:
+            return PADDING
+        self._sequences.limit[s.row] = (column + 1) * self._tokens
+        self._sequences.offset[s.row] = first = (s.blocks[column] - column) * self._tokens
+        return first + done
+
+    def slots(self, owner: str, start: int, stop: int) -> Ints:
+        """Device slots of the tokens ``[start, stop)``, to be written.
+
+        Raises :class:`BlockStateError` if one of their blocks is shared, or can be found by key, whoever has computed
+        it: what is only to be read is in :meth:`table`.
+        """
+        s, size = self._sequences.ready(owner), self._tokens
+        most = len(s.blocks) * size
+        if not 0 <= start <= stop <= most:
+            raise InvalidInputError("start, stop", f"0 <= start <= stop <= {most}", f"{start}, {stop}")
+        blocks = s.blocks[start // size : -(-stop // size)] if stop > start else []
+        for block in filter(self._pool.others_use, blocks):
+            raise BlockStateError(f"device block {block}", "append() before it is written", "one that others use too")
+        slots: Ints = (np.array(blocks, np.int64)[:, None] * size + np.arange(size)).reshape(-1)
+        return slots[start % size : start % size + stop - start]
+
+    def publish(self, owner: str, tokens: Tokens) -> None:
+        """The KV and the committed rows of ``tokens``, all that the sequence has computed so far, are in place.
+
+        Full blocks among them can be found by later sequences from here on.
+        """
+        s, size = self._sequences.ready(owner), self._tokens
+        done, total, most = self._sequences.computed_at[s.row], len(tokens), len(s.blocks) * size
+        if not done <= total <= most:
+            raise InvalidInputError("tokens", f"{done} to {most} tokens", total)
+        filling = self._sequences.filling[s.row]
+        new = integers(tokens[done:], "tokens", "a flat sequence of integers")
+        ids = np.concatenate((filling[: done % size], new)).astype("<i8", copy=False)
+        full = ids.size // size
+        for column in range(full):
+            self._full(s, done // size + column, ids[column * size : (column + 1) * size].tobytes())
+        filling[: ids.size - full * size] = ids[full * size :]
+        self._sequences.computed[s.row] = total
+
+    def publish_batch(self, seqs: Any, tokens: Any) -> None:
+        """:meth:`publish` of one more token of each of ``seqs`` ``[n]``, after :meth:`append_batch`; ``tokens [n]``."""
+        all_, size = self._sequences, self._tokens
+        rows = all_.ready_rows(seqs)
+        ids = integers(tokens, "tokens", "one integer for each sequence", n=rows.size)
+        done = all_.computed.take(rows)
+        if count(short := done >= all_.limit.take(rows)):
+            owner = f"owner {all_.by_row[int(rows[int(np.argmax(short))])].owner!r}"
+            raise BlockStateError(owner, "append_batch() before it is written", "no room of its own for a token")
+        at = done % size
+        all_.filling.reshape(-1)[rows * size + at] = ids
+        all_.computed[rows] = done + 1
+        for row in rows[at == size - 1].tolist():
+            self._full(all_.by_row[row], all_.computed_at[row] // size - 1, all_.filling[row].tobytes())
+
+    def _full(self, s: Sequence, column: int, ids: bytes) -> None:
+        """The sequence's block ``column`` is full of ``ids``: it is found by key.
+
+        Not one of a sequence from before a reset: its KV is of other weights than the keys would say.
+        """
+        if self._caching and s.base is self.aux.keys:
+            self._pool.publish(s.add(column, ids), s.blocks[column])
+
+    def _moved(self, taken: list[int], move: Callable[..., None], *given: Any) -> bool:
+        """Whether blocks were moved; if not, the device blocks ``taken`` for it come back, what was cached there lost.
+
+        A process that moves blocks for this one, and is lost, counts as no room now. What else a move raises is raised.
+        """
+        try:
+            move(*given)
+        except BaseException as error:
+            self._pool.let_go(taken)
+            if not isinstance(error, TransferProcessError):
+                raise
+            self._counts["moves_failed"] += 1
+            logger.warning("blocks were not moved, going on without that: %s", str(error))
+            return False
+        return True

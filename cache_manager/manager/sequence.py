@@ -1,0 +1,162 @@
+"""The sequences of a block manager: their blocks, where they are, and by which keys their blocks are found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.checks import count_in_range, integers
+from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError
+from cache_manager.keys import BlockKey, KeyChain
+from cache_manager.stored import RestoreJob
+
+Ints = NDArray[np.int64]
+Extra = bytes | Mapping[int, bytes]
+"""What decides content besides tokens, such as the digest of an image: of the prompt, or by index of a block."""
+
+
+NOTHING: Final[tuple[bytes, Ints]] = b"", np.empty(0, np.int64)
+
+
+class Phase(Enum):
+    """Where a sequence is; only a READY one is written, forked, stored or swapped out."""
+
+    READY = "a sequence on the device that waits for nothing"
+    PENDING = "one whose store is asked"
+    SWAPPED = "one that is swapped out"
+    HOLDER = "a holder, which keeps blocks and reads nothing"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A sequence, or a holder. ``row`` is its number: arrays have what a decode step needs.
+
+    ``base`` is the key chain that was current when it began, ``chain`` the same under its salt: after a reset they are
+    old ones, and its blocks are found by no key any more.
+    """
+
+    owner: str
+    base: KeyChain
+    chain: KeyChain
+    blocks: list[int] = field(default_factory=list)  # in token order, in the tier that it is in
+    phase: Phase = Phase.READY
+    extra: Mapping[int, bytes] = field(default_factory=dict)
+    keys: list[BlockKey] = field(default_factory=list)  # of its first full blocks
+    asked: tuple[list[BlockKey], bytes] = ([], b"")  # keys by which it was admitted, and the token ids they are of
+    job: RestoreJob | None = None  # which it waits for
+    row: int = -1
+
+    def ready(self) -> Sequence:
+        if self.phase is not Phase.READY:
+            error = BlockBusyError if self.phase is Phase.PENDING else BlockStateError
+            raise error(f"owner {self.owner!r}", Phase.READY.value, self.phase.value)
+        return self
+
+    def of(self, ids: Ints) -> list[BlockKey]:
+        """The keys of the blocks of these tokens, from the first block on, that of a partial last one too."""
+        size, keys = self.chain.block_tokens, [] if self.extra else self.chain.keys(ids)
+        for at in range(len(keys) * size, ids.size, size):
+            extra = self.extra.get(len(keys), b"")
+            keys.append(self.chain.key(keys[-1] if keys else None, ids[at : at + size], extra))
+        return keys
+
+    def add(self, index: int, ids: bytes) -> BlockKey:
+        """Add the key of its full block ``index``, the next one, with these token ids (little-endian int64)."""
+        asked, prompt = self.asked
+        same = index < len(asked) and prompt[index * len(ids) : (index + 1) * len(ids)] == ids
+        if same and self.keys[-1:] == asked[max(0, index - 1) : index]:
+            key = asked[index]
+            if index == len(asked) - 1:
+                self.asked = [], b""
+        else:
+            self.asked = [], b""
+            key = self.chain.following(self.keys[-1] if index else None, ids, self.extra.get(index, b""))
+        self.keys.append(key)
+        return key
+
+
+class Sequences:
+    """Up to ``rows_max`` sequences and holders, by owner and by number.
+
+    By number, so that a decode step costs no Python for each: ``computed`` tokens have KV and rows, ``filling`` has the
+    ids of those in a block that is not full. Up to ``limit`` the next token's slot is ``offset`` and ``computed``: its
+    block is known to be this sequence's alone. ``computed_at`` is for one element at a time.
+    """
+
+    def __init__(self, block_tokens: int, rows_max: int) -> None:
+        self.rows_max = count_in_range(rows_max, "sequences_max", 1)
+        self.by_owner: dict[str, Sequence] = {}
+        self.by_row: dict[int, Sequence] = {}
+        self.free_rows = list(range(rows_max - 1, -1, -1))
+        self.computed, self.limit, self.offset = (np.zeros(rows_max, np.int64) for _ in range(3))
+        self.filling = np.zeros((rows_max, block_tokens), "<i8")
+        self.computed_at = self.computed.data  # an element of a memoryview costs a third of an array's
+        self._last = NOTHING  # what ready_rows() was asked, and answered
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.by_owner.values())
+
+    def __getitem__(self, owner: str) -> Sequence:
+        if (found := self.by_owner.get(owner)) is None:
+            raise BlockStateError(f"owner {owner!r}", "an owner with a sequence", "one without")
+        return found
+
+    def ready(self, owner: str) -> Sequence:
+        """The sequence, on the device and waiting for nothing; raises otherwise."""
+        return self[owner].ready()
+
+    def ready_rows(self, rows: Any) -> Ints:
+        """``rows`` as an array: numbers of sequences that are :meth:`ready`, each once; raises otherwise.
+
+        A decode step asks twice for the same ones, and the next step mostly too: the last answer is kept.
+        """
+        found = integers(rows, "seqs", "a flat sequence of numbers")
+        if (asked := found.tobytes()) == self._last[0]:
+            return self._last[1]
+        for row in (each := found.tolist()):
+            if (s := self.by_row.get(row)) is None:
+                raise BlockStateError("seqs", "numbers of sequences that have not ended", row)
+            s.ready()
+        if (n := len(set(each))) != len(each):
+            raise InvalidInputError("seqs", "each sequence once", f"{len(each) - n} of them again")
+        self._last = asked, found
+        return found
+
+    def check_new(self, owner: str) -> None:
+        """:class:`InvalidInputError` for what names no owner, :class:`BlockStateError` for one that has a sequence."""
+        if not isinstance(owner, str) or not owner:
+            raise InvalidInputError("owner", "a non-empty string", repr(owner))
+        if owner in self.by_owner:
+            raise BlockStateError(f"owner {owner!r}", "an owner without a sequence", "one that has one")
+
+    def add(self, s: Sequence, computed: int) -> None:
+        """The sequence is there; the caller has looked whether there is a number left."""
+        s.row = self.free_rows.pop()
+        self.by_owner[s.owner] = self.by_row[s.row] = s
+        self.computed[s.row] = computed
+        self.enter(s, s.phase)
+
+    def remove(self, s: Sequence) -> None:
+        self.enter(s, s.phase)
+        del self.by_owner[s.owner], self.by_row[s.row]
+        self.free_rows.append(s.row)
+
+    def enter(self, s: Sequence, phase: Phase) -> None:
+        """The sequence is in another phase, or has other blocks: nothing is known of its next slot."""
+        s.phase, self.limit[s.row], self._last = phase, 0, NOTHING
+
+
+def digests(extra: Extra) -> Mapping[int, bytes]:
+    """``extra`` by index of a block; a prompt's is its first block's, and so in every key after that."""
+    by_block = {0: extra} if isinstance(extra, bytes) else extra
+    if not isinstance(by_block, Mapping):
+        raise InvalidInputError("extra", "bytes, or bytes by index of a block", repr(extra))
+    for index, digest in by_block.items():
+        if not isinstance(index, int) or index < 0 or not isinstance(digest, bytes):
+            raise InvalidInputError("extra", "bytes, or bytes by index of a block", f"{digest!r} at {index!r}")
+    return {index: digest for index, digest in by_block.items() if digest}

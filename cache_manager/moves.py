@@ -1,0 +1,108 @@
+"""Blocks that an engine has copied: their rows follow, copied without the lock, behind a fence.
+
+What has changed meanwhile, at either end, does not arrive. A move that fails changes nothing, but that its targets have
+no rows any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+from numpy import count_nonzero as count
+from numpy.typing import NDArray
+
+from cache_manager.bits import Ints, prefix_bits, rows_in
+from cache_manager.checks import integers
+from cache_manager.errors import InvalidInputError
+from cache_manager.memory import bits_of
+from cache_manager.ports import KVBlocks, Region, TierName
+from cache_manager.table import BlockTable, Fence
+
+Pairs = Sequence[tuple[int, int]] | NDArray[np.int64]
+"""(source, target) block ids ``[n, 2]``."""
+MOVED: Final[dict[tuple[TierName, TierName], str]] = {
+    ("device", "device"): "copied_rows",
+    ("device", "host"): "swapped_out_rows",
+    ("host", "device"): "swapped_in_rows",
+}
+
+
+def move(
+    source: BlockTable,
+    target: BlockTable,
+    pairs: Pairs,
+    rows: Sequence[int] | None,
+    kv: KVBlocks | None,
+    bad: Callable[[Ints], None],
+) -> None:
+    """Copy between tiers; at most the first ``rows`` of each pair. ``bad`` is told of targets that cannot be filled.
+
+    ``kv`` is copied for every pair, also where rows cannot follow. Raises :class:`InvalidInputError` for pairs that
+    cannot be, before anything has changed, and what ``kv`` raises.
+    """
+    lock, fence = target.lock, Fence()
+    sources, targets = split_pairs(pairs, source, target)
+    if rows is not None:
+        limits = prefix_bits(integers(rows, "rows", "one count for each pair", n=targets.size), target.tokens)
+    try:
+        with lock:
+            check_apart(source, target, sources, targets)
+            if target.tier == "host":  # what is copied into a host block begins its life
+                target.renew(targets, target.generations.take(targets) + 1)
+            else:
+                target.forget(targets)
+            good = source.live(sources) & target.fillable(targets)
+            if count(good) != targets.size:
+                bad(targets[~good])
+            both = sources, targets
+            sources, targets = sources[good], targets[good]
+            valid = bits_of(source.region, sources)
+            if rows is not None:
+                valid &= limits[good]
+            source.seal(sources)
+            origins, changes = source.origin.take(sources), source.changes.take(sources)
+            target.fence(fence, targets)
+        copy_records(source.region, target.region, sources, targets)
+        if kv is not None:
+            kv.copy(source.tier, target.tier, *both)
+        with lock:
+            same = source.changes.take(sources) == changes  # it was neither forgotten nor given out,
+            same &= source.origin.take(sources) == origins  # nor has a pass begun, or ended, to write it
+            arrived = target.arrive(fence, same, valid, origins)
+            lock.count(MOVED[source.tier, target.tier], rows_in(valid[arrived]))
+    finally:
+        fence.over = True  # at once: what a signal handler raises cannot come between
+
+
+def split_pairs(pairs: Pairs, source: BlockTable, target: BlockTable) -> tuple[Ints, Ints]:
+    """Source and target ids; :class:`InvalidInputError` for what is no pair of blocks of these tiers."""
+    wanted = "(source, target) pairs of block ids"
+    table = integers(pairs, "pairs", wanted, ndim=2)
+    if table.size == 0:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    if table.shape[1] != 2:
+        raise InvalidInputError("pairs", wanted, f"{table.dtype} of shape {table.shape}")
+    return source.ids(table[:, 0], "pairs source"), target.ids(table[:, 1], "pairs target")
+
+
+def check_apart(source: BlockTable, target: BlockTable, sources: Ints, targets: Ints) -> None:
+    """A source may serve several targets; a target is written once and is no source. The lock is held."""
+    if not target.differ(targets):
+        raise InvalidInputError("pairs target", "each block once", "one twice")
+    if source is target and count(both := source.among(sources, targets)):
+        raise InvalidInputError("pairs", "no block as source and as target", int(sources[both].min()))
+
+
+def copy_records(source: Region, target: Region, sources: Ints, targets: Ints) -> None:
+    """Copy records pair by pair, neighbours at once; a fancy index would gather them first."""
+    rows, into = source.rows, target.rows
+    if not (count(np.diff(sources) == 1) and count(np.diff(targets) == 1)):  # no neighbours
+        for first, to in zip(sources.tolist(), targets.tolist(), strict=True):
+            into[to] = rows[first]
+        return
+    begins = np.flatnonzero((np.diff(sources, prepend=-2) != 1) | (np.diff(targets, prepend=-2) != 1))
+    lengths = np.diff(begins, append=sources.size).tolist()
+    for first, to, n in zip(sources[begins].tolist(), targets[begins].tolist(), lengths, strict=True):
+        into[to : to + n] = rows[first : first + n]

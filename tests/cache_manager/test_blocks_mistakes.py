@@ -1,0 +1,204 @@
+"""AuxBlocks by example: what an engine does wrong is dropped and counted, or raised in a strict set."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from blocks_house import SPEC, TOKENS, House, slots
+
+from cache_manager.blocks import AuxBlocks
+from cache_manager.errors import BlockBusyError, ConfigError, InvalidInputError, KVRouteError
+from cache_manager.feed import BlockFeed
+from cache_manager.keys import Namespace
+
+
+def test_rows_may_come_in_another_token_order(house) -> None:
+    engine, order = house.engine, np.array([2, 0, 3, 1])
+    engine.renew([0])
+    rows = house.rows("mine")
+    assert engine.write_step(slots(0), {"routing": (rows[order], slots(0)[order])}) == TOKENS
+    assert house.holds(0, rows)
+
+
+def test_rows_that_come_in_another_order_come_for_the_step_s_slots(house) -> None:
+    """Goal: a row goes to no slot but its own. Method: slots of another step, as many; one twice; and one too few."""
+    engine = house.engine
+    engine.renew([0, 1])
+    rows = house.rows("mine")
+    for at in (slots(1), slots(0)[[0, 1, 2, 2]], slots(0)[[0, 1, 2]]):
+        assert engine.write_step(slots(0), {"routing": (rows[: at.size], at)}) == 0
+        assert not engine.read("routing", [0, 1]).valid.any()
+    assert engine.counters.bad_writes_dropped == 3 * TOKENS
+
+
+def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(house, caplog) -> None:
+    """Goal: nothing raises there. Method: each mistake; what is good beside it lands."""
+    engine = house.engine
+    engine.renew([0])
+    mistakes = (
+        (np.array([0, 999, 1]), 2, "outside"),
+        (np.array([-7, 0]), 1, "negative"),
+        (np.array([0, 1, 0]), 1, "twice: nobody knows which of the two has its KV there"),
+        (np.array([0, 20]), 1, "never given out"),
+    )
+    with caplog.at_level(logging.WARNING):
+        for at, landed, _ in mistakes:
+            assert engine.write_step(at, {"routing": house.rows("x", at.size)}) == landed
+        assert engine.write_step(slots(0), {"routing": house.rows("x", 2)}) == 0
+        assert engine.write_step(slots(0), {"nothing": house.rows("x")}) == 0
+        assert engine.write_step(np.array([0.5]), {"routing": house.rows("x", 1)}) == 0
+    assert engine.counters.bad_writes_dropped == 5 + 4 + 4 + 1
+    assert len([r for r in caplog.records if "write_step" in r.getMessage()]) == 1
+    assert engine.in_flight == 0
+
+
+@pytest.mark.parametrize("limits", [[1], [1, 2, 3], [0.5, 1.5], 1])
+def test_limits_that_do_not_fit_a_move_s_pairs_are_dropped_though_a_pair_is_dropped_too(house, limits) -> None:
+    """Goal: nothing raises in a forward pass. Method: one target was never given out, and the limits are wrong."""
+    house.engine.renew([0, 1])
+    rows = house.fill(0, "mine")
+    house.fill(1, "copied over")
+    house.engine.copy([(0, 1), (0, 4)], limits)
+    assert house.engine.counters.bad_moves_dropped == 2
+    assert house.holds(0, rows)
+    assert not house.engine.read("routing", [1]).valid.any()
+    with pytest.raises(InvalidInputError, match="rows: wanted"):
+        House(strict=True).engine.copy([(0, 1), (0, 4)], limits)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda e: e.write_step(np.array([999]), {}), KVRouteError),
+        (lambda e: e.renew([9]), InvalidInputError),
+        (lambda e: e.renew([0], [1]), InvalidInputError),
+        (lambda e: e.renew([], [1]), InvalidInputError),
+        (lambda e: e.copy([(5, 1)]), InvalidInputError),
+        (lambda e: e.copy([(0, 0)]), InvalidInputError),
+    ],
+)
+def test_a_strict_set_raises_and_changes_nothing(call, error) -> None:
+    house = House(strict=True)
+    house.engine.renew([0])
+    rows = house.fill(0, "mine")
+    with pytest.raises(error):
+        call(house.engine)
+    assert house.holds(0, rows)
+    with pytest.raises(KVRouteError):
+        house.engine.write_step(slots(0)[:1], {"nothing": np.zeros(1)})
+    assert house.valid(0) == [False, True, True, True], "whose KV the pass has written"
+    assert house.engine.in_flight == 0
+    house.engine.close()
+
+
+def test_what_a_strict_set_raises_names_the_blocks() -> None:
+    """Goal: who debugs an engine sees which block it was. Method: bad ids, old lives, sources never given out."""
+    engine = House(strict=True).engine
+    engine.renew([0, 1], [5, 7])
+    for call, message in (
+        (lambda: engine.renew([2, -1, 900]), "renew: wanted .* got blocks -1, 900$"),
+        (lambda: engine.renew([0, 1], [5, 8]), "renew: wanted .* got block 0$"),
+        (lambda: engine.copy([(5, 1)]), "move: wanted .* got block 1$"),
+        (lambda: engine.renew(range(100, 120)), "got blocks 100, 101, .*, 107 and 12 more$"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            call()
+    engine.close()
+
+
+def test_generations_never_go_back(house) -> None:
+    engine = house.engine
+    assert engine.renew([0, 1], [5, 7]).tolist() == [5, 7]
+    assert engine.renew([]).size == 0
+    rows = house.fill(0, "mine")
+    assert engine.renew([0, 1], [5, 8]).tolist() == [0, 8]
+    assert house.holds(0, rows), "the life that was known"
+    assert engine.read("routing", [0], generations=[4]).valid.tolist() == [False] * TOKENS
+    with pytest.raises(InvalidInputError, match="generations"):
+        engine.renew([0, 1], [9])
+
+
+def test_one_step_too_many_is_busy_and_without_a_store_there_is_none() -> None:
+    engine = AuxBlocks([SPEC], blocks=2, namespace=Namespace("m", 1), steps_max=1)
+    engine.renew([0])
+    step = engine.begin_step([0])
+    with pytest.raises(BlockBusyError, match="steps in flight"):
+        engine.begin_step([1])
+    assert engine.write_step(np.array([1]), {}) == 0
+    step.abort()
+    with pytest.raises(ConfigError, match="store: wanted a storage backend"):
+        engine.persist({}, [])
+    assert engine.store_counters is None
+    engine.close()
+
+
+NO_IDS = {
+    "floats": [0.7],
+    "a mask": np.array([True, False]),
+    "nested": [[0, 1]],
+    "ragged": [[0], [1, 2]],
+    "text": "01",
+    "none": None,
+    "a number": 1,
+    "an iterator": iter([0]),
+    "objects": [object()],
+    "not a number": [float("nan")],
+    "too large": [1 << 70],
+}
+CALLS = {
+    "renew": lambda e, x: e.renew(x),
+    "renew's generations": lambda e, x: e.renew([0], [1] if x is None else x),
+    "forget": lambda e, x: e.forget([0] if x is None else x),
+    "complete": lambda e, x: e.complete(x),
+    "generations": lambda e, x: e.generations(x),
+    "origins": lambda e, x: e.origins(x),
+    "read": lambda e, x: e.read("routing", x),
+    "read's generations": lambda e, x: e.read("routing", [0], generations=[1] if x is None else x),
+    "copy": lambda e, x: e.copy([x, 0]),
+    "copy's rows": lambda e, x: e.copy([(0, 1)], [1, 2] if x is None else x),
+    "write_step's slots": lambda e, x: e.write_step(x, {"routing": np.zeros((1, 3, 2), np.uint8)}),
+    "write_step's rows": lambda e, x: e.write_step(slots(1), {"routing": x}),
+    "write_step's mapping": lambda e, x: e.write_step(slots(1), x),
+    "commit's keep": lambda e, x: e.write_step(
+        slots(1), {"routing": np.zeros((TOKENS, 3, 2), "u1")}, [True] if x is None else x
+    ),
+    "name_origins' blocks": lambda e, x: e.name_origins(x, [1], np.array([5], np.uint64)),
+    "name_origins' generations": lambda e, x: e.name_origins([0], x, np.array([5], np.uint64)),
+    "name_origins' origins": lambda e, x: e.name_origins([0], [1], x),
+    "persist's generations": lambda e, x: e.persist({e.keys.key(None, [1]): 0}, x),
+    "persist's block": lambda e, x: e.persist({e.keys.key(None, [1]): x}, [1]),
+    "persist's blocks": lambda e, x: e.persist(x, [1]),
+    "restore's origins": lambda e, x: e.restore({e.keys.key(None, [1]): 1}, [1], {e.keys.key(None, [1]): x}),
+    "export's rows": lambda e, x: e.export({e.keys.key(None, [1]): 0}, [1], [9] if x is None else x),
+    "apply": lambda e, x: e.apply(x),
+    "the feed's renew": lambda _, x: BlockFeed(4).renew(x),
+    "the feed's copy": lambda _, x: BlockFeed(4).copy(x),
+    "the feed's persist": lambda e, x: BlockFeed(4).persist({e.keys.key(None, [1]): x}),
+    "the feed's blocks": lambda _, x: BlockFeed(0 if isinstance(x, int) else x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_is_none_is_a_typed_error_or_dropped_and_gives_nothing_out(call) -> None:
+    """Goal: no raw error, and no block but those that were named begins a life or gets rows. Method: each argument of
+    each call, given what is no such thing; strict and not."""
+    for strict in (True, False):
+        house = House(strict=strict)
+        house.gate.open()
+        lives = house.engine.renew([0, 1])
+        house.fill(0, "mine")
+        for what, given in NO_IDS.items():
+            try:
+                call(house.engine, given)
+            except KVRouteError:
+                pass
+            except Exception as error:
+                raise AssertionError(f"{what}: {error!r}") from error
+            assert house.engine.generations([0, 1]).tolist() == lives.tolist(), f"{what} gave blocks out"
+            read = house.engine.read("routing", range(6))
+            assert not read.valid[TOKENS:].any(), f"{what} has made rows"
+            assert house.engine.in_flight == 0
+        house.engine.assert_consistent()
+        house.close()

@@ -1,0 +1,374 @@
+"""Threads that meet in one set of blocks, calls that are interrupted or made inside another one, and the end of it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+
+import numpy as np
+import pytest
+from blocks_house import SPEC, TOKENS, House, slots
+from budget import FACTOR, scaled
+from waiting import until_it_waits
+
+import cache_manager
+from cache_manager.blocks import AuxBlocks
+from cache_manager.errors import BlockBusyError, BlockStateError
+from cache_manager.feed import BlockFeed
+from cache_manager.keys import Namespace
+from cache_manager.regions.view import RegionView
+from cache_manager.spec import AuxBlockDataSpec
+
+HOME = os.path.dirname(cache_manager.__file__)
+WIDE = AuxBlockDataSpec("routing", (1 << 12,), "uint8", TOKENS)  # a copy takes long enough to be met
+CALLS = 150
+EVERY = 1 if FACTOR > 1 else 5  # place where a call can be interrupted
+
+
+class StoppedError(Exception):
+    """What a signal handler raises, a keyboard interrupt say."""
+
+
+# ---------------------------------------------------------------- threads
+
+
+def test_moves_of_several_threads_meet() -> None:
+    """Goal: nothing of the bookkeeping raises, whoever meets whom, and no row is torn. Method: threads move, give out,
+    write, forget and reset the same few blocks; a row is one number, over and over."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    engine = AuxBlocks([WIDE], blocks=8, host_blocks=4, namespace=Namespace("m", 1))
+    engine.renew(range(8))
+    raised: list[BaseException] = []
+
+    def run(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+
+        def write() -> None:
+            rows = np.full((TOKENS, *WIDE.row_shape), rng.integers(256), np.uint8)
+            engine.write_step(slots(rng.integers(8)), {"routing": rows})
+
+        calls: list[Callable[[], object]] = [
+            lambda: engine.swap_out(
+                np.column_stack((rng.choice(8, 3, replace=False), rng.choice(4, 3, replace=False)))
+            ),
+            lambda: engine.swap_in(np.column_stack((rng.choice(4, 3, replace=False), rng.choice(8, 3, replace=False)))),
+            lambda: engine.copy(rng.choice(8, (2, 2), replace=False)),
+            lambda: engine.renew(rng.choice(8, 2, replace=False)),
+            write,
+            write,
+            lambda: engine.origins([rng.integers(8)]),
+            lambda: engine.forget([rng.integers(8)]) if rng.random() < 0.2 else None,
+            lambda: engine.reset(weights_version=1) if rng.random() < 0.05 else None,
+            engine.assert_consistent,
+        ]
+        for _ in range(CALLS):
+            try:
+                calls[rng.integers(len(calls))]()
+                for tier, blocks in (("device", 8), ("host", 4)):
+                    read = engine.read("routing", [rng.integers(blocks)], tier=tier)
+                    assert (read.values[read.valid] == read.values[read.valid][:, :1]).all(), "a torn row"
+            except BaseException as error:  # noqa: BLE001 - the test fails by it
+                raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(seed,), daemon=True) for seed in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    finally:
+        sys.setswitchinterval(before)
+    assert Counter(map(repr, raised)) == {}
+    assert not any(thread.is_alive() for thread in threads)
+    engine.assert_consistent()
+    engine.close()
+
+
+def test_a_reader_beside_the_scheduler_never_sees_a_foreign_row(house) -> None:
+    """Goal: a thread reads while the scheduler gives blocks out. Method: real threads, rows name their life."""
+    engine, wrong, seen, done = house.engine, [], [], threading.Event()
+    expected = {life: house.rows(f"life {life}") for life in range(1, 302)}
+
+    def read() -> None:
+        while not done.is_set():
+            (life,) = engine.generations([0]).tolist()
+            rows = engine.read("routing", [0], generations=[life])
+            if life and not np.array_equal(rows.values[rows.valid], expected[life][rows.valid]):
+                wrong.append(life)
+            seen.append(int(rows.valid.sum()))
+
+    readers = [threading.Thread(target=read, daemon=True) for _ in range(2)]
+    for thread in readers:
+        thread.start()
+    for _ in range(300):
+        (life,) = engine.renew([0]).tolist()
+        house.fill(0, f"life {life}")
+    done.set()
+    for thread in readers:
+        thread.join()
+    assert not wrong
+    assert len(seen) > 10
+
+
+def test_a_call_inside_another_is_refused_and_one_of_another_thread_waits(house) -> None:
+    """Goal: no deadlock with oneself, nothing half done. Method: a finaliser and a signal handler in the middle of a
+    call; another thread's call in the same place."""
+    engine, seen = house.engine, []
+    engine.renew([0, 1])
+    house.fill(0, "mine")
+    other = threading.Thread(target=lambda: seen.append(engine.renew([3]).tolist()), daemon=True)
+
+    class Lost:
+        def __init__(self) -> None:
+            self.itself = self  # a cycle: only the collector ends it
+
+        def __del__(self) -> None:
+            handler()
+
+    def handler(*_: object) -> None:
+        with pytest.raises(BlockBusyError, match="a finaliser or a signal handler"):
+            engine.renew([2])
+        seen.append(engine.counters.rows_committed)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    Lost()
+    try:
+        with engine._lock:
+            gc.collect()
+            signal.raise_signal(signal.SIGUSR1)
+            other.start()
+            assert until_it_waits(other)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    other.join(60)
+    assert seen == [TOKENS, TOKENS, [1]]
+    assert engine.generations([2]).tolist() == [0]
+
+
+# ---------------------------------------------------------------- interrupted calls
+
+
+def _is_stopped(call: Callable[[], object], at: int) -> bool:
+    """Make a call during which something is raised where the interpreter runs signal handlers for the ``at``-th time in
+    our code: when a function has begun, or a call of a C function has ended. Whether there was such a place."""
+    places = 0
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal places
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(HOME):
+            places += 1
+            if places == at:
+                sys.setprofile(None)
+                raise StoppedError
+
+    sys.setprofile(profile)
+    try:
+        call()
+    except StoppedError:
+        return True
+    finally:
+        sys.setprofile(None)
+    return places >= at
+
+
+def _calls(house: House) -> dict[str, Callable[[], object]]:
+    engine = house.engine
+    lives = engine.renew(range(5))
+    for block in range(4):
+        house.fill(block, f"block {block}")
+    engine.swap_out([(2, 1)])
+    (record,) = engine.export({house.key: 3}, lives[3:4])
+    header, payload = record.seal(), record.payload
+    step = engine.begin_step(slots(1))
+    step.write("routing", house.rows("new"))
+    feed = BlockFeed(6)
+    feed.renew([0, 1])
+    feed.copy([(3, 0)])
+    batch = feed.take()
+    engine.persist({house.key: 3}, lives[3:4])
+    return {
+        "renew": lambda: engine.renew([0, 5]),
+        "forget": lambda: engine.forget([0, 1]),
+        "reset": lambda: engine.reset(weights_version=2),
+        "step": lambda: engine.write_step(slots(0), {"routing": house.rows("new")}),
+        "bad step": lambda: engine.write_step(np.array([0, 1, 1, 99]), {"routing": house.rows("new")}),
+        "refused step": lambda: engine.write_step(slots(0) * 1.0, {"routing": house.rows("new")}),
+        "commit": lambda: step.commit(np.array([True, False, True, True])),
+        "abort": step.abort,
+        "copy": lambda: engine.copy([(3, 0), (2, 1)]),
+        "swap out": lambda: engine.swap_out([(3, 0)]),
+        "swap in": lambda: engine.swap_in([(1, 4)]),
+        "persist": lambda: engine.persist({engine.keys.key(None, [9]): 3}, lives[3:4]),
+        "restore": lambda: engine.restore({house.key: 4}, lives[4:]),
+        "install": lambda: engine.install(4, int(lives[4]), header, payload),
+        "bind": lambda: engine.bind_origin(0, int(lives[0]), 77, 4),
+        "origins": lambda: engine.origins([0, 3]),
+        "export": lambda: engine.export({house.key: 3}, lives[3:4]),
+        "read": lambda: engine.read("routing", [0, 1, 2]),
+        "feed": lambda: engine.apply(batch),
+    }
+
+
+def _names() -> list[str]:
+    house = House()
+    house.gate.open()
+    names = list(_calls(house))
+    house.close()
+    return names
+
+
+@pytest.mark.parametrize("name", _names())
+def test_a_call_that_is_interrupted_leaves_nothing_wrong_and_nothing_taken(name: str) -> None:
+    """Goal: whatever a signal handler raises in the middle of a call, the lock is free, the books are in order, and
+    each readable row is one that was written. Method: each call, interrupted at each place where that can be."""
+    at, stopped = 1, True
+    while stopped:
+        house = House()
+        house.gate.open()
+        stopped = _is_stopped(_calls(house)[name], at)
+        _check_what_is_left(house, f"{name}, interrupted at place {at}")
+        at += EVERY
+    assert at > EVERY + 1, "it was never interrupted"
+
+
+def _check_what_is_left(house: House, when: str) -> None:
+    engine, answered = house.engine, []
+    other = threading.Thread(target=lambda: answered.append(engine.generations([0])), daemon=True)
+    other.start()
+    other.join(60)
+    assert answered, f"{when}: the lock was left taken"
+    engine.assert_consistent()
+    written = {row.tobytes() for who in ("new", *(f"block {b}" for b in range(4))) for row in house.rows(who)}
+    for tier, blocks in (("device", 6), ("host", 3)):
+        read = engine.read("routing", range(blocks), tier=tier)
+        assert {row.tobytes() for row in read.values[read.valid]} <= written, when
+    for job in engine.jobs:
+        job.cancel()
+        assert job.wait(10.0), f"{when}: a job is left"
+    for step in engine.steps:
+        step.abort()
+    assert engine.in_flight == 0, when
+    engine.renew([4])
+    assert house.holds(4, house.fill(4, "afterwards")), when
+    house.close()
+
+
+# ---------------------------------------------------------------- what is dropped, and the end
+
+
+def test_a_step_that_is_dropped_can_be_found_and_ended(house) -> None:
+    """Goal: nobody tells a device. Method: drop the handle; the fence stays until the embedder ends the step."""
+    house.engine.renew([0])
+    house.engine.begin_step([0], in_place=True)
+    gc.collect()
+    house.engine.renew([0])
+    house.engine.write_step(slots(0), {"routing": house.rows("next")})
+    assert house.valid(0) == [False, True, True, True]
+    with pytest.raises(BlockStateError, match="nothing in flight"):
+        house.engine.close()
+    (step,) = house.engine.steps
+    step.abort()
+    house.fill(0, "afterwards")
+
+
+CLOSED = {
+    "read": lambda e: e.read("routing", [0]),
+    "renew": lambda e: e.renew([0]),
+    "forget": lambda e: e.forget(),
+    "begin_step": lambda e: e.begin_step([0]),
+    "swap_out": lambda e: e.swap_out([(0, 0)]),
+    "reset": lambda e: e.reset(weights_version=2),
+    "persist": lambda e: e.persist({e.keys.key(None, [1]): 0}, [1]),
+    "export": lambda e: e.export({e.keys.key(None, [1]): 0}, [1]),
+    "origins": lambda e: e.origins([0]),
+    "complete": lambda e: e.complete([0]),
+}
+
+
+@pytest.mark.parametrize("call", CLOSED.values(), ids=CLOSED)
+def test_after_close_every_call_says_so(house, call) -> None:
+    house.engine.renew([0])
+    house.engine.close()
+    house.engine.close()
+    with pytest.raises(BlockStateError, match="AuxBlocks: wanted one that is open, got one that was closed"):
+        call(house.engine)
+
+
+@pytest.mark.parametrize("memory", ["heap", "shared"])
+def test_a_call_that_races_with_close_ends_well_or_says_that_it_is_closed(memory) -> None:
+    """Goal: close is a state, and no call ends otherwise. Method: threads call until they hear of it."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    ended: list[BaseException] = []
+    try:
+        for n in range(scaled(20)):
+            engine = AuxBlocks([SPEC], blocks=2, host_blocks=1, namespace=Namespace("m", 1), memory=memory)
+            engine.renew([0, 1])
+            rows = {"routing": np.ones((TOKENS, 3, 2), np.uint8)}
+            calls = (
+                lambda: engine.read("routing", [0, 1]),  # noqa: B023
+                lambda: engine.write_step(slots(0), rows),  # noqa: B023
+                lambda: engine.swap_out([(0, 0)]),  # noqa: B023
+                lambda: engine.complete([0]),  # noqa: B023
+                lambda: engine.begin_step([4]).abort(),  # noqa: B023
+            )
+            begun, over = threading.Barrier(len(calls) + 1), threading.Event()
+
+            def run(call: Callable[[], object]) -> None:
+                begun.wait()  # noqa: B023
+                try:
+                    while True:
+                        call()
+                        if over.is_set() and call is calls[1]:  # noqa: B023 - which drops what it cannot write
+                            raise BlockStateError("AuxBlocks", "one that is open", "one that was closed")
+                except BaseException as error:  # noqa: BLE001
+                    ended.append(error)
+
+            threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+            for thread in threads:
+                thread.start()
+            begun.wait()
+            while True:
+                try:
+                    engine.close()
+                    break
+                except (BlockStateError, BufferError):  # something is in flight, or somebody is reading
+                    continue
+            over.set()
+            for thread in threads:
+                thread.join(60)
+            assert len(ended) == (n + 1) * len(calls)
+    finally:
+        sys.setswitchinterval(before)
+    assert {type(error) for error in ended} == {BlockStateError}, ended
+
+
+def test_close_waits_for_views_and_can_be_called_again(house) -> None:
+    """Goal: a view that somebody keeps must not leave a half-closed object. Method: keep one, close, drop it, close."""
+    view = house.engine.region("host").rows[0]
+    with pytest.raises(BufferError):
+        house.engine.close()
+    del view
+    house.engine.close()
+
+
+def test_a_reset_reaches_readers_in_other_processes() -> None:
+    """Goal: after_reset_nothing_older_is_readable, by a view too. Method: a shared region, a view, a reset."""
+    house = House(memory="shared")
+    lives = house.engine.renew([0])
+    house.fill(0, "a")
+    with RegionView(house.engine.region("device").name) as view:
+        assert view.read("routing", [0], generations=lives).valid.all()
+        house.engine.reset(weights_version=2)
+        rows = house.fill(0, "b")
+        assert not view.read("routing", [0], generations=lives).valid.any(), "of a namespace it has not heard of"
+        view.follow(house.engine.namespace.fingerprint)
+        assert np.array_equal(view.read("routing", [0], generations=lives).values, rows)
+    house.close()

@@ -1,0 +1,210 @@
+"""Faults in jobs, in the feed of an engine's blocks, and where threads, signals and processes meet in them."""
+
+from __future__ import annotations
+
+from planted import Fault
+
+BLOCKS = "tests/cache_manager/test_blocks.py::"
+FEED = "tests/cache_manager/test_feed.py::"
+INTERRUPTED = "test_a_call_that_is_interrupted_leaves_nothing_wrong_and_nothing_taken"
+JOBS = "tests/cache_manager/test_jobs.py::"
+MEANWHILE = "tests/cache_manager/test_read_meanwhile.py::"
+SALTED = "tests/simulation/test_salted_passes.py::test_each_row_is_of_the_pass_that_made_the_kv_beside_it"
+THREADS = "tests/cache_manager/test_blocks_threads.py::"
+
+JOB_FAULTS = [
+    Fault(
+        "KV does not come back with its rows",
+        "stored.py",
+        "                stored.kv.fill(ids[arrived], self.staging[arrived, table.layout.nbytes : at])\n",
+        "                pass\n",
+        SALTED,
+        "KV of another prefix or of other weights",
+    ),
+    Fault(
+        "a block is found under its old key when it has been given out",
+        "manager/index.py",
+        "        blocks.remove(block)\n        if not blocks:\n            del self._blocks[key]\n",
+        "",
+        SALTED,
+        "of another p",
+    ),
+    Fault(
+        "a job of a block of another life is done",
+        "landing.py",
+        "    return ids, lives, live & ours\n",
+        "    return ids, lives, ours\n",
+        BLOCKS + "test_a_block_of_another_life_is_not_stored_under_the_key_of_the_first",
+        "test_a_block_of_another_life_is_not_stored_under_the_key_of_the_first",
+    ),
+    Fault(
+        "rows are staged in another order",
+        "stored.py",
+        "= table.region.rows[self.ids]\n",
+        "= table.region.rows[self.ids[::-1]]\n",
+        JOBS + "test_blocks_of_one_job_are_stored_under_their_own_keys",
+        "test_blocks_of_one_job_are_stored_under_their_own_keys",
+    ),
+    Fault(
+        "a job is stored as the block is when the store gets to it",
+        "stored.py",
+        "        views = [row.data for row in self.staging]\n",
+        "        views = [stored.table.region.rows[block].data for block in self.ids]\n",
+        JOBS + "test_nothing_is_pinned_while_a_store_hangs",
+        "test_nothing_is_pinned_while_a_store_hangs",
+    ),
+    Fault(
+        "bytes of jobs in flight have no bound",
+        "stored.py",
+        "sum(j.nbytes for j in self._jobs) + job.nbytes > self.limits.nbytes_max",
+        "False",
+        JOBS + "test_bytes_in_flight_are_bounded_but_one_job_always_fits",
+        "test_bytes_in_flight_are_bounded_but_one_job_always_fits",
+    ),
+    Fault(
+        "the bytes of KV do not count",
+        "stored.py",
+        "self.nbytes = len(self.keys) * stored.layout.nbytes\n",
+        "self.nbytes = len(self.keys) * stored.table.layout.nbytes\n",
+        JOBS + "test_the_kv_that_is_copied_counts_among_the_bytes_in_flight",
+        "test_the_kv_that_is_copied_counts_among_the_bytes_in_flight",
+    ),
+    Fault(
+        "a cancelled restore lands",
+        "stored.py",
+        "        if self.cancelled:\n            stored.lock",
+        "        if False:\n            stored.lock",
+        JOBS + "test_a_cancelled_job_brings_nothing",
+        "test_a_cancelled_job_brings_nothing",
+    ),
+    Fault(
+        "a store's fewer answers are taken for all",
+        "storage/records.py",
+        "    if len(answers) != len(keys):\n",
+        "    if False:\n",
+        JOBS + "test_a_store_that_answers_fewer_keys_than_it_was_asked_for_has_failed",
+        "test_a_store_that_answers_fewer_keys_than_it_was_asked_for_has_failed",
+    ),
+    Fault(
+        "KV stays where its rows do not",
+        "moves.py",
+        "            kv.copy(source.tier, target.tier, *both)\n",
+        "            pass\n",
+        BLOCKS + "test_kv_moves_with_its_rows_and_without_them",
+        "test_kv_moves_with_its_rows_and_without_them",
+    ),
+    # ---- the feed
+    Fault(
+        "a gap of the feed is passed over",
+        "blocks.py",
+        "                if restarted or number > wanted:\n",
+        "                if restarted:\n",
+        FEED + "test_a_gap_forgets_all_rows_and_goes_on",
+        "test_a_gap_forgets_all_rows_and_goes_on",
+    ),
+    Fault(
+        "a batch of the feed is done twice",
+        "blocks.py",
+        "        return number >= wanted\n",
+        "        return True\n",
+        FEED + "test_a_repetition_does_nothing_and_is_counted",
+        "test_a_repetition_does_nothing_and_is_counted",
+    ),
+    Fault(
+        "a scheduler that was started anew is taken for repetitions",
+        "blocks.py",
+        "            restarted = self._fed is not None and self._fed[0] != epoch\n",
+        "            restarted = False\n",
+        FEED + "test_a_scheduler_that_is_started_anew_is_heard",
+        "test_a_scheduler_that_is_started_anew_is_heard",
+    ),
+    # ---- threads, signals, processes
+    Fault(
+        "a signal handler goes on inside another call",
+        "lock.py",
+        "        if self._is_owned():  # type: ignore[attr-defined]\n            raise BlockBusyError",
+        "        if False:\n            raise BlockBusyError",
+        THREADS + "test_a_call_inside_another_is_refused_and_one_of_another_thread_waits",
+        "test_a_call_inside_another_is_refused_and_one_of_another_thread_waits",
+    ),
+    Fault(
+        "what was interrupted half way counts",
+        "lock.py",
+        "            if self.torn:\n",
+        "            if False:\n",
+        THREADS + INTERRUPTED,
+        INTERRUPTED,
+    ),
+    Fault(
+        "a change that is interrupted is not seen",
+        "table.py",
+        "        lock.torn += 1\n        answer = method(table, *args, **kwargs)\n        lock.torn -= 1\n",
+        "        answer = method(table, *args, **kwargs)\n",
+        THREADS + INTERRUPTED,
+        INTERRUPTED,
+    ),
+    Fault(
+        "two moves fill one block",
+        "table.py",
+        "                found |= self.among(ids, fence.ids)\n",
+        "                pass\n",
+        BLOCKS + "test_a_second_move_into_a_block_is_dropped",
+        "test_a_second_move_into_a_block_is_dropped",
+    ),
+    Fault(
+        "a call goes on in what is closed",
+        "lock.py",
+        "            self.check_open()\n",
+        "            pass\n",
+        THREADS + "test_after_close_every_call_says_so",
+        "test_after_close_every_call_says_so",
+    ),
+    Fault(
+        "a forked child waits for its parent's jobs",
+        "lock.py",
+        "        if os.getpid() != self._pid:\n",
+        "        if False:\n",
+        JOBS + "test_close_in_a_forked_child_does_not_wait_for_the_parents_jobs",
+        "test_close_in_a_forked_child_does_not_wait_for_the_parents_jobs",
+    ),
+    Fault(
+        "rejected rows count as late",
+        "table.py",
+        "claim.slots.size - live)",
+        "claim.slots.size - landed)",
+        BLOCKS + "test_rejected_rows_are_not_late_ones",
+        "test_rejected_rows_are_not_late_ones",
+    ),
+    Fault(
+        "a reset does not reach the regions",
+        "blocks.py",
+        "                table.region.renew(keys.namespace.fingerprint)\n",
+        "                pass\n",
+        THREADS + "test_a_reset_reaches_readers_in_other_processes",
+        "test_a_reset_reaches_readers_in_other_processes",
+    ),
+    Fault(
+        "a read for a generation does not look again after the copy",
+        "blocks.py",
+        " | (table.region.words.take(ids) != words)] = 0\n",
+        "] = 0\n",
+        MEANWHILE + "test_rows_that_are_gone_when_a_read_ends_are_not_handed_out",
+        "test_rows_that_are_gone_when_a_read_ends_are_not_handed_out",
+    ),
+    Fault(
+        "a negative number fits a dtype without sign",
+        "spec.py",
+        "<= min(info.max, np.iinfo(values.dtype).max)",
+        "<= info.max",
+        BLOCKS + "test_a_value_that_does_not_fit_is_an_error_and_never_another_value",
+        "test_a_value_that_does_not_fit_is_an_error_and_never_another_value",
+    ),
+    Fault(
+        "keys forget what else decides the content",
+        "keys.py",
+        ' + _part(b"extra", extra))',
+        ")",
+        "tests/cache_manager/test_manager.py::test_images_separate_what_they_and_all_after_them_make",
+        "test_images_separate_what_they_and_all_after_them_make",
+    ),
+]

@@ -1,0 +1,324 @@
+"""Stores in a process of their own: the shipped contract with real processes, which are then stopped and killed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from waiting import until
+
+from cache_manager.errors import ConfigError, NoSpaceError, StorageError, StoreClosedError, StoreUnavailableError
+from cache_manager.ports import Absence, StorageBackend
+from cache_manager.record import RecordHeader
+from cache_manager.storage import open_store
+from cache_manager.storage.apart import Apart, ApartSettings, ApartStore
+from cache_manager.storage.records import RecordStore
+from cache_manager.testing.contract import StorageContract
+from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
+
+WAIT_S = 60.0
+FEW = settings(max_examples=4, stateful_step_count=25, deadline=None)
+
+
+class TestMemoryApart(StorageContract):
+    machine_settings = FEW
+
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
+        return open_store(f"apart:?arena=1MiB,memory:?capacity={capacity_nbytes}")
+
+
+class TestFileApart(StorageContract):
+    """The arena's slots hold seven records: batches come in parts."""
+
+    machine_settings = FEW
+
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
+        return open_store(f"apart:?arena=128KiB,file://{directory}?quota={capacity_nbytes}&segment=16KiB")
+
+
+def apart(url: str, **limits: float) -> ApartStore:
+    return ApartStore(Apart(url, ApartSettings(**{"restart_pause_s": 0.01, "restart_pause_max_s": 0.05, **limits})))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store?quota=64MiB&segment=1MiB"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[ApartStore]:
+    with apart(url) as opened:
+        yield opened
+
+
+def end(pid: int | None, *signals: int) -> int:
+    assert pid is not None
+    for each in signals or (signal.SIGKILL,):
+        os.kill(pid, each)
+    return pid
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def again(store: ApartStore) -> None:
+    """Wait until calls are taken."""
+
+    def taken() -> bool:
+        try:
+            return store.apart.ready()
+        except StoreUnavailableError:
+            return False
+
+    until(taken, WAIT_S)
+
+
+def test_a_store_that_cannot_be_opened_says_so_as_it_would_here(tmp_path: Path) -> None:
+    for url in ("nosuch:x", f"file://{tmp_path}?quota=many", "memory:?capacity=1MiB,memory:"):
+        with pytest.raises(ConfigError):
+            open_store(f"apart:{url}")
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file"):
+        open_store(f"apart:file://{tmp_path}/file")
+    with pytest.raises(ConfigError, match="call_s: wanted a finite number"):
+        ApartSettings(call_s=0)
+
+
+def test_errors_of_the_store_arrive_with_their_types_and_fields(store: ApartStore) -> None:
+    """Goal: callers see what they would see here. Method: a store that another process has; the store lives on."""
+    with pytest.raises(StorageError) as found:
+        apart(store.apart.url)
+    assert type(found.value).__name__ == "StoreLockedError"
+    with apart("memory:?capacity=1MiB") as memory:
+        put(RecordStore(memory, LAYOUT), [1])
+        odd = header_of(2, LAYOUT.nbytes - 64)
+        with pytest.raises(StorageError, match="payload size") as found:
+            memory.put([odd], [payload_of(2, LAYOUT.nbytes - 64)])
+        assert found.value.field == "payload size"
+        assert get(RecordStore(memory, LAYOUT), [1]) == [payload_of(1)]
+    with pytest.raises(NoSpaceError) as space:
+        apart("memory:?capacity=4000000GiB")
+    assert space.value.remedy
+
+
+def test_a_record_that_no_slot_of_the_arena_holds_is_refused_at_once() -> None:
+    with apart("memory:?capacity=1MiB", arena_nbytes=4 * 4096) as store:
+        assert store.record_nbytes_max == 4096
+        with pytest.raises(ConfigError, match="record: wanted 4096 bytes at most"):
+            RecordStore(store, LAYOUT)
+        assert store.put([header_of(1)], [payload_of(1)]) == [None]
+        assert store.get_into([key_of(1)], [memoryview(bytearray(LAYOUT.nbytes))]) == [Absence.MISS]
+
+
+@pytest.mark.parametrize("call", ["put", "get_into", "contains", "delete", "flush", "usage"])
+def test_a_killed_process_fails_what_is_in_flight_and_another_takes_over(store: ApartStore, call: str) -> None:
+    """Method: stopped first, so that the call is in flight for certain; then SIGKILL."""
+    records = RecordStore(store, LAYOUT)
+    put(records, [1])
+    first = end(store.apart.pid, signal.SIGSTOP)
+    arguments = {
+        "put": ([header_of(2)], [payload_of(2)]),
+        "get_into": ([key_of(1)], [memoryview(bytearray(LAYOUT.nbytes))]),
+        "contains": ([key_of(1)],),
+        "delete": ([],),
+    }
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(getattr(store, call), *arguments.get(call, ()))
+        worker = store.apart._worker
+        assert worker is not None
+        until(lambda: worker.in_flight == 1, WAIT_S)
+        end(first)
+        with pytest.raises(StoreUnavailableError, match="lost"):
+            future.result(WAIT_S)
+    assert gone(first)
+    again(store)
+    assert store.apart.pid != first
+    assert get(records, [1]) == [payload_of(1)]
+    assert put(records, [2]) == [True], "the new process has the store's lock"
+
+
+def test_a_process_that_hangs_is_ended_at_the_deadline(url: str) -> None:
+    with apart(url, call_s=1.0) as store:
+        first = end(store.apart.pid, signal.SIGSTOP)
+        with pytest.raises(StoreUnavailableError, match="did not answer in time"):
+            store.usage()
+        assert gone(first)
+        again(store)
+        assert store.usage()["records"] == 0
+
+
+def test_kills_at_random_moments_never_lose_an_answered_record_nor_make_a_wrong_one(store: ApartStore) -> None:
+    """Method: eight threads put and read while the process is killed twenty times; then everything is read."""
+    rng, answered, stop = random.Random(7), set[int](), threading.Event()
+    refused = itertools.count()
+
+    def work(first: int) -> None:
+        records = RecordStore(store, LAYOUT)
+        for number in range(first, 1 << 20, 8):
+            if stop.is_set():
+                return
+            try:
+                if put(records, [number, number + 7]) == [True, True]:
+                    answered.add(number)
+                for asked, found in zip((number, first), get(records, [number, first]), strict=True):
+                    assert found in (payload_of(asked), Absence.MISS)
+            except StoreUnavailableError:
+                next(refused)
+                stop.wait(0.005)
+
+    kills = 0
+    with ThreadPoolExecutor(8) as threads:
+        futures = [threads.submit(work, first) for first in range(8)]
+        while kills < 20:
+            time.sleep(rng.random() * 0.1)
+            if (pid := store.apart.pid) is not None:
+                end(pid)
+                kills += 1
+                until(lambda pid=pid: gone(pid), WAIT_S)
+        stop.set()
+        for future in futures:
+            future.result(WAIT_S)
+    again(store)
+    records = RecordStore(store, LAYOUT)
+    for number in answered:
+        assert get(records, [number, number + 7]) == [payload_of(number), payload_of(number + 7)]
+    assert next(refused) > 0
+    assert records.counters.corrupt == 0
+
+
+def test_while_it_cannot_start_calls_are_refused_with_the_cause(store: ApartStore, tmp_path: Path) -> None:
+    """A file stands where the store's directory was: restarts fail until it has gone."""
+    place, aside = tmp_path / "store", tmp_path / "aside"
+    place.rename(aside)
+    place.touch()
+    pid = end(store.apart.pid)
+    until(lambda: gone(pid), WAIT_S)
+    causes = set[str]()
+
+    def said() -> bool:
+        with pytest.raises(StoreUnavailableError) as refused:
+            store.flush()
+        causes.add(str(refused.value).split(": ")[1])
+        return {"not started again", "its process was lost a moment ago"} <= causes
+
+    until(said, WAIT_S)
+    place.unlink()
+    aside.rename(place)
+    again(store)
+    store.flush()
+
+
+def test_a_machine_without_room_for_a_process_or_thread_is_a_storage_error(
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as away:
+        away.setattr(sys, "executable", str(tmp_path / "none"))
+        with pytest.raises(StorageError, match="no process can be started"):
+            apart(url)
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as away:
+        away.setattr(threading.Thread, "start", refused)
+        with pytest.raises(StorageError, match="can't start new thread"):
+            apart(url)
+    assert not ours()
+
+
+def ours() -> list[str]:
+    """The stores' processes that this process has started."""
+    found = subprocess.run(
+        ["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=True
+    )
+    return [line for line in found.stdout.splitlines() if "apart_process" in line and "defunct" not in line]
+
+
+def test_a_set_up_that_takes_too_long_is_ended(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Method: a process that says nothing."""
+    script = tmp_path / "silent"
+    script.write_text("#!/bin/sh\nexec sleep 600\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with pytest.raises(StoreUnavailableError, match="did not answer in time"):
+        apart(url, set_up_s=0.1)
+
+
+def test_closing_while_it_is_started_again(url: str) -> None:
+    """Whatever the new process has come to, close ends it; a call that waited for it is told."""
+    for pause_s in (0.0, 0.1, 0.2, 0.3, 0.5):
+        store = apart(url, restart_pause_s=0.001)
+        pid = end(store.apart.pid)
+        until(lambda pid=pid: gone(pid), WAIT_S)
+        with ThreadPoolExecutor(1) as threads:
+            time.sleep(0.01)
+            future = threads.submit(store.usage)
+            time.sleep(pause_s)  # where in its start the next one is found differs; the outcome may not
+            store.close()
+            with suppress(StorageError):
+                assert future.result(WAIT_S)["records"] == 0
+        assert store.apart.pid is None
+        with pytest.raises(StoreClosedError):
+            store.usage()
+    assert not ours()
+
+
+def test_a_fork_ends_no_process_of_its_parent(store: ApartStore) -> None:
+    """Method: a forked child asks, and closes, as leaving a ``with`` there would."""
+    pid, child = store.apart.pid, os.fork()
+    if not child:
+        try:
+            store.close()
+            store.usage()
+        except StoreClosedError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert store.usage()["records"] == 0
+    assert store.apart.pid == pid
+
+
+def test_a_killed_parent_leaves_no_process_and_the_store_can_be_opened(url: str) -> None:
+    script = textwrap.dedent(
+        """
+        import sys, time
+        from cache_manager.storage.apart import Apart
+        print(Apart(sys.argv[1]).pid, flush=True)
+        time.sleep(600)
+        """
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", script, url], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+    until(lambda: gone(pid), WAIT_S)
+    open_store(url).close()
+
+
+def test_a_command_too_large_for_a_frame_is_sent_in_parts(store: ApartStore) -> None:
+    pid = store.apart.pid
+    assert put(RecordStore(store, LAYOUT), [1]) == [True]
+    keys = [key_of(number) for number in range(600_000)]
+    assert sum(store.contains(keys)) == 1
+    headers: list[RecordHeader] = [header_of(n) for n in range(300)]
+    assert store.put(headers, [payload_of(n) for n in range(300)]) == headers
+    assert store.apart.pid == pid

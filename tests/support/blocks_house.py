@@ -1,0 +1,108 @@
+"""Blocks of an engine over a store whose background calls wait at a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+from canary import canary_rows
+from gate import Gate, GatedStore
+from watched_region import watch_rows
+
+from cache_manager.blocks import AuxBlocks
+from cache_manager.errors import BlockStateError
+from cache_manager.keys import BlockKey, Namespace
+from cache_manager.memory import places
+from cache_manager.ports import TierName
+from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.storage import open_store
+from cache_manager.stored import AnyJob, JobLimits
+
+TOKENS = 4
+SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", TOKENS)
+OPTIONAL = AuxBlockDataSpec("logprobs", (2,), "float32", TOKENS)
+
+
+class House:
+    """Six device blocks and three on the host; the options are those of :class:`AuxBlocks`."""
+
+    def __init__(self, **options: object) -> None:
+        self.gate = Gate()
+        self.store = GatedStore(open_store("memory:"))
+        self.store.gate = self.gate
+        given = {"specs": [SPEC], "namespace": Namespace("m", 1), "jobs": JobLimits(threads_max=1), **options}
+        self.engine = AuxBlocks(given.pop("specs"), blocks=6, host_blocks=3, store=self.store, **given)
+        self.key = self.engine.keys.key(None, [1])
+
+    def close(self) -> None:
+        self.gate.open()
+        with suppress(BlockStateError):  # it was closed
+            for step in self.engine.steps:
+                step.abort()
+        self.engine.close()
+
+    def rows(self, who: str, n: int = TOKENS, spec: AuxBlockDataSpec = SPEC) -> np.ndarray:
+        return canary_rows(spec, [(who, i) for i in range(n)])
+
+    def fill(self, block: int, who: str, *specs: AuxBlockDataSpec) -> np.ndarray:
+        rows = {spec.name: self.rows(who, spec=spec) for spec in specs or (SPEC,)}
+        assert self.engine.write_step(slots(block), rows) == TOKENS
+        return rows[SPEC.name]
+
+    def valid(self, block: int, tier: TierName = "device") -> list[bool]:
+        return self.engine.read("routing", [block], tier=tier).valid.tolist()
+
+    def holds(self, block: int, rows: np.ndarray) -> bool:
+        read = self.engine.read("routing", [block])
+        return bool(read.valid.all()) and np.array_equal(read.values, rows)
+
+    def device_writes(self, at: np.ndarray, rows: np.ndarray) -> None:
+        """What a device does that was given the slots."""
+        (region, *_) = places(self.engine.region("device"))
+        for slot, row in zip(at.tolist(), rows, strict=True):
+            region[slot // TOKENS, slot % TOKENS] = row.reshape(-1).view(np.uint8)
+
+    def store_block(self, block: int = 0, who: str = "stored") -> np.ndarray:
+        """Give a block out, fill it and store it under ``key``."""
+        lives = self.engine.renew([block])
+        rows = self.fill(block, who)
+        assert self.engine.persist({self.key: block}, lives)[self.key]
+        return rows
+
+    def brings(self, block: int, origin: int | None = None, key: BlockKey | None = None) -> bool:
+        """Whether what is stored under the key comes back into a block given out anew, beside KV of the origin."""
+        named = key or self.key
+        lives = self.engine.renew([block])
+        return self.engine.restore({named: block}, lives, None if origin is None else {named: origin})[named]
+
+    def begin_restore(self, block: int) -> AnyJob:
+        """Of ``key``, into a block that was given out."""
+        job = self.engine.begin_restore({self.key: block}, self.engine.generations([block]))
+        assert job is not None
+        return job
+
+    def begin_persist(self, block: int, n: int = 1) -> AnyJob | None:
+        return self.engine.begin_persist({self.engine.keys.key(None, [n]): block}, self.engine.generations([block]))
+
+    def settle(self) -> None:
+        self.gate.settle(self.engine.jobs)
+
+    def let_go(self) -> None:
+        self.settle()
+        self.gate.let_go()
+        self.settle()
+
+    @contextmanager
+    def when_copied(self, happens: Callable[[], object], tier: TierName = "device") -> Iterator[None]:
+        """Something happens once in the body: when a move has copied bytes of a block into the tier."""
+        left = [happens]
+        region = self.engine.region(tier)
+        watch_rows(region, lambda: left and left.pop()())
+        yield
+        watch_rows(region, None)
+        assert not left, "nothing was copied"
+
+
+def slots(block: int) -> np.ndarray:
+    return np.arange(block * TOKENS, (block + 1) * TOKENS)
