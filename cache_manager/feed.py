@@ -179,7 +179,7 @@ class Fed(Protocol):
 
 def apply(operations: bytes, to: Fed) -> list[Operation]:
     """Do what a batch says, in its order; the operations done. See :meth:`AuxBlocks.apply`."""
-    if operations == b"":
+    if isinstance(operations, bytes) and not operations:
         return []
     batch, calls = decoded(operations)
     if not to.begin_batch(batch.epoch, batch.number):

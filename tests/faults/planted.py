@@ -66,7 +66,7 @@ FAULTS = (
     Fault(
         "numbers of sequences that were asked about once are not looked at again",
         "manager/sequence.py",
-        's.phase, self.limit[s.row], self._last = phase, 0, (b"", self._last[1])',
+        "s.phase, self.limit[s.row], self._last = phase, 0, NOTHING",
         "s.phase, self.limit[s.row] = phase, 0",
         f"{REQUESTS}::test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed",
         "test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed",

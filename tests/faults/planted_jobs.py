@@ -138,7 +138,7 @@ JOB_FAULTS = [
     Fault(
         "a change that is interrupted is not seen",
         "table.py",
-        "        table.lock.torn += 1\n        answer = method(table, *args, **kwargs)\n        table.lock.torn -= 1\n",
+        "        lock.torn += 1\n        answer = method(table, *args, **kwargs)\n        lock.torn -= 1\n",
         "        answer = method(table, *args, **kwargs)\n",
         THREADS + INTERRUPTED,
         INTERRUPTED,
@@ -154,8 +154,8 @@ JOB_FAULTS = [
     Fault(
         "a call goes on in what is closed",
         "lock.py",
-        "            if self.closed:\n",
-        "            if False:\n",
+        "            self.check_open()\n",
+        "            pass\n",
         THREADS + "test_after_close_every_call_says_so",
         "test_after_close_every_call_says_so",
     ),

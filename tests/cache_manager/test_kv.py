@@ -1,0 +1,115 @@
+"""KV as one more spec of a block's record."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kv import SlotKV
+
+from cache_manager.blocks import AuxBlocks
+from cache_manager.errors import SpecError, StorageError
+from cache_manager.keys import Namespace
+from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.storage import open_store
+from cache_manager.testing.kv import KVBlocksContract
+
+TOKENS = 3
+ROUTING = AuxBlockDataSpec("routing", (2,), "uint8", TOKENS)
+
+
+class TestSlotKV(KVBlocksContract):
+    def kv(self) -> SlotKV:
+        return SlotKV(4, 4, TOKENS)
+
+
+def blocks_of(kv: SlotKV | None, **more) -> AuxBlocks:
+    return AuxBlocks([ROUTING], blocks=4, host_blocks=4, namespace=Namespace("m", 1), kv=kv, **more)
+
+
+def filled(aux: AuxBlocks, block: int) -> int:
+    """Give a block out and write its rows; its generation."""
+    (life,) = aux.renew([block])
+    aux.write_step(np.arange(TOKENS) + TOKENS * block, {"routing": np.full((TOKENS, 2), 7, np.uint8)})
+    return int(life)
+
+
+def test_rows_alone_and_rows_with_kv_have_other_keys() -> None:
+    """Goal: an engine without KV of its own and one with it, on one store, never take or spoil each other's records.
+    Method: the same tokens' keys, and who says that they are its own."""
+    with blocks_of(SlotKV(4, 4, TOKENS)) as both, blocks_of(None) as alone:
+        one, other = (aux.keys.key(None, [1, 2, 3]) for aux in (both, alone))
+        assert (both.keys.owns(one), both.keys.owns(other)) == (True, False)
+        assert (alone.keys.owns(one), alone.keys.owns(other)) == (False, True)
+        both.reset(weights_version=2)
+        alone.reset(weights_version=2)
+        assert both.keys.key(None, [1, 2, 3]) != alone.keys.key(None, [1, 2, 3])
+
+
+def test_the_name_of_kv_is_no_other_specs() -> None:
+    kv = SlotKV(4, 4, TOKENS)
+    with pytest.raises(SpecError, match="distinct names"):
+        AuxBlocks(
+            [ROUTING, AuxBlockDataSpec("kv", (1,), "uint8", TOKENS)], blocks=4, namespace=Namespace("m", 1), kv=kv
+        )
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_copy_of_kv_that_fails_is_told_and_nothing_has_arrived(strict: bool) -> None:
+    """Goal: nobody takes KV for moved that was not. Method: a copy that raises, of an engine that is told of mistakes
+    and of one that is not; then the same copy again."""
+    kv = SlotKV(4, 4, TOKENS)
+    with blocks_of(kv, strict=strict) as aux:
+        filled(aux, 0)
+        kv.fail_after = StorageError
+        with pytest.raises(StorageError, match="half way"):
+            aux.swap_out([(0, 2)])
+        assert not aux.read("routing", [2], tier="host").valid.any()
+        assert aux.read("routing", [0]).valid.all()
+        aux.swap_out([(0, 2)])
+        assert aux.read("routing", [2], tier="host").valid.all()
+
+
+def test_kv_goes_along_where_rows_cannot() -> None:
+    """Goal: an engine that has its KV moved by kvroute may rely on every pair. Method: a step in flight writes the
+    target, so that no row can arrive there."""
+    kv = SlotKV(4, 4, TOKENS)
+    with blocks_of(kv) as aux:
+        filled(aux, 0)
+        kv.device[0] = 5
+        aux.renew([1])
+        step = aux.begin_step([TOKENS])
+        aux.copy([(0, 1)])
+        assert (kv.device[1] == 5).all()
+        step.abort()
+        assert not aux.read("routing", [1]).valid.any()
+
+
+def test_nothing_is_stored_where_nothing_is_required_and_nothing_is_there() -> None:
+    """Goal: ``required=()`` stores KV without rows, and no record of nothing. Method: a block without a row, with KV
+    and without; what comes back."""
+    for kv in (SlotKV(4, 4, TOKENS), None):
+        with open_store("memory:") as store, blocks_of(kv, store=store, required=()) as aux:
+            key = aux.keys.key(None, [1, 2, 3])
+            if kv is not None:
+                kv.device[0] = 9
+            assert bool(aux.persist({key: 0}, aux.renew([0]))[key]) == (kv is not None)
+            assert aux.restore({key: 1}, aux.renew([1])) == {key: kv is not None}
+            assert kv is None or (kv.device[1] == 9).all()
+            assert not aux.read("routing", [1]).valid.any()
+
+
+def test_what_could_never_be_a_hit_gives_way() -> None:
+    """Goal: an engine that requires more finds a store of one that required less, and is no worse for it. Method: KV
+    without rows is stored; another computation of the key, with all its rows, takes its place, and stays."""
+    with open_store("memory:") as store:
+        with blocks_of(SlotKV(4, 4, TOKENS), store=store, required=()) as less:
+            key = less.keys.key(None, [1, 2, 3])
+            assert less.persist({key: 0}, less.renew([0]))[key]
+        with blocks_of(SlotKV(4, 4, TOKENS), store=store) as more:
+            assert more.restore({key: 1}, more.renew([1])) == {key: False}
+            life = filled(more, 0)
+            (stored,) = more.persist({key: 0}, [life]).values()
+            assert [stored] == more.origins([0])
+            assert more.restore({key: 1}, more.renew([1])) == {key: True}
+            life = filled(more, 2)
+            assert more.persist({key: 2}, [life]) == {key: stored}, "a whole one stays"

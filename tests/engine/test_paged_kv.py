@@ -1,0 +1,19 @@
+"""The engine's KV blocks keep the contract of those that are moved and stored with rows."""
+
+from __future__ import annotations
+
+import torch
+
+from cache_manager.testing.kv import KVBlocksContract
+from kvroute.engine.kv import KVShape, PagedKV
+
+
+class TestPagedKV(KVBlocksContract):
+    dtype = torch.float32
+
+    def kv(self) -> PagedKV:
+        return PagedKV(KVShape(2, 2, 4, 3, self.dtype), block_tokens=8, device_blocks=5, host_blocks=4)
+
+
+class TestPagedKVOfBfloat16(TestPagedKV):
+    dtype = torch.bfloat16
