@@ -137,7 +137,7 @@ JOB_FAULTS = [
     ),
     Fault(
         "a change that is interrupted is not seen",
-        "table.py",
+        "lock.py",
         "        lock.torn += 1\n        answer = method(table, *args, **kwargs)\n        lock.torn -= 1\n",
         "        answer = method(table, *args, **kwargs)\n",
         THREADS + INTERRUPTED,
