@@ -20,13 +20,7 @@ from numpy.typing import NDArray
 from cache_manager import memory, moves
 from cache_manager.bits import Bits, Flags, Ints
 from cache_manager.checks import Blocks, count_in_range, integers, readable, unsigned
-from cache_manager.errors import (
-    BlockStateError,
-    InvalidInputError,
-    KVRouteError,
-    RowError,
-    SpecError,
-)
+from cache_manager.errors import BlockStateError, InvalidInputError, KVRouteError, RowError, SpecError
 from cache_manager.feed import Fed
 from cache_manager.keys import KeyChain, Namespace
 from cache_manager.lock import AuxCounters, Lock
@@ -252,14 +246,7 @@ class AuxBlocks(Storing, Fed):
             return Step(device, slots, steps_max=self._steps_max, in_place=in_place, strict=self.strict)
         except KVRouteError as error:
             known, n = readable(slots)
-
-            def lose() -> None:
-                if known is None:
-                    device.forget_all()
-                else:
-                    device.lose(known[(known >= 0) & (known < device.end)])
-
-            self._lost("bad_writes_dropped", n, f"begin_step: {error}", lose)
+            self._lost("bad_writes_dropped", n, f"begin_step: {error}", lambda: device.lose(known))
             raise
 
     step = begin_step
@@ -320,7 +307,7 @@ class AuxBlocks(Storing, Fed):
         return found
 
     def _gathered(self, table: BlockTable, spec: int, ids: Ints) -> tuple[NDArray[np.uint8], Bits, Bits]:
-        """Without the lock. A close may come between."""
+        """Without the lock; a close may come between."""
         try:
             return memory.gather(table.region, spec, ids)
         except AttributeError:  # the region's arrays are gone
