@@ -17,20 +17,13 @@ import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager import feed, memory, moves
+from cache_manager import memory, moves
 from cache_manager.bits import Bits, Flags, Ints
 from cache_manager.checks import Blocks, count_in_range, integers, readable, unsigned
-from cache_manager.errors import (
-    BlockStateError,
-    FeedGapError,
-    InvalidInputError,
-    KVRouteError,
-    RowError,
-    SpecError,
-)
+from cache_manager.errors import BlockStateError, InvalidInputError, KVRouteError, RowError, SpecError
+from cache_manager.feed import Fed
 from cache_manager.keys import KeyChain, Namespace
 from cache_manager.lock import AuxCounters, Lock
-from cache_manager.mistakes import Mistakes
 from cache_manager.moves import MOVED, Pairs
 from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
 from cache_manager.regions import Memory, region_in
@@ -46,7 +39,7 @@ StepRows = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
 """Rows ``[T, *row_shape]``, or rows in another token order with their slots ``[T]``."""
 
 
-class AuxBlocks(Mistakes, Storing):
+class AuxBlocks(Storing, Fed):
     """Rows for ``blocks`` device blocks, and ``host_blocks`` on the CPU, that an engine gives out itself.
 
     ``required`` names the specs whose rows a block must have in full to be stored and to count as a hit (all, if not
@@ -79,9 +72,8 @@ class AuxBlocks(Mistakes, Storing):
         self._required = tuple(self.layout.index(name) for name in names)
         self._record = self.layout if kv is None else RecordLayout((*self.layout.specs, kv.spec))
         self._steps_max, self._kv = count_in_range(steps_max, "steps_max", 1), kv
-        Mistakes.__init__(self, Lock(), strict=strict)
+        super().__init__(Lock(), strict=strict)
         self._lock.mend, self.keys = self._mend, KeyChain(namespace, self._record)
-        self._fed: tuple[int, int] | None = None  # by which feed, and the number of its next batch
         self._tables: dict[TierName, BlockTable] = {}
         sizes: dict[TierName, int] = {
             "device": count_in_range(blocks, "device_blocks", 1),
@@ -254,14 +246,7 @@ class AuxBlocks(Mistakes, Storing):
             return Step(device, slots, steps_max=self._steps_max, in_place=in_place, strict=self.strict)
         except KVRouteError as error:
             known, n = readable(slots)
-
-            def lose() -> None:
-                if known is None:
-                    device.forget_all()
-                else:
-                    device.lose(known[(known >= 0) & (known < device.end)])
-
-            self._lost("bad_writes_dropped", n, f"begin_step: {error}", lose)
+            self._lost("bad_writes_dropped", n, f"begin_step: {error}", lambda: device.lose(known))
             raise
 
     step = begin_step
@@ -322,7 +307,7 @@ class AuxBlocks(Mistakes, Storing):
         return found
 
     def _gathered(self, table: BlockTable, spec: int, ids: Ints) -> tuple[NDArray[np.uint8], Bits, Bits]:
-        """Without the lock. A close may come between."""
+        """Without the lock; a close may come between."""
         try:
             return memory.gather(table.region, spec, ids)
         except AttributeError:  # the region's arrays are gone
@@ -363,37 +348,6 @@ class AuxBlocks(Mistakes, Storing):
             known, n = readable(pairs)
             lost = None if known is None or n % 2 else known[1::2]
             self._lost("bad_moves_dropped", -(-n // 2), f"move: {error}", lambda: tables[1].lose_blocks(lost))
-
-    # ---------------------------------------------------------------- being fed
-
-    def apply(self, operations: bytes) -> list[feed.Operation]:
-        """Do what a scheduler's :class:`BlockFeed` says has become of blocks, in its order; the operations done.
-
-        A batch that came before is not done again, and counted. Where one is missing, nobody knows what has become of
-        any block: all rows are forgotten, and counted; a strict set raises :class:`FeedGapError` after that. Where the
-        batches of another feed begin, its scheduler was started anew: all rows are forgotten, generations begin anew,
-        and that is counted. Bytes that no feed has made are refused before anything is done.
-        """
-        return feed.apply(operations, self)
-
-    def begin_batch(self, epoch: int, number: int) -> bool:
-        """The feed ``epoch`` brings its batch ``number``; whether it is to be done. For :func:`feed.apply`."""
-        with self._lock:
-            restarted = self._fed is not None and self._fed[0] != epoch
-            wanted = 0 if restarted or self._fed is None else self._fed[1]
-            if number >= wanted:
-                self._fed = epoch, number + 1
-                if restarted or number > wanted:
-                    for table in self._tables.values():
-                        table.forget_all(lives=restarted)
-                if restarted:
-                    self._drop("feed_restarts", 1, "apply: a feed that begins anew: all rows are forgotten")
-        if number < wanted:
-            again = InvalidInputError("feed", f"batch {wanted}", number)
-            self.dropped("feed_repetitions", 1, "apply", again)
-        elif number > wanted:
-            self.dropped("feed_gaps", 1, "apply", FeedGapError(f"feed: wanted batch {wanted}, got {number}"))
-        return number >= wanted
 
     # ---------------------------------------------------------------- the end
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from blocks_house import House
+from blocks_house import House, slots
 from origins_of import origins_of
 
 from cache_manager.errors import InvalidInputError
@@ -75,3 +75,15 @@ def test_asking_for_what_is_no_block_ends_nothing(house) -> None:
         engine.origins([0, 99])
     engine.write_step([0], {"routing": house.rows("second", 1)})
     assert origins_of(engine, [0]) == [before]
+
+
+def test_what_is_written_after_a_copy_is_another_computation_s(house) -> None:
+    """Goal: a copy and its source part when one of them is written. Method: the copy of a block, which is written."""
+    engine = house.engine
+    engine.renew([0, 1])
+    rows = house.fill(0, "first")
+    engine.copy([(0, 1)])
+    assert origins_of(engine, [0]) == origins_of(engine, [1])
+    engine.write_step(slots(0)[:1], {"routing": house.rows("second", 1)})
+    assert origins_of(engine, [0]) != origins_of(engine, [1])
+    assert house.holds(1, rows)
