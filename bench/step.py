@@ -12,9 +12,8 @@ steps of 1 to 1024 sequences and a prefill of 8192 tokens, caches warm and cold 
   else its scheduler does for them, tokens appended and blocks hashed. It has no rows. In a prefill the request is made,
   matched and given its blocks.
 
-Then, warm: the bookkeeping of a swap of 1000 blocks (nothing is copied) and the whole swap in SharedMemory, against a
-bare loop of copies over as many scattered blocks; ``check_ids`` of a prefill; and what a
-finished request of 32 k tokens costs, read and made into ``Routes``.
+Then, warm: a swap of 1000 blocks in SharedMemory against a bare loop of copies over as many scattered blocks;
+``check_ids`` of a prefill; and what a finished request of 32 k tokens costs, read and made into ``Routes``.
 
 The contestants of one load take turns, vLLM's processes too. Times are the calling thread's own (nothing here waits for
 another), so that a machine that is shared disturbs them less; the fastest and the median count. ``make bench-peers``
@@ -42,7 +41,6 @@ from bench.turns import Peer
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
-from cache_manager.moves import copy_records
 from cache_manager.regions import Memory
 from cache_manager.rows import Rows
 from kvroute.checks import check_ids
@@ -102,16 +100,12 @@ class Running:
         self._steps += 1
 
 
-def uncopied(source: object, target: object, sources: object, targets: object) -> None:
-    """A mover of rows that moves none."""
-
-
-def swapping(memory: Memory, blocks: int, copied: bool) -> tuple[AuxBlocks, Callable[[], object], Callable[[], object]]:
-    """A swap of scattered blocks, out and in again; not ``copied``: the bookkeeping alone."""
+def swapping(memory: Memory, blocks: int) -> tuple[AuxBlocks, Callable[[], object], Callable[[], object]]:
+    """A swap of scattered blocks, out and in again."""
     rng = np.random.default_rng(0)
     pool = 4 * blocks
     device, host = rng.permutation(pool)[:blocks], rng.permutation(pool)[:blocks]
-    aux = aux_blocks(pool, host_blocks=pool, memory=memory, mover=copy_records if copied else uncopied)
+    aux = aux_blocks(pool, host_blocks=pool, memory=memory)
     aux.renew(device)
     write_and_commit(aux, whole(device), random_rows(blocks * BLOCK_TOKENS))
     out = np.stack([device, host], axis=1)
@@ -268,8 +262,7 @@ def print_steps(loads: Sequence[tuple[int, bool, bool]], rounds: int, peers: Seq
 
 def print_moves(rounds: int, blocks: int) -> list[dict[str, Any]]:
     """The swap, and what becomes of a finished request."""
-    noted, note_out, note_in = swapping("heap", blocks, copied=False)
-    shared, swap_out, swap_in = swapping("shared", blocks, copied=True)
+    shared, swap_out, swap_in = swapping("shared", blocks)
     scattered = np.random.default_rng(1).permutation(4 * blocks)[: 2 * blocks].reshape(2, -1).tolist()
 
     def one_by_one() -> None:
@@ -279,18 +272,12 @@ def print_moves(rounds: int, blocks: int) -> list[dict[str, Any]]:
 
     swaps = {
         "one assignment a block, SharedMemory": Timed(one_by_one),
-        "swap_out, bookkeeping alone": Timed(note_out),
-        "swap_in, bookkeeping alone": Timed(note_in),
         "swap_out, SharedMemory": Timed(swap_out),
         "swap_in, SharedMemory": Timed(swap_in),
     }
-    alone = [each for name, each in swaps.items() if name.endswith("alone")]  # moved bytes would push it out of caches
-    take_turns(4 * rounds, alone)
-    take_turns(rounds, [each for each in swaps.values() if each not in alone])
-    noted.close()
+    take_turns(rounds, swaps.values())
     shared.close()
-    targets = {"swap_out, bookkeeping alone": "120 us", "swap_in, bookkeeping alone": "120 us"}
-    targets |= {"swap_out, SharedMemory": "x 1.15", "swap_in, SharedMemory": "x 1.15"}
+    targets = {"swap_out, SharedMemory": "x 1.15", "swap_in, SharedMemory": "x 1.15"}
     found = _print(f"a swap of {blocks} blocks", swaps, targets)
 
     tokens = 32_768

@@ -30,8 +30,8 @@ def measure(memory: Memory, blocks: int, rounds: int, seed: int) -> dict[str, fl
     rng = np.random.default_rng(seed)
     pool = 4 * blocks
     device, host = rng.permutation(pool)[:blocks], rng.permutation(pool)[:blocks]
-    out = list(zip(device.tolist(), host.tolist(), strict=True))
-    back = [(target, source) for source, target in out]
+    out, back = np.stack([device, host], axis=1), np.stack([host, device], axis=1)
+    pairs = out.tolist()
     rows = rng.integers(0, 256, (blocks * SPEC.block_tokens, *SPEC.row_shape), np.uint8)
 
     aux = AuxBlocks([SPEC], blocks=pool, host_blocks=pool, namespace=Namespace("bench", 1), memory=memory)
@@ -41,7 +41,7 @@ def measure(memory: Memory, blocks: int, rounds: int, seed: int) -> dict[str, fl
 
     def one_by_one() -> None:
         kv_slots, swap_slots = aux.region("device").rows, aux.region("host").rows
-        for s, t in out:
+        for s, t in pairs:
             swap_slots[t] = kv_slots[s]
 
     times = best_ms(

@@ -9,8 +9,7 @@ and counted, and what it would have made readable is missing. With ``strict=True
 from __future__ import annotations
 
 import gc
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
 
@@ -18,39 +17,29 @@ import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager import feed, memory, moves
+from cache_manager import memory, moves
 from cache_manager.bits import Bits, Flags, Ints
 from cache_manager.checks import Blocks, count_in_range, integers, readable, unsigned
-from cache_manager.errors import (
-    BlockBusyError,
-    BlockStateError,
-    FeedGapError,
-    InvalidInputError,
-    KVRouteError,
-    RowError,
-    SpecError,
-)
-from cache_manager.keys import BlockKey, KeyChain, Namespace
-from cache_manager.landing import Landing
+from cache_manager.errors import BlockStateError, InvalidInputError, KVRouteError, RowError, SpecError
+from cache_manager.feed import Fed
+from cache_manager.keys import KeyChain, Namespace
 from cache_manager.lock import AuxCounters, Lock
 from cache_manager.moves import MOVED, Pairs
-from cache_manager.ports import KVBlocks, RecordCounters, Region, StorageBackend, TierName
+from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
 from cache_manager.regions import Memory, region_in
 from cache_manager.rows import Rows, window_of
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.step import Keep, Step
-from cache_manager.stored import AnyJob, JobLimits, PersistJob, RestoreJob, Stored
+from cache_manager.stored import JobLimits, Stored
+from cache_manager.storing import Storing
 from cache_manager.table import BlockTable
 
-logger = logging.getLogger(__name__)
-
 GENERATION_END: Final = 1 << 47
-NAMED_MAX: Final = 8  # blocks that one error names
 StepRows = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
 """Rows ``[T, *row_shape]``, or rows in another token order with their slots ``[T]``."""
 
 
-class AuxBlocks(Landing):
+class AuxBlocks(Storing, Fed):
     """Rows for ``blocks`` device blocks, and ``host_blocks`` on the CPU, that an engine gives out itself.
 
     ``required`` names the specs whose rows a block must have in full to be stored and to count as a hit (all, if not
@@ -78,15 +67,13 @@ class AuxBlocks(Landing):
         if isinstance(specs, AuxBlockDataSpec):
             raise SpecError("specs", "a sequence of AuxBlockDataSpec", "a single one")
         self.layout = RecordLayout(tuple(specs))
-        self.block_tokens, self.strict = self.layout.block_tokens, strict
+        self.block_tokens = self.layout.block_tokens
         names = [s.name for s in self.layout.specs] if required is None else list(required)
         self._required = tuple(self.layout.index(name) for name in names)
         self._record = self.layout if kv is None else RecordLayout((*self.layout.specs, kv.spec))
         self._steps_max, self._kv = count_in_range(steps_max, "steps_max", 1), kv
-        self._lock, self.keys = Lock(), KeyChain(namespace, self._record)
-        self._lock.mend = self._mend
-        self._logged: set[str] = set()
-        self._fed: tuple[int, int] | None = None  # by which feed, and the number of its next batch
+        super().__init__(Lock(), strict=strict)
+        self._lock.mend, self.keys = self._mend, KeyChain(namespace, self._record)
         self._tables: dict[TierName, BlockTable] = {}
         sizes: dict[TierName, int] = {
             "device": count_in_range(blocks, "device_blocks", 1),
@@ -105,11 +92,11 @@ class AuxBlocks(Landing):
 
     @property
     def _device(self) -> BlockTable:
-        return self._table("device")
+        self._lock.check_open()
+        return self._tables["device"]
 
     def _table(self, tier: TierName) -> BlockTable:
-        if self._lock.closed:
-            raise BlockStateError("AuxBlocks", "one that is open", "one that was closed")
+        self._lock.check_open()
         table = self._tables.get(tier) if isinstance(tier, str) else None
         if table is None:
             raise InvalidInputError("tier", "'device', or 'host' with host_blocks > 0", repr(tier))
@@ -132,21 +119,12 @@ class AuxBlocks(Landing):
         return self._tables["host"].blocks if "host" in self._tables else 0
 
     @property
-    def has_store(self) -> bool:
-        return self._stored.has_store
-
-    @property
     def namespace(self) -> Namespace:
         return self.keys.namespace
 
     @property
     def counters(self) -> AuxCounters:
         return self._lock.counters()
-
-    @property
-    def store_counters(self) -> RecordCounters | None:
-        """What the store has answered so far, corrupt records included; ``None`` without one."""
-        return self._stored.store.counters if self._stored.has_store else None
 
     @property
     def in_flight(self) -> int:
@@ -159,19 +137,6 @@ class AuxBlocks(Landing):
         """The steps in flight, oldest first; any of them may be aborted, one in place when its device is done."""
         with self._lock:
             return [claim.step for claim in self._device.steps.values()]
-
-    @property
-    def jobs(self) -> list[AnyJob]:
-        """Those that have begun and not landed, the earliest first; any of them may be cancelled."""
-        return self._stored.jobs
-
-    def poll(self) -> list[AnyJob]:
-        """Land the jobs that the store has done its part of; those jobs. Waits for nothing."""
-        return self._stored.poll()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Sleep until :meth:`poll` has something to land, or no job is left; ``False`` after ``timeout_s``."""
-        return self._stored.wait_any(timeout_s)
 
     def region(self, tier: TierName) -> Region:
         """The memory of a tier, for readers in other processes and for capture on the device."""
@@ -210,7 +175,7 @@ class AuxBlocks(Landing):
         that cannot be given out is dropped and counted: its generation is 0 in the answer.
         """
         table = self._device
-        if generations is None and not np.size(blocks):  # engines ask for room for every token, and mostly have it
+        if generations is None and isinstance(blocks, list) and not blocks:  # engines ask for room for every token
             return np.empty(0, np.int64)
         with self._lock:
             ids, good = table.known(blocks)
@@ -281,14 +246,7 @@ class AuxBlocks(Landing):
             return Step(device, slots, steps_max=self._steps_max, in_place=in_place, strict=self.strict)
         except KVRouteError as error:
             known, n = readable(slots)
-
-            def lose() -> None:
-                if known is None:
-                    device.forget_all()
-                else:
-                    device.lose(known[(known >= 0) & (known < device.end)])
-
-            self._lost("bad_writes_dropped", n, f"begin_step: {error}", lose)
+            self._lost("bad_writes_dropped", n, f"begin_step: {error}", lambda: device.lose(known))
             raise
 
     step = begin_step
@@ -349,7 +307,7 @@ class AuxBlocks(Landing):
         return found
 
     def _gathered(self, table: BlockTable, spec: int, ids: Ints) -> tuple[NDArray[np.uint8], Bits, Bits]:
-        """Without the lock. A close may come between."""
+        """Without the lock; a close may come between."""
         try:
             return memory.gather(table.region, spec, ids)
         except AttributeError:  # the region's arrays are gone
@@ -391,121 +349,7 @@ class AuxBlocks(Landing):
             lost = None if known is None or n % 2 else known[1::2]
             self._lost("bad_moves_dropped", -(-n // 2), f"move: {error}", lambda: tables[1].lose_blocks(lost))
 
-    # ---------------------------------------------------------------- storing
-
-    def begin_persist(
-        self, blocks: Mapping[BlockKey, int], generations: Blocks, *, queued: bool = True
-    ) -> PersistJob | None:
-        """Store device blocks, in these generations, under their keys; the answers: which origin is stored now.
-
-        Equal to :meth:`origins` of the block, the answer says that this very content is stored; another one, that
-        content of another computation was there and stays; 0, that nothing is. ``None`` when there is no room for a
-        further job: nothing has changed. A job that is not ``queued`` is done by the calling thread.
-        """
-        return self._stored.begin(lambda: PersistJob(self._stored, blocks, generations), queued=queued)
-
-    def begin_restore(
-        self,
-        blocks: Mapping[BlockKey, int],
-        generations: Blocks,
-        origins: Mapping[BlockKey, int] | None = None,
-        *,
-        queued: bool = True,
-    ) -> RestoreJob | None:
-        """Fill device blocks without rows with what is stored under their keys; the answers: which have come back.
-
-        Whoever keeps the KV elsewhere says with ``origins``, by key, of which computation it is: rows of another are
-        not restored, and counted. What was read is dropped after a reset, a cancel, or a write into the block.
-        """
-        return self._stored.begin(lambda: RestoreJob(self._stored, blocks, generations, origins), queued=queued)
-
-    def persist(self, blocks: Mapping[BlockKey, int], generations: Blocks) -> dict[BlockKey, int]:
-        """:meth:`begin_persist`, done by the calling thread."""
-        job = self.begin_persist(blocks, generations, queued=False)
-        assert job is not None, "nothing but the queue is ever full"
-        return job.result()
-
-    def restore(
-        self, blocks: Mapping[BlockKey, int], generations: Blocks, origins: Mapping[BlockKey, int] | None = None
-    ) -> dict[BlockKey, bool]:
-        """:meth:`begin_restore`, done by the calling thread."""
-        job = self.begin_restore(blocks, generations, origins, queued=False)
-        assert job is not None, "nothing but the queue is ever full"
-        return job.result()
-
-    def stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which keys the store seems to have; only ``restore`` verifies."""
-        return self._stored.store.contains(keys)
-
-    def flush(self) -> None:
-        """Return when what was persisted is on stable storage."""
-        self._stored.store.flush()
-
-    # ---------------------------------------------------------------- being fed
-
-    def apply(self, operations: bytes) -> list[feed.Operation]:
-        """Do what a scheduler's :class:`BlockFeed` says has become of blocks, in its order; the operations done.
-
-        A batch that came before is not done again, and counted. Where one is missing, nobody knows what has become of
-        any block: all rows are forgotten, and counted; a strict set raises :class:`FeedGapError` after that. Where the
-        batches of another feed begin, its scheduler was started anew: all rows are forgotten, generations begin anew,
-        and that is counted. Bytes that no feed has made are refused before anything is done.
-        """
-        return feed.apply(operations, self)
-
-    def begin_batch(self, epoch: int, number: int) -> bool:
-        """The feed ``epoch`` brings its batch ``number``; whether it is to be done. For :func:`feed.apply`."""
-        with self._lock:
-            restarted = self._fed is not None and self._fed[0] != epoch
-            wanted = 0 if restarted or self._fed is None else self._fed[1]
-            if number >= wanted:
-                self._fed = epoch, number + 1
-                if restarted or number > wanted:
-                    for table in self._tables.values():
-                        table.forget_all(lives=restarted)
-                if restarted:
-                    self._drop("feed_restarts", 1, "apply: a feed that begins anew: all rows are forgotten")
-        if number < wanted:
-            again = InvalidInputError("feed", f"batch {wanted}", number)
-            self.dropped("feed_repetitions", 1, "apply", again)
-        elif number > wanted:
-            self.dropped("feed_gaps", 1, "apply", FeedGapError(f"feed: wanted batch {wanted}, got {number}"))
-        return number >= wanted
-
-    # ---------------------------------------------------------------- mistakes, and the end
-
-    def dropped(self, counter: str, n: int, call: str, error: KVRouteError, *, mistake: bool = True) -> None:
-        """So many things were dropped for ``error``: count them, and log the first of the kind; a strict set raises
-        what was somebody's ``mistake``."""
-        if self.strict and mistake:
-            raise error
-        with self._lock:
-            self._drop(counter, n, f"{call}: {error}")
-
-    def _lost(self, counter: str, n: int, why: str, lose: Callable[[], None]) -> None:
-        """The engine has done all the same what was refused here: ``lose`` what has no rows any more, and count."""
-        try:
-            with self._lock:
-                lose()
-                self._drop(counter, n, why)
-        except BlockBusyError:
-            self._lock.torn += 1  # in the middle of a call of our own: the next one forgets everything
-            raise
-
-    def _bad(self, counter: str, bad: Ints, call: str, wanted: str) -> None:
-        """The same for blocks, by mistake; the lock is held."""
-        named = ", ".join(map(str, bad[:NAMED_MAX].tolist()))
-        more = f" and {bad.size - NAMED_MAX} more" if bad.size > NAMED_MAX else ""
-        error = InvalidInputError(call, wanted, f"{'block' if bad.size == 1 else 'blocks'} {named}{more}")
-        if self.strict:
-            raise error
-        self._drop(counter, bad.size, str(error))
-
-    def _drop(self, counter: str, n: int, why: str) -> None:
-        self._lock.count(counter, n)
-        if counter not in self._logged:
-            self._logged.add(counter)
-            logger.warning("%s; %d dropped, further ones are counted as %s", why, n, counter)
+    # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
         """Give the memory back; harmless the second time. The store stays open: it is the caller's.

@@ -11,18 +11,20 @@ Python object each. Nothing here does I/O.
 
 from __future__ import annotations
 
-import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from cache_manager.bits import Ints
 from cache_manager.checks import Blocks, Numbers, count_in_range, integers
-from cache_manager.errors import BlockBusyError, InvalidInputError, KVRouteError
+from cache_manager.errors import BlockBusyError, FeedGapError, InvalidInputError, KVRouteError
 from cache_manager.keys import KEY_NBYTES, BlockKey
+from cache_manager.mistakes import Mistakes
 from cache_manager.ports import TierName
+from cache_manager.table import BlockTable
 
 VERSION: Final = 2
 WEIGHTS_END: Final = 1 << 63
@@ -106,7 +108,7 @@ class BlockFeed:
         self._blocks = Numbers("device", count_in_range(blocks, "blocks", 1), 1)
         self.generations: Ints = np.zeros(blocks, np.int64)
         self._operations: list[Operation] = []
-        self._epoch, self._number = int.from_bytes(os.urandom(8), "little"), 0
+        self._epoch, self._number = int(np.random.default_rng().integers(1 << 63)), 0  # of the system's entropy
 
     def renew(self, blocks: Sequence[int] | Ints) -> Ints:
         """Blocks were given out anew; the generations they begin ``[n]``. A block may be named once in a call."""
@@ -163,33 +165,64 @@ class BlockFeed:
         return msgspec.msgpack.encode(batch)
 
 
-class Fed(Protocol):
-    """Blocks that are told: :class:`~cache_manager.blocks.AuxBlocks`."""
+class Fed(Mistakes, ABC):
+    """The part of a set of blocks that is told what has become of them."""
 
-    def begin_batch(self, epoch: int, number: int) -> bool: ...
+    _tables: dict[TierName, BlockTable]
+    _fed: tuple[int, int] | None = None
+    """By which feed, and the number of its next batch."""
+
+    @abstractmethod
     def renew(self, blocks: Blocks, generations: Blocks) -> object: ...
+    @abstractmethod
     def move(self, source: TierName, target: TierName, pairs: Ints, rows: Sequence[int] | None) -> object: ...
+    @abstractmethod
     def begin_persist(self, blocks: Mapping[BlockKey, int], generations: Blocks) -> object | None: ...
+    @abstractmethod
     def begin_restore(
         self, blocks: Mapping[BlockKey, int], generations: Blocks, origins: Mapping[BlockKey, int] | None
     ) -> object | None: ...
+    @abstractmethod
     def reset(self, *, weights_version: int) -> object: ...
-    def dropped(self, counter: str, n: int, call: str, error: KVRouteError, *, mistake: bool = True) -> None: ...
 
+    def apply(self, operations: bytes) -> list[Operation]:
+        """Do what a scheduler's :class:`BlockFeed` says has become of blocks, in its order; the operations done.
 
-def apply(operations: bytes, to: Fed) -> list[Operation]:
-    """Do what a batch says, in its order; the operations done. See :meth:`AuxBlocks.apply`."""
-    if operations == b"":
-        return []
-    batch, calls = decoded(operations)
-    if not to.begin_batch(batch.epoch, batch.number):
-        return []
-    for call in calls:
-        try:
-            call(to)
-        except KVRouteError as error:
-            to.dropped("feed_operations_failed", 1, "apply", error)
-    return batch.operations
+        A batch that came before is not done again, and counted. Where one is missing, nobody knows what has become of
+        any block: all rows are forgotten, and counted; a strict set raises :class:`FeedGapError` after that. Where the
+        batches of another feed begin, its scheduler was started anew: all rows are forgotten, generations begin anew,
+        and that is counted. Bytes that no feed has made are refused before anything is done.
+        """
+        if isinstance(operations, bytes) and not operations:
+            return []
+        batch, calls = decoded(operations)
+        if not self._begin_batch(batch.epoch, batch.number):
+            return []
+        for call in calls:
+            try:
+                call(self)
+            except KVRouteError as error:
+                self.dropped("feed_operations_failed", 1, "apply", error)
+        return batch.operations
+
+    def _begin_batch(self, epoch: int, number: int) -> bool:
+        """The feed ``epoch`` brings its batch ``number``; whether it is to be done."""
+        with self._lock:
+            restarted = self._fed is not None and self._fed[0] != epoch
+            wanted = 0 if restarted or self._fed is None else self._fed[1]
+            if number >= wanted:
+                self._fed = epoch, number + 1
+                if restarted or number > wanted:
+                    for table in self._tables.values():
+                        table.forget_all(lives=restarted)
+                if restarted:
+                    self._drop("feed_restarts", 1, "apply: a feed that begins anew: all rows are forgotten")
+        if number < wanted:
+            again = InvalidInputError("feed", f"batch {wanted}", number)
+            self.dropped("feed_repetitions", 1, "apply", again)
+        elif number > wanted:
+            self.dropped("feed_gaps", 1, "apply", FeedGapError(f"feed: wanted batch {wanted}, got {number}"))
+        return number >= wanted
 
 
 def decoded(packed: bytes) -> tuple[Batch, list[Callable[[Fed], object]]]:

@@ -21,6 +21,8 @@ import os
 from _thread import RLock  # its class: threading.RLock is a function
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from cache_manager.errors import BlockBusyError, BlockStateError
 
@@ -70,6 +72,11 @@ class AuxCounters:
     interrupted_calls: int = 0
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T", bound="Locked")
+
+
 class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
     """A lock for the threads of the process that made it; taken twice by one thread it raises instead of hanging.
 
@@ -92,8 +99,7 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
             raise BlockBusyError("blocks", "a call from outside their own calls", "a finaliser or a signal handler")
         try:
             self.acquire()
-            if self.closed:
-                raise BlockStateError("AuxBlocks", "one that is open", "one that was closed")
+            self.check_open()
             if self.torn:
                 self.mend()
                 self.torn = 0
@@ -102,9 +108,33 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
                 self.release()
             raise
 
+    def check_open(self) -> None:
+        if self.closed:
+            raise BlockStateError("AuxBlocks", "one that is open", "one that was closed")
+
     def count(self, name: str, n: int = 1) -> None:
         """Add to a counter; the lock is held."""
         self._counts[name] += n
 
     def counters(self) -> AuxCounters:
         return AuxCounters(**self._counts)
+
+
+class Locked(Protocol):
+    """What changes under a lock."""
+
+    lock: Lock
+
+
+def change(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+    """Mark a change of a table's state, which comes to its end or leaves the lock torn."""
+
+    @wraps(method)
+    def whole(table: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        lock = table.lock
+        lock.torn += 1
+        answer = method(table, *args, **kwargs)
+        lock.torn -= 1
+        return answer
+
+    return whole

@@ -7,7 +7,6 @@ no rows any more.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -63,16 +62,14 @@ def move(
             if rows is not None:
                 valid &= limits[good]
             source.seal(sources)
-            origins, words = source.origin.take(sources), source.region.words.take(sources)
-            changes = source.changes.take(sources)
+            origins, changes = source.origin.take(sources), source.changes.take(sources)
             target.fence(fence, targets)
         copy_records(source.region, target.region, sources, targets)
         if kv is not None:
             kv.copy(source.tier, target.tier, *both)
         with lock:
-            same = source.region.words.take(sources) == words  # its rows were neither cleared,
-            same &= source.changes.take(sources) == changes  # nor was it forgotten or given out,
-            same &= source.origin.take(sources) == origins  # nor has a pass begun to write it
+            same = source.changes.take(sources) == changes  # it was neither forgotten nor given out,
+            same &= source.origin.take(sources) == origins  # nor has a pass begun, or ended, to write it
             arrived = target.arrive(fence, same, valid, origins)
             lock.count(MOVED[source.tier, target.tier], rows_in(valid[arrived]))
     finally:
@@ -101,8 +98,11 @@ def check_apart(source: BlockTable, target: BlockTable, sources: Ints, targets: 
 def copy_records(source: Region, target: Region, sources: Ints, targets: Ints) -> None:
     """Copy records pair by pair, neighbours at once; a fancy index would gather them first."""
     rows, into = source.rows, target.rows
-    apart = (np.diff(sources) != 1) | (np.diff(targets) != 1)
-    edges = [0, *(np.flatnonzero(apart) + 1).tolist(), sources.size] if sources.size else []
-    first, to = sources.tolist(), targets.tolist()
-    for a, b in pairwise(edges):
-        into[to[a] : to[a] + b - a] = rows[first[a] : first[a] + b - a]
+    if not (count(np.diff(sources) == 1) and count(np.diff(targets) == 1)):  # no neighbours
+        for first, to in zip(sources.tolist(), targets.tolist(), strict=True):
+            into[to] = rows[first]
+        return
+    begins = np.flatnonzero((np.diff(sources, prepend=-2) != 1) | (np.diff(targets, prepend=-2) != 1))
+    lengths = np.diff(begins, append=sources.size).tolist()
+    for first, to, n in zip(sources[begins].tolist(), targets[begins].tolist(), lengths, strict=True):
+        into[to : to + n] = rows[first : first + n]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from cache_manager.stored import RestoreJob
 Ints = NDArray[np.int64]
 Extra = bytes | Mapping[int, bytes]
 """What decides content besides tokens, such as the digest of an image: of the prompt, or by index of a block."""
+
+
+NOTHING: Final[tuple[bytes, Ints]] = b"", np.empty(0, np.int64)
 
 
 class Phase(Enum):
@@ -93,7 +96,7 @@ class Sequences:
         self.computed, self.limit, self.offset = (np.zeros(rows_max, np.int64) for _ in range(3))
         self.filling = np.zeros((rows_max, block_tokens), "<i8")
         self.computed_at = self.computed.data  # an element of a memoryview costs a third of an array's
-        self._last: tuple[bytes, Ints] = b"", np.empty(0, np.int64)  # what ready_rows() was asked, and answered
+        self._last = NOTHING  # what ready_rows() was asked, and answered
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self.by_owner.values())
@@ -145,7 +148,7 @@ class Sequences:
 
     def enter(self, s: Sequence, phase: Phase) -> None:
         """The sequence is in another phase, or has other blocks: nothing is known of its next slot."""
-        s.phase, self.limit[s.row], self._last = phase, 0, (b"", self._last[1][:0])
+        s.phase, self.limit[s.row], self._last = phase, 0, NOTHING
 
 
 def digests(extra: Extra) -> Mapping[int, bytes]:

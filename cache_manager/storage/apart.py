@@ -124,7 +124,7 @@ class Apart:
         self.arena.close()
 
     def ready(self) -> bool:
-        """True: a process takes calls, started now if it was time for one. :class:`StoreUnavailableError` without."""
+        """Whether a process takes calls, started now if it was time for one; :class:`StoreUnavailableError` if not."""
         return not self._running().gone
 
     def _running(self) -> _Worker:

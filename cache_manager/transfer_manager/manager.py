@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Final, Self
 
+from cache_manager.bits import Ints
 from cache_manager.errors import KVRouteError, StorageError, TransferProcessError
 from cache_manager.regions import SharedRegion
 from cache_manager.storage.apart import Apart, ApartSettings, ApartStore
 from cache_manager.storage.apart_process import Move
-from cache_manager.bits import Ints
 
 MODULE: Final = "cache_manager.transfer_manager.process"
 LOOK_S: Final = 0.05
@@ -49,12 +50,12 @@ class CacheTransferManager:
         """Wait until calls are taken, starting a process when it is time for one; ``False`` after ``timeout_s``."""
         give_up_s = time.monotonic() + timeout_s
         while True:
-            try:
-                return self._apart.ready()
-            except StorageError:
-                if time.monotonic() >= give_up_s:
-                    return False
-                time.sleep(LOOK_S)
+            with suppress(StorageError):
+                if self._apart.ready():
+                    return True
+            if time.monotonic() >= give_up_s:
+                return False
+            time.sleep(LOOK_S)
 
     def close(self) -> None:
         """End the process: properly within ``close_s``, by force after. Calls in flight end first. Idempotent."""

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from cache_manager.moves import copy_records
 from cache_manager.child import Parent
+from cache_manager.moves import copy_records
 from cache_manager.regions import SharedRegion
 from cache_manager.storage import apart_process
 from cache_manager.storage.apart_process import Answer, Asked, Command, Move

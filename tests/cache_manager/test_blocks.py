@@ -9,7 +9,6 @@ from kv import SlotKV
 from origins_of import origins_of
 
 from cache_manager.errors import BlockStateError, InvalidInputError, RowError, StorageError
-from cache_manager.feed import BlockFeed
 from cache_manager.table import STEP_NUMBERS
 
 # ---------------------------------------------------------------- devices that write late
@@ -38,18 +37,6 @@ def test_a_late_device_write_is_never_taken_for_a_row_of_the_next_step(house, en
     assert np.array_equal(read.values[2:], house.rows("mine")[2:])
     assert engine.counters.late_writes_dropped == 4
     house.fill(1, "afterwards")
-
-
-def test_devices_that_write_in_order_lose_nothing(house) -> None:
-    """Goal: overlapped steps of one device. Method: two steps in place on one slot, committed in order."""
-    engine, raw = house.engine, house.engine.region("device").rows
-    engine.renew([1])
-    first, second = (engine.begin_step(slots(1)[:n], in_place=True) for n in (1, 2))
-    raw[1, : 2 * SPEC.row_nbytes] = house.rows("device", 2).reshape(-1)
-    for step, landed in ((first, 0), (second, 2)):
-        step.wrote("routing")
-        assert step.commit() == landed
-    assert house.valid(1) == [True, True, False, False]
 
 
 def test_a_step_in_place_waits_for_the_device_of_the_one_before_it(house) -> None:
@@ -270,36 +257,6 @@ def test_a_move_that_fails_brings_nothing_and_keeps_nothing() -> None:
     house.close()
 
 
-def test_blocks_are_forgotten_by_name(house) -> None:
-    """Goal: blocks whose KV is not what it was said to be lose their rows, and nobody else's. Method: one of three is
-    forgotten, with ids that are none; it stays in its life and can be written again; then all are."""
-    engine = house.engine
-    lives = engine.renew([0, 1, 2])
-    rows = [house.fill(block, "mine") for block in range(3)]
-    engine.forget([1, 9, -1])
-    assert engine.complete([0, 1, 2]).tolist() == [True, False, True]
-    assert engine.generations([0, 1, 2]).tolist() == lives.tolist()
-    house.fill(1, "again")
-    assert house.holds(0, rows[0])
-    engine.forget()
-    assert not engine.complete([0, 1, 2]).any()
-
-
-def test_a_bad_pair_costs_its_target_and_no_other(house) -> None:
-    """Goal: KV that was copied over has no rows of before. Method: a source that was never given out."""
-    engine = house.engine
-    engine.renew([0, 1, 2])
-    rows = house.fill(0, "source")
-    house.fill(1, "one")
-    house.fill(2, "two")
-    engine.copy([(5, 1), (0, 2)])
-    assert house.valid(1) == [False] * TOKENS
-    assert house.holds(2, rows)
-    assert engine.counters.bad_moves_dropped == 1
-    engine.copy([(0, 9)])
-    assert engine.counters.bad_moves_dropped == 2
-
-
 def test_a_backup_leaves_the_source_as_it_is(house) -> None:
     engine = house.engine
     engine.renew([0, 1])
@@ -312,65 +269,6 @@ def test_a_backup_leaves_the_source_as_it_is(house) -> None:
 
 
 # ---------------------------------------------------------------- the store
-
-
-@pytest.mark.parametrize("between", ["renew", "reset", "same weights", "copy", "gap", "write", "cancel"])
-def test_rows_that_come_late_land_in_nothing_that_has_changed(house, between: str) -> None:
-    """Goal: a restore lands in the block that it was begun for. Method: change the block while the store reads."""
-    engine = house.engine
-    engine.renew([0, 1, 2])
-    rows = house.fill(0, "stored")
-    key = engine.keys.key(None, [1])
-    engine.persist({key: 0}, engine.generations([0]))
-    job = engine.begin_restore({key: 1}, engine.generations([1]))
-    house.gate.settle([job])
-    if between == "renew":
-        engine.renew([1])
-    elif between == "reset":
-        engine.reset(weights_version=2)
-    elif between == "same weights":
-        engine.reset(weights_version=1)
-    elif between == "copy":
-        engine.copy([(2, 1)])  # KV without rows
-    elif between == "gap":
-        feed = BlockFeed(blocks=6)
-        feed.renew([5])
-        feed.take()
-        feed.renew([5])
-        engine.apply(feed.take())
-    elif between == "write":
-        engine.begin_step(slots(1)[:1]).abort()  # its KV was written, its rows were lost
-    else:
-        job.cancel()
-    house.gate.open()
-    assert job.wait(60.0)
-    assert job.result() == {key: False}
-    assert house.valid(1) == [False] * TOKENS
-    dropped = engine.counters.late_restores_dropped + engine.counters.cancelled_restores_dropped
-    assert dropped == 1
-    if between in ("copy", "gap", "renew"):
-        engine.renew([1])
-        assert engine.restore({key: 1}, engine.generations([1])) == {key: True}
-        assert house.holds(1, rows)
-
-
-def test_nothing_is_pinned_while_it_is_stored_and_what_was_there_is_stored(house) -> None:
-    """Goal: an engine never waits. Method: renew and write the block while the store is at work on its rows."""
-    engine = house.engine
-    engine.renew([0])
-    rows = house.fill(0, "first")
-    origin = engine.origins([0])[0]
-    key = engine.keys.key(None, [1])
-    job = engine.begin_persist({key: 0}, engine.generations([0]))
-    house.gate.settle([job])
-    engine.renew([0])
-    house.fill(0, "second")
-    house.gate.open()
-    assert job.wait(60.0)
-    assert job.result() == {key: origin}
-    engine.renew([3])
-    assert engine.restore({key: 3}, engine.generations([3])) == {key: True}
-    assert house.holds(3, rows)
 
 
 def test_a_block_of_another_life_is_not_stored_under_the_key_of_the_first(house) -> None:
@@ -399,21 +297,6 @@ def test_rows_of_another_computation_do_not_come_beside_loaded_kv(house) -> None
     assert engine.restore({key: 1}, lives, {key: origin}) == {key: True}
 
 
-def test_what_is_written_after_a_block_was_stored_is_another_computation_s(house) -> None:
-    """Goal: the stored rows' origin names them alone. Method: a row is written again; both are restored elsewhere."""
-    engine = house.engine
-    engine.renew([0, 1])
-    stored = house.fill(0, "first")
-    key, life = engine.keys.key(None, [1]), engine.generations([0])
-    origin = engine.persist({key: 0}, life)[key]
-    assert origin == origins_of(engine, [0])[0]
-    assert engine.write_step(slots(0)[:1], {"routing": house.rows("second", 1)}) == 1
-    assert engine.origins([0])[0] not in (0, origin)
-    assert engine.restore({key: 1}, engine.generations([1]), {key: engine.origins([0])[0]}) == {key: False}
-    assert engine.restore({key: 1}, engine.generations([1]), {key: origin}) == {key: True}
-    assert house.holds(1, stored)
-
-
 def test_rows_do_not_come_back_beside_kv_that_came_from_elsewhere(house) -> None:
     """Goal: the name of KV that an engine was sent counts, whoever restores. Method: another name, then the rows'."""
     engine = house.engine
@@ -426,19 +309,3 @@ def test_rows_do_not_come_back_beside_kv_that_came_from_elsewhere(house) -> None
     assert engine.counters.blocks_of_another_origin_not_restored == 1
     assert engine.bind_origin(1, int(lives[0]), origin, TOKENS)
     assert engine.restore({key: 1}, lives) == {key: True}
-
-
-def test_rows_do_not_come_back_over_rows(house) -> None:
-    """Goal: nobody writes bytes that a reader may be reading. Method: two restores of a block, the second one late."""
-    engine = house.engine
-    engine.renew([0, 1])
-    rows = house.fill(0, "a")
-    key = engine.keys.key(None, [1])
-    engine.persist({key: 0}, engine.generations([0]))
-    lives = engine.generations([1])
-    house.gate.open()
-    jobs = [engine.begin_restore({key: 1}, lives) for _ in range(2)]
-    assert all(job.wait(30) for job in jobs)
-    assert [job.result() for job in jobs] == [{key: True}, {key: False}]
-    assert engine.counters.late_restores_dropped == 1
-    assert house.holds(1, rows)

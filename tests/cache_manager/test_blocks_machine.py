@@ -17,23 +17,17 @@ from blocks_model import (
     MEANWHILE,
     SIZES,
     SOME,
-    SPEC,
-    STEPS_MAX,
     TIERS,
     TOKENS,
     BlocksModel,
     ModelJob,
-    ModelStep,
     slots_of,
 )
 from budget import examples
-from canary import canary_rows
 from gate import until
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from cache_manager.errors import BlockBusyError, SlotError
-from cache_manager.memory import places
 from cache_manager.regions.view import RegionView
 from cache_manager.stored import Phase
 
@@ -106,49 +100,6 @@ class BlocksMachine(BlocksModel):
         if step is not None and at_once and not in_place:
             self.write(step, shuffled=None)
 
-    def begin(self, slots: list[int], *, in_place: bool = False, whole: bool = True) -> ModelStep | None:
-        refused = len(self.steps) == STEPS_MAX or not whole
-        touched = {s: self.lives["device"][s // TOKENS] for s in slots if 0 <= s < END}
-        touched = {slot: life for slot, life in touched.items() if slot // TOKENS in self.given["device"]}
-        writable = {slot for slot in touched if slot // TOKENS not in self.filling}
-        lives = {slot: touched[slot] for slot in writable if slots.count(slot) == 1 and not refused}
-        dropped = len(slots) if refused else sum(slot != -1 for slot in slots) - len(lives)
-        before = self.engine.counters.bad_writes_dropped
-        real = None
-        try:
-            real = self.engine.begin_step(np.array(slots, np.int64 if whole else np.float32), in_place=in_place)
-        except (BlockBusyError, SlotError):
-            assert refused
-        assert self.engine.counters.bad_writes_dropped == before + dropped
-        for slot, life in touched.items():  # a pass writes its KV, whatever becomes of its rows
-            for step in self.steps:
-                step.lives.pop(slot, None)
-            life.rows.pop(slot % TOKENS, None)
-            life.computed = True
-        for block in {slot // TOKENS for slot in touched if slot not in writable}:
-            self.forget("device", block)  # what is copied there comes to nothing
-        if real is None:
-            return None
-        began = {slot // TOKENS: self.known[slot // TOKENS] for slot in lives}
-        step = ModelStep(real, slots, lives, began, in_place=in_place)
-        self.steps.append(step)
-        if in_place:
-            step.rows, step.written = self.fresh_rows(sorted(step.reach)), True
-            self.device.append(step)
-        return step
-
-    def room(self, steps: int = 1) -> None:
-        """There are so many steps less than there may be."""
-        while len(self.steps) > STEPS_MAX - steps:
-            self.end(self.steps[0], commit=True)
-
-    def fill(self, block: int) -> None:
-        """A pass over the whole block, from its beginning to its end."""
-        self.room()
-        step = self.begin(slots_of(block))
-        self.write(step, shuffled=None)
-        self.end(step, commit=True)
-
     @rule(block=BLOCK, twice=st.booleans(), renewed=st.booleans())
     def a_step_follows_a_late_device(self, block, twice, renewed) -> None:
         """Over the same block, which may not have been given out when the device was sent, or not since."""
@@ -181,22 +132,6 @@ class BlocksMachine(BlocksModel):
         if step in self.steps:
             self.end(step, commit=True)
 
-    def write(self, step: ModelStep, shuffled: list[int] | None) -> None:
-        """Copy rows into place, in the order of the slots or in another."""
-        self.serial += 1
-        rows = canary_rows(SPEC, [(self.serial, n) for n in range(len(step.slots))])
-        at, step.written = np.array(step.slots, np.int64), True
-        if shuffled is None:
-            step.real.write("routing", rows)
-        else:
-            step.real.write("routing", rows[shuffled], at[shuffled])
-        for earlier in self.steps[: self.steps.index(step)]:
-            if earlier.in_place:  # its device may still write over what is copied now
-                for slot in earlier.reach:
-                    step.lives.pop(slot, None)
-        for slot, row in zip(step.slots, rows, strict=True):
-            step.rows.setdefault(slot, row.tobytes())
-
     @precondition(lambda self: any(not s.written for s in self.steps))
     @rule(data=st.data())
     def write_step(self, data) -> None:
@@ -206,36 +141,13 @@ class BlocksMachine(BlocksModel):
 
     @precondition(lambda self: self.device)
     @rule()
-    def the_device_writes(self) -> None:
-        """Whatever has become of the blocks: nobody can tell it."""
-        (rows,) = places(self.engine.region("device"))
-        for slot, row in self.device.popleft().rows.items():
-            rows[slot // TOKENS, slot % TOKENS] = np.frombuffer(row, np.uint8)
+    def a_device_gets_to_it(self) -> None:
+        self.the_device_writes()
 
     @precondition(lambda self: self.steps)
     @rule(data=st.data(), commit=st.booleans())
     def end_step(self, data, commit) -> None:
         self.end(data.draw(st.sampled_from(self.steps)), commit=commit)
-
-    def end(self, step: ModelStep, *, commit: bool) -> None:
-        while step in self.device:
-            self.the_device_writes()
-        if commit and step.in_place:
-            step.real.wrote("routing")
-        landed = step.real.commit() if commit else step.real.abort()
-        earlier = self.steps[: self.steps.index(step)]
-        fenced = {slot for each in earlier if each.in_place for slot in each.reach}
-        self.steps.remove(step)
-        if not commit:
-            return
-        land = {
-            slot: life
-            for slot, life in step.lives.items()
-            if step.written and slot not in fenced and life is self.lives["device"][slot // TOKENS]
-        }
-        assert landed == len(land), "a step lands where no device may still write"
-        for slot, life in land.items():
-            life.rows[slot % TOKENS] = step.rows[slot]
 
     # ---------------------------------------------------------------- moves
 

@@ -312,9 +312,16 @@ def test_no_room_for_a_further_sequence_is_no_room() -> None:
 
 
 def test_nothing_to_decode_is_nothing(house) -> None:
-    for empty in ([], np.empty(0, np.int64)):
-        assert house.manager.append_batch(empty).shape == (0,)
-        house.manager.publish_batch(empty, [])
+    """Goal: an empty batch is of nobody. Method: before any, after a batch, and after the end of one of it."""
+    house.run("a", PROMPT)
+    house.run("b", [7, 7])
+    before = house.manager.computed("a")
+    for change in (lambda: None, lambda: house.decode(["a", "b"], [1, 2]), lambda: house.manager.free("b")):
+        change()
+        for empty in ([], np.empty(0, np.int64)):
+            assert house.manager.append_batch(empty).shape == (0,)
+            house.manager.publish_batch(empty, [])
+    assert house.manager.computed("a") == before + 1
 
 
 # ---------------------------------------------------------------- the store
@@ -374,3 +381,16 @@ def test_a_failing_store_never_stops_a_request(house) -> None:
     for each in (house, again):
         assert each.manager.counters.store_failures == 1
     again.close()
+
+
+def test_a_decode_step_of_no_sequence_does_nothing(house) -> None:
+    """Goal: the numbers of an earlier step are not those of this one. Method: a step of two, one of which ends; then a
+    step of none."""
+    for owner in "ab":
+        house.run(owner, PROMPT)
+    house.decode(["a", "b"], [1, 2])
+    house.manager.free("b")
+    before = house.manager.computed("a"), house.manager.table("a")
+    assert house.manager.append_batch([]).size == 0
+    house.manager.publish_batch([], [])
+    assert (house.manager.computed("a"), house.manager.table("a")) == before

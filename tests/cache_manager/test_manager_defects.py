@@ -307,7 +307,7 @@ def test_a_store_that_hangs_keeps_no_block() -> None:
     again = House(house.store, device=8, shut=True)
     assert again.manager.begin_allocate("c", PROMPT).pending
     again.settle()
-    with pytest.raises(BlockBusyError, match="owner 'c': wanted a sequence .*, got one whose store is asked"):
+    with pytest.raises(BlockBusyError, match=r"owner 'c': wanted a sequence .*, got one whose store is asked"):
         again.manager.append("c", 11)
     again.manager.free("c")
     assert again.manager.free_device_blocks == 8
@@ -328,7 +328,7 @@ def test_a_store_that_hangs_keeps_no_block() -> None:
 
 
 def test_a_store_with_too_much_to_do_is_asked_for_nothing() -> None:
-    """Goal: a limit on what waits. Method: one more sequence is stored, and one more admitted, than jobs are allowed."""
+    """Goal: a limit on what waits. Method: one more sequence is stored, and one more admitted, than jobs may be."""
     house = House(device=12, shut=True)
     for n in range(LIMITS.jobs_max + 1):
         house.run(f"a{n}", [100 * n + i for i in range(9)])
@@ -373,7 +373,7 @@ def test_kv_that_cannot_be_taken_or_filled_is_not_stored_or_restored(house, erro
 
 
 def test_a_bug_in_the_store_is_raised_and_the_sequence_goes_on(house, monkeypatch) -> None:
-    """Goal: no sequence waits for ever. Method: a store that raises what no store may; poll raises, and then answers."""
+    """Goal: no sequence waits for ever. Method: a store raises what no store may; poll raises, and then answers."""
     house.run("a", PROMPT)
     assert house.persist("a") == 2
     house.manager.free("a")

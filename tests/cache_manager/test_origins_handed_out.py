@@ -8,37 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from blocks_house import TOKENS, House, slots
+from blocks_house import House, slots
 from origins_of import origins_of
 
 from cache_manager.errors import InvalidInputError
-
-
-@pytest.mark.parametrize("asked", ["in the pass", "after the pass"])
-@pytest.mark.parametrize("end", ["commit", "abort", "reject"])
-def test_rows_of_a_second_pass_do_not_come_back_beside_the_kv_of_the_first(house, asked: str, end: str) -> None:
-    """Goal: rows of the pass that made the KV. Method: KV and origin leave in or after a first pass, however it ends; a
-    second pass in the same life, which is stored; a restore by the first name and by the second."""
-    engine, origin = house.engine, 0
-    house.gate.open()
-    lives, key = engine.renew([0]), house.key
-    step = engine.begin_step(slots(0))
-    step.write("routing", house.rows("first"))
-    if asked == "in the pass":
-        (origin,) = engine.origins([0])
-    if end == "abort":
-        step.abort()
-    else:
-        step.commit(np.full(TOKENS, end == "commit"))
-    if asked == "after the pass":
-        (origin,) = engine.origins([0])
-    second = house.fill(0, "second")
-    stored = engine.persist({key: 0}, lives)[key]
-    assert stored not in (0, origin)
-    assert not house.brings(1, origin)
-    assert house.valid(1) == [False] * TOKENS
-    assert house.brings(1, stored)
-    assert house.holds(1, second)
 
 
 def test_what_is_asked_after_the_commit_names_what_is_stored(house) -> None:
@@ -53,21 +26,6 @@ def test_what_is_asked_after_the_commit_names_what_is_stored(house) -> None:
     assert house.brings(1, origin)
     assert house.holds(1, rows)
     assert engine.origins([5]) == [0], "where nothing was written"
-
-
-@pytest.mark.parametrize("late", ["stale", "incomplete"])
-def test_a_persist_that_stores_nothing_leaves_no_origin_open(house, late: str) -> None:
-    """Goal: the same where a persist was asked in between. Method: one of an older life, or of a block that misses a
-    row: it answers 0, and the first name stays that of the first pass alone."""
-    engine = house.engine
-    house.gate.open()
-    lives, key = engine.renew([0]), house.key
-    engine.write_step(slots(0), {"routing": house.rows("first")}, np.arange(TOKENS) < TOKENS - (late == "incomplete"))
-    (origin,) = engine.origins([0])
-    assert engine.persist({key: 0}, lives - (late == "stale")) == {key: 0}
-    house.fill(0, "second")
-    assert engine.persist({key: 0}, lives)[key] not in (0, origin)
-    assert not house.brings(1, origin)
 
 
 def test_what_leaves_while_a_step_is_in_flight_is_not_what_the_step_commits(house) -> None:
@@ -117,3 +75,15 @@ def test_asking_for_what_is_no_block_ends_nothing(house) -> None:
         engine.origins([0, 99])
     engine.write_step([0], {"routing": house.rows("second", 1)})
     assert origins_of(engine, [0]) == [before]
+
+
+def test_what_is_written_after_a_copy_is_another_computation_s(house) -> None:
+    """Goal: a copy and its source part when one of them is written. Method: the copy of a block, which is written."""
+    engine = house.engine
+    engine.renew([0, 1])
+    rows = house.fill(0, "first")
+    engine.copy([(0, 1)])
+    assert origins_of(engine, [0]) == origins_of(engine, [1])
+    engine.write_step(slots(0)[:1], {"routing": house.rows("second", 1)})
+    assert origins_of(engine, [0]) != origins_of(engine, [1])
+    assert house.holds(1, rows)

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from watched_region import Watched
 
+from cache_manager import memory
 from cache_manager.blocks import AuxBlocks
+from cache_manager.errors import RegionError
 from cache_manager.keys import Namespace
+from cache_manager.regions.view import RegionView
 from cache_manager.spec import AuxBlockDataSpec
 
 SPEC = AuxBlockDataSpec("routing", (2, 2), "uint8", 4)
@@ -51,3 +54,18 @@ def test_rows_that_are_gone_when_a_read_ends_are_not_handed_out(look: int, chang
         if change is not CHANGES["reset"]:
             assert found.valid[4:].all(), "what nobody has touched"
             assert np.array_equal(found.values[4:], ROWS)
+
+
+def test_where_stores_are_not_ordered_the_own_process_reads_under_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: rows can be read on aarch64 hosts, too. Method: say that this is one; a read that is beside nobody, and one
+    in another process's way, which is refused."""
+    monkeypatch.setattr(memory, "STORES_ARE_ORDERED", False)
+    with AuxBlocks([SPEC], blocks=2, namespace=Namespace("m", 1), memory="shared") as engine:
+        lives = engine.renew([0, 1])
+        engine.write_step(np.arange(4), {"routing": ROWS})
+        found = engine.read("routing", [0, 1], generations=lives)
+        assert found.valid.tolist() == [True] * 4 + [False] * 4
+        assert np.array_equal(found.values[:4], ROWS)
+        assert not engine.read("routing", [0], generations=lives[:1] - 1).valid.any()
+        with pytest.raises(RegionError, match="orders stores"):
+            RegionView(engine.region("device").name)

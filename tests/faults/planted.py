@@ -36,6 +36,7 @@ WORLD = "tests/simulation/test_transfer_simulation.py::test_every_claim_holds_un
 
 JOURNAL = "tests/kvroute/test_journal.py::TestForgetfulEngine"
 PROCESS = "tests/transfer_manager/test_process.py"
+APART = "tests/storage/test_apart.py"
 
 FAULTS = (
     Fault(
@@ -65,7 +66,7 @@ FAULTS = (
     Fault(
         "numbers of sequences that were asked about once are not looked at again",
         "manager/sequence.py",
-        's.phase, self.limit[s.row], self._last = phase, 0, (b"", self._last[1])',
+        "s.phase, self.limit[s.row], self._last = phase, 0, NOTHING",
         "s.phase, self.limit[s.row] = phase, 0",
         f"{REQUESTS}::test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed",
         "test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed",
@@ -439,11 +440,35 @@ FAULTS = (
         package="kvroute",
     ),
     Fault(
-        "the cache-transfer process does not compare generations",
+        "the cache-transfer process copies the other way",
         "transfer_manager/process.py",
-        "            if found != wanted:",
-        "            if False:",
+        "np.array(command.sources), np.array(command.targets)",
+        "np.array(command.targets), np.array(command.sources)",
         PROCESS,
-        "test_a_block_of_another_generation_is_refused_and_not_written",
+        "test_a_copy_moves_these_records_and_nothing_else",
+    ),
+    Fault(
+        "the cache-transfer process copies into blocks that are not there",
+        "transfer_manager/process.py",
+        "all(0 <= block < region.blocks",
+        "all(block < region.blocks",
+        PROCESS,
+        "test_what_cannot_be_copied_is_refused_and_costs_the_process_nothing",
+    ),
+    Fault(
+        "a store apart says that what its batch evicted is stored",
+        "storage/apart.py",
+        "        if len(parts) > 1:",
+        "        if False:",
+        APART,
+        "test_what_a_later_part_of_a_batch_has_evicted_is_not_said_to_be_stored",
+    ),
+    Fault(
+        "bytes of a miss come back from a store apart",
+        "storage/apart.py",
+        "                    if isinstance(each, RecordHeader):\n",
+        "                    if True:\n",
+        APART,
+        "test_a_buffer_is_untouched_where_nothing_was_found",
     ),
 )

@@ -96,7 +96,7 @@ JOB_FAULTS = [
     # ---- the feed
     Fault(
         "a gap of the feed is passed over",
-        "blocks.py",
+        "feed.py",
         "                if restarted or number > wanted:\n",
         "                if restarted:\n",
         FEED + "test_a_gap_forgets_all_rows_and_goes_on",
@@ -104,7 +104,7 @@ JOB_FAULTS = [
     ),
     Fault(
         "a batch of the feed is done twice",
-        "blocks.py",
+        "feed.py",
         "        return number >= wanted\n",
         "        return True\n",
         FEED + "test_a_repetition_does_nothing_and_is_counted",
@@ -112,7 +112,7 @@ JOB_FAULTS = [
     ),
     Fault(
         "a scheduler that was started anew is taken for repetitions",
-        "blocks.py",
+        "feed.py",
         "            restarted = self._fed is not None and self._fed[0] != epoch\n",
         "            restarted = False\n",
         FEED + "test_a_scheduler_that_is_started_anew_is_heard",
@@ -137,8 +137,8 @@ JOB_FAULTS = [
     ),
     Fault(
         "a change that is interrupted is not seen",
-        "table.py",
-        "        table.lock.torn += 1\n        answer = method(table, *args, **kwargs)\n        table.lock.torn -= 1\n",
+        "lock.py",
+        "        lock.torn += 1\n        answer = method(table, *args, **kwargs)\n        lock.torn -= 1\n",
         "        answer = method(table, *args, **kwargs)\n",
         THREADS + INTERRUPTED,
         INTERRUPTED,
@@ -154,8 +154,8 @@ JOB_FAULTS = [
     Fault(
         "a call goes on in what is closed",
         "lock.py",
-        "            if self.closed:\n",
-        "            if False:\n",
+        "            self.check_open()\n",
+        "            pass\n",
         THREADS + "test_after_close_every_call_says_so",
         "test_after_close_every_call_says_so",
     ),

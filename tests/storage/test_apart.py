@@ -124,6 +124,23 @@ def test_a_record_that_no_slot_of_the_arena_holds_is_refused_at_once() -> None:
         assert store.get_into([key_of(1)], [memoryview(bytearray(LAYOUT.nbytes))]) == [Absence.MISS]
 
 
+def test_what_a_later_part_of_a_batch_has_evicted_is_not_said_to_be_stored() -> None:
+    """Method: a batch in four parts for a store that has room for one."""
+    with apart("memory:?capacity=40000", arena_nbytes=128 << 10) as store:
+        numbers = range(28)
+        answers = store.put([header_of(n) for n in numbers], [payload_of(n) for n in numbers])
+        assert [answer is not None for answer in answers] == store.contains([key_of(n) for n in numbers])
+        assert 0 < sum(answer is not None for answer in answers) < 28
+
+
+def test_a_buffer_is_untouched_where_nothing_was_found(store: ApartStore) -> None:
+    """Goal: bytes of another caller's record do not come along. Method: a record, then a miss in the same slot."""
+    put(RecordStore(store, LAYOUT), [1])
+    buffer = memoryview(bytearray(b"\xee" * LAYOUT.nbytes))
+    assert store.get_into([key_of(2)], [buffer]) == [Absence.MISS]
+    assert bytes(buffer) == b"\xee" * LAYOUT.nbytes
+
+
 @pytest.mark.parametrize("call", ["put", "get_into", "contains", "delete", "flush", "usage"])
 def test_a_killed_process_fails_what_is_in_flight_and_another_takes_over(store: ApartStore, call: str) -> None:
     """Method: stopped first, so that the call is in flight for certain; then SIGKILL."""

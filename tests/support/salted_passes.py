@@ -27,10 +27,8 @@ from cache_manager.stored import JobLimits
 from cache_manager.testing.faults import FaultyStore
 
 NBYTES = 16
-OPERATIONS = {
-    **{"admit": 18, "compute": 20, "decode": 22, "grow": 6, "fork": 5, "free": 16},
-    **{"preempt": 4, "resume": 6, "persist": 16, "poll": 8, "fault": 2, "rest": 0.15},
-}
+OPERATIONS = {"admit": 18, "compute": 20, "decode": 22, "grow": 6, "fork": 5, "free": 16, "preempt": 4, "resume": 6}
+OPERATIONS |= {"persist": 16, "poll": 8, "fault": 2, "rest": 0.15}
 Bytes = NDArray[np.uint8]
 
 

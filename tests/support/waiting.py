@@ -40,4 +40,4 @@ def until(holds: Callable[[], object], wait_s: float = GIVE_UP_S) -> None:
     give_up_s = time.monotonic() + wait_s
     while not holds():
         assert time.monotonic() < give_up_s, "waited in vain"
-        time.sleep(0.01)
+        time.sleep(0.001)
