@@ -113,3 +113,22 @@ def test_what_could_never_be_a_hit_gives_way() -> None:
             assert more.restore({key: 1}, more.renew([1])) == {key: True}
             life = filled(more, 2)
             assert more.persist({key: 2}, [life]) == {key: stored}, "a whole one stays"
+
+
+def test_kv_that_was_torn_by_a_restore_has_no_name() -> None:
+    """Goal: rows land beside whole KV only. Method: a block's KV has a name from outside; a restore into it fails half
+    way, and then rows of that name come."""
+    with open_store("memory:") as store, blocks_of(kv := SlotKV(4, 4, TOKENS), store=store) as aux:
+        key, life = aux.keys.key(None, [1, 2, 3]), filled(aux, 0)
+        (origin,) = aux.persist({key: 0}, [life]).values()
+        (life,) = aux.renew([1])
+        assert aux.bind_origin(1, life, origin, TOKENS)
+
+        def torn(blocks: np.ndarray, given: np.ndarray) -> None:
+            kv.device[blocks] = 0
+            raise StorageError("half way")
+
+        kv.fill = torn
+        with pytest.raises(StorageError, match="half way"):
+            aux.restore({key: 1}, [life])
+        assert aux.origins([1]) == [0], "what lies there is of no computation"
