@@ -124,7 +124,7 @@ def test_kv_that_was_torn_by_a_restore_has_no_name() -> None:
         (life,) = aux.renew([1])
         assert aux.bind_origin(1, life, origin, TOKENS)
 
-        def torn(blocks: np.ndarray, given: np.ndarray) -> None:
+        def torn(blocks: np.ndarray, _: np.ndarray) -> None:
             kv.device[blocks] = 0
             raise StorageError("half way")
 
