@@ -96,7 +96,7 @@ JOB_FAULTS = [
     # ---- the feed
     Fault(
         "a gap of the feed is passed over",
-        "blocks.py",
+        "feed.py",
         "                if restarted or number > wanted:\n",
         "                if restarted:\n",
         FEED + "test_a_gap_forgets_all_rows_and_goes_on",
@@ -104,7 +104,7 @@ JOB_FAULTS = [
     ),
     Fault(
         "a batch of the feed is done twice",
-        "blocks.py",
+        "feed.py",
         "        return number >= wanted\n",
         "        return True\n",
         FEED + "test_a_repetition_does_nothing_and_is_counted",
@@ -112,7 +112,7 @@ JOB_FAULTS = [
     ),
     Fault(
         "a scheduler that was started anew is taken for repetitions",
-        "blocks.py",
+        "feed.py",
         "            restarted = self._fed is not None and self._fed[0] != epoch\n",
         "            restarted = False\n",
         FEED + "test_a_scheduler_that_is_started_anew_is_heard",
