@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from blocks_house import House
+from blocks_house import House, slots
 from origins_of import origins_of
 
 from cache_manager.errors import InvalidInputError
