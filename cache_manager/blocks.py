@@ -17,7 +17,7 @@ import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager import memory, moves
+from cache_manager import moves, publish
 from cache_manager.bits import Bits, Flags, Ints
 from cache_manager.checks import Blocks, count_in_range, integers, readable, unsigned
 from cache_manager.errors import BlockStateError, InvalidInputError, KVRouteError, RowError, SpecError
@@ -295,10 +295,10 @@ class AuxBlocks(Storing, Fed):
             generations = integers(generations, "generations", "one integer for each block")
             if generations.size < held.stop:
                 raise InvalidInputError("generations", f"one for each of {held.stop} blocks", generations.size)
-        if memory.STORES_ARE_ORDERED:
+        if publish.STORES_ARE_ORDERED:
             copied = self._gathered(table, index, ids)
         with self._lock:
-            rows, bits, words = copied or memory.gather(table.region, index, ids, locked=True)
+            rows, bits, words = copied or publish.gather(table.region, index, ids, locked=True)
             if generations is not None:
                 bits[(table.generations.take(ids) != generations[held]) | (table.region.words.take(ids) != words)] = 0
             found = Rows.of(self.layout.specs[index], rows, bits, window)
@@ -309,7 +309,7 @@ class AuxBlocks(Storing, Fed):
     def _gathered(self, table: BlockTable, spec: int, ids: Ints) -> tuple[NDArray[np.uint8], Bits, Bits]:
         """Without the lock; a close may come between."""
         try:
-            return memory.gather(table.region, spec, ids)
+            return publish.gather(table.region, spec, ids)
         except AttributeError:  # the region's arrays are gone
             self._table(table.tier)
             raise

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from cache_manager.bits import Ints, prefix_bits, rows_in
 from cache_manager.checks import integers
 from cache_manager.errors import InvalidInputError
-from cache_manager.memory import bits_of
 from cache_manager.ports import KVBlocks, Region, TierName
+from cache_manager.publish import bits_of
 from cache_manager.table import BlockTable, Fence
 
 Pairs = Sequence[tuple[int, int]] | NDArray[np.int64]

@@ -34,7 +34,7 @@ class Region(Protocol):
     """Memory for the records of ``blocks`` blocks, with what a reader needs to know that it read the right thing.
 
     ``words[b]`` is ``generation << 16 | sequence``, ``valid[b, spec, w]`` has a bit for each row. In which order they
-    change, and are read without a lock, is in :mod:`cache_manager.memory`. The arrays are writable and C-contiguous.
+    change, and are read without a lock, is in :mod:`cache_manager.publish`. The arrays are writable and C-contiguous.
     They stay valid until :meth:`close`, which raises ``BufferError`` while a view of them is still alive.
     """
 

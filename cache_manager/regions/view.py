@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cache_manager.checks import integers
 from cache_manager.errors import InvalidInputError, RegionError, RegionMismatchError
-from cache_manager.memory import GENERATION_SHIFT, gather, require_ordered_stores
+from cache_manager.publish import GENERATION_SHIFT, gather, require_ordered_stores
 from cache_manager.regions.header import pack_namespace
 from cache_manager.regions.shared import SharedRegion
 from cache_manager.rows import Rows, window_of

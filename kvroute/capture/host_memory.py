@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from cache_manager.errors import KVRouteError
-from cache_manager.memory import places
 from cache_manager.ports import Region
+from cache_manager.publish import places
 from kvroute.capture.plan import Plan
 
 logger = logging.getLogger(__name__)

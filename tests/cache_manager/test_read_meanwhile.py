@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from watched_region import Watched
 
-from cache_manager import memory
+from cache_manager import publish
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import RegionError
 from cache_manager.keys import Namespace
@@ -59,7 +59,7 @@ def test_rows_that_are_gone_when_a_read_ends_are_not_handed_out(look: int, chang
 def test_where_stores_are_not_ordered_the_own_process_reads_under_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: rows can be read on aarch64 hosts, too. Method: say that this is one; a read that is beside nobody, and one
     in another process's way, which is refused."""
-    monkeypatch.setattr(memory, "STORES_ARE_ORDERED", False)
+    monkeypatch.setattr(publish, "STORES_ARE_ORDERED", False)
     with AuxBlocks([SPEC], blocks=2, namespace=Namespace("m", 1), memory="shared") as engine:
         lives = engine.renew([0, 1])
         engine.write_step(np.arange(4), {"routing": ROWS})

@@ -60,7 +60,7 @@ CORE_FAULTS = [
     ),
     Fault(
         "a block given to a new owner is not invalidated",
-        "memory.py",
+        "publish.py",
         "    bits[ids] = np.zeros(1, bits.dtype)\n",
         "",
         MACHINE,
@@ -68,7 +68,7 @@ CORE_FAULTS = [
     ),
     Fault(
         "a row being rewritten stays readable",
-        "memory.py",
+        "publish.py",
         "        if hit.tobytes() != bytes(hit.nbytes):  # some readable",
         "        if False:  #",
         MACHINE,

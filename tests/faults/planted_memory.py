@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from planted import Fault
 
-EACH = "tests/cache_manager/test_memory.py"
-ORDERS = "tests/cache_manager/test_memory_interleaved.py"
+EACH = "tests/cache_manager/test_publish.py"
+ORDERS = "tests/cache_manager/test_publish_interleaved.py"
 LAUNCHED = "tests/engine/test_engine_launched.py::"
 ALL_ORDERS = "test_every_order_of_loads_and_stores"
 
 MEMORY_FAULTS = [
     Fault(
         "a rewrite does not change the word",
-        "memory.py",
+        "publish.py",
         "(word & ~SEQUENCE_MASK) | ((word + _ONE) & SEQUENCE_MASK)",
         "word",
         f"{ORDERS}::{ALL_ORDERS}",
@@ -21,7 +21,7 @@ MEMORY_FAULTS = [
     ),
     Fault(
         "the word changes before the bits are cleared",
-        "memory.py",
+        "publish.py",
         "    bits[ids] = np.zeros(1, bits.dtype)\n    region.words[ids] = words\n",
         "    region.words[ids] = words\n    bits[ids] = np.zeros(1, bits.dtype)\n",
         f"{ORDERS}::{ALL_ORDERS}",
@@ -29,7 +29,7 @@ MEMORY_FAULTS = [
     ),
     Fault(
         "bits are taken after the bytes",
-        "memory.py",
+        "publish.py",
         "    words, bits = region.words[ids], valid[ids]\n    rows = source[ids]\n",
         "    words, rows = region.words[ids], source[ids]\n    bits = valid[ids]\n",
         f"{ORDERS}::{ALL_ORDERS}",
@@ -37,7 +37,7 @@ MEMORY_FAULTS = [
     ),
     Fault(
         "a retry keeps the old bits",
-        "memory.py",
+        "publish.py",
         "        bits[torn] = valid[again]\n",
         "",
         f"{ORDERS}::{ALL_ORDERS}",
@@ -45,7 +45,7 @@ MEMORY_FAULTS = [
     ),
     Fault(
         "a read that gives up hands out what it has",
-        "memory.py",
+        "publish.py",
         "    bits[torn] = 0\n",
         "",
         f"{EACH}::test_a_block_that_never_holds_still_has_no_valid_row_and_ends",
@@ -53,7 +53,7 @@ MEMORY_FAULTS = [
     ),
     Fault(
         "a block is complete by its first validity word",
-        "memory.py",
+        "publish.py",
         "(region.valid[ids][:, specs] == full_bits(region.layout.block_tokens))",
         "(region.valid[ids][:, specs, :1] == full_bits(region.layout.block_tokens)[:1])",
         f"{EACH}::test_a_block_is_complete_with_every_row_of_every_spec_asked_for",

@@ -14,7 +14,7 @@ from life_canary import Writer, layout_of, written
 from numpy.typing import NDArray
 from region_children import NAMESPACE, Start, create
 
-from cache_manager import memory
+from cache_manager import publish
 from cache_manager.errors import InvalidInputError, RegionError, RegionMissingError, SpecError
 from cache_manager.regions import RegionView, SharedRegion
 from cache_manager.regions.directory import DIRECTORY
@@ -166,7 +166,7 @@ def test_what_cannot_be_is_refused(
 
 def test_a_view_is_refused_where_stores_are_not_ordered(shared: SharedRegion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: never wrong on a machine that cannot keep the order. Method: say that this is one."""
-    monkeypatch.setattr(memory, "STORES_ARE_ORDERED", False)
+    monkeypatch.setattr(publish, "STORES_ARE_ORDERED", False)
     with pytest.raises(RegionError, match="orders stores"):
         RegionView(shared.name)
 

@@ -1,6 +1,6 @@
 """Views of a region whose owner writes in another process, and reads beside a writer in a thread, at full speed.
 
-The orders of loads and stores are tried one by one in ``test_memory_interleaved.py``. Here processors do what they do.
+The orders of loads and stores are tried one by one in ``test_publish_interleaved.py``. Here processors do what they do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from life_canary import Writer, layout_of, written, wrong
 from region_children import Child, Start
 
-from cache_manager.memory import gather
+from cache_manager.publish import gather
 from cache_manager.regions import HeapRegion, RegionView
 from cache_manager.rows import Rows
 
@@ -25,7 +25,7 @@ READS, LIVES, ENOUGH_S = 1000, 200, 25  # so many reads and lives, or as many as
 
 WRITER = """
 from life_canary import Writer, layout_of
-from cache_manager import memory
+from cache_manager import publish
 region = SharedRegion.create(layout_of(70, 64), 8, tier="device", namespace=NAMESPACE)
 writer, random = Writer(region), np.random.default_rng(int(sys.argv[1]))
 ids = np.arange(8)
@@ -83,7 +83,7 @@ def count(owner: Child) -> tuple[int, int, list[np.ndarray]]:
 
 
 def test_a_view_never_takes_torn_or_foreign_rows(child: Start) -> None:
-    """Goal: the order that memory.py keeps is enough between processes. Method: an owner gives blocks away and writes
+    """Goal: the order that publish.py keeps is enough between processes. Method: an owner gives blocks away and writes
     rows again as fast as it can; rows say whose they are."""
     valid, bad, _ = count(child(WRITER.replace("WORK", ""), 1))
     assert bad == 0

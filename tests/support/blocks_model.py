@@ -17,7 +17,7 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import BlockBusyError, SlotError
 from cache_manager.feed import BlockFeed
 from cache_manager.keys import BlockKey, Namespace
-from cache_manager.memory import places
+from cache_manager.publish import places
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 from cache_manager.stored import JobLimits

@@ -2,7 +2,7 @@
 
 A row is ``words`` 64-bit numbers. The first is the round in which it was written, the others mix block, generation,
 token, round and place. So a row of another block, life or token shows itself, and a row that is half of one round and
-half of another too. The writer uses the primitives of :mod:`cache_manager.memory` as a table does under its lock.
+half of another too. The writer uses the primitives of :mod:`cache_manager.publish` as a table does under its lock.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_manager.bits import unpack_bits
-from cache_manager.memory import GENERATION_SHIFT, add, clear, places, publish
 from cache_manager.ports import Region
+from cache_manager.publish import GENERATION_SHIFT, add, clear, places, publish
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 
 _MIX = tuple(np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from watched_region import WatchedRegion, Who, interleave
 
 from cache_manager.bits import unpack_bits
-from cache_manager.memory import complete, gather
+from cache_manager.publish import complete, gather
 from cache_manager.regions import HeapRegion
 
 TOKENS = 3

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from life_canary import Writer, layout_of, wrong
 from watched_region import Watched, WatchedRegion, nothing
 
-from cache_manager import memory
+from cache_manager import publish as publishing
 from cache_manager.bits import full_bits, unpack_bits
 from cache_manager.errors import RegionError
-from cache_manager.memory import (
+from cache_manager.publish import (
     GENERATION_SHIFT,
     READ_RETRIES_MAX,
     add,
@@ -246,7 +246,7 @@ def test_places_are_the_rows_themselves() -> None:
 
 def test_reading_without_a_lock_is_refused_where_stores_are_not_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: never wrong on a machine that cannot keep the order. Method: say that this is one."""
-    monkeypatch.setattr(memory, "STORES_ARE_ORDERED", False)
+    monkeypatch.setattr(publishing, "STORES_ARE_ORDERED", False)
     writer, region = make(4)
     for read in (lambda: gather(region, 0, IDS), lambda: complete(region, IDS, writer.generations, (0,))):
         with pytest.raises(RegionError, match="orders stores"):
