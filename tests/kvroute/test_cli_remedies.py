@@ -27,11 +27,6 @@ def ran(where: Path, without: list[str], *arguments: str) -> subprocess.Complete
 @pytest.mark.parametrize(
     ("without", "arguments", "said"),
     [
-        (
-            "hypothesis",
-            ("prove", "managers:Adapter"),
-            "kvroute prove: needs hypothesis; pip install 'kvroute[testing]'",
-        ),
         ("torch", ("demo",), "kvroute demo: needs torch; pip install 'kvroute[engine]'"),
         ("aiohttp", ("front", "--model", "m"), "kvroute front: needs aiohttp; pip install 'kvroute[serve]'"),
     ],

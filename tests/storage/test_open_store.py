@@ -44,7 +44,7 @@ def test_a_directory_may_be_written_as_it_is(tmp_path: Path) -> None:
     [
         ("", "store: wanted a URL .* got ''"),
         ("/var/lib/kvroute", "store: wanted a URL"),
-        ("redis://host/1", "store scheme: wanted one of file, memory.* got 'redis'"),
+        ("redis://host/1", "store scheme: wanted one of apart, file, memory.* got 'redis'"),
         ("memory:?capacity=64MB", r"memory: store parameter capacity: wanted a positive whole number .* got '64MB'"),
         ("memory:?capacity=0", "store parameter capacity: wanted a positive"),
         ("memory:?capacity=-1", "store parameter capacity: wanted a positive"),
@@ -85,7 +85,7 @@ def test_a_further_scheme_comes_from_an_entry_point(monkeypatch: pytest.MonkeyPa
     store = open_store("own:?slots=2")
     assert store.usage()["capacity_nbytes"] == 8192
     store.close()
-    with pytest.raises(ConfigError, match="one of file, memory, mooncake, own"):
+    with pytest.raises(ConfigError, match="one of apart, file, memory, mooncake, own"):
         open_store("other:")
 
 
