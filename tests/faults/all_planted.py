@@ -13,10 +13,12 @@ from planted_connector import CONNECTOR_FAULTS
 from planted_core import CORE_FAULTS
 from planted_memory import MEMORY_FAULTS
 from planted_routes import ROUTES_FAULTS
+from planted_stores import STORE_FAULTS
 
 ROOT: Final = Path(__file__).parents[2]
 LISTS: Final = {
     "planted.py": FAULTS,
+    "planted_stores.py": STORE_FAULTS,
     "planted_core.py": CORE_FAULTS,
     "planted_memory.py": MEMORY_FAULTS,
     "planted_connector.py": CONNECTOR_FAULTS,
