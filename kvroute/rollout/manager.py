@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from queue import SimpleQueue
+from typing import Any, Final, ParamSpec, Self, TypeVar
 
 from cache_manager.errors import ConfigError, KVRouteError, StorageError, StoreClosedError
 from cache_manager.ports import Absence
@@ -24,6 +26,8 @@ from kvroute.rollout.port import RolloutStore
 from kvroute.rollout.shard import fetch_routes
 from kvroute.routes import Layout, Routes
 
+P = ParamSpec("P")
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 REASONS_MAX: Final = 8
@@ -92,6 +96,39 @@ class Ticket:
             raise self.unstored from None
 
 
+class _OneThread:
+    """Does calls in order. A call that hangs keeps no interpreter from ending, as one of an executor's would."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, lambda: call(*args, **kwargs)))
+        return future
+
+    def end(self, *, wait: bool) -> None:
+        """Nothing more is begun: what waits is cancelled."""
+        while not self._calls.empty():
+            if (waiting := self._calls.get()) is not None:
+                waiting[0].cancel()
+        self._calls.put(None)
+        if wait:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while (waiting := self._calls.get()) is not None:
+            future, call = waiting
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # noqa: BLE001 (it is not lost: the future has it)
+                    future.set_exception(error)
+            del waiting, future, call  # a thread without work keeps nothing alive
+
+
 class RoutingReplayManager:
     """Stores what a ``RoutingReplayConfig`` says, where it says. Safe from several threads.
 
@@ -116,7 +153,7 @@ class RoutingReplayManager:
         self.spec = spec
         self.limits = limits or ReplayLimits()
         self.store = open_rollouts(config.rollout_url) if store is None else store
-        self._thread = ThreadPoolExecutor(1, "kvroute-rollouts")
+        self._thread = _OneThread("kvroute-rollouts")
         self._lock = threading.Lock()
         self._closed = False
         self._counters = ReplayCounters()
@@ -173,7 +210,7 @@ class RoutingReplayManager:
             last.result(self.limits.close_s)  # one thread, in order
         except TimeoutError:
             problems.append(f"{self.counters.waiting} rollouts are not stored after {self.limits.close_s:.1f} s")
-        self._thread.shutdown(wait=not problems, cancel_futures=True)
+        self._thread.end(wait=not problems)
         try:
             self.store.close()
         except StorageError as error:

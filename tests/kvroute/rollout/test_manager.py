@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 from dataclasses import fields
@@ -191,6 +193,31 @@ def test_what_is_not_stored_in_time_is_named_at_the_end(tmp_path: Path) -> None:
     with pytest.raises(StorageError):  # the one that the store had: it is closed
         tickets[0].result(60)
     assert (manager.counters.failed, manager.counters.waiting) == (3, 0)
+
+
+HANGS = """
+import sys, threading
+from kvroute import RoutingReplayConfig, RoutingReplayManager, routing_spec
+from kvroute.rollout.local import LocalRollouts
+from kvroute.testing.rollouts import routes_of
+
+class Hangs(LocalRollouts):
+    def put(self, rollout_id, routes):
+        begun.set()
+        threading.Event().wait()
+
+begun = threading.Event()
+spec = routing_spec(num_experts=8, top_k=2, layer_ids=range(1, 12, 2), num_layers=12, block_tokens=8)
+manager = RoutingReplayManager(RoutingReplayConfig(enable_routing_replay=True), spec, store=Hangs(sys.argv[1]))
+manager.submit("x", routes_of(1))
+begun.wait()
+"""
+
+
+def test_a_store_that_hangs_keeps_no_process_from_ending(tmp_path: Path) -> None:
+    """Goal: an engine ends when it is told to. Method: a process that ends while a put never returns."""
+    done = subprocess.run([sys.executable, "-c", HANGS, tmp_path], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_closed_manager_refuses_and_raises_nothing_into_an_engine(tmp_path: Path) -> None:
