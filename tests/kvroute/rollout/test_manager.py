@@ -197,6 +197,7 @@ def test_what_is_not_stored_in_time_is_named_at_the_end(tmp_path: Path) -> None:
 
 HANGS = """
 import sys, threading
+from pathlib import Path
 from kvroute import RoutingReplayConfig, RoutingReplayManager, routing_spec
 from kvroute.rollout.local import LocalRollouts
 from kvroute.testing.rollouts import routes_of
@@ -208,7 +209,7 @@ class Hangs(LocalRollouts):
 
 begun = threading.Event()
 spec = routing_spec(num_experts=8, top_k=2, layer_ids=range(1, 12, 2), num_layers=12, block_tokens=8)
-manager = RoutingReplayManager(RoutingReplayConfig(enable_routing_replay=True), spec, store=Hangs(sys.argv[1]))
+manager = RoutingReplayManager(RoutingReplayConfig(enable_routing_replay=True), spec, store=Hangs(Path(sys.argv[1])))
 manager.submit("x", routes_of(1))
 begun.wait()
 """
