@@ -77,13 +77,14 @@ def test_asking_for_what_is_no_block_ends_nothing(house) -> None:
     assert origins_of(engine, [0]) == [before]
 
 
-def test_what_is_written_after_a_copy_is_another_computation_s(house) -> None:
-    """Goal: a copy and its source part when one of them is written. Method: the copy of a block, which is written."""
+@pytest.mark.parametrize("written", [0, 1])
+def test_what_is_written_after_a_copy_is_another_computation_s(house, written: int) -> None:
+    """Goal: a copy and its source part when one of them is written. Method: copy it, and write either."""
     engine = house.engine
     engine.renew([0, 1])
     rows = house.fill(0, "first")
     engine.copy([(0, 1)])
     assert origins_of(engine, [0]) == origins_of(engine, [1])
-    engine.write_step(slots(0)[:1], {"routing": house.rows("second", 1)})
+    engine.write_step(slots(written)[:1], {"routing": house.rows("second", 1)})
     assert origins_of(engine, [0]) != origins_of(engine, [1])
-    assert house.holds(1, rows)
+    assert house.holds(1 - written, rows)

@@ -93,8 +93,8 @@ ORIGIN_FAULTS = [
         "table.py",
         "        self.origin[ids] = origins\n        self._end_origin(ids)\n",
         "        self.origin[ids] = origins\n        self.own[ids] = True\n",
-        MACHINE,
-        ONE_CONTENT,
+        "tests/cache_manager/test_origins_handed_out.py::test_what_is_written_after_a_copy_is_another_computation_s",
+        "test_what_is_written_after_a_copy_is_another_computation_s",
     ),
     Fault(
         "rows come back beside KV that the caller names by another origin",

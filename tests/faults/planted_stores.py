@@ -12,7 +12,8 @@ REQUESTS = "tests/cache_manager/test_manager.py"
 SESSIONS = "tests/transfer/test_sessions.py"
 ENDS = "tests/transfer/test_sessions_ends.py"
 WORLD = "tests/simulation/test_transfer_simulation.py::test_every_claim_holds_under_every_fault"
-JOURNAL = "tests/kvroute/test_journal.py::TestForgetfulEngine"
+HISTORY = "tests/kvroute/test_journal.py"
+JOURNAL = f"{HISTORY}::TestForgetfulEngine"
 PROCESS = "tests/transfer_manager/test_process.py"
 APART = "tests/storage/test_apart.py"
 
@@ -46,8 +47,8 @@ STORE_FAULTS = (
         "storage/records.py",
         "            self.backend.delete(keys)\n",
         "            pass\n",
-        REQUESTS,
-        "test_a_flipped_bit_is_a_miss_and_is_counted",
+        "tests/storage/test_memory.py::TestMemoryStore::test_one_bad_key_fails_that_key_only",
+        "test_one_bad_key_fails_that_key_only",
     ),
     Fault(
         "a cut record is taken into the index",
@@ -211,8 +212,8 @@ STORE_FAULTS = (
         "journal.py",
         "self._valid[self.settled :] = False",
         "pass",
-        JOURNAL,
-        "rows_are_those_that_tokens_were_sampled_with",
+        f"{HISTORY}::test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_kept",
+        "test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_kept",
         package="kvroute",
     ),
     Fault(
