@@ -29,7 +29,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.bits import full_bits, unpack_bits
+from cache_manager.bits import unpack_bits
 from cache_manager.errors import RegionError
 from cache_manager.ports import Region
 from cache_manager.spec import RecordLayout
@@ -195,18 +195,3 @@ def gather(
         torn = torn[region.words[again] != words[torn]]
     bits[torn] = 0
     return np.asarray(rows).view(np.uint8).reshape(len(ids), nbytes), np.asarray(bits), np.asarray(words)
-
-
-def complete(
-    region: Region, ids: NDArray[np.int64], generations: NDArray[np.int64], specs: tuple[int, ...]
-) -> NDArray[np.bool_]:
-    """Which of blocks ``ids [n]`` have every row of ``specs`` in their ``generations [n]``: ``[n]``, copying no row.
-
-    The answer was true at one moment of the call; False for a block that was changing. Raises :class:`RegionError`
-    where stores are not ordered.
-    """
-    require_ordered_stores("complete")
-    words = region.words[ids]
-    whole = (region.valid[ids][:, specs] == full_bits(region.layout.block_tokens)).all(axis=(1, 2))
-    held: NDArray[np.bool_] = whole & (words >> _SHIFT == generations.astype(np.uint64))
-    return np.asarray(held & (region.words[ids] == words))

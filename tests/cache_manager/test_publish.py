@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from life_canary import Writer, layout_of, wrong
-from watched_region import Watched, WatchedRegion, nothing
+from watched_region import Watched, WatchedRegion
 
 from cache_manager import publish as publishing
 from cache_manager.bits import full_bits, unpack_bits
@@ -21,7 +21,6 @@ from cache_manager.publish import (
     add,
     bits_of,
     clear,
-    complete,
     gather,
     places,
     publish,
@@ -126,38 +125,6 @@ def test_only_the_blocks_that_changed_are_copied_again() -> None:
     assert sizes == [3, 1]
 
 
-# ---- complete --------------------------------------------------------------------------------------------------------
-
-
-@given(tokens=st.integers(1, 200), data=st.data())
-def test_a_block_is_complete_with_every_row_of_every_spec_asked_for(tokens: int, data: st.DataObject) -> None:
-    """Goal: the last row of the last word counts like the first. Method: take away any one row of any one spec."""
-    writer, region = make(tokens)
-    generations, specs = writer.generations.copy(), data.draw(st.sampled_from([(0,), (1,), (0, 1), (1, 0)]))
-    assert complete(region, IDS, generations, specs).all()
-    spec, row = data.draw(st.integers(0, 1)), data.draw(st.integers(0, tokens - 1))
-    region.valid[1, spec, row // 64] &= ~(np.uint64(1) << np.uint64(row % 64))
-    assert complete(region, IDS, generations, specs).tolist() == [True, spec not in specs, True]
-
-
-@pytest.mark.parametrize("load", [1, 2, 3])
-def test_a_block_that_changes_meanwhile_is_not_complete_or_was_so_before(load: int) -> None:
-    """Goal: bits of one life never speak for another. Method: a life begins, and is filled, after one load."""
-    writer, region = make()
-    before = writer.generations.copy()
-
-    def begin(n: int) -> None:
-        if n == load:
-            writer.begin_lives(IDS[:1])
-            writer.rewrite(IDS[:1], np.ones(100, np.bool_))
-
-    region.after_load = begin
-    assert complete(region, IDS, before, (0, 1)).tolist() == [load == 3, True, True]
-    region.after_load = nothing
-    assert complete(region, IDS, before, (0, 1)).tolist() == [False, True, True]
-    assert complete(region, IDS, writer.generations, (0, 1)).all()
-
-
 # ---- what the writer's side promises ---------------------------------------------------------------------------------
 
 
@@ -247,10 +214,9 @@ def test_places_are_the_rows_themselves() -> None:
 def test_reading_without_a_lock_is_refused_where_stores_are_not_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: never wrong on a machine that cannot keep the order. Method: say that this is one."""
     monkeypatch.setattr(publishing, "STORES_ARE_ORDERED", False)
-    writer, region = make(4)
-    for read in (lambda: gather(region, 0, IDS), lambda: complete(region, IDS, writer.generations, (0,))):
-        with pytest.raises(RegionError, match="orders stores"):
-            read()
+    _, region = make(4)
+    with pytest.raises(RegionError, match="orders stores"):
+        gather(region, 0, IDS)
 
 
 # ---- block size 1 ----------------------------------------------------------------------------------------------------
@@ -276,4 +242,3 @@ def test_no_block_at_all_is_nothing(tokens: int) -> None:
     none = np.empty(0, np.int64)
     found, bits, words = gather(region, 1, none)
     assert (found.shape, bits.shape, words.shape) == ((0, 16 * tokens), (0, -(-tokens // 64)), (0,))
-    assert complete(region, none, none, (0,)).shape == (0,)

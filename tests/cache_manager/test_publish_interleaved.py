@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from watched_region import WatchedRegion, Who, interleave
 
 from cache_manager.bits import unpack_bits
-from cache_manager.publish import complete, gather
+from cache_manager.publish import gather
 from cache_manager.regions import HeapRegion
 
 TOKENS = 3
@@ -75,23 +75,6 @@ def test_every_order_of_loads_and_stores(what: str) -> None:
         assert writers[0].region.stores == stores, "all orders are only all if this is how many there are"
         if what == "rows beside others":
             assert unpack_bits(bits, TOKENS)[:, 0].all(), "one change costs one retry and no row that stays"
-
-
-@pytest.mark.parametrize("what", ["a new life", "a life that ends in a write", "the same rows again"])
-def test_every_order_of_a_question_and_an_answer(what: str) -> None:
-    """Goal: complete() is never true of a life that has not all rows. Method: all orders, asked of both lives."""
-    before, work, stores = WORK[what]
-    for generation in (1, 2):
-        wanted = np.full(len(IDS), generation)
-        for turns in every_order(3, stores):
-            region = region_with(before)
-            found = interleave(
-                turns,
-                region,
-                lambda watched, wanted=wanted: complete(watched, IDS, wanted, (0,)),
-                lambda watched: work(Writer(watched, round=1)),
-            )
-            assert generation == 1 or not found.any(), "the second life has one row at most"
 
 
 @given(

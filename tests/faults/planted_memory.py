@@ -52,14 +52,6 @@ MEMORY_FAULTS = [
         "test_a_block_that_never_holds_still_has_no_valid_row_and_ends",
     ),
     Fault(
-        "a block is complete by its first validity word",
-        "publish.py",
-        "(region.valid[ids][:, specs] == full_bits(region.layout.block_tokens))",
-        "(region.valid[ids][:, specs, :1] == full_bits(region.layout.block_tokens)[:1])",
-        f"{EACH}::test_a_block_is_complete_with_every_row_of_every_spec_asked_for",
-        "test_a_block_is_complete_with_every_row_of_every_spec_asked_for",
-    ),
-    Fault(
         "a view does not ask for whom a row was written",
         "regions/view.py",
         "        bits[words >> np.uint64(GENERATION_SHIFT) != wanted[held].astype(np.uint64)] = 0\n",
