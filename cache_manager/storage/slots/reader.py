@@ -3,8 +3,9 @@
 A reader takes no lock and writes no byte. **What a writer's ``put`` has stored before a call, the call finds.** For
 that a key that is missing makes the reader ask, in one small read, whether the writer has changed anything since it
 looked last; if so it reads the ticks of the groups of heads, and the heads of the groups whose ticks have changed.
-Besides it looks at opening, at every :meth:`FileReader.refresh`, and for a missing key at most every ``refresh_s`` seconds without
-any sign. A record whose head is not the same after its payload was read is a miss: its slot was used again.
+Besides it looks at opening, at every :meth:`FileReader.refresh`, and for a missing key at most every ``refresh_s``
+seconds without any sign. A record whose head is not the same after its payload was read is a miss: its slot was used
+again.
 """
 
 from __future__ import annotations
