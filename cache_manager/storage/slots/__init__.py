@@ -10,9 +10,8 @@ from cache_manager.errors import ConfigError
 from cache_manager.ports import StorageBackend
 from cache_manager.storage.slots.directory import FILE_MODE
 from cache_manager.storage.slots.fsck import ExtentReport, FsckReport, fsck
-from cache_manager.storage.slots.limits import QUOTA_NBYTES
 from cache_manager.storage.slots.reader import FileReader
-from cache_manager.storage.slots.store import FileStore, Sync
+from cache_manager.storage.slots.store import QUOTA_NBYTES, FileStore, Sync
 from cache_manager.storage.url import StoreUrl, parse_nbytes
 
 _PERCENT: Final = re.compile(r"([0-9]{1,2})%")

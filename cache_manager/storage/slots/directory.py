@@ -2,7 +2,7 @@
 
 Everything is opened, renamed and removed through the descriptor. So a directory that is moved keeps its writer and its
 readers, and nobody who holds it ever touches what was made under its old name. A directory is a store when it holds an
-extent or the lock file; neither of them is needed.
+extent or the lock file; neither is needed.
 """
 
 from __future__ import annotations
@@ -23,79 +23,16 @@ FILE_MODE: Final = 0o600
 LOCK_NAME: Final = "kvroute.lock"
 TEMP_SUFFIX: Final = ".tmp"
 _IGNORED: Final = frozenset({"lost+found"})
-_PID_NBYTES: Final = 32
-_COUNTER = struct.Struct("<Q")
-
-
-class StoreLock:
-    """``flock`` on the directory itself: it ends with the process, however that ends, and no file of it can be removed.
-
-    A writer holds it alone. A check holds it ``shared``, so that no writer changes under it what it looks at. A forked
-    child lets go of it at once, so that it does not outlive the writer in a child. :class:`StoreLockedError` names who
-    is in the way.
-    """
-
-    def __init__(self, directory: StoreDirectory, *, shared: bool = False) -> None:
-        self._path = directory.path
-        self._fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory.fd)
-        _LOCKS.add(self)
-        try:
-            fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            who = "a process" if shared else self._holder(directory)
-            self.drop()
-            raise StoreLockedError(f"{self._path}: {who}") from error
-
-    def close(self) -> None:
-        """Let the next one in, also where somebody else still has our descriptor; idempotent."""
-        if self._fd >= 0:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-        self.drop()
-
-    def drop(self) -> None:
-        """Close the descriptor; the lock stays with those who share it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        self.drop()
-
-    def _holder(self, directory: StoreDirectory) -> str:
-        with suppress(BlockingIOError):
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return "a check (kvroute fsck) reads this store; it can be written when that has ended"
-        pid = directory.read_lock()[:_PID_NBYTES].decode("ascii", "replace").strip(" \n\0")
-        if not pid.isdecimal():
-            return "an unknown process writes this store; one writer at a time"
-        with suppress(PermissionError):
-            try:
-                os.kill(int(pid), 0)
-            except (ProcessLookupError, OverflowError):
-                return f"process {pid} wrote this store and has ended, but a child that it left behind holds its lock"
-        return f"process {pid} writes this store; one writer at a time"
-
-
-_LOCKS: weakref.WeakSet[StoreLock] = weakref.WeakSet()
-
-
-def _drop_in_child() -> None:
-    for lock in list(_LOCKS):
-        lock.drop()
-
-
-os.register_at_fork(after_in_child=_drop_in_child)
+_LOCK = struct.Struct("<32sQ")  # process id in ASCII, counter
 
 
 class StoreDirectory:
     """The directory of a store, for reading. ``OSError`` when there is none at ``path``."""
 
-    fd = -1
-    _lock_fd = -1
+    fd = _lock_fd = -1
 
     def __init__(self, path: Path, *, file_mode: int = FILE_MODE) -> None:
-        self.path = path
-        self._file_mode = file_mode
+        self.path, self._file_mode = path, file_mode
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     @classmethod
@@ -107,8 +44,7 @@ class StoreDirectory:
         """
         try:
             directory = cls(path)
-            directory.refuse_foreign()
-            if set(directory.names()) - _IGNORED:
+            if directory.is_store():
                 return directory
         except FileNotFoundError:
             pass
@@ -132,52 +68,50 @@ class StoreDirectory:
         # of a descriptor of its own: threads that list by one share its place in the directory, and each sees a part
         listing = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
         try:
-            return sorted(os.listdir(listing))
+            return sorted(name for name in os.listdir(listing) if name not in _IGNORED)
         finally:
             os.close(listing)
 
-    def extents(self) -> dict[int, str]:
-        """The names of the extents that are there, by their numbers."""
-        parsed = [(parse_name(name), name) for name in self.names()]
-        return {number: name for number, name in parsed if number is not None}
+    def extents(self) -> list[str]:
+        """The names of the extents that are there."""
+        return [name for name in self.names() if parse_name(name) is not None]
 
     def unlink(self, name: str) -> None:
         """Remove a file, or nothing; ``OSError`` for a directory of that name."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
-    def rename(self, name: str, new: str) -> None:
-        os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+    def finish(self, name: str) -> None:
+        """Give an unfinished file its name."""
+        os.rename(name + TEMP_SUFFIX, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def is_in_place(self) -> bool:
         """Whether the directory is still the one at its path; else it was moved, removed or made anew."""
         try:
-            there, ours = os.stat(self.path), os.fstat(self.fd)
+            return self.opened and os.path.samestat(os.stat(self.path), os.fstat(self.fd))
         except OSError:
             return False
-        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
-    def refuse_foreign(self) -> None:
-        """:class:`StoreFormatError` for a directory that holds anything else and no store; nothing is changed."""
-        names = [name for name in self.names() if name not in _IGNORED]
-        if names and not any(name == LOCK_NAME or is_ours(name) for name in names):
+    def is_store(self) -> bool:
+        """Whether there is a store, else the directory is empty; :class:`StoreFormatError` for anything else."""
+        names = self.names()
+        if any(name == LOCK_NAME or is_ours(name) for name in names):
+            return True
+        if names:
             got = f"{len(names)} other entries, such as {names[0]!r}"
             raise StoreFormatError(str(self.path), "directory", "a kvroute store or an empty directory", got)
+        return False
 
-    def read_lock(self) -> bytes:
-        """The writer's process id in ASCII, and what :meth:`counter` says; empty where there is no lock file."""
+    def read_lock(self) -> tuple[bytes, int | None]:
+        """Who has written last, and a number that changes whenever a writer has changed anything; ``None``: unknown."""
         try:
             if self._lock_fd < 0 or not os.fstat(self._lock_fd).st_nlink:
                 self._close_lock()
                 self._lock_fd = self.open(LOCK_NAME, os.O_RDONLY)
-            return os.pread(self._lock_fd, _PID_NBYTES + _COUNTER.size, 0)
-        except OSError:
-            return b""
-
-    def counter(self) -> int | None:
-        """What changes whenever a writer has changed anything; ``None`` where nobody can say."""
-        raw = self.read_lock()
-        return _COUNTER.unpack_from(raw, _PID_NBYTES)[0] if len(raw) == _PID_NBYTES + _COUNTER.size else None
+            pid, counter = _LOCK.unpack(os.pread(self._lock_fd, _LOCK.size, 0))
+        except (OSError, struct.error):
+            return b"", None
+        return pid.rstrip(b"\0"), counter
 
     def close(self) -> None:
         """Idempotent."""
@@ -195,6 +129,55 @@ class StoreDirectory:
             self._lock_fd = -1
 
 
+class StoreLock:
+    """``flock`` on the directory itself: it ends with the process, however that ends, and no file of it can be removed.
+
+    A writer holds it alone. A check holds it ``shared``, so that no writer changes under it what it looks at. A forked
+    child lets go of it at once, so that it does not outlive the writer in a child. :class:`StoreLockedError` names who
+    is in the way.
+    """
+
+    def __init__(self, directory: StoreDirectory, *, shared: bool = False) -> None:
+        self._fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory.fd)
+        _LOCKS.add(self)
+        try:
+            fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            pid = directory.read_lock()[0].decode("ascii", "replace")
+            who = f"process {pid} writes this store" if pid else "a process writes this store"
+            with suppress(BlockingIOError):
+                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                who = "a check (kvroute fsck) reads this store"
+            self.drop()
+            raise StoreLockedError(f"{directory.path}: {who}; one writer at a time") from error
+
+    def close(self) -> None:
+        """Let the next one in, also where somebody else still has our descriptor; idempotent."""
+        if self._fd >= 0:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self.drop()
+
+    def drop(self) -> None:
+        """Close the descriptor; the lock stays with those who share it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.drop()
+
+
+_LOCKS: weakref.WeakSet[StoreLock] = weakref.WeakSet()
+
+
+def _drop_in_child() -> None:
+    for lock in list(_LOCKS):
+        lock.drop()
+
+
+os.register_at_fork(after_in_child=_drop_in_child)
+
+
 class LockedDirectory(StoreDirectory):
     """The locked directory of one store; holding it means being the only writer.
 
@@ -209,10 +192,9 @@ class LockedDirectory(StoreDirectory):
         try:
             path.mkdir(mode=file_mode | (file_mode & 0o444) >> 2, parents=True, exist_ok=True)
             super().__init__(path, file_mode=file_mode)
-            self.refuse_foreign()
+            self.is_store()
             self._lock = StoreLock(self)
             self._lock_fd = self.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
-            os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode().ljust(_PID_NBYTES, b"\0"), 0)
             for name in self.names():
                 if name.endswith(TEMP_SUFFIX) and is_ours(name):
                     self.unlink(name)
@@ -222,10 +204,10 @@ class LockedDirectory(StoreDirectory):
                 raise StorageError(f"{path}: cannot open the store's directory: {error}") from error
             raise
 
-    def count(self, counter: int) -> None:
-        """Tell readers that something has changed; one that cannot be told looks on its own, a little later."""
-        with suppress(OSError):
-            os.pwrite(self._lock_fd, _COUNTER.pack(counter), _PID_NBYTES)
+    def tell(self, counter: int) -> None:
+        """Tell readers that something has changed."""
+        with suppress(OSError):  # they look on their own, a little later
+            os.pwrite(self._lock_fd, _LOCK.pack(str(os.getpid()).encode(), counter), 0)
 
     def close(self) -> None:
         """Let the next writer in."""

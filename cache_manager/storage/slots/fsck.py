@@ -1,8 +1,7 @@
 """Is a file store sound? Every page and every head is looked at and, if that is asked for, every payload.
 
 Nothing is written: a damaged record is a miss and its slot is used again, a damaged page has a copy. A live writer is
-no obstacle; what it changes meanwhile may be counted as it was or as it is. Files that are no part of the store are
-named.
+no obstacle; what it changes meanwhile may be counted as it was or as it is.
 """
 
 from __future__ import annotations
@@ -20,13 +19,11 @@ import numpy as np
 from cache_manager.errors import StorageError, StoreFormatError, StoreLockedError
 from cache_manager.record import checksum
 from cache_manager.storage.disk import Disk, SystemDisk, read_all
-from cache_manager.storage.slots.clock import runs_of
 from cache_manager.storage.slots.directory import LOCK_NAME, TEMP_SUFFIX, StoreDirectory, StoreLock, is_ours
-from cache_manager.storage.slots.extent import PAGE_NBYTES, Extent, Shape, open_extent, parse_name, read_heads
-from cache_manager.storage.slots.index import LOCAL, ORDINAL_BITS, KeyIndex
+from cache_manager.storage.slots.extent import PAGE_NBYTES, Extent, open_extent, parse_name, read_page
+from cache_manager.storage.slots.index import BITS, LOCAL, KeyIndex
 
 _COLUMNS: Final = ("nbytes", "slots", "records", "older", "damaged_heads", "damaged_pages", "corrupt", "unreadable")
-_PIECE_NBYTES: Final = 4 << 20
 
 
 @dataclass(slots=True)
@@ -36,8 +33,6 @@ class ExtentReport:
     name: str
     nbytes: int = 0
     slots: int = 0
-    payload_nbytes: int = 0
-    fingerprint: str = ""
     records: int = 0
     older: int = 0
     damaged_heads: int = 0
@@ -76,16 +71,14 @@ class FsckReport:
 
     def to_text(self) -> str:
         """The report for people: a line an extent, what else is there, and a verdict."""
-        titles = [name.replace("nbytes", "bytes").replace("_", " ") for name in _COLUMNS]
-        lines = [f"{'extent':19}" + "".join(f"{title:>15}" for title in titles)]
+        lines = [f"{'extent':19}" + "".join(f"{name.replace('_', ' '):>15}" for name in _COLUMNS)]
         for extent in self.extents:
             counts = "".join(f"{int(getattr(extent, name)):>15,}" for name in _COLUMNS)
             lines.append(f"{extent.name:19}{counts}" + (f"  left alone: {extent.refused}" if extent.refused else ""))
         lines.append(f"{'all':19}" + "".join(f"{self.total(name):>15,}" for name in _COLUMNS))
         lines += [f"left unfinished by a crash: {name}" for name in self.leftovers]
         lines += [f"no part of the store: {name}" for name in self.foreign]
-        if self.writer is not None:
-            lines.append(f"checked beside a writer: {self.writer}")
+        lines += [f"checked beside a writer: {self.writer}"] if self.writer is not None else []
         read = "" if self.payloads else " (payloads were not read: --payloads)"
         lines.append(f"{self.directory}: {'sound' if self.sound else 'not sound'}{read}")
         return "\n".join(lines) + "\n"
@@ -97,9 +90,8 @@ def fsck(directory: Path, *, payloads: bool = False, disk: Disk | None = None) -
     :class:`StoreMissingError` and :class:`StoreFormatError` when there is no store; :class:`StorageError` when its
     directory cannot be read.
     """
-    disk = disk or SystemDisk()
+    disk, writer, lock = disk or SystemDisk(), None, None
     with closing(StoreDirectory.existing(directory)) as opened:
-        writer, lock = None, None
         try:
             lock = StoreLock(opened, shared=True)
         except StoreLockedError as error:
@@ -108,7 +100,8 @@ def fsck(directory: Path, *, payloads: bool = False, disk: Disk | None = None) -
             reports = []
             for report, extent, served in read_extents(opened, disk):
                 if payloads and extent is not None:
-                    _read_payloads(disk, extent, served, report)
+                    for local in served:
+                        _check_payload(disk, extent, local, report)
                 reports.append(report)
             names = [name for name in opened.names() if parse_name(name) is None and name != LOCK_NAME]
     leftovers = tuple(name for name in names if name.endswith(TEMP_SUFFIX) and is_ours(name) and writer is None)
@@ -120,79 +113,49 @@ def read_extents(opened: StoreDirectory, disk: Disk) -> Iterator[tuple[ExtentRep
     """What each file says, the extent if it is one, and which of its slots are served."""
     index, found = KeyIndex(), []
     try:
-        for name in opened.extents().values():
-            path, extent, report = str(opened.path / name), None, ExtentReport(name)
-            try:
-                fd = opened.open(name, os.O_RDONLY)
-                report.nbytes = os.fstat(fd).st_size
-                extent = open_extent(disk, fd, name, path, float("inf"))
-                read_heads(disk, extent)
-            except FileNotFoundError:
-                continue  # a writer has dropped it
-            except (StoreFormatError, OSError) as error:
-                report.refused, extent = str(error), None
-            else:
-                index.join(extent)
-            found.append((report, extent))
-        older = index.load()
+        names = opened.extents()
     except OSError as error:
         raise StorageError(f"{opened.path}: cannot read the store: {error}") from error
+    for name in names:
+        report, extent = ExtentReport(name), None
+        try:
+            fd = opened.open(name, os.O_RDONLY)
+            report.nbytes = os.fstat(fd).st_size
+            extent = open_extent(disk, fd, name, str(opened.path / name))
+            index.join(extent)
+        except FileNotFoundError:
+            continue  # a writer has dropped it
+        except (StoreFormatError, OSError) as error:
+            report.refused = str(error)
+        found.append((report, extent))
+    older = index.load()
     for report, extent in found:
         served = list[int]()
         if extent is not None:
-            shape = extent.shape
-            report.slots, (fingerprint, report.payload_nbytes, _) = shape.slots, shape.layout
-            report.fingerprint, report.damaged_heads = fingerprint.hex(), extent.damaged
-            report.damaged_pages = sum(not _is_page(disk, extent, at) for at in (0, shape.nbytes - PAGE_NBYTES))
-            gone = {slot & LOCAL for slot in older if slot >> ORDINAL_BITS == extent.ordinal}
-            served = [local for local in np.flatnonzero(extent.column("<u8")).tolist() if local not in gone]
-            report.older, report.records = len(gone), len(served)
+            gone = {slot & LOCAL for slot in older if slot >> BITS == extent.ordinal}
+            served = [local for local in np.flatnonzero(extent.all_ticks()).tolist() if local not in gone]
+            report.slots, report.older, report.records = extent.slots, len(gone), len(served)
+            report.damaged_heads = extent.damaged
+            pages = (0, extent.shape.nbytes - PAGE_NBYTES)
+            report.damaged_pages = sum(not _is_page(disk, extent, at) for at in pages)
         yield report, extent, served
 
 
 def _is_page(disk: Disk, extent: Extent, at: int) -> bool:
-    raw = bytearray(PAGE_NBYTES)
     try:
-        read_all(disk, extent.fd, [raw], at, PAGE_NBYTES)
-        return Shape.unpack(raw, extent.name) == extent.shape
+        return read_page(disk, extent.fd, at, extent.name).pack() == extent.shape.pack()
     except (StoreFormatError, OSError):
         return False
 
 
-def _read_payloads(disk: Disk, extent: Extent, served: list[int], report: ExtentReport) -> None:
-    """Read the payloads of slots; one that is not its head's, under the same head as before, is corrupt."""
-    shape, (_, nbytes, _) = extent.shape, extent.shape.layout
-    most = max(_PIECE_NBYTES // shape.step, 1)
-    for first, count in runs_of(served):
-        for start in range(first, first + count, most):
-            some = min(most, first + count - start)
-            piece = memoryview(bytearray(some * shape.step))
-            try:
-                came = read_all(disk, extent.fd, [piece], extent.payload_at(start), len(piece))
-            except OSError:
-                came = 0
-            for k in range(some):
-                payload = piece[k * shape.step : k * shape.step + nbytes]
-                if k * shape.step + nbytes > came:
-                    came_alone = _read_one(disk, extent, start + k, payload)
-                    report.unreadable += not came_alone
-                    if not came_alone:
-                        continue
-                if checksum(payload) != extent.header(extent.head_of(start + k), 0).payload_xxh3:
-                    report.corrupt += _is_unchanged(disk, extent, start + k)
-
-
-def _read_one(disk: Disk, extent: Extent, local: int, payload: memoryview) -> bool:
+def _check_payload(disk: Disk, extent: Extent, local: int, report: ExtentReport) -> None:
+    """Read a payload; one that is not its head's, under the same head as before, is corrupt."""
+    nbytes, head = extent.shape.layout[1], extent.packed(local, 1)
+    payload, now = bytearray(nbytes), bytearray(len(head))
     try:
-        return read_all(disk, extent.fd, [payload], extent.payload_at(local), len(payload)) == len(payload)
+        whole = read_all(disk, extent.fd, [payload], extent.payload_at(local), nbytes) == nbytes
+        read_all(disk, extent.fd, [now], extent.head_at(local), len(now))
     except OSError:
-        return False
-
-
-def _is_unchanged(disk: Disk, extent: Extent, local: int) -> bool:
-    raw = bytearray(extent.shape.head_nbytes)
-    try:
-        read_all(disk, extent.fd, [raw], extent.heads_at(local), len(raw))
-    except OSError:
-        return True
-    return raw == extent.head_of(local)
+        whole = False
+    report.unreadable += not whole
+    report.corrupt += whole and now == head and checksum(payload) != extent.headers(head)[0].payload_xxh3

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
@@ -23,26 +22,21 @@ from cache_manager.errors import StorageError, StoreClosedError, StoreReadOnlyEr
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer, RecordHeader
-from cache_manager.storage.disk import Disk, SystemDisk, read_all
+from cache_manager.storage.disk import Disk, read_all
 from cache_manager.storage.slots.clock import runs_of
 from cache_manager.storage.slots.directory import StoreDirectory
-from cache_manager.storage.slots.extent import GROUP, PAGE_NBYTES, UNSURE, Extent
-from cache_manager.storage.slots.index import LOCAL, NOWHERE, ORDINAL_BITS
-from cache_manager.storage.slots.limits import check_ttl
-from cache_manager.storage.slots.shelf import Found, Shelf
-
-REFRESH_S: Final = 0.05
-KEEP_S: Final = 10.0
-"""A reader in use looks at least this often, so that what the writer dropped takes no space for longer."""
+from cache_manager.storage.slots.extent import FREE, GROUP, PAGE_NBYTES, UNSURE, Extent
+from cache_manager.storage.slots.index import BITS, LOCAL, NOWHERE, KeyIndex
+from cache_manager.storage.slots.shelf import Shelf
 
 
 class FileReader(Shelf):
     """A ``StorageBackend`` that only reads; ``put`` is :class:`StoreReadOnlyError`.
 
     ``delete``, which is what a quarantine does, hides a record from this reader; its bytes are the writer's to judge.
-    ``ttl_s`` is the reader's own: no record that is older is served, whatever the writer keeps. ``clock`` is a wall
-    clock, ``ticks`` a monotonic one. A store that is made anew at the same path is read from the next look on; one that
-    was only moved is read on where it is.
+    ``ttl_s`` is the reader's own: no record that is older is served, whatever the writer keeps. A store that is made
+    anew at the same path is read from the next look on; one that was only moved is read on where it is. The room of
+    what the writer drops is free when the reader has looked.
 
     :class:`StoreMissingError` where there is no store, unless ``waits`` says that nothing is there until a writer makes
     one; :class:`StoreFormatError` for something else.
@@ -54,19 +48,16 @@ class FileReader(Shelf):
         *,
         ttl_s: float | None = None,
         waits: bool = False,
-        refresh_s: float = REFRESH_S,
+        refresh_s: float = 0.05,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.time,
-        ticks: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_ttl(ttl_s)
-        super().__init__(directory, disk or SystemDisk(), ttl_s, clock)
+        super().__init__(directory, disk, ttl_s, clock)
         self._directory = StoreDirectory.existing(directory, required=not waits)
-        self._ticks = ticks
         self._refresh_s = refresh_s
         self._looking = threading.Lock()  # one look at a time; taken before the other
         self._seen: int | None = None  # the writer's counter before the last look
-        self._refreshes = self._refresh_failures = 0
+        self._looks = self._failed_looks = 0
         try:
             self._look()
         except BaseException:
@@ -81,15 +72,15 @@ class FileReader(Shelf):
         replace: bool = False,  # noqa: ARG002 - the port's
     ) -> list[RecordHeader | None]:
         self.guard.check()
-        if not headers and not payloads:
-            return []
-        raise StoreReadOnlyError(f"{self.path}: opened with mode=read; nothing can be put here")
+        if headers or payloads:
+            raise StoreReadOnlyError(f"{self.path}: opened with mode=read; nothing can be put here")
+        return []
 
-    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> Found:
+    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         """As the writer's; a key that is missing is looked for once more if the writer has changed anything."""
         found = super().get_into(keys, buffers)
         missing = [i for i, answer in enumerate(found) if answer is Absence.MISS]
-        if self._has_looked(missing=bool(missing)) and missing:
+        if missing and self._has_looked():
             again = super().get_into([keys[i] for i in missing], [buffers[i] for i in missing])
             for i, answer in zip(missing, again, strict=True):
                 found[i] = answer
@@ -97,14 +88,14 @@ class FileReader(Shelf):
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         found = super().contains(keys)
-        return found if all(found) or not self._has_looked(missing=True) else super().contains(keys)
+        return found if all(found) or not self._has_looked() else super().contains(keys)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Hide records from this reader, until it is opened anew or the writer stores them anew."""
         with self.looking():
-            for key, slot in zip(keys, self.index.find_all(keys), strict=True):
+            for slot in self.index.find_all(dict.fromkeys(keys)):
                 if slot != NOWHERE:
-                    self._hide(key, slot)
+                    self._hide(slot)
 
     def flush(self) -> None:
         self.guard.check()
@@ -122,7 +113,7 @@ class FileReader(Shelf):
     def usage(self) -> Mapping[str, int]:
         """Beside the port's four, where used is all there is: ``extents``, ``failed_reads`` and ``refused_files``.
 
-        And the looks at the directory: ``refreshes``, and ``refresh_failures`` of those that a miss caused.
+        And ``refreshes``, the looks so far, and ``refresh_failures`` of those that a miss caused.
         """
         with self.looking():
             extents = self.index.extents.values()
@@ -135,8 +126,8 @@ class FileReader(Shelf):
                 "extents": len(extents),
                 "failed_reads": self.failed_reads,
                 "refused_files": len(self.refused),
-                "refreshes": self._refreshes,
-                "refresh_failures": self._refresh_failures,
+                "refreshes": self._looks,
+                "refresh_failures": self._failed_looks,
             }
 
     def close(self) -> None:
@@ -145,93 +136,91 @@ class FileReader(Shelf):
             return
         with self._looking:
             if self.guard.close():
-                self.index.extents.clear()
+                self.index = KeyIndex()
                 self._directory.close()
 
     def _heads_now(self, extent: Extent, local: int, count: int) -> bytearray:
-        heads = bytearray(count * extent.shape.head_nbytes)
-        read_all(self._disk, extent.fd, [heads], extent.heads_at(local), len(heads))
+        heads = bytearray(count * extent.head_nbytes)
+        read_all(self._disk, extent.fd, [heads], extent.head_at(local), len(heads))
         return heads
 
     def _look_again(self) -> None:
-        self._has_looked(missing=True, changed=True)
+        self._has_looked()
 
-    def _has_looked(self, *, missing: bool, changed: bool = False) -> bool:
-        """Look if that is due, or if a key is missing and the writer has changed anything since the last look.
+    def _has_looked(self) -> bool:
+        """Look if the writer has changed anything since the last look, or if that is long ago.
 
         Who has a reason waits for another thread's look, which may be past what this one wants.
         """
-        looks, due = self._refreshes, self._ticks() - self._looked_at >= (self._refresh_s if missing else KEEP_S)
-        more = missing and (changed or self._has_news())
-        if (due or more) and self._looking.acquire(blocking=more):
+        looks, news = self._looks, self._has_news()
+        due = time.monotonic() - self._looked_at >= self._refresh_s
+        if (due or news) and self._looking.acquire(blocking=news):
             try:
-                if due or changed or self._has_news():
+                if due or self._has_news():
                     self._look()
             except StoreClosedError:
                 raise
             except StorageError:  # a miss is the truth about what can be read; refresh() says what is wrong
-                self._refresh_failures += 1
+                self._failed_looks += 1
                 return False
             finally:
                 self._looking.release()
-        return self._refreshes != looks
+        return self._looks != looks
 
     def _has_news(self) -> bool:
-        if not (self._directory.opened and self._directory.is_in_place()):
+        if not self._directory.is_in_place():
             return self.path.exists()
-        counter = self._directory.counter()
+        counter = self._directory.read_lock()[1]
         return counter is None or counter != self._seen
 
     def _look(self) -> None:
         """Let go of what was dropped, read on in what is there. Held: looking (or not yet shared)."""
         self.guard.check()
-        self._looked_at = self._ticks()
-        self._refreshes += 1
+        self._looked_at = time.monotonic()
+        self._looks += 1
         self._follow()
         if not self._directory.opened:
             return
-        counter = self._directory.counter()
-        try:
-            names = self._directory.extents()
-        except OSError as error:
-            raise StorageError(f"{self.path}: cannot read the store: {error}") from error
+        counter = self._directory.read_lock()[1]
         for extent in list(self.index.extents.values()):
             try:
-                gone = extent.shape.number not in names or not os.fstat(extent.fd).st_nlink
-                if not gone:
+                if os.fstat(extent.fd).st_nlink:
                     self._read_on(extent)
+                    continue
             except OSError:  # costs what is new in this one
-                self._refresh_failures += 1
-            else:
-                if gone:
-                    with self.lock:
-                        self.index.leave(extent)
-        known = {extent.name for extent in self.index.extents.values()}
-        opened = [
-            self._open(self._directory, name, os.O_RDONLY, float("inf")) for name in names.values() if name not in known
-        ]
-        with self.lock:
-            first = not self.index.extents
-            for found in opened:
-                if found is not None:
-                    self.index.join(found)
-                    if not first:
-                        self._serve(found, np.flatnonzero(found.column("<u8")).tolist())
-            if first:
+                self._failed_looks += 1
+                continue
+            with self.lock:
+                self._replace(extent, 0, bytes(len(extent.heads)))
+                del self.index.extents[extent.ordinal]
+        known = [extent.name for extent in self.index.extents.values()]
+        opened = self._opened(self._directory, os.O_RDONLY, known)
+        if not known:
+            with self.lock:
+                for extent in opened:
+                    self.index.join(extent)
                 for slot in self.index.load():
-                    self._hide(None, slot)
+                    self._hide(slot)
+        for extent in opened if known else ():
+            heads = bytes(extent.heads)
+            extent.uses[:] = bytes([FREE]) * extent.slots
+            extent.heads[:], extent.living = bytes(len(heads)), 0
+            with self.lock:
+                self.index.join(extent)
+                self.index.fit()
+                self._replace(extent, 0, heads)
         self._seen = counter
 
     def _follow(self) -> None:
         """Read the store that is at the path now, if there is another one than that which is open."""
-        if self._directory.opened and self._directory.is_in_place():
+        if self._directory.is_in_place():
             return
         try:
             directory = StoreDirectory.existing(self.path)
         except StorageError:
             return  # moved away or not there yet, and nothing is in its place
         with self.lock:
-            self.index.extents.clear()
+            self.index = KeyIndex()
         self._directory.close()
         self._directory = directory
 
@@ -239,45 +228,39 @@ class FileReader(Shelf):
         """Read the heads of the groups whose ticks have changed."""
         ticks = bytearray(len(extent.ticks))
         read_all(self._disk, extent.fd, [ticks], PAGE_NBYTES, len(ticks))
-        if ticks == extent.ticks:
-            return
         changed = np.frombuffer(ticks, "<u8") != np.frombuffer(extent.ticks, "<u8")
-        for group, groups in runs_of(changed.nonzero()[0]):
-            start, stop = group * GROUP, min((group + groups) * GROUP, extent.shape.slots)
+        for group, groups in runs_of(changed.nonzero()[0]) if ticks != extent.ticks else ():
+            start, stop = group * GROUP, min((group + groups) * GROUP, extent.slots)
             heads = self._heads_now(extent, start, stop - start)
             extent.clean(heads)
             with self.lock:
-                before, now = extent.rows(start, stop), np.frombuffer(heads, np.uint8).reshape(stop - start, -1)
-                others = ((before != now).any(axis=1).nonzero()[0] + start).tolist()
-                for local in others:
-                    self._hide(extent.key_of(local), extent.ordinal << ORDINAL_BITS | local)
-                before[:] = now
-                self._serve(extent, others)
+                self._replace(extent, start, heads)
         extent.ticks = ticks
 
-    def _hide(self, key: BlockKey | None, slot: int) -> None:
-        """Serve what is in a slot no more; nothing happens if it was not served. Held: lock."""
-        extent, local = self.index.extents[slot >> ORDINAL_BITS], slot & LOCAL
-        if extent.uses[local] < UNSURE:
-            extent.uses[local] = UNSURE
-            extent.living -= 1
-            if key is not None:
-                self.index.remove(key, slot)
-
-    def _serve(self, extent: Extent, locals_: Sequence[int]) -> None:
-        """Serve what is in slots, but for records of which there are newer ones. Held: lock."""
-        for local in locals_:
-            tick, key = extent.tick(local), extent.key_of(local)
-            slot, fresh = extent.ordinal << ORDINAL_BITS | local, extent.uses[local] < UNSURE
-            extent.living -= fresh
-            extent.uses[local] = UNSURE
-            if not tick:
+    def _replace(self, extent: Extent, start: int, heads: bytes | bytearray) -> None:
+        """Serve what new heads say, but for records of which there are newer ones. Held: lock."""
+        now = np.frombuffer(heads, np.uint8).reshape(-1, extent.head_nbytes)
+        changed = (extent.rows(start, start + len(now)) != now).any(axis=1).nonzero()[0] + start
+        for local in changed.tolist():
+            self._hide(extent.ordinal << BITS | local)
+        extent.set(start, heads)
+        for local in changed.tolist():
+            tick, key, slot = extent.tick(local), extent.key_of(local), extent.ordinal << BITS | local
+            known = self.index.find(key) if tick else slot
+            if known == slot:
                 continue
-            known = self.index.find(key)
-            if known not in (NOWHERE, slot):
-                if self.index.extents[known >> ORDINAL_BITS].tick(known & LOCAL) > tick:
+            if known != NOWHERE:
+                if self.index.extents[known >> BITS].tick(known & LOCAL) > tick:
                     continue
-                self._hide(key, known)
+                self._hide(known)
             extent.uses[local] = 1
             extent.living += 1
             self.index.add(key, slot)
+
+    def _hide(self, slot: int) -> None:
+        """Serve what is in a slot no more; nothing happens if it was not served. Held: lock."""
+        extent, local = self.index.extents[slot >> BITS], slot & LOCAL
+        if extent.uses[local] < UNSURE:
+            extent.uses[local] = UNSURE
+            extent.living -= 1
+            self.index.remove(extent.key_of(local), slot)

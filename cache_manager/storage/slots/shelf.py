@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from cache_manager.errors import StoreFormatError
+from cache_manager.errors import ConfigError, StorageError, StoreFormatError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader
-from cache_manager.storage.disk import IOV_MAX, Disk, Room, read_all
+from cache_manager.storage.disk import IOV_MAX, Disk, Room, SystemDisk, read_all
 from cache_manager.storage.guard import ClosingStore, Guard
 from cache_manager.storage.slots.directory import StoreDirectory
-from cache_manager.storage.slots.extent import USES_MAX, Extent, open_extent, read_heads
-from cache_manager.storage.slots.index import LOCAL, NOWHERE, ORDINAL_BITS, KeyIndex
-from cache_manager.storage.slots.limits import is_older
+from cache_manager.storage.slots.extent import USES_MAX, Extent, open_extent
+from cache_manager.storage.slots.index import BITS, LOCAL, NOWHERE, KeyIndex
 
+EXTENTS_MAX: Final = 512
+"""Each has a descriptor open."""
 _RUN_MAX: Final = IOV_MAX // 2
 _LOOKS_MAX: Final = 4
 
 Wanted = tuple[Extent, int, list[int], list[Room], bytearray]
 """Neighbours that are read in one call: extent, first slot, positions in the call, room for bytes, and their heads."""
 
-Found = list[RecordHeader | Absence]
-
 
 class Shelf(ClosingStore):
     """What the writer and a reader have in common. ``lock`` guards everything in memory and is never held over I/O."""
 
-    def __init__(self, path: Path, disk: Disk, ttl_s: float | None, clock: Callable[[], float]) -> None:
+    def __init__(self, path: Path, disk: Disk | None, ttl_s: float | None, clock: Callable[[], float]) -> None:
+        if ttl_s is not None and not 0 < ttl_s < float("inf"):
+            raise ConfigError("ttl", "a positive number of seconds", ttl_s)
         self.path = path
         self.lock = threading.Lock()
         self.guard = Guard(path, self.lock)
@@ -41,9 +41,8 @@ class Shelf(ClosingStore):
         self.failed_reads = 0
         self.refused: dict[str, str] = {}
         """Files with an extent's name that are none, or cannot be read now, and why; they are left alone."""
-        self._disk = disk
-        self._ttl_s = ttl_s
-        self._clock = clock
+        self._disk: Disk = disk or SystemDisk()
+        self._ttl_s, self._clock = ttl_s, clock
         self._suspects: set[int] = set()  # slots that the disk did not give back
 
     @contextmanager
@@ -55,22 +54,23 @@ class Shelf(ClosingStore):
             yield
 
     def find_all(self, keys: Iterable[BlockKey]) -> list[int]:
-        """The slots of records that are not too old, or ``NOWHERE``. Held: lock."""
+        """The slots of records that are not too old, or ``NOWHERE``. Held: lock.
+
+        As far in the future counts as too old: a clock that was set back says nothing about age.
+        """
         slots = self.index.find_all(keys)
-        if (ttl_s := self._ttl_s) is not None:
-            now_s = self._clock()
+        if self._ttl_s is not None:
+            now_ms, ttl_ms, extents = self._clock() * 1000, self._ttl_s * 1000, self.index.extents
             for i, slot in enumerate(slots):
-                if slot != NOWHERE:
-                    extent = self.index.extents[slot >> ORDINAL_BITS]
-                    if is_older(extent.created_ms(slot & LOCAL), now_s, ttl_s):
-                        slots[i] = NOWHERE
+                if slot != NOWHERE and abs(now_ms - extents[slot >> BITS].created_ms(slot & LOCAL)) >= ttl_ms:
+                    slots[i] = NOWHERE
         return slots
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         with self.looking():
             return [slot != NOWHERE for slot in self.find_all(keys)]
 
-    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> Found:
+    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         """Read records straight into the callers' buffers; neighbours that are asked for in their order in one call.
 
         A record whose head has changed while it was read is looked up again. One that the disk does not give back is a
@@ -78,7 +78,7 @@ class Shelf(ClosingStore):
         """
         if len(keys) != len(buffers):
             raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers")
-        found: Found = [Absence.MISS] * len(keys)
+        found: list[RecordHeader | Absence] = [Absence.MISS] * len(keys)
         numbers: Sequence[int] = range(len(keys))
         for _ in range(_LOOKS_MAX):
             changed: list[int] = []
@@ -95,87 +95,70 @@ class Shelf(ClosingStore):
         return found
 
     def _plan(
-        self, numbers: Sequence[int], slots: Sequence[int], buffers: Sequence[memoryview], found: Found
+        self,
+        numbers: Sequence[int],
+        slots: Sequence[int],
+        buffers: Sequence[memoryview],
+        found: list[RecordHeader | Absence],
     ) -> list[Wanted]:
         """What to read in which calls; ``found`` gets what no disk has to be asked. Held: lock."""
         self.calls += 1
         planned: list[tuple[Extent, int, list[int], list[Room]]] = []
         positions: list[int] = []
         vector: list[Room] = []
-        after, pad, nbytes, uses = NOWHERE, None, 0, bytearray()
+        after = ordinal = NOWHERE
         for i, slot in zip(numbers, slots, strict=True):
             if slot == NOWHERE:
                 continue
-            local = slot & LOCAL
-            if slot != after or not local or len(positions) == _RUN_MAX:
-                extent = self.index.extents[slot >> ORDINAL_BITS]
+            if slot >> BITS != ordinal:
+                ordinal = slot >> BITS
+                extent = self.index.extents[ordinal]
                 extent.used_at = self.calls
-                nbytes, uses = extent.shape.layout[1], extent.uses
+                uses, nbytes = extent.uses, extent.shape.layout[1]
                 pad = bytearray(extent.shape.step - nbytes)
+            local = slot & LOCAL
+            if (count := uses[local]) < USES_MAX:
+                uses[local] = count + 1
+            if buffers[i].nbytes != nbytes:
+                found[i] = Absence.CORRUPT
+                continue
+            if slot != after or len(positions) == _RUN_MAX:
                 positions, vector = [], []
                 planned.append((extent, local, positions, vector))
             elif pad:
                 vector.append(pad)
-            if (count := uses[local]) < USES_MAX:
-                uses[local] = count + 1
-            if buffers[i].nbytes != nbytes:
-                found[i], after = Absence.CORRUPT, NOWHERE
-                if positions:
-                    continue
-                planned.pop()
-                continue
             positions.append(i)
             vector.append(buffers[i])
-            after = slot + 1
-        wanted = []
-        for extent, local, positions, vector in planned:
-            at = local * extent.shape.head_nbytes
-            wanted.append(
-                (extent, local, positions, vector, extent.heads[at : at + len(positions) * extent.shape.head_nbytes])
-            )
-        return wanted
+            after = slot + 1 if local + 1 < extent.slots else NOWHERE
+        return [(*run, run[0].packed(run[1], len(run[2]))) for run in planned]
 
-    def _read(self, run: Wanted, found: Found, changed: list[int]) -> None:
+    def _read(self, run: Wanted, found: list[RecordHeader | Absence], changed: list[int]) -> None:
         """Read what was planned; ``changed`` gets those whose heads are others by now."""
         extent, local, positions, vector, heads = run
-        shape, slot = extent.shape, extent.ordinal << ORDINAL_BITS | local
-        nbytes = (len(positions) - 1) * shape.step + shape.layout[1]
+        count, nbytes, step = len(positions), extent.head_nbytes, extent.shape.step
+        wanted = (count - 1) * step + extent.shape.layout[1]
         try:
-            whole = read_all(self._disk, extent.fd, vector, extent.payload_at(local), nbytes) == nbytes
-            now = self._heads_now(extent, local, len(positions)) if whole else b""
+            whole = read_all(self._disk, extent.fd, vector, extent.payload_at(local), wanted) == wanted
+            now = self._heads_now(extent, local, count)
         except OSError:
             whole = False
-        if not whole:
-            if len(positions) > 1:  # the file was cut, or a sector is bad: find out whose
-                for k, i in enumerate(positions):
-                    own = heads[k * shape.head_nbytes : (k + 1) * shape.head_nbytes]
-                    self._read(
-                        (extent, local + k, [i], [vector[2 * k if shape.step > shape.layout[1] else k]], own),
-                        found,
-                        changed,
-                    )
-                return
-            with self.lock:
-                self.failed_reads += 1
-                self._suspects.add(slot)
+        if not whole and count > 1:  # the file was cut, or a sector is bad: find out whose
+            rooms = vector[:: (len(vector) + count - 1) // count]
+            for k, (i, room) in enumerate(zip(positions, rooms, strict=True)):
+                self._read((extent, local + k, [i], [room], heads[k * nbytes : (k + 1) * nbytes]), found, changed)
             return
-        unpack, head_nbytes, (fingerprint, payload_nbytes, _), at = (
-            shape.head.unpack_from,
-            shape.head_nbytes,
-            shape.layout,
-            0,
-        )
-        same = now == heads
-        for i in positions:
-            if same or now[at : at + head_nbytes] == heads[at : at + head_nbytes]:
-                _, _, generation, origin, sum_, key, valid, _ = unpack(heads, at)
-                found[i] = RecordHeader(key, fingerprint, generation, origin, valid, payload_nbytes, sum_)
+        slot = extent.ordinal << BITS | local
+        if not whole or self._suspects:
+            with self.lock:
+                self.failed_reads += not whole
+                (self._suspects.difference_update if whole else self._suspects.update)(range(slot, slot + count))
+        if not whole:
+            return
+        for k, (i, header) in enumerate(zip(positions, extent.headers(heads), strict=True)):
+            if now == heads or now[k * nbytes : (k + 1) * nbytes] == heads[k * nbytes : (k + 1) * nbytes]:
+                found[i] = header
             else:
                 changed.append(i)
-            at += head_nbytes
-        if self._suspects:
-            with self.lock:
-                self._suspects.difference_update(range(slot, slot + len(positions)))
 
     def _heads_now(self, extent: Extent, local: int, count: int) -> bytearray:
         """The heads of slots whose payloads have just been read."""
@@ -184,20 +167,24 @@ class Shelf(ClosingStore):
     def _look_again(self) -> None:
         """What was looked up has changed."""
 
-    def _open(self, directory: StoreDirectory, name: str, flags: int, nbytes_max: float) -> Extent | None:
-        """An extent with its heads; ``None`` where it is gone, or refused and remembered as such."""
-        path = str(self.path / name)
+    def _opened(self, directory: StoreDirectory, flags: int, known: Iterable[str] = ()) -> list[Extent]:
+        """The extents of a directory that are not known yet; what is none is remembered as refused.
+
+        :class:`StorageError` when the directory cannot be read.
+        """
+        found: list[Extent] = []
         try:
-            extent = open_extent(self._disk, directory.open(name, flags), name, path, nbytes_max)
-            read_heads(self._disk, extent)
-        except FileNotFoundError:
-            return None
-        except (StoreFormatError, OSError) as error:
-            self.refused[name] = str(error)
-            return None
-        self.refused.pop(name, None)
-        return extent
-
-
-def open_flags(*, writes: bool) -> int:
-    return os.O_RDWR if writes else os.O_RDONLY
+            names = directory.extents()
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot read the store: {error}") from error
+        for name in sorted(set(names).difference(known)):
+            try:
+                if len(found) == EXTENTS_MAX:
+                    raise StoreFormatError(str(self.path), "extents", f"{EXTENTS_MAX} at most", len(names))
+                found.append(open_extent(self._disk, directory.open(name, flags), name, str(self.path / name)))
+                self.refused.pop(name, None)
+            except FileNotFoundError:
+                continue
+            except (StoreFormatError, OSError) as error:
+                self.refused[name] = str(error)
+        return found
