@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from mooncake_pool import send
 from waiting import until
 
 from cache_manager.errors import ConfigError, NoSpaceError, StorageError, StoreClosedError, StoreUnavailableError
@@ -68,7 +69,7 @@ def store(url: str) -> Iterator[ApartStore]:
 def end(pid: int | None, *signals: int) -> int:
     assert pid is not None
     for each in signals or (signal.SIGKILL,):
-        os.kill(pid, each)
+        send(pid, each)
     return pid
 
 
