@@ -26,7 +26,7 @@ from cache_manager.storage import apart_process as ask
 from cache_manager.storage.apart_process import Answer
 from cache_manager.storage.arena import Arena, Ranges
 from cache_manager.storage.batch import chunks, flat
-from cache_manager.storage.guard import ClosingStore, Guard
+from cache_manager.storage.guard import ClosingStore, OpenCheck
 from cache_manager.storage.url import StoreUrl
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Apart:
         self._starting = threading.Lock()  # of whoever looks for a process, and starts one
         self._worker: _Worker | None = None
         self._pause_s, self._not_before_s, self._cause = s.restart_pause_s, 0.0, ""
-        self.guard = Guard(f"apart:{url}", self._lock)
+        self.guard = OpenCheck(f"apart:{url}", self._lock)
         try:
             self._start()
         except BaseException:

@@ -18,7 +18,7 @@ from cache_manager.errors import StorageError, StoreClosedError
 from cache_manager.keys import BlockKey
 
 
-class Guard:
+class OpenCheck:
     """Whether calls may go on; ``name`` is what messages begin with, ``lock`` the one under which they ask again."""
 
     __slots__ = ("_lock", "_name", "_open", "_pid")
@@ -93,4 +93,4 @@ class ClosingStore:
         raise NotImplementedError
 
 
-__all__ = ["ClosingStore", "Guard", "HeldKeys"]
+__all__ = ["ClosingStore", "HeldKeys", "OpenCheck"]

@@ -24,8 +24,8 @@ from cache_manager.errors import StorageError, StoreClosedError, StoreUnavailabl
 from cache_manager.ports import Absence
 from cache_manager.storage import open_store
 from cache_manager.storage.arena import CALLS_MAX
-from cache_manager.storage.breaker import State
 from cache_manager.storage.mooncake import MooncakeStore
+from cache_manager.storage.mooncake.breaker import State
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
 from tests.storage.mooncake_stores import (

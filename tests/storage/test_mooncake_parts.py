@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cache_manager.errors import ConfigError, StorageError, StoreUnavailableError
 from cache_manager.storage import open_store
 from cache_manager.storage.arena import CALLS_MAX, Arena, Ranges
-from cache_manager.storage.breaker import TRANSITIONS, Breaker, Event, State
 from cache_manager.storage.mooncake import link as link_module
 from cache_manager.storage.mooncake import wire
+from cache_manager.storage.mooncake.breaker import TRANSITIONS, Breaker, Event, State
 from cache_manager.storage.mooncake.client import ClientLostError, NativeClient
 from cache_manager.storage.mooncake.link import Link
 from cache_manager.storage.mooncake.master import pool_usage

@@ -18,8 +18,8 @@ from cache_manager.keys import BlockKey
 from cache_manager.spec import align
 from cache_manager.storage.arena import Arena, Ranges
 from cache_manager.storage.batch import chunks
-from cache_manager.storage.breaker import Breaker
 from cache_manager.storage.mooncake import wire
+from cache_manager.storage.mooncake.breaker import Breaker
 from cache_manager.storage.mooncake.client import ClientLostError, NativeClient
 from cache_manager.storage.mooncake.master import check_ready, reach
 from cache_manager.storage.mooncake.settings import MooncakeSettings, parse_address

@@ -21,9 +21,9 @@ from cache_manager.ports import Absence, Lent
 from cache_manager.record import HEADER_NBYTES_MAX, Buffer, RecordHeader, check_record, checksum, unpack_header
 from cache_manager.spec import align
 from cache_manager.storage.batch import rounds
-from cache_manager.storage.breaker import State
-from cache_manager.storage.guard import ClosingStore, Guard
+from cache_manager.storage.guard import ClosingStore, OpenCheck
 from cache_manager.storage.mooncake import wire
+from cache_manager.storage.mooncake.breaker import State
 from cache_manager.storage.mooncake.link import Link
 from cache_manager.storage.mooncake.master import pool_usage
 from cache_manager.storage.mooncake.settings import MooncakeSettings
@@ -65,7 +65,7 @@ class MooncakeStore(ClosingStore):
         self.settings = settings
         self._users = 0
         self._idle = threading.Condition()
-        self._guard = Guard("Mooncake store", self._idle)
+        self._guard = OpenCheck("Mooncake store", self._idle)
         self._payload_nbytes = 0  # of the largest record that was put or asked for
         self._link = Link(settings)
         self._writer = Writer(self._link)
