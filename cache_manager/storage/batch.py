@@ -13,24 +13,6 @@ from cache_manager.record import Buffer, RecordHeader, checksum
 _T = TypeVar("_T")
 
 
-def rounds(keys: Iterable[BlockKey]) -> list[list[int]]:
-    """A batch that may have a key more than once, cut into rounds that have each key once: positions.
-
-    Those of a key's first occurrences come first, then those of its second ones, and so on.
-
-    >>> rounds([b"a", b"b", b"a", b"a"])
-    [[0, 1], [2], [3]]
-    """
-    found: list[list[int]] = []
-    seen: dict[BlockKey, int] = {}
-    for i, key in enumerate(keys):
-        turn = seen[key] = seen.get(key, -1) + 1
-        if turn == len(found):
-            found.append([])
-        found[turn].append(i)
-    return found
-
-
 def chunks(
     items: Iterable[_T], nbytes: Callable[[_T], int], room_nbytes: int, items_max: float = math.inf
 ) -> Iterator[list[_T]]:
@@ -73,4 +55,4 @@ def flat(header: RecordHeader, payload: Buffer) -> memoryview:
     return view.cast("B")
 
 
-__all__ = ["chunks", "flat", "is_sound", "one_each", "rounds"]
+__all__ = ["chunks", "flat", "is_sound", "one_each"]
