@@ -70,6 +70,7 @@ class Pool(Shelf):
         self._clocks: dict[Layout, Clock] = {}
         self._used_nbytes = self._tick = self._number = self._evicted = self._damaged = 0
         self._names_changed = True
+        self._unsure: list[Run] = []  # with heads on the disk that it did not take back
         self._full_until = 0  # the disk had no room; it is asked again after so many calls
         self._directory = LockedDirectory(path, file_mode=file_mode)
         try:
@@ -109,21 +110,29 @@ class Pool(Shelf):
 
     def _kill(self, slots: Sequence[int]) -> None:
         """Make slots free, in memory at once and on the disk; ``OSError`` when it did not take them. Held: writing."""
-        failure: OSError | None = None
         if not slots:
             return
         for ordinal, extent in self.index.extents.items():
             for start, count in runs_of(sorted(slot & LOCAL for slot in slots if slot >> BITS == ordinal)):
                 with self.lock:
                     self._forget(extent, start, count)
-                try:
-                    self._erase(extent, start, count)
-                except OSError as error:
-                    failure = error
-                self._clocks[extent.shape.layout].free.append((extent, start, count))
+                self._give_back((extent, start, count))
+        self._erase_unsure()
         self._directory.tell(self._tick)
-        if failure is not None:
-            raise failure
+
+    def _give_back(self, run: Run) -> None:
+        """Let slots that hold nothing be taken again. Held: writing."""
+        self._clocks[run[0].shape.layout].free.append(run)
+        self._unsure.append(run)
+
+    def _erase_unsure(self) -> None:
+        """See to it that nothing comes back that is not found any more; ``OSError``. Held: writing."""
+        while self._unsure:
+            extent, start, count = self._unsure[-1]
+            unsure = [local for local in range(start, start + count) if extent.uses[local] == UNSURE]
+            for run in runs_of(unsure):
+                self._erase(extent, *run)
+            self._unsure.pop()
 
     def _take(self, layout: Layout, count: int) -> list[Run]:
         """Slots for records of a layout, the last run first; as many as there is room for. Held: writing."""

@@ -111,6 +111,7 @@ class FileStore(Pool):
                 slots = [slot for slot in self.index.find_all(dict.fromkeys(keys)) if slot != NOWHERE]
             try:
                 self._kill(slots)
+                self._erase_unsure()
             except OSError as error:
                 raise StorageError(f"{self.path}: cannot delete a record: {error}") from error
 
@@ -208,7 +209,7 @@ class FileStore(Pool):
                 raise
         finally:
             for run in runs:
-                self._clocks[layout].free.append(run)
+                self._give_back(run)
 
     def _write(
         self,
