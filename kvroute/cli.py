@@ -112,10 +112,10 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     keys.add_argument("directory", type=Path, metavar="DIR", help="where DIR/NAME.key and .key_secret are written")
     keys.add_argument("name", metavar="NAME", help="of the pair")
 
-    fsck = commands.add_parser("fsck", help="check a file store: every header, every payload")
+    fsck = commands.add_parser("fsck", help="check a file store: every page, every head")
     fsck.set_defaults(run=_fsck)
     fsck.add_argument("directory", type=Path, metavar="DIR", help="of the store, as in file:///DIR")
-    fsck.add_argument("--repair", action="store_true", help="take away what is not sound; nobody may write meanwhile")
+    fsck.add_argument("--payloads", action="store_true", help="read every payload, too")
     fsck.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
 
     inspect = commands.add_parser("inspect", help="what is in a file store, by namespace, age and size")
@@ -230,7 +230,7 @@ def _keys(chosen: Any) -> int:
 def _fsck(chosen: Any) -> int:
     from cache_manager.storage.file import fsck
 
-    report = fsck(chosen.directory, repair=chosen.repair)
+    report = fsck(chosen.directory, payloads=chosen.payloads)
     if chosen.json is not None:
         chosen.json.write_text(report.to_json())
     sys.stdout.write(report.to_text())

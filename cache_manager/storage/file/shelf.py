@@ -13,10 +13,10 @@ from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader
 from cache_manager.storage.disk import IOV_MAX, Disk, Room, SystemDisk, read_all
+from cache_manager.storage.file.directory import StoreDirectory
+from cache_manager.storage.file.extent import USES_MAX, Extent, open_extent
+from cache_manager.storage.file.index import BITS, LOCAL, NOWHERE, KeyIndex
 from cache_manager.storage.guard import ClosingStore, OpenCheck
-from cache_manager.storage.slots.directory import StoreDirectory
-from cache_manager.storage.slots.extent import USES_MAX, Extent, open_extent
-from cache_manager.storage.slots.index import BITS, LOCAL, NOWHERE, KeyIndex
 
 EXTENTS_MAX: Final = 512
 """Each has a descriptor open."""
@@ -137,22 +137,25 @@ class Shelf(ClosingStore):
         extent, local, positions, vector, heads = run
         count, nbytes, step = len(positions), extent.head_nbytes, extent.shape.step
         wanted = (count - 1) * step + extent.shape.layout[1]
+        absence: Absence | None = None
         try:
-            whole = read_all(self._disk, extent.fd, vector, extent.payload_at(local), wanted) == wanted
+            if read_all(self._disk, extent.fd, vector, extent.payload_at(local), wanted) < wanted:
+                absence = Absence.CORRUPT  # the file was cut
             now = self._heads_now(extent, local, count)
         except OSError:
-            whole = False
-        if not whole and count > 1:  # the file was cut, or a sector is bad: find out whose
+            absence = Absence.MISS  # for now
+        if absence and count > 1:  # find out whose
             rooms = vector[:: (len(vector) + count - 1) // count]
             for k, (i, room) in enumerate(zip(positions, rooms, strict=True)):
                 self._read((extent, local + k, [i], [room], heads[k * nbytes : (k + 1) * nbytes]), found, changed)
             return
         slot = extent.ordinal << BITS | local
-        if not whole or self._suspects:
+        if absence or self._suspects:
             with self.lock:
-                self.failed_reads += not whole
-                (self._suspects.difference_update if whole else self._suspects.update)(range(slot, slot + count))
-        if not whole:
+                self.failed_reads += absence is Absence.MISS
+                (self._suspects.update if absence else self._suspects.difference_update)(range(slot, slot + count))
+        if absence:
+            found[positions[0]] = absence
             return
         for k, (i, header) in enumerate(zip(positions, extent.headers(heads), strict=True)):
             if now == heads or now[k * nbytes : (k + 1) * nbytes] == heads[k * nbytes : (k + 1) * nbytes]:

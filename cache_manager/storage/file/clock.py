@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.storage.slots.extent import UNSURE, USES_MAX, Extent
+from cache_manager.storage.file.extent import UNSURE, USES_MAX, Extent
 
 _WINDOW_MIN: Final = 1024
 
