@@ -29,7 +29,7 @@ from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
 from cache_manager.regions import Memory, region_in
 from cache_manager.rows import Rows, window_of
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
-from cache_manager.step import Keep, Step
+from cache_manager.step import Keep, Step, write_few
 from cache_manager.stored import JobLimits, Stored
 from cache_manager.storing import Storing
 from cache_manager.table import BlockTable
@@ -136,7 +136,7 @@ class AuxBlocks(Storing, Fed):
     def steps(self) -> list[Step]:
         """The steps in flight, oldest first; any of them may be aborted, one in place when its device is done."""
         with self._lock:
-            return [claim.step for claim in self._device.steps.values()]
+            return [claim.step for claim in self._device.steps]
 
     def region(self, tier: TierName) -> Region:
         """The memory of a tier, for readers in other processes and for capture on the device."""
@@ -257,6 +257,9 @@ class AuxBlocks(Storing, Fed):
         Never raises for a mistake of bookkeeping, unless strict: the step's rows are then missing, and counted.
         """
         try:
+            landed = write_few(self._device, slots, rows, keep)
+            if landed is not None:
+                return landed
             step = self.begin_step(slots)
         except KVRouteError:
             if self.strict:

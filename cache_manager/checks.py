@@ -93,7 +93,7 @@ class Numbers:
         self.words_per_block = words_of(tokens)
         self._order: Ints = np.arange(blocks * self.words_per_block)
         self._seen: Ints = np.zeros(self._order.size, np.int64)  # these two mean nothing between calls
-        self._mark: Flags = np.zeros(blocks, np.bool_)
+        self._mark: Flags = np.zeros(self.end, np.bool_)
 
     def ids(self, blocks: Blocks, field: str = "blocks") -> Ints:
         """``blocks`` as a new array, or :class:`InvalidInputError`: of this tier; they may be named several times."""
@@ -124,7 +124,7 @@ class Numbers:
         return self._seen.take(numbers).tobytes() == order.tobytes()  # as bytes: == touches more code
 
     def among(self, ids: Ints, others: Ints) -> Flags:
-        """Which of ``ids`` are in ``others``: a tenth of what ``np.isin`` costs. The lock is held."""
+        """Which of ``ids``, of blocks or slots, are in ``others``: a tenth of what ``np.isin`` costs. Lock held."""
         self._mark[others] = True
         try:
             return self._mark.take(ids)

@@ -99,7 +99,8 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
             raise BlockBusyError("blocks", "a call from outside their own calls", "a finaliser or a signal handler")
         try:
             self.acquire()
-            self.check_open()
+            if self.closed:
+                self.check_open()
             if self.torn:
                 self.mend()
                 self.torn = 0

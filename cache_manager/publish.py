@@ -106,13 +106,13 @@ def clear(region: Region, cells: NDArray[np.int64], bits: NDArray[np.uint64]) ->
 
     A block that had none of them readable keeps its word, because no reader can have taken one.
     """
-    flat, had = _flat(region), None
+    had = None
     for spec in range(region.valid.shape[1]):
-        at = _cells_of(region, cells, spec)
-        now = flat.take(at)
+        words, at = _words_at(region, spec, cells)
+        now = words[at]
         hit = now & bits
         if hit.tobytes() != bytes(hit.nbytes):  # some readable; count_nonzero() touches more code
-            flat[at] = now & ~bits
+            words[at] = now & ~bits
             had = hit if had is None else had | hit
     if had is not None:
         blocks = cells[had != 0] // region.valid.shape[2]  # a block that is there twice changes once
@@ -122,8 +122,8 @@ def clear(region: Region, cells: NDArray[np.int64], bits: NDArray[np.uint64]) ->
 
 def add(region: Region, spec: int, cells: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
     """Make the rows ``bits [n]`` of ``cells [n]``, each once, readable in ``spec``; their bytes are in place."""
-    flat, at = _flat(region), _cells_of(region, cells, spec)
-    flat[at] = flat.take(at) | bits
+    words, at = _words_at(region, spec, cells)
+    words[at] = words[at] | bits
 
 
 def bits_of(region: Region, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -147,14 +147,10 @@ def _flat(region: Region) -> NDArray[np.uint64]:
     return region.valid.reshape(-1)
 
 
-def _cells_of(region: Region, cells: NDArray[np.int64], spec: int) -> NDArray[np.int64]:
-    """Where in the flat validity words those of ``spec`` for ``cells`` are."""
-    _, specs, words = region.valid.shape
-    if specs == 1:
-        return cells
-    block, word = (cells, 0) if words == 1 else np.divmod(cells, words)
-    at: NDArray[np.int64] = (block * specs + spec) * words + word
-    return at
+def _words_at(region: Region, spec: int, cells: NDArray[np.int64]) -> tuple[NDArray[np.uint64], Any]:
+    """A spec's validity words, and where in them those of ``cells [n]`` are."""
+    words = region.valid.shape[2]
+    return (region.valid[:, spec, 0], cells) if words == 1 else (region.valid[:, spec], np.divmod(cells, words))
 
 
 # ---- the reader's side: no lock, any thread or process -------------------------------------------------------------
