@@ -22,11 +22,11 @@ from rich.console import Console
 from cache_manager.storage import open_store
 from kvroute.capture.capture import RoutingCapture
 from kvroute.cli import main
-from kvroute.demo.command import demo
-from kvroute.demo.options import DemoOptions
-from kvroute.demo.pool import running_pool
-from kvroute.demo.serve import Watcher
-from kvroute.engine.engine import Span
+from paged_engine.demo.command import demo
+from paged_engine.demo.options import DemoOptions
+from paged_engine.demo.pool import running_pool
+from paged_engine.demo.serve import Watcher
+from paged_engine.engine.engine import Span
 
 torch.set_num_threads(1)
 
@@ -77,7 +77,7 @@ def test_a_pool_that_is_killed_in_mid_run_costs_time_and_no_row(
         console = Console(file=io.StringIO(), width=120)
         after_restart = lambda: "engine stopped" in console.file.getvalue()  # type: ignore[attr-defined]  # noqa: E731
         report = tmp_path / "numbers.json"
-        url = f"{pool.url}&timeout_ms=1000&pause_ms=60000&pause_max_ms=60000"
+        url = f"{pool.url}&timeout_ms=1000"
         status = demo(DemoOptions(requests=6, store=url, out=tmp_path, json=report), console)
         assert next(passes) > 3, "it was killed"
     found = json.loads(report.read_text())
