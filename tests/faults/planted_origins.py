@@ -43,8 +43,8 @@ ORIGIN_FAULTS = [
     Fault(
         "an origin that was handed out goes on",
         "table.py",
-        "        self._end_origin(ids)\n        found: list",
-        "        found: list",
+        "        self._end_origin(ids)\n        return [int(",
+        "        return [int(",
         MACHINE,
         ONE_CONTENT,
     ),
