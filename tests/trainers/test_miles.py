@@ -39,7 +39,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill_replay_data() -> Callable[..., None]:
-    """``MegatronTrainRayActor._fill_replay_data`` as it stands in miles; the rest of its module wants CUDA's packages."""
+    """``MegatronTrainRayActor._fill_replay_data`` as miles has it; the rest of its module wants CUDA."""
     module = ast.parse(Path(inspect.getfile(backend)).with_name("actor.py").read_text())
     (found,) = [n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name == "_fill_replay_data"]
     names = {"torch": torch, "slice_with_cp": cp_utils.slice_with_cp, "get_parallel_state": parallel.get_parallel_state}
