@@ -18,7 +18,7 @@ _NAMES = {
     "cache_manager.keys": "BlockKey KeyChain Namespace",
     "cache_manager.manager": "BlockManager",
     "cache_manager.regions.view": "RegionView",
-    "cache_manager.rows": "Rows",
+    "cache_manager.publish": "Rows",
     "cache_manager.spec": "AuxBlockDataSpec RecordLayout",
     "cache_manager.storage": "open_store",
     "cache_manager.stored": "JobLimits",
