@@ -13,8 +13,8 @@ from kvroute.capture.errors import CaptureError
 from kvroute.capture.launched import LaunchedCapture
 from kvroute.routing import routing_spec_from_hf
 from paged_engine.engine import passes
-from paged_engine.engine.engine import Engine
-from paged_engine.engine.request import EngineConfig, Request
+from paged_engine.engine import Engine
+from paged_engine.request import EngineConfig, Request
 
 REQUESTS = [Request(f"r{i}", tuple(range(3 + i, 30 + 2 * i)), 6, n=1 + i % 2) for i in range(3)]
 
