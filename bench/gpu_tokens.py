@@ -31,8 +31,8 @@ import kvroute
 from bench.table import Table, machine
 from kvroute.capture.capture import find_routers
 from kvroute.config import RoutingReplayConfig
-from paged_engine.engine import Engine
 from paged_engine.attention import ATTENTION
+from paged_engine.engine import Engine
 from paged_engine.request import EngineConfig, Output, Request
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformers_continuous_batching.py"

@@ -1,7 +1,7 @@
 """The command line: a table of commands, each with the function that runs it; what is heavy is imported when it runs.
 
-``demo``, ``demo-pd``, ``prefill`` and ``decode`` live in ``paged_engine``, an example that the wheel brings as a package
-of its own. It is named here and imported nowhere.
+``demo``, ``demo-pd``, ``prefill`` and ``decode`` live in ``paged_engine``, an example that the wheel brings as a
+package of its own. It is named here and imported nowhere.
 """
 
 from __future__ import annotations

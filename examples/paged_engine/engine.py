@@ -76,8 +76,8 @@ class Engine:
     """Generates for requests over ``config.device_blocks`` KV blocks, and hands out routes with every sample.
 
     ``namespace`` must name the weights: with a ``store``, KV and rows that an earlier engine of the same namespace
-    stored are reused; it stays the caller's. ``kv_of`` makes the KV blocks, where they are not to be the engine's own: a
-    move of theirs that fails costs time, for what could not be moved is computed again.
+    stored are reused; it stays the caller's. ``kv_of`` makes the KV blocks, which may be others than the engine's own:
+    a move of theirs that fails costs time, for what could not be moved is computed again.
 
     Raises :class:`InvalidInputError` for a model without routers, and by its name for one whose tokens know of each
     other by more than paged attention (:func:`~paged_engine.probe.kv_shape`): recurrent state is in no block.

@@ -154,7 +154,7 @@ _HELD: list[socket.socket] = []
 
 
 def hold_port() -> int:
-    """A port that is this process's until it ends: nobody else is given it, and a server that is told it can bind it."""
+    """A port that nobody else is given until this process ends; a server that is told it can bind it."""
     held = socket.socket()
     held.bind(("127.0.0.1", 0))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -17,16 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 from nursery import ENGINE, Born, nursery
-from rich.console import Console
-
-from cache_manager.storage import open_store
-from kvroute.capture.capture import RoutingCapture
-from kvroute.cli import main
 from paged_engine.demo.command import demo
 from paged_engine.demo.options import DemoOptions
 from paged_engine.demo.pool import running_pool
 from paged_engine.demo.serve import Watcher
 from paged_engine.engine.engine import Span
+from rich.console import Console
+
+from cache_manager.storage import open_store
+from kvroute.capture.capture import RoutingCapture
+from kvroute.cli import main
 
 torch.set_num_threads(1)
 

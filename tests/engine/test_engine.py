@@ -12,13 +12,13 @@ from engine_runs import NAMESPACE, PLAIN, TIGHT, Hook, assert_empty, assert_same
 from torch import nn
 
 from cache_manager.errors import ConfigError, InvalidInputError
-from paged_engine.judge import Checker, Verdict
-from paged_engine.update import move_routers
 from paged_engine import text
 from paged_engine.engine import Engine
+from paged_engine.judge import Checker, Verdict
 from paged_engine.models import build_model
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
 from paged_engine.sequence import State
+from paged_engine.update import move_routers
 
 
 def test_swap_prefix_cache_and_copy_on_write_change_no_token_and_no_row(model: nn.Module) -> None:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from paged_engine.judge import RouterWatch
 from paged_engine import text
+from paged_engine.attention import PagedBatch
+from paged_engine.judge import RouterWatch
 from paged_engine.kv import PagedKV
 from paged_engine.models import BATCH_MULTIPLE, build_model, weights_digest
-from paged_engine.attention import PagedBatch
 from paged_engine.probe import kv_shape
 from paged_engine.request import EngineConfig
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
-from paged_engine.engine import Engine
 from paged_engine.attention import ATTENTION, paged_attention
+from paged_engine.engine import Engine
 from paged_engine.probe import kv_shape
 from paged_engine.request import EngineConfig
 

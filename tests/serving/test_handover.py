@@ -87,7 +87,9 @@ class Pair:
         """:meth:`finish`; every token is right, every row is there and right."""
         outputs = self.finish()
         expected = [each for body in self.bodies.values() for each in plain({**body, "ignore_eos": True})]
-        for mine, output in zip(expected, sorted(outputs, key=lambda o: (int(o.request.id[1:]), o.sample)), strict=True):
+        for mine, output in zip(
+            expected, sorted(outputs, key=lambda o: (int(o.request.id[1:]), o.sample)), strict=True
+        ):
             assert output.tokens == mine.tokens
             assert output.routes.complete
             assert np.array_equal(output.routes.ids, mine.routes.ids)

@@ -88,8 +88,8 @@ def test_decode_always_answers(cluster: ForkedPair, plain: Plain, disturbed: str
 
 @pytest.mark.parametrize("how", ["killed", "stopped", "restarted"])
 def test_prefill_is_killed_during_a_transfer(cluster: ForkedPair, plain: Plain, how: str) -> None:
-    """Goal: a fetch that will never end does. Method: prefill is stopped when decode is asked, and killed or left so, or
-    another one has its address by then; decode computes the prompt and says why."""
+    """Goal: a fetch that will never end does. Method: prefill is stopped when decode is asked, and killed or left so,
+    or another one has its address by then; decode computes the prompt and says why."""
     body = completion(200)
     asked = prefilled(cluster, body)
     cluster.prefill.send(signal.SIGSTOP)
@@ -202,7 +202,7 @@ def test_a_process_whose_engine_fails_ends_with_the_cause(tmp_path: Path) -> Non
     until(lambda: "seeded weights at" in log.read_text(), "it listens", DEADLINE_S)
     asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(completion(1)).encode())
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(asked, timeout=DEADLINE_S)
+        urllib.request.urlopen(asked, timeout=DEADLINE_S)  # noqa: S310 - our own server
     said = json.loads(refused.value.read())["error"]["message"]
     assert (refused.value.code, said) == (500, "the engine has failed: IndexError: index 16 is out of bounds")
     assert child.wait(DEADLINE_S) == 1

@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -68,9 +68,10 @@ class Both:
 @pytest.fixture(scope="module")
 def both() -> Iterator[Both]:
     sizes = {"port": 0, "device_blocks": 48, "host_blocks": 16}
-    with served(Settings("prefill", peers=["tcp://127.0.0.1:*"], **sizes)) as prefill:
-        with served(Settings("decode", peers=[prefill.server.engine.crossing.address], **sizes)) as decode:
-            yield Both(prefill, decode)
+    with ExitStack() as stack:
+        prefill = stack.enter_context(served(Settings("prefill", peers=["tcp://127.0.0.1:*"], **sizes)))
+        address = prefill.server.engine.crossing.address
+        yield Both(prefill, stack.enter_context(served(Settings("decode", peers=[address], **sizes))))
 
 
 def connection(served: Served) -> http.client.HTTPConnection:
@@ -149,7 +150,9 @@ def test_a_client_that_goes_away_is_forgotten(both: Both, caplog: pytest.LogCapt
     before = both.decode.counters()["http"]["left"]
     asked = connection(both.decode)
     with caplog.at_level(logging.INFO):
-        asked.request("POST", "/v1/completions", json.dumps(completion(12, max_tokens=500, ignore_eos=True, stream=True)))
+        asked.request(
+            "POST", "/v1/completions", json.dumps(completion(12, max_tokens=500, ignore_eos=True, stream=True))
+        )
         assert asked.getresponse().readline().startswith(b"data: {")
         asked.sock.close()
         asked.close()

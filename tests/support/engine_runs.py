@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cache_manager.keys import Namespace
-from paged_engine.judge import Checker, SecondRun, Verdict
 from paged_engine import text
 from paged_engine.engine import Engine, Span
+from paged_engine.judge import Checker, SecondRun, Verdict
 from paged_engine.models import build_model
 from paged_engine.request import EngineConfig, Output, Request
 
