@@ -30,10 +30,9 @@ from typing import Any
 import numpy as np
 
 import kvroute
+from bench.harness import PeerError, Table
 from bench.peers import VENVS
 from bench.peers.vllm_engine import packed
-from bench.table import Table
-from bench.turns import PeerError
 from bench.vllm_model import Judge, build
 from bench.vllm_peers import Contestant, Engine, Engines
 

@@ -12,7 +12,7 @@ from typing import Any
 from engines import BLOCK, MODULE, prompts
 from fronts import Front
 
-from bench.turns import PeerError
+from bench.harness import PeerError
 from bench.vllm_peers import ON_CPU, plugin
 
 WORDS = [f"t{i}" for i in range(512)]
