@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+from transfer.links import open_link
+
 from kvroute.engine.decode import DecodeEngine
 from kvroute.engine.prefill import PrefillEngine
 from kvroute.serving.config import DecodeConfig, PrefillConfig
 from transfer.curve import CurveClient, CurveServer, read_clients, read_keys, read_public
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
-from transfer.links import open_link
 from transfer.messages import BootId
 from transfer.node import DecodeNode, PrefillNode
 from transfer.zmq_settings import ZmqSettings
