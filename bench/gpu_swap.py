@@ -22,7 +22,7 @@ import torch
 import kvroute
 from bench.gpu_passes import DEVICE, HIDDEN, graph_of
 from bench.table import Table
-from kvroute.engine.kv import KVShape, PagedKV
+from paged_engine.engine.kv import KVShape, PagedKV
 
 SHAPE = KVShape(layers=48, heads=4, k_dim=128, v_dim=128, dtype=torch.bfloat16)
 BLOCK_TOKENS, ROUNDS, LAYERS, TOP_K, EXPERTS = 64, 20, 48, 8, 128

@@ -31,9 +31,9 @@ import kvroute
 from bench.table import Table, machine
 from kvroute.capture.capture import find_routers
 from kvroute.config import RoutingReplayConfig
-from kvroute.engine.engine import Engine
-from kvroute.engine.paged_attention import ATTENTION
-from kvroute.engine.request import EngineConfig, Output, Request
+from paged_engine.engine.engine import Engine
+from paged_engine.engine.paged_attention import ATTENTION
+from paged_engine.engine.request import EngineConfig, Output, Request
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformers_continuous_batching.py"
 PAGE = 64

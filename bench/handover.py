@@ -3,8 +3,7 @@
 ``--sequences`` rollouts of ``--tokens`` tokens, 48 layers x top-8 of 128 experts, go from the engine's :class:`Routes`
 to the ids that one rank of a trainer needs, one rollout after the other:
 
-* nested JSON lists, as an OpenAI-style answer has them;
-* base64 in a JSON answer: vLLM's ``.npy``, SGLang's int32, kvroute's own object with mask and checksum;
+* nested JSON lists; base64 in JSON: vLLM's ``.npy``, SGLang's int32, kvroute's own object with mask and checksum;
 * pickle 5 with buffers out of band, which are copied to shared memory and read from there without a copy, as Ray's
   object store does it (measured here only: kvroute never pickles);
 * keys only: the rows go to a rollout store, the answer has a handle, and a rank fetches its tokens and its layers (one
@@ -18,6 +17,7 @@ Mooncake's processes use. The rows are compared.
 ``--ranks`` asks another question: a whole batch (``--sequences`` rollouts) goes to all ranks of a trainer, ``--dp`` x
 ``--pp`` x ``--cp``. Each reads its own part by handles, from a directory, a Mooncake pool and Ray (in an environment
 that has it); beside that, one driver takes all answers and broadcasts all rows. Ranks take their turns in one process.
+Lengths differ there, from half of ``--tokens`` to one and a half, so that nothing ends where parts end.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,11 @@ class Load:
     tokens: int
     pp: int
     cp: int
+    ragged: bool = False
+
+    def count(self, number: int) -> int:
+        """The tokens of a rollout."""
+        return self.tokens // 2 + number * 7919 % (self.tokens + 1) if self.ragged else self.tokens
 
     @property
     def split(self) -> Split:
@@ -67,12 +72,17 @@ class Load:
         return Split(pp=self.pp, pp_rank=self.pp // 2, cp=self.cp, cp_rank=self.cp // 2)
 
     def routes(self, number: int) -> Routes:
-        """A rollout: ``tokens - 1`` rows of distinct ids, different for every number."""
-        random = np.random.default_rng(number)
-        first = random.integers(0, EXPERTS, (self.tokens - 1, LAYERS, 1), np.uint8)
+        """A rollout: a row less than tokens, of distinct ids, different for every number."""
+        random, rows = np.random.default_rng(number), self.count(number) - 1
+        first = random.integers(0, EXPERTS, (rows, LAYERS, 1), np.uint8)
         ids = (first + np.arange(0, 16 * TOP_K, 16, dtype=np.uint8)) % EXPERTS
-        valid = np.ones(self.tokens - 1, np.bool_)
+        valid = np.ones(rows, np.bool_)
         return Routes.checked(Layout(tuple(range(LAYERS)), EXPERTS, LAYERS, TOP_K), ids, valid)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows."""
+        return sum(self.count(number) - 1 for number in range(self.sequences)) * LAYERS * TOP_K
 
 
 @dataclass(slots=True)
@@ -156,12 +166,8 @@ def keys_only(load: Load, cost: Cost, store: RolloutStore) -> tuple[Tell, Take]:
 
 @contextmanager
 def by_directory(load: Load, cost: Cost) -> Iterator[tuple[Tell, Take]]:
-    with tempfile.TemporaryDirectory() as directory:
-        store = open_rollouts(f"file://{directory}")
-        try:
-            yield keys_only(load, cost, store)
-        finally:
-            store.close()
+    with directory() as url, closing(open_rollouts(url)) as store:
+        yield keys_only(load, cost, store)
 
 
 @contextmanager
@@ -170,11 +176,10 @@ def pool(load: Load) -> Iterator[str]:
     sys.path.insert(0, str(ROOT / "tests" / "support"))  # the pool that the tests start
     from mooncake_pool import running_master, running_owner
 
-    nbytes = load.sequences * load.routes(0).ids.nbytes
     with ExitStack() as stack:
         master = stack.enter_context(running_master())
         segment = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "segment"
-        stack.enter_context(running_owner(master, segment, 2 * nbytes + (64 << 20)))
+        stack.enter_context(running_owner(master, segment, load.nbytes * 3 // 2 + (128 << 20)))
         yield master.url("bench", timeout_ms=20_000)
 
 
@@ -227,7 +232,7 @@ def run(way: str, load: Load) -> Cost:
 
 
 @contextmanager
-def directory(_: Load) -> Iterator[str]:
+def directory(_: Load | None = None) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as name:
         yield f"file://{name}"
 
@@ -236,10 +241,9 @@ def directory(_: Load) -> Iterator[str]:
 def cluster(load: Load) -> Iterator[str]:
     import ray
 
-    nbytes = load.sequences * load.routes(0).ids.nbytes
     with tempfile.TemporaryDirectory(prefix="ray") as name:
         options = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "_temp_dir": name}
-        ray.init(object_store_memory=2 * nbytes + (128 << 20), **options)
+        ray.init(object_store_memory=load.nbytes * 6 // 5 + (256 << 20), **options)
         try:
             yield "ray:bench"
         finally:
@@ -266,6 +270,13 @@ def ranks_of(load: Load, dp: int) -> list[tuple[list[int], Split]]:
     return [(list(numbers[d::dp]), Split(pp=load.pp, pp_rank=p, cp=load.cp, cp_rank=c)) for d, p, c in places]
 
 
+def _cut(ids: NDArray[Any], tokens: list[int], split: Split) -> Iterator[NDArray[Any]]:
+    """What a rank has of each sequence of a packed batch."""
+    ends = accumulate(sum(map(len, split.packed([count]))) for count in tokens)
+    for first, last in pairwise([0, *ends]):
+        yield ids[first:last]
+
+
 def by_handles(home: str, load: Load, dp: int) -> Spread:
     """Each rank fetches its own part; what the first and the last one have is compared."""
     ranks, spread = ranks_of(load, dp), Spread(0, 0, 0, 0)
@@ -282,11 +293,12 @@ def by_handles(home: str, load: Load, dp: int) -> Spread:
         for text, (numbers, split) in zip(told, ranks, strict=True):
             started_s = time.perf_counter()
             handles = [RolloutHandle.from_json(each) for each in json.loads(text)]
-            mine = fetch_shard(store, handles, [load.tokens] * len(handles), split, "uint8")
+            tokens = [load.count(number) for number in numbers]
+            mine = fetch_shard(store, handles, tokens, split, "uint8")
             spread.ranks_s += time.perf_counter() - started_s
             if (numbers, split) in (ranks[0], ranks[-1]):
-                whole = [load.routes(number) for number in numbers]
-                assert np.array_equal(mine, shard_packed(whole, [load.tokens] * len(whole), split, dtype="uint8"))
+                for whole, count, ids in zip(map(load.routes, numbers), tokens, _cut(mine, tokens, split), strict=True):
+                    assert np.array_equal(ids, shard_packed([whole], [count], split, dtype="uint8"))
         spread.read_nbytes = store.counters.get_nbytes
     return spread
 
@@ -296,6 +308,7 @@ def broadcast(load: Load, dp: int, *, lists: bool) -> Spread:
 
     Measured for one rollout and its share of the segment with one rank, and multiplied.
     """
+    n, load = load.sequences, replace(load, ragged=False)
     routes, ranks = load.routes(0), ranks_of(load, dp)
     segment = np.zeros_like(routes.ids)
     started_s = time.perf_counter()
@@ -308,22 +321,19 @@ def broadcast(load: Load, dp: int, *, lists: bool) -> Spread:
     shard_packed([copied], [load.tokens], ranks[0][1], dtype="uint8")
     cut_s = (time.perf_counter() - copied_s) / dp  # a rank copies every rollout and cuts those of its group
     all_s = (copied_s - taken_s + cut_s) * len(ranks)
-    n = load.sequences
     return Spread((told_s - started_s) * n, driver_s * n, all_s * n, float(routes.ids.nbytes * n * len(ranks)))
 
 
 def print_ranks(load: Load, dp: int, homes: list[str]) -> None:
-    needed_nbytes = load.sequences * load.routes(0).ids.nbytes
-    count = dp * load.pp * load.cp
-    title = f"{load.sequences} rollouts of {load.tokens} tokens ({load.sequences * load.tokens:,}), {LAYERS} x {TOP_K}"
-    title += f": {needed_nbytes / 1e6:,.0f} MB to {count} ranks (dp={dp}, pp={load.pp}, cp={load.cp})"
+    needed_nbytes, count = load.nbytes, dp * load.pp * load.cp
+    title = f"{load.sequences} rollouts of {load.count(0)} to {load.tokens * 3 // 2} tokens, {LAYERS} x {TOP_K}: "
+    title += f"{needed_nbytes / 1e6:,.0f} MB to {count} ranks (dp={dp}, pp={load.pp}, cp={load.cp})"
     table = Table(title, ["way", "engine s", "driver CPU s", "a rank s", "ranks read MB", "read / needed"])
-    ways: dict[str, Callable[[], Spread]] = {f"handles, {home}": partial(by_handles, home, load, dp) for home in homes}
-    ways["one broadcast of arrays (scaled)"] = partial(broadcast, load, dp, lists=False)
-    ways["nested JSON lists, one broadcast (scaled)"] = partial(broadcast, load, dp, lists=True)
-    for name, way in ways.items():
+    names = {"arrays": "one broadcast of arrays (scaled)", "lists": "nested JSON lists, one broadcast (scaled)"}
+    for way in [*homes, *names]:
+        name = names.get(way, f"handles, {way}")
         print(f"{name} ...", flush=True)
-        cost = way()
+        cost = broadcast(load, dp, lists=way == "lists") if way in names else by_handles(way, load, dp)
         seconds = (f"{cost.engine_s:.2f}", f"{cost.driver_s:.3f}", f"{cost.ranks_s / count:.3f}")
         table.row(name, *seconds, f"{cost.read_nbytes / 1e6:,.0f}", f"{cost.read_nbytes / needed_nbytes:.3f}")
     table.print()
@@ -348,13 +358,13 @@ def measured(way: str, load: Load) -> Cost:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, help="64; of --ranks 48, a tenth of 16 M tokens")
+    parser.add_argument("--sequences", type=int, help="64; 512 of 32,768 tokens are 16 M")
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--cp", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="4 sequences of 4096 tokens")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--ranks", action="store_true", help="a batch to all ranks; 48 rollouts unless told otherwise")
+    parser.add_argument("--ranks", action="store_true", help="a batch to all ranks")
     parser.add_argument("--dp", type=int, default=8)
     parser.add_argument(
         "--homes", nargs="+", choices=HOMES, default=[h for h in HOMES if h != "ray" or find_spec("ray")]
@@ -364,8 +374,8 @@ def main() -> None:
     if args.child:
         print(json.dumps(asdict(run(args.child[0], Load(**json.loads(args.child[1]))))))
         return
-    sequences, tokens = (4, 4096) if args.quick else (args.sequences or (48 if args.ranks else 64), args.tokens)
-    load = Load(sequences, tokens, args.pp, args.cp)
+    sequences, tokens = (4, 4096) if args.quick else (args.sequences or 64, args.tokens)
+    load = Load(sequences, tokens, args.pp, args.cp, ragged=args.ranks)
     if args.ranks:
         print_ranks(load, args.dp, args.homes)
         return

@@ -1,4 +1,8 @@
-"""The command line: ``kvroute demo``, ``prefill``, ``shm`` and more; what is heavy is imported where it is needed."""
+"""The command line: ``kvroute demo``, ``prefill``, ``shm`` and more; what is heavy is imported where it is needed.
+
+``demo``, ``demo-pd``, ``prefill``, ``decode`` and ``front`` live in ``paged_engine``, an example that the wheel brings
+as a package of its own. It is named here and imported nowhere.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -46,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
         remedy = f"pip install 'kvroute[{extra}]'" if extra else "no part of kvroute brings it"
+        if package == "paged_engine":
+            remedy = "install kvroute, or put examples/ of its source on PYTHONPATH"
         sys.stderr.write(f"kvroute {chosen.command}: needs {error.name}; {remedy}\n")
     except KeyboardInterrupt:
         sys.stderr.write(f"kvroute {chosen.command}: interrupted\n")
@@ -92,19 +99,6 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     demo_pd.add_argument("--link", choices=("zmq", "mooncake"), default="zmq", help="what carries blocks (zmq)")
     demo_pd.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
 
-    study = commands.add_parser("replay-study", help="mismatch of a trainer and its engine, without replay, R2 and R3")
-    study.set_defaults(run=_replay_study)
-    study.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
-    study.add_argument("--scale", metavar="NAME", help="quick, small, tiny or half-billion (small; cuda: half-billion)")
-    study.add_argument("--quick", action="store_const", dest="scale", const="quick", help="as --scale quick")
-    study.add_argument("--minutes", type=float, metavar="N", help="as many steps as fit (as the scale says)")
-    study.add_argument("--seed", type=_integer, default=0, metavar="N", help="of weights, prompts and samples (0)")
-    study.add_argument("--learning-rate", type=float, metavar="R", help="of policy gradient (as the scale says)")
-    study.add_argument("--trainer-dtype", default="float32", metavar="DTYPE", help="float32 or bfloat16 (float32)")
-    study.add_argument("--phases", metavar="LIST", help="some of learning,mismatch,policy-gradient (all)")
-    study.add_argument("--out", type=Path, default=Path("replay-study"), metavar="DIR", help="for numbers and pictures")
-    study.add_argument("--from", type=Path, dest="found", metavar="FILE", help="show what an earlier run wrote there")
-
     _server(commands, "prefill", "compute prompts and hold their blocks for decode", given)
     _server(commands, "decode", "go on from prompts that prefill has computed", given)
     _server(commands, "front", "HTTP front: completions through prefill and decode, with their routes", given)
@@ -149,9 +143,8 @@ def _server(commands: Any, name: str, what: str, given: Sequence[str]) -> None:
     parser = commands.add_parser(name, help=what)
     parser.set_defaults(run=_serve)
     if name in given:
-        from kvroute.serving.config import KINDS, add_flags
-
-        add_flags(parser, KINDS[name])
+        config = import_module("paged_engine.serving.config")
+        config.add_flags(parser, config.KINDS[name])
 
 
 def _version() -> str:
@@ -171,10 +164,7 @@ def _integer(text: str) -> int:
 def _demo(chosen: Any) -> int:
     from rich.console import Console
 
-    from kvroute.demo.command import demo
-    from kvroute.demo.options import DemoOptions
-
-    options = DemoOptions(
+    options = import_module("paged_engine.demo.options").DemoOptions(
         seed=chosen.seed,
         requests=chosen.requests,
         device_blocks=chosen.device_blocks,
@@ -186,23 +176,19 @@ def _demo(chosen: Any) -> int:
         json=chosen.json,
         out=chosen.out,
     )
-    return demo(options, Console(width=None if sys.stdout.isatty() else 120))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    return int(import_module("paged_engine.demo.command").demo(options, console))
 
 
 def _serve(chosen: Any) -> int:
-    from kvroute.serving.command import serve
-    from kvroute.serving.config import KINDS, load
-
-    return serve(load(KINDS[chosen.command], vars(chosen)))
+    command, config = import_module("paged_engine.serving.command"), import_module("paged_engine.serving.config")
+    return int(command.serve(config.load(config.KINDS[chosen.command], vars(chosen))))
 
 
 def _demo_pd(chosen: Any) -> int:
     from rich.console import Console
 
-    from kvroute.demo_pd.command import demo_pd
-    from kvroute.demo_pd.options import DemoPDOptions
-
-    options = DemoPDOptions(
+    options = import_module("paged_engine.demo_pd.options").DemoPDOptions(
         seed=chosen.seed,
         requests=chosen.requests,
         model=chosen.model,
@@ -210,29 +196,8 @@ def _demo_pd(chosen: Any) -> int:
         link=chosen.link,
         json=chosen.json,
     )
-    return demo_pd(options, Console(width=None if sys.stdout.isatty() else 120))
-
-
-def _replay_study(chosen: Any) -> int:
-    from rich.console import Console
-
-    from kvroute.study.command import replay_study, show_study
-    from kvroute.study.options import PHASES, StudyOptions
-
     console = Console(width=None if sys.stdout.isatty() else 120)
-    if chosen.found is not None:
-        return show_study(chosen.found, chosen.out, console)
-    options = StudyOptions(
-        device=chosen.device,
-        scale=chosen.scale,
-        minutes=chosen.minutes,
-        seed=chosen.seed,
-        learning_rate=chosen.learning_rate,
-        trainer_dtype=chosen.trainer_dtype,
-        phases=PHASES if chosen.phases is None else tuple(chosen.phases.split(",")),
-        out=chosen.out,
-    )
-    return replay_study(options, console)
+    return int(import_module("paged_engine.demo_pd.command").demo_pd(options, console))
 
 
 def _shm(chosen: Any) -> int:

@@ -99,12 +99,12 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The URL of the rollout store that these keys name."""
         if self.rollout_store:
             return self.rollout_store
-        fused = f"?fused={str(self.use_fused_put).lower()}"
+        layers = "?layers=all" if self.use_fused_put else ""
         match self.routing_store_type:
             case "local":
-                return f"file://{quote(os.path.abspath(self.local_store_dir))}{fused}"
+                return f"file://{quote(os.path.abspath(self.local_store_dir))}{layers}"
             case "rdma":
-                return f"mooncake://{self.rdma_store_server.removeprefix('mooncake://')}{fused}"
+                return f"mooncake://{self.rdma_store_server.removeprefix('mooncake://')}{layers}"
             case "response":
                 return "response:"
 

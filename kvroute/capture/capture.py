@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -16,11 +15,12 @@ from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Step
 from kvroute.capture.canary import CANARY_OF, canary_rows
 from kvroute.capture.errors import CaptureError
-from kvroute.capture.overlap import overlapping
+from kvroute.capture.hooks import Hooks, Values
 from kvroute.checks import check_ids
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _ROUTER_NAMES = ("gate", "router")
+_INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 def find_routers(model: nn.Module) -> dict[int, nn.Module]:
@@ -52,12 +52,9 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
 class RoutingCapture:
     """Holds the top-k ids of the last forward pass of ``model`` and turns them into routing rows.
 
-    During a forward pass each router's hook only keeps a reference to its ids: nothing is copied and no autograd graph
-    is kept alive. :meth:`rows` checks and copies them; :meth:`clear` makes ready for the next pass. The model's results
-    are not changed. One capture serves one forward pass at a time; it is not thread-safe.
-
-    A router that writes its ids into memory that it uses again has overwritten those of one layer when the next is
-    done: such a pass is refused, and ``copy=True`` copies each layer's ids while they are there.
+    During a forward pass each router's hook only keeps a reference to its ids: nothing is copied. :meth:`rows` checks
+    and copies them; :meth:`clear` makes ready for the next pass. The model's results are not changed. One capture
+    serves one forward pass at a time; it is not thread-safe.
 
     ``routers`` names the router of each layer for models where :func:`find_routers` cannot. With a spec made by
     ``canary_spec`` the rows hold position canaries instead of ids, after the same checks.
@@ -66,12 +63,7 @@ class RoutingCapture:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        spec: AuxBlockDataSpec,
-        *,
-        routers: Mapping[int, nn.Module] | None = None,
-        copy: bool = False,
+        self, model: nn.Module, spec: AuxBlockDataSpec, *, routers: Mapping[int, nn.Module] | None = None
     ) -> None:
         self.spec = spec
         self.layer_ids: tuple[int, ...] = spec.attrs["layer_ids"]
@@ -79,12 +71,8 @@ class RoutingCapture:
         if tuple(sorted(found)) != self.layer_ids:
             raise CaptureError("layers with a router", list(self.layer_ids), sorted(found))
         self._num_experts: int = spec.attrs.get(CANARY_OF, spec.attrs["num_experts"])
-        self._copy = copy
-        self._ids: list[torch.Tensor | None] = [None] * len(self.layer_ids)
-        self._calls = [0] * len(self.layer_ids)
-        self._hooks = [
-            found[layer_id].register_forward_hook(self._hook(index)) for index, layer_id in enumerate(self.layer_ids)
-        ]
+        self._kept = Hooks([Values(spec.name, self.layer_ids, spec.row_shape[1], _INTEGERS)])
+        self._hooks = [found[layer].register_forward_hook(self._kept.hook(layer)) for layer in self.layer_ids]
 
     @property
     def topk_ids(self) -> list[torch.Tensor]:
@@ -93,24 +81,7 @@ class RoutingCapture:
         Raises :class:`CaptureError` unless every layer routed exactly once, all of them the same number of tokens, and
         into memory of its own.
         """
-        tensors = []
-        for layer_id, ids, calls in zip(self.layer_ids, self._ids, self._calls, strict=True):
-            if ids is None or calls != 1:
-                wanted = "exactly one call since clear()"
-                raise CaptureError(f"router of layer {layer_id}", wanted, f"{calls} calls")
-            if ids.dim() < 2 or ids.shape[-1] != self.spec.row_shape[1] or ids.is_floating_point():
-                wanted = f"integer ids [tokens, {self.spec.row_shape[1]}]"
-                raise CaptureError(f"router of layer {layer_id}", wanted, f"{ids.dtype} of shape {tuple(ids.shape)}")
-            tensors.append(ids.reshape(-1, ids.shape[-1]))
-        for layer_id, ids in zip(self.layer_ids, tensors, strict=True):
-            if len(ids) != len(tensors[0]):
-                wanted = f"{len(tensors[0])} tokens as in layer {self.layer_ids[0]}"
-                raise CaptureError(f"router of layer {layer_id}", wanted, len(ids))
-        if (pair := overlapping([ids for ids in self._ids if ids is not None])) is not None:
-            first, second = (self.layer_ids[i] for i in pair)
-            wanted = "ids in memory of their own; pass copy=True where a router uses a buffer again"
-            raise CaptureError(f"router of layer {second}", wanted, f"the memory of layer {first}'s ids")
-        return tensors
+        return self._kept.taken()[0]
 
     def rows(self, positions: NDArray[Any] | None = None) -> NDArray[Any]:
         """The rows ``[tokens, layers, top_k]`` of the forward pass since the last :meth:`clear`, in the spec's dtype.
@@ -119,8 +90,8 @@ class RoutingCapture:
         row are in the router's order. The array is a copy that belongs to the caller. ``positions`` ``[tokens]`` is
         needed for canary rows only.
 
-        Raises :class:`CaptureError` unless every layer routed exactly once, and ``RowError``, naming the token and the
-        layer, for an id outside ``[0, num_experts)`` or twice in a row. On an accelerator this waits for the pass.
+        Raises :class:`CaptureError` as :attr:`topk_ids` does, and ``RowError``, naming the token and the layer, for an
+        id outside ``[0, num_experts)`` or twice in a row. On an accelerator this waits for the pass.
         """
         ids = torch.stack(self.topk_ids, dim=1).cpu().numpy()
         check_ids(ids, self._num_experts, self.layer_ids)
@@ -147,8 +118,7 @@ class RoutingCapture:
 
     def clear(self) -> None:
         """Forget the last forward pass and let go of its tensors."""
-        self._ids = [None] * len(self.layer_ids)
-        self._calls = [0] * len(self.layer_ids)
+        self._kept.clear()
 
     def close(self) -> None:
         """Take the hooks off the model and forget the last pass; again is harmless."""
@@ -160,23 +130,8 @@ class RoutingCapture:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hook(self, index: int) -> Any:
-        def keep(router: nn.Module, _inputs: Any, output: Any) -> None:
-            self._calls[index] += 1
-            ids = _ids_of(router, output).detach()
-            self._ids[index] = ids.clone() if self._copy else ids
 
-        return keep
-
-
-def _ids_of(router: nn.Module, output: object) -> torch.Tensor:
-    """The ids among ``(logits, weights, ids, ...)``."""
-    if isinstance(output, tuple) and len(output) >= 3 and isinstance(output[2], torch.Tensor):
-        return output[2]
-    got = tuple(type(o).__name__ for o in output) if isinstance(output, tuple) else type(output).__name__
-    raise CaptureError(type(router).__name__, "an answer (logits, weights, ids)", got)
+__all__ = ["RoutingCapture", "find_routers"]

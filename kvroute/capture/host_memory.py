@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -32,30 +31,25 @@ class RegistrationError(KVRouteError):
     """The driver refused to register host memory: a small memlock limit, or a container that forbids it."""
 
 
-class Registrations:
-    """The driver registers a range once: captures of one region share it, and the last one gives it back."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users: dict[tuple[int, int], int] = {}  # by start and end
-
-    def take(self, start: int, end: int) -> None:
-        with self._lock:
-            users = self._users.get((start, end), 0)
-            if not users and (code := int(_cudart().cudaHostRegister(start, end - start, PORTABLE_AND_MAPPED))):
-                raise RegistrationError(f"cudaHostRegister of {end - start} bytes: error {code}; see ulimit -l")
-            self._users[start, end] = users + 1
-
-    def give(self, start: int, end: int) -> None:
-        with self._lock:
-            users = self._users.pop((start, end)) - 1
-            if users:
-                self._users[start, end] = users
-            elif code := int(_cudart().cudaHostUnregister(start)):
-                raise RegistrationError(f"cudaHostUnregister: error {code}")
+_users: dict[tuple[int, int], int] = {}
+"""Captures that use a registered range, by its start and end: the last one gives it back."""
+_using: Final = threading.Lock()
 
 
-_registrations: Final = Registrations()
+def _register(start: int, end: int) -> None:
+    with _using:
+        users = _users.get((start, end), 0)
+        if not users and (code := int(_cudart().cudaHostRegister(start, end - start, PORTABLE_AND_MAPPED))):
+            raise RegistrationError(f"cudaHostRegister of {end - start} bytes: error {code}; see ulimit -l")
+        _users[start, end] = users + 1
+
+
+def _unregister(start: int, end: int) -> None:
+    with _using:
+        if users := _users.pop((start, end)) - 1:
+            _users[start, end] = users
+        elif code := int(_cudart().cudaHostUnregister(start)):
+            raise RegistrationError(f"cudaHostUnregister: error {code}")
 
 
 class HostRows:
@@ -66,21 +60,16 @@ class HostRows:
 
     def __init__(self, region: Region, plan: Plan, device: torch.device) -> None:
         self.plan = plan
-        self.tensor: torch.Tensor | None = torch.from_numpy(region.rows)
         self._registered: tuple[int, int] | None = None
-        if device.type != "cuda":
-            return
-        address, nbytes = self.tensor.data_ptr(), self.tensor.numel()
-        start = address - address % PAGE_NBYTES
-        end = address + nbytes + (-(address + nbytes)) % PAGE_NBYTES
-        try:
+        if device.type == "cuda":
+            address, nbytes = region.rows.ctypes.data, region.rows.nbytes
+            start = address - address % PAGE_NBYTES
+            end = address + nbytes + (-(address + nbytes)) % PAGE_NBYTES
             with torch.cuda.device(device):
-                _registrations.take(start, end)
-        except RegistrationError:
-            self.tensor = None
-            raise
-        self._registered = start, end
-        logger.info("registered %d bytes of host rows with %s", end - start, device)
+                _register(start, end)
+            self._registered = start, end
+            logger.info("registered %d bytes of host rows with %s", end - start, device)
+        self.tensor: torch.Tensor | None = torch.from_numpy(region.rows)
 
     def send(self, tokens: int) -> None:
         """Nothing: the launch stored the rows where they belong."""
@@ -94,15 +83,7 @@ class HostRows:
         if self._registered:
             torch.cuda.synchronize()
             given, self._registered = self._registered, None
-            _registrations.give(*given)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+            _unregister(*given)
 
 
 class StagedRows:

@@ -6,10 +6,9 @@ part of the graph, and the tensors that the hooks were given at capture time are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 from cache_manager.ports import Region
 from kvroute.capture import kernel
 from kvroute.capture.errors import CaptureError
+from kvroute.capture.hooks import Form, Hooks, Values
 from kvroute.capture.host_memory import StagedRows, rows_of
-from kvroute.capture.overlap import extents, lie_apart, overlapping
 from kvroute.capture.plan import NOTHING, Check, Plan, SpecPlan, check_words
 
 GRAPHS_MAX: Final = 128
@@ -47,27 +46,13 @@ class Verdict:
 
 _SOUND: Final = Verdict(None, MappingProxyType({}), "")
 
-Looks = tuple[list[torch.Size], list[torch.dtype], list[tuple[int, ...]]]
-"""The shape, the dtype and the strides of each layer's values: what is compared at each pass."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Form:
-    """What a pass's values look like, checked; their addresses are another matter."""
-
-    looks: Looks
-    tokens: int  # the fewest that one layer has
-    strides: NDArray[np.int64]  # [layers, 2]: elements from token to token, from value to value
-    extents: NDArray[np.int64]  # [layers]: bytes from the first value to behind the last of so many tokens
-    dtypes: tuple[torch.dtype, ...]  # of each spec's values
-
 
 class LayerCapture:
     """Captures rows of some of ``region``'s specs (all) from tensors that the routers' callbacks hand over.
 
-    ``hook(layer_id)`` answers a callback for one layer; ``commit(slots)`` stores what they kept in one launch. Meant
-    for a step begun with ``in_place=True``: ``wrote(name)`` for each of ``names``, and once the launch has completed
-    (an event, a synchronisation) ``step.commit(capture.verdict(tokens).keep)``.
+    ``hook(layer_id, name)`` answers a callback for one layer, as :meth:`Hooks.hook` does; ``commit(slots)`` stores what
+    they kept in one launch, and ``clear()`` forgets it. Meant for a step begun with ``in_place=True``: ``wrote(name)``
+    for each of ``names``, and once the launch has completed ``step.commit(capture.verdict(tokens).keep)``.
 
     ``maps`` brings, by spec name, ``int32 [layers, physical]`` tables of logical ids where routers answer physical
     ones. A capture serves one stream and at most two launches in flight; micro-batches that overlap have one each. It
@@ -100,17 +85,13 @@ class LayerCapture:
         if set(maps) - set(self.names):
             raise CaptureError("maps", f"of {self.names}", sorted(maps))
         on_gpu = self._device.type == "cuda"
-        places = [(spec.name, layer) for spec in self.plan.specs for layer in spec.layer_ids]
-        self._index = {place: i for i, place in enumerate(places)}
-        self._kept: list[torch.Tensor | None] = [None] * len(places)
-        self._calls = [0] * len(places)
-        self._once = [1] * len(places)
-        self._firsts = [0, *accumulate(spec.layers for spec in self.plan.specs[:-1])]  # of each spec, among the places
-        self._widths = np.array([spec.top_k for spec in self.plan.specs for _ in spec.layer_ids])
+        self._hooks = Hooks([Values(s.name, s.layer_ids, s.top_k, _dtypes(s.dtype)) for s in self.plan.specs])
+        self.hook, self.clear = self._hooks.hook, self._hooks.clear
+        layers = sum(spec.layers for spec in self.plan.specs)
         self._maps = kernel.joined(maps, self.plan).to(self._device)
         self._checks = torch.from_numpy(check_words())
         self._bad = torch.zeros(max_tokens, dtype=torch.int32)
-        self._sent = torch.zeros(RING + GRAPHS_MAX, len(places), 3, dtype=torch.int64)
+        self._sent = torch.zeros(RING + GRAPHS_MAX, layers, 3, dtype=torch.int64)
         if on_gpu:
             self._checks, self._bad, self._sent = (t.pin_memory() for t in (self._checks, self._bad, self._sent))
         self._sent_words = self._sent.numpy()
@@ -119,9 +100,7 @@ class LayerCapture:
         self._tables_used = RING  # those before are for launches outside of graphs, in turn
         self._turn = 0
         self._copied: list[torch.cuda.Event | None] = [None] * (RING // RING_PART)
-        self._apart = 0  # tokens for which the layers of those words are in memory of their own
-        self._addresses = np.zeros(len(places), np.int64)  # of the table whose turn it is, as it is on the device
-        self._form: Form | None = None  # of that table
+        self._addresses: NDArray[np.int64] | None = None  # of the table whose turn it is, as it is on the device
         self._launches: dict[tuple[tuple[torch.dtype, ...], int], kernel.Launch] = {}
         self._words, self._flags = self._checks.numpy(), self._bad.numpy()  # as the host sees them
         self._found = self._words[: Check.TOKENS]  # what was bad
@@ -139,24 +118,6 @@ class LayerCapture:
         """Whether the host puts the rows at their slots, in ``verdict``."""
         return isinstance(self._rows, StagedRows)
 
-    def hook(self, layer_id: int, name: str | None = None) -> Callable[..., None]:
-        """A callback for the router of ``layer_id`` that keeps its last argument, ``[tokens, top_k]``.
-
-        Of a tuple ``(logits, weights, ids, ...)``, as transformers' routers answer, it keeps the ids: so it is a
-        forward hook too. ``name`` is the spec's, the first one's if not given.
-        """
-        place = (self.names[0] if name is None else name, layer_id)
-        if place not in self._index:
-            raise CaptureError("layer", f"one of {sorted(self._index)}", place)
-        index, kept, calls = self._index[place], self._kept, self._calls
-
-        def keep(*given: Any) -> None:
-            value = given[-1]
-            kept[index] = value[2] if isinstance(value, tuple) else value
-            calls[index] += 1
-
-        return keep
-
     def commit(self, slots: torch.Tensor) -> None:
         """Store the rows of the pass at ``slots [tokens]`` int64 (negative: padding), on the stream at hand.
 
@@ -166,29 +127,20 @@ class LayerCapture:
         the same memory.
         """
         try:
-            sources, form = self._checked(slots)
+            _check_slots(slots, self._max_tokens)
+            sources, form, addresses = self._hooks.taken(slots.numel())
         finally:
             self.clear()
         tokens = slots.numel()
         rows = self._rows.tensor
         assert rows is not None, "commit() after close()"
-        addresses = np.fromiter(map(torch.Tensor.data_ptr, sources), np.int64, len(sources))
-        same = form is self._form and addresses.tobytes() == self._addresses.tobytes()
-        if not same or tokens > self._apart:
-            self._check_apart(sources, addresses, form, tokens)
-            self._apart = tokens if same else 0
-        table = self._table(addresses, form, same, sources, tokens)
+        table = self._table(form, addresses, sources)
         looks = form.dtypes, kernel.group_of(tokens)
         if (launch := self._launches.get(looks)) is None:
             launch = kernel.Launch(self._rows.plan, looks[0], rows.data_ptr(), self._device, looks[1])
             self._launches[looks] = launch
         launch(table, slots, rows, self._slots_end, self._checks, self._bad, self._maps)
         self._rows.send(tokens)
-
-    def clear(self) -> None:
-        """Forget what the hooks kept, as after a pass that failed."""
-        self._kept[:] = [None] * len(self._kept)
-        self._calls[:] = [0] * len(self._calls)
 
     def expect(self) -> None:
         """A pass begins, and nobody will see whether it launches: a graph's replay, say. See :attr:`launched`."""
@@ -230,80 +182,32 @@ class LayerCapture:
         token, spec, layer = self.plan.place(number)
         return f"{spec.name}, token {token}, layer {layer}: " + ", ".join(REASONS[check] for check in counts)
 
-    def _checked(self, slots: torch.Tensor) -> tuple[list[torch.Tensor], Form]:
-        """What the hooks kept, each ``[tokens, top_k]``, and what it looks like; engines repeat the looks."""
-        if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
-            raise CaptureError("slots", "int64 [tokens], contiguous", f"{slots.dtype} of shape {tuple(slots.shape)}")
-        if (tokens := slots.numel()) > self._max_tokens:
-            raise CaptureError("slots", f"at most {self._max_tokens} tokens", tokens)
-        if self._calls != self._once:
-            place, calls = next((p, n) for p, n in zip(self._index, self._calls, strict=True) if n != 1)
-            raise CaptureError(f"router of layer {place[1]}", "one call a pass", f"{calls} calls ({place[0]})")
-        kept: Any = self._kept  # called once each: none is None
-        sources: list[torch.Tensor] = list(kept)
-        before, looks = self._form, _looks(sources)
-        if before is None or looks != before.looks:
-            sources = [k if k.dim() == 2 else k.reshape(-1, k.shape[-1]) for k in kept]
-            looks = _looks(sources)
-        if before is not None and looks == before.looks and tokens <= before.tokens:
-            return sources, before
-        for spec, at in zip(self.plan.specs, self._firsts, strict=True):
-            mine = sources[at : at + spec.layers]
-            wanted, dtype = (spec.top_k,), mine[0].dtype
-            for layer, source in zip(spec.layer_ids, mine, strict=True):
-                if source.shape[1:] != wanted or len(source) < tokens or source.dtype != dtype:
-                    what = f"{dtype} [{tokens} or more, {spec.top_k}]"
-                    raise CaptureError(f"router of layer {layer}", what, f"{source.dtype} {tuple(source.shape)}")
-            if dtype not in kernel.SOURCES or (dtype == torch.float32) != (spec.dtype == "float32"):
-                raise CaptureError(f"values of {spec.name}", f"a dtype that fits {spec.dtype}", dtype)
-        sizes = np.array([source.element_size() for source in sources])
-        strides = np.array([source.stride() for source in sources])
-        dtypes = tuple(sources[at].dtype for at in self._firsts)
-        fewest = min(map(len, sources))
-        return sources, Form(looks, fewest, strides, extents(strides, self._widths, sizes, fewest), dtypes)
-
-    def _check_apart(self, sources: list[torch.Tensor], addresses: NDArray[np.int64], form: Form, tokens: int) -> None:
-        """Whether the first ``tokens`` values of each lie in memory of their own; as a rule all of them do."""
-        if lie_apart(addresses, form.extents):
-            pass
-        elif (pair := overlapping([source[:tokens] for source in sources])) is not None:
-            first, second = (list(self._index)[i] for i in pair)
-            wanted = "values in memory of their own"
-            got = f"a buffer that is used again: that of layer {first[1]} ({first[0]})"
-            raise CaptureError(f"router of layer {second[1]} ({second[0]})", wanted, got)
-
-    def _table(
-        self, addresses: NDArray[np.int64], form: Form, same: bool, sources: list[torch.Tensor], tokens: int
-    ) -> torch.Tensor:
+    def _table(self, form: Form, addresses: NDArray[np.int64], sources: list[torch.Tensor]) -> torch.Tensor:
         """The pointer table on the device: the shared one, or, while a graph is captured, one for that graph alone."""
         captures = self._upload is not None and torch.cuda.is_current_stream_capturing()
-        if same and not captures:
+        if captures:
+            if self._tables_used == RING + GRAPHS_MAX:
+                raise CaptureError("graphs", f"at most {GRAPHS_MAX} of one capture", "one more")
+            index, self._tables_used = self._tables_used, self._tables_used + 1
+        elif addresses is self._addresses:
             return self._tables[self._turn]
-        if not captures:
-            turn = self._turn = (self._turn + 1) % RING
-            part, place = divmod(turn, RING_PART)
-            if place == 0 and (copied := self._copied[part]) is not None:
+        else:
+            index = self._turn = (self._turn + 1) % RING
+            if index % RING_PART == 0 and (copied := self._copied[index // RING_PART]) is not None:
                 copied.synchronize()  # of five launches ago
-            self._fill(turn, addresses, form)
-            self._tables[turn].copy_(self._sent_tables[turn], non_blocking=True)
-            self._addresses, self._form, self._apart = addresses, form, tokens
-            if place == RING_PART - 1 and self._upload is not None:
-                self._copied[part] = torch.cuda.current_stream(self._device).record_event()
-            return self._tables[turn]
-        if self._tables_used == RING + GRAPHS_MAX:
-            raise CaptureError("graphs", f"at most {GRAPHS_MAX} of one capture", "one more")
-        index, self._tables_used = self._tables_used, self._tables_used + 1
-        self._fill(index, addresses, form)
-        with torch.cuda.stream(self._upload):  # beside the graph: the table is filled once, not at each replay
-            self._tables[index].copy_(self._sent_tables[index], non_blocking=True)
-        self._uploading = True
-        self._held.append(sources)
+        self._sent_words[index, :, 0] = addresses
+        self._sent_words[index, :, 1:] = form.strides
+        if captures:
+            with torch.cuda.stream(self._upload):  # beside the graph: the table is filled once, not at each replay
+                self._tables[index].copy_(self._sent_tables[index], non_blocking=True)
+            self._uploading = True
+            self._held.append(sources)
+            return self._tables[index]
+        self._tables[index].copy_(self._sent_tables[index], non_blocking=True)
+        self._addresses = addresses
+        if index % RING_PART == RING_PART - 1 and self._upload is not None:
+            self._copied[index // RING_PART] = torch.cuda.current_stream(self._device).record_event()
         return self._tables[index]
-
-    def _fill(self, index: int, addresses: NDArray[np.int64], form: Form) -> None:
-        words = self._sent_words[index]
-        words[:, 0] = addresses
-        words[:, 1:] = form.strides
 
     def ready(self) -> None:
         """Wait until the tables of captured graphs are on the device. Call it before the first replay."""
@@ -319,14 +223,20 @@ class LayerCapture:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _looks(sources: list[torch.Tensor]) -> Looks:
-    return [s.shape for s in sources], [s.dtype for s in sources], [s.stride() for s in sources]
+def _dtypes(of_rows: str) -> tuple[torch.dtype, ...]:
+    """What values may come in."""
+    return tuple(dtype for dtype in kernel.SOURCES if (dtype == torch.float32) == (of_rows == "float32"))
+
+
+def _check_slots(slots: torch.Tensor, tokens_max: int) -> None:
+    if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
+        raise CaptureError("slots", "int64 [tokens], contiguous", f"{slots.dtype} of shape {tuple(slots.shape)}")
+    if slots.numel() > tokens_max:
+        raise CaptureError("slots", f"at most {tokens_max} tokens", slots.numel())
 
 
 def _check_map(spec: SpecPlan, table: torch.Tensor | None) -> None:

@@ -12,7 +12,9 @@ from kvroute.routes import Routes
 from kvroute.routes.parts import Grid, Range
 
 PART_NBYTES: Final = 64 << 10
-"""Of a part, where nothing else is said."""
+"""Of a part at most, where nothing else is said."""
+LAYERS_MAX: Final = 1024
+"""Of a part: all layers of any model."""
 PART_NBYTES_MIN: Final = 64
 PART_NBYTES_MAX: Final = 16 << 20
 
@@ -50,33 +52,37 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class CutSettings:
-    """``fused`` puts all layers of a row into one part; else every layer has its own parts, of ``part_nbytes`` at most.
+    """A part has ``layers`` of the layers, or as many as there are, and ``part_nbytes`` at most.
 
-    Per layer, a rank of pipeline parallelism reads its layers and nothing else; fused, a rollout has fewer parts.
+    With one layer, a rank of pipeline parallelism reads its layers and nothing else; with as many as a stage has, too,
+    and a rollout has fewer parts.
     """
 
-    PARAMETERS: ClassVar[tuple[str, ...]] = ("fused", "part")
+    PARAMETERS: ClassVar[tuple[str, ...]] = ("layers", "part")
 
-    fused: bool = False
+    layers: int = 1
     part_nbytes: int = PART_NBYTES
 
     def __post_init__(self) -> None:
+        if not 1 <= self.layers <= LAYERS_MAX:
+            raise ConfigError("rollout store parameter layers", f"1 to {LAYERS_MAX}, or all", self.layers)
         if not PART_NBYTES_MIN <= self.part_nbytes <= PART_NBYTES_MAX:
             wanted = f"{PART_NBYTES_MIN} to {PART_NBYTES_MAX} bytes"
             raise ConfigError("rollout store parameter part", wanted, self.part_nbytes)
 
     @classmethod
-    def from_url(cls, url: StoreUrl) -> Self:
-        """The parameters ``fused`` (true or false) and ``part`` (a size)."""
-        fused = url.choice("fused", ("true", "false"), "false") == "true"
-        return cls(fused, url.nbytes("part", PART_NBYTES))
+    def from_url(cls, url: StoreUrl, layers: int = 1) -> Self:
+        """The parameters ``layers`` (a number, or all) and ``part`` (a size)."""
+        text = url.parameters.get("layers", str(layers))
+        if text != "all" and not (text.isascii() and text.isdecimal()):
+            raise ConfigError("rollout store parameter layers", f"1 to {LAYERS_MAX}, or all", repr(text))
+        return cls(LAYERS_MAX if text == "all" else int(text), url.nbytes("part", PART_NBYTES))
 
     def grid(self, routes: Routes) -> Grid:
         """How ``routes`` are cut."""
         rows, layers, top_k = routes.ids.shape
-        part_layers = layers if self.fused else 1
         cell_nbytes = top_k * routes.ids.itemsize
-        return Grid.fit(rows, layers, cell_nbytes, part_layers=part_layers, part_nbytes=self.part_nbytes)
+        return Grid.fit(rows, layers, cell_nbytes, part_layers=self.layers, part_nbytes=self.part_nbytes)
 
 
-__all__ = ["PART_NBYTES", "PART_NBYTES_MAX", "PART_NBYTES_MIN", "CutSettings", "Selection"]
+__all__ = ["LAYERS_MAX", "PART_NBYTES", "PART_NBYTES_MAX", "PART_NBYTES_MIN", "CutSettings", "Selection"]

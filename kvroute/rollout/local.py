@@ -188,7 +188,7 @@ def _translated(path: Path) -> Iterator[None]:
 
 
 def open_local_rollouts(url: StoreUrl) -> LocalRollouts:
-    """``file:///dir?fused=true&part=64KiB&sync=put``."""
+    """``file:///dir?layers=1&part=64KiB&sync=put``."""
     url.allow("sync", *CutSettings.PARAMETERS)
     sync = url.choice("sync", ("none", "put"), "none") == "put"
     return LocalRollouts(Path(url.path), CutSettings.from_url(url), sync=sync)

@@ -37,6 +37,8 @@ FINGERPRINT: Final = hashlib.blake2b(b"kvroute.rollout/3", digest_size=16).diges
 """The layout of every record here."""
 PLACES: Final = 64
 """Of a rollout's pointers; all but one are free, unless many writers put it at once or removing one failed."""
+LAYERS: Final = 4
+"""Of a part, where nothing else is said: every object costs the pool's master memory and a caller time."""
 HEADER: Final = -1
 """The number of the record that is no part."""
 
@@ -188,8 +190,8 @@ def _unpacked(page: Buffer, rollout_id: str) -> Pointer:
 
 
 def open_mooncake_rollouts(url: StoreUrl) -> MooncakeRollouts:
-    """``mooncake://HOST:PORT/PREFIX?fused=true&part=64KiB&...``; further parameters are those of the store there."""
-    cut = CutSettings.from_url(url)
+    """``mooncake://HOST:PORT/PREFIX?layers=4&part=64KiB&...``; further parameters are those of the store there."""
+    cut = CutSettings.from_url(url, LAYERS)
     of_store = {k: v for k, v in url.parameters.items() if k not in CutSettings.PARAMETERS}
     return MooncakeRollouts(open_mooncake_store(replace(url, parameters=of_store)), cut)
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from itertools import groupby
+from typing import ClassVar, Final, Self
 
 from msgspec.structs import replace as with_fields
 
 from cache_manager.errors import InvalidInputError, StorageError, StoreClosedError
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer
+from cache_manager.storage.batch import chunks
 from kvroute.rollout.cut import CutSettings, Selection
 from kvroute.rollout.handle import PUT_ID_NBYTES, RolloutHandle
 from kvroute.rollout.ids import checked_id
@@ -33,7 +35,9 @@ class GoneError(StorageError):
 
 
 Read = Callable[[int, int], Buffer]
-"""Bytes at an offset of a record, fewer at its end."""
+"""So many bytes at an offset of a record, fewer at its end."""
+BATCH_NBYTES: Final = 16 << 20
+"""Of parts that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +48,26 @@ class Reader:
     parts: Callable[[Sequence[int]], Iterable[tuple[int, Buffer]]]
 
     @classmethod
-    def of_bytes(cls, handle: RolloutHandle, read: Read) -> Self:
-        """Of a record whose parts lie behind its header."""
-        at, grid = handle.header_nbytes, handle.grid
-        return cls(read, lambda numbers: ((n, read(at + grid.offset_of(n), grid.nbytes_of(n))) for n in numbers))
+    def of_bytes(
+        cls, handle: RolloutHandle, read: Read, ranges: Callable[[list[Range]], Sequence[Buffer]] | None = None
+    ) -> Self:
+        """Of a record whose parts lie behind its header; parts side by side are read by one call.
+
+        ``ranges`` reads several offsets and numbers of bytes at once, where a store has that.
+        """
+        grid, first = handle.grid, handle.header_nbytes
+        several = ranges or (lambda wanted: [read(*each) for each in wanted])
+
+        def parts(numbers: Sequence[int]) -> Iterator[tuple[int, Buffer]]:
+            for batch in chunks(numbers, grid.nbytes_of, BATCH_NBYTES):
+                runs = [[n for _, n in run] for _, run in groupby(enumerate(batch), lambda each: each[1] - each[0])]
+                wanted = [(first + grid.offset_of(run[0]), sum(map(grid.nbytes_of, run))) for run in runs]
+                for run, content in zip(runs, several(wanted), strict=True):
+                    view, at = memoryview(content), 0
+                    for number in run:
+                        yield number, view[at : (at := at + grid.nbytes_of(number))]
+
+        return cls(read, parts)
 
 
 def header_of(read: Read) -> tuple[Header, int]:
@@ -153,7 +173,7 @@ class PartStore(ABC):
         except InvalidInputError:
             self._count(corrupt=1)
             return Absence.CORRUPT
-        self._count(hits=1, get_nbytes=sum(map(grid.nbytes_of, numbers)))
+        self._count(hits=1, get_nbytes=handle.header_nbytes + sum(map(grid.nbytes_of, numbers)))
         return found
 
     def delete(self, handle: RolloutHandle) -> None:

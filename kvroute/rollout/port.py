@@ -23,7 +23,7 @@ class RolloutCounters:
     corrupt: int = 0
     deletes: int = 0
     put_nbytes: int = 0  # of rows
-    get_nbytes: int = 0  # of rows that were read, more than those that were wanted where parts are larger
+    get_nbytes: int = 0  # that were read: headers, and whole parts
 
 
 class RolloutStore(Protocol):
@@ -58,9 +58,8 @@ class RolloutStore(Protocol):
         """The routes of each range of positions in ``spans`` (``None``: one, of all), of the layers called ``layers``.
 
         ``layers`` are layer ids in any order, of which those without rows do not count. Routed layers that were not
-        asked for are ``missing_layers`` of the answer. Reads little beside what is wanted, and nothing larger than a
-        part at a time. :class:`InvalidInputError` for positions that the rollout does not have, and where no layer is
-        left.
+        asked for are ``missing_layers`` of the answer. Reads little beside what is wanted, and few MiB at a time.
+        :class:`InvalidInputError` for positions that the rollout does not have, and where no layer is left.
         """
 
     def delete(self, handle: RolloutHandle) -> None:

@@ -1,15 +1,16 @@
-"""Rollouts as Ray objects: one for the header and one a part, owned by a named actor.
+"""Rollouts as Ray objects, one a record, owned by a named actor.
 
 The owner is the lease. Objects live as long as the actor has them, whatever becomes of the process that put them;
 deleting a rollout, putting it again, or ending the actor (``ray.kill(ray.get_actor(NAME, namespace="kvroute"))``) gives
-their memory back. A rank asks the owner for references to the parts that it needs and reads those from the object store
-of its own node, without a copy; only they cross between nodes.
+their memory back. A rank asks the owner for the parts that it needs, and these alone cross between nodes, as an object
+that the rank reads from the memory of its own node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -19,36 +20,35 @@ from ray.exceptions import ActorDiedError, ObjectLostError, RayError
 
 from cache_manager.errors import StorageError
 from cache_manager.record import Buffer
-from cache_manager.storage.batch import chunks
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.parts import GoneError, PartStore, Reader
+from kvroute.routes.parts import Range
 
 NAMESPACE: Final = "kvroute"
-BATCH_NBYTES: Final = 64 << 20
-"""Of the parts that are asked for at once."""
-HEADER: Final = 0
-"""The number of the object that is no part; part ``n`` is number ``n + 1``."""
 
 
 class Owner:
     """The actor: it owns the objects of every rollout's last put. One call runs at a time."""
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[str, list[Any]]] = {}  # a handle's JSON, references to header and parts
+        self._last: dict[str, tuple[str, Any]] = {}  # a handle's JSON, and the reference to the record
 
-    def put(self, rollout_id: str, handle: str, record: list[NDArray[np.uint8]]) -> None:
-        # Whoever calls ray.put owns the object: the caller's arrays are its own, and gone with it.
-        self._last[rollout_id] = handle, [ray.put(each) for each in record]
+    def put(self, rollout_id: str, handle: str, record: NDArray[np.uint8]) -> None:
+        # Whoever calls ray.put owns the object: the caller's array is its own, and gone with it.
+        self._last[rollout_id] = handle, ray.put(record)
 
     def find(self, rollout_id: str) -> str | None:
         return self._last.get(rollout_id, (None,))[0]
 
-    def objects(self, rollout_id: str, handle: str, numbers: list[int]) -> list[Any] | None:
-        """References, inside a list, so that Ray does not resolve them; ``None`` where that put is not there."""
-        found, objects = self._last.get(rollout_id, (None, []))
-        return [objects[number] for number in numbers] if found == handle else None
+    def read(self, rollout_id: str, handle: str, ranges: list[Range]) -> NDArray[np.uint8] | None:
+        """So many bytes at each offset, end to end; ``None`` where that put is not there."""
+        found, reference = self._last.get(rollout_id, (None, None))
+        if found != handle:
+            return None
+        record = ray.get(reference)
+        return np.concatenate([record[at : at + nbytes] for at, nbytes in ranges])
 
     def delete(self, rollout_id: str, handle: str) -> None:
         if self.find(rollout_id) == handle:
@@ -77,28 +77,20 @@ class RayRollouts(PartStore):
         return ray.remote(num_cpus=0)(Owner).options(**options).remote()
 
     def _write(self, handle: RolloutHandle, record: Sequence[Buffer]) -> RolloutHandle:
-        self._ask("put", handle.rollout_id, handle.to_json(), [np.frombuffer(each, np.uint8) for each in record])
+        self._ask("put", handle.rollout_id, handle.to_json(), np.frombuffer(b"".join(record), np.uint8))
         return handle
 
     @contextmanager
     def _opened(self, handle: RolloutHandle) -> Iterator[Reader]:
-        ((_, header),) = self._objects(handle, [HEADER])
+        def read(ranges: list[Range]) -> list[Buffer]:
+            found = self._ask("read", handle.rollout_id, handle.to_json(), ranges)
+            if found is None:
+                raise GoneError(f"rollout {handle.rollout_id} is not at its owner")
+            ends = accumulate(nbytes for _, nbytes in ranges)
+            return [found.data[end - nbytes : end] for end, (_, nbytes) in zip(ends, ranges, strict=True)]
 
-        def parts(numbers: Sequence[int]) -> Iterator[tuple[int, Buffer]]:
-            for batch in chunks(numbers, handle.grid.nbytes_of, BATCH_NBYTES):
-                for number, content in self._objects(handle, [number + 1 for number in batch]):
-                    yield number - 1, content
-
-        yield Reader(lambda at, nbytes: header[at : at + nbytes], parts)
-
-    def _objects(self, handle: RolloutHandle, numbers: list[int]) -> list[tuple[int, memoryview]]:
-        """Numbered objects where they lie in this node's memory."""
-        references = self._ask("objects", handle.rollout_id, handle.to_json(), numbers)
-        if references is None:
-            raise GoneError(f"rollout {handle.rollout_id} is not at its owner")
-        with self._translated():
-            found = ray.get(references, timeout=self._timeout_s)
-        return [(number, each.data) for number, each in zip(numbers, found, strict=True)]
+        (header,) = read([(0, handle.header_nbytes)])
+        yield Reader.of_bytes(handle, lambda at, nbytes: header[at : at + nbytes], read)
 
     def _find(self, rollout_id: str, /) -> RolloutHandle | None:
         found = self._ask("find", rollout_id)
@@ -128,7 +120,7 @@ class RayRollouts(PartStore):
 
 
 def open_ray_rollouts(url: StoreUrl) -> RayRollouts:
-    """``ray:NAME?fused=true&part=64KiB&timeout=60s``."""
+    """``ray:NAME?layers=1&part=64KiB&timeout=60s``."""
     url.allow("timeout", *CutSettings.PARAMETERS)
     timeout_s = url.seconds("timeout", 60.0)
     assert timeout_s is not None

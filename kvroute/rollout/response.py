@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.cut import CutSettings
+from kvroute.rollout.cut import LAYERS_MAX, CutSettings
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.parts import GoneError, PartStore, Reader
 
@@ -23,7 +23,7 @@ class ResponseRollouts(PartStore):
     scheme = "response"
 
     def __init__(self) -> None:
-        super().__init__("the rollout store", CutSettings(fused=True))
+        super().__init__("the rollout store", CutSettings(LAYERS_MAX))
 
     def _write(self, handle: RolloutHandle, record: Sequence[Buffer]) -> RolloutHandle:
         return replace(handle, inline=b"".join(record))

@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -42,10 +43,13 @@ class Grid:
 
     @classmethod
     def fit(cls, rows: int, layers: int, cell_nbytes: int, *, part_layers: int, part_nbytes: int) -> Grid:
-        """As many tokens a part as ``part_nbytes`` have room for, one at least."""
+        """As many tokens a part as ``part_nbytes`` have room for, one at least, and twice the root of ``rows`` at most.
+
+        A rank reads a part too much where its tokens end, and the sums of all parts: a root's worth of both.
+        """
         part_layers = min(part_layers, layers)
-        room = max(1, part_nbytes // (part_layers * cell_nbytes))
-        return cls(rows, layers, cell_nbytes, part_layers, max(1, min(room, rows)))
+        room = part_nbytes // (part_layers * cell_nbytes)
+        return cls(rows, layers, cell_nbytes, part_layers, max(1, min(room, 2 * isqrt(rows), rows)))
 
     @property
     def bands(self) -> int:

@@ -172,9 +172,10 @@ class RolloutContract(ABC):
             handle = store.put("task:1:0:0", routes)
             before = store.counters.get_nbytes
             store.get(handle, [routes.layer_ids[2]], [(0, 5_000)])
-            read = store.counters.get_nbytes - before
+            read = store.counters.get_nbytes - before - handle.header_nbytes
             wanted = routes.ids.nbytes // 24
             assert wanted <= read <= (wanted + 2 * handle.grid.part_nbytes if self.reads_parts else routes.ids.nbytes)
+            assert handle.grid.part_nbytes < wanted // 10 or not self.reads_parts
 
     # ---------------------------------------------------------------- names
 

@@ -22,11 +22,11 @@ from rich.console import Console
 from cache_manager.storage import open_store
 from kvroute.capture.capture import RoutingCapture
 from kvroute.cli import main
-from kvroute.demo.command import demo
-from kvroute.demo.options import DemoOptions
-from kvroute.demo.pool import running_pool
-from kvroute.demo.serve import Watcher
-from kvroute.engine.engine import Span
+from paged_engine.demo.command import demo
+from paged_engine.demo.options import DemoOptions
+from paged_engine.demo.pool import running_pool
+from paged_engine.demo.serve import Watcher
+from paged_engine.engine.engine import Span
 
 torch.set_num_threads(1)
 

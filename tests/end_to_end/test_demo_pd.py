@@ -13,14 +13,14 @@ from rich.console import Console
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
-from kvroute.demo.workload import conversations
-from kvroute.demo_pd.network import Loopback
-from kvroute.demo_pd.options import DemoPDOptions
-from kvroute.demo_pd.run import DemoPD, _progress
-from kvroute.engine.engine import Engine
-from kvroute.engine.models import build_model
-from kvroute.engine.text import VOCAB_SIZE
 from kvroute.routes import Routes
+from paged_engine.demo.workload import conversations
+from paged_engine.demo_pd.network import Loopback
+from paged_engine.demo_pd.options import DemoPDOptions
+from paged_engine.demo_pd.run import DemoPD, _progress
+from paged_engine.engine.engine import Engine
+from paged_engine.engine.models import build_model
+from paged_engine.engine.text import VOCAB_SIZE
 
 NUMBERS = {"transferred_rows", "transfer_retries", "late_messages", "prefill_recomputed_tokens"}
 

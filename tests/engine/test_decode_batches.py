@@ -9,14 +9,14 @@ import torch
 from engine_runs import NAMESPACE, TIGHT, Hook, assert_same, judged, requests_of, run
 from torch import nn
 
-from kvroute.demo.checker import Checker, RouterWatch
-from kvroute.engine import text
-from kvroute.engine.decode_batches import LENGTH_MIN, DecodePasses
-from kvroute.engine.engine import Engine
-from kvroute.engine.kv import PagedKV
-from kvroute.engine.models import BATCH_MULTIPLE
-from kvroute.engine.paged_attention import PagedBatch
-from kvroute.engine.probe import kv_shape
+from paged_engine.demo.checker import Checker, RouterWatch
+from paged_engine.engine import text
+from paged_engine.engine.decode_batches import LENGTH_MIN, DecodePasses
+from paged_engine.engine.engine import Engine
+from paged_engine.engine.kv import PagedKV
+from paged_engine.engine.models import BATCH_MULTIPLE
+from paged_engine.engine.paged_attention import PagedBatch
+from paged_engine.engine.probe import kv_shape
 
 BLOCK, BLOCKS = 8, 96
 LENGTHS = [1, 9, LENGTH_MIN - 1, LENGTH_MIN, LENGTH_MIN + 1, 2 * LENGTH_MIN]

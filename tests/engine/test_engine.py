@@ -12,13 +12,13 @@ from engine_runs import NAMESPACE, PLAIN, TIGHT, Hook, assert_empty, assert_same
 from torch import nn
 
 from cache_manager.errors import ConfigError, InvalidInputError
-from kvroute.demo.checker import Checker, Verdict
-from kvroute.demo.update import move_routers
-from kvroute.engine import text
-from kvroute.engine.engine import Engine
-from kvroute.engine.models import build_model
-from kvroute.engine.request import EngineConfig, FinishReason, Output, Request
-from kvroute.engine.sequence import State
+from paged_engine.demo.checker import Checker, Verdict
+from paged_engine.demo.update import move_routers
+from paged_engine.engine import text
+from paged_engine.engine.engine import Engine
+from paged_engine.engine.models import build_model
+from paged_engine.engine.request import EngineConfig, FinishReason, Output, Request
+from paged_engine.engine.sequence import State
 
 
 def test_swap_prefix_cache_and_copy_on_write_change_no_token_and_no_row(model: nn.Module) -> None:

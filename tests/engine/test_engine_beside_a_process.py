@@ -15,10 +15,10 @@ from cache_manager.errors import ConfigError, StorageError
 from cache_manager.keys import Namespace
 from cache_manager.regions import list_regions
 from cache_manager.transfer_manager import ApartSettings
-from kvroute.engine import text
-from kvroute.engine.engine import Engine
-from kvroute.engine.memory import RemoteStore
-from kvroute.engine.request import EngineConfig, Output, Request
+from paged_engine.engine import text
+from paged_engine.engine.engine import Engine
+from paged_engine.engine.memory import RemoteStore
+from paged_engine.engine.request import EngineConfig, Output, Request
 
 PLAIN = EngineConfig(device_blocks=300, caching=False)
 TIGHT = EngineConfig(device_blocks=40, host_blocks=20, memory="shared", restore_wait_s=120.0)

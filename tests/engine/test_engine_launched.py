@@ -11,10 +11,10 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.launched import LaunchedCapture
-from kvroute.engine import passes
-from kvroute.engine.engine import Engine
-from kvroute.engine.request import EngineConfig, Request
 from kvroute.routing import routing_spec_from_hf
+from paged_engine.engine import passes
+from paged_engine.engine.engine import Engine
+from paged_engine.engine.request import EngineConfig, Request
 
 REQUESTS = [Request(f"r{i}", tuple(range(3 + i, 30 + 2 * i)), 6, n=1 + i % 2) for i in range(3)]
 

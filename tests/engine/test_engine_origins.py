@@ -32,14 +32,14 @@ from cache_manager.storage import open_store
 from cache_manager.stored import JobLimits
 from cache_manager.testing.faults import FaultyStore
 from kvroute.config import RoutingReplayConfig
-from kvroute.demo.checker import RouterWatch
-from kvroute.engine import text
-from kvroute.engine.decode import DecodeEngine
-from kvroute.engine.engine import Engine
-from kvroute.engine.models import build_model
-from kvroute.engine.prefill import PrefillEngine
-from kvroute.engine.request import EngineConfig, Request
-from kvroute.engine.sequence import Handover, State
+from paged_engine.demo.checker import RouterWatch
+from paged_engine.engine import text
+from paged_engine.engine.decode import DecodeEngine
+from paged_engine.engine.engine import Engine
+from paged_engine.engine.models import build_model
+from paged_engine.engine.prefill import PrefillEngine
+from paged_engine.engine.request import EngineConfig, Request
+from paged_engine.engine.sequence import Handover, State
 from transfer.actions import Finished
 from transfer.identity import Identity
 from transfer.limits import TransferLimits

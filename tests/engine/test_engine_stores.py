@@ -14,10 +14,10 @@ from torch import nn
 from cache_manager.errors import BlockStateError
 from cache_manager.storage import open_store
 from cache_manager.stored import JobLimits
-from kvroute.demo.checker import Checker
-from kvroute.engine.engine import Engine
-from kvroute.engine.request import Output, Request
-from kvroute.engine.sequence import State
+from paged_engine.demo.checker import Checker
+from paged_engine.engine.engine import Engine
+from paged_engine.engine.request import Output, Request
+from paged_engine.engine.sequence import State
 
 
 def test_a_new_engine_goes_on_from_the_store(model: nn.Module, tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from kvroute.demo.checker import RouterWatch
-from kvroute.engine import text
-from kvroute.engine.kv import PagedKV
-from kvroute.engine.models import BATCH_MULTIPLE, build_model, weights_digest
-from kvroute.engine.paged_attention import PagedBatch
-from kvroute.engine.probe import kv_shape
+from paged_engine.demo.checker import RouterWatch
+from paged_engine.engine import text
+from paged_engine.engine.kv import PagedKV
+from paged_engine.engine.models import BATCH_MULTIPLE, build_model, weights_digest
+from paged_engine.engine.paged_attention import PagedBatch
+from paged_engine.engine.probe import kv_shape
 
 BLOCK = 8
 TOKENS = 61

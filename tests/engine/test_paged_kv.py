@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cache_manager.testing.kv import KVBlocksContract
-from kvroute.engine.kv import KVShape, PagedKV
+from paged_engine.engine.kv import KVShape, PagedKV
 
 
 class TestPagedKV(KVBlocksContract):

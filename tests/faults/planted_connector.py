@@ -21,6 +21,7 @@ def _fault(name: str, file: str, before: str, after: str, where: str, claim: str
 
 
 _ids = partial(_fault, file="capture/step_ids.py", where=IDS)
+_law = partial(_fault, file="capture/hooks.py")
 
 CONNECTOR_FAULTS = [
     _ids(
@@ -31,15 +32,30 @@ CONNECTOR_FAULTS = [
     ),
     _ids(
         "half a pass before a step is half of its own",
-        before='is nobody\'s."""\n        self._forget()\n',
+        before='is nobody\'s."""\n        self._hooks.clear()\n',
         after='is nobody\'s."""\n',
         claim="test_what_was_called_before_a_step_is_not_of_it",
     ),
-    _ids(
+    _law(
         "layers that share memory are taken",
-        before="if len(set(map(torch.Tensor.data_ptr, found))) != len(found):",
-        after="if not found:",
+        before="        if tokens > self._apart:\n",
+        after="        if tokens < 0:\n",
+        where=IDS,
         claim="test_routers_that_share_memory_are_refused",
+    ),
+    _law(
+        "a longer pass is in memory of its own because a shorter one was",
+        before="        if tokens > self._apart:\n",
+        after="        if not self._apart:\n",
+        where="tests/kvroute/test_layer_capture.py::",
+        claim="test_layers_that_meet_when_a_pass_is_longer",
+    ),
+    _law(
+        "a router that was called twice is believed",
+        before="        if self.calls != self._once:\n",
+        after="        if 0 in self.calls:\n",
+        where="tests/kvroute/test_routing_capture.py::",
+        claim="test_two_passes_without_clear_are_found",
     ),
     _fault(
         "padding takes the place of a row in a page",

@@ -132,10 +132,10 @@ def test_any_text_is_a_configuration_or_a_config_error(text: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "url"),
     [
-        ({"local_store_dir": "/data/a b"}, "file:///data/a%20b?fused=false"),
-        ({"local_store_dir": "/data", "use_fused_put": True}, "file:///data?fused=true"),
-        ({"routing_store_type": "rdma", "rdma_store_server": "h:1/p"}, "mooncake://h:1/p?fused=false"),
-        ({"routing_store_type": "rdma", "rdma_store_server": "mooncake://h:1"}, "mooncake://h:1?fused=false"),
+        ({"local_store_dir": "/data/a b"}, "file:///data/a%20b"),
+        ({"local_store_dir": "/data", "use_fused_put": True}, "file:///data?layers=all"),
+        ({"routing_store_type": "rdma", "rdma_store_server": "h:1/p"}, "mooncake://h:1/p"),
+        ({"routing_store_type": "rdma", "rdma_store_server": "mooncake://h:1"}, "mooncake://h:1"),
         ({"routing_store_type": "response"}, "response:"),
         ({"rollout_store": "mine://somewhere?x=1"}, "mine://somewhere?x=1"),
     ],

@@ -97,13 +97,16 @@ def test_a_bad_row_is_missing_and_named(aux: kvroute.AuxBlocks, capture: LayerCa
 @pytest.mark.parametrize(
     ("recorded", "said"),
     [
-        ([(1, ids(2, 0)[0])], "one call a pass"),
+        ([(1, ids(2, 0)[0])], "layer 3: wanted a call in each pass, got 0 calls"),
         ([(1, ids(2, 0)[0]), (3, ids(2, 0)[1]), (3, ids(2, 0)[1])], "2 calls"),
         ([(1, ids(2, 0)[0]), (3, ids(1, 0)[1])], "2 or more"),
         ([(1, ids(2, 0)[0]), (3, ids(2, 0)[1].long())], "int32"),
         ([(1, ids(2, 0)[0].float()), (3, ids(2, 0)[1].float())], "dtype"),
         ([(1, buffer := ids(2, 0)[0]), (3, buffer)], "used again"),
-        ([(1, (flat := ids(4, 0).reshape(-1))[:4].view(2, 2)), (3, flat[2:6].view(2, 2))], "layer 3 .*that of layer 1"),
+        (
+            [(1, (flat := ids(4, 0).reshape(-1))[:4].view(2, 2)), (3, flat[2:6].view(2, 2))],
+            "layer 3: wanted values in .*of layer 1",
+        ),
     ],
 )
 def test_a_pass_that_does_not_fit_stores_nothing(

@@ -105,7 +105,7 @@ def test_close_takes_the_hooks_off(qwen: Any) -> None:
     capture.close()
     qwen.forward(TOKENS)
     assert not any(router._forward_hooks for router in find_routers(qwen.model).values())
-    with pytest.raises(CaptureError, match=r"router of layer 1: wanted exactly one call since clear\(\), got 0 calls"):
+    with pytest.raises(CaptureError, match=r"router of layer 1: wanted a call in each pass, got 0 calls"):
         capture.rows()
 
 
@@ -133,7 +133,7 @@ def test_a_layer_that_bypasses_its_router_is_found(build_moe: Any) -> None:
     tiny.model.model.layers[3].mlp.forward = lambda hidden_states: hidden_states
     with RoutingCapture(tiny.model, routing_spec_from_hf(tiny.config, 16)) as capture:
         tiny.forward(TOKENS)
-        with pytest.raises(CaptureError, match=r"router of layer 3: wanted exactly one call.*got 0 calls"):
+        with pytest.raises(CaptureError, match=r"router of layer 3: wanted a call in each pass, got 0 calls"):
             capture.rows()
 
 
@@ -174,9 +174,13 @@ def set_at(token: int, k: int, value: int | None) -> Any:
         (set_at(0, 0, -1), RowError, r"row 0 layer 3: wanted ids in \[0, 8\), got -1"),
         (set_at(0, 0, 256), RowError, r"row 0 layer 3: .*got 256"),
         (set_at(13, 0, None), RowError, "row 13 layer 3: wanted distinct ids"),
-        (lambda ids: ids[:-1], CaptureError, "router of layer 3: wanted 14 tokens as in layer 1, got 13"),
-        (lambda ids: ids[:, :1], CaptureError, r"router of layer 3: wanted integer ids \[tokens, 2\]"),
-        (lambda ids: ids.float(), CaptureError, r"router of layer 3: wanted integer ids.*float32"),
+        (
+            lambda ids: ids[:-1],
+            CaptureError,
+            r"layer 3: wanted torch.int64 \[14, 2\], got torch.int64 \(13, 2\)",
+        ),
+        (lambda ids: ids[:, :1], CaptureError, r"router of layer 3: wanted torch.int64 \[14, 2\]"),
+        (lambda ids: ids.float(), CaptureError, r"router of layer 3: wanted torch.int64.*float32"),
     ],
 )
 def test_ids_that_no_router_can_choose_are_found(qwen: Any, change: Any, error: Any, message: str) -> None:
@@ -329,17 +333,14 @@ CHOSEN = np.tile(np.arange(6, dtype=np.uint8).reshape(3, 2), (5, 1, 1))
 
 
 @pytest.mark.parametrize("shift", [0, 1, 3])
-def test_a_buffer_that_routers_use_again_is_refused_or_copied(shift: int) -> None:
+def test_a_buffer_that_routers_use_again_is_refused(shift: int) -> None:
     """Goal: no layer's ids under another's name. Method: one buffer for all layers, or parts of it that overlap."""
     buffer = torch.zeros(32, 2, dtype=torch.int64)
     model = _Buffered(lambda layer: buffer[layer * shift :])
     with RoutingCapture(model, BUFFERED) as capture:
         model(torch.zeros(5, 1))
-        with pytest.raises(CaptureError, match=r"router of layer 1: wanted ids in memory of their own.*layer 0's ids"):
+        with pytest.raises(CaptureError, match=r"router of layer 1: wanted values in memory of their own.*of layer 0"):
             capture.rows()
-    with RoutingCapture(model, BUFFERED, copy=True) as capture:
-        model(torch.zeros(5, 1))
-        assert np.array_equal(capture.rows(), CHOSEN)
 
 
 def test_layers_that_reach_into_the_next_token_are_refused() -> None:
@@ -348,7 +349,7 @@ def test_layers_that_reach_into_the_next_token_are_refused() -> None:
     model = _Buffered(lambda layer: buffer[(0, 2, 32)[layer] :].as_strided((8, 2), (3, 1)))
     with RoutingCapture(model, BUFFERED) as capture:
         model(torch.zeros(5, 1))
-        with pytest.raises(CaptureError, match="ids in memory of their own"):
+        with pytest.raises(CaptureError, match="values in memory of their own"):
             capture.rows()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_manager.errors import InvalidInputError
-from kvroute.serving.bodies import CompletionBody, DecodeBody, PrefillBody, parse
+from paged_engine.serving.bodies import CompletionBody, DecodeBody, PrefillBody, parse
 
 GOOD = {"model": "m", "prompt": [1, 2]}
 

@@ -11,7 +11,7 @@ import pytest
 
 from cache_manager.errors import ConfigError
 from kvroute.cli import main
-from kvroute.serving.config import KINDS, DecodeConfig, FrontConfig, PrefillConfig, ServerConfig, add_flags, load
+from paged_engine.serving.config import KINDS, DecodeConfig, FrontConfig, PrefillConfig, ServerConfig, add_flags, load
 
 CURVE = ("curve_secret", "curve_clients", "curve_server")
 ROOT = Path(__file__).parents[2]
@@ -123,6 +123,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", KINDS)
 def test_the_documents_table_of_keys_is_the_code(command: str) -> None:
-    from kvroute.serving.config import table
+    from paged_engine.serving.config import table
 
     assert table(KINDS[command]) in (ROOT / "docs" / "operations.md").read_text()

@@ -19,12 +19,12 @@ from serving import DEADLINE_S, Plain, completion, plain_model, prompt, wait_unt
 from cache_manager.errors import BlockBusyError, InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.record import RecordHeader
-from kvroute.engine.decode import DecodeEngine
-from kvroute.engine.prefill import PrefillEngine
-from kvroute.engine.request import EngineConfig, FinishReason, Output, Request
-from kvroute.engine.sequence import Handover, State
-from kvroute.engine.transfer_blocks import KV, ROWS
-from kvroute.serving.bodies import DRAW
+from paged_engine.engine.decode import DecodeEngine
+from paged_engine.engine.prefill import PrefillEngine
+from paged_engine.engine.request import EngineConfig, FinishReason, Output, Request
+from paged_engine.engine.sequence import Handover, State
+from paged_engine.engine.transfer_blocks import KV, ROWS
+from paged_engine.serving.bodies import DRAW
 from transfer.actions import Finished, WantedBlock
 from transfer.identity import Identity
 from transfer.limits import TransferLimits

@@ -12,10 +12,10 @@ import pytest
 from serving import DEADLINE_S, plain_model, prompt, wait_until
 
 from cache_manager.keys import Namespace
-from kvroute.engine.engine import Engine, Span
-from kvroute.engine.request import EngineConfig, FinishReason, Output, Request
-from kvroute.serving.errors import BusyError, DrainingError, EngineFailedError
-from kvroute.serving.loop import EngineLoop
+from paged_engine.engine.engine import Engine, Span
+from paged_engine.engine.request import EngineConfig, FinishReason, Output, Request
+from paged_engine.serving.errors import BusyError, DrainingError, EngineFailedError
+from paged_engine.serving.loop import EngineLoop
 
 MODEL = plain_model()
 

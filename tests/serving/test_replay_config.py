@@ -12,9 +12,9 @@ from serving import ask, completion, served
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.shard import fetch_routes
 from kvroute.routes import Routes
-from kvroute.serving.config import DecodeConfig, PrefillConfig
-from kvroute.serving.decode import DecodeServer
-from kvroute.serving.prefill import PrefillServer
+from paged_engine.serving.config import DecodeConfig, PrefillConfig
+from paged_engine.serving.decode import DecodeServer
+from paged_engine.serving.prefill import PrefillServer
 
 SIZES: dict[str, Any] = {"device_blocks": 24, "memory": "heap", "port": 0}
 ID = "chatcmpl-task:3:0:0-d9f16c5c-65f6-4815-b44d-14e2c581907c_0"

@@ -22,10 +22,10 @@ from serving import Plain, all_blocks_are_back, ask, completion, metrics, served
 
 from cache_manager.errors import ConfigError
 from kvroute.routes import Routes
-from kvroute.serving.config import DecodeConfig, FrontConfig, PrefillConfig
-from kvroute.serving.decode import DecodeServer
-from kvroute.serving.front import FrontServer
-from kvroute.serving.prefill import PrefillServer
+from paged_engine.serving.config import DecodeConfig, FrontConfig, PrefillConfig
+from paged_engine.serving.decode import DecodeServer
+from paged_engine.serving.front import FrontServer
+from paged_engine.serving.prefill import PrefillServer
 from transfer.curve import make_keys
 
 pytestmark = pytest.mark.xdist_group("servers")  # its servers take seconds to start

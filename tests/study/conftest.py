@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvroute.study.options import SCALES, Learning, Reinforcement, Scale
+from bench.replay_study.options import SCALES, Learning, Reinforcement, Scale
 
 torch.set_num_threads(1)
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvroute.study import models
-from kvroute.study.experts import PADDED, install
-from kvroute.study.models import build_trained, experts_implementation
-from kvroute.study.options import FAMILIES, SCALES
+from bench.replay_study import models
+from bench.replay_study.experts import PADDED, install
+from bench.replay_study.models import build_trained, experts_implementation
+from bench.replay_study.options import FAMILIES, SCALES
 
 CPU = torch.device("cpu")
 

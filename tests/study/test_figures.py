@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.study.mismatch import differing_routes, k3, log_ratios, measure
-from kvroute.study.results import Measured, Results, Run, Step
-from kvroute.study.statistics import STUDENT_T_975, Interval
-from kvroute.study.summary import difference, interval, ratio
-from kvroute.study.task import Task
+from bench.replay_study.mismatch import differing_routes, k3, log_ratios, measure
+from bench.replay_study.results import Measured, Results, Run, Step
+from bench.replay_study.statistics import STUDENT_T_975, Interval
+from bench.replay_study.summary import difference, interval, ratio
+from bench.replay_study.task import Task
 
 seeds = st.integers(0, 2**32 - 1)
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bench.replay_study.__main__ import main
+from bench.replay_study.command import RESULTS, replay_study, show_study
+from bench.replay_study.mismatch import FIGURES
+from bench.replay_study.options import SCALES, Scale, StudyOptions
+from bench.replay_study.results import Results
+from bench.replay_study.study import Study
 from cache_manager.errors import ConfigError, InvalidInputError
-from kvroute.cli import main
-from kvroute.study.command import RESULTS, replay_study, show_study
-from kvroute.study.mismatch import FIGURES
-from kvroute.study.options import SCALES, Scale, StudyOptions
-from kvroute.study.results import Results
-from kvroute.study.study import Study
 
 
 def check(results: Results, scale: Scale) -> None:
@@ -45,7 +45,7 @@ def check(results: Results, scale: Scale) -> None:
 @pytest.mark.whole
 def test_a_quick_study_measures_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Goal: the command does what it says, on the small engine. Method: run it; its numbers, pictures and words."""
-    assert main(["replay-study", "--quick", "--out", str(tmp_path)]) == 0
+    assert main(["--quick", "--out", str(tmp_path)]) == 0
     results, scale = Results.read(tmp_path / RESULTS), SCALES["quick"]
     assert results.complete
     check(results, scale)
@@ -81,16 +81,13 @@ def test_an_accelerators_way_on_a_cpu(minute: Scale, tmp_path: Path) -> None:
 
 
 def test_the_module_is_the_command() -> None:
-    """Goal: ``python -m kvroute`` is ``kvroute``, for machines where it is not installed. Method: its help."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "kvroute", "replay-study", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert "--trainer-dtype" in ran.stdout
-    assert ran.stdout.startswith("usage: kvroute replay-study")
+    """Goal: ``python -m kvroute`` is ``kvroute``, and ``python -m bench.replay_study`` the study. Method: help."""
+    for module, said in (("kvroute", "demo-pd"), ("bench.replay_study", "--trainer-dtype")):
+        ran = subprocess.run(
+            [sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert said in ran.stdout
+        assert ran.stdout.startswith(f"usage: {'' if module == 'kvroute' else 'python -m '}{module}")
 
 
 class CutOff:

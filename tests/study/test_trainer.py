@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvroute.study.mismatch import log_ratios
-from kvroute.study.models import build_engines, build_trained, load_weights
-from kvroute.study.options import FAMILIES, SCALES, Scale
-from kvroute.study.rollout import BatchRollout, PagedRollout, RolloutEngine, Rollouts
-from kvroute.study.trainer import Mode, Trainer, replayed
+from bench.replay_study.mismatch import log_ratios
+from bench.replay_study.models import build_engines, build_trained, load_weights
+from bench.replay_study.options import FAMILIES, SCALES, Scale
+from bench.replay_study.rollout import BatchRollout, PagedRollout, RolloutEngine, Rollouts
+from bench.replay_study.trainer import Mode, Trainer, replayed
 
 CPU = torch.device("cpu")
 

@@ -42,8 +42,8 @@ class Rollout:
 
 def model_of(family: str, seed: int) -> Any:
     """A model of the family, with routers so wide that tokens and routes do not depend on the batch."""
-    from kvroute.engine.models import MODELS, POSITIONS_MAX, build_model, ready
-    from kvroute.engine.text import VOCAB_SIZE
+    from paged_engine.engine.models import MODELS, POSITIONS_MAX, build_model, ready
+    from paged_engine.engine.text import VOCAB_SIZE
 
     if family in MODELS:
         return build_model(family, seed=seed, vocab_size=VOCAB_SIZE)
@@ -84,7 +84,7 @@ def load(file: Path) -> list[Rollout]:
 
 
 def _prompts() -> list[list[int]]:
-    from kvroute.engine import text
+    from paged_engine.engine import text
 
     return [text.opening(text.paragraphs()[i % 2])[:40] + text.turn(text.questions()[i]) for i in range(4)]
 
@@ -100,7 +100,7 @@ def _generated(model: Any, folder: Path) -> list[tuple[str, list[int], Routes]]:
 
 
 def _requests() -> list[Any]:
-    from kvroute.engine.request import Request
+    from paged_engine.engine.request import Request
 
     return [Request(f"r{i}", tuple(prompt), 12, n=1 + i % 2) for i, prompt in enumerate(_prompts())]
 
@@ -109,8 +109,8 @@ def _swapped(model: Any, folder: Path) -> list[Any]:
     """An engine with too little room, beside a store; the second one finds the first one's blocks there."""
     from cache_manager.keys import Namespace
     from cache_manager.storage import open_store
-    from kvroute.engine.engine import Engine
-    from kvroute.engine.request import EngineConfig
+    from paged_engine.engine.engine import Engine
+    from paged_engine.engine.request import EngineConfig
 
     found_there = (folder / "store").exists()
     store = open_store(folder.joinpath("store").as_uri())
@@ -129,10 +129,10 @@ def _swapped(model: Any, folder: Path) -> list[Any]:
 def _handed_over(model: Any) -> list[Any]:
     """Two engines, the second of which takes over what the first has computed of the prompts."""
     from cache_manager.keys import Namespace
-    from kvroute.engine.decode import DecodeEngine
-    from kvroute.engine.prefill import PrefillEngine
-    from kvroute.engine.request import EngineConfig
-    from kvroute.engine.sequence import Handover
+    from paged_engine.engine.decode import DecodeEngine
+    from paged_engine.engine.prefill import PrefillEngine
+    from paged_engine.engine.request import EngineConfig
+    from paged_engine.engine.sequence import Handover
     from transfer.identity import Identity
     from transfer.limits import TransferLimits
     from transfer.messages import BootId
@@ -178,7 +178,7 @@ def _native(model: Any, sequence: Any) -> NDArray[Any]:
     import torch
     from experts_seen import experts_of
 
-    from kvroute.engine.models import BATCH_MULTIPLE
+    from paged_engine.engine.models import BATCH_MULTIPLE
 
     # Padded at the end, so that float32 products are summed in one order whatever the length; see the models.
     tokens = torch.zeros(1, -(-len(sequence) // BATCH_MULTIPLE) * BATCH_MULTIPLE, dtype=torch.int64)

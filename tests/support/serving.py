@@ -21,13 +21,13 @@ from ports import hold_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache_manager.keys import Namespace
-from kvroute.engine.engine import Engine
-from kvroute.engine.models import build_model
-from kvroute.engine.request import EngineConfig, Output, Request
-from kvroute.engine.text import END, VOCAB_SIZE, encode, paragraphs
 from kvroute.routes import Routes
-from kvroute.serving.bodies import DRAW
-from kvroute.serving.server import Server
+from paged_engine.engine.engine import Engine
+from paged_engine.engine.models import build_model
+from paged_engine.engine.request import EngineConfig, Output, Request
+from paged_engine.engine.text import END, VOCAB_SIZE, encode, paragraphs
+from paged_engine.serving.bodies import DRAW
+from paged_engine.serving.server import Server
 
 DEADLINE_S = 120.0
 

@@ -75,7 +75,7 @@ def test_a_rank_takes_a_batch_and_fetches_its_share(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("url", ["tq:", "tq:?column=x", "tq:file:///a,file:///b", "tq:?fused=true,file:///a"])
+@pytest.mark.parametrize("url", ["tq:", "tq:?column=x", "tq:file:///a,file:///b", "tq:?layers=all,file:///a"])
 def test_a_url_without_one_store_of_rows_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="store"):
         open_rollouts(url)

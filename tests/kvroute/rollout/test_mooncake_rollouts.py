@@ -75,7 +75,9 @@ def test_a_trainer_gets_keys_and_fetches_its_share(url: str) -> None:
     handle fetches a shard from another client, and reads the parts of that and no other."""
     server = url.partition("?")[0].removeprefix("mooncake://")
     admin = url.partition("?")[2]
-    config = RoutingReplayConfig(enable_routing_replay=True, rollout_store=f"mooncake://{server}?part=1KiB&{admin}")
+    config = RoutingReplayConfig(
+        enable_routing_replay=True, rollout_store=f"mooncake://{server}?layers=2&part=1KiB&{admin}"
+    )
     routes = routes_of(1, 4096)
     with RoutingReplayManager(config, SPEC) as manager:
         text = manager.submit("task:1:0:0", routes).result(30).to_json()
@@ -86,7 +88,7 @@ def test_a_trainer_gets_keys_and_fetches_its_share(url: str) -> None:
         split = Split(pp=3, pp_rank=1, cp=2, cp_rank=1)
         mine = fetch_shard(store, [handle], [4097], split)
         assert np.array_equal(mine, shard_packed([routes], [4097], split))
-        assert store.counters.get_nbytes <= routes.ids.nbytes // 6 + 4 * 2 * handle.grid.part_nbytes
+        assert store.counters.get_nbytes <= routes.ids.nbytes // 6 + handle.header_nbytes + 8 * handle.grid.part_nbytes
         assert store.find("task:1:0:0") == handle
     finally:
         store.close()

@@ -129,7 +129,8 @@ def test_anything_else_is_no_handle(junk: Any) -> None:
     ("url", "message"),
     [
         ("nowhere:", "rollout store scheme: wanted one of file, mooncake, ray, response, tq"),
-        ("file:///x?fused=yes", "fused: wanted one of true, false"),
+        ("file:///x?layers=some", "layers: wanted 1 to 1024, or all"),
+        ("file:///x?layers=0", "layers: wanted 1 to 1024, or all"),
         ("file:///x?sync=always", "sync: wanted one of none, put"),
         ("file:///x?part=1B", "part: wanted 64 to"),
         ("file:///x?quota=1GiB", "store parameter: wanted one of"),
@@ -144,7 +145,7 @@ def test_a_url_that_cannot_be_is_refused(url: str, message: str) -> None:
 
 
 def test_a_directory_is_opened_by_its_url(tmp_path: Path) -> None:
-    store = open_rollouts(f"file://{tmp_path}/a%20b?fused=true&part=128B&sync=put")
+    store = open_rollouts(f"file://{tmp_path}/a%20b?layers=all&part=128B&sync=put")
     assert isinstance(store, LocalRollouts)
     handle = store.put("x", routes_of(1))
     assert (handle.part_layers, handle.grid.part_nbytes <= 128) == (6, True)

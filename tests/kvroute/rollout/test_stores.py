@@ -41,7 +41,7 @@ class TestFusedLocalRollouts(TestLocalRollouts):
     reads_parts = False
 
     def make_store(self, directory: Path) -> RolloutStore:
-        return LocalRollouts(directory / "rollouts", CutSettings(fused=True, part_nbytes=256), sync=True)
+        return LocalRollouts(directory / "rollouts", CutSettings(6, part_nbytes=256), sync=True)
 
 
 class TestResponseRollouts(RolloutContract):
@@ -76,7 +76,7 @@ class TestMooncakeRollouts(RolloutContract):
 
     def make_store(self, directory: Path) -> RolloutStore:
         prefix = f"test-{next(self.numbers)}"
-        return open_rollouts(self.master.url(prefix, part="4KiB", arena="4MiB"))
+        return open_rollouts(self.master.url(prefix, layers=1, part="4KiB", arena="4MiB"))
 
     def damage(self, directory: Path, store: RolloutStore, handle: RolloutHandle) -> RolloutHandle:
         """A part whose own checksum is right, and that is another put's."""

@@ -1,0 +1,62 @@
+"""The command line of the study."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.replay_study.command import replay_study, show_study
+from bench.replay_study.options import PHASES, StudyOptions
+from cache_manager.errors import KVRouteError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0, or 2 where it could not be started as asked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.replay_study",
+        description="mismatch of a trainer and its engine, without replay, R2 and R3",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    parser.add_argument(
+        "--scale", metavar="NAME", help="quick, small, tiny or half-billion (small; cuda: half-billion)"
+    )
+    parser.add_argument("--quick", action="store_const", dest="scale", const="quick", help="as --scale quick")
+    parser.add_argument("--minutes", type=float, metavar="N", help="as many steps as fit (as the scale says)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, prompts and samples (0)")
+    parser.add_argument("--learning-rate", type=float, metavar="R", help="of policy gradient (as the scale says)")
+    parser.add_argument("--trainer-dtype", default="float32", metavar="DTYPE", help="float32 or bfloat16 (float32)")
+    parser.add_argument("--phases", metavar="LIST", help="some of learning,mismatch,policy-gradient (all)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("replay-study"), metavar="DIR", help="for numbers and pictures"
+    )
+    parser.add_argument("--from", type=Path, dest="found", metavar="FILE", help="show what an earlier run wrote there")
+    chosen = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    try:
+        if chosen.found is not None:
+            return show_study(chosen.found, chosen.out, console)
+        options = StudyOptions(
+            device=chosen.device,
+            scale=chosen.scale,
+            minutes=chosen.minutes,
+            seed=chosen.seed,
+            learning_rate=chosen.learning_rate,
+            trainer_dtype=chosen.trainer_dtype,
+            phases=PHASES if chosen.phases is None else tuple(chosen.phases.split(",")),
+            out=chosen.out,
+        )
+        return replay_study(options, console)
+    except KVRouteError as error:
+        sys.stderr.write(f"{parser.prog}: {error}\n")
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{parser.prog}: interrupted\n")
+        return 130
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

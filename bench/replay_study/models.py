@@ -1,0 +1,126 @@
+"""The models of a study: the trainer's in float32, and the engine's, which is the same in bfloat16."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.replay_study.experts import PADDED, install
+from bench.replay_study.options import Scale, Shape
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.routing import routing_spec_from_hf
+
+ROUTES_BLOCK_TOKENS = 8
+"""Of the small engine, and of the spec that routes are made with; nothing that is measured depends on it."""
+
+
+def build_trained(scale: Scale, family: str, seed: int, device: torch.device) -> Any:
+    """The trainer's model with weights drawn from ``seed``: float32, every parameter wants its gradient."""
+    if scale.shape is None:
+        from paged_engine.engine.models import build_model
+
+        model: Any = build_model(family, seed=seed, vocab_size=scale.task.vocab_size, dtype=torch.float32)
+        model.config._attn_implementation = "sdpa"
+    else:
+        model = _made(scale.shape, scale.task.vocab_size, seed, device)
+    model.config._experts_implementation = experts_implementation(device, torch.float32)
+    return model.to(device).train().requires_grad_(True)
+
+
+def build_engines(trained: Any, scale: Scale) -> Any:
+    """The engine's copy of ``trained``, ready for :func:`load_weights`: parameters in bfloat16, buffers as they were.
+
+    Rotary frequencies and the routers' biases are buffers, which engines keep in float32 too.
+    """
+    model = copy.deepcopy(trained).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    config: Any = model.config
+    if scale.shape is None:
+        from paged_engine.engine.paged_attention import ATTENTION
+
+        config._attn_implementation = ATTENTION
+        config._experts_implementation = "eager"
+    else:
+        device = next(model.parameters()).device
+        config._experts_implementation = experts_implementation(device, torch.bfloat16)
+    return model
+
+
+@torch.no_grad()
+def load_weights(engines: nn.Module, trained: nn.Module) -> None:
+    """Give the engine the trainer's weights, rounded to its dtype."""
+    for mine, theirs in zip(engines.parameters(), trained.parameters(), strict=True):
+        mine.copy_(theirs)
+
+
+def routes_spec(model: Any) -> AuxBlockDataSpec:
+    """The spec of a model's routing rows."""
+    return routing_spec_from_hf(model.config, ROUTES_BLOCK_TOKENS)
+
+
+def experts_implementation(device: torch.device, dtype: torch.dtype) -> str:
+    """The name of transformers' grouped products where they are right on this machine, else that of our padded ones."""
+    if _grouped(device, dtype):
+        return "grouped_mm"
+    install()
+    return PADDED
+
+
+def _grouped(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch multiplies groups of such matrices and finds the gradient, an empty group included."""
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        return False
+    tokens = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
+    weights = torch.ones(3, 16, 16, device=device, dtype=dtype, requires_grad=True)
+    offsets = torch.tensor([8, 8, 16], device=device, dtype=torch.int32)
+    try:
+        product = torch.nn.functional.grouped_mm(tokens, weights.transpose(-2, -1), offs=offsets)
+        torch.autograd.backward(product.sum())
+    except (RuntimeError, NotImplementedError):
+        return False
+    assert weights.grad is not None
+    # Eight ones in each of two groups, none in the middle one.
+    return bool((product == 16).all()) and weights.grad[:, 0, 0].tolist() == [8.0, 0.0, 8.0]
+
+
+def _made(shape: Shape, vocab_size: int, seed: int, device: torch.device) -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.expert_hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=64 if shape.hidden >= 512 else 16,
+        moe_intermediate_size=shape.expert_hidden,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.01,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), device:
+        torch.manual_seed(seed)
+        return Qwen3MoeForCausalLM(config)
+
+
+__all__ = [
+    "ROUTES_BLOCK_TOKENS",
+    "build_engines",
+    "build_trained",
+    "experts_implementation",
+    "load_weights",
+    "routes_spec",
+]

@@ -1,0 +1,272 @@
+"""The study itself: learn, measure the mismatch in every mode, then reinforce with replay and without."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from bench.replay_study.mismatch import differing_routes, k3, log_ratios, measure
+from bench.replay_study.models import build_engines, build_trained, load_weights
+from bench.replay_study.options import StudyOptions
+from bench.replay_study.results import Learned, Measured, Results, Run, Step
+from bench.replay_study.rollout import BatchRollout, PagedRollout, RolloutEngine, Rollouts
+from bench.replay_study.task import Tokens
+from bench.replay_study.trainer import Mode, Scored, Trainer, Update, replayed
+
+LEARNING_SHARE = 1 / 3
+"""Of ``--minutes``."""
+WARM_UP, LAST_RATE = 0.1, 0.1
+"""Supervised learning: the share of its steps in which the rate rises, and what it has fallen to at the end."""
+LOSSES_KEPT = 10
+State = dict[str, torch.Tensor]
+
+
+class Teller(Protocol):
+    """Hears of progress: ``begin`` names what is done next and its ``total``, ``on`` how much has been."""
+
+    def begin(self, what: str, total: int) -> None: ...
+
+    def on(self, status: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Study:
+    """One run. ``results`` grow as it goes, and are written to ``path`` each time."""
+
+    def __init__(self, options: StudyOptions, setting: dict[str, Any], path: Path, teller: Teller) -> None:
+        self._options = options
+        self._scale = options.sizes
+        self._device = torch.device(options.device)
+        self._path = path
+        self._teller = teller
+        self._started = time.perf_counter()
+        self._starts: list[State] = []
+        self.results = Results(setting)
+
+    def run(self) -> Results:
+        """Do it all. Without ``minutes`` everything but the seconds is the same for the same options."""
+        scale = self._scale
+        for family in scale.families:
+            for seed in range(self._options.seed, self._options.seed + scale.weights):
+                trained = build_trained(scale, family, seed, self._device)
+                side = _Side(trained, self._options)
+                self._learn(side, family, seed)
+                start = _state(trained)
+                if family == scale.reinforcement.family:
+                    self._starts.append(start)
+                for draw in range(scale.draws if "mismatch" in self._options.phases else 0):
+                    self._measure(side, family, seed, draw, start)
+                del side, trained
+                gc.collect()  # hooks and modules refer to each other
+        if "policy-gradient" in self._options.phases:
+            self._reinforce_all()
+        self.results.complete = True
+        self._write()
+        return self.results
+
+    # ---------------------------------------------------------------- learning
+
+    def _learn(self, side: _Side, family: str, seed: int) -> None:
+        learning, task = self._scale.learning, self._scale.task
+        draw = np.random.default_rng([seed, 1])
+        started = time.perf_counter()
+        models = len(self._scale.families) * self._scale.weights
+        seconds = 60 * self._options.minutes * LEARNING_SHARE / models if self._options.minutes else float("inf")
+        before = self._reward(side, seed)
+        losses: list[torch.Tensor] = []
+        steps = 0
+        self._teller.begin(f"{family}, weights {seed}: learning", learning.steps)
+        while (done := max(steps / learning.steps, (time.perf_counter() - started) / seconds)) < 1:
+            rate = learning.learning_rate * min(1.0, (done + 1e-3) / WARM_UP) * (1 - (1 - LAST_RATE) * done)
+            batch = task.demonstrations(learning.batch, learning.errors, draw)
+            losses.append(side.trainer.learn(torch.as_tensor(batch, device=self._device), task.prompt_tokens, rate))
+            steps += 1
+            # Reading the loss waits for the device: seldom.
+            self._teller.on(f"loss {float(losses[-1]):.3f}" if steps % LOSSES_KEPT == 0 else "")
+        self._teller.end()
+        self.results.learned.append(
+            Learned(
+                family=family,
+                seed=seed,
+                parameters=sum(p.numel() for p in side.trained.parameters()),
+                steps=steps,
+                seconds=time.perf_counter() - started,
+                loss=float(torch.stack(losses[-LOSSES_KEPT:]).mean()),
+                reward_before=before,
+                reward_after=self._reward(side, seed),
+            )
+        )
+        self._write()
+
+    def _reward(self, side: _Side, seed: int) -> float:
+        r = self._scale.reinforcement
+        prompts = self._scale.task.prompts(r.prompts * r.samples, np.random.default_rng([seed, 2]))
+        return float(self._rewards(side.roll(prompts, self._scale.task.length, seed)).mean())
+
+    def _rewards(self, rollouts: Rollouts) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return self._scale.task.rewards(rollouts.tokens.cpu().numpy())
+
+    # ---------------------------------------------------------------- mismatch
+
+    def _measure(self, side: _Side, family: str, seed: int, draw: int, start: State) -> None:
+        """One batch of rollouts, and every mode before and after an update on it."""
+        prompts = self._prompts(self._scale.measured, seed, 3, draw)
+        rollouts = side.roll(prompts, self._scale.task.length, _seed(seed, 3, draw))
+        rolled = rollouts.rolled()
+        native = side.trainer.score(rollouts, None)
+        self._teller.begin(f"{family}, weights {seed}, draw {draw}: mismatch", len(Mode))
+        for mode in Mode:
+            # In R2 the old policy's pass is the one that records: it replays nothing, and differs in nothing.
+            old = side.trainer.score(rollouts, rolled) if mode is Mode.R3 else native
+            self._keep(family, seed, draw, "before", mode, rollouts, old, rolled)
+            fresh = side.again(start)
+            routes = replayed(mode, rollouts, old)
+            self._update(fresh, rollouts, old, routes, np.random.default_rng([seed, 4, draw]))
+            self._keep(family, seed, draw, "after", mode, rollouts, fresh.score(rollouts, routes), rolled)
+            side.trained.load_state_dict(start)
+            self._teller.on("")
+        self._teller.end()
+        self._write()
+
+    def _keep(
+        self, family: str, seed: int, draw: int, when: str, mode: Mode, rollouts: Rollouts, found: Scored, rolled: Any
+    ) -> None:
+        figures = measure(found.log_probs, rollouts.behaviour, rollouts.answers, found.used, rolled)
+        self.results.measured.append(Measured(family, seed, draw, when, mode.value, asdict(figures)))
+
+    # ---------------------------------------------------------------- policy gradient
+
+    def _reinforce_all(self) -> None:
+        r = self._scale.reinforcement
+        todo = [(seed, Mode(mode)) for seed in range(r.seeds) for mode in r.modes]
+        steps = r.steps
+        for number, (seed, mode) in enumerate(todo):
+            seconds = self._seconds_left() / (len(todo) - number)
+            run = Run(r.family, mode.value, seed)
+            self.results.runs.append(run)
+            self._reinforce(run, mode, steps, seconds)
+            if number == 0:  # the others are compared with it, step by step
+                steps = max(1, len(run.steps))
+
+    def _seconds_left(self) -> float:
+        if self._options.minutes is None:
+            return float("inf")
+        return 60 * self._options.minutes - (time.perf_counter() - self._started)
+
+    def _reinforce(self, run: Run, mode: Mode, steps: int, seconds: float) -> None:
+        gc.collect()  # what the run before has left: it would not fit beside this one
+        scale, started = self._scale, time.perf_counter()
+        trained = build_trained(scale, run.family, 0, self._device)
+        trained.load_state_dict(self._starts[run.seed % len(self._starts)])
+        side = _Side(trained, self._options)
+        self._teller.begin(f"policy gradient, {mode.value}, seed {run.seed}", steps)
+        while len(run.steps) < steps and (not run.steps or time.perf_counter() - started < seconds):
+            begun, number = time.perf_counter(), len(run.steps)
+            prompts = self._prompts(scale.reinforcement.prompts, run.seed, 5, number)
+            rollouts = side.roll(prompts, scale.task.length, _seed(run.seed, 5, number))
+            rolled = rollouts.rolled()
+            old = side.trainer.score(rollouts, rolled if mode is Mode.R3 else None)
+            draw = np.random.default_rng([run.seed, 6, number])
+            update = self._update(side.trainer, rollouts, old, replayed(mode, rollouts, old), draw)
+            d = log_ratios(old.log_probs, rollouts.behaviour, rollouts.answers)
+            different = differing_routes(old.used, rolled).any(-1)
+            run.steps.append(
+                Step(
+                    step=number,
+                    reward=float(self._rewards(rollouts).mean()),
+                    loss=update.loss,
+                    clip_fraction=update.clip_fraction,
+                    kl=float(k3(d).mean()),
+                    moved=update.moved,
+                    gradient_norm=update.gradient_norm,
+                    tokens_differing=float(different.float().mean()),
+                    seconds=time.perf_counter() - begun,
+                )
+            )
+            self._write()
+            self._teller.on(f"reward {run.steps[-1].reward:.3f}")
+            if not math.isfinite(update.gradient_norm):
+                break  # collapsed: nothing can be sampled from such weights
+        self._teller.end()
+
+    def _update(
+        self,
+        trainer: Trainer,
+        rollouts: Rollouts,
+        old: Scored,
+        routes: torch.Tensor | None,
+        draw: np.random.Generator,
+    ) -> Update:
+        r = self._scale.reinforcement
+        rewards = self._rewards(rollouts).reshape(-1, r.samples)
+        # GRPO: how much better than the other answers to the same prompt, in their standard deviations.
+        gains = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-6)
+        return trainer.reinforce(
+            rollouts,
+            torch.as_tensor(gains.reshape(-1), dtype=torch.float32, device=self._device),
+            old.log_probs,
+            routes,
+            order=torch.as_tensor(draw.permutation(len(rollouts.tokens)), device=self._device),
+            updates=r.updates,
+            clip=r.clip,
+        )
+
+    def _prompts(self, count: int, *seed: int) -> Tokens:
+        """``count`` prompts, each as often as it gets samples, one beside the other."""
+        prompts = self._scale.task.prompts(count, np.random.default_rng(seed))
+        return np.repeat(prompts, self._scale.reinforcement.samples, axis=0)
+
+    def _write(self) -> None:
+        self.results.seconds = time.perf_counter() - self._started
+        self.results.write(self._path)
+
+
+class _Side:
+    """A trainer's model and an engine with its weights."""
+
+    def __init__(self, trained: Any, options: StudyOptions) -> None:
+        self.trained = trained
+        self._options = options
+        self._engines = build_engines(trained, options.sizes)
+        self._rollout: RolloutEngine
+        self._rollout = PagedRollout(self._engines) if options.sizes.shape is None else BatchRollout(self._engines)
+        self.trainer = self._trainer()
+
+    def roll(self, prompts: Tokens, length: int, seed: int) -> Rollouts:
+        """Rollouts with the trainer's weights of this moment."""
+        load_weights(self._engines, self.trained)
+        return self._rollout(prompts, length, seed)
+
+    def again(self, start: State) -> Trainer:
+        """The model with the weights of ``start`` and an optimizer that has seen nothing."""
+        self.trained.load_state_dict(start)
+        return self._trainer()
+
+    def _trainer(self) -> Trainer:
+        scale = self._options.sizes
+        return Trainer(
+            self.trained,
+            learning_rate=scale.reinforcement.learning_rate,
+            micro_batch=scale.micro_batch,
+            dtype=self._options.trainer_dtype,
+        )
+
+
+def _state(model: Any) -> State:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def _seed(*parts: int) -> int:
+    """One seed of several numbers."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])
+
+
+__all__ = ["Study", "Teller"]

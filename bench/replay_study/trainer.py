@@ -1,0 +1,174 @@
+"""The trainer's side: supervised steps, log-probabilities of what an engine sampled, and the policy-gradient update.
+
+Replay forces the experts of a pass; the router's weights of these experts come from its current scores all the same, so
+that it keeps its gradient. ``R2`` replays what the trainer itself chose when it computed the old log-probabilities,
+``R3`` what the engine chose when it sampled (arXiv 2510.11370, 2507.18071).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch.func import functional_call
+
+from bench.replay_study.mismatch import log_ratios
+from bench.replay_study.models import experts_implementation, routes_spec
+from bench.replay_study.options import TrainerDtype
+from bench.replay_study.rollout import Rollouts
+from kvroute.capture.capture import RoutingCapture
+from kvroute.replay.transformers import recorded, replay
+
+GRADIENT_NORM_MAX = 1.0
+BALANCE_WEIGHT = 0.01
+"""Of the routers' load-balancing loss in supervised learning, for the families that have one."""
+
+
+class Mode(StrEnum):
+    """Which experts a training pass uses: its own, those of the old policy's pass, or the rollout's."""
+
+    NONE = "none"
+    R2 = "r2"
+    R3 = "r3"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """What a pass without gradient found."""
+
+    log_probs: torch.Tensor  # [batch, answer, vocabulary] float32
+    used: torch.Tensor  # [batch, sequence - 1, layers, top_k] int64: the experts of that pass
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The means over one batch's optimizer steps.
+
+    ``clip_fraction`` is the share of tokens whose gradient the clip took away, ``moved`` the k3 estimate of how far the
+    policy is from the old one at each step, before the step is taken.
+    """
+
+    loss: float
+    clip_fraction: float
+    moved: float
+    gradient_norm: float
+
+
+class Trainer:
+    """A model in training: float32 weights, and passes in float32 or, rounded for each pass, in bfloat16."""
+
+    def __init__(self, model: Any, *, learning_rate: float, micro_batch: int, dtype: TrainerDtype) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self._dtype = dtype
+        self._micro_batch = micro_batch
+        self._experts = {
+            name: experts_implementation(self.device, getattr(torch, name)) for name in ("float32", "bfloat16")
+        }
+        self._spec = routes_spec(model)
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=self.device.type == "cuda",
+        )
+
+    def learn(self, tokens: torch.Tensor, prompt_tokens: int, learning_rate: float) -> torch.Tensor:
+        """One supervised step on the answers of ``tokens`` ``[batch, sequence]``; the loss, on the device."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        balanced = hasattr(self.model.config, "router_aux_loss_coef")
+        inputs = {"output_router_logits": True} if balanced else {}
+        output = self._run(tokens[:, :-1], "bfloat16" if self.device.type == "cuda" else self._dtype, **inputs)
+        logits = output.logits[:, prompt_tokens - 1 :].float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, prompt_tokens:].flatten())
+        total = loss + BALANCE_WEIGHT * output.aux_loss if balanced else loss
+        self._optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(total)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM_MAX)
+        self._optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def score(self, rollouts: Rollouts, routes: torch.Tensor | None) -> Scored:
+        """Log-probabilities of the rollouts, on experts ``[batch, sequence - 1, layers, top_k]`` if they are given."""
+        log_probs, used = [], []
+        with RoutingCapture(self.model, self._spec) as capture:
+            for part in torch.split(torch.arange(len(rollouts.tokens), device=self.device), self._micro_batch):
+                capture.clear()
+                log_probs.append(self._log_probs(rollouts, part, routes))
+                used.append(_by_sequence(recorded(capture), len(part)))
+        return Scored(torch.cat(log_probs), torch.cat(used))
+
+    def reinforce(
+        self,
+        rollouts: Rollouts,
+        advantages: torch.Tensor,  # [batch]
+        old: torch.Tensor,  # [batch, answer, vocabulary] log-probabilities before the first step
+        routes: torch.Tensor | None,  # [batch, sequence - 1, layers, top_k] int64
+        *,
+        order: torch.Tensor,  # [batch] a permutation: which sequences go into which step
+        updates: int,
+        clip: float,
+    ) -> Update:
+        """PPO's clipped objective over the batch in ``updates`` optimizer steps."""
+        losses, clipped, moved, norms = [], [], [], []
+        for chosen in order.chunk(updates):
+            self._optimizer.zero_grad(set_to_none=True)
+            for part in torch.split(chosen, self._micro_batch):
+                policy = self._log_probs(rollouts, part, routes)
+                d = log_ratios(policy, old[part], rollouts.answers[part])
+                ratio, gain = d.exp(), advantages[part, None]
+                free = ratio * gain
+                bound = ratio.clamp(1 - clip, 1 + clip) * gain
+                loss = -torch.minimum(free, bound).mean()
+                torch.autograd.backward(loss * (len(part) / len(chosen)))
+                weight = len(part) / len(order)
+                losses.append(loss.detach() * weight)
+                clipped.append((bound < free).float().mean() * weight)
+                moved.append((torch.expm1(d.detach()) - d.detach()).mean() * weight)
+            norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM_MAX))
+            self._optimizer.step()
+        return Update(
+            loss=float(torch.stack(losses).sum()),
+            clip_fraction=float(torch.stack(clipped).sum()),
+            moved=float(torch.stack(moved).sum()),
+            gradient_norm=float(torch.stack(norms).mean()),
+        )
+
+    def _log_probs(self, rollouts: Rollouts, part: torch.Tensor, routes: torch.Tensor | None) -> torch.Tensor:
+        """Log-probabilities ``[part, answer, vocabulary]`` of some sequences."""
+        held: AbstractContextManager[None] = nullcontext()
+        if routes is not None:
+            held = replay(self.model, routes[part], spec=self._spec)
+        with held:
+            logits = self._run(rollouts.tokens[part, :-1], self._dtype).logits
+        sampled: torch.Tensor = logits[:, rollouts.prompt_tokens - 1 :]
+        return sampled.float().log_softmax(-1)
+
+    def _run(self, tokens: torch.Tensor, dtype: TrainerDtype, **inputs: Any) -> Any:
+        inputs |= {"input_ids": tokens, "use_cache": False}
+        self.model.config._experts_implementation = self._experts[dtype]
+        if dtype == "float32":
+            return self.model(**inputs)
+        rounded = {name: weight.to(torch.bfloat16) for name, weight in self.model.named_parameters()}
+        return functional_call(self.model, rounded, (), inputs)
+
+
+def _by_sequence(rows: torch.Tensor, sequences: int) -> torch.Tensor:
+    """Rows ``[tokens, layers, top_k]`` of equally long sequences as ``[sequences, -1, layers, top_k]``."""
+    return rows.view(sequences, -1, *rows.shape[1:])
+
+
+def replayed(mode: Mode, rollouts: Rollouts, old: Scored) -> torch.Tensor | None:
+    """The experts ``[batch, sequence - 1, layers, top_k]`` that ``mode`` forces after the old policy's pass."""
+    if mode is Mode.NONE:
+        return None
+    return old.used if mode is Mode.R2 else rollouts.rolled()
+
+
+__all__ = ["Mode", "Scored", "Trainer", "Update", "replayed"]

@@ -1,0 +1,89 @@
+"""What the user may choose, checked before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cache_manager.errors import ConfigError
+from cache_manager.storage.url import StoreUrl
+from paged_engine.demo.workload import conversations, longest_tokens
+from paged_engine.engine.models import MODELS
+from paged_engine.engine.request import EngineConfig
+
+REQUESTS_MAX = 100_000
+SEQUENCES_MAX = 8
+BLOCK_TOKENS = 16
+MOONCAKE = "mooncake"
+"""In place of a store's URL: a Mooncake pool that the demo starts and ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """The flags of ``kvroute demo``; ``None`` means that the demo chooses.
+
+    By default the device holds a quarter of the conversations at their longest, but one and a quarter at least and
+    three at most; the host holds as much. That is less than what runs at once needs. ``store`` is a URL or
+    ``MOONCAKE``. With ``transfer_process`` a process beside the engine moves KV, and has the store. Model and KV lie
+    on ``device``; on ``cuda`` one launch a pass captures the rows, and passes that only decode are CUDA graphs.
+
+    Raises :class:`ConfigError` naming the flag.
+    """
+
+    seed: int = 0
+    requests: int = 96
+    device_blocks: int | None = None
+    host_blocks: int | None = None
+    model: str = "qwen3_moe"
+    store: str | None = None
+    transfer_process: bool = False
+    device: str = "cpu"
+    json: Path | None = None
+    out: Path = Path("demo-output")
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ConfigError("--model", "one of " + ", ".join(MODELS), self.model)
+        if not 1 <= self.requests <= REQUESTS_MAX:
+            raise ConfigError("--requests", f"1 to {REQUESTS_MAX}", self.requests)
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError("--seed", "an integer in [0, 2**63)", self.seed)
+        if self.device_blocks is not None and self.device_blocks < self.longest_blocks:
+            wanted = f"at least {self.longest_blocks} (the longest sequence has {self.longest_blocks} blocks)"
+            raise ConfigError("--device-blocks", wanted, self.device_blocks)
+        if self.host_blocks is not None and self.host_blocks < 0:
+            raise ConfigError("--host-blocks", "0 or more", self.host_blocks)
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError("--device", "cpu or cuda", self.device)
+        if self.device == "cuda" and self.transfer_process:
+            raise ConfigError(
+                "--transfer-process", "--device cpu: the process moves KV in shared memory", "--device cuda"
+            )
+        if self.store is not None and self.store != MOONCAKE:
+            self._check_store(StoreUrl.parse(self.store))
+
+    @staticmethod
+    def _check_store(url: StoreUrl) -> None:
+        for tier in url.tiers or (url.text,):
+            if tier.startswith("mooncake:") and "segment" in StoreUrl.parse(tier).parameters:
+                raise ConfigError("--store", "a pool without segment=: what the engine lends is lost with it", tier)
+
+    @property
+    def longest_blocks(self) -> int:
+        return -(-longest_tokens(conversations(self.requests, self.seed)) // BLOCK_TOKENS)
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Of the engine under test."""
+        clients = len(conversations(self.requests, self.seed))
+        room = round(self.longest_blocks * max(1.25, min(3.0, clients / 4)))
+        device = self.device_blocks if self.device_blocks is not None else room
+        host = self.host_blocks if self.host_blocks is not None else device
+        cuda = self.device == "cuda"
+        return EngineConfig(BLOCK_TOKENS, device, host, sequences_max=SEQUENCES_MAX, memory="shared", graphs=cuda)
+
+    @property
+    def plain_engine(self) -> EngineConfig:
+        """Of the engine that it is compared with: room for everything, and neither reuse nor swap nor store."""
+        room = 2 * SEQUENCES_MAX * self.longest_blocks
+        return EngineConfig(BLOCK_TOKENS, room, 0, sequences_max=SEQUENCES_MAX, caching=False)

@@ -1,0 +1,181 @@
+"""What routers said in one pass: once each, and in memory of their own. The law of every capture.
+
+A hook keeps a reference and launches nothing. A router that was not called, or twice, or that writes where another has
+written, fails the pass: its rows are not handed out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvroute.capture.errors import CaptureError
+
+MISSED: Final = "a call in each pass"
+ONCE: Final = "one call a pass"
+OWN: Final = "values in memory of their own"
+"""What a :class:`CaptureError` says that it wanted."""
+
+Looks = tuple[list[torch.Size], list[torch.dtype], list[tuple[int, ...]]]
+"""The shape, the dtype and the strides of each layer's values: what is compared at each pass."""
+
+
+class Values(NamedTuple):
+    """What the routers of some layers say: ``[tokens, width]`` each, all in one of these dtypes."""
+
+    name: str
+    layer_ids: tuple[int, ...]
+    width: int
+    dtypes: Collection[torch.dtype]
+
+
+class Form(NamedTuple):
+    """What a pass's values look like, checked; their addresses are another matter."""
+
+    looks: Looks
+    tokens: int  # the fewest that one layer has
+    strides: NDArray[np.int64]  # [layers, 2]: elements from token to token, from value to value
+    extents: NDArray[np.int64]  # [layers]: bytes from the first value to behind the last of so many tokens
+    dtypes: tuple[torch.dtype, ...]  # of each spec's values
+
+
+class Hooks:
+    """Callbacks for routers, and what they kept since :meth:`clear`. Not thread-safe."""
+
+    def __init__(self, values: Sequence[Values], whole: Callable[[], None] | None = None) -> None:
+        """``whole`` is called when the last router of a pass was."""
+        self._values, self._whole = tuple(values), whole
+        self._names = [(each.name, layer) for each in self._values for layer in each.layer_ids]
+        self._index = {name: i for i, name in enumerate(self._names)}
+        self._widths = np.array([each.width for each in self._values for _ in each.layer_ids])
+        self._once = [1] * len(self._names)
+        self._kept: list[torch.Tensor | None] = [None] * len(self._names)
+        self.calls = [0] * len(self._names)
+        self._form: Form | None = None
+        self._seen: tuple[Form, NDArray[np.int64]] | None = None
+        self._apart = 0  # tokens for which those are known to be in memory of their own
+
+    def hook(self, layer_id: int, name: str | None = None) -> Callable[..., None]:
+        """A callback for the router of a layer that keeps its last argument, ``[tokens, width]``.
+
+        Of a tuple ``(logits, weights, ids, ...)``, as transformers' routers answer, it keeps the ids: so it is a
+        forward hook too. ``name`` is of the values, the first ones' if not given.
+        """
+        at = (self._names[0][0] if name is None else name, layer_id)
+        if at not in self._index:
+            raise CaptureError("layer", f"one of {sorted(self._index)}", at)
+        index, kept, calls, whole = self._index[at], self._kept, self.calls, self._whole
+
+        def keep(*given: Any) -> None:
+            value = given[-1]
+            if isinstance(value, tuple):
+                value = value[2] if len(value) > 2 else None
+            if not isinstance(value, torch.Tensor):
+                raise CaptureError(
+                    type(given[0]).__name__, "an answer (logits, weights, ids)", type(given[-1]).__name__
+                )
+            kept[index] = value
+            calls[index] += 1
+            if whole is not None and 0 not in calls:
+                whole()
+
+        return keep
+
+    def clear(self) -> None:
+        """Forget what was kept, as after a pass that failed."""
+        self._kept[:] = [None] * len(self._kept)
+        self.calls[:] = [0] * len(self.calls)
+
+    def taken(self, tokens: int | None = None) -> tuple[list[torch.Tensor], Form, NDArray[np.int64]]:
+        """The values of a pass, ``[tokens or more, width]`` each, not copied; ``None``: of as many tokens each.
+
+        With them what they look like, and their addresses ``[layers]``: the same two objects as long as nothing of
+        that changes. Raises :class:`CaptureError`, naming the layer, unless every router was called once and its values
+        fit, and no two layers' values of so many tokens have bytes in common.
+        """
+        sources, form = self._checked(tokens)
+        tokens = form.tokens if tokens is None else tokens
+        addresses = np.fromiter(map(torch.Tensor.data_ptr, sources), np.int64, len(sources))
+        if self._seen is None or form is not self._seen[0] or addresses.tobytes() != self._seen[1].tobytes():
+            self._seen, self._apart = (form, addresses), 0
+        if tokens > self._apart:
+            self._check_apart(sources, tokens)
+            self._apart = tokens
+        return sources, *self._seen
+
+    def _checked(self, tokens: int | None) -> tuple[list[torch.Tensor], Form]:
+        """What the hooks kept, each ``[tokens, width]``, and what it looks like; engines repeat the looks."""
+        if self.calls != self._once:
+            (_, layer), calls = next((p, n) for p, n in zip(self._names, self.calls, strict=True) if n != 1)
+            raise CaptureError(f"router of layer {layer}", ONCE if calls else MISSED, f"{calls} calls")
+        kept: Any = self._kept  # called once each: none is None
+        sources: list[torch.Tensor] = list(kept)
+        before, looks = self._form, _looks(sources)
+        if before is None or looks != before.looks:
+            sources = [k if k.dim() == 2 else k.reshape(-1, k.shape[-1]) for k in kept]
+            looks = _looks(sources)
+        wanted = len(sources[0]) if tokens is None else tokens
+        if before is not None and looks == before.looks and wanted <= before.tokens:
+            return sources, before
+        firsts, at = [], 0
+        for values in self._values:
+            firsts.append(dtype := sources[at].dtype)
+            if dtype not in values.dtypes:
+                raise CaptureError(f"router of layer {values.layer_ids[0]}", f"a dtype that fits {values.name}", dtype)
+            for layer, source in zip(values.layer_ids, sources[at:], strict=False):
+                many = len(source) == wanted if tokens is None else len(source) >= wanted
+                if source.shape[1:] != (values.width,) or not many or source.dtype != dtype:
+                    what = f"{dtype} [{wanted}{' or more' * (tokens is not None)}, {values.width}]"
+                    raise CaptureError(f"router of layer {layer}", what, f"{source.dtype} {tuple(source.shape)}")
+            at += len(values.layer_ids)
+        sizes = np.array([source.element_size() for source in sources])
+        strides = np.array([source.stride() for source in sources])
+        fewest = min(map(len, sources))
+        reach = (fewest - 1) * strides[:, 0] + (self._widths - 1) * strides[:, 1] + 1
+        self._form = Form(looks, fewest, strides, reach * sizes * (fewest > 0), tuple(firsts))
+        return sources, self._form
+
+    def _check_apart(self, sources: list[torch.Tensor], tokens: int) -> None:
+        """Whether the first ``tokens`` values of each lie in memory of their own."""
+        assert self._seen is not None
+        form, addresses = self._seen
+        order = addresses.argsort()  # each behind the other, as an allocator lays them
+        if ((addresses + form.extents)[order[:-1]] <= addresses[order[1:]]).all():
+            return
+        if (pair := overlapping([source[:tokens] for source in sources])) is not None:
+            first, second = (self._names[i][1] for i in pair)
+            raise CaptureError(f"router of layer {second}", OWN, f"a buffer that is used again: that of layer {first}")
+
+
+def _looks(sources: list[torch.Tensor]) -> Looks:
+    return [s.shape for s in sources], [s.dtype for s in sources], [s.stride() for s in sources]
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Two of ``tensors`` ``[tokens, width]`` that have bytes in common, by index; layers side by side have none."""
+    before: list[tuple[int, int]] = []  # where the last byte of one lies, and which it is
+    for address, i in sorted((t.data_ptr(), i) for i, t in enumerate(tensors) if t.numel()):
+        before = [(end, j) for end, j in before if end > address]
+        for _, j in before:
+            if not _interleaved(tensors[j], tensors[i]):
+                return min(i, j), max(i, j)
+        reach = sum((n - 1) * step for n, step in zip(tensors[i].shape, tensors[i].stride(), strict=True)) + 1
+        before.append((address + reach * tensors[i].element_size(), i))
+    return None
+
+
+def _interleaved(low: torch.Tensor, high: torch.Tensor) -> bool:
+    """Whether two layers of one ``[tokens, layers, width]`` lie between each other without touching."""
+    if low.stride() != high.stride() or low.stride(-1) != 1 or low.element_size() != high.element_size():
+        return False
+    between, uneven = divmod(high.data_ptr() - low.data_ptr(), low.element_size())
+    step, width = math.gcd(*low.stride()[:-1]), low.shape[-1]
+    return not uneven and step > 0 and width <= between % step <= step - width
+
+
+__all__ = ["MISSED", "ONCE", "OWN", "Form", "Hooks", "Values", "overlapping"]
