@@ -28,7 +28,6 @@ import hashlib
 import secrets
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -246,11 +245,8 @@ class Borrower:
 
     def give_up(self, blocks: set[int]) -> None:
         """The KV of these blocks has not come: rows that are on their way to them are of no use."""
-        for transfer, landing in list(self._under_way.items()):
-            if not blocks.isdisjoint(landing.ids):
-                landing.given_up = True
-                with suppress(KVRouteError):  # a pull that does not hear of it ends by itself
-                    self._node.abort(TransferId(transfer), "KV that has not come")
+        for landing in list(self._under_way.values()):
+            landing.given_up = landing.given_up.union(blocks.intersection(landing.ids))
 
     def refused(self) -> list[Release | Came]:
         return [self._refused.popleft() for _ in range(len(self._refused))]
@@ -277,7 +273,7 @@ class _Fetch:
     blocks: Mapping[BlockKey, int]
     lives: list[int]
     counts: list[int]
-    given_up: bool = False
+    given_up: frozenset[int] = frozenset()
     kv_there: set[int] = field(default_factory=set)
     short: dict[int, str] = field(default_factory=dict)
     keys: list[BlockKey] = field(init=False)
@@ -298,7 +294,7 @@ class _Fetch:
         """For the node; see :class:`transfer.node.BlockSink`."""
         at = index - self.first
         assert 0 <= at < len(self.ids), f"block {index} was not asked for"
-        if self.given_up:
+        if self.ids[at] in self.given_up:
             return False
         return self._put_kv(at, header, payload) if part == KV else self._put_rows(at, header, payload)
 

@@ -25,7 +25,7 @@ from kvroute.connector.pages import Got, Pages, slots_of
 from kvroute.connector.settings import VERSION, Engine, Handshake, StepMeta, Told
 from kvroute.connector.stores import opened
 from kvroute.connector.transfers import Transfers
-from kvroute.connector.witness import Join, KvFolder, KvWitness, OtherRank, witnessing
+from kvroute.connector.witness import Join, KvFolder, KvWitness, OtherRank, agree, witnessing
 from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
@@ -150,10 +150,7 @@ class WorkerRows:
         return untold
 
     def arrived(self, requests: AbstractSet[str], failed: AbstractSet[str] = frozenset()) -> set[str]:
-        """The KV of these ``requests`` has come, or has ``failed`` to: which may go on now, of those that had waited.
-
-        A request waits for rows that are on their way, up to a limit. Called after each step.
-        """
+        """The KV of these ``requests`` has come, or has ``failed`` to: which go on now, of all that wait for rows."""
         return self.transfers.arrived(requests, failed) if self.transfers else set(requests)
 
     def told(self, inner: Any = None) -> Any:
@@ -387,21 +384,13 @@ def part_of(
     """
     rank, joined = distributed.get_rank(group), None
     if distributed.get_world_size(group) > 1:
-        joined = partial(distributed.all_reduce if divided else _agree, group=group)
+        joined = partial(distributed.all_reduce if divided else agree, group=group)
     if not rank:
         return WorkerRows(engine, kv_caches, joined, pages=pages)
     if engine.witness == "off":
         return None
     layers = witnessing(kv_caches, engine.spec.attrs["layer_ids"])
     return OtherRank(KvFolder(layers, rank * layers[0].shape[1] if divided else 0, joined))
-
-
-def _agree(folds: torch.Tensor, group: distributed.ProcessGroup) -> None:
-    """Leave the folds that all ranks have; where they differ, one that stands for no KV."""
-    least = folds.clone()
-    distributed.all_reduce(least, distributed.ReduceOp.MIN, group)
-    distributed.all_reduce(folds, distributed.ReduceOp.MAX, group)
-    folds[least != folds] ^= 1
 
 
 __all__ = ["WorkerRows", "part_of"]

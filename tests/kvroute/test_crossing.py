@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,36 +10,26 @@ from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_engine import Toy, judge
+from toy_pair import (
+    ALL,
+    DECODE,
+    OWN,
+    PREFILL,
+    PROMPT,
+    SAID,
+    handed_over,
+    installed,
+    lent,
+    makers,
+    sides,
+    taken,
+    two,
+    until,
+)
 from toy_side import Side, early_ticket
 
 from kvroute.connector import crossing, missing, routes, tickets, transfers
-from transfer import Node, TransferLimits
-
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-SAID = [8, 9, 7]
-PREFILL, DECODE = 1, 0  # their weights, by which rows of the one and of the other are told apart
-
-
-@contextmanager
-def two(**said: Any) -> Iterator[tuple[Toy, Toy]]:
-    """A prefill and a decode engine whose rows of the same tokens differ."""
-    first, second = Toy(carrier="transfer", **said), Toy(carrier="transfer", **said)
-    first.weights = PREFILL
-    try:
-        yield first, second
-    finally:
-        first.close()
-        second.close()
-
-
-def handed_over(first: Toy, tokens: list[int], chunks: list[int] | tuple[int, ...] = (64,), name: str = "p") -> Any:
-    """The ticket for a prompt that prefill has computed."""
-    return first.ask(name, tokens, chunks, lends=True)["kv_transfer_params"]["kvroute"]["transfer"]
-
-
-def makers(tokens: int, said: int, local: int = 0) -> list[int]:
-    """Who computed the rows of a prompt and of what was said behind it; decode computes a prompt's last token again."""
-    return [DECODE] * local + [PREFILL] * (tokens - 1 - local) + [DECODE] * (said + 1)
+from transfer import TransferLimits
 
 
 @examples(30)
@@ -74,38 +60,6 @@ def test_decode_answers_with_the_rows_of_the_kv_that_it_was_given(
             each.worker.settle()
             each.worker.blocks.assert_consistent()
             assert not each.worker.missing
-
-
-@contextmanager
-def sides() -> Iterator[tuple[Side, Toy]]:
-    """A prefill engine in a process of its own and a decode engine here."""
-    first, second = Side(weights=PREFILL), Toy(carrier="transfer")
-    try:
-        yield first, second
-    finally:
-        first.close()
-        second.close()
-
-
-def taken(second: Toy, ticket: Any, prompt: list[int] = PROMPT, name: str = "d") -> tuple[Counter[str], list[str]]:
-    """What becomes of decode's answer: its rows, which are judged, and the reasons for those that are missing."""
-    answer = second.ask(name, prompt, brought=len(prompt), ticket=ticket, more=SAID)
-    found = routes(answer)
-    gaps = missing(answer)
-    assert [(start, stop) for start, stop, _ in _joined(gaps)] == list(found.missing), "every gap has its reason"
-    return judge(found, [*prompt, *SAID], makers(len(prompt), len(SAID))), sorted({why for *_, why in gaps})
-
-
-def _joined(gaps: tuple[tuple[int, int, str], ...]) -> list[tuple[int, int, str]]:
-    found = list[tuple[int, int, str]]()
-    for start, stop, why in gaps:
-        if found and found[-1][1] == start:
-            start = found.pop()[0]
-        found.append((start, stop, why))
-    return found
-
-
-ALL, OWN = len(PROMPT) + len(SAID), len(SAID) + 1  # rows of an answer, and those that decode computes itself
 
 
 def test_prefill_that_ends_before_anybody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,21 +164,6 @@ def _fetched_by(first: Toy, decode: Side) -> None:
     first.between = lambda: None
     decode.tell(name="d", tokens=PROMPT, brought=len(PROMPT), ticket=early_ticket(first))
     until(lambda: lent(first).counters.offers.records_sent > 0)
-
-
-def lent(toy: Toy) -> Node:
-    return toy.worker.transfers.crossing.node
-
-
-def installed(toy: Toy) -> int:
-    return toy.worker.blocks.counters.rows_installed
-
-
-def until(reached: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.002)
 
 
 def test_an_id_that_is_used_again() -> None:
@@ -346,39 +285,6 @@ def test_rows_came_and_their_kv_did_not(fails: set[int], late: bool) -> None:
         good = min(fails) * 4
         by = [PREFILL] * good + [DECODE] * (ALL - good)
         assert judge(routes(answer), [*PROMPT, *SAID], by) == {"right": ALL}
-
-
-@examples(25)
-@given(
-    st.recursive(
-        st.none() | st.integers() | st.text(max_size=40) | st.binary(max_size=16).map(bytes.hex),
-        lambda each: (
-            st.lists(each, max_size=3)
-            | st.dictionaries(st.sampled_from(["id", "address", "tokens", "digest", "why"]), each, max_size=5)
-        ),
-        max_leaves=6,
-    )
-)
-def test_whatever_a_client_sends_as_a_ticket(ticket: Any) -> None:
-    """Goal: what a client sends ends nothing, and brings nothing. Method: anything that JSON can be."""
-    toy = TOYS[0] if TOYS else Toy(carrier="transfer")
-    TOYS[:] = [toy]
-    toy.cached.clear()
-    verdict, _ = taken(toy, ticket, name="d")
-    assert verdict == {"right": OWN, "missing": ALL - OWN}
-
-
-TOYS: list[Toy] = []
-
-
-def test_a_ticket_of_another_prompt() -> None:
-    """Goal: rows are of the answer's tokens. Method: prompts of another length, and of one other token."""
-    with two() as (first, second):
-        for prompt, words in ((PROMPT[:-1], "10 tokens, decode's 11"), ([*PROMPT[:-1], 6], "the hash")):
-            verdict, (why,) = taken(second, handed_over(first, prompt))
-            assert verdict == {"right": OWN, "missing": ALL - OWN}
-            assert words in why
-            second.cached.clear()
 
 
 @pytest.mark.parametrize("chunks", [[6, 5], [8, 3], [11]])

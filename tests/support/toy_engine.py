@@ -191,6 +191,7 @@ class Toy:
         came = {request.request_id}
         self._step(request, 0, range(0))
         if self.unbrought:
+            self.worker.settle()
             while self.worker.transfers.crossing.node.counters.pulls_in_flight:
                 time.sleep(0.001)
             self.worker.begin(self.scheduler.step({}))
