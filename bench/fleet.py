@@ -33,7 +33,7 @@ from bench.fleet_simulation import BLOCK_TOKENS, Costs, Fleet, simulate
 from bench.table import Table, machine
 from bench.traces import requests
 from bench.turns import ROOT, Peer
-from cache_manager.storage.mooncake.client import native_environment
+from cache_manager.storage.mooncake.settings import native_environment
 from kvroute import routing_spec
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))  # the pool that the tests start

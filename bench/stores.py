@@ -45,7 +45,7 @@ from bench.table import Table, machine
 from bench.turns import ROOT, Contestant, Peer, PeerError, Took, Turn, take
 from cache_manager.ports import StorageBackend
 from cache_manager.storage import BUILT_IN, GROUP, open_store
-from cache_manager.storage.mooncake.client import native_environment
+from cache_manager.storage.mooncake.settings import native_environment
 from cache_manager.storage.records import RecordStore
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))  # the pool that the tests start

@@ -1,43 +1,51 @@
 """A store in a process of its own: one that hangs, crashes or is killed costs an error, never a hang.
 
 The process is killed *and reaped* before anybody hears that it is lost, so nothing of it touches memory from then on. A
-call that it was asked may have been done or not; one that was answered was. The next call after a pause starts another
-process; pauses grow until a call succeeds.
+call that it was asked may have been done or not; one that was answered was. A thread starts another process after a
+pause; pauses grow until a call succeeds, and calls meanwhile fail at once.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from typing import Any
+from itertools import accumulate
+from queue import Empty, LifoQueue
+from typing import Any, Final, TypeVar
 
 from cache_manager import errors
 from cache_manager.child import AskedChild, Child
-from cache_manager.errors import ConfigError, KVRouteError, StorageError, StoreUnavailableError
+from cache_manager.errors import ConfigError, KVRouteError, StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer, RecordHeader
 from cache_manager.spec import align
 from cache_manager.storage import apart_process as ask
-from cache_manager.storage.apart_process import Answer
-from cache_manager.storage.arena import Arena, Ranges
+from cache_manager.storage.apart_process import CALLS_MAX, Answer
 from cache_manager.storage.batch import chunks, flat
 from cache_manager.storage.guard import ClosingStore, Guard
 from cache_manager.storage.url import StoreUrl
 
 logger = logging.getLogger(__name__)
 
-KEYS_MAX = 4096
-"""Of one message."""
+KEYS_MAX: Final = 500
+"""Of one message. So many calls of this many stay under 2048 transfers, which is what one peer of Mooncake bears."""
+PAGE_NBYTES: Final = 4096
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class ApartSettings:
-    """Limits. A call that takes longer than ``call_s`` ends the process, and with it every call in flight."""
+    """Limits. A message that is not answered within ``call_s`` ends the process, and with it every call in flight; a
+    call sends no further one when ``call_s`` is over."""
 
     call_s: float = 30.0
     set_up_s: float = 60.0
@@ -62,44 +70,102 @@ def open_apart_store(url: StoreUrl) -> ApartStore:
     return ApartStore(Apart(url.tiers[0], ApartSettings(call_s=call_s, arena_nbytes=arena_nbytes)))
 
 
+@dataclass(slots=True)
+class Slot:
+    """Where the payloads of one message lie in the arena. ``call`` is what was asked of them."""
+
+    offsets: list[int]
+    call: Future[Answer] | None = None
+
+
 class Apart:
     """The process of the moment, ``python -m module``, with the store at ``url`` ("" for none). Any thread asks.
 
     It is started here: raises what opening the store raises, and :class:`StorageError` where no process can be.
+    ``opens`` is what the process is told to open, where that is not the URL. ``counts``: ``lost_calls``, ``restarts``,
+    ``bypassed`` (calls while there was no process), and what the process has counted.
     """
 
-    def __init__(self, url: str, settings: ApartSettings | None = None, module: str = ask.__name__) -> None:
+    def __init__(
+        self, url: str, settings: ApartSettings | None = None, module: str = ask.__name__, opens: str = ""
+    ) -> None:
         self.settings = s = settings or ApartSettings()
-        self.url, self.module = url, module
-        self.arena = Arena(s.arena_nbytes)
-        self.record_nbytes_max = 0
-        self._lock = threading.Lock()  # guards the worker and the pause; never held over a wait
-        self._starting = threading.Lock()  # of whoever looks for a process, and starts one
-        self._worker: _Worker | None = None
-        self._pause_s, self._not_before_s, self._cause = s.restart_pause_s, 0.0, ""
+        self.url, self.module, self.opens = url, module, opens or url
+        self.record_nbytes_max = self.margin_nbytes = 0
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()  # guards what follows; never held over a wait
         self.guard = Guard(f"apart:{url}", self._lock)
+        self._worker: _Worker | None = None
+        self._restarter: threading.Thread | None = None
+        self._pause_s, self._not_before_s, self._cause = s.restart_pause_s, 0.0, ""
+        self._closing = threading.Event()
+        self.slot_nbytes = align(-(-s.arena_nbytes // CALLS_MAX), PAGE_NBYTES)
+        self.arena_nbytes = CALLS_MAX * self.slot_nbytes
+        self.fd = os.memfd_create("kvroute-arena", os.MFD_CLOEXEC)
         try:
+            os.ftruncate(self.fd, self.arena_nbytes)
+            self.memory = memoryview(mmap.mmap(self.fd, self.arena_nbytes))
+            self._slots: LifoQueue[int] = LifoQueue()  # the one that was used last is in the processor's cache
+            for slot in range(CALLS_MAX):
+                self._slots.put(slot * self.slot_nbytes)
             self._start()
         except BaseException:
-            self.close()
+            os.close(self.fd)
             raise
 
     @property
     def pid(self) -> int | None:
-        """The process of the moment; ``None`` while there is none."""
+        """The process of the moment; ``None`` while there is none that takes calls."""
         worker = self._worker
-        return None if worker is None or worker.gone else worker.pid
+        return worker.pid if worker is not None and worker.serves and not worker.gone else None
 
-    def call(self, command: ask.Command, lent: Ranges | None = None, *, reaped: bool = False) -> Answer:
-        """Ask, with the memory ``lent``, and wait: ``call_s``, and until a process that is lost is reaped.
+    def ready(self) -> bool:
+        """Whether a process takes calls; if not, one is started when it is time for it."""
+        self.guard.check()
+        if self.pid is None:
+            self._bring_back()
+        return self.pid is not None
+
+    def check(self) -> None:
+        """:class:`StoreUnavailableError` while there is no process."""
+        if not self.ready():
+            self.count(bypassed=1)
+            raise StoreUnavailableError(f"{self.url}: its process was lost, and is being replaced: {self._cause}")
+
+    @contextmanager
+    def slot(self, sizes: Sequence[int]) -> Iterator[Slot]:
+        """Room for each size and its margin, each on a cache line of its own; the caller's within the block.
+
+        It is free again when the message that was made of it has been answered, or its process is gone.
+        """
+        self.check()  # before a slot is waited for and filled
+        margin = self.margin_nbytes
+        ends = list(accumulate([align(margin + size) for size in sizes], initial=0))
+        assert ends.pop() <= self.slot_nbytes, f"{sum(sizes)} bytes for a slot of {self.slot_nbytes}"
+        try:
+            at = self._slots.get(timeout=self.settings.call_s + self.settings.close_s)
+        except Empty:
+            raise StoreUnavailableError(f"{self.url}: all slots of the arena stay taken: no call ends") from None
+        slot = Slot([at + end + margin for end in ends])
+        try:
+            yield slot
+        finally:
+            if slot.call is None:
+                self._slots.put(at)
+            else:
+                slot.call.add_done_callback(lambda _: self._slots.put(at))
+
+    def call(self, command: ask.Command, slot: Slot | None = None, *, reaped: bool = False) -> Answer:
+        """Ask, with what lies in ``slot``, and wait: ``call_s``, and until a process that is lost is reaped.
 
         Raises what the store raised, :class:`StoreUnavailableError` when the process is lost or not there. With
         ``reaped`` it waits as long as it takes, so that nothing touches what the command names.
         """
-        self.guard.check()
-        future = self._running().begin(command, self.settings.call_s)
-        if lent is not None:
-            lent.call = future
+        self.check()
+        assert self._worker is not None
+        future = self._worker.begin(command, self.settings.call_s)
+        if slot is not None:
+            slot.call = future
         try:
             answer = future.result(None if reaped else self.settings.call_s + self.settings.close_s)
         except TimeoutError:  # it was killed long ago; the kernel keeps it, in a call that does not end
@@ -107,63 +173,77 @@ class Apart:
         self._pause_s = self.settings.restart_pause_s
         return answer
 
+    def count(self, **by: int) -> None:
+        with self._lock:
+            self.counts.update(by)
+
     def close(self) -> None:
         """End the process: properly within ``close_s``, by force after. Idempotent; nothing in a forked child."""
         if not self.guard.close():
             return
+        self._closing.set()
         with self._lock:
-            worker = self._worker
+            worker, restarter, close_s = self._worker, self._restarter, self.settings.close_s
         if worker is not None and not worker.gone:
             try:
-                worker.begin(ask.Close(), self.settings.close_s).result()
+                if worker.serves:
+                    worker.begin(ask.Call("close"), close_s).result()
+                    worker.join(close_s)
             except KVRouteError as error:
                 logger.warning("%s: the process did not close: %s", self.url, error)
-            if not worker.join(self.settings.close_s):  # should it have answered and not ended
-                worker.kill()
-                worker.join(self.settings.close_s)
-        self.arena.close()
+            worker.kill()
+            worker.join(close_s)
+        if restarter is not None:
+            restarter.join(close_s)
+        os.close(self.fd)
 
-    def ready(self) -> bool:
-        """Whether a process takes calls, started now if it was time for one; :class:`StoreUnavailableError` if not."""
-        return not self._running().gone
-
-    def _running(self) -> _Worker:
-        with self._starting:
-            worker = self._worker
-            if worker is not None and not worker.gone:
-                return worker
-            if time.monotonic() < self._not_before_s:
-                raise StoreUnavailableError(f"{self.url}: its process was lost a moment ago: {self._cause}")
-            try:
-                return self._start()
-            except KVRouteError as error:
-                self.guard.check()
-                raise StoreUnavailableError(f"{self.url}: not started again: {error}") from error
-
-    def _start(self) -> _Worker:
-        """Held: _starting, but by the constructor."""
+    def _start(self) -> None:
+        """Start a process and open its store; by one thread at a time."""
         try:
             worker = _Worker(self)
         except OSError as error:  # no process, thread or descriptor is left
-            self.lost(str(error))
             raise StorageError(f"{self.url}: no process can be started: {error}") from error
         with self._lock:
             self._worker = worker  # close() finds it, whatever it has come to
         try:
             self.guard.check()
-            opened = worker.begin(ask.Open(self.url, self.arena.nbytes), self.settings.set_up_s).result()
+            opened = worker.begin(ask.Open(self.opens, self.arena_nbytes), self.settings.set_up_s).result()
         except BaseException:
             worker.kill()
             worker.join(self.settings.close_s)
             raise
-        self.record_nbytes_max = min(self.arena.slot_nbytes, opened.usage["record_nbytes_max"])
-        return worker
+        self.margin_nbytes = opened.usage["margin_nbytes"]
+        self.record_nbytes_max = min(self.slot_nbytes - self.margin_nbytes, opened.usage["record_nbytes_max"])
+        worker.serves = True
 
-    def lost(self, cause: str) -> None:
-        """A process has ended, or was not to be had."""
+    def lost(self, cause: str, calls: int = 0) -> None:
+        """A process has ended and was reaped, or there is none: a thread starts another one, unless one does."""
         with self._lock:
             self._cause, self._not_before_s = cause, time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, self.settings.restart_pause_max_s)
+            self.counts["lost_calls"] += calls
+        if not self._closing.is_set():
+            logger.error("%s: the process was lost with %d calls: %s", self.url, calls, cause)
+            self._bring_back()
+
+    def _bring_back(self) -> None:
+        with self._lock, suppress(RuntimeError):  # no thread is left: the next call tries again
+            if self._restarter is None:
+                restarter = threading.Thread(target=self._restart, name="kvroute-apart-restart", daemon=True)
+                restarter.start()
+                self._restarter = restarter
+
+    def _restart(self) -> None:
+        while not self._closing.wait(max(self._not_before_s - time.monotonic(), 0)):
+            try:
+                self._start()
+                self.count(restarts=1)
+            except KVRouteError as error:
+                self.lost(f"not started again: {error}")
+            with self._lock:
+                if self.pid is not None:
+                    self._restarter = None
+                    return
 
 
 class _Worker(AskedChild[Answer]):
@@ -171,22 +251,33 @@ class _Worker(AskedChild[Answer]):
 
     def __init__(self, apart: Apart) -> None:
         self._apart = apart
-        super().__init__(Child(apart.module, apart.arena.fd, inherit=True), "kvroute-apart")
+        self._said = ""  # why it asked to be ended
+        self.serves = False  # it has opened its store
+        super().__init__(Child(apart.module, apart.fd, inherit=True), "kvroute-apart")
 
     def begin(self, command: ask.Command, within_s: float) -> Future[Answer]:
         return self.ask(lambda number: ask.encode(ask.Asked(number, command)), within_s)
 
     def _decoded(self, body: bytes) -> tuple[int, Answer | Exception]:
         answer = ask.decode_answer(body)
-        return answer.number, answer if answer.failure is None else _error_of(answer.failure)
+        if answer.counts:
+            self._apart.count(**answer.counts)
+        if answer.failure is None:
+            return answer.number, answer
+        if answer.failure.ends:
+            self._said = answer.failure.message
+            self.kill()
+        return answer.number, _error_of(answer.failure)
 
     def _ended(self, cause: str, lost: int) -> None:
-        self._apart.lost(cause)
-        if lost:
-            logger.error("%s: the process was lost with %d calls: %s", self._apart.url, lost, cause)
+        if self.serves:
+            self._apart.lost(self._said or cause, lost)
 
     def _lost(self, cause: str) -> Exception:
-        return StoreUnavailableError(f"{self._apart.url}: the process was lost: {cause}")
+        with suppress(StoreClosedError):
+            self._apart.guard.check()
+            return StoreUnavailableError(f"{self._apart.url}: the process was lost: {cause}")
+        return StoreClosedError(f"{self._apart.url}: the store was closed meanwhile")
 
 
 def _error_of(failure: ask.Failure) -> Exception:
@@ -212,61 +303,81 @@ class ApartStore(ClosingStore):
         """A record fits a slot of the arena; the store's own bound, where that is less."""
         return self.apart.record_nbytes_max
 
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What has been met so far, by name; see :class:`Apart`."""
+        with self.apart._lock:
+            return Counter(self.apart.counts)
+
     def put(
         self, headers: Sequence[RecordHeader], payloads: Sequence[Buffer], *, replace: bool = False
     ) -> list[RecordHeader | None]:
-        apart, arena = self.apart, self.apart.arena
+        memory = self.apart.memory
         records = [(header, flat(header, payload)) for header, payload in zip(headers, payloads, strict=True)]
         stored: dict[BlockKey, RecordHeader | None] = {}
-        fit = [each for each in records if align(each[1].nbytes) <= arena.slot_nbytes]
-        parts = list(chunks(fit, lambda each: align(each[1].nbytes), arena.slot_nbytes, KEYS_MAX))
-        for part in parts:
-            with arena.lend([payload.nbytes for _, payload in part], self._give_up_s) as lent:
-                for (_, payload), at in zip(part, lent.offsets, strict=True):
-                    arena.view[at : at + payload.nbytes] = payload
+        parts = 0
+        for part in self._parts(records, lambda each: each[1].nbytes):
+            with self.apart.slot([payload.nbytes for _, payload in part]) as slot:
+                for (_, payload), at in zip(part, slot.offsets, strict=True):
+                    memory[at : at + payload.nbytes] = payload
                 offered = [header for header, _ in part]
-                answer = apart.call(ask.Put(offered, lent.offsets, replace), lent)
+                answer = self.apart.call(self._asked_to_put(offered, slot.offsets, replace), slot)
             for header, each in zip(offered, answer.stored, strict=True):
                 stored[header.key] = offered[each] if isinstance(each, int) else each
-        if len(parts) > 1:  # a later part may have taken the room of an earlier one's
+            parts += 1
+        if parts > 1:  # a later part may have taken the room of an earlier one's
             there = dict(zip(stored, self.contains(list(stored)), strict=True))
             stored = {key: header for key, header in stored.items() if there[key]}
         return [stored.get(header.key) for header in headers]
 
+    def _asked_to_put(self, headers: list[RecordHeader], offsets: list[int], replace: bool) -> ask.Put:
+        return ask.Put(headers, offsets, replace)
+
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        arena, found = self.apart.arena, [Absence.MISS for _ in keys]
-        answers: list[RecordHeader | Absence] = list(found)
-        fit = [i for i, buffer in enumerate(buffers) if align(buffer.nbytes) <= arena.slot_nbytes]
-        for part in chunks(fit, lambda i: align(buffers[i].nbytes), arena.slot_nbytes, KEYS_MAX):
-            with arena.lend([buffers[i].nbytes for i in part], self._give_up_s) as lent:
-                answer = self.apart.call(ask.Get([keys[i] for i in part], lent.offsets, lent.nbytes), lent)
-                for i, at, each in zip(part, lent.offsets, answer.found, strict=True):
+        memory, answers = self.apart.memory, list[RecordHeader | Absence]([Absence.MISS] * len(keys))
+        for part in self._parts([*enumerate(buffers)], lambda each: each[1].nbytes):
+            sizes = [buffer.nbytes for _, buffer in part]
+            with self.apart.slot(sizes) as slot:
+                answer = self.apart.call(ask.Get([keys[i] for i, _ in part], slot.offsets, sizes), slot)
+                for (i, buffer), at, each in zip(part, slot.offsets, answer.found, strict=True):
                     answers[i] = each
                     if isinstance(each, RecordHeader):
-                        buffers[i].cast("B")[:] = arena.view[at : at + buffers[i].nbytes]
+                        buffer.cast("B")[:] = memory[at : at + buffer.nbytes]
         return answers
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        parts = list(chunks(keys, lambda _: 1, KEYS_MAX)) or [[]]
-        return [each for part in parts for each in self.apart.call(ask.Contains(part)).there]
+        return [each for part in self._parts(keys) for each in self._asked(ask.Call("contains", part)).there]
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        for part in list(chunks(keys, lambda _: 1, KEYS_MAX)) or [[]]:
-            self.apart.call(ask.Delete(part))
+        for part in self._parts(keys):
+            self._asked(ask.Call("delete", part))
 
     def flush(self) -> None:
-        self.apart.call(ask.Flush())
+        self._asked(ask.Call("flush"))
 
     def usage(self) -> Mapping[str, int]:
-        return self.apart.call(ask.Usage()).usage
+        return self._asked(ask.Call("usage")).usage
 
     def close(self) -> None:
         self.apart.close()
 
-    @property
-    def _give_up_s(self) -> float:
-        self.apart.guard.check()
-        return time.monotonic() + self.apart.settings.call_s
+    def _asked(self, command: ask.Command) -> Answer:
+        with self.apart.slot([]) as slot:
+            return self.apart.call(command, slot)
+
+    def _parts(self, items: Sequence[_T], nbytes: Callable[[_T], int] | None = None) -> Iterator[list[_T]]:
+        """``items``, as many at a time as a message and a slot bear; without those that no slot holds."""
+        self.apart.check()
+        apart, give_up_s = self.apart, time.monotonic() + self.apart.settings.call_s
+
+        def room(item: _T) -> int:
+            return align(apart.margin_nbytes + nbytes(item)) if nbytes else 0
+
+        fit = [item for item in items if room(item) <= apart.slot_nbytes]
+        for number, part in enumerate(chunks(fit, room, apart.slot_nbytes, KEYS_MAX)):
+            if number and time.monotonic() > give_up_s:
+                raise StorageError(f"{apart.url}: {apart.settings.call_s} s were over before all of {len(items)} keys")
+            yield part
 
 
 __all__ = ["Apart", "ApartSettings", "ApartStore", "open_apart_store"]

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Final, Self
 
 from cache_manager.bits import Ints
-from cache_manager.errors import KVRouteError, StorageError, TransferProcessError
+from cache_manager.errors import KVRouteError, StoreClosedError, TransferProcessError
 from cache_manager.regions import SharedRegion
 from cache_manager.storage.apart import Apart, ApartSettings, ApartStore
 from cache_manager.storage.apart_process import Move
@@ -50,7 +50,7 @@ class CacheTransferManager:
         """Wait until calls are taken, starting a process when it is time for one; ``False`` after ``timeout_s``."""
         give_up_s = time.monotonic() + timeout_s
         while True:
-            with suppress(StorageError):
+            with suppress(StoreClosedError):
                 if self._apart.ready():
                     return True
             if time.monotonic() >= give_up_s:

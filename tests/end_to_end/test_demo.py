@@ -77,7 +77,7 @@ def test_a_pool_that_is_killed_in_mid_run_costs_time_and_no_row(
         console = Console(file=io.StringIO(), width=120)
         after_restart = lambda: "engine stopped" in console.file.getvalue()  # type: ignore[attr-defined]  # noqa: E731
         report = tmp_path / "numbers.json"
-        url = f"{pool.url}&timeout_ms=1000&pause_ms=60000&pause_max_ms=60000"
+        url = f"{pool.url}&timeout_ms=1000"
         status = demo(DemoOptions(requests=6, store=url, out=tmp_path, json=report), console)
         assert next(passes) > 3, "it was killed"
     found = json.loads(report.read_text())

@@ -244,7 +244,7 @@ STORE_FAULTS = (
     Fault(
         "a store apart says that what its batch evicted is stored",
         "storage/apart.py",
-        "        if len(parts) > 1:",
+        "        if parts > 1:",
         "        if False:",
         APART,
         "test_what_a_later_part_of_a_batch_has_evicted_is_not_said_to_be_stored",
@@ -256,5 +256,21 @@ STORE_FAULTS = (
         "                    if True:\n",
         APART,
         "test_a_buffer_is_untouched_where_nothing_was_found",
+    ),
+    Fault(
+        "a slot of the arena is lent while a call may write it",
+        "storage/apart.py",
+        "                slot.call.add_done_callback(lambda _: self._slots.put(at))",
+        "                self._slots.put(at)",
+        APART,
+        "test_a_slot_of_a_call_that_was_given_up_is_lent_again_when_the_call_has_ended",
+    ),
+    Fault(
+        "what a Mooncake pool answers is not summed",
+        "storage/mooncake/native.py",
+        "                    check_record(header, get.keys[i], header.fingerprint, payload)\n",
+        "",
+        "tests/storage/test_mooncake_damage.py",
+        "test_a_payload_of_which_a_bit_is_wrong_is_corrupt",
     ),
 )

@@ -23,10 +23,16 @@ SEGMENT_NBYTES = 1 << 20
 
 
 def opened(master: Master, **parameters: object) -> MooncakeStore:
-    wanted = {"timeout_ms": TIMEOUT_MS, "full_ms": 300, "pause_ms": 200, "pause_max_ms": 1000, **parameters}
+    wanted = {"timeout_ms": TIMEOUT_MS, "full_ms": 300, **parameters}
     store = open_store(master.url(**wanted))
     assert isinstance(store, MooncakeStore)
     return store
+
+
+def pid_of(store: MooncakeStore) -> int:
+    """Of the native client's process of the moment."""
+    assert store.apart.pid is not None
+    return store.apart.pid
 
 
 def timed(call: Callable[[], object]) -> object:

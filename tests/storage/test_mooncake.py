@@ -68,7 +68,7 @@ def test_memory_is_lent_by_a_process_of_its_own() -> None:
     """``segment=``: the pool has it as soon as the store is open, and loses it with the store."""
     with running_master() as master, open_store(master.url(timeout_ms=CALM_MS)) as backend:
         other = RecordStore(backend, LAYOUT)
-        with open_store(master.url(timeout_ms=CALM_MS, segment="16MiB", close_ms=5000)) as lender:
+        with open_store(master.url(timeout_ms=CALM_MS, segment="16MiB")) as lender:
             assert backend.usage()["capacity_nbytes"] == 16 << 20
             put(RecordStore(lender, LAYOUT), [1])
             assert get(other, [1]) == [payload_of(1)]

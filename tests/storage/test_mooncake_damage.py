@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
 
+import msgspec
 import pytest
 from mooncake_pool import Master, Owner
 
-from cache_manager.errors import NoSpaceError, StorageError
+from cache_manager.errors import StorageError, StoreUnavailableError
 from cache_manager.ports import Absence
-from cache_manager.record import RecordHeader, pack_header
-from cache_manager.storage.mooncake import MooncakeStore
-from cache_manager.storage.mooncake.link import Link
+from cache_manager.record import RecordHeader, checksum, pack_header
+from cache_manager.storage.apart_process import Get
+from cache_manager.storage.mooncake import MooncakeSettings, MooncakeStore
+from cache_manager.storage.mooncake.codes import LOST, MASTER
+from cache_manager.storage.mooncake.native import Native
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.origins import Content, held, offer
 from cache_manager.testing.records import BOTH, LAYOUT, get, header_of, key_of, payload_of, put
@@ -25,13 +30,8 @@ from tests.storage.mooncake_stores import (
 
 
 @pytest.mark.parametrize("master", [60_000], indirect=True)  # a lease that ends on the way makes a miss of it
-@pytest.mark.parametrize("lends", [False, True])
-def test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew(
-    lends: bool, calm: MooncakeStore, owner: Owner
-) -> None:
-    """Every offset class: header, bitmap, payload; a cut, an addition, another key's record, another version, junk.
-
-    ``lends``: the store knows how large records are, and so hands them out where they were received."""
+def test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew(calm: MooncakeStore, owner: Owner) -> None:
+    """Every offset class: header, bitmap, payload; a cut, an addition, another key's record, another version, junk."""
     whole = [pack_header(header_of(n)) + payload_of(n) for n in range(20)]
     header_nbytes = header_of(0).nbytes
 
@@ -55,16 +55,6 @@ def test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew(
     for n, raw in enumerate(damaged):
         assert owner.ask("put", name_of(n), raw.decode("latin-1"), "") == 0
     store = RecordStore(calm, LAYOUT)
-    if lends:
-        assert put(store, [20])
-        assert get(store, [20, 21]) == [payload_of(20), Absence.MISS]
-        with calm.borrow([key_of(n) for n in (20, 11, 20, 21)]) as lent:  # the sum of 11 is wrong
-            assert [bytes(each[1]) if isinstance(each, tuple) else each for each in lent] == [
-                *(payload_of(20), damaged[11][header_nbytes:], payload_of(20), Absence.MISS)
-            ]
-        with pytest.raises(NoSpaceError, match="get_into"), calm.borrow([key_of(20), key_of(12)]):
-            pass
-    assert bool(calm.lent_nbytes_max) is lends
     assert get(store, range(20)) == [Absence.CORRUPT] * 20
     assert store.counters.corrupt == 20
     assert get(store, range(20)) == [Absence.MISS] * 20
@@ -72,66 +62,95 @@ def test_a_damaged_object_is_a_counted_miss_and_can_be_stored_anew(
     assert get(store, range(20)) == [payload_of(n) for n in range(20)]
 
 
-@pytest.mark.parametrize("master", [60_000], indirect=True)
+class Pool:
+    """Stands for the native client of a pool that answers reads by turns: ``says`` has their codes."""
+
+    def __init__(self, memory: bytearray, objects: dict[str, bytes], says: Callable[[int], int | None]) -> None:
+        self.memory, self.objects, self.says = memory, objects, says
+        self.start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.reads = itertools.count()
+
+    def batch_get_into(self, names: list[str], places: list[int], sizes: list[int]) -> list[int]:
+        if (code := self.says(next(self.reads))) is not None:
+            return [code] * len(names)
+        for name, place in zip(names, places, strict=True):
+            at = place - self.start
+            self.memory[at : at + len(self.objects[name])] = self.objects[name]
+        return [len(self.objects[name]) for name in names]
+
+
+def native(objects: dict[int, bytes], says: Callable[[int], int | None] = lambda _: None) -> tuple[Native, Pool]:
+    """A client that is connected to a pool of these objects."""
+    memory = bytearray(1 << 20)
+    found = Native.__new__(Native)
+    pool = Pool(memory, {name_of(n): raw for n, raw in objects.items()}, says)
+    vars(found).update(settings=MooncakeSettings("h:1", "test"), memory=memoryview(memory), counts=Counter())
+    vars(found).update(_lock=threading.Lock(), _failures=0, _header_nbytes=192, _store=pool, _address=pool.start)
+    return found, pool
+
+
+def asked(*numbers: int) -> Get:
+    offsets = [4096 + i * 16384 for i in range(len(numbers))]
+    return Get([key_of(n) for n in numbers], offsets, [LAYOUT.nbytes] * len(numbers))
+
+
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_second_look_that_fails_costs_no_record_that_was_found(
-    damaged: bool, calm: MooncakeStore, owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_look_that_fails_costs_no_record_that_was_found(damaged: bool) -> None:
     """A bug that was found. A key is read once more where it stands twice in a batch, and where what came is damaged.
 
     Method: the pool answers one call, and no other."""
-    put(RecordStore(calm, LAYOUT), [1, 2])
-    numbers = [1, 3, 2] if damaged else [1, 2, 2]
-    assert owner.ask("put", name_of(3), "junk", "") == 0
-    calls, real = itertools.count(), Link.call
-
-    def once(link: Link, *call: Any) -> list[int]:
-        if next(calls):
-            raise StorageError("on purpose")
-        return real(link, *call)
-
-    monkeypatch.setattr(Link, "call", once)
-    room = [bytearray(LAYOUT.nbytes) for _ in numbers]
-    found = calm.get_into([key_of(n) for n in numbers], [*map(memoryview, room)])
-    absent = 1 if damaged else 2
-    for at, (n, header) in enumerate(zip(numbers, found, strict=True)):
+    objects = {n: pack_header(header_of(n)) + payload_of(n) for n in (1, 2)} | {3: b"junk"}
+    client, _ = native(objects, lambda number: LOST if number else None)
+    get, absent = (asked(1, 3, 2), 1) if damaged else (asked(1, 2, 2), 2)
+    for at, (key, place, header) in enumerate(zip(get.keys, get.offsets, client.get(get), strict=True)):
         if at == absent:
             assert header is Absence.MISS
         else:
             assert isinstance(header, RecordHeader)
-            assert room[at] == payload_of(n)
-    assert calm.counters.failed_reads == 1
-    with pytest.raises(StorageError, match="on purpose"):
-        calm.get_into([key_of(1)], [memoryview(room[0])])
+            assert checksum(client.memory[place : place + LAYOUT.nbytes]) == header.payload_xxh3
+            assert header.key == key
+    assert client.counted() == {"failed_reads": 1}
+    with pytest.raises(StorageError, match="TRANSFER_FAIL"):
+        client.get(asked(1))
+    with pytest.raises(StoreUnavailableError, match="TRANSFER_FAIL"):  # the third in a row
+        client.get(asked(1))
 
 
-def test_a_record_that_changes_between_two_looks_is_counted_by_a_number(
-    calm: MooncakeStore, owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A bug that was found: it was counted by a truth value, and so told as one."""
-    assert owner.ask("put", name_of(1), "junk", "") == 0
-    sums = itertools.count()
-    monkeypatch.setattr("cache_manager.storage.mooncake.store.checksum", lambda _: next(sums))
-    assert calm.get_into([key_of(1)], [memoryview(bytearray(LAYOUT.nbytes))]) == [Absence.MISS]
-    assert repr(calm.counters.torn) == "1"
+def test_a_record_that_changes_between_two_looks_is_a_counted_miss() -> None:
+    """Method: other bytes come each time; then the same ones twice."""
+    client, pool = native({1: b"junk"})
+    pool.says = lambda number: pool.objects.update({name_of(1): b"junk%d" % number})
+    assert client.get(asked(1)) == [Absence.MISS]
+    assert client.counted() == {"torn": 1}
+    pool.says = lambda _: None
+    assert client.get(asked(1)) == [Absence.CORRUPT]
+    assert client.counted() == {}
 
 
-def test_headers_that_grow_while_records_are_borrowed(
-    master: Master,
-    owner: Owner,  # noqa: ARG001 - the pool's memory
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A bug that was found: the first put of larger headers, of another thread, made a slot too small for a loan.
+def test_a_payload_of_which_a_bit_is_wrong_is_corrupt() -> None:
+    """The store's own answer, not that of the ``RecordStore`` before it: rollouts ask it, too."""
+    whole = pack_header(header_of(1)) + payload_of(1)
+    client, _ = native({1: whole[:-1] + bytes([whole[-1] ^ 1]), 2: pack_header(header_of(3)) + payload_of(3)})
+    assert client.get(asked(1, 2)) == [Absence.CORRUPT, Absence.CORRUPT]
 
-    Method: the size changes between the looks at it that a read takes."""
-    with opened(master, timeout_ms=CALM_MS, arena="1MiB") as backend:
-        store = RecordStore(backend, LAYOUT)
-        put(store, range(3))
-        count = backend.lent_nbytes_max // LAYOUT.nbytes
-        for looks in range(1, 5):
-            sizes = itertools.chain(itertools.repeat(1024, looks), itertools.repeat(8192))
-            monkeypatch.setattr(Link, "header_room", property(lambda _, sizes=sizes: next(sizes)), raising=False)
-            assert get(store, range(count)) == [*(payload_of(n) for n in range(3)), *[Absence.MISS] * (count - 3)]
+
+def test_headers_of_another_size_are_found_at_the_second_look() -> None:
+    """Method: records with bitmaps of other sizes; payloads lie in their places, and the neighbours as they were."""
+    larger = msgspec.structs.replace(header_of(1), valid=bytes(1000))
+    client, _ = native({1: pack_header(larger) + payload_of(1), 2: pack_header(header_of(2)) + payload_of(2)})
+    for _ in range(2):
+        get = asked(1, 2, 1)
+        assert client.get(get) == [larger, header_of(2), larger]
+        found = [bytes(client.memory[at : at + LAYOUT.nbytes]) for at in get.offsets]
+        assert found == [payload_of(1), payload_of(2), payload_of(1)]
+    assert client.counted() == {}
+
+
+@pytest.mark.parametrize("code", sorted(MASTER))
+def test_a_master_that_is_gone_ends_the_client_at_once(code: int) -> None:
+    client, _ = native({}, lambda _: code)
+    with pytest.raises(StoreUnavailableError, match=f"code {code}"):
+        client.get(asked(1))
 
 
 def test_a_record_that_others_read_can_be_deleted_and_replaced(master: Master, owner: Owner) -> None:

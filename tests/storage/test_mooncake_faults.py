@@ -11,8 +11,6 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,6 @@ from ports import hold_port
 from cache_manager.errors import StorageError, StoreClosedError, StoreUnavailableError
 from cache_manager.ports import Absence
 from cache_manager.storage import open_store
-from cache_manager.storage.arena import CALLS_MAX
-from cache_manager.storage.breaker import State
 from cache_manager.storage.mooncake import MooncakeStore
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
@@ -32,6 +28,7 @@ from tests.storage.mooncake_stores import (
     HANG_S,
     SEGMENT_NBYTES,
     opened,
+    pid_of,
     stored,
     stores_again,
     timed,
@@ -108,8 +105,8 @@ def test_a_full_pool_refuses_in_time_and_recovers(calm: MooncakeStore, owner: Ow
         pinned += 1
     for n in range(3):
         assert timed(lambda n=n: put(store, [n])) == [False]
-    assert calm.counters.refused == 3
-    assert calm.states == (State.CLOSED, State.CLOSED)
+    assert calm.counters["refused"] == 3
+    assert calm.counters["bypassed"] == calm.counters["lost_calls"] == 0
     for n in range(pinned):
         owner.ask("remove", f"pinned{n}", True)
     assert all(put(store, range(40)))
@@ -150,24 +147,23 @@ def test_the_master_is_killed_and_restarted_under_load(backend: MooncakeStore, m
         for thread in threads:
             thread.join(HANG_S)
     assert not failures, failures[0]
-    assert backend.counters.rebuilds >= 1
+    assert backend.counters["restarts"] >= 1
     assert store.counters.corrupt == 0
 
 
 def test_a_master_that_hangs_costs_one_deadline(backend: MooncakeStore, master: Master) -> None:
-    """The breaker answers after the first deadline. And a store that lends memory is closed beside it, in time.
+    """No call is made after the first deadline. And a store that lends memory is closed beside it, in time.
 
-    The native client has the same deadline as its caller: either may notice first, and both open the breakers.
+    The native client has the same deadline as its caller: either may notice first, and both end the client's process.
     """
-    lender = opened(master, close_ms=500, segment="16MiB")
+    lender = opened(master, segment="16MiB")
     store = RecordStore(backend, LAYOUT)
     stored(store, [1])
     master.signal(signal.SIGSTOP)
     first = timed(lambda: get(store, [1]))
-    assert re.search(r"no answer to .* in [01]\.\d s|RPC_TIMEOUT: the master does not answer", str(first)), first
     assert isinstance(first, StorageError)
-    assert not isinstance(first, StoreUnavailableError), "the pool was asked"
-    assert State.CLOSED not in backend.states
+    assert re.search("did not answer in time|RPC_TIMEOUT: the master does not answer", str(first)), first
+    until("it is not asked any more", lambda: backend.apart.pid is None)
     for call in (
         lambda: get(store, [1]),
         lambda: put(store, [2]),
@@ -175,35 +171,12 @@ def test_a_master_that_hangs_costs_one_deadline(backend: MooncakeStore, master: 
         lambda: backend.delete([key_of(5)]),
     ):
         assert isinstance(timed(call), StoreUnavailableError)
+    assert backend.counters["bypassed"] >= 4
     assert isinstance(timed(backend.usage), StorageError)
     timed(lender.close)
     assert isinstance(timed(lambda: lender.contains([key_of(1)])), StoreClosedError)
     master.signal(signal.SIGCONT)
     until("the store works again", lambda: stores_again(store, 3))
-
-
-def test_an_open_breaker_is_told_at_once_though_the_whole_arena_is_lent(backend: MooncakeStore) -> None:
-    """A bug that was found: calls waited for a slot first, until their deadline. And what is lent stays as it is."""
-    store = RecordStore(backend, LAYOUT)
-    stored(store, range(CALLS_MAX))
-    until("the store knows how large records are", lambda: backend.lent_nbytes_max > 0)
-    with ExitStack() as lent:
-        views = [lent.enter_context(backend.borrow([key_of(n)])) for n in range(CALLS_MAX)]
-        os.kill(backend._link._client.pid, signal.SIGKILL)
-        until("the breakers are open", lambda: State.CLOSED not in backend.states)
-        calls: list[Callable[[], object]] = [
-            lambda: backend.contains([key_of(1)]),
-            lambda: backend.delete([key_of(1)]),
-            lambda: get(store, [1]),
-            lambda: put(store, [8]),
-        ]
-        for call in calls:
-            with pytest.raises(StoreUnavailableError):
-                call()
-        for n, (view,) in enumerate(views):
-            assert isinstance(view, tuple)
-            assert bytes(view[1]) == payload_of(n)
-    until("the store works again", lambda: stores_again(store, 8))
 
 
 def test_a_client_that_cannot_be_started_is_tried_again(
@@ -220,9 +193,9 @@ def test_a_client_that_cannot_be_started_is_tried_again(
         return real(*arguments, **options)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    os.kill(backend._link._client.pid, signal.SIGKILL)
+    os.kill(pid_of(backend), signal.SIGKILL)
     until("the store works again", lambda: stores_again(store, 2))
-    with pytest.raises(StorageError, match="cannot be started"):
+    with pytest.raises(StorageError, match="nowhere"):
         opened(master, log=tmp_path / "nowhere" / "log")
 
 
@@ -238,11 +211,9 @@ def test_a_segment_owner_that_fails(
         answer = timed(lambda: get(store, range(20)))
         assert isinstance(answer, StorageError) or set(answer) <= {Absence.MISS}
         timed(lambda: put(store, [31, 32]))
-    opened_breaker = backend.counters.read_openings > 0
-    assert opened_breaker or answer == [Absence.MISS] * 20, "the master may have noticed first"
     with running_owner(master, tmp_path / "other", SEGMENT_NBYTES):
         until("the store works again", lambda: stores_again(store, 40))
-        assert backend.counters.rebuilds > 0 or not opened_breaker
+        assert backend.counters["restarts"] > 0
     assert store.counters.corrupt == 0
 
 
@@ -251,12 +222,12 @@ def test_the_native_client_may_crash_or_hang(number: int, backend: MooncakeStore
     """The records are elsewhere: another client has them all."""
     store = RecordStore(backend, LAYOUT)
     stored(store, range(10))
-    send(backend._link._client.pid, number)
+    send(pid_of(backend), number)
     whole = [payload_of(n) for n in range(10)]
     answer = timed(lambda: get(store, range(10)))
     assert isinstance(answer, StorageError) or answer == whole, "another client may be there already"
     until("a new client reads", lambda: timed(lambda: get(store, range(10))) == whole)
-    assert backend.counters.rebuilds > 0
+    assert backend.counters["restarts"] > 0
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ class BlocksMachine(RuleBasedStateMachine):
         self.manager.free(owner)
         while True:
             assert self.process.wait(WAIT_S)
-            if self.process.pid != pid:
+            if self.process.pid not in (pid, None):
                 break
 
     # ------------------------------------------------------------ claims

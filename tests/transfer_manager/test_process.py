@@ -5,7 +5,6 @@ How its process begins and ends, and its store, are those of ``tests/storage/tes
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mooncake_pool import send
 from shared_parts import KV, NAMESPACE
 from waiting import until
 
@@ -42,7 +42,7 @@ def ids(*blocks: int) -> np.ndarray:
 
 def end(pid: int | None, how: int = signal.SIGKILL) -> int:
     assert pid is not None
-    os.kill(pid, how)
+    send(pid, how)
     return pid
 
 

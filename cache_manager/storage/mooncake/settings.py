@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from cache_manager.errors import ConfigError
@@ -20,7 +19,7 @@ DURATION_MS_MAX: Final = 600_000
 
 _PREFIX = re.compile(r"[A-Za-z0-9._@:-]+(/[A-Za-z0-9._@:-]+)*")
 _ADDRESS = re.compile(r"([A-Za-z0-9.-]{1,253}):([0-9]{1,5})")
-_DURATIONS: Final = ("timeout_ms", "connect_ms", "full_ms", "pause_ms", "pause_max_ms", "close_ms")
+_DURATIONS: Final = ("timeout_ms", "connect_ms", "full_ms")
 
 
 def parse_address(text: str, field: str) -> tuple[str, int]:
@@ -40,8 +39,8 @@ class MooncakeSettings:
     """One store's settings; :class:`ConfigError` names what cannot be.
 
     ``segment_nbytes`` above 0 lends that much of this machine's memory to the pool, in a process of its own.
-    ``timeout_ms`` bounds every call of the store. A put that finds the pool full, or somebody in the middle of its
-    key, tries again for ``full_ms``.
+    ``timeout_ms`` is ``call_s`` of the process (:class:`cache_manager.storage.apart.ApartSettings`). A put that finds
+    the pool full, or somebody in the middle of its key, tries again for ``full_ms``.
     """
 
     master: str
@@ -55,10 +54,7 @@ class MooncakeSettings:
     timeout_ms: int = 3_000
     connect_ms: int = 15_000
     full_ms: int = 1_000
-    pause_ms: int = 500
-    pause_max_ms: int = 10_000
-    close_ms: int = 3_000
-    log: Path | None = None
+    log: str = ""  # a file for what the native clients print
 
     def __post_init__(self) -> None:
         parse_address(self.master, "mooncake: master")
@@ -80,10 +76,6 @@ class MooncakeSettings:
     def admin_address(self) -> tuple[str, int]:
         return parse_address(self.admin or f"{self.master.rpartition(':')[0]}:{ADMIN_PORT}", "mooncake: admin")
 
-    @property
-    def timeout_s(self) -> float:
-        return self.timeout_ms / 1e3
-
     @classmethod
     def from_url(cls, url: StoreUrl) -> MooncakeSettings:
         """``mooncake://HOST:PORT/PREFIX?...``"""
@@ -98,6 +90,21 @@ class MooncakeSettings:
             host=given.get("host", ""),
             protocol=url.choice("protocol", ("tcp", "rdma"), "tcp"),
             devices=given.get("device", ""),
-            log=Path(given["log"]) if "log" in given else None,
+            log=given.get("log", ""),
             **{name: url.milliseconds(name, 0) for name in _DURATIONS if name in given},
         )
+
+
+def native_environment(timeout_ms: int) -> dict[str, str]:
+    """Variables of the native client that are set unless the operator has set them: short waits."""
+    seconds = str(max(-(-timeout_ms // 1000), 1))
+    return {
+        "MC_LOG_LEVEL": "ERROR",
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # each costs 4 s
+        "MC_RPC_TIMEOUT_MS": str(timeout_ms),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
+        "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
+        "MC_TCP_LANES_PER_PEER": "16",  # transfers to a hung peer time out lane by lane
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+        "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    }

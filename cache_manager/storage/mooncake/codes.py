@@ -1,0 +1,48 @@
+"""What a code of the native client means. Pure. 0 or a number of bytes is a success; the names are Mooncake's own."""
+
+from __future__ import annotations
+
+from typing import Final
+
+FULL: Final = -200
+INVALID: Final = -600
+EXISTS: Final = -705
+EXPIRED: Final = -707
+LOST: Final = -800
+MISSES: Final = frozenset({-703, -704, EXPIRED, -712})
+"""Not there, not yet, or gone while it was read: an absence and no failure."""
+BUGS: Final = frozenset({-10, -400, INVALID, -601})
+"""Arguments that the native side refuses; the caller has checked them before."""
+REFUSALS: Final = frozenset({FULL, EXISTS, -706})
+LATER: Final = frozenset({FULL, EXISTS})
+"""Of a put: it may succeed when it is made again."""
+MASTER: Final = frozenset({-900, -901})
+"""Nothing works without the master."""
+
+NAMES: Final = {
+    -1: "INTERNAL_ERROR",
+    -101: "SEGMENT_NOT_FOUND",
+    -103: "CLIENT_NOT_FOUND",
+    FULL: "NO_AVAILABLE_HANDLE",
+    -500: "WRITE_FAIL",
+    INVALID: "INVALID_PARAMS",
+    -704: "OBJECT_NOT_FOUND",
+    EXISTS: "OBJECT_ALREADY_EXISTS",
+    LOST: "TRANSFER_FAIL: the process that holds the objects does not answer",
+    -900: "RPC_FAIL: the master is gone, or of another version than the client",
+    -901: "RPC_TIMEOUT: the master does not answer",
+}
+
+
+def is_failure(code: int) -> bool:
+    """The pool or one of its processes failed."""
+    return code < 0 and code not in MISSES | BUGS | REFUSALS
+
+
+def describe(code: int) -> str:
+    """For people.
+
+    >>> describe(-901)
+    'code -901, RPC_TIMEOUT: the master does not answer'
+    """
+    return ", ".join(filter(None, (f"code {code}", NAMES.get(code))))
