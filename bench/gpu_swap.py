@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from paged_engine.engine.kv import KVShape, PagedKV
 
 import kvroute
 from bench.gpu_passes import DEVICE, HIDDEN, graph_of
 from bench.harness import Table
-from paged_engine.engine.kv import KVShape, PagedKV
 
 SHAPE = KVShape(layers=48, heads=4, k_dim=128, v_dim=128, dtype=torch.bfloat16)
 BLOCK_TOKENS, ROUNDS, LAYERS, TOP_K, EXPERTS = 64, 20, 48, 8, 128

@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
+from transfer.links import open_link
 
 from bench.harness import Table, best_ms
 from cache_manager.keys import BlockKey
@@ -38,7 +39,6 @@ from transfer.curve import CurveClient, CurveServer, make_keys, read_keys, read_
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import ServingLink
-from transfer.links import open_link
 from transfer.messages import BootId, Part, TransferId
 from transfer.node import DecodeNode, PrefillNode
 from transfer.zmq_settings import ZmqSettings

@@ -80,15 +80,12 @@ class Server:
         self.http = dict.fromkeys(("requests", "answered", "refused", "failed", "left", "in_flight"), 0)
         self._draining = False
         model = build_model(settings.model, seed=settings.seed, vocab_size=text.VOCAB_SIZE)
-        self._named = {
-            "model": f"{settings.model}/{weights_digest(model)}",
-            "weights_version": settings.weights_version,
-        }
+        self._model = f"{settings.model}/{weights_digest(model)}"
         config = EngineConfig(device_blocks=settings.device_blocks, host_blocks=settings.host_blocks, memory="shared")
         prefill = settings.role == "prefill"
         link = ZmqLink(ZmqSettings(bind=settings.peers[0] if prefill else None))
         kind = PrefillEngine if prefill else DecodeEngine
-        namespace = Namespace(self._named["model"], settings.weights_version)
+        namespace = Namespace(self._model, settings.weights_version)
         self.engine = kind(model, config, namespace, link=link, limits=limits)
         self.thread = EngineThread(self.engine, failed=self.end)
         self._app = web.Application(client_max_size=BODY_MAX_NBYTES, middlewares=[self._in_words])
@@ -129,7 +126,8 @@ class Server:
             address=engine.crossing.address,
             prompt_tokens=len(request.prompt),
             first_tokens=[output.tokens[0] for output in outputs],
-            **self._named,
+            model=self._model,
+            weights_version=self.settings.weights_version,
         )
         return _json(msgspec.to_builtins(handed))
 
@@ -146,7 +144,7 @@ class Server:
         check_tokens("handover.first_tokens", given.first_tokens)
         if len(given.transfer) != 32 or set(given.transfer) - set("0123456789abcdef"):
             raise InvalidInputError("handover.transfer", "32 hex digits", repr(given.transfer)[:80])
-        for name, mine in self._named.items():
+        for name, mine in (("model", self._model), ("weights_version", self.settings.weights_version)):
             if getattr(given, name) != mine:  # an update that one of the two has not seen yet
                 return None, f"computed here: {name}: wanted {mine}, got {getattr(given, name)}"
         return Handover(bytes.fromhex(given.transfer), given.address, tuple(given.first_tokens)), ""
@@ -175,7 +173,7 @@ class Server:
         self, request: Request, add: Callable[[], None], stream: _Stream | None = None
     ) -> tuple[Output, ...]:
         """The samples of a request; it is aborted when nobody waits for it any more."""
-        future = asyncio.wrap_future(self.thread.submit(request, add, stream and stream.tell))
+        future = asyncio.wrap_future(self.thread.submit(request, add, stream.tell if stream is not None else None))
         try:
             if stream is not None:
                 await stream.send_until(future)
@@ -226,12 +224,12 @@ class Server:
 
     @web.middleware
     async def _in_words(
-        self, http: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Every failure is an answer of one line that says what it was; a client that leaves is none."""
-        self.http["requests"] += (asked := http.method == "POST")
+        self.http["requests"] += (asked := request.method == "POST")
         try:
-            response = await handler(http)
+            response = await handler(request)
             self.http["answered"] += asked
             return response
         except (ConnectionError, asyncio.CancelledError) as error:
