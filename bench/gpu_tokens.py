@@ -3,9 +3,8 @@
     PYTHONPATH=. python -m bench.gpu_tokens [--layers N] [--sequences N] [--new N] [--rounds N] [--out DIR]
 
 transformers' continuous batching (5.23) on a Qwen3-MoE of the width of Qwen3-30B-A3B, as many layers as asked, seeded
-weights, CUDA graphs; and the project's small engine on the same weights, CUDA graphs for decode. The judge's own copies
-of what each router answered, taken in the same graphs, say which row each token must have. Needs a CUDA GPU, torch and
-Triton.
+weights, CUDA graphs. The judge's own copies of what each router answered, taken in the same graphs, say which row each
+token must have. Needs a CUDA GPU, torch and Triton.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,6 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 import kvroute
 from bench.harness import Table, machine
 from kvroute.capture.capture import find_routers
-from kvroute.config import RoutingReplayConfig
-from paged_engine.attention import ATTENTION
-from paged_engine.engine import Engine
-from paged_engine.request import EngineConfig, Output, Request
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformers_continuous_batching.py"
 PAGE = 64
@@ -235,50 +230,6 @@ def in_batches(model: Any, load: Load, rounds: int) -> Found:
     return found
 
 
-def run(engine: Engine, load: Load, vocabulary: int, seed: int) -> tuple[Speed, list[Output]]:
-    """All of the load at once, to its end."""
-    outputs, passes = list[Output](), list[float]()
-    before = start = time.perf_counter()
-    for i, prompt in enumerate(load.prompts(vocabulary, seed)):
-        engine.add(Request(f"{seed}-{i}", tuple(prompt), load.new))
-    while len(engine.scheduler):
-        outputs += engine.step()
-        now = time.perf_counter()
-        passes.append(1000 * (now - before))
-        before = now
-    return Speed(load.sequences * load.new / (before - start), statistics.median(passes)), outputs
-
-
-def in_the_small_engine(model: Any, load: Load, rounds: int) -> Found:
-    """The project's own engine, whose rows ``kvroute demo --device cuda`` judges. Its graphs are captured before."""
-    before, model.config._attn_implementation = model.config._attn_implementation, ATTENTION
-    found, vocabulary = Found("the small engine"), model.config.vocab_size
-    size = -(-(load.prompt + load.new) // PAGE)
-    config = EngineConfig(
-        block_tokens=PAGE,
-        device_blocks=load.sequences * (size + 1),
-        step_tokens=load.batch_tokens,
-        sequences_max=load.sequences,
-        caching=False,
-        memory="shared",
-        graphs=model.device.type == "cuda",
-    )
-    for number in range(rounds):
-        for on in (False, True) if number % 2 else (True, False):
-            replay = None if on else RoutingReplayConfig()
-            with Engine(model, config, kvroute.Namespace("bench", weights_version=0), replay=replay) as engine:
-                run(
-                    engine, replace(load, new=4), vocabulary, seed=2 * number + 1
-                )  # what is compiled and captured on first use
-                speed, outputs = run(engine, load, vocabulary, seed=2 * number + 2)
-            (found.on if on else found.off).append(speed)
-            if on:
-                found.judged += sum(len(each.routes.valid) for each in outputs)
-                found.missing += sum(int((~each.routes.valid).sum()) for each in outputs)
-    model.config._attn_implementation = before
-    return found
-
-
 def table_of(found: list[Found]) -> Table:
     columns = (
         "engine",
@@ -324,8 +275,6 @@ def main() -> None:
     load = Load(chosen.sequences, chosen.prompt, chosen.new, chosen.batch_tokens)
     found = [in_batches(model, load, chosen.rounds)]
     print(f"continuous batching: {found[0].judged} rows judged, {found[0].wrong} wrong", flush=True)
-    few = replace(load, sequences=min(64, load.sequences), new=min(64, load.new))
-    found.append(in_the_small_engine(model, few, chosen.rounds))
     table_of(found).print()
     chosen.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"about": about, "load": asdict(load), "found": [asdict(f) for f in found]}, indent=1)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_runs import Hook
 from numpy.typing import NDArray
 from torch import nn
 
@@ -194,8 +195,13 @@ def test_rows_that_cross_are_of_the_pass_that_made_the_kv_that_crossed() -> None
     noisy, rng = NoisyModel(), random.Random(11)
     judge, room, namespace = Judge(noisy), replace(TIGHT, device_blocks=40), Namespace("noisy", weights_version=3)
     binding, connecting = ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), ZmqLink(ZmqSettings())
+    chunks = replace(room, step_tokens=16)
+
+    def lose() -> None:
+        prefill.aux.forget(rng.sample(range(room.device_blocks), rng.choice([0, 20])))
+
     with (
-        PrefillEngine(noisy.model, room, namespace, link=binding) as prefill,
+        PrefillEngine(noisy.model, chunks, namespace, link=binding, observer=Hook(on_end=lose)) as prefill,
         DecodeEngine(noisy.model, room, namespace, link=connecting) as decode,
     ):
         for request in (request for life in range(2) for request in requests(life)):
@@ -205,7 +211,6 @@ def test_rows_that_cross_are_of_the_pass_that_made_the_kv_that_crossed() -> None
             assert transfer is not None
             first_tokens = tuple(output.tokens[0] for output in first)
             decode.take_over(request, Handover(transfer, prefill.crossing.address, first_tokens))
-            prefill.aux.forget(rng.sample(range(room.device_blocks), 8))
 
             def step() -> bool:
                 decode.step()
@@ -217,4 +222,4 @@ def test_rows_that_cross_are_of_the_pass_that_made_the_kv_that_crossed() -> None
         recomputed = decode.decode_counters.prefill_recomputed_tokens
     assert judge.right > 1_000
     assert judge.missing == 0
-    assert min(judge.seen["installed"], recomputed) > 100
+    assert min(judge.seen["installed"], recomputed) > 20
