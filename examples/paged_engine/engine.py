@@ -28,7 +28,7 @@ from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
 from cache_manager.ports import StorageBackend
-from cache_manager.rows import Rows
+from cache_manager.publish import Rows
 from cache_manager.spec import align
 from cache_manager.step import PADDING
 from kvroute.capture.capture import RoutingCapture
