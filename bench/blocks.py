@@ -29,8 +29,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from bench.table import Table, machine
-from bench.turns import STAMP_NBYTES, Contestant, take
+from bench.harness import STAMP_NBYTES, Contestant, Table, machine, take
 from cache_manager.keys import BlockKey
 from cache_manager.record import RecordHeader, check_record, checksum, pack_header, unpack_header
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout

@@ -30,9 +30,8 @@ from statistics import median
 from typing import Any
 
 from bench.fleet_simulation import BLOCK_TOKENS, Costs, Fleet, simulate
-from bench.table import Table, machine
+from bench.harness import ROOT, Peer, Table, machine
 from bench.traces import requests
-from bench.turns import ROOT, Peer
 from cache_manager.storage.mooncake.settings import native_environment
 from kvroute import routing_spec
 

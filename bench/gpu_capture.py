@@ -43,7 +43,7 @@ from bench.gpu_passes import (
     random_slots,
 )
 from bench.gpu_visible import visible_us
-from bench.table import Table
+from bench.harness import Table
 from kvroute.capture.layers import LayerCapture
 
 

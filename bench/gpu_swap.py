@@ -21,7 +21,7 @@ import torch
 
 import kvroute
 from bench.gpu_passes import DEVICE, HIDDEN, graph_of
-from bench.table import Table
+from bench.harness import Table
 from paged_engine.engine.kv import KVShape, PagedKV
 
 SHAPE = KVShape(layers=48, heads=4, k_dim=128, v_dim=128, dtype=torch.bfloat16)

@@ -28,7 +28,7 @@ from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import kvroute
-from bench.table import Table, machine
+from bench.harness import Table, machine
 from kvroute.capture.capture import find_routers
 from kvroute.config import RoutingReplayConfig
 from paged_engine.engine.engine import Engine

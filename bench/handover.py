@@ -41,8 +41,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.table import Table
-from bench.turns import ROOT
+from bench.harness import ROOT, Table
 from kvroute.encodings import decode, encode
 from kvroute.rollout import RolloutHandle, RolloutStore, fetch_shard, open_rollouts
 from kvroute.routes import Layout, Routes, Split, shard_packed

@@ -15,7 +15,7 @@ import tempfile
 from collections import OrderedDict
 from pathlib import Path
 
-from bench.table import Table
+from bench.harness import Table
 from cache_manager.keys import BlockKey
 from cache_manager.record import RecordHeader, checksum
 from cache_manager.storage.file import FileStore, default_segment_nbytes

@@ -28,9 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.harness import PeerError, Table
 from bench.peers import VENVS
-from bench.table import Table
-from bench.turns import PeerError
 from bench.vllm_model import Judge, build
 from bench.vllm_peers import Contestant, Engine, Engines
 

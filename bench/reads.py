@@ -31,7 +31,7 @@ from statistics import median
 
 import numpy as np
 
-from bench.table import Table
+from bench.harness import Table
 from cache_manager.record import checksum
 
 BATCH = 32

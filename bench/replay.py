@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvroute
-from bench.table import Table
-from bench.timing import best_cpu_ms
+from bench.harness import Table, best_cpu_ms
 from cache_manager.rows import Rows
 from kvroute.checks import check_ids
 from kvroute.rollout import RolloutHandle

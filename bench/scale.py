@@ -32,8 +32,7 @@ from typing import Any
 import lmdb
 import numpy as np
 
-from bench.table import Table, machine
-from bench.turns import ROOT, Peer, serve_answers
+from bench.harness import ROOT, Peer, Table, machine, serve_answers
 from cache_manager.keys import BlockKey
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage import open_store

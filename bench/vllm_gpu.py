@@ -34,8 +34,7 @@ import numpy as np
 import psutil
 import torch
 
-from bench.table import Table
-from bench.turns import ROOT, Peer, PeerError
+from bench.harness import ROOT, Peer, PeerError, Table
 from bench.vllm_gpu_models import VOCABULARY, Judge, build, shape
 from bench.vllm_peers import MODULE, plugin
 

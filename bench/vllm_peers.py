@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
+from bench.harness import Peer, PeerError
 from bench.peers import ENVIRONMENT, VENVS
 from bench.peers import vllm_interpreter as interpreter
-from bench.turns import Peer, PeerError
 
 ON_CPU = {
     **ENVIRONMENT,

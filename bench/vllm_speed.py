@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.table import Table
+from bench.harness import Table
 from bench.vllm_model import build
 from bench.vllm_peers import MODULE, Contestant, Engine, Engines
 

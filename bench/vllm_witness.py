@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from bench.table import Table, machine
+from bench.harness import Table, machine
 from kvroute.connector.witness import KvFolder
 from kvroute.witness import ROOT, chained
 

@@ -58,12 +58,15 @@ class StorageBackend(Protocol):
 
     * A record is visible whole or not at all, also after a crash. ``put`` has copied the payloads when it returns;
       ``get_into`` fills the whole buffer or reports an absence, after which the buffer's content means nothing.
-    * ``put`` answers, key by key, the header of what is stored under the key when it returns, or ``None`` where nothing
-      is, because there was no room. Where this call stored the record, the answer is the offered header, the very
-      object. What was stored before is known by its header: a payload that was damaged since is found by the read.
+    * ``put`` answers, key by key, the header of what the store knows to be under the key when it returns, or ``None``
+      where nothing is, because there was no room. Where this call stored the record, the answer is the offered header,
+      the very object. What was stored before is known by its header: the read finds a payload that was damaged since.
     * A key that is stored and put again: a record of the same origin gives way to one that has all of its valid rows
       and more, a record of another origin only with ``replace``; otherwise it stays
-      (:func:`cache_manager.record.takes_the_place`). What has given way never comes back.
+      (:func:`cache_manager.record.takes_the_place`).
+    * A key may be answered with any record that was put under it and not deleted since: after a power cut, or where one
+      of several places has made room, with an older one. What ``delete`` has named is gone when it returns; where it
+      raises, nothing is promised.
 
     A miss is an :class:`Absence`, a failure is ``StorageError``; nothing else is returned. Every call is safe from
     several threads. One bad key fails that key only. A buffer of another size than its record is ``Absence.CORRUPT``.

@@ -20,7 +20,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
-from bench.turns import Records, Turn, serve
+from bench.harness import Records, Turn, serve
 
 TOKENS = 256
 WRITTEN_S_MAX = 120.0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
-from bench.turns import serve_answers
+from bench.harness import serve_answers
 
 OBJECT_NBYTES = 64
 

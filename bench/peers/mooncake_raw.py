@@ -14,7 +14,7 @@ from importlib.metadata import packages_distributions, version
 import numpy as np
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
-from bench.turns import Records, Turn, serve
+from bench.harness import Records, Turn, serve
 from cache_manager.keys import BlockKey
 from cache_manager.record import RecordHeader, check_record, checksum, pack_header, unpack_header
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.turns import serve_answers
+from bench.harness import serve_answers
 
 
 def packed(array: Any) -> dict[str, Any]:

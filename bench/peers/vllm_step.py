@@ -22,9 +22,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from bench.timing import Sweep, Timed, take_turns
+from bench.harness import Sweep, Timed, serve_answers, take_turns
 from bench.traces import replay, requests
-from bench.turns import serve_answers
 
 PARAMS = SamplingParams(max_tokens=1 << 20)
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 from vllm.distributed.aux_output_connector.store import BlockObject, BlockObjectStore
 
-from bench.turns import Records, Turn, serve
+from bench.harness import Records, Turn, serve
 
 
 class BlockObjects:

@@ -31,7 +31,7 @@ from cache_manager.spec import align
 from cache_manager.storage import apart_process as ask
 from cache_manager.storage.apart_process import CALLS_MAX, Answer
 from cache_manager.storage.batch import chunks, flat
-from cache_manager.storage.guard import ClosingStore, Guard
+from cache_manager.storage.guard import ClosingStore, OpenCheck
 from cache_manager.storage.url import StoreUrl
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Apart:
         self.record_nbytes_max = self.margin_nbytes = 0
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards what follows; never held over a wait
-        self.guard = Guard(f"apart:{url}", self._lock)
+        self.guard = OpenCheck(f"apart:{url}", self._lock)
         self._worker: _Worker | None = None
         self._restarter: threading.Thread | None = None
         self._pause_s, self._not_before_s, self._cause = s.restart_pause_s, 0.0, ""

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from cache_manager.errors import RecordError
+from cache_manager.errors import RecordError, StorageError
 from cache_manager.keys import BlockKey
-from cache_manager.record import Buffer, RecordHeader
+from cache_manager.record import Buffer, RecordHeader, checksum
 
 _T = TypeVar("_T")
-
-
-def rounds(keys: Iterable[BlockKey]) -> list[list[int]]:
-    """A batch that may have a key more than once, cut into rounds that have each key once: positions.
-
-    Those of a key's first occurrences come first, then those of its second ones, and so on.
-
-    >>> rounds([b"a", b"b", b"a", b"a"])
-    [[0, 1], [2], [3]]
-    """
-    found: list[list[int]] = []
-    seen: dict[BlockKey, int] = {}
-    for i, key in enumerate(keys):
-        turn = seen[key] = seen.get(key, -1) + 1
-        if turn == len(found):
-            found.append([])
-        found[turn].append(i)
-    return found
 
 
 def chunks(
@@ -52,6 +34,19 @@ def chunks(
         yield chunk
 
 
+def one_each(answers: list[_T], asked: Sequence[object]) -> list[_T]:
+    """``answers``, which have to be one for each that was ``asked``: by position they would be taken for others'."""
+    if len(answers) != len(asked):
+        raise StorageError(f"the backend answered {len(answers)} of {len(asked)} keys")
+    return answers
+
+
+def is_sound(header: RecordHeader, key: BlockKey, payload: memoryview) -> bool:
+    """Whether the payload is what the header says, and the header that of the key."""
+    whole = header.key == key and header.payload_nbytes == payload.nbytes
+    return whole and checksum(payload) == header.payload_xxh3
+
+
 def flat(header: RecordHeader, payload: Buffer) -> memoryview:
     """The payload's bytes; :class:`RecordError` unless they are as many as the header says, and side by side."""
     view = memoryview(payload)
@@ -60,4 +55,4 @@ def flat(header: RecordHeader, payload: Buffer) -> memoryview:
     return view.cast("B")
 
 
-__all__ = ["chunks", "flat", "rounds"]
+__all__ = ["chunks", "flat", "is_sound", "one_each"]

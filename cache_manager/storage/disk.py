@@ -45,6 +45,9 @@ class Disk(Protocol):
     def sync(self, fd: int) -> None:
         """Return when a file's bytes, or a directory's entries, are on stable storage."""
 
+    def size(self, fd: int) -> int:
+        """Bytes of the file, now."""
+
     def space(self, fd: int) -> Space:
         """The room of the file system that the file is on, now."""
 
@@ -66,6 +69,9 @@ class SystemDisk:
 
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
 
     def space(self, fd: int) -> Space:
         found = os.fstatvfs(fd)

@@ -1,4 +1,4 @@
-"""Who may go on: what every store asks first, and whose turn a key is.
+"""Who may go on: what every store asks first.
 
 Before a store touches a lock: is it open, and is this the process that opened it?
 A forked child has its parent's locks as they were at the fork, held by threads that it does not have. So the question
@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from cache_manager.errors import StorageError, StoreClosedError
-from cache_manager.keys import BlockKey
+from cache_manager.errors import StoreClosedError
 
 
-class Guard:
+class OpenCheck:
     """Whether calls may go on; ``name`` is what messages begin with, ``lock`` the one under which they ask again."""
 
     __slots__ = ("_lock", "_name", "_open", "_pid")
@@ -50,34 +47,6 @@ class Guard:
         return was_open
 
 
-class HeldKeys:
-    """Keys that a call works on while no other call does. ``changed`` guards them, and what else its owner says."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self._held: set[BlockKey] = set()
-
-    @contextmanager
-    def hold(
-        self, keys: Collection[BlockKey], *, free: bool = False, wait_s: float | None = None
-    ) -> Iterator[set[BlockKey]]:
-        """Within the block these are the caller's; of several calls each holds what it wants at once, or waits.
-
-        ``free``: only those that nobody holds now. :class:`StorageError` when ``wait_s`` is over.
-        """
-        with self.changed:
-            if not free and not self.changed.wait_for(lambda: self._held.isdisjoint(keys), wait_s):
-                raise StorageError("another call with the same keys did not end in time")
-            mine = set(keys) - self._held
-            self._held |= mine
-        try:
-            yield mine
-        finally:
-            with self.changed:
-                self._held -= mine
-                self.changed.notify_all()
-
-
 class ClosingStore:
     """``with open_store(url) as store:`` closes the store at the end."""
 
@@ -93,4 +62,4 @@ class ClosingStore:
         raise NotImplementedError
 
 
-__all__ = ["ClosingStore", "Guard", "HeldKeys"]
+__all__ = ["ClosingStore", "OpenCheck"]

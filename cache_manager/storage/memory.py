@@ -16,7 +16,7 @@ from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, Lent
 from cache_manager.record import Buffer, RecordHeader, takes_the_place
 from cache_manager.spec import align
-from cache_manager.storage.guard import ClosingStore, Guard
+from cache_manager.storage.guard import ClosingStore, OpenCheck
 from cache_manager.storage.url import StoreUrl
 
 CAPACITY_NBYTES: Final = 64 << 20
@@ -79,7 +79,7 @@ class MemoryStore(ClosingStore):
         self._lent_nbytes = self._left_nbytes = 0
         self._evicted = self._replaced = 0
         self._lock = threading.Lock()
-        self._guard = Guard("memory store", self._lock)
+        self._guard = OpenCheck("memory store", self._lock)
 
     @property
     def lent_nbytes_max(self) -> int:

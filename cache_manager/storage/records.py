@@ -6,17 +6,16 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Final
 
 from cache_manager.errors import ConfigError, NoSpaceError, RecordError, StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence, BoundedBackend, LendingBackend, RecordCounters, StorageBackend
 from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.spec import RecordLayout
+from cache_manager.storage.batch import is_sound, one_each
 
 ORIGIN_MAX: Final = (1 << 64) - 1
-
-_T = TypeVar("_T")
 
 
 class RecordStore:
@@ -85,7 +84,7 @@ class RecordStore:
             if not 0 <= origin <= ORIGIN_MAX:
                 raise RecordError("origin", f"0 to {ORIGIN_MAX}", origin)
             headers.append(RecordHeader(key, fingerprint, generation, origin, bits, nbytes, checksum(payload)))
-        answers = _one_each(self.backend.put(headers, payloads, replace=replace), keys)
+        answers = one_each(self.backend.put(headers, payloads, replace=replace), keys)
         stored = kept = conflicts = 0
         for i, (offered, answer) in enumerate(zip(headers, answers, strict=True)):
             if answer is offered:
@@ -158,7 +157,7 @@ class RecordStore:
         """Read from where the records lie or, if the backend cannot lend them now, behind a copy."""
         with suppress(NoSpaceError), lending.borrow(keys) as lent:
             found: list[RecordHeader | Absence | None] = []
-            for each, key, buffer in zip(_one_each(lent, keys), keys, buffers, strict=True):
+            for each, key, buffer in zip(one_each(lent, keys), keys, buffers, strict=True):
                 if not isinstance(each, tuple):
                     found.append(each)
                 elif self._is_sound(each[0], key, each[1]):
@@ -170,7 +169,7 @@ class RecordStore:
         return self._copied(keys, buffers)
 
     def _copied(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence | None]:
-        found = _one_each(self.backend.get_into(keys, buffers), keys)
+        found = one_each(self.backend.get_into(keys, buffers), keys)
         return [
             header if not isinstance(header, RecordHeader) or self._is_sound(header, key, buffer) else None
             for header, key, buffer in zip(found, keys, buffers, strict=True)
@@ -180,12 +179,11 @@ class RecordStore:
         """Whether this is the record of ``key`` in this layout, whole, and with no row more than a block has."""
         valid = header.valid
         return (
-            header.key == key
-            and header.fingerprint == self._fingerprint
-            and header.payload_nbytes == payload.nbytes == self._nbytes
-            and checksum(payload) == header.payload_xxh3
+            header.fingerprint == self._fingerprint
+            and payload.nbytes == self._nbytes
             and len(valid) == self._valid_nbytes
             and not (self._no_row and int.from_bytes(valid, "little") & self._no_row)
+            and is_sound(header, key, payload)
         )
 
     def _quarantine(self, keys: Sequence[BlockKey]) -> None:
@@ -196,7 +194,7 @@ class RecordStore:
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether a record is there for each key; it is verified when it is read, not here."""
-        return _one_each(self.backend.contains(keys), keys)
+        return one_each(self.backend.contains(keys), keys)
 
     def usage(self) -> Mapping[str, int]:
         """The backend's own account; see :class:`StorageBackend`."""
@@ -209,10 +207,3 @@ class RecordStore:
     def close(self) -> None:
         """Close the backend; idempotent."""
         self.backend.close()
-
-
-def _one_each(answers: list[_T], keys: Sequence[BlockKey]) -> list[_T]:
-    """``answers``, which have to be one for each key: by position they would be taken for those of other keys."""
-    if len(answers) != len(keys):
-        raise StorageError(f"the backend answered {len(answers)} of {len(keys)} keys")
-    return answers

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,6 @@ class Content(NamedTuple):
 
 
 contents = st.builds(Content, st.integers(1, 3), st.sampled_from((FIRST, SECOND, BOTH)))
-batches = st.lists(st.tuples(st.integers(0, NUMBERS - 1), contents), max_size=8)
 
 
 def after(stored: Content | None, offered: Content, *, replace: bool) -> Content:
@@ -37,13 +36,6 @@ def after(stored: Content | None, offered: Content, *, replace: bool) -> Content
         return offered if replace else stored
     more = stored.specs | offered.specs == offered.specs
     return offered if more else stored
-
-
-def is_more(answer: Content | Absence, stored: Content | None) -> bool:
-    """Whether a further place of a store has kept more rows of the same computation than the one that was evicted."""
-    if stored is None or isinstance(answer, Absence):
-        return False
-    return answer.origin == stored.origin and answer.specs | stored.specs == answer.specs
 
 
 def header(n: int, content: Content) -> RecordHeader:
@@ -60,12 +52,11 @@ def offer(backend: StorageBackend, batch: Sequence[tuple[int, Content]], *, repl
 
 
 def content_of(n: int, found: RecordHeader) -> Content:
-    for specs in (FIRST, SECOND, BOTH):
-        if found.valid == valid_of(n, specs):
-            content = Content(found.origin, specs)
-            assert found == header(n, content)
-            return content
-    raise AssertionError(f"{found} was never offered")
+    content = Content(
+        found.origin, next((each for each in (FIRST, SECOND, BOTH) if found.valid == valid_of(n, each)), 0)
+    )
+    assert found == header(n, content), f"{found} was never offered"
+    return content
 
 
 def held(store: StorageBackend | RecordStore, wanted: Sequence[int]) -> list[Content | Absence]:
@@ -83,52 +74,35 @@ def held(store: StorageBackend | RecordStore, wanted: Sequence[int]) -> list[Con
 
 def together(works: Sequence[Callable[[], object]], wait_s: float = 120.0) -> None:
     """Run each in a thread, from one moment on; raises what the first of them raised."""
-    failures: list[BaseException] = []
     start = threading.Barrier(len(works))
 
     def run(work: Callable[[], object]) -> None:
-        try:
-            start.wait(60)
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's own thread
-            failures.append(error)
+        start.wait(60)
+        work()
 
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(wait_s)
-    if failures:
-        raise failures[0]
-    assert not any(thread.is_alive() for thread in threads)
+    with ThreadPoolExecutor(len(works)) as pool:
+        for running in [pool.submit(run, work) for work in works]:
+            running.result(wait_s)
 
 
-def race(
-    backends: Sequence[StorageBackend], rounds: int, pause_s: float, specs: Sequence[int], *, replace: bool
-) -> list[dict[int, list[Content | None]]]:
-    """Every backend has a thread that puts its own origin's records of the same keys, and a reader beside it.
+def race(backends: Sequence[StorageBackend], rounds: int, *, replace: bool) -> list[dict[int, list[Content | None]]]:
+    """Every backend has a thread that puts its own origin's records of the same keys, and reads what is there.
 
-    What each writer was told, by key. A record that was not offered is an ``AssertionError``.
+    With ``replace`` now and then, and other rows then. What each writer was told, by key. A record that was not offered
+    is an ``AssertionError``.
     """
+    specs = (FIRST, SECOND, BOTH) if replace else (BOTH,)
     answers: list[dict[int, list[Content | None]]] = [{n: [] for n in range(NUMBERS)} for _ in backends]
-    writing = set(range(len(backends)))
 
-    def write(number: int) -> None:
+    def work(number: int) -> None:
         rng = np.random.default_rng(number)
-        try:
-            for _ in range(rounds):
-                for pair in rng.permutation(NUMBERS).reshape(-1, 2).tolist():
-                    batch = [(n, Content(1 + number, int(rng.choice(specs)))) for n in pair]
-                    told = offer(backends[number], batch, replace=replace and bool(rng.integers(2)))
-                    for (n, _), answer in zip(batch, told, strict=True):
-                        answers[number][n].append(answer)
-        finally:
-            writing.discard(number)
+        for _ in range(rounds):
+            for pair in rng.permutation(NUMBERS).reshape(-1, 2).tolist():
+                batch = [(n, Content(1 + number, int(rng.choice(specs)))) for n in pair]
+                told = offer(backends[number], batch, replace=replace and bool(rng.integers(2)))
+                for (n, _), answer in zip(batch, told, strict=True):
+                    answers[number][n].append(answer)
+                assert Absence.CORRUPT not in held(backends[number], range(NUMBERS))
 
-    def read(number: int) -> None:
-        while writing:
-            assert Absence.CORRUPT not in held(backends[number], range(NUMBERS))
-            time.sleep(pause_s)
-
-    together([lambda n=n, work=work: work(n) for n in range(len(backends)) for work in (write, read)])  # type: ignore[misc]
+    together([lambda number=number: work(number) for number in range(len(backends))])  # type: ignore[misc]
     return answers

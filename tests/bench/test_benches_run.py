@@ -15,8 +15,7 @@ ROOT = Path(__file__).parents[2]
     "command",
     [
         "replay --tokens 1024 --rounds 1",
-        "gather --tokens 1024 --rounds 1",
-        "swap --blocks 20 --rounds 1",
+        "step --quick --rounds 1 --sequences --blocks 20 --tokens 8192",
         "handover --sequences 2 --tokens 64",
         "transfer --quick --links ipc",
         "stores --quick --kib 8 --total-mib 1 --rounds 1 --only memory",

@@ -27,6 +27,7 @@ class FaultyDisk:
         self.allocate_errno: int | None = None
         self.truncate_errno: int | None = None
         self.sync_errno: int | None = None
+        self.size_errno: int | None = None
         self.space_now: Space | None = None  # what the file system is said to have
         self.space_errno: int | None = None
         self.syncs = 0
@@ -62,6 +63,10 @@ class FaultyDisk:
         _raise(self.sync_errno)
         self.syncs += 1
         self.disk.sync(fd)
+
+    def size(self, fd: int) -> int:
+        _raise(self.size_errno)
+        return self.disk.size(fd)
 
     def space(self, fd: int) -> Space:
         _raise(self.space_errno)

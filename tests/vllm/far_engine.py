@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench.turns import serve_answers
+from bench.harness import serve_answers
 from kvroute import KVRouteError
 from kvroute.integrations.vllm import missing, routes, unseen
 from kvroute.rollout import RolloutStore, open_rollouts

@@ -13,7 +13,7 @@ import psutil
 from engines import BLOCK, MODULE, prompts
 from fronts import Front
 
-from bench.turns import PeerError
+from bench.harness import PeerError
 from bench.vllm_peers import ON_CPU, plugin
 
 WORDS = [f"t{i}" for i in range(512)]

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from nursery import Born, Nursery, nursery
 
-from bench.turns import Peer
+from bench.harness import Peer
 
 SESSION = "import os, runpy; os.setsid(); runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
 

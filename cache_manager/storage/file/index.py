@@ -31,7 +31,7 @@ from cache_manager.storage.file.segment import (
     read_header,
 )
 from cache_manager.storage.file.table import KeyTable, Place, Segment
-from cache_manager.storage.guard import Guard
+from cache_manager.storage.guard import OpenCheck
 
 _RUN_MAX: Final = IOV_MAX // 3
 _NEVER: Final = (float("inf"), float("-inf"))
@@ -52,7 +52,7 @@ class SegmentIndex:
     def __init__(self, disk: Disk, ttl_s: float | None, path: object, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.index_lock = threading.Lock()
-        self.guard = Guard(path, self.index_lock)
+        self.guard = OpenCheck(path, self.index_lock)
         self.table = KeyTable()
         self.segments: dict[int, Segment] = {}
         self.tick = 0

@@ -14,7 +14,7 @@ from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader
 from cache_manager.storage.disk import IOV_MAX, Disk, Room, read_all
-from cache_manager.storage.guard import ClosingStore, Guard
+from cache_manager.storage.guard import ClosingStore, OpenCheck
 from cache_manager.storage.slots.directory import StoreDirectory
 from cache_manager.storage.slots.extent import USES_MAX, Extent, open_extent, read_heads
 from cache_manager.storage.slots.index import LOCAL, NOWHERE, ORDINAL_BITS, KeyIndex
@@ -35,7 +35,7 @@ class Shelf(ClosingStore):
     def __init__(self, path: Path, disk: Disk, ttl_s: float | None, clock: Callable[[], float]) -> None:
         self.path = path
         self.lock = threading.Lock()
-        self.guard = Guard(path, self.lock)
+        self.guard = OpenCheck(path, self.lock)
         self.index = KeyIndex()
         self.calls = 0  # that have used records
         self.failed_reads = 0
