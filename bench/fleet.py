@@ -15,7 +15,6 @@ run whose numbers are in ``docs/scaling.md``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -30,7 +29,7 @@ from statistics import median
 from typing import Any
 
 from bench.fleet_simulation import BLOCK_TOKENS, Costs, Fleet, simulate
-from bench.harness import ROOT, Peer, Table, machine
+from bench.harness import ROOT, Peer, Table, asked, write_json
 from bench.traces import requests
 from cache_manager.storage.mooncake.settings import native_environment
 from kvroute import routing_spec
@@ -84,10 +83,10 @@ def cpu_s(pid: int) -> float:
 def ask_master(master: Master, peers: Sequence[Peer], what: str, batch: int, seconds: float) -> dict[str, Any]:
     """All peers at once."""
     assert master.process is not None
-    asked = {"what": what, "batch": batch, "begin_s": time.monotonic() + 0.5, "seconds": seconds}
+    question = {"what": what, "batch": batch, "begin_s": time.monotonic() + 0.5, "seconds": seconds}
     before_s = cpu_s(master.process.pid)
     with ThreadPoolExecutor(len(peers)) as pool:
-        answers = list(pool.map(lambda peer: peer.ask(asked), peers))
+        answers = list(pool.map(lambda peer: peer.ask(question), peers))
     used_s = cpu_s(master.process.pid) - before_s
     keys, calls = (sum(answer[name] for answer in answers) for name in ("keys", "calls"))
     return {
@@ -203,19 +202,18 @@ def show_fleet(trace: Sequence[Mapping[str, Any]], sizes: Sequence[int], costs: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, help="a Mooncake trace, a JSON object a line; without it, no simulation")
-    parser.add_argument("--requests", type=int, default=1000, help="only the first N of the trace")
-    parser.add_argument("--engines", type=int, nargs="+", default=[8, 32, 128], help="sizes of the fleet")
-    parser.add_argument("--processes", type=int, default=4, help="clients that ask the master at most")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement of the master")
-    parser.add_argument("--rounds", type=int, default=3, help="of each measurement; the middle one counts")
-    parser.add_argument("--costs", type=Path, help="the JSON of an earlier run, whose master is not measured again")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1_000, 10_000], help="tokens a second of one GPU")
-    parser.add_argument("--model", choices=[shape.name for shape in SHAPES], default="Qwen3-235B-A22B")
-    parser.add_argument("--full", action="store_true", help="16 clients, 8 to 1,024 engines, the whole trace: an hour")
-    parser.add_argument("--json", type=Path, help="write the numbers there, too")
-    args = parser.parse_args()
+    args = asked(
+        *(__doc__, 3),
+        trace=(Path, "a Mooncake trace, a JSON object a line; without it, no simulation"),
+        requests=(1000, "only the first N of the trace"),
+        engines=([8, 32, 128], "sizes of the fleet"),
+        processes=(4, "clients that ask the master at most"),
+        seconds=(1.0, "of each measurement of the master"),
+        costs=(Path, "the JSON of an earlier run, whose master is not measured again"),
+        tokens=([1_000, 10_000], "tokens a second of one GPU"),
+        model=("Qwen3-235B-A22B", "one of the table of shapes"),
+        full=(False, "16 clients, 8 to 1,024 engines, the whole trace: an hour"),
+    )
     if args.full:
         args.processes, args.engines, args.requests = 16, list(FLEETS), None
     if args.costs:
@@ -223,13 +221,12 @@ def main() -> None:
     else:
         measured = measure_master(args.processes, args.seconds, args.rounds)
     show_master(measured)
-    found = {"machine": machine(), "master": measured, "shapes": show_shapes(args.tokens), "fleet": []}
+    found = {"master": measured, "shapes": show_shapes(args.tokens), "fleet": []}
     if args.trace:
         shape = next(shape for shape in SHAPES if shape.name == args.model)
         trace = requests(args.trace, args.requests)
         found["fleet"] = show_fleet(trace, args.engines, costs_of(measured), shape)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+    write_json(args.json, **found)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,20 @@
 """What capture adds to a forward pass on a GPU, on the device and on the host, against three peers' ways and the bus.
 
-    PYTHONPATH=. python -m bench.gpu_capture [--out DIR] [--check | --measure] [--soak-seconds N] [--no-work]
-
-Correctness comes first: every shape and batch size against numpy, then a soak of random steps inside CUDA graphs with
-resets, and a device that is late. Then one table, all contestants in one run. ``--check`` leaves the table out.
-Needs a CUDA GPU, torch and Triton.
+Every contestant in one run: medians of graphs that are replayed in turns, and of the host's part. Then how long after a
+step's end its rows are visible in another process, measured by that process. What must be right before anything is
+measured are tests: ``pytest tests/gpu``. Needs a CUDA GPU, torch and Triton.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,25 +23,101 @@ import triton
 import triton.language as tl
 
 import kvroute
-from bench.gpu_checks import checked
-from bench.gpu_passes import (
-    BLOCK_TOKENS,
-    BLOCKS,
-    DEVICE,
-    MODELS,
-    SLOTS,
-    TOKENS,
-    TOP_K,
-    Model,
-    Pass,
-    blocks_of,
-    graph_of,
-    keep_all,
-    random_slots,
-)
-from bench.gpu_visible import visible_us
-from bench.harness import Table
+from bench.harness import Table, asked, write_json
+from cache_manager.regions import RegionView
 from kvroute.capture.layers import LayerCapture
+
+BLOCK_TOKENS, BLOCKS, HIDDEN, TOP_K = 64, 1024, 2048, 8
+TOKENS = (1, 64, 256, 1024, 8192, 16384)
+SOAK_TOKENS = (64, 256, 1024)
+SLOTS = BLOCKS * BLOCK_TOKENS
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    layers: int
+    experts: int
+
+
+MODELS = (Model("58x8 of 256", 58, 256), Model("94x8 of 128", 94, 128), Model("60x8 of 384", 60, 384))
+
+
+class Pass:
+    """A model's rows, its routers' answers for one batch size, and a pass's matrix work if it ``works``."""
+
+    works = True
+
+    def __init__(self, model: Model, tokens: int) -> None:
+        self.model, self.tokens = model, tokens
+        self.ids = torch.empty(model.layers, tokens, TOP_K, dtype=torch.int32, device=DEVICE)
+        self.draw()
+        self.slots = torch.zeros(tokens, dtype=torch.int64, device=DEVICE)
+        self.x = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
+        self.w = torch.randn(HIDDEN, HIDDEN, device=DEVICE, dtype=torch.bfloat16) / HIDDEN**0.5
+
+    def draw(self) -> None:
+        """Other ids, each once in a row: a random start and distinct steps."""
+        experts = self.model.experts
+        start = torch.randint(0, experts, self.ids.shape[:2], device=DEVICE, dtype=torch.int32)
+        steps = torch.randint(1, experts // TOP_K, self.ids.shape, device=DEVICE, dtype=torch.int32).cumsum(-1)
+        self.ids.copy_((start[..., None] + steps) % experts)
+
+    def work(self, each: Callable[[int], None] | None = None) -> None:
+        y = self.x
+        for layer in range(self.model.layers):
+            y = y @ self.w if self.works else y
+            if each is not None:
+                each(layer)
+
+    def wanted(self) -> Any:
+        """``[tokens, layers, top_k]`` as numpy."""
+        return self.ids.transpose(0, 1).cpu().numpy()
+
+
+@contextmanager
+def blocks_of(model: Model, *, staged: bool = False) -> Iterator[tuple[Any, Any]]:
+    """Blocks in shared memory, all of them given out, and a capture that writes into them."""
+    spec = kvroute.routing_spec(model.experts, TOP_K, range(model.layers), model.layers, BLOCK_TOKENS)
+    namespace = kvroute.Namespace("bench", weights_version=0)
+    with kvroute.AuxBlocks([spec], blocks=BLOCKS, namespace=namespace, memory="shared") as aux:
+        aux.renew(range(BLOCKS))
+        with LayerCapture(aux.region("device"), max(TOKENS), DEVICE, staged=staged) as capture:
+            yield aux, capture
+
+
+def graph_of(launches: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of ``launches``. Those of one ``pool`` have their matrices in the same memory, one behind the other."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            launches()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        launches()
+    return graph
+
+
+def random_slots(tokens: int, rng: np.random.Generator, padding: float = 0.0, *, apart: bool = False) -> Any:
+    """Prefill: whole blocks anywhere. Decode: anywhere, or ``apart``, as each sequence's. Some of them padding."""
+    if tokens <= SOAK_TOKENS[-1] and apart:
+        slots = rng.permutation(BLOCKS)[:tokens] * BLOCK_TOKENS + rng.integers(0, BLOCK_TOKENS, tokens)
+    elif tokens <= SOAK_TOKENS[-1]:
+        slots = rng.choice(SLOTS, tokens, replace=False)
+    else:
+        slots = (
+            rng.permutation(BLOCKS)[: tokens // BLOCK_TOKENS, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
+        ).ravel()
+    if padding:
+        slots[rng.random(tokens) < padding] = -1
+    return slots.astype(np.int64)
+
+
+def keep_all(capture: Any, batch: Pass) -> None:
+    for layer in range(batch.model.layers):
+        capture.hook(layer)(batch.ids[layer])
 
 
 @triton.jit
@@ -106,12 +179,12 @@ def wall_us(call: Callable[[], None], rounds: int) -> float:
     return statistics.median(taken)
 
 
-def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Generator) -> Found:
+def measure(model: Model, tokens: int, aux: Any, capture: Any, rng: np.random.Generator, rounds: int) -> Found:
     batch, slots = Pass(model, tokens), random_slots(tokens, rng, apart=True)
     batch.slots.copy_(torch.from_numpy(slots))
     layers, row = model.layers, model.layers * TOP_K
     dtype = torch.uint8 if model.experts <= 256 else torch.uint16
-    rounds = 300 if tokens <= 1024 else 100
+    rounds = rounds if tokens <= 1024 else max(1, rounds // 3)
     grid = (triton.cdiv(tokens * TOP_K, 512),)
     # (a) SGLang, vLLM: a copy a layer into int32 [tokens, layers, top_k]; then snapshot, copy, scatter on the host.
     wide = torch.zeros(tokens, layers, TOP_K, dtype=torch.int32, device=DEVICE)
@@ -239,42 +312,81 @@ def visible() -> str:
     )
 
 
+LOOKS, LOOK_TOKENS, WAIT_S = 60, 256, 20.0
+
+
+def watch(name: str) -> None:
+    """The other process: print when (``time.monotonic_ns``) block 0's first row was readable in generation 2, 3, ..."""
+    with RegionView(name) as view:
+        print("ready", flush=True)
+        for generation in range(2, LOOKS + 2):
+            give_up_s = time.monotonic() + WAIT_S
+            while not view.read("routing", [0], 0, 1, generations=[generation]).valid[0]:
+                assert time.monotonic() < give_up_s, f"generation {generation} was never seen"
+            print(time.monotonic_ns(), flush=True)
+
+
+def visible_us(model: Model, engine: Any, capture: Any) -> tuple[float, float]:
+    """Medians in microseconds: from the device being done, and from ``commit``'s return, to the other process's look.
+
+    ``engine`` is an ``AuxBlocks`` whose blocks are in generation 1.
+    """
+    batch, slots = Pass(model, LOOK_TOKENS), np.arange(LOOK_TOKENS, dtype=np.int64) * BLOCK_TOKENS
+    batch.slots.copy_(torch.from_numpy(slots))
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu_capture",
+        "--watch",
+        engine.region("device").name,
+    ]
+    done: list[int] = []
+    committed: list[int] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:  # noqa: S603 - this Python, this file
+        assert other.stdout is not None
+        try:
+            assert other.stdout.readline() == "ready\n"
+            seen = []
+            for generation in range(2, LOOKS + 2):
+                engine.renew(range(LOOK_TOKENS), np.full(LOOK_TOKENS, generation))
+                step = engine.begin_step(slots, in_place=True)
+                keep_all(capture, batch)
+                capture.commit(batch.slots)
+                step.wrote("routing")
+                torch.cuda.current_stream(DEVICE).synchronize()
+                done.append(time.monotonic_ns())
+                step.commit(capture.verdict(LOOK_TOKENS).keep)
+                committed.append(time.monotonic_ns())
+                seen.append(int(other.stdout.readline()))
+        finally:
+            other.kill()
+    after = np.array(seen)
+    since_done, since_committed = (float(np.median(after - np.array(since))) / 1e3 for since in (done, committed))
+    return since_done, since_committed
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="capture on a GPU: right first, then how fast")
-    parser.add_argument("--out", type=Path, default=Path("bench-output"))
-    parser.add_argument("--check", action="store_true", help="correctness alone, and a short soak")
-    parser.add_argument("--no-work", action="store_true", help="no matrix work: cuBLAS's own fails under racecheck")
-    parser.add_argument("--measure", action="store_true", help="the table alone")
-    parser.add_argument("--soak-seconds", type=float, default=60.0)
-    chosen = parser.parse_args()
+    args = asked(__doc__, 300, tokens=(list(TOKENS), "of a pass"), watch=("", "a region: be the other process"))
+    if args.watch:
+        watch(args.watch)
+        return
     if not torch.cuda.is_available():
-        parser.error("wanted a CUDA GPU, torch sees none here")
-    Pass.works = not chosen.no_work
-    chosen.out.mkdir(parents=True, exist_ok=True)
+        raise SystemExit("wanted a CUDA GPU, torch sees none here")
     rng = np.random.default_rng(0)
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],  # noqa: S607
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()[0]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]  # noqa: S603
     gpu = f"{torch.cuda.get_device_name()}, driver {driver}, torch {torch.__version__}, Triton {triton.__version__}"
     print(gpu, flush=True)
     found: list[Found] = []
-    said: list[str] = []
-    if not chosen.measure:
-        said += checked(rng, 3.0 if chosen.check else chosen.soak_seconds)
-    if not chosen.check:
-        for model in MODELS:
-            for tokens in TOKENS:
-                with blocks_of(model) as (aux, capture):
-                    found.append(measure(model, tokens, aux, capture, rng))
-                    print(f"{model.name}, {tokens}: measured", flush=True)
-                torch.cuda.empty_cache()
-                text = json.dumps({"gpu": gpu, "checked": said, "found": [asdict(f) for f in found]}, indent=1)
-                (chosen.out / "gpu-capture.json").write_text(text + "\n")
-        table_of(found).print()
-        print(visible())
+    for model in MODELS:
+        for tokens in args.tokens:
+            with blocks_of(model) as (aux, capture):
+                found.append(measure(model, tokens, aux, capture, rng, args.rounds))
+                print(f"{model.name}, {tokens}: measured", flush=True)
+            torch.cuda.empty_cache()
+    write_json(args.json, gpu=gpu, found=[asdict(f) for f in found])
+    table_of(found).print()
+    print(visible())
 
 
 if __name__ == "__main__":

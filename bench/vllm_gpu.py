@@ -1,24 +1,23 @@
 """Inside vLLM on a GPU: is every row right, and how many tokens a second does that cost?
 
-``rows`` starts an engine for each configuration, small models in all of them, asks each for three rounds of answers
-(prompts with a common head, then further turns), and judges each row by a float32 pass of transformers on the same GPU.
-An engine in bfloat16 rounds: a row that differs where a choice was close is counted by itself. With two GPUs, two
-tensor-parallel ranks too.
+``--what rows`` starts an engine for each configuration, small models in all of them, asks each for three rounds of
+answers (prompts with a common head, then further turns), and judges each row by a float32 pass of transformers on the
+same GPU. An engine in bfloat16 rounds: a row that differs where a choice was close is counted by itself. With two GPUs,
+two tensor-parallel ranks too.
 
-``speed`` starts engines of Qwen3-30B-A3B's shape with random weights, which take turns: no connector, one that does
-nothing, kvroute with a store of rows and the witness of every full block, kvroute with rows in a layer of the KV.
+``--what speed`` starts engines of Qwen3-30B-A3B's shape with random weights, which take turns: no connector, one that
+does nothing, kvroute with a store of rows and the witness of every full block, kvroute with rows in a layer of the KV.
 Tokens a second are medians over the rounds, as ratios to vLLM's own in the same round. ``--layers 48`` is the whole
 model; two such engines fill an H200 (``--engines off store``).
 
-``rounding`` needs neither vLLM nor a GPU: how far apart were choices that come out otherwise when the experts multiply
-in TF32, as vLLM's do in a float32 engine?
+``--what rounding`` needs neither vLLM nor a GPU: how far apart were choices that come out otherwise when the experts
+multiply in TF32, as vLLM's do in a float32 engine?
 
 Needs vLLM beside this checkout, in the Python that runs it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -34,8 +33,8 @@ import numpy as np
 import psutil
 import torch
 
-from bench.harness import ROOT, Peer, PeerError, Table
-from bench.vllm_gpu_models import VOCABULARY, Judge, build, shape
+from bench.harness import ROOT, Peer, PeerError, Table, asked
+from bench.vllm_models import VOCABULARY, Judge, build, shape
 from bench.vllm_peers import MODULE, plugin
 
 GRAPHS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -154,11 +153,11 @@ def rows(starter: Starter, names: Sequence[str]) -> None:
         options |= {"kv_cache_memory_bytes": 256 << 20, **config, **case.options}
         try:
             model = str(models[case.family, case.dtype])
-            return asked(case, starter.start(name, options | {"model": model}, case.environment))
+            return answers_of(case, starter.start(name, options | {"model": model}, case.environment))
         except PeerError as error:  # the others go on
             return [], str(error)
 
-    def asked(case: Case, engine: Peer) -> tuple[list[dict[str, Any]], str]:
+    def answers_of(case: Case, engine: Peer) -> tuple[list[dict[str, Any]], str]:
         found, rng = list[dict[str, Any]](), np.random.default_rng(0)
         head = rng.integers(5, VOCABULARY, 130).tolist()
         lengths = rng.integers(3, 400, 40)
@@ -184,7 +183,7 @@ def rows(starter: Starter, names: Sequence[str]) -> None:
     for name, (answers, version) in told.items():
         case = cases[name]
         if (which := (case.family, case.dtype)) not in judges:
-            judges[which] = Judge(models[which], CLOSE[case.dtype])
+            judges[which] = Judge(models[which], CLOSE[case.dtype], "cuda")
         each = [judges[which].judge([*a["prompt"], *a["tokens"]], a["rows"]) for a in answers]
         counts = np.sum([np.zeros(4, np.int64), *each], axis=0).tolist()
         hits = sum(answer["cached"] or 0 for answer in answers)
@@ -245,12 +244,12 @@ def speed(starter: Starter, layers: int, names: Sequence[str], batches: Sequence
 def rounding(home: Path) -> None:
     """Rows that differ between a float32 pass and one whose experts are cut to TF32, both by transformers on a CPU."""
     build(home, "qwen3", torch.float32)
-    exact, cut = (Judge(home, 0, "cpu") for _ in range(2))
+    exact, cut = (Judge(home) for _ in range(2))
     cut.cut()
     rng, tokens, apart = np.random.default_rng(0), 0, list[float]()
     for n in rng.integers(100, 500, 60).tolist():
-        asked = rng.integers(5, VOCABULARY, n).tolist()
-        (wanted, by), (other, _) = exact.choices(asked), cut.choices(asked)
+        tokens_of = rng.integers(5, VOCABULARY, n).tolist()
+        (wanted, by), (other, _) = exact.choices(tokens_of), cut.choices(tokens_of)
         apart += by[(np.sort(wanted) != np.sort(other)).any((1, 2))].tolist()
         tokens += n
     beyond = [str(sum(each > limit for each in apart)) for limit in (0.01, 0.02, 0.05, 0.1)]
@@ -260,22 +259,22 @@ def rounding(home: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["rows", "speed", "rounding"])
-    parser.add_argument("--cases", nargs="*", default=[], choices=CASES, help="of rows")
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES, help="of speed")
-    parser.add_argument("--layers", type=int, default=20)
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--rounds", type=int, default=8)
-    asked = parser.parse_args()
+    args = asked(
+        *(__doc__, 8),
+        what=("rows", "rows, speed or rounding"),
+        cases=(str, "of rows, divided by semicolons"),
+        engines=(list(ENGINES), "of speed"),
+        layers=(20, "of speed"),
+        batches=([8, 64, 256], "of speed"),
+    )
     with ExitStack() as stack:
         starter = Starter(stack)
-        if asked.what == "rounding":
+        if args.what == "rounding":
             rounding(starter.home)
-        elif asked.what == "rows":
-            rows(starter, asked.cases)
+        elif args.what == "rows":
+            rows(starter, args.cases.split("; ") if args.cases else [])
         else:
-            speed(starter, asked.layers, asked.engines, asked.batches, asked.rounds)
+            speed(starter, args.layers, args.engines, args.batches, args.rounds)
 
 
 if __name__ == "__main__":

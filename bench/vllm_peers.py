@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,10 +57,10 @@ def _connector(name: str, module: str, kv: Path) -> dict[str, Any]:
     return found | ({"kv_connector_module_path": module} if module else {})
 
 
-def wrapped(name: str, module: str, kv: Path, untested: str = "") -> dict[str, Any]:
+def wrapped(name: str, module: str, kv: Path) -> dict[str, Any]:
     """The same connector inside kvroute's, with a store of rows beside its KV."""
     found = _connector(f"Kvroute{module}:{name}" if module else f"Kvroute{name}", MODULE, kv)
-    settings = {"store": f"file://{kv}/rows", "witness": "flagged", "carrier": "connector", "untested": untested}
+    settings = {"store": f"file://{kv}/rows", "witness": "flagged", "carrier": "connector"}
     found["kv_connector_extra_config"]["kvroute"] = settings
     return found
 
@@ -96,16 +95,14 @@ class Engines:
         self.kvroute = Contestant("vLLM + kvroute", self._environment(), connector=wrapped)
         place = plugin(self.directory / "plugin")
         self.layer = Contestant("vLLM + kvroute, rows in the KV", self._environment(place), connector=in_pages)
-        self.newer: Contestant | None = None
-        self.newer_plain: Contestant | None = None
         self._logs = 0
 
     def _environment(self, *first: Path | str) -> dict[str, str]:
         places = [str(place) for place in (*first, self._search) if place]
         return ON_CPU | {"PYTHONPATH": ":".join(places)}
 
-    def stock(self, newer: Path | None) -> list[Contestant]:
-        """vLLM with its own routed experts: the version that is installed, and ``newer``'s Python code over it."""
+    def stock(self) -> list[Contestant]:
+        """vLLM with its own routed experts."""
         triton = find_spec("triton")
         if triton is None or triton.origin is None:
             self.absent.append("vLLM's own routed experts on a CPU: no triton, whose interpreter runs them")
@@ -118,20 +115,7 @@ class Engines:
         backend = interpreter.written(here / "backend")
         options = {"enable_return_routed_experts": True}
         environment = self._environment(backend, here / "triton") | interpreter.ENVIRONMENT
-        found = [Contestant("vLLM, routed experts", environment, options)]
-        older = next(self._python.parents[1].glob("lib/python3*/site-packages/vllm"), None)
-        if newer is None or older is None or not newer.exists():
-            self.absent.append(
-                "a newer vLLM's Python code over this one's native code: not given or not there (--newer)"
-            )
-            return found
-        version = next(newer.parent.glob("vllm-*.dist-info")).name.split("-")[1].removesuffix(".dist")
-        tree = interpreter.on_cpu(newer, older, version, here / "newer")
-        environment = self._environment(tree, backend, here / "triton") | interpreter.ENVIRONMENT
-        ours = partial(wrapped, untested=".".join(version.split(".")[:2]))
-        self.newer = Contestant("a newer vLLM + kvroute", environment, connector=ours)
-        self.newer_plain = Contestant("a newer vLLM, no rows", environment)
-        return [*found, Contestant("a newer vLLM, routed experts", environment, options)]
+        return [Contestant("vLLM, routed experts", environment, options)]
 
     def start(
         self,

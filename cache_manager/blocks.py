@@ -18,20 +18,19 @@ from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
 from cache_manager import moves, publish
-from cache_manager.bits import Bits, Flags, Ints
-from cache_manager.checks import Blocks, count_in_range, integers, readable, unsigned
 from cache_manager.errors import BlockStateError, InvalidInputError, KVRouteError, RowError, SpecError
 from cache_manager.feed import Fed
 from cache_manager.keys import KeyChain, Namespace
+from cache_manager.landing import Landing
 from cache_manager.lock import AuxCounters, Lock
 from cache_manager.moves import MOVED, Pairs
+from cache_manager.numbers import Bits, Blocks, Flags, Ints, count_in_range, integers, readable, unsigned
 from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
+from cache_manager.publish import Rows, window_of
 from cache_manager.regions import Memory, region_in
-from cache_manager.rows import Rows, window_of
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
-from cache_manager.step import Keep, Step
+from cache_manager.step import Keep, Step, write_few
 from cache_manager.stored import JobLimits, Stored
-from cache_manager.storing import Storing
 from cache_manager.table import BlockTable
 
 GENERATION_END: Final = 1 << 47
@@ -39,7 +38,7 @@ StepRows = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
 """Rows ``[T, *row_shape]``, or rows in another token order with their slots ``[T]``."""
 
 
-class AuxBlocks(Storing, Fed):
+class AuxBlocks(Landing, Fed):
     """Rows for ``blocks`` device blocks, and ``host_blocks`` on the CPU, that an engine gives out itself.
 
     ``required`` names the specs whose rows a block must have in full to be stored and to count as a hit (all, if not
@@ -136,7 +135,7 @@ class AuxBlocks(Storing, Fed):
     def steps(self) -> list[Step]:
         """The steps in flight, oldest first; any of them may be aborted, one in place when its device is done."""
         with self._lock:
-            return [claim.step for claim in self._device.steps.values()]
+            return [claim.step for claim in self._device.steps]
 
     def region(self, tier: TierName) -> Region:
         """The memory of a tier, for readers in other processes and for capture on the device."""
@@ -257,6 +256,9 @@ class AuxBlocks(Storing, Fed):
         Never raises for a mistake of bookkeeping, unless strict: the step's rows are then missing, and counted.
         """
         try:
+            landed = write_few(self._device, slots, rows, keep)
+            if landed is not None:
+                return landed
             step = self.begin_step(slots)
         except KVRouteError:
             if self.strict:

@@ -18,11 +18,10 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from cache_manager.bits import Ints
-from cache_manager.checks import Blocks, Numbers, count_in_range, integers
 from cache_manager.errors import BlockBusyError, FeedGapError, InvalidInputError, KVRouteError
 from cache_manager.keys import KEY_NBYTES, BlockKey
-from cache_manager.mistakes import Mistakes
+from cache_manager.lock import Mistakes
+from cache_manager.numbers import Blocks, Ints, Numbers, count_in_range, integers
 from cache_manager.ports import TierName
 from cache_manager.table import BlockTable
 

@@ -17,8 +17,8 @@ from typing import Any, NewType
 
 from numpy.typing import NDArray
 
-from cache_manager.checks import integers
 from cache_manager.errors import InvalidInputError, SpecError
+from cache_manager.numbers import integers
 from cache_manager.spec import RecordLayout
 
 FORMAT = 1

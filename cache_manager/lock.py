@@ -1,4 +1,4 @@
-"""The lock of one set of blocks, and what has happened under it.
+"""The lock of one set of blocks, what has happened under it, and what becomes of an engine's mistakes.
 
 What is promised of a call that an exception from a signal handler (Ctrl-C, a timeout) ends in the middle:
 
@@ -17,14 +17,20 @@ first one is on its way can leave the lock taken.
 
 from __future__ import annotations
 
+import logging
 import os
 from _thread import RLock  # its class: threading.RLock is a function
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
 
-from cache_manager.errors import BlockBusyError, BlockStateError
+from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError, KVRouteError
+from cache_manager.numbers import Ints
+
+logger = logging.getLogger(__name__)
+
+NAMED_MAX: Final = 8  # blocks that one error names
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,8 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
             raise BlockBusyError("blocks", "a call from outside their own calls", "a finaliser or a signal handler")
         try:
             self.acquire()
-            self.check_open()
+            if self.closed:
+                self.check_open()
             if self.torn:
                 self.mend()
                 self.torn = 0
@@ -138,3 +145,44 @@ def change(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P]
         return answer
 
     return whole
+
+
+class Mistakes:
+    """The part of a set of blocks that is told of mistakes: dropped, counted and logged once a kind, or raised."""
+
+    def __init__(self, lock: Lock, *, strict: bool) -> None:
+        self.strict, self._lock = strict, lock
+        self._logged: set[str] = set()
+
+    def dropped(self, counter: str, n: int, call: str, error: KVRouteError, *, mistake: bool = True) -> None:
+        """So many things were dropped for ``error``: count them, and log the first of the kind; a strict set raises
+        what was somebody's ``mistake``."""
+        if self.strict and mistake:
+            raise error
+        with self._lock:
+            self._drop(counter, n, f"{call}: {error}")
+
+    def _lost(self, counter: str, n: int, why: str, lose: Callable[[], None]) -> None:
+        """The engine has done all the same what was refused here: ``lose`` what has no rows any more, and count."""
+        try:
+            with self._lock:
+                lose()
+                self._drop(counter, n, why)
+        except BlockBusyError:
+            self._lock.torn += 1  # in the middle of a call of our own: the next one forgets everything
+            raise
+
+    def _bad(self, counter: str, bad: Ints, call: str, wanted: str) -> None:
+        """The same for blocks, by mistake; the lock is held."""
+        named = ", ".join(map(str, bad[:NAMED_MAX].tolist()))
+        more = f" and {bad.size - NAMED_MAX} more" if bad.size > NAMED_MAX else ""
+        error = InvalidInputError(call, wanted, f"{'block' if bad.size == 1 else 'blocks'} {named}{more}")
+        if self.strict:
+            raise error
+        self._drop(counter, bad.size, str(error))
+
+    def _drop(self, counter: str, n: int, why: str) -> None:
+        self._lock.count(counter, n)
+        if counter not in self._logged:
+            self._logged.add(counter)
+            logger.warning("%s; %d dropped, further ones are counted as %s", why, n, counter)

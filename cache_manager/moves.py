@@ -13,9 +13,8 @@ import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager.bits import Ints, prefix_bits, rows_in
-from cache_manager.checks import integers
 from cache_manager.errors import InvalidInputError
+from cache_manager.numbers import Ints, integers, prefix_bits, rows_in
 from cache_manager.ports import KVBlocks, Region, TierName
 from cache_manager.publish import bits_of
 from cache_manager.table import BlockTable, Fence

@@ -17,22 +17,22 @@ elsewhere a reader without the writer's lock is refused, and one in the writer's
 (:data:`STORES_ARE_ORDERED`). It also needs a copy to see fewer than 65,536 changes within one generation: the sequence
 has 16 bits.
 
-Cells are those of :class:`cache_manager.bits.Cells`.
+Cells are those of :class:`cache_manager.numbers`.
 """
 
 from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.bits import unpack_bits
-from cache_manager.errors import RegionError
+from cache_manager.errors import InvalidInputError, RegionError
+from cache_manager.numbers import unpack_bits
 from cache_manager.ports import Region
-from cache_manager.spec import RecordLayout
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 
 GENERATION_SHIFT: Final = 16
 SEQUENCE_MASK: Final = np.uint64((1 << GENERATION_SHIFT) - 1)
@@ -106,13 +106,13 @@ def clear(region: Region, cells: NDArray[np.int64], bits: NDArray[np.uint64]) ->
 
     A block that had none of them readable keeps its word, because no reader can have taken one.
     """
-    flat, had = _flat(region), None
+    had = None
     for spec in range(region.valid.shape[1]):
-        at = _cells_of(region, cells, spec)
-        now = flat.take(at)
+        words, at = _words_at(region, spec, cells)
+        now = words[at]
         hit = now & bits
         if hit.tobytes() != bytes(hit.nbytes):  # some readable; count_nonzero() touches more code
-            flat[at] = now & ~bits
+            words[at] = now & ~bits
             had = hit if had is None else had | hit
     if had is not None:
         blocks = cells[had != 0] // region.valid.shape[2]  # a block that is there twice changes once
@@ -122,8 +122,8 @@ def clear(region: Region, cells: NDArray[np.int64], bits: NDArray[np.uint64]) ->
 
 def add(region: Region, spec: int, cells: NDArray[np.int64], bits: NDArray[np.uint64]) -> None:
     """Make the rows ``bits [n]`` of ``cells [n]``, each once, readable in ``spec``; their bytes are in place."""
-    flat, at = _flat(region), _cells_of(region, cells, spec)
-    flat[at] = flat.take(at) | bits
+    words, at = _words_at(region, spec, cells)
+    words[at] = words[at] | bits
 
 
 def bits_of(region: Region, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -147,14 +147,10 @@ def _flat(region: Region) -> NDArray[np.uint64]:
     return region.valid.reshape(-1)
 
 
-def _cells_of(region: Region, cells: NDArray[np.int64], spec: int) -> NDArray[np.int64]:
-    """Where in the flat validity words those of ``spec`` for ``cells`` are."""
-    _, specs, words = region.valid.shape
-    if specs == 1:
-        return cells
-    block, word = (cells, 0) if words == 1 else np.divmod(cells, words)
-    at: NDArray[np.int64] = (block * specs + spec) * words + word
-    return at
+def _words_at(region: Region, spec: int, cells: NDArray[np.int64]) -> tuple[NDArray[np.uint64], Any]:
+    """A spec's validity words, and where in them those of ``cells [n]`` are."""
+    words = region.valid.shape[2]
+    return (region.valid[:, spec, 0], cells) if words == 1 else (region.valid[:, spec], np.divmod(cells, words))
 
 
 # ---- the reader's side: no lock, any thread or process -------------------------------------------------------------
@@ -195,3 +191,51 @@ def gather(
         torn = torn[region.words[again] != words[torn]]
     bits[torn] = 0
     return np.asarray(rows).view(np.uint8).reshape(len(ids), nbytes), np.asarray(bits), np.asarray(words)
+
+
+# ---- rows that were read: the reader's own copy, in which nothing but valid rows means anything ----------------------
+
+MISSING_BYTE: Final = 0xFF
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that were read: ``values`` ``[n, *row_shape]`` and ``valid`` ``[n]``; both are the caller's own.
+
+    The bytes of a row that is not valid are all 0xFF.
+    """
+
+    values: NDArray[Any]
+    valid: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, spec: AuxBlockDataSpec, copied: NDArray[np.uint8], bits: NDArray[np.uint64], window: slice) -> Self:
+        """The rows ``window`` of blocks copied one after the other, ``[n, block_nbytes]``; takes ``copied`` over.
+
+        ``bits`` are the blocks' validity words ``[n, W]``.
+        """
+        valid = unpack_bits(bits, spec.block_tokens).reshape(-1)[window]
+        rows = copied.reshape(-1, spec.row_nbytes)[window]
+        if np.count_nonzero(valid) != valid.size:
+            rows[~valid] = MISSING_BYTE
+        return cls(rows.reshape(-1).view(spec.numpy_dtype).reshape(valid.size, *spec.row_shape), valid)
+
+
+def window_of(ids: int, start: int, stop: int | None, block_tokens: int) -> tuple[slice, slice]:
+    """For rows ``[start, stop)`` of a sequence that lies in ``ids`` blocks: the blocks that hold them, and where
+    the rows are among those blocks' rows.
+
+    No ``stop`` is the end of the last block. Raises :class:`InvalidInputError` for rows outside the blocks.
+
+    >>> window_of(10, 70, 130, block_tokens=64)
+    (slice(1, 3, None), slice(6, 66, None))
+    """
+    tokens = ids * block_tokens
+    end = tokens if stop is None else stop
+    whole = isinstance(start, (int, np.integer)) and isinstance(end, (int, np.integer))
+    if not (whole and 0 <= start <= end <= tokens):
+        raise InvalidInputError("start, stop", f"0 <= start <= stop <= {tokens}, integers", f"{start!r}, {end!r}")
+    first = int(start) // block_tokens
+    last = -(-int(end) // block_tokens) if end > start else first
+    at = int(start) - first * block_tokens if end > start else 0
+    return slice(first, last), slice(at, at + int(end) - int(start))

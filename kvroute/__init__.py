@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # every public name and where it lives, said once: for type c
     from cache_manager.keys import KeyChain as KeyChain
     from cache_manager.keys import Namespace as Namespace
     from cache_manager.manager import BlockManager as BlockManager
+    from cache_manager.publish import Rows as Rows
     from cache_manager.regions.view import RegionView as RegionView
-    from cache_manager.rows import Rows as Rows
     from cache_manager.spec import AuxBlockDataSpec as AuxBlockDataSpec
     from cache_manager.spec import RecordLayout as RecordLayout
     from cache_manager.storage import open_store as open_store

@@ -17,8 +17,8 @@ from cache_manager.errors import InvalidInputError, RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routing import id_dtype
 
-_PAIRS_MAX: Final = 1 << 12
-"""Pairs of ids up to which all are compared by one call: a decode step of few sequences, where calls are what costs."""
+_FEW: Final = 512
+"""Layers of tokens up to which ids are sorted: a decode step of few sequences, where calls are what costs."""
 _CHUNK: Final = 1 << 16
 """Layers of tokens judged at a time: with eight one-byte ids, 512 KiB of columns and as much of answers."""
 
@@ -79,6 +79,13 @@ def valid_rows(spec: AuxBlockDataSpec, ids: NDArray[Any]) -> NDArray[np.bool_]:
     if not ids.size:
         return sound
     experts: int = spec.attrs["num_experts"]
+    if ids.shape[0] * ids.shape[1] <= _FEW:
+        ordered = ids.astype(np.uint64)  # a negative id is larger than any other then
+        ordered.sort()
+        rises, inside = ordered[..., :-1] < ordered[..., 1:], ordered[..., -1] < experts
+        if np.count_nonzero(rises) == rises.size and np.count_nonzero(inside) == inside.size:
+            return sound
+        return np.asarray(rises.all(axis=(1, 2)) & inside.all(axis=1))
     flat = ids.reshape(-1, ids.shape[2])
     if _may_leave_range(flat, experts):
         sound &= ((ids >= 0) & (ids < experts)).all(axis=(1, 2))
@@ -105,8 +112,6 @@ def _repeats(flat: NDArray[Any], dtype: DTypeLike) -> NDArray[np.bool_] | None:
     """
     k = flat.shape[1]
     found: NDArray[np.bool_] | None = None
-    if flat.size * k <= _PAIRS_MAX and np.count_nonzero(flat[:, :, None] == flat[:, None]) == flat.size:
-        return None  # each id is equal to itself only
     for first in range(0, len(flat), _CHUNK):
         columns = flat[first : first + _CHUNK].T.astype(dtype, order="C")
         answers = np.empty(columns.shape, np.bool_)

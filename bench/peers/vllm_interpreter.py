@@ -6,7 +6,6 @@ that is written here can be found and can do nothing. For answers, never for tim
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
@@ -95,21 +94,4 @@ def written(directory: Path) -> Path:
     return directory
 
 
-def on_cpu(newer: Path, older: Path, version: str, directory: Path) -> Path:
-    """A directory for ``PYTHONPATH`` with the Python code of vLLM ``version`` and an older wheel's code for CPUs.
-
-    ``newer`` and ``older`` are the ``vllm`` packages. The native code is called by name, so what a release adds to it
-    is missing; eager mode works.
-    """
-    shutil.copytree(newer, directory / "vllm", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for library in older.glob("*.so"):
-        shutil.copy(library, directory / "vllm")
-    about = directory / f"vllm-{version}+cpu.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
-    points = next(newer.parent.glob("vllm-*.dist-info")) / "entry_points.txt"
-    shutil.copy(points, about)
-    return directory
-
-
-__all__ = ["ENVIRONMENT", "on_cpu", "written"]
+__all__ = ["ENVIRONMENT", "written"]

@@ -15,11 +15,11 @@ import numpy as np
 from numpy import count_nonzero as count
 
 from cache_manager.blocks import AuxBlocks
-from cache_manager.checks import integers
 from cache_manager.errors import BlockStateError, InvalidInputError, TransferProcessError
 from cache_manager.keys import Tokens
 from cache_manager.manager.pool import BlockPool
 from cache_manager.manager.sequence import Ints, Sequence, Sequences
+from cache_manager.numbers import integers
 from cache_manager.step import PADDING
 
 logger = logging.getLogger(__name__)

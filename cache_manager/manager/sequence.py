@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.checks import count_in_range, integers
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError
 from cache_manager.keys import BlockKey, KeyChain
+from cache_manager.numbers import count_in_range, integers
 from cache_manager.stored import RestoreJob
 
 Ints = NDArray[np.int64]

@@ -9,12 +9,11 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.checks import integers
 from cache_manager.errors import InvalidInputError, RegionError, RegionMismatchError
-from cache_manager.publish import GENERATION_SHIFT, gather, require_ordered_stores
+from cache_manager.numbers import integers
+from cache_manager.publish import GENERATION_SHIFT, Rows, gather, require_ordered_stores, window_of
 from cache_manager.regions.header import pack_namespace
 from cache_manager.regions.shared import SharedRegion
-from cache_manager.rows import Rows, window_of
 from cache_manager.spec import RecordLayout
 
 GENERATION_END: Final = 1 << (64 - GENERATION_SHIFT)

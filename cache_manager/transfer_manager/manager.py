@@ -6,8 +6,8 @@ import time
 from contextlib import suppress
 from typing import Final, Self
 
-from cache_manager.bits import Ints
 from cache_manager.errors import KVRouteError, StoreClosedError, TransferProcessError
+from cache_manager.numbers import Ints
 from cache_manager.regions import SharedRegion
 from cache_manager.storage.apart import Apart, ApartSettings, ApartStore
 from cache_manager.storage.apart_process import Move

@@ -20,7 +20,7 @@ import kvroute
 from cache_manager.errors import KVRouteError, RowError
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
-from cache_manager.rows import Rows
+from cache_manager.publish import Rows
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.settings import VERSION, Engine, Handshake, StepMeta
 from kvroute.connector.stores import opened

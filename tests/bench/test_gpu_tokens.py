@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu_tokens import Load, in_batches, in_the_small_engine, wide_moe
+from bench.gpu_tokens import Load, in_batches, wide_moe
 from kvroute.capture.launched import LaunchedCapture
 
 LOAD = Load(sequences=2, prompt=9, new=3, batch_tokens=16)
@@ -23,8 +23,6 @@ def test_rows_are_judged_and_turns_are_timed(model: Any) -> None:
     found = in_batches(model, LOAD, rounds=1)
     assert (found.judged, found.wrong, found.missing) == (2 * (9 + 2), 0, 0)
     assert len(found.on) == len(found.off) == 1
-    found = in_the_small_engine(model, LOAD, rounds=1)
-    assert (found.judged, found.missing) == (2 * (9 + 2), 0)
 
 
 def test_the_judge_sees_rows_one_token_late(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

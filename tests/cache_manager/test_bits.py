@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_manager.bits import full_bits, prefix_bits, unpack_bits, words_of
+from cache_manager.numbers import full_bits, prefix_bits, unpack_bits, words_of
 
 
 @given(tokens=st.integers(1, 300), counts=st.lists(st.integers(-3, 400), max_size=20))

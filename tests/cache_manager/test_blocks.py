@@ -9,7 +9,6 @@ from kv import SlotKV
 from origins_of import origins_of
 
 from cache_manager.errors import BlockStateError, InvalidInputError, RowError, StorageError
-from cache_manager.table import STEP_NUMBERS
 
 # ---------------------------------------------------------------- devices that write late
 
@@ -86,29 +85,6 @@ def test_rows_that_a_device_wrote_are_readable_when_its_step_has_ended(house) ->
     assert np.array_equal(read.values[read.valid], made[[0, 1, 3]])
     with engine.begin_step(slots(0)) as step, pytest.raises(BlockStateError, match="in_place=True"):
         step.wrote("routing")
-
-
-def test_numbers_of_steps_come_back_and_none_is_taken_for_another(house) -> None:
-    """Goal: the 31 bits of a step's number run out without a word. Method: steps that overlap across the end: each
-    writes a slot of the one before, the last one a slot that a device with the last number may write."""
-    engine, made, steps = house.engine, house.rows("steps"), []
-    engine.renew([0])
-    engine._device._last_step = STEP_NUMBERS - 4
-    for n in range(3):
-        steps.append(engine.begin_step([n, n + 1]))
-        steps[n].write("routing", made[[n, n + 1]])
-    device = engine.begin_step([3], in_place=True)
-    late = engine.begin_step([3])
-    numbers = [*engine._device.steps]
-    assert (len(set(numbers)), min(numbers), max(numbers)) == (5, 1, STEP_NUMBERS)
-    assert [step.commit() for step in steps] == [1, 1, 1]
-    late.write("routing", made[[0]])
-    assert late.commit() == 0
-    device.wrote("routing")
-    assert device.commit() == 0
-    read = engine.read("routing", [0])
-    assert read.valid.tolist() == [True, True, True, False]
-    assert np.array_equal(read.values[:3], made[:3])
 
 
 def test_a_value_that_does_not_fit_is_an_error_and_never_another_value(house) -> None:

@@ -17,6 +17,7 @@ from blocks_model import (
     MEANWHILE,
     SIZES,
     SOME,
+    SPEC,
     TIERS,
     TOKENS,
     BlocksModel,
@@ -24,6 +25,7 @@ from blocks_model import (
     slots_of,
 )
 from budget import examples
+from canary import canary_rows
 from gate import until
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -99,6 +101,20 @@ class BlocksMachine(BlocksModel):
         step = self.begin(slots, in_place=in_place, whole=whole)
         if step is not None and at_once and not in_place:
             self.write(step, shuffled=None)
+
+    @rule(data=st.data(), whole=st.booleans(), some=st.booleans())
+    def a_step_at_once(self, data, whole, some) -> None:
+        """In one call, which takes a way of its own where nothing else is under way: of a whole block or of some slots,
+        all of which are kept or only some."""
+        at = slots_of(data.draw(BLOCK)) if whole else data.draw(st.lists(st.integers(-1, END - 1), max_size=4))
+        kept = data.draw(st.lists(st.booleans(), min_size=len(at), max_size=len(at))) if some else [True] * len(at)
+        self.serial += 1
+        rows = canary_rows(SPEC, [(self.serial, n) for n in range(len(at))])
+        mask = np.array(kept, np.bool_) if some else None
+        step = self.begin(at, call=lambda slots: self.engine.write_step(slots, {"routing": rows}, mask))
+        if step is not None:
+            step.rows, step.written = {slot: row.tobytes() for slot, row in zip(at, rows, strict=True)}, True
+            self.land(step, step.real, {slot for slot, wanted in zip(at, kept, strict=True) if wanted})
 
     @rule(block=BLOCK, twice=st.booleans(), renewed=st.booleans())
     def a_step_follows_a_late_device(self, block, twice, renewed) -> None:

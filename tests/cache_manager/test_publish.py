@@ -13,8 +13,8 @@ from life_canary import Writer, layout_of, wrong
 from watched_region import Watched, WatchedRegion
 
 from cache_manager import publish as publishing
-from cache_manager.bits import full_bits, unpack_bits
 from cache_manager.errors import RegionError
+from cache_manager.numbers import full_bits, unpack_bits
 from cache_manager.publish import (
     GENERATION_SHIFT,
     READ_RETRIES_MAX,

@@ -13,7 +13,7 @@ from life_canary import Writer, layout_of, wrong
 from numpy.typing import NDArray
 from watched_region import WatchedRegion, Who, interleave
 
-from cache_manager.bits import unpack_bits
+from cache_manager.numbers import unpack_bits
 from cache_manager.publish import gather
 from cache_manager.regions import HeapRegion
 

@@ -31,7 +31,7 @@ JOB_FAULTS = [
     ),
     Fault(
         "a job of a block of another life is done",
-        "landing.py",
+        "stored.py",
         "    return ids, lives, live & ours\n",
         "    return ids, lives, ours\n",
         BLOCKS + "test_a_block_of_another_life_is_not_stored_under_the_key_of_the_first",
@@ -56,7 +56,7 @@ JOB_FAULTS = [
     Fault(
         "bytes of jobs in flight have no bound",
         "stored.py",
-        "sum(j.nbytes for j in self._jobs) + job.nbytes > self.limits.nbytes_max",
+        "sum(j.nbytes for j in self.begun) + job.nbytes > self.limits.nbytes_max",
         "False",
         JOBS + "test_bytes_in_flight_are_bounded_but_one_job_always_fits",
         "test_bytes_in_flight_are_bounded_but_one_job_always_fits",

@@ -43,8 +43,8 @@ ORIGIN_FAULTS = [
     Fault(
         "an origin that was handed out goes on",
         "table.py",
-        "        self._end_origin(ids)\n        found: list",
-        "        found: list",
+        "        self._end_origin(ids)\n        return [int(",
+        "        return [int(",
         MACHINE,
         ONE_CONTENT,
     ),
@@ -59,8 +59,8 @@ ORIGIN_FAULTS = [
     Fault(
         "a step does not hear that its origin was handed out",
         "table.py",
-        "        self.own[ids] = False\n        self.turns += bool(self.steps)\n",
-        "        self.own[ids] = False\n",
+        "            step.sealed = True\n",
+        "            pass\n",
         MACHINE,
         ONE_CONTENT,
     ),
@@ -196,8 +196,8 @@ ORIGIN_FAULTS = [
     Fault(
         "a record lands on a row that a device writes at a slot that was dropped",
         "landing.py",
-        "owed[step.reach[(step.reach >= first) & (step.reach < first + table.tokens)] - first] = True",
-        "owed[step.slots[(step.slots >= first) & (step.slots < first + table.tokens)] - first] = True",
+        "step.reach if step.in_place else step.held",
+        "step.held",
         INSTALL + "test_a_row_that_a_device_may_still_write_is_not_filled",
         "test_a_row_that_a_device_may_still_write_is_not_filled",
     ),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sample_routes import Cells, Shape, cells_of, cellwise, shapes, without_layers
 
 from cache_manager.errors import RowError, SpecError
-from cache_manager.rows import Rows
+from cache_manager.publish import Rows
 from kvroute.routes import Layout, Routes
 from kvroute.routing import routing_spec, weights_version_spec
 

@@ -15,9 +15,8 @@ import pytest
 from life_canary import Writer, layout_of, written, wrong
 from region_children import Child, Start
 
-from cache_manager.publish import gather
+from cache_manager.publish import Rows, gather
 from cache_manager.regions import HeapRegion, RegionView
-from cache_manager.rows import Rows
 
 BLOCKS, TOKENS, WORDS = 8, 70, 64
 IDS = np.arange(BLOCKS)

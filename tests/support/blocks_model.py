@@ -177,7 +177,15 @@ class BlocksModel(RuleBasedStateMachine):
         for slot, row in self.device.popleft().rows.items():
             rows[slot // TOKENS, slot % TOKENS] = np.frombuffer(row, np.uint8)
 
-    def begin(self, slots: list[int], *, in_place: bool = False, whole: bool = True) -> ModelStep | None:
+    def begin(
+        self,
+        slots: list[int],
+        *,
+        in_place: bool = False,
+        whole: bool = True,
+        call: Callable[[np.ndarray], object] | None = None,
+    ) -> ModelStep | None:
+        """Unless it is another ``call`` that begins a step, it is ``begin_step``."""
         refused = len(self.steps) == STEPS_MAX or not whole
         touched = {s: self.lives["device"][s // TOKENS] for s in slots if 0 <= s < END}
         touched = {slot: life for slot, life in touched.items() if slot // TOKENS in self.given["device"]}
@@ -187,7 +195,8 @@ class BlocksModel(RuleBasedStateMachine):
         before = self.engine.counters.bad_writes_dropped
         real = None
         try:
-            real = self.engine.begin_step(np.array(slots, np.int64 if whole else np.float32), in_place=in_place)
+            at = np.array(slots, np.int64 if whole else np.float32)
+            real = call(at) if call else self.engine.begin_step(at, in_place=in_place)
         except (BlockBusyError, SlotError):
             assert refused
         assert self.engine.counters.bad_writes_dropped == before + dropped
@@ -198,7 +207,7 @@ class BlocksModel(RuleBasedStateMachine):
             life.computed = True
         for block in {slot // TOKENS for slot in touched if slot not in writable}:
             self.forget("device", block)  # what is copied there comes to nothing
-        if real is None:
+        if real is None or (call and refused):
             return None
         began = {slot // TOKENS: self.known[slot // TOKENS] for slot in lives}
         step = ModelStep(real, slots, lives, began, in_place=in_place)
@@ -242,16 +251,21 @@ class BlocksModel(RuleBasedStateMachine):
         if commit and step.in_place:
             step.real.wrote("routing")
         landed = step.real.commit() if commit else step.real.abort()
+        for block, life in step.began.items() if commit else ():
+            if self.known[block] == life:  # forgotten meanwhile, it has the KV of this pass all the same
+                self.lives["device"][block].computed = True
+        self.land(step, landed, set(step.slots) if commit else set())
+
+    def land(self, step: ModelStep, landed: int | None, kept: set[int]) -> None:
+        """The step has ended; of its slots those ``kept`` count."""
         earlier = self.steps[: self.steps.index(step)]
         fenced = {slot for each in earlier if each.in_place for slot in each.reach}
         self.steps.remove(step)
-        if not commit:
-            return
         land = {
             slot: life
             for slot, life in step.lives.items()
-            if step.written and slot not in fenced and life is self.lives["device"][slot // TOKENS]
+            if step.written and slot in kept and slot not in fenced and life is self.lives["device"][slot // TOKENS]
         }
-        assert landed == len(land), "a step lands where no device may still write"
+        assert (landed or 0) == len(land), "a step lands where no device may still write"
         for slot, life in land.items():
             life.rows[slot % TOKENS] = step.rows[slot]

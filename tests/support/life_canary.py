@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.bits import unpack_bits
+from cache_manager.numbers import unpack_bits
 from cache_manager.ports import Region
 from cache_manager.publish import GENERATION_SHIFT, add, clear, places, publish
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout

@@ -25,7 +25,7 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
 from cache_manager.manager import BlockManager
-from cache_manager.rows import Rows
+from cache_manager.publish import Rows
 from cache_manager.spec import align
 from cache_manager.step import PADDING
 from kvroute.config import RoutingReplayConfig

@@ -1,4 +1,9 @@
-"""What callers pass: as it is wanted, or an error that names the field."""
+"""Blocks, slots and rows as numbers: what callers pass, or an error that names the field; rows as bits.
+
+Row ``t`` of a block is bit ``t % 64`` of validity word ``t // 64``, as a record's header has it. A block of ``T``
+tokens has ``W = ceil(T / 64)`` words for each spec; the bits behind the last row are 0. A *cell* is one validity word
+of a block for every spec: ``block * W + word``. Where a block has at most 64 rows the cells are the blocks.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,48 @@ import numpy as np
 from numpy import count_nonzero as count
 from numpy.typing import NDArray
 
-from cache_manager.bits import Bits, Cells, Flags, Ints, words_of
 from cache_manager.errors import ConfigError, InvalidInputError
 
+WORD_BITS: Final = 64
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Bits = NDArray[np.uint64]
 Blocks = Sequence[int] | Ints
+_EACH: Final = np.uint64(1) << np.arange(WORD_BITS, dtype=np.uint64)  # taken: a view and a shift touch twice the code
+_ALL: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+_BITS: Final = np.uint64(WORD_BITS)
+
+
+def words_of(block_tokens: int) -> int:
+    """Validity words ``W`` that a block of ``block_tokens`` rows has for each spec."""
+    return -(-block_tokens // WORD_BITS)
+
+
+def full_bits(block_tokens: int) -> NDArray[np.uint64]:
+    """Validity words ``[W]`` of a block whose rows are all valid."""
+    full: NDArray[np.uint64] = prefix_bits(np.array([block_tokens]), block_tokens)[0, 0]
+    return full
+
+
+def prefix_bits(counts: NDArray[np.int64], block_tokens: int) -> NDArray[np.uint64]:
+    """Validity words ``[n, 1, W]`` with the first ``counts[i]`` bits set; a count outside the block is cut to it."""
+    first = np.arange(words_of(block_tokens)) * WORD_BITS
+    left = np.clip(np.clip(counts, 0, block_tokens)[:, None, None] - first, 0, WORD_BITS).astype(np.uint64)
+    return np.where(left > 0, _ALL >> (_BITS - left), np.uint64(0))
+
+
+def unpack_bits(words: NDArray[np.uint64], block_tokens: int) -> NDArray[np.bool_]:
+    """Validity words ``[n, W]`` as a mask ``[n, block_tokens]``."""
+    as_bytes = np.ascontiguousarray(words.astype("<u8", copy=False)).view(np.uint8)
+    bits = np.unpackbits(as_bytes, axis=1, bitorder="little", count=block_tokens)
+    return bits.view(np.bool_)
+
+
+def rows_in(words: NDArray[np.uint64]) -> int:
+    """How many rows are valid in some spec, of blocks' validity words ``[..., specs, W]``."""
+    merged = words if words.shape[-2] == 1 else np.bitwise_or.reduce(words, axis=-2)
+    return int(np.bitwise_count(merged).sum())
+
 
 COUNT_END: Final = 1 << 31
 _INT64: Final = np.dtype(np.int64)
@@ -83,17 +126,15 @@ class Numbers:
     """The ``blocks`` blocks of one tier and their slots, ``tokens`` each, as callers number them."""
 
     def __init__(self, name: str, blocks: int, tokens: int) -> None:
-        self._name, self.blocks, self.tokens, self.end, self.cells = (
-            name,
-            blocks,
-            tokens,
-            blocks * tokens,
-            Cells(tokens),
-        )
+        self._name, self.blocks, self.tokens, self.end = name, blocks, tokens, blocks * tokens
         self.words_per_block = words_of(tokens)
+        # Where a slot says its cell by a shift: one word a block, or whole words.
+        unit = WORD_BITS if tokens % WORD_BITS == 0 else tokens
+        plain = unit & (unit - 1) == 0 and (self.words_per_block == 1 or unit == WORD_BITS)
+        self._shift, self._mask = (unit.bit_length() - 1, unit - 1) if plain else (-1, 0)
         self._order: Ints = np.arange(blocks * self.words_per_block)
-        self._seen: Ints = np.zeros(self._order.size, np.int64)  # these two mean nothing between calls
-        self._mark: Flags = np.zeros(blocks, np.bool_)
+        self._seen: Ints = np.zeros(self._order.size, np.int64)  # this and the next mean nothing between calls
+        self._mark: Flags = np.zeros(self.end, np.bool_)
 
     def ids(self, blocks: Blocks, field: str = "blocks") -> Ints:
         """``blocks`` as a new array, or :class:`InvalidInputError`: of this tier; they may be named several times."""
@@ -124,7 +165,7 @@ class Numbers:
         return self._seen.take(numbers).tobytes() == order.tobytes()  # as bytes: == touches more code
 
     def among(self, ids: Ints, others: Ints) -> Flags:
-        """Which of ``ids`` are in ``others``: a tenth of what ``np.isin`` costs. The lock is held."""
+        """Which of ``ids``, of blocks or slots, are in ``others``: a tenth of what ``np.isin`` costs. Lock held."""
         self._mark[others] = True
         try:
             return self._mark.take(ids)
@@ -133,14 +174,43 @@ class Numbers:
 
     def cells_of(self, slots: Ints) -> tuple[Ints, Bits] | None:
         """The cells of ``slots``, each once, and the bits in each; ``None`` if a slot is given twice. Lock held."""
-        cells, bits = self.cells.bit_by_bit(slots)
+        cells, bits = self.bit_by_bit(slots)
         runs = slots.size > 1 and slots[1] == slots[0] + 1  # a prefill comes first, or there is none
         if not runs and self.differ(cells):  # one row of each sequence, as decode has them
             return cells, bits
-        if self.differ((found := self.cells.run_by_run(slots, cells))[0]):
+        if self.differ((found := self.run_by_run(slots, cells))[0]):
             return found
         ordered = np.sort(slots)
-        return None if count(ordered[1:] == ordered[:-1]) else self.cells.of_ordered(ordered)
+        return None if count(ordered[1:] == ordered[:-1]) else self.cells_of_ordered(ordered)
+
+    def bit_by_bit(self, slots: Ints) -> tuple[Ints, Bits]:
+        """The cell of each slot, and its one bit there."""
+        if self._shift >= 0:
+            return slots >> self._shift, _EACH.take(slots & self._mask)
+        blocks, offsets = np.divmod(slots, self.tokens)
+        return blocks * self.words_per_block + (offsets >> 6), _EACH.take(offsets & 63)
+
+    def run_by_run(self, slots: Ints, cells: Ints) -> tuple[Ints, Bits]:
+        """A cell, and the bits there, for each run of slots next to each other in one of their ``cells``; not none."""
+        edge = np.ones(slots.size + 1, np.bool_)
+        np.not_equal(slots[1:], slots[:-1] + 1, out=edge[1:-1])
+        edge[1:-1] |= cells[1:] != cells[:-1]
+        edges = np.flatnonzero(edge)
+        length = np.diff(edges).view(np.uint64)
+        first, bits = self.bit_by_bit(slots[edges[:-1]])
+        return first, (_ALL >> (_BITS - length)) * bits
+
+    def cells_of_ordered(self, slots: Ints) -> tuple[Ints, Bits]:
+        """The cells of ``slots`` in order, each once, and the bits in each."""
+        cells, bits = self.bit_by_bit(slots)
+        if not slots.size:
+            return cells, bits
+        start = np.flatnonzero(np.concatenate(([True], cells[1:] != cells[:-1])))
+        return cells[start], np.bitwise_or.reduceat(bits, start)
+
+    def blocks_of(self, cells: Ints) -> Ints:
+        """The blocks of cells, each once."""
+        return cells if self.words_per_block == 1 else np.unique(cells // self.words_per_block)
 
 
 def extreme(ids: Ints) -> int:

@@ -1,4 +1,7 @@
-"""What must be right on a GPU before ``bench.gpu_capture`` measures anything."""
+"""Capture on a GPU: every row right, in graphs, under resets, from late devices and on two streams.
+
+Without a CUDA GPU these are skipped; what the kernel computes is tested everywhere, through Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,22 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import kvroute
-from bench.gpu_passes import (
+from cache_manager.blocks import AuxBlocks
+from kvroute.capture.layers import LayerCapture
+from kvroute.capture.plan import Check
+
+if not torch.cuda.is_available():
+    pytest.skip("wanted a CUDA GPU, torch sees none here", allow_module_level=True)
+
+from bench.gpu_capture import (
     BLOCK_TOKENS,
     BLOCKS,
     DEVICE,
     MODELS,
-    SOAK_ROWS,
     SOAK_TOKENS,
     TOKENS,
     TOP_K,
@@ -25,9 +35,8 @@ from bench.gpu_passes import (
     keep_all,
     random_slots,
 )
-from cache_manager.blocks import AuxBlocks
-from kvroute.capture.layers import LayerCapture
-from kvroute.capture.plan import Check
+
+SOAK_ROWS, SOAK_S = 10_000_000, 60.0
 
 
 def judged(aux: Any, batch: Pass, slots: Any) -> int:
@@ -38,9 +47,9 @@ def judged(aux: Any, batch: Pass, slots: Any) -> int:
     return int(wrong.sum())
 
 
-def check_shapes(model: Model, aux: Any, capture: Any, rng: np.random.Generator) -> int:
+def every_size_is_right(model: Model, aux: Any, capture: Any) -> None:
     """Each batch size once outside of a graph, slots random, a tenth of them padding, int16 and int64 ids too."""
-    rows = 0
+    rng = np.random.default_rng(0)
     for tokens in TOKENS:
         batch = Pass(model, tokens)
         slots = random_slots(tokens, rng, 0.1)
@@ -57,11 +66,9 @@ def check_shapes(model: Model, aux: Any, capture: Any, rng: np.random.Generator)
             assert verdict.keep is None, verdict
             step.commit()
             assert (wrong := judged(aux, batch, slots)) == 0, f"{model.name}, {tokens} tokens, {dtype}: {wrong} wrong"
-            rows += tokens
-    return rows
 
 
-def check_bad(model: Model, aux: Any, capture: Any) -> None:
+def bad_ids_are_missing(model: Model, aux: Any, capture: Any) -> None:
     """A bad id on the device is counted, named and missing."""
     batch, slots = Pass(model, 64), np.arange(64)
     batch.ids[5, 7, 3] = model.experts
@@ -80,54 +87,66 @@ def check_bad(model: Model, aux: Any, capture: Any) -> None:
     capture.verdict(64)
 
 
-def soak(model: Model, aux: Any, capture: Any, rng: np.random.Generator, seconds: float) -> tuple[int, int, int]:
-    """Random steps in graphs of several batch sizes on a side stream: rows, wrong ones, resets."""
-    rows = wrong = resets = 0
-
-    def graph_with(batch: Pass) -> torch.cuda.CUDAGraph:
-        def launches() -> None:
-            keep_all(capture, batch)
-            batch.work()
-            capture.commit(batch.slots)
-
-        return graph_of(launches)
-
-    batches = [Pass(model, tokens) for tokens in SOAK_TOKENS]
-    graphs = [graph_with(batch) for batch in batches]
-    capture.ready()
-    assert capture.verdict(max(TOKENS)).keep is None  # the warm-up's rows: nobody has a step for them
-    stream, until = torch.cuda.Stream(), time.monotonic() + seconds
-    while rows < SOAK_ROWS and time.monotonic() < until:
-        pick = int(rng.integers(len(batches)))
-        batch, slots = batches[pick], random_slots(batches[pick].tokens, rng, 0.1)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            batch.draw()
-            batch.slots.copy_(torch.from_numpy(slots))
-            step = aux.begin_step(slots, in_place=True)
-            graphs[pick].replay()
-        event = stream.record_event()
-        lives = rng.random() < 0.02
-        if lives:  # a weight update while the device writes
-            aux.reset(weights_version=(resets := resets + 1))
-        event.synchronize()
-        step.wrote("routing")
-        step.commit(capture.verdict(batch.tokens).keep)
-        used = slots[slots >= 0]
-        touched, where = np.unique(used // BLOCK_TOKENS, return_inverse=True)
-        found = aux.read("routing", touched)
-        at = where * BLOCK_TOKENS + used % BLOCK_TOKENS
-        if lives:
-            wrong += int(found.valid[at].sum())  # rows of the weights before
-        else:
-            same = (found.values[at] == batch.wanted()[slots >= 0]).all(axis=(1, 2)) & found.valid[at]
-            wrong += int((~same).sum())
-        rows += used.size
-    return rows, wrong, resets
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_every_row_of_every_shape_is_right_and_a_bad_id_is_missing(model: Model, staged: bool) -> None:
+    """Method: all batch sizes, three widths of ids, random slots with padding; then ids that no router can choose."""
+    with blocks_of(model, staged=staged) as (aux, capture):
+        every_size_is_right(model, aux, capture)
+        bad_ids_are_missing(model, aux, capture)
 
 
-def check_late(model: Model) -> None:
+def test_random_steps_in_graphs_with_resets_in_flight() -> None:
+    """Goal: no row is wrong or outlives its weights. Method: a minute of graphs of several sizes, on a side stream."""
+    model, rng = MODELS[0], np.random.default_rng(0)
+    with blocks_of(model) as (aux, capture):
+        rows = wrong = resets = 0
+
+        def graph_with(batch: Pass) -> torch.cuda.CUDAGraph:
+            def launches() -> None:
+                keep_all(capture, batch)
+                batch.work()
+                capture.commit(batch.slots)
+
+            return graph_of(launches)
+
+        batches = [Pass(model, tokens) for tokens in SOAK_TOKENS]
+        graphs = [graph_with(batch) for batch in batches]
+        capture.ready()
+        assert capture.verdict(max(TOKENS)).keep is None  # the warm-up's rows: nobody has a step for them
+        stream, until = torch.cuda.Stream(), time.monotonic() + SOAK_S
+        while rows < SOAK_ROWS and time.monotonic() < until:
+            pick = int(rng.integers(len(batches)))
+            batch, slots = batches[pick], random_slots(batches[pick].tokens, rng, 0.1)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                batch.draw()
+                batch.slots.copy_(torch.from_numpy(slots))
+                step = aux.begin_step(slots, in_place=True)
+                graphs[pick].replay()
+            event = stream.record_event()
+            lives = rng.random() < 0.02
+            if lives:  # a weight update while the device writes
+                aux.reset(weights_version=(resets := resets + 1))
+            event.synchronize()
+            step.wrote("routing")
+            step.commit(capture.verdict(batch.tokens).keep)
+            used = slots[slots >= 0]
+            touched, where = np.unique(used // BLOCK_TOKENS, return_inverse=True)
+            found = aux.read("routing", touched)
+            at = where * BLOCK_TOKENS + used % BLOCK_TOKENS
+            if lives:
+                wrong += int(found.valid[at].sum())  # rows of the weights before
+            else:
+                same = (found.values[at] == batch.wanted()[slots >= 0]).all(axis=(1, 2)) & found.valid[at]
+                wrong += int((~same).sum())
+            rows += used.size
+        assert (rows > 0, wrong) == (True, 0), (rows, wrong, resets)
+
+
+def test_a_late_device_writes_among_no_new_lifes_rows() -> None:
     """A device that is late for a block's new life: its rows never lie among the new life's readable ones."""
+    model = MODELS[0]
     spec = kvroute.routing_spec(model.experts, TOP_K, range(model.layers), model.layers, BLOCK_TOKENS)
     namespace = kvroute.Namespace("late", weights_version=0)
     with AuxBlocks([spec], blocks=4, namespace=namespace, memory="shared") as engine:
@@ -162,9 +181,9 @@ def check_late(model: Model) -> None:
             assert (again.values == new).all()
 
 
-def check_micro_batches(model: Model, rng: np.random.Generator) -> int:
-    """Two passes in flight on two streams, each with its own capture, into one region: how many rows were right."""
-    rows = 0
+def test_two_passes_in_flight_on_two_streams() -> None:
+    """Two passes in flight on two streams, each with its own capture, into one region."""
+    model, rng = MODELS[0], np.random.default_rng(0)
     with blocks_of(model) as (aux, first), LayerCapture(aux.region("device"), 1024, DEVICE) as second:
         streams = torch.cuda.Stream(), torch.cuda.Stream()
         batches = [Pass(model, 256), Pass(model, 512)]
@@ -189,32 +208,3 @@ def check_micro_batches(model: Model, rng: np.random.Generator) -> int:
                 steps[i].commit((first, second)[i].verdict(batches[i].tokens).keep)
             for batch, at in zip(batches, slots, strict=True):
                 assert (wrong := judged(aux, batch, at)) == 0, f"micro-batches: {wrong} wrong"
-                rows += batch.tokens
-    return rows
-
-
-def checked(rng: np.random.Generator, seconds: float) -> list[str]:
-    """Everything that must be right before anything is measured: what was seen. Raises ``AssertionError``."""
-    said: list[str] = []
-
-    def say(line: str) -> None:
-        said.append(line)
-        print(line, flush=True)
-
-    for model in MODELS:
-        with blocks_of(model) as (aux, capture):
-            rows = check_shapes(model, aux, capture, rng)
-            check_bad(model, aux, capture)
-            say(f"{model.name}: {rows} rows right, int16, int32 and int64; bad ids counted, named and missing")
-        with blocks_of(model, staged=True) as (aux, capture):
-            rows = check_shapes(model, aux, capture, rng)
-            check_bad(model, aux, capture)
-            say(f"{model.name}, staged: {rows} rows right; bad ids counted, named and missing")
-    say(f"two micro-batches in flight on two streams: {check_micro_batches(MODELS[0], rng)} rows right")
-    check_late(MODELS[0])
-    say("a late device: no row of it among the new life's")
-    with blocks_of(MODELS[0]) as (aux, capture):
-        rows, wrong, resets = soak(MODELS[0], aux, capture, rng, seconds)
-        say(f"soak: {rows} rows in graphs, {resets} resets in flight, {wrong} wrong")
-        assert wrong == 0
-    return said

@@ -1,7 +1,8 @@
-"""Small models for vLLM on a GPU with the pass that judges their rows, and the shape of a large one without weights."""
+"""Small models that the experiments with vLLM serve, with the pass that judges their rows; the shape of a large one."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,6 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
-
-from bench.vllm_model import unpacked
 
 EXPERTS, TOP_K, VOCABULARY = 16, 4, 512
 COMMON: dict[str, Any] = {
@@ -66,6 +65,42 @@ def build(directory: Path, family: str, dtype: torch.dtype) -> None:
     model.to(dtype).save_pretrained(directory)
 
 
+def build_qwen3(directory: Path, seed: int = 0, *, width: int = 1) -> None:
+    """A Qwen3-MoE of seeded float32 weights, without a tokenizer.
+
+    It has 1.9 M weights; with ``width=8`` 420 M, in twice the layers with twice the experts.
+    """
+    more = min(width, 2)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128 * width,
+        intermediate_size=256 * width,
+        moe_intermediate_size=64 * width,
+        num_hidden_layers=4 * more,
+        num_attention_heads=4 * width,
+        num_key_value_heads=2 * more,
+        head_dim=32,  # the narrowest that vLLM's attention on a CPU has
+        num_experts=EXPERTS * more,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(config).to(torch.float32)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.ndim == 1:
+                    weight.fill_(1.0)
+                else:  # routers wide, so that rounding rarely decides a choice
+                    weight.normal_(0, (0.3 if name.endswith("gate.weight") else 0.08) / width**0.5)
+    model.save_pretrained(directory)
+
+
 def shape(directory: Path, layers: int) -> None:
     """The configuration of a model of Qwen3-30B-A3B's shape, with so many layers: 0.63 B weights each."""
     Qwen3MoeConfig(
@@ -87,10 +122,15 @@ def shape(directory: Path, layers: int) -> None:
     ).save_pretrained(directory)
 
 
+def unpacked(packed: Mapping[str, Any]) -> NDArray[Any]:
+    """The array that :func:`bench.peers.vllm_engine.packed` has packed."""
+    return np.frombuffer(base64.b64decode(packed["bytes"]), packed["dtype"]).reshape(packed["shape"])
+
+
 class Judge:
     """A float32 pass of the same weights by transformers, over the tokens of prompt and answer."""
 
-    def __init__(self, directory: Path, close: float, device: str = "cuda") -> None:
+    def __init__(self, directory: Path, close: float = 0.0, device: str = "cpu") -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._model, self._close, self._device = model.to(device).eval(), close, device
@@ -140,4 +180,4 @@ def _cut(values: torch.Tensor) -> torch.Tensor:
     return (values.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
-__all__ = ["VOCABULARY", "Judge", "build", "shape"]
+__all__ = ["VOCABULARY", "Judge", "build", "build_qwen3", "shape", "unpacked"]
