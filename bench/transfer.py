@@ -29,30 +29,27 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
-from transfer.links import open_link
 
 from bench.harness import Table, best_ms
-from cache_manager.keys import BlockKey
+from cache_manager.keys import BlockKey, Namespace
 from cache_manager.record import OfferedRecord, RecordHeader, checksum
-from transfer.actions import OfferedBlock, WantedBlock
+from transfer.actions import Finished, OfferedBlock, WantedBlock
 from transfer.curve import CurveClient, CurveServer, make_keys, read_keys, read_public
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
-from transfer.link import ServingLink
 from transfer.messages import BootId, Part, TransferId
-from transfer.node import DecodeNode, PrefillNode
+from transfer.node import Node, new_transfer
+from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 from transfer.zmq_sockets import dealer, router
 
 BLOCK_TOKENS = 64
 PART = Part("rows", b"f" * 16, BLOCK_TOKENS * 58 * 8, BLOCK_TOKENS)
-NAMESPACE = b"n" * 16
+NAMESPACE = Namespace("m", 1)
 VALID = b"\xff" * 8
 BLOCKS = 512
 LIMITS = TransferLimits()
 PATIENCE_S = 60.0
-ENGINE = "TransferEngine"
-"""Bulk by it, control over ipc; "raw" beside it is ipc, as there is no bare engine that says when bytes are there."""
 MESSAGE_RECORDS = min(LIMITS.records_max, LIMITS.records_nbytes_max // PART.nbytes)
 """In one message of kvroute's, and of those that it is compared with."""
 
@@ -67,7 +64,7 @@ KEYS = [key_of(i) for i in range(BLOCKS)]
 def settings(link: str, directory: Path, name: str, *, server: bool) -> ZmqSettings:
     curve = link.endswith("CURVE")
     keys = directory / "keys"
-    bind = f"ipc://{directory}/{name}" if link in ("ipc", ENGINE) else "tcp://127.0.0.1:*"
+    bind = f"ipc://{directory}/{name}" if link == "ipc" else "tcp://127.0.0.1:*"
     if server:
         allowed = (
             CurveServer(read_keys(keys / "p.key_secret"), frozenset([read_public(keys / "d.key")])) if curve else None
@@ -76,10 +73,6 @@ def settings(link: str, directory: Path, name: str, *, server: bool) -> ZmqSetti
     return ZmqSettings(
         curve_client=CurveClient(read_keys(keys / "d.key_secret"), read_public(keys / "p.key")) if curve else None
     )
-
-
-def opened(link: str, chosen: ZmqSettings) -> ServingLink:
-    return open_link("mooncake" if link == ENGINE else "zmq", chosen)
 
 
 def pool() -> np.ndarray[Any, Any]:
@@ -92,8 +85,8 @@ def pool() -> np.ndarray[Any, Any]:
 def serve_node(pipe: Connection, link: str, directory: Path) -> None:
     """Offers as many requests as it is told to, before their time is taken: prefill has finished then."""
     rows = pool()
-    node = PrefillNode(
-        opened(link, settings(link, directory, "node", server=True)),
+    node = Node(
+        ZmqLink(settings(link, directory, "node", server=True)),
         Identity(BootId(secrets.token_bytes(16)), NAMESPACE, (PART,)),
         LIMITS,
     )
@@ -101,17 +94,11 @@ def serve_node(pipe: Connection, link: str, directory: Path) -> None:
     while (asked := pipe.recv()) is not None:
         requests, blocks = asked
         node.poll()
-        pipe.send(
-            [
-                node.offer(
-                    [
-                        OfferedBlock(i, KEYS[i], (OfferedRecord(KEYS[i], PART.fingerprint, 1, 1, VALID, rows[i].data),))
-                        for i in range(blocks)
-                    ]
-                )
-                for _ in range(requests)
-            ]
-        )
+        transfers = [new_transfer() for _ in range(requests)]
+        records = [OfferedRecord(KEYS[i], PART.fingerprint, 1, 1, VALID, rows[i].data) for i in range(blocks)]
+        for transfer in transfers:
+            node.offer(transfer, [OfferedBlock(i, record.key, (record,)) for i, record in enumerate(records)])
+        pipe.send(transfers)
     node.close()
 
 
@@ -182,8 +169,8 @@ class Decode:
         self.address, raw = addresses
         chosen = settings(link, directory, "", server=False)
         self.over = threading.Event()
-        self.node = DecodeNode(
-            opened(link, chosen),
+        self.node = Node(
+            ZmqLink(chosen),
             Identity(BootId(secrets.token_bytes(16)), NAMESPACE, (PART,)),
             LIMITS,
             notify=self.over.set,
@@ -208,12 +195,13 @@ class Decode:
         sinks = [Landing(self.rows) for _ in transfers]
         wanted = [WantedBlock(i, KEYS[i], (0,)) for i in range(blocks)]
         for transfer, sink in zip(transfers, sinks, strict=True):
-            self.node.pull(self.address, transfer, wanted, sink)
+            self.node.pull(transfer, self.address, wanted, sink)
         left = len(transfers)
         while left:
             assert self.over.wait(PATIENCE_S)
             self.over.clear()
             for event in self.node.poll():
+                assert isinstance(event, Finished)
                 assert event.result.complete, event.result
                 left -= 1
         self._first("kvroute", sinks[0].first_s - start_s)
@@ -279,7 +267,7 @@ class Decode:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--links", default=f"ipc,tcp,tcp+CURVE,{ENGINE}", help="which, with commas between (all)")
+    parser.add_argument("--links", default="ipc,tcp,tcp+CURVE", help="which, with commas between (all)")
     chosen = parser.parse_args()
     rounds = 5 if chosen.quick else 25
     sizes = Table(

@@ -50,7 +50,7 @@ TEXT_MAX: Final = 256
 class Offers:
     """A node calls :meth:`receive` for what arrives, :meth:`tick` when :meth:`next_due_s` has come (often is fine),
     acts on what they answer, and then sends what :meth:`next_records` has until there is no more. Whatever a peer
-    sends, no method raises because of it. :class:`LocalProtocolError` is for mistakes of this side, and changes nothing.
+    sends, no method raises because of it. :class:`LocalProtocolError` is for mistakes of this side; it changes nothing.
     """
 
     def __init__(self, identity: Identity, limits: TransferLimits) -> None:

@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from cache_manager.bits import prefix_bits
 from msgspec.structs import replace
 
-from cache_manager.bits import prefix_bits
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import KEY_NBYTES, BlockKey

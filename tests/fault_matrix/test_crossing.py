@@ -202,9 +202,9 @@ def test_whatever_is_never_heard_both_sides_end(kind: type[Message], after: int)
 @pytest.mark.parametrize(
     ("field", "other", "named"),
     [
-        ("fingerprint", bytes(16), "{} layout"),
-        ("nbytes", 48, "{} record"),
-        ("block_tokens", 8, "{} record"),
+        ("fingerprint", bytes(16), "{}.fingerprint"),
+        ("nbytes", 48, "{}.nbytes"),
+        ("block_tokens", 8, "{}.block_tokens"),
         ("name", "another", "parts"),
     ],
 )

@@ -13,7 +13,7 @@ import threading
 import msgspec
 import pytest
 from transfer_nodes import ended, lend, until
-from transfer_rows import BLOCK_TOKENS, NAMESPACE, PART, CanarySink, key_of, payload_of, ranges, wanted
+from transfer_rows import BLOCK_TOKENS, PART, SPACE, CanarySink, key_of, payload_of, ranges, wanted
 from zmq_peers import Client, Server
 from zmtp import greeted
 
@@ -189,10 +189,10 @@ def test_layouts_are_compared_before_any_payload(prefill: Node) -> None:
     """
     transfer = lend(prefill, 1, 2)
     with contextlib.closing(Client(prefill.address)) as other:
-        other.say(encode(Hello(other.boot_id, NAMESPACE, [OTHER_LAYOUT], MINOR, 1 << 30)))
+        other.say(encode(Hello(other.boot_id, SPACE, [OTHER_LAYOUT], MINOR, 1 << 30)))
         refuse = other.hear()
         assert isinstance(refuse, Refuse)
-        assert (refuse.field, refuse.wanted, refuse.got) == ("rows layout", PART.fingerprint.hex(), "6f" * 16)
+        assert (refuse.field, refuse.wanted, refuse.got) == ("rows.fingerprint", PART.fingerprint.hex(), "6f" * 16)
         other.say(encode(Pull(other.boot_id, transfer, 1, ranges(1, 1), 1 << 30)))
         refuse = other.hear()
         assert isinstance(refuse, Refuse)
@@ -206,7 +206,7 @@ def test_layouts_are_compared_before_any_payload(prefill: Node) -> None:
         assert isinstance(hello, Hello)
         server.say(welcome_for(hello, server, OTHER_LAYOUT))
         result = ended(pulling, {one})[one].result
-        assert (result.reason, "rows layout: wanted" in result.detail) == (Reason.REFUSED, True)
+        assert (result.reason, "rows.fingerprint: wanted" in result.detail) == (Reason.REFUSED, True)
 
     with contextlib.closing(Server()) as server, decode_node() as pulling:
         pulling.pull(two, server.address, wanted(1, 1), sink)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator
 
 from transfer_nodes import ended, lend, until
-from transfer_rows import NAMESPACE, PART, SPACE, CanarySink, identity_of, wanted
+from transfer_rows import PART, SPACE, CanarySink, identity_of, wanted
 from zmq_peers import Server
 
 from transfer.limits import TransferLimits
@@ -73,7 +73,7 @@ def counts(node: Node, messages: int) -> None:
 
 
 def welcome_for(hello: Hello, server: Server, part: Part = PART) -> bytes:
-    return encode(Welcome(server.boot_id, NAMESPACE, [part], MINOR, 120_000, hello.boot_id))
+    return encode(Welcome(server.boot_id, SPACE, [part], MINOR, 120_000, hello.boot_id))
 
 
 def first_pull(server: Server) -> Pull:

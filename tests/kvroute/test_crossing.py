@@ -318,3 +318,28 @@ def test_a_prompt_that_is_computed_again_is_lent_anew(chunks: list[int]) -> None
         answer = second.ask("e", PROMPT, brought=len(PROMPT), ticket=ticket, more=SAID)
         by = [2] * (len(PROMPT) - 1) + [DECODE] * OWN
         assert judge(routes(answer), [*PROMPT, *SAID], by) == {"right": ALL}
+
+
+def test_kv_that_fails_to_load_at_prefill_is_lent_anew() -> None:
+    """Goal: as above, in the same blocks. Method: prefill's first block is lent; then its KV is found not to have come,
+    and the prompt is computed again from there on.
+    """
+    with two() as (first, second):
+        old = list[Any]()
+
+        def fail() -> None:
+            first.between = lambda: None
+            old.append(early_ticket(first))
+            (held,) = first.scheduler._tickets._lent.values()
+            first.worker.begin(first.scheduler.step({}))
+            first.worker.fail(set(first.table[:1]))
+            first.worker.end()
+            first.worker.failures()
+            first.weights, held.request.num_computed_tokens = 2, 0
+
+        first.between = fail
+        ticket = handed_over(first, PROMPT, [6, 5])
+        assert ticket["id"] != old[0]["id"]
+        answer = second.ask("e", PROMPT, brought=len(PROMPT), ticket=ticket, more=SAID)
+        by = [2] * (len(PROMPT) - 1) + [DECODE] * OWN
+        assert judge(routes(answer), [*PROMPT, *SAID], by) == {"right": ALL}

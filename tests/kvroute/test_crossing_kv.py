@@ -114,7 +114,7 @@ def test_blocks_cross_as_they_are_filled(
             first.lend(transfer, tokens, mine, done * SIZE, stop)
             done = stop // SIZE
     first.rows.renew(list(range(12)))
-    first.kv.device[:] = 0
+    first.kv.device[:] = 9  # what lies behind the next prompt
     came = second.ended()
     assert isinstance(came, Came)
     assert (came.transfer, dict(came.why), came.kv) == (transfer, {}, frozenset(range(local, blocks)))
@@ -147,6 +147,49 @@ def test_what_lands_in_another_life_is_dropped(halves: tuple[Half, Half]) -> Non
     assert second.right(tokens, [3, 4, 5]) == [0, 1, 2, 3, 8, 9, 10, 11]
     assert (second.kv.device[4] == 7).all()
     first.ended()
+
+
+def test_what_was_given_out_again_before_it_was_lent_is_absent(halves: tuple[Half, Half]) -> None:
+    """Goal: rows and KV go out of the lives that were meant. Method: one of three blocks is another prompt's by the
+    time when they are lent.
+    """
+    first, second = halves
+    tokens, transfer = list(range(12)), secrets.token_bytes(16)
+    lives = first.rows.renew([0, 1, 2]).tolist()
+    first.compute(tokens, [0, 1, 2], 0, 12)
+    first.rows.renew([1])
+    first.compute([7] * 12, [0, 1, 2], 4, 8)
+    first.crossing.lender.lend(transfer, 0, first.keyed(tokens, [0, 1, 2], 0), lives, 12)
+    landing = second.rows.renew([3, 4, 5]).tolist()
+    wanted = second.keyed(tokens, [3, 4, 5], 0)
+    second.crossing.borrower.fetch(transfer, first.crossing.address, 0, wanted, landing, 12)
+    came = second.ended()
+    assert isinstance(came, Came)
+    assert (dict(came.why), came.kv) == ({1: "absent"}, frozenset({0, 2}))
+    assert second.right(tokens, [3, 4, 5]) == [0, 1, 2, 3, 8, 9, 10, 11]
+    first.ended()
+
+
+def test_rows_of_kv_that_did_not_come_land_nowhere() -> None:
+    """Goal: a block whose KV failed gets no row of it later. Method: two blocks are waited for, one of which is given
+    up before prefill lends.
+    """
+    first, second = Half(kv=False), Half(kv=False)
+    tokens, transfer = list(range(8)), secrets.token_bytes(16)
+    lives = second.rows.renew([5, 6]).tolist()
+    wanted = second.keyed(tokens, [5, 6], 0)
+    second.crossing.borrower.fetch(transfer, first.crossing.address, 0, wanted, lives, 8)
+    second.crossing.borrower.give_up({6, 9})
+    second.rows.forget([6])
+    first.rows.renew([0, 1])
+    first.compute(tokens, [0, 1], 0, 8)
+    first.lend(transfer, tokens, [0, 1], 0, 8)
+    came = second.ended()
+    assert isinstance(came, Came)
+    assert dict(came.why) == {1: "stale"}
+    assert second.right(tokens, [5, 6]) == [0, 1, 2, 3]
+    first.close()
+    second.close()
 
 
 @pytest.mark.parametrize("kv", [False, True])
