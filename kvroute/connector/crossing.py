@@ -33,12 +33,12 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from cache_manager.bits import prefix_bits
 from msgspec.structs import replace
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import KEY_NBYTES, BlockKey
+from cache_manager.numbers import prefix_bits
 from cache_manager.ports import KVBlocks
 from cache_manager.record import OfferedRecord, RecordHeader
 from cache_manager.spec import RecordLayout
