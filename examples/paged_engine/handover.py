@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvroute.connector.crossing import Came, Crossing
-
 from cache_manager.errors import InvalidInputError, KVRouteError
+from kvroute.connector.crossing import Came, Crossing
 from paged_engine.engine import Engine
 from paged_engine.request import FinishReason, Request
 from paged_engine.scheduler import Work
