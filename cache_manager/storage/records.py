@@ -10,7 +10,7 @@ from typing import Final
 
 from cache_manager.errors import ConfigError, NoSpaceError, RecordError, StorageError
 from cache_manager.keys import BlockKey
-from cache_manager.ports import Absence, BoundedBackend, LendingBackend, RecordCounters, StorageBackend
+from cache_manager.ports import Absence, BoundedBackend, LendingBackend, RecordCounters, StorageBackend, UnsummedBackend
 from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.spec import RecordLayout
 from cache_manager.storage.batch import is_sound, one_each
@@ -32,6 +32,7 @@ class RecordStore:
         self.layout = layout
         self.backend = backend
         self._lending = backend if isinstance(backend, LendingBackend) else None
+        self._get = backend.get_unsummed if isinstance(backend, UnsummedBackend) else backend.get_into
         if isinstance(backend, BoundedBackend) and layout.nbytes > backend.record_nbytes_max:
             remedy = "give the store a larger quota"
             raise ConfigError("record", f"{backend.record_nbytes_max} bytes at most; {remedy}", layout.nbytes)
@@ -169,7 +170,7 @@ class RecordStore:
         return self._copied(keys, buffers)
 
     def _copied(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence | None]:
-        found = one_each(self.backend.get_into(keys, buffers), keys)
+        found = one_each(self._get(keys, buffers), keys)
         return [
             header if not isinstance(header, RecordHeader) or self._is_sound(header, key, buffer) else None
             for header, key, buffer in zip(found, keys, buffers, strict=True)
