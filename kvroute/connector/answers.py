@@ -1,9 +1,9 @@
 """The client's end: the routes of an answer, from an engine's own object or from the JSON of an OpenAI server.
 
-Beside an answer goes ``{"kvroute": {"rollouts": {name: handle}, "unseen": {name: spans}, "error": {name: text}}}``. A
-name is what the engine calls a request: the id that it was given, behind ``<i>_`` where it is one of several
-completions. Many requests may have a name, one after the other. What is found by a name is an answer's only if its
-token hashes say so.
+Beside an answer goes ``{"kvroute": {"rollouts": {name: handle}, "unseen": {name: spans}, "missing": {name: gaps},
+"error": {name: text}}}``. A name is what the engine calls a request: the id that it was given, behind ``<i>_`` where it
+is one of several completions. Many requests may have a name, one after the other. What is found by a name is an
+answer's only if its token hashes say so.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvroute.routes.token_hash import token_hashes
 FIELD: Final = "kvroute"
 LEFT: Final = "rollouts"
 UNSEEN: Final = "unseen"
+MISSING: Final = "missing"
 ERROR: Final = "error"
 POLL_S: Final = 0.01
 
@@ -72,6 +73,15 @@ def unseen(output: Any, index: int = 0) -> tuple[tuple[int, int], ...]:
     return tuple((int(start), int(stop)) for start, stop in spans)
 
 
+def missing(output: Any, index: int = 0) -> tuple[tuple[int, int, str], ...]:
+    """The positions ``[start, stop)`` whose rows another engine lent and which did not come, and why.
+
+    The routes say which rows are missing, whatever the reason; here are the reasons that the engine knows.
+    """
+    gaps = _Asked.of(output, index).told_of(MISSING) or ()
+    return tuple((int(start), int(stop), str(why)) for start, stop, why in gaps)
+
+
 def _left(asked: _Asked, rollouts: RolloutStore, wait_s: float) -> Routes:
     """The routes that the engine has left in the store, or leaves there while they are waited for."""
     if asked.tokens is None or not asked.names:
@@ -114,7 +124,14 @@ class _Asked:
         _refuse_parts(output)
         told = _mapping(_mapping(field_of(output, "kv_transfer_params")).get(FIELD))
         request = field_of(output, "request_id") or field_of(output, "id")
-        if field_of(output, "object") == "response":  # of several turns each is a request of its own
+        if meta := _mapping(field_of(output, "meta_info")):  # SGLang's, whose completions are answers of their own
+            told, request = _mapping(next(filter(None, reversed(meta.get(FIELD) or ())), None)), meta.get("id")
+            prompt, answered, names = (
+                field_of(output, "prompt_token_ids"),
+                field_of(output, "output_ids"),
+                [str(request)],
+            )
+        elif field_of(output, "object") == "response":  # of several turns each is a request of its own
             prompt, answered = _tokens_of(output, "input_messages"), _tokens_of(output, "output_messages")
             names = [f"{request}_0"]
         else:
@@ -160,7 +177,9 @@ class _Asked:
         if self.tokens is None:
             return found
         rows = self._rows(found)
-        return found.slice(0, rows).bind(self.tokens, [count for count in {self.prompt, rows} if count <= rows])
+        return found.slice(found.start, max(found.start, rows)).bind(
+            self.tokens, [count for count in {self.prompt, rows} if count <= rows]
+        )
 
     def _rows(self, found: Routes) -> int:
         assert self.tokens is not None
@@ -229,4 +248,4 @@ def _mapping(given: Any) -> Mapping[str, Any]:
     return given if isinstance(given, Mapping) else {}
 
 
-__all__ = ["ERROR", "FIELD", "LEFT", "UNSEEN", "answers_of", "field_of", "routes", "unseen"]
+__all__ = ["ERROR", "FIELD", "LEFT", "MISSING", "UNSEEN", "answers_of", "field_of", "missing", "routes", "unseen"]
