@@ -28,17 +28,18 @@ import hashlib
 import secrets
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-from cache_manager.bits import prefix_bits
 from msgspec.structs import replace
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import KEY_NBYTES, BlockKey
+from cache_manager.numbers import prefix_bits
 from cache_manager.ports import KVBlocks
 from cache_manager.record import OfferedRecord, RecordHeader
 from cache_manager.spec import RecordLayout
@@ -245,8 +246,11 @@ class Borrower:
 
     def give_up(self, blocks: set[int]) -> None:
         """The KV of these blocks has not come: rows that are on their way to them are of no use."""
-        for landing in list(self._under_way.values()):
+        for transfer, landing in list(self._under_way.items()):
             landing.given_up = landing.given_up.union(blocks.intersection(landing.ids))
+            if landing.given_up.issuperset(landing.ids):
+                with suppress(KVRouteError):  # a pull that does not hear of it ends by itself
+                    self._node.abort(TransferId(transfer), "given up")
 
     def refused(self) -> list[Release | Came]:
         return [self._refused.popleft() for _ in range(len(self._refused))]
