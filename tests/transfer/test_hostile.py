@@ -29,6 +29,7 @@ from transfer.messages import (
     Gone,
     GoneReason,
     Hello,
+    Later,
     Pull,
     Refuse,
     Renew,
@@ -130,7 +131,7 @@ def test_garbage_in_messages(prefill: PeerProcess) -> None:
                 client.hear_out()
     counters = settled(prefill, lambda got: got["node"]["arrivals"] >= 20_000)
     assert counters["node"]["bad_messages"] > 10_000
-    assert counters["in_flight"] == 0
+    assert counters["offers_in_flight"] == 0
     serves(prefill)
     assert resident_nbytes(prefill.pid) - before < GROWTH_NBYTES_MAX
 
@@ -219,7 +220,7 @@ def test_forged_and_replayed_messages_end_nothing(prefill: PeerProcess) -> None:
             mimic.say(encode(message))
         for _ in range(2):
             assert isinstance(mimic.hear(), (Refuse, Gone))
-        counters = settled(prefill, lambda got: got["offers"]["stranger_messages"] >= 3)
+        counters = settled(prefill, lambda got: got["offers"]["stranger_messages"] >= 2)
         assert counters["offers_in_flight"] == 1
         assert counters["offers"]["acked"] == counters["offers"]["aborted"] == 0
 
@@ -246,13 +247,14 @@ def test_transfers_that_are_not_there_and_credit_without_end(prefill: PeerProces
         before = resident_nbytes(prefill.pid)
         for _ in range(3_000):
             other.say(encode(Pull(other.boot_id, secrets.token_bytes(16), 1, [], 0)))
-            assert other.hear().__class__ is Gone
+            assert isinstance(other.hear(), (Later, Gone))
         owner.say(encode(Pull(owner.boot_id, transfer, 1, ranges(1, 1, 255), (1 << 62) - 1)))
         assert owner.hear().__class__.__name__ == "Absent"  # the first to pull owns it, so this comes before the others
         owner.say(encode(Credit(owner.boot_id, transfer, 1, (1 << 62) - 1)))
         owner.say(encode(Pull(owner.boot_id, transfer, (1 << 31) - 1, ranges(1, 1) * 16_000, (1 << 62) - 1)))
         other.say(encode(Pull(other.boot_id, transfer, 1, [], 0)))
-        assert other.hear() == Gone(transfer, GoneReason.FOREIGN)
+        while (heard := other.hear()) != Gone(transfer, GoneReason.FOREIGN):
+            assert isinstance(heard, (Later, Gone))
         assert resident_nbytes(prefill.pid) - before < GROWTH_NBYTES_MAX + (64 << 20)  # one credit's worth in sockets
     serves(prefill)
 

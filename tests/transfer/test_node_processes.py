@@ -60,7 +60,7 @@ def test_decode_stopped_for_longer_than_the_lease(tmp_path: Path) -> None:
         assert all(d["reason"] for d in done.values() if d["missing"])
         crosses(prefill, decode)
         assert len({t for t, _, _ in prefill.ask_until("poll", lambda got: len(got) == 5)}) == 5
-        assert prefill.ask("counters")["in_flight"] == 0
+        assert prefill.ask("counters")["offers_in_flight"] == 0
 
 
 def test_prefill_stopped_for_longer_than_the_lease(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_decode_killed_during_transfers_and_restarted_with_its_identity(tmp_path
         assert done[transfers[0]]["installed"] == 0
         assert done[transfers[0]]["reason"] == "gone"
         prefill.ask_until("poll", lambda got: len(got) == 4)
-        assert prefill.ask("counters")["in_flight"] == 0
+        assert prefill.ask("counters")["offers_in_flight"] == 0
         second.close()
         prefill.close()
         assert os.listdir(tmp_path) == []
