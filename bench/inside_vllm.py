@@ -8,7 +8,8 @@ transformers over the same tokens: right, missing or wrong.
 * **far offload**: K other prompts go through the engine, then an early one is asked again. Its KV is on the disk.
 * **failed load**: a block of KV cannot be loaded, and vLLM is told to recompute it. Does the engine live?
 * **two live engines**: KV goes from a prefill to a decode engine through NIXL over UCX, partial blocks too. Rows of the
-  prompt cross beside it, or in it.
+  prompt are those of the prefill engine's answer, which the client merges with the decode engine's; or they are in the
+  KV, and the decode engine has them all.
 * **compiled**: ``torch.compile``, which traces the model before hooks are bound. Are the rows the routers' choices?
 
 vLLM's own routed experts need its Model Runner V2, here through Triton's interpreter: its times mean nothing and are
@@ -26,7 +27,9 @@ from typing import Any
 
 import numpy as np
 
+import kvroute
 from bench.harness import PeerError, Table, asked, write_json
+from bench.peers.vllm_engine import packed
 from bench.vllm_models import Judge, build_qwen3
 from bench.vllm_peers import Contestant, Engine, Engines
 
@@ -105,9 +108,7 @@ class Bench:
         for port in (5701, 5711):
             config = who.connector("NixlConnector", "", self.engines.directory)
             config |= {"kv_buffer_device": "cpu", "kv_load_failure_policy": "fail"}
-            settings = config["kv_connector_extra_config"].get("kvroute", {})
-            if settings.pop("store", None):  # beside the KV it is a transfer that carries the rows
-                settings.pop("carrier")
+            config["kv_connector_extra_config"].get("kvroute", {}).pop("store", None)
             host = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
             options = {**SMALL, "max_num_seqs": 4, "num_gpu_blocks_override": 64, "kv_transfer_config": config}
             try:
@@ -126,6 +127,11 @@ class Bench:
             return
         extra = [{"kv_transfer_params": each["params"]} for each in given]
         answers = decode.generate(prompts, STEPS, extra=extra)
+        for each, before in zip(answers or (), given if answers else (), strict=True):
+            if who is self.engines.kvroute and each["rows"] and before["rows"]:
+                first, second = (kvroute.Routes.from_json(x["rows"]["routes"]) for x in (before, each))
+                merged = first.merge(second)
+                each["rows"] = {"ids": packed(merged.ids), "valid": packed(merged.valid)}
         came = decode.ask(metric="vllm:prompt_tokens_by_source", by="source") or {}
         note = ", ".join(f"{int(tokens)} {source}" for source, tokens in came.items()) + "; "
         self._row(table, "two live engines, NIXL", f"{who.name} ({decode.version})", decode, prompts, answers, note)
