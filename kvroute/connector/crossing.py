@@ -28,7 +28,6 @@ import hashlib
 import secrets
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -246,11 +245,8 @@ class Borrower:
 
     def give_up(self, blocks: set[int]) -> None:
         """The KV of these blocks has not come: rows that are on their way to them are of no use."""
-        for transfer, landing in list(self._under_way.items()):
+        for landing in list(self._under_way.values()):
             landing.given_up = landing.given_up.union(blocks.intersection(landing.ids))
-            if landing.given_up.issuperset(landing.ids):
-                with suppress(KVRouteError):  # a pull that does not hear of it ends by itself
-                    self._node.abort(TransferId(transfer), "given up")
 
     def refused(self) -> list[Release | Came]:
         return [self._refused.popleft() for _ in range(len(self._refused))]
