@@ -95,8 +95,8 @@ class Parent:
 class Child:
     """``python -m module SOCKET_FD PARENT_PID *fds``, descriptors of ours. Any thread sends, one at a time receives.
 
-    What it prints goes where ours goes. A child reads its socket at once and writes whole messages: one that lets half a
-    message wait for ``FRAME_S`` is stopped or wedged, and killed.
+    What it prints goes where ours goes. A child reads its socket at once and writes whole messages: one that lets half
+    a message wait for ``FRAME_S`` is stopped or wedged, and killed.
     """
 
     def __init__(self, module: str, *fds: int) -> None:
