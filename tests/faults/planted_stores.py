@@ -250,7 +250,7 @@ STORE_FAULTS = (
         "an ack of another peer counts",
         "offers.py",
         "        elif (found.peer, found.boot_id) != (peer, message.boot_id):",
-        "        elif not isinstance(message, Ack) and (found.peer, found.boot_id) != (peer, message.boot_id):",
+        "        elif not isinstance(message, wire.Ack) and (found.peer, found.boot_id) != (peer, message.boot_id):",
         WORLD,
         "kv_lent_by_reference_is_held_until_acknowledged_or_expired",
         "transfer",
@@ -276,7 +276,7 @@ STORE_FAULTS = (
     Fault(
         "a reset forgets the transfers",
         "offers.py",
-        "        actions = self._end_all(Outcome.RESET) + self._refuse_early(math.inf)\n",
+        "        actions = self._end_all(wire.Outcome.RESET) + self._refuse_early(math.inf)\n",
         "        actions = list[Action]()\n",
         ENDS,
         "test_a_reset_ends_everything_on_both_sides",
@@ -315,7 +315,7 @@ STORE_FAULTS = (
         "return bool(self.outstanding or self.installing)",
         "return bool(self.outstanding)",
         WORLD,
-        "the ack follows the last installation",
+        "every wanted record is in place or missing",
         "transfer",
     ),
     Fault(
@@ -324,7 +324,7 @@ STORE_FAULTS = (
         "installing[place] = keys.pop(place)",
         "installing[place] = keys[place]",
         WORLD,
-        "every wanted record is in place or missing",
+        "installed_once_per_transfer",
         "transfer",
     ),
     Fault(
@@ -342,7 +342,7 @@ STORE_FAULTS = (
         "                self.missing.append(Missing(*place, Reason.ABSENT))\n",
         "",
         WORLD,
-        "the ack follows the last installation",
+        "every wanted record is in place or missing",
         "transfer",
     ),
     Fault(
