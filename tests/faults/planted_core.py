@@ -260,13 +260,5 @@ CORE_FAULTS = [
         REFUSED + "test_a_refused_pass_is_another_computation",
         "test_a_refused_pass_is_another_computation",
     ),
-    Fault(
-        "rows in another order go to where they are not said to",
-        "step.py",
-        "not np.array_equal(np.sort(at), np.sort(mine))",
-        "False",
-        MISTAKES + "test_rows_that_come_in_another_order_come_for_the_step_s_slots",
-        "test_rows_that_come_in_another_order_come_for_the_step_s_slots",
-    ),
     *JOB_FAULTS,
 ]
