@@ -230,7 +230,7 @@ def test_a_block_of_another_life_is_not_stored_under_the_key_of_the_first(house)
     house.fill(0, "b")
     key = engine.keys.key(None, [1])
     assert engine.persist({key: 0}, life) == {key: 0}
-    assert engine.stored([key]) == [False]
+    assert house.store.contains([key]) == [False]
     assert engine.counters.stale_blocks == 1
 
 
