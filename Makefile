@@ -59,6 +59,7 @@ $(TRAINERS)/.ready: tests/trainers/requirements.txt
 	@echo "== setting up $(TRAINERS) (once; about two minutes)"
 	@rm -rf $(TRAINERS) && $(PYTHON) -m venv $(TRAINERS)
 	@$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r $<
+	@$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRAINERS)/apart miles-rl==0.0.2
 	@touch $@
 
 # Stock vLLM on a CPU with tiny models: every row against transformers. Two processes, for two cores: one whose engines are

@@ -1,92 +1,54 @@
 """Auxiliary rows that follow KV blocks: never wrong, never silent."""
 
-from __future__ import annotations
-
-import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
 
-if TYPE_CHECKING:  # every public name and where it lives, said once: for type checkers, and read below
-    from cache_manager.blocks import AuxBlocks as AuxBlocks
-    from cache_manager.errors import BlockBusyError as BlockBusyError
-    from cache_manager.errors import BlockStateError as BlockStateError
-    from cache_manager.errors import ConfigError as ConfigError
-    from cache_manager.errors import FeedGapError as FeedGapError
-    from cache_manager.errors import InvalidInputError as InvalidInputError
-    from cache_manager.errors import KVRouteError as KVRouteError
-    from cache_manager.errors import NoSpaceError as NoSpaceError
-    from cache_manager.errors import RecordError as RecordError
-    from cache_manager.errors import RegionError as RegionError
-    from cache_manager.errors import RegionMismatchError as RegionMismatchError
-    from cache_manager.errors import RegionMissingError as RegionMissingError
-    from cache_manager.errors import RowError as RowError
-    from cache_manager.errors import SlotError as SlotError
-    from cache_manager.errors import SpecError as SpecError
-    from cache_manager.errors import StorageError as StorageError
-    from cache_manager.errors import StoreClosedError as StoreClosedError
-    from cache_manager.errors import StoreFormatError as StoreFormatError
-    from cache_manager.errors import StoreLockedError as StoreLockedError
-    from cache_manager.errors import StoreMissingError as StoreMissingError
-    from cache_manager.errors import StoreReadOnlyError as StoreReadOnlyError
-    from cache_manager.errors import StoreUnavailableError as StoreUnavailableError
-    from cache_manager.feed import BlockFeed as BlockFeed
-    from cache_manager.keys import BlockKey as BlockKey
-    from cache_manager.keys import KeyChain as KeyChain
-    from cache_manager.keys import Namespace as Namespace
-    from cache_manager.manager import BlockManager as BlockManager
-    from cache_manager.publish import Rows as Rows
-    from cache_manager.regions.view import RegionView as RegionView
-    from cache_manager.spec import AuxBlockDataSpec as AuxBlockDataSpec
-    from cache_manager.spec import RecordLayout as RecordLayout
-    from cache_manager.storage import open_store as open_store
-    from cache_manager.stored import JobLimits as JobLimits
-    from kvroute.checks import valid_rows as valid_rows
-    from kvroute.config import RoutingReplayConfig as RoutingReplayConfig
-    from kvroute.journal import RequestJournal as RequestJournal
-    from kvroute.rollout import RolloutHandle as RolloutHandle
-    from kvroute.rollout import fetch_shard as fetch_shard
-    from kvroute.rollout import open_rollouts as open_rollouts
-    from kvroute.rollout.manager import RoutingReplayManager as RoutingReplayManager
-    from kvroute.routes import Routes as Routes
-    from kvroute.routes import Split as Split
-    from kvroute.routing import logprob_spec as logprob_spec
-    from kvroute.routing import routing_spec as routing_spec
-    from kvroute.routing import routing_spec_from_hf as routing_spec_from_hf
-    from kvroute.routing import weights_version_spec as weights_version_spec
-
-__version__: Final = "0.1.0"
-
-
-def _homes() -> dict[str, str]:
-    """The module of each name above."""
-    with open(__file__, "rb") as source:
-        block = next(node for node in ast.parse(source.read()).body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
+__version__ = "0.1.0"
 
 # A module is loaded when one of its names is first asked for, so that importing kvroute costs next to nothing, numpy
-# not included.
-_HOME: Final = _homes()
+# not included. Type checkers read __init__.pyi, which has the same names.
+_NAMES = {
+    "cache_manager.blocks": "AuxBlocks",
+    "cache_manager.errors": (
+        "BlockBusyError BlockStateError ConfigError FeedGapError InvalidInputError KVRouteError NoSpaceError "
+        "RecordError RegionError RegionMismatchError RegionMissingError RowError SlotError SpecError "
+        "StorageError StoreClosedError StoreFormatError StoreLockedError StoreMissingError StoreReadOnlyError "
+        "StoreUnavailableError"
+    ),
+    "cache_manager.feed": "BlockFeed",
+    "cache_manager.keys": "BlockKey KeyChain Namespace",
+    "cache_manager.manager": "BlockManager",
+    "cache_manager.regions.view": "RegionView",
+    "cache_manager.publish": "Rows",
+    "cache_manager.spec": "AuxBlockDataSpec RecordLayout",
+    "cache_manager.storage": "open_store",
+    "cache_manager.stored": "JobLimits",
+    "kvroute.checks": "valid_rows",
+    "kvroute.config": "RoutingReplayConfig",
+    "kvroute.journal": "RequestJournal",
+    "kvroute.rollout": "RolloutHandle fetch_shard open_rollouts",
+    "kvroute.rollout.manager": "RoutingReplayManager",
+    "kvroute.routes": "Routes Split",
+    "kvroute.routing": "logprob_spec routing_spec routing_spec_from_hf weights_version_spec",
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [*_HOME, "__version__", "preload"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name):
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
+    globals()[name] = value = getattr(import_module(_HOME[name]), name)
     return value
 
 
-def preload() -> None:
+def preload():
     """Load every module behind a public name now, so that the first finished request does not pay for it.
 
     They are numpy, msgspec and xxhash and this project's own; neither torch, zmq nor mooncake is loaded.
     """
-    for module in set(_HOME.values()):
+    for module in _NAMES:
         import_module(module)
 
 
-def __dir__() -> list[str]:
+def __dir__():
     return sorted(__all__)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, cast, get_args
+from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 from urllib.parse import quote
 
 import msgspec
@@ -20,14 +19,7 @@ from cache_manager.storage.url import StoreUrl
 RoutingStoreType = Literal["local", "rdma", "response"]
 IdDtype = Literal["uint8", "uint16", "uint32"]
 
-_Flag = Annotated[bool, Meta(description="true or false")]
-_Text = Annotated[str, Meta(description="a string")]
-_Path = Annotated[str, Meta(min_length=1, description="the path of a directory, a string")]
-_Count = Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="an integer of 1 or more")]
-_Store = Annotated[RoutingStoreType, Meta(description="one of " + ", ".join(get_args(RoutingStoreType)))]
-_Dtype = Annotated[IdDtype | None, Meta(description="one of " + ", ".join(get_args(IdDtype)))]
-_Names = Annotated[tuple[str, ...] | None, Meta(description="a list of specs' names")]
-
+_Count = Annotated[int, Meta(ge=1)] | None
 _SERVER = re.compile(r"(mooncake://)?[A-Za-z0-9.-]{1,253}:[0-9]{1,5}(/[^?#]*)?")
 _BY_URL = ("routing_store_type", "local_store_dir", "rdma_store_server", "use_fused_put")
 """What the URL ``rollout_store`` says in one."""
@@ -50,22 +42,22 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     >>> RoutingReplayConfig.from_json('{"enable_routing_replay": true, "required": "routing"}')
     Traceback (most recent call last):
         ...
-    cache_manager.errors.ConfigError: required: wanted a list of specs' names, got 'routing'
+    cache_manager.errors.ConfigError: required: wanted array | null, got 'routing'
     """
 
-    enable_routing_replay: _Flag = False
-    routing_store_type: _Store = "local"
-    local_store_dir: _Path = "./routing_replay_output"
-    rdma_store_server: _Text = ""
-    only_last_turn: _Flag = False
-    use_fused_put: _Flag = False
-    debug_mode: _Flag = False
-    routing_dtype: _Dtype = None
+    enable_routing_replay: bool = False
+    routing_store_type: RoutingStoreType = "local"
+    local_store_dir: Annotated[str, Meta(min_length=1)] = "./routing_replay_output"
+    rdma_store_server: str = ""
+    only_last_turn: bool = False
+    use_fused_put: bool = False
+    debug_mode: bool = False
+    routing_dtype: IdDtype | None = None
     num_moe_layers: _Count = None
     moe_top_k: _Count = None
-    required: _Names = None
-    block_store: _Text = ""
-    rollout_store: _Text = ""
+    required: tuple[str, ...] | None = None
+    block_store: str = ""
+    rollout_store: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.required, list):
@@ -75,7 +67,10 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 msgspec.convert(value, field.type)
             except msgspec.ValidationError as error:
-                raise ConfigError(field.name, field.type.__metadata__[0].description, repr(value)) from error
+                wanted = str(error).removeprefix("Expected ").partition(", got")[0].replace("`", "")
+                if words := [word for part in (field.type, *get_args(field.type)) for word in _words(part)]:
+                    wanted = "one of " + ", ".join(words)
+                raise ConfigError(field.name, wanted, repr(value)) from error
         if self.enable_routing_replay:
             self._check_store()
 
@@ -84,9 +79,11 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         kind: str = self.routing_store_type
         if self.rollout_store:
             kind = StoreUrl.parse(self.rollout_store).scheme
-            for name, default in self._defaults(*_BY_URL).items():
-                if (given := getattr(self, name)) != default:
-                    raise ConfigError(name, "not to be given beside rollout_store, whose URL says it", repr(given))
+            for field in msgspec.structs.fields(self):
+                if field.name in _BY_URL and (given := getattr(self, field.name)) != field.default:
+                    raise ConfigError(
+                        field.name, "not to be given beside rollout_store, whose URL says it", repr(given)
+                    )
         elif kind == "rdma" and not _SERVER.fullmatch(self.rdma_store_server):
             wanted = "HOST:PORT[/PREFIX] of a Mooncake master, which is what 'rdma' is here"
             raise ConfigError("rdma_store_server", wanted, repr(self.rdma_store_server))
@@ -109,15 +106,10 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
                 return "response:"
 
     def without_store(self) -> Self:
-        """This configuration for an engine whose rollouts another one stores: every key of the store at its default,
-        and each rollout handed over with its output.
-        """
-        plain = self._defaults(*_BY_URL, "rollout_store", "only_last_turn")
-        return msgspec.structs.replace(self, **plain | {"routing_store_type": "response"})
-
-    @classmethod
-    def _defaults(cls, *names: str) -> dict[str, Any]:
-        return {field.name: field.default for field in msgspec.structs.fields(cls) if field.name in names}
+        """This configuration for an engine whose rollouts another one stores: they are handed over with its output."""
+        plain = {f.name: f.default for f in msgspec.structs.fields(self) if f.name in _BY_URL}
+        plain |= {"routing_store_type": "response", "rollout_store": "", "only_last_turn": False}
+        return msgspec.structs.replace(self, **plain)
 
     @classmethod
     def from_json(cls, value: str | Mapping[str, Any] | None) -> Self:
@@ -125,10 +117,13 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         Nothing at all (``None``, an empty text, the text ``None`` or ``null``, ``{}``) means every default, which is
         "off"; so does, for one key, ``null`` or the string ``"None"``, which FastDeploy's launchers pass for an option
-        that was not given. Unlike in FastDeploy an unknown or repeated key is an error.
+        that was not given. Unlike in FastDeploy an unknown key is an error.
         """
         if isinstance(value, str):
-            value = _parsed(value)
+            try:
+                value = None if value.strip() in ("", "None") else msgspec.json.decode(value)
+            except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+                raise ConfigError("routing replay config", f"JSON ({error})", f"{value!r:.80}") from error
         if value is None:
             return cls()
         if not isinstance(value, Mapping):
@@ -140,7 +135,9 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> str:
         """One line of JSON that :meth:`from_json` reads back as an equal configuration."""
-        return json.dumps({key: v for key, v in msgspec.structs.asdict(self).items() if v is not None})
+        return msgspec.json.encode(
+            {key: v for key, v in msgspec.structs.asdict(self).items() if v is not None}
+        ).decode()
 
     def fitted(self, spec: AuxBlockDataSpec) -> Self:
         """This configuration with the three keys that follow from the model filled in from its routing ``spec``.
@@ -160,21 +157,6 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, routing_dtype=dtype, num_moe_layers=layers, moe_top_k=top_k)
 
 
-def _parsed(text: str) -> Any:
-    if text.strip() in ("", "None"):
-        return None
-    try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError("routing replay config", f"JSON ({error})", f"{text!r:.80}") from error
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ConfigError("routing replay config", "each key once", f"{key!r} twice")
-        found[key] = value
-    return found
+def _words(of: Any) -> tuple[str, ...]:
+    """Those of a ``Literal``."""
+    return get_args(of) if get_origin(of) is Literal else ()

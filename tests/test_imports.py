@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import grimp
 import pytest
@@ -56,6 +58,11 @@ def test_every_public_name_is_there_and_no_other() -> None:
 
     assert dir(kvroute) == sorted(kvroute.__all__)
     assert all(getattr(kvroute, name) is not None for name in kvroute.__all__)
+    stub = ast.parse(Path(kvroute.__file__).with_suffix(".pyi").read_text())
+    told = {
+        alias.name: str(node.module) for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert told == kvroute._HOME
     with pytest.raises(AttributeError, match="no attribute 'routing_specs'"):
         kvroute.routing_specs  # noqa: B018 - the access is the test
 

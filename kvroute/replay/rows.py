@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvroute.checks import whole
 from kvroute.replay.errors import ReplayError
 from kvroute.routes import Routes
+from kvroute.routes.fill import Missing
 from kvroute.routes.layout import check_alike
+from kvroute.routes.spans import UNKNOWN, by_position
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +69,29 @@ def checked_ids(
         wanted += f", or {MISSING} throughout" if missing else ""
         raise ReplayError(f"{field} token {token} layer {layers[layer]}", wanted, ids[token, layer].tolist())
     return ids
+
+
+def of_turn(routes: Routes, held: int, tokens: int, dtype: str, missing: Missing = "error") -> NDArray[Any]:
+    """The rows ``[held, tokens - 1)`` of all layers, for a trainer that has the first ``held`` from earlier turns."""
+    if not counted("held", held) < counted("tokens", tokens):
+        raise ReplayError("held", f"rows of earlier turns, fewer than {tokens} tokens", held)
+    return routes.materialize(tokens - 1, "all", dtype, missing)[held:]
+
+
+def versions(routes: Routes, tokens: int) -> list[int]:
+    """The weights version of each row that ``tokens`` tokens have, in order; a row that is not there has none.
+
+    :class:`ReplayError` names the first row whose version nobody knows, and says where there is no row at all.
+    """
+    kept = cut(routes, read_rows(tokens))
+    found = by_position(kept.weights_versions, kept.start, kept.stop)[kept.some]
+    if not len(found):
+        raise ReplayError("weights versions", "a row that has one", "no row")
+    if (unknown := found == UNKNOWN).any():
+        row = kept.start + int(np.flatnonzero(kept.some)[unknown.argmax()])
+        raise ReplayError(f"weights version of row {row}", "one, as the rollout knows it", "none")
+    versions: list[int] = found.tolist()
+    return versions
 
 
 def cut(routes: Routes, tokens: int) -> Routes:

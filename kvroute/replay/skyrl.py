@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pybase64 import b64encode_as_string
 
 from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import check_batch, counted, read_rows
+from kvroute.replay.rows import check_batch, of_turn, read_rows
 from kvroute.routes import Routes
 
 
@@ -42,9 +42,7 @@ def delta(routes: Routes, held: int, tokens: int) -> NDArray[Any]:
     ``held`` is the trace's ``prompt_start``: the rows that it has from earlier turns, which stay as they were sampled.
     ``tokens`` counts prompt and generated tokens up to the end of this turn.
     """
-    if not counted("held", held) < counted("tokens", tokens):
-        raise ReplayError("held", f"rows of earlier turns, fewer than {tokens} tokens", held)
-    return _narrowed(routes.materialize(tokens - 1, "all", "int32", "error")[held:])
+    return _narrowed(of_turn(routes, held, tokens, "int32"))
 
 
 def pack(rows: NDArray[Any]) -> dict[str, Any]:

@@ -15,13 +15,14 @@ tokens of its context and sequence part and the layers of its pipeline stage, an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import read_rows
+from kvroute.replay.rows import read_rows, versions
 from kvroute.routes import Routes
 from kvroute.routes.fill import Missing
 from kvroute.routes.split import Cut, Split
@@ -55,6 +56,11 @@ def miles_sample(routes: Routes, tokens: int, *, missing: Missing = "error") -> 
     hole is an error unless ``missing`` says otherwise.
     """
     return _whole(routes, tokens, missing)
+
+
+def weight_versions(routes: Routes, tokens: int) -> list[str]:
+    """``Sample.weight_versions``: the versions that computed the rows, each time that they change."""
+    return [str(version) for version, _ in groupby(versions(routes, tokens))]
 
 
 def split(

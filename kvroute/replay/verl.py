@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import check_batch, counted, read_rows
+from kvroute.replay.rows import check_batch, counted, of_turn, read_rows, versions
 from kvroute.routes import Routes
 from kvroute.routes.fill import Missing
 
@@ -31,6 +31,21 @@ def agent_loop(routes: Routes, prompt: int, response: int, *, missing: Missing =
     """
     rows = read_rows(counted("prompt", prompt) + counted("response", response))
     return routes.materialize(rows, "all", "int16", missing)
+
+
+def delta(routes: Routes, held: int, tokens: int, *, missing: Missing = "error") -> NDArray[np.int16]:
+    """``TokenOutput.routed_experts`` of a generation that resumes: int16, the rows ``[held, tokens - 1)``.
+
+    ``held`` are the rows that verl has of the attempts before, ``tokens`` all tokens at the end of this one: so many
+    rows as this attempt has tokens, which is what verl keeps of a resumed generation whatever it is given.
+    """
+    return of_turn(routes, held, tokens, "int16", missing)
+
+
+def global_steps(routes: Routes, prompt: int, response: int) -> dict[str, int]:
+    """Of ``extra_fields``: the weights versions that computed a sample's rows: the last, the least and the largest."""
+    found = versions(routes, counted("prompt", prompt) + counted("response", response))
+    return {"global_steps": found[-1], "min_global_steps": min(found), "max_global_steps": max(found)}
 
 
 def padded(

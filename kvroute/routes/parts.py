@@ -45,11 +45,13 @@ class Grid:
     def fit(cls, rows: int, layers: int, cell_nbytes: int, *, part_layers: int, part_nbytes: int) -> Grid:
         """As many tokens a part as ``part_nbytes`` have room for, one at least, and twice the root of ``rows`` at most.
 
-        A rank reads a part too much where its tokens end, and the sums of all parts: a root's worth of both.
+        A rank reads a part too much where its tokens end, and the sums of all parts: a root's worth of both. Whoever
+        puts all layers into a part does not read in part.
         """
         part_layers = min(part_layers, layers)
         room = part_nbytes // (part_layers * cell_nbytes)
-        return cls(rows, layers, cell_nbytes, part_layers, max(1, min(room, 2 * isqrt(rows), rows)))
+        most = rows if part_layers == layers else min(rows, 2 * isqrt(rows))
+        return cls(rows, layers, cell_nbytes, part_layers, max(1, min(room, most)))
 
     @property
     def bands(self) -> int:

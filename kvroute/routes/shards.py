@@ -93,15 +93,8 @@ def shard_padded(
             here = mine[at : at + len(column)]
             before = min(max(left - column.start, 0), len(column))
             plan.filler(here[:before], pad, column.start)
-            _fill(
-                plan,
-                here[before:],
-                parts,
-                tokens,
-                Shard(i, column.start + before - left, column.stop - left),
-                missing,
-                pad,
-            )
+            shard = Shard(i, column.start + before - left, column.stop - left)
+            _fill(plan, here[before:], parts, tokens, shard, missing, pad)
             at += len(column)
     return out
 
@@ -126,8 +119,9 @@ def _fill(
         plan.fill(out[:within], routes, shard.start, missing)
     except RowError as error:
         raise RowError(f"sequence {shard.sequence} {error.field}", error.wanted, error.got) from error
-    plan.fill(out[within:last], routes, shard.start + within, pad)
-    plan.filler(out[last:], pad, shard.start + last)
+    if within < len(out):
+        plan.fill(out[within:last], routes, shard.start + within, pad)
+        plan.filler(out[last:], pad, shard.start + last)
 
 
 def _plan(

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import stat
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
 
 from cache_manager.record import Buffer
 from cache_manager.storage.disk import Disk, Room, Space, SystemDisk
@@ -76,3 +81,46 @@ class FaultyDisk:
 def _raise(number: int | None) -> None:
     if number is not None:
         raise OSError(number, os.strerror(number))
+
+
+class VolatileDisk(FaultyDisk):
+    """Remembers what a power cut could take back: what sectors were since their file was synced, and new names."""
+
+    SECTOR_NBYTES = 512
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+        self.versions: dict[int, dict[int, list[bytes]]] = {}  # by inode and offset, the oldest first
+        self.named: set[str] = set()
+
+    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        nbytes, size = sum(memoryview(buffer).nbytes for buffer in buffers), self.SECTOR_NBYTES
+        sectors = range(offset // size * size, offset + nbytes, size)
+        of_file = self.versions.setdefault(os.fstat(fd).st_ino, {})
+        for at in sectors:
+            of_file.setdefault(at, [os.pread(fd, size, at).ljust(size, b"\0")])
+        written = super().pwritev(fd, buffers, offset)
+        for at in sectors:
+            of_file[at].append(os.pread(fd, size, at).ljust(size, b"\0"))
+        return written
+
+    def sync(self, fd: int) -> None:
+        super().sync(fd)
+        found = os.fstat(fd)
+        if stat.S_ISDIR(found.st_mode):
+            self.named = set(os.listdir(self.directory))
+        else:
+            self.versions.pop(found.st_ino, None)
+
+    def cut_power(self, target: Path, rng: np.random.Generator) -> None:
+        """Leave in ``target`` what could be on the disk: each sector as it was at some time since the last sync."""
+        shutil.copytree(self.directory, target)
+        for path in self.directory.iterdir():
+            if path.name not in self.named and rng.random() < 0.5:
+                (target / path.name).unlink()
+                continue
+            with (target / path.name).open("r+b") as file:
+                for offset, contents in self.versions.get(path.stat().st_ino, {}).items():
+                    file.seek(offset)
+                    file.write(contents[int(rng.integers(len(contents)))])

@@ -24,6 +24,8 @@ if not collect_ignore_glob:
     # SkyRL asks for Python 3.12, whose TypedDict pydantic needs; with this one it runs on 3.11 too.
     typing.TypedDict = typing_extensions.TypedDict
     sys.path.insert(0, str(HERE))
+    # miles' wheel brings a Megatron of its own: it is installed apart, and the path's last.
+    sys.path.append(str(Path(sys.prefix) / "apart"))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.trainer.ppo.metric_utils import compute_rollout_moe_load_balance_metrics
 from verl.utils.megatron import router_replay_patch as patch
 from verl.utils.megatron import router_replay_utils as engine
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from cache_manager.errors import RowError
@@ -38,6 +41,48 @@ def output(routed_experts: Any, prompt: int, response: int) -> dict[str, Any]:
         routed_experts=routed_experts,
         metrics=AgentLoopMetrics(),
     ).as_dict()
+
+
+async def resumed(whole: Routes, cuts: list[int], *, deltas: bool) -> TokenOutput:
+    """What verl's client makes of a generation that was aborted and resumed, its tokens ending at ``cuts``."""
+    served: list[int] = cuts[:1]
+
+    class Server:
+        async def generate(self, _: str, *, prompt_ids: list[int], **_more: Any) -> TokenOutput:
+            held, end = served[-1], cuts[len(served)]
+            assert len(prompt_ids) == held
+            served.append(end)
+            first = len(served) == 2
+            rows = verl.delta(whole, 0 if first or not deltas else held - 1, end)
+            fields = {"global_steps": verl.global_steps(whole, held, end - held)["global_steps"]}
+            stop = "aborted" if end < cuts[-1] else "completed"
+            return TokenOutput(token_ids=[2] * (end - held), routed_experts=rows, stop_reason=stop, extra_fields=fields)
+
+    class Client(FullyAsyncLLMServerClient):
+        def __init__(self) -> None:
+            self.config = None
+
+        def _configured_response_length(self) -> int:
+            return 100
+
+    server = Server()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LLMServerClient, "generate", lambda _, request_id, **more: server.generate(request_id, **more))
+        patched.setattr("asyncio.sleep", lambda _, sleep=asyncio.sleep: sleep(0))
+        return await Client().generate("r", prompt_ids=[1] * cuts[0], sampling_params={})
+
+
+@pytest.mark.parametrize("deltas", [False, True])
+def test_a_generation_that_resumes_has_every_row_once(deltas: bool) -> None:
+    """Goal: verl 6029, across weight updates: each row once, that of the attempt that sampled beside it, and the
+    versions that the sample spans. Method: verl's own client over three attempts, which give all rows, or a delta."""
+    made = made_routes(1, 15)
+    spans = ((0, 8, 3), (8, 11, 4), (11, 15, 6))
+    whole = Routes(made.ids, made.valid, made.layer_ids, 16, 4, weights_versions=spans)
+    found = asyncio.run(resumed(whole, [5, 9, 12, 16], deltas=deltas))
+    assert torch.equal(torch.from_numpy(found.routed_experts)[:, 1:].long(), rows_of(1, 15))
+    told = {name: found.extra_fields[name] for name in ("global_steps", "min_global_steps", "max_global_steps")}
+    assert told == verl.global_steps(whole, 5, 11) == {"global_steps": 6, "min_global_steps": 3, "max_global_steps": 6}
 
 
 def numbered(*lengths: int) -> torch.Tensor:

@@ -1,0 +1,62 @@
+"""Small file stores for tests, judged by their outside: what was put, acknowledged, flushed, deleted, and is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cache_manager.storage.disk import Disk
+from cache_manager.storage.records import RecordStore
+from cache_manager.storage.slots import FileReader, FileStore
+from cache_manager.testing.records import LAYOUT
+
+SMALL_NBYTES = 64 << 10
+"""Of an extent: a dozen records."""
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - names below it are mkdtemp's
+"""A file system whose syncs cost nothing; a killed process leaves the same behind on any."""
+
+
+class Clock:
+    """A clock that stands still until it is told otherwise."""
+
+    def __init__(self, now_s: float = 1_700_000_000.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@contextmanager
+def opened(directory: Path, disk: Disk | None = None, **options: Any) -> Iterator[RecordStore]:
+    """A writer with small extents; ``options`` are those of :class:`FileStore`."""
+    backend = FileStore(directory, disk=disk, **{"quota_nbytes": 1 << 20, "extent_nbytes": SMALL_NBYTES, **options})
+    try:
+        yield RecordStore(backend, LAYOUT)
+    finally:
+        backend.close()
+
+
+@contextmanager
+def reading(directory: Path, **options: Any) -> Iterator[RecordStore]:
+    """A reader that looks again whenever a key is missing, unless ``options`` say otherwise."""
+    backend = FileReader(directory, **{"refresh_s": 0.0, **options})
+    try:
+        yield RecordStore(backend, LAYOUT)
+    finally:
+        backend.close()
+
+
+def files(directory: Path) -> list[Path]:
+    """Those with records in them, the oldest first."""
+    return sorted(directory.glob("extent-*.kvr"))
+
+
+def flip(path: Path, offset: int, bit: int = 4) -> None:
+    """One bit, without a copy of the file: a store may have it open."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ bit]))
