@@ -87,6 +87,15 @@ def test_a_value_that_does_not_fit_is_an_error_and_never_another_value(house) ->
 # ---------------------------------------------------------------- moves beside steps
 
 
+def test_rejected_rows_are_not_late_ones(house) -> None:
+    house.engine.renew([0])
+    step = house.engine.begin_step(slots(0))
+    step.write("routing", house.rows("a"))
+    step.commit(np.array([True, False, True, False]))
+    counters = house.engine.counters
+    assert (counters.rows_committed, counters.rows_rejected, counters.late_writes_dropped) == (2, 2, 0)
+
+
 def test_a_row_that_is_committed_while_its_block_is_copied_does_not_come_along(house) -> None:
     """Goal: a valid row at the target is one that was copied. Method: a step commits when the bytes are copied; of a
     source that changes nothing arrives. Then the copy is made again."""
