@@ -6,7 +6,6 @@ A contract is executable: ``cache_manager.testing`` ships the test classes that 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -97,28 +96,6 @@ class StorageBackend(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         """Close; :class:`cache_manager.storage.guard.ClosingStore` has both methods."""
-
-
-Lent = tuple[RecordHeader, memoryview]
-"""A stored record's header and its payload where it lies."""
-
-
-@runtime_checkable
-class LendingBackend(Protocol):
-    """A :class:`StorageBackend` whose payloads can be read where they lie.
-
-    * Within ``with backend.borrow(keys) as found:`` the bytes of what was found do not change and are not reused:
-      whoever wants their room waits, takes another record's, or answers that there is none.
-    * As many bytes may be lent at once as the backend says (``lent_nbytes_max``, all calls together); ``borrow`` raises
-      ``NoSpaceError`` for more, and the caller reads in smaller batches or copies with ``get_into``.
-    * A view must not be used after the block, and is released by it. Payloads are not verified yet; ``get_into``
-      decides what becomes of an unsound one.
-    """
-
-    @property
-    def lent_nbytes_max(self) -> int: ...
-
-    def borrow(self, keys: Sequence[BlockKey]) -> AbstractContextManager[list[Lent | Absence]]: ...
 
 
 @runtime_checkable

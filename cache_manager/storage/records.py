@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Final
 
-from cache_manager.errors import ConfigError, NoSpaceError, RecordError, StorageError
+from cache_manager.errors import ConfigError, RecordError, StorageError
 from cache_manager.keys import BlockKey
-from cache_manager.ports import Absence, BoundedBackend, LendingBackend, RecordCounters, StorageBackend
+from cache_manager.ports import Absence, BoundedBackend, RecordCounters, StorageBackend
 from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.spec import RecordLayout
 from cache_manager.storage.batch import is_sound, one_each
@@ -31,7 +30,6 @@ class RecordStore:
     def __init__(self, backend: StorageBackend, layout: RecordLayout) -> None:
         self.layout = layout
         self.backend = backend
-        self._lending = backend if isinstance(backend, LendingBackend) else None
         if isinstance(backend, BoundedBackend) and layout.nbytes > backend.record_nbytes_max:
             remedy = "give the store a larger quota"
             raise ConfigError("record", f"{backend.record_nbytes_max} bytes at most; {remedy}", layout.nbytes)
@@ -131,44 +129,7 @@ class RecordStore:
         return found
 
     def _read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence | None]:
-        """Every record verified and in its buffer; ``None`` for one that is corrupt though the backend did not say so.
-
-        From where the records lie, as many at once as the backend lends, else behind a copy. What comes behind a part
-        that failed is a miss beside what was read.
-        """
-        lending = self._lending
-        at_once = lending.lent_nbytes_max // self._nbytes if lending is not None else 0
-        if lending is None or at_once == 0:
-            return self._copied(keys, buffers)
-        found: list[RecordHeader | Absence | None] = []
-        for start in range(0, len(keys), at_once):
-            some, room = keys[start : start + at_once], buffers[start : start + at_once]
-            try:
-                found += self._borrowed(lending, some, room)
-            except StorageError:
-                if not found:
-                    raise
-                return found + [Absence.MISS] * (len(keys) - len(found))
-        return found
-
-    def _borrowed(
-        self, lending: LendingBackend, keys: Sequence[BlockKey], buffers: Sequence[memoryview]
-    ) -> list[RecordHeader | Absence | None]:
-        """Read from where the records lie or, if the backend cannot lend them now, behind a copy."""
-        with suppress(NoSpaceError), lending.borrow(keys) as lent:
-            found: list[RecordHeader | Absence | None] = []
-            for each, key, buffer in zip(one_each(lent, keys), keys, buffers, strict=True):
-                if not isinstance(each, tuple):
-                    found.append(each)
-                elif self._is_sound(each[0], key, each[1]):
-                    buffer[:] = each[1]  # verified a moment ago, and so still in the processor's cache
-                    found.append(each[0])
-                else:
-                    found.append(None)
-            return found
-        return self._copied(keys, buffers)
-
-    def _copied(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence | None]:
+        """Each record verified in its buffer; ``None`` for one that is corrupt though the backend did not say so."""
         found = one_each(self.backend.get_into(keys, buffers), keys)
         return [
             header if not isinstance(header, RecordHeader) or self._is_sound(header, key, buffer) else None

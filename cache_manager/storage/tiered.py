@@ -3,8 +3,7 @@
 Law: what a deletion has named is in no tier when it returns, and no promotion brings it back. Nothing else is kept in
 step: where a tier was away or made room, an older record of a key may answer, which is whole and says its origin.
 
-No thread, no queue, no pause: a tier ends its calls in a time of its own, and says at once that it is down while it is,
-as ``mooncake:`` and ``apart:`` do. Every record is verified here, so that a bad one costs its tier that copy.
+No thread, no queue, no pause: a tier says at once that it is down while it is, as ``mooncake:`` and ``apart:`` do.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ class Tier:
     def __init__(self, name: str, backend: StorageBackend) -> None:
         self.name, self.backend = name, backend
         self.usage = backend.usage()  # as it answered last
-        self.counts: Counter[str] = Counter()
-        self._lock = threading.Lock()  # guards the counts
+        self.counts, self._lock = Counter[str](), threading.Lock()  # which guards the counts
 
     def ask(self, what: str, left: Sequence[int], call: Callable[[], list[_T] | None], errors: Errors) -> dict[int, _T]:
         """The backend's answers for the positions ``left``; where it failed none, and in ``errors`` why."""
@@ -74,9 +72,9 @@ class TieredStore(ClosingStore):
     """A ``StorageBackend`` over named tiers, the one that is asked first in front. It owns and closes them.
 
     ``put`` writes to every tier; but where one keeps a record of another origin, that is the answer, and no later tier
-    is offered this one. ``get_into`` asks the tiers in turn for what is still missing, and puts what a later tier had
-    into the earlier ones. :class:`StorageError` when no tier answered, and from ``delete`` and ``flush`` when one could
-    not: what it was to delete it may have when it works again.
+    is offered this one. ``get_into`` asks the tiers in turn for what is still missing, verifies it, and puts what a
+    later tier had into the earlier ones. :class:`StorageError` when no tier answered, and from ``delete`` and ``flush``
+    when one could not: what it was to delete it may have when it works again.
     """
 
     def __init__(self, tiers: Mapping[str, StorageBackend]) -> None:
@@ -94,8 +92,8 @@ class TieredStore(ClosingStore):
         stored: list[RecordHeader | None] = [None for _ in zip(headers, payloads, strict=True)]
         left, errors = list(range(len(headers))), Errors()
         for tier in self._tiers:
-            some = [headers[i] for i in left], [payloads[i] for i in left]
-            answers = tier.ask("failed_writes", left, partial(tier.backend.put, *some, replace=replace), errors)
+            put = partial(tier.backend.put, [headers[i] for i in left], [payloads[i] for i in left], replace=replace)
+            answers = tier.ask("failed_writes", left, put, errors)
             tier.count(written=sum(answer is headers[i] for i, answer in answers.items()))
             for i, answer in answers.items():
                 stored[i] = stored[i] or answer
@@ -136,7 +134,7 @@ class TieredStore(ClosingStore):
         if not hits or not self._deleting.acquire(blocking=False):
             return
         try:
-            headers, payloads = list(hits.values()), [buffers[i].cast("B") for i in hits]
+            headers, payloads = list(hits.values()), [buffers[i] for i in hits]
             for front in fronts if deletions == self._deletions else ():
                 answers = front.ask(
                     "failed_writes", range(len(hits)), partial(front.backend.put, headers, payloads), {}
@@ -166,7 +164,6 @@ class TieredStore(ClosingStore):
         _raise(errors)
 
     def flush(self) -> None:
-        """Return when every tier has flushed what was put before."""
         self._open.check()
         errors = Errors()
         for tier in self._tiers:
@@ -190,10 +187,9 @@ class TieredStore(ClosingStore):
 
     def close(self) -> None:
         """Idempotent. A tier that fails to close leaves no other one open."""
-        if self._open.close():
-            with ExitStack() as rest:
-                for tier in reversed(self._tiers):
-                    rest.callback(tier.backend.close)
+        with ExitStack() as rest:
+            for tier in reversed(self._tiers) if self._open.close() else ():
+                rest.callback(tier.backend.close)
 
 
 def _raise(errors: Mapping[str, StorageError], count_min: int = 1) -> None:

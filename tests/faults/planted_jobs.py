@@ -79,8 +79,8 @@ JOB_FAULTS = [
     ),
     Fault(
         "a store's fewer answers are taken for all",
-        "storage/records.py",
-        "    if len(answers) != len(keys):\n",
+        "storage/batch.py",
+        "    if len(answers) != len(asked):\n",
         "    if False:\n",
         JOBS + "test_a_store_that_answers_fewer_keys_than_it_was_asked_for_has_failed",
         "test_a_store_that_answers_fewer_keys_than_it_was_asked_for_has_failed",

@@ -20,9 +20,9 @@ APART = "tests/storage/test_apart.py"
 STORE_FAULTS = (
     Fault(
         "stored bytes are served without a check",
-        "storage/records.py",
-        "            and checksum(payload) == header.payload_xxh3\n",
-        "",
+        "storage/batch.py",
+        "return whole and checksum(payload) == header.payload_xxh3",
+        "return whole",
         REQUESTS,
         "test_a_flipped_bit_is_a_miss_and_is_counted",
     ),
@@ -49,6 +49,22 @@ STORE_FAULTS = (
         "            pass\n",
         "tests/storage/test_memory.py::TestMemoryStore::test_one_bad_key_fails_that_key_only",
         "test_one_bad_key_fails_that_key_only",
+    ),
+    Fault(
+        "a promotion overtakes a deletion",
+        "storage/tiered.py",
+        "for front in fronts if deletions == self._deletions else ():",
+        "for front in fronts:",
+        "tests/storage/test_tiered.py::test_a_record_that_is_deleted_while_it_is_read_does_not_come_back",
+        "test_a_record_that_is_deleted_while_it_is_read_does_not_come_back",
+    ),
+    Fault(
+        "a tier's copy is handed out unverified",
+        "storage/tiered.py",
+        "isinstance(answer, RecordHeader) and is_sound(answer, keys[i], buffers[i])",
+        "isinstance(answer, RecordHeader)",
+        "tests/storage/test_tiered.py::test_a_corrupt_front_copy_is_healed_from_the_back",
+        "test_a_corrupt_front_copy_is_healed_from_the_back",
     ),
     Fault(
         "a cut record is taken into the index",
