@@ -1,151 +1,139 @@
-"""What do rows cost that cross from a prefill to a decode process?
+"""What do rows, and rows with KV, cost that cross from a prefill to a decode process?
 
 ``kvroute``: the whole protocol between two nodes in two processes: pull, sealed records, credit, checksum, install by
-one copy into the landing blocks, ack and its answer. Against, in messages of the same size and with the same copy into
-the landing blocks: ``raw``: a bare ZeroMQ socket with the same options that sends a frame a record on one request;
-``raw + XXH3``: the same, summed before it is sent and after it came, as every system must that notices a flipped bit;
-``joined``: a message's records in one frame, as kvroute sends them, here side by side from the start and not
-summed; ``pickle``: the rows as one pickled object a message, as FastDeploy sends its multipart messages.
+one copy into the landing blocks, until the engine is told that all is in place. Its floors, with the same bytes in the
+same landing blocks: ``raw``: a bare ZeroMQ socket with the same options that sends a frame a record on one request;
+``socket``: a plain socket whose bytes are received where they belong. Neither sums anything, nor knows what it got.
 
-``python -m bench.transfer [--quick]``. Rounds are interleaved, the best counts.
+``python -m bench.transfer``. Turns are taken, the best of each counts.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import multiprocessing
-import pickle
 import secrets
+import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import msgspec
 import numpy as np
 import zmq
 
-from bench.harness import Table, best_ms
-from cache_manager.keys import BlockKey
-from cache_manager.record import OfferedRecord, RecordHeader, checksum
-from transfer.actions import OfferedBlock, WantedBlock
-from transfer.curve import CurveClient, CurveServer, make_keys, read_keys, read_public
-from transfer.identity import Identity
-from transfer.limits import TransferLimits
-from transfer.link import ServingLink
-from transfer.links import open_link
-from transfer.messages import BootId, Part, TransferId
-from transfer.node import DecodeNode, PrefillNode
-from transfer.zmq_settings import ZmqSettings
+from bench.harness import Table, asked, best_ms
+from cache_manager.keys import BlockKey, Namespace
+from cache_manager.record import OfferedRecord, RecordHeader
+from transfer import (
+    BootId,
+    Finished,
+    Identity,
+    Node,
+    OfferedBlock,
+    Part,
+    TransferId,
+    WantedBlock,
+    ZmqLink,
+    ZmqSettings,
+    new_transfer,
+)
 from transfer.zmq_sockets import dealer, router
 
-BLOCK_TOKENS = 64
-PART = Part("rows", b"f" * 16, BLOCK_TOKENS * 58 * 8, BLOCK_TOKENS)
-NAMESPACE = b"n" * 16
-VALID = b"\xff" * 8
-BLOCKS = 512
-LIMITS = TransferLimits()
-PATIENCE_S = 60.0
-ENGINE = "TransferEngine"
-"""Bulk by it, control over ipc; "raw" beside it is ipc, as there is no bare engine that says when bytes are there."""
-MESSAGE_RECORDS = min(LIMITS.records_max, LIMITS.records_nbytes_max // PART.nbytes)
-"""In one message of kvroute's, and of those that it is compared with."""
+BLOCK_TOKENS: Final = 64
+PARTS: Final = (
+    Part("rows", b"f" * 16, BLOCK_TOKENS * 58 * 8, BLOCK_TOKENS),
+    Part("kv", b"k" * 16, 1 << 20, BLOCK_TOKENS),
+)
+BLOCKS: Final = 128
+PATIENCE_S: Final = 60.0
+MESSAGE_NBYTES: Final = 512 << 10
+KEYS: Final = [BlockKey(hashlib.sha256(b"%d" % i).digest()) for i in range(BLOCKS)]
+
+Pools = tuple[np.ndarray[Any, Any], ...]
 
 
-def key_of(index: int) -> BlockKey:
-    return BlockKey(hashlib.sha256(b"%d" % index).digest())
+def pools(seed: int | None) -> Pools:
+    """One array a part, [blocks, bytes of a record] uint8: random, or zeros to land in."""
+    shapes = [(BLOCKS, part.nbytes) for part in PARTS]
+    if seed is None:
+        return tuple(np.zeros(shape, np.uint8) for shape in shapes)
+    return tuple(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8) for shape in shapes)
 
 
-KEYS = [key_of(i) for i in range(BLOCKS)]
+def identity() -> Identity:
+    return Identity(BootId(secrets.token_bytes(16)), Namespace("m", 1), PARTS)
 
 
-def settings(link: str, directory: Path, name: str, *, server: bool) -> ZmqSettings:
-    curve = link.endswith("CURVE")
-    keys = directory / "keys"
-    bind = f"ipc://{directory}/{name}" if link in ("ipc", ENGINE) else "tcp://127.0.0.1:*"
-    if server:
-        allowed = (
-            CurveServer(read_keys(keys / "p.key_secret"), frozenset([read_public(keys / "d.key")])) if curve else None
-        )
-        return ZmqSettings(bind=bind, curve_server=allowed)
-    return ZmqSettings(
-        curve_client=CurveClient(read_keys(keys / "d.key_secret"), read_public(keys / "p.key")) if curve else None
-    )
+def bind_of(link: str, directory: Path, name: str) -> str:
+    return f"ipc://{directory}/{name}" if link == "ipc" else "tcp://127.0.0.1:*"
 
 
-def opened(link: str, chosen: ZmqSettings) -> ServingLink:
-    return open_link("mooncake" if link == ENGINE else "zmq", chosen)
+# ---------------------------------------------------------------- prefill's process
 
 
-def pool() -> np.ndarray[Any, Any]:
-    return np.random.default_rng(0).integers(0, 256, (BLOCKS, PART.nbytes), dtype=np.uint8)
-
-
-# ---------------------------------------------------------------- prefill's processes
-
-
-def serve_node(pipe: Connection, link: str, directory: Path) -> None:
-    """Offers as many requests as it is told to, before their time is taken: prefill has finished then."""
-    rows = pool()
-    node = PrefillNode(
-        opened(link, settings(link, directory, "node", server=True)),
-        Identity(BootId(secrets.token_bytes(16)), NAMESPACE, (PART,)),
-        LIMITS,
-    )
-    pipe.send(node.address)
-    while (asked := pipe.recv()) is not None:
-        requests, blocks = asked
+def serve(pipe: Connection, link: str, directory: str) -> None:
+    """Offers what it is told to, before time is taken: prefill has finished then. Two threads serve the floors."""
+    rows = pools(0)
+    node = Node(ZmqLink(ZmqSettings(bind=bind_of(link, Path(directory), "node"))), identity())
+    settings = ZmqSettings(bind=bind_of(link, Path(directory), "raw"))
+    context = zmq.Context()
+    raw = router(context, settings)
+    raw.setsockopt(zmq.SNDHWM, 0)
+    assert settings.bind is not None
+    raw.bind(settings.bind)
+    if link == "ipc":
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"{directory}/plain")
+        listener.listen()
+    else:
+        listener = socket.create_server(("127.0.0.1", 0))
+    for target, args in ((serve_raw, (raw, rows)), (serve_plain, (listener, rows))):
+        threading.Thread(target=target, args=args, daemon=True).start()
+    pipe.send((node.address, raw.getsockopt_string(zmq.LAST_ENDPOINT), listener.getsockname()))
+    while (wanted := pipe.recv()) is not None:
+        blocks, parts = wanted
         node.poll()
-        pipe.send(
-            [
-                node.offer(
-                    [
-                        OfferedBlock(i, KEYS[i], (OfferedRecord(KEYS[i], PART.fingerprint, 1, 1, VALID, rows[i].data),))
-                        for i in range(blocks)
-                    ]
-                )
-                for _ in range(requests)
-            ]
-        )
+        transfer = new_transfer()
+        records = [
+            [OfferedRecord(KEYS[i], part.fingerprint, 1, 1, b"\xff" * 8, pool[i].data) for i in range(blocks)]
+            for part, pool in zip(PARTS, rows, strict=True)
+        ]
+        offered = [
+            OfferedBlock(i, KEYS[i], tuple(records[p][i] if p in parts else None for p in range(len(PARTS))))
+            for i in range(blocks)
+        ]
+        node.offer(transfer, offered)
+        pipe.send(transfer)
     node.close()
 
 
-def serve_raw(pipe: Connection, link: str, directory: Path) -> None:
-    """Answers ``mode, blocks`` with messages of as many records as kvroute's, each in a frame of its own."""
-    rows = pool()
-    context = zmq.Context()
-    chosen = settings(link, directory, "raw", server=True)
-    socket = router(context, replace(chosen, curve_server=None))
-    if chosen.curve_server is not None:  # encrypted as ours, without a list of clients
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, chosen.curve_server.keys.secret)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    assert chosen.bind is not None
-    socket.bind(chosen.bind)
-    pipe.send(socket.getsockopt_string(zmq.LAST_ENDPOINT))
-    encoder = msgspec.msgpack.Encoder()
+def asked_for(text: bytes) -> tuple[int, range]:
+    """How many blocks, of the first so many parts."""
+    blocks, parts = map(int, text.split())
+    return blocks, range(parts)
+
+
+def serve_raw(raw: zmq.Socket[bytes], rows: Pools) -> None:
     while True:
-        peer, asked = socket.recv_multipart()
-        mode, blocks = asked.decode().split()
-        if mode == "end":
-            break
-        for at in range(0, int(blocks), MESSAGE_RECORDS):
-            chunk = range(at, min(at + MESSAGE_RECORDS, int(blocks)))
-            if mode == "pickle":
-                socket.send_multipart(
-                    [peer, pickle.dumps({"task_id": "0", "index": list(chunk), "rows": rows[at : chunk[-1] + 1]})]
-                )
-                continue
-            sums = [checksum(rows[i].data) for i in chunk] if mode == "sum" else [0] * len(chunk)
-            frames = [rows[i].data for i in chunk] if mode != "joined" else [rows[at : chunk[-1] + 1].data.cast("B")]
-            socket.send_multipart([peer, encoder.encode([(0, i, bytes(128)) for i in chunk] + sums), *frames])
-    socket.close(0)
-    context.term()
+        peer, text = raw.recv_multipart()
+        blocks, parts = asked_for(text)
+        frames = [rows[p][i].data for i in range(blocks) for p in parts]
+        while frames:
+            count = max(1, MESSAGE_NBYTES // frames[0].nbytes)
+            raw.send_multipart([peer, b"%d" % len(frames), *frames[:count]], copy=frames[0].nbytes < 256 << 10)
+            del frames[:count]
+
+
+def serve_plain(listener: socket.socket, rows: Pools) -> None:
+    peer, _ = listener.accept()
+    while text := peer.recv(64):
+        blocks, parts = asked_for(text)
+        for i in range(blocks):
+            for p in parts:
+                peer.sendall(rows[p][i].data)
 
 
 # ---------------------------------------------------------------- decode's side
@@ -154,193 +142,122 @@ def serve_raw(pipe: Connection, link: str, directory: Path) -> None:
 class Landing:
     """Landing blocks; a record is put in place by one copy."""
 
-    def __init__(self, rows: np.ndarray[Any, Any]) -> None:
+    def __init__(self, rows: Pools) -> None:
         self.rows = rows
-        self.first_s = self.last_s = 0.0
 
     def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
-        del part, header
-        self.rows[index] = np.frombuffer(payload, np.uint8)
-        self.last_s = time.perf_counter()
-        self.first_s = self.first_s or self.last_s
+        del header
+        self.rows[part][index] = np.frombuffer(payload, np.uint8)
         return True
 
 
 class Decode:
-    """Pulls over kvroute, and what it is compared with, over one link."""
+    """Pulls over kvroute, and by its floors, over one link."""
 
     def __init__(self, link: str, directory: Path) -> None:
         context = multiprocessing.get_context("spawn")
-        self.pipes, self.processes, addresses = [], [], []
-        for serve in (serve_node, serve_raw):
-            near, far = context.Pipe()
-            process = context.Process(target=serve, args=(far, link, directory), daemon=True)
-            process.start()
-            self.pipes.append(near)
-            self.processes.append(process)
-            addresses.append(near.recv())
-        self.address, raw = addresses
-        chosen = settings(link, directory, "", server=False)
+        self.pipe, far = context.Pipe()
+        self.process = context.Process(target=serve, args=(far, link, str(directory)), daemon=True)
+        self.process.start()
+        self.address, raw, plain = self.pipe.recv()
         self.over = threading.Event()
-        self.node = DecodeNode(
-            opened(link, chosen),
-            Identity(BootId(secrets.token_bytes(16)), NAMESPACE, (PART,)),
-            LIMITS,
-            notify=self.over.set,
-        )
+        self.node = Node(ZmqLink(), identity(), notify=self.over.set)
         self.context = zmq.Context()
-        self.raw = dealer(self.context, chosen, b"raw", raw)
+        self.raw = dealer(self.context, ZmqSettings(), b"raw", raw)
         self.raw.setsockopt(zmq.RCVHWM, 0)
         self.raw.connect(raw)
-        self.rows = np.zeros((BLOCKS, PART.nbytes), np.uint8)
-        self.first_ms: dict[str, float] = {}
-        self.rows_ms = float("inf")  # of kvroute: until the last row is in place, without the ack
-        self.transfers: list[TransferId] = []
+        self.plain = socket.socket(socket.AF_UNIX if link == "ipc" else socket.AF_INET)
+        self.plain.connect(plain)
+        self.rows = pools(None)
+        self.transfer = TransferId(b"")
 
-    def offer(self, requests: int, blocks: int) -> None:
-        self.pipes[0].send((requests, blocks))
-        self.transfers = self.pipes[0].recv()
+    def offer(self, blocks: int, parts: range) -> None:
+        self.pipe.send((blocks, parts))
+        self.transfer = self.pipe.recv()
 
-    def pull(self, blocks: int) -> None:
-        """Everything that was offered, at once, to the end of the last one's protocol."""
-        transfers, self.transfers = self.transfers, []
-        start_s = time.perf_counter()
-        sinks = [Landing(self.rows) for _ in transfers]
-        wanted = [WantedBlock(i, KEYS[i], (0,)) for i in range(blocks)]
-        for transfer, sink in zip(transfers, sinks, strict=True):
-            self.node.pull(self.address, transfer, wanted, sink)
-        left = len(transfers)
-        while left:
-            assert self.over.wait(PATIENCE_S)
-            self.over.clear()
-            for event in self.node.poll():
-                assert event.result.complete, event.result
-                left -= 1
-        self._first("kvroute", sinks[0].first_s - start_s)
-        self.rows_ms = min(self.rows_ms, 1000 * (max(sink.last_s for sink in sinks) - start_s))
+    def pull(self, blocks: int, parts: range) -> None:
+        wanted = [WantedBlock(i, KEYS[i], tuple(parts)) for i in range(blocks)]
+        self.over.clear()
+        self.node.pull(self.transfer, self.address, wanted, Landing(self.rows))
+        assert self.over.wait(PATIENCE_S)
+        (finished,) = self.node.poll()
+        assert isinstance(finished, Finished)
+        assert finished.result.complete, finished
 
-    def ask_raw(self, mode: str, requests: int, blocks: int) -> None:
-        start_s = time.perf_counter()
-        for _ in range(requests):
-            self.raw.send(f"{mode} {blocks}".encode())
-        first = 0.0
-        for _ in range(requests):
-            got = 0
-            while got < blocks:
-                if mode == "pickle":
-                    message = pickle.loads(self.raw.recv())  # noqa: S301 - our own child's; that is what it costs
-                    self.rows[message["index"]] = message["rows"]
-                    got += len(message["index"])
-                else:
-                    control, *bulk = self.raw.recv_multipart(copy=False)
-                    entries = msgspec.msgpack.decode(control.buffer)
-                    count = len(entries) // 2
-                    views = [frame.buffer for frame in bulk]
-                    if mode == "joined":
-                        views = [views[0][i * PART.nbytes : (i + 1) * PART.nbytes] for i in range(count)]
-                    for i, view in enumerate(views):
-                        if mode == "sum":
-                            assert checksum(view) == entries[count + i]
-                        self.rows[entries[i][1]] = np.frombuffer(view, np.uint8)
-                    got += count
-                first = first or time.perf_counter()
-        self._first(mode, first - start_s)
+    def ask_raw(self, blocks: int, parts: range) -> None:
+        self.raw.send(b"%d %d" % (blocks, len(parts)))
+        places = [self.rows[p][i] for i in range(blocks) for p in parts]
+        while places:
+            _, *frames = self.raw.recv_multipart(copy=False)
+            for place, frame in zip(places, frames, strict=False):
+                place[:] = np.frombuffer(frame.buffer, np.uint8)
+            del places[: len(frames)]
 
-    def _first(self, name: str, seconds: float) -> None:
-        self.first_ms[name] = min(self.first_ms.get(name, float("inf")), 1000 * seconds)
+    def ask_plain(self, blocks: int, parts: range) -> None:
+        self.plain.sendall(b"%d %d" % (blocks, len(parts)))
+        for i in range(blocks):
+            for p in parts:
+                left = memoryview(self.rows[p][i].data)
+                while left.nbytes:
+                    left = left[self.plain.recv_into(left) :]
 
-    def race(self, rounds: int, requests: int, blocks: int) -> dict[str, float]:
-        """Milliseconds of the best round of each, and of the first row in ``first_ms``."""
-        self.first_ms, self.rows_ms = {}, float("inf")
-        best = {name: float("inf") for name in ("kvroute", "raw", "sum", "joined", "pickle")}
+    def race(self, rounds: int, blocks: int, parts: range) -> dict[str, float]:
+        """Milliseconds of the best turn of each."""
+        best = dict.fromkeys(("kvroute", "raw", "socket"), float("inf"))
+        timed: dict[str, Callable[[], object]] = {
+            "kvroute": lambda: self.pull(blocks, parts),
+            "raw": lambda: self.ask_raw(blocks, parts),
+            "socket": lambda: self.ask_plain(blocks, parts),
+        }
         for _ in range(rounds):
-            self.offer(requests, blocks)
-            timed: dict[str, Callable[[], object]] = {
-                "kvroute": lambda: self.pull(blocks),
-                "raw": lambda: self.ask_raw("raw", requests, blocks),
-                "sum": lambda: self.ask_raw("sum", requests, blocks),
-                "joined": lambda: self.ask_raw("joined", requests, blocks),
-                "pickle": lambda: self.ask_raw("pickle", requests, blocks),
-            }
+            self.offer(blocks, parts)
             for name, ms in best_ms(1, timed).items():
                 best[name] = min(best[name], ms)
         return best
 
     def close(self) -> None:
-        self.raw.send(b"end 0")
+        self.plain.close()
         self.raw.close()
         self.context.term()
         self.node.close()
-        self.pipes[0].send(None)
-        for process in self.processes:
-            process.join(PATIENCE_S)
+        self.pipe.send(None)
+        self.process.join(PATIENCE_S)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--links", default=f"ipc,tcp,tcp+CURVE,{ENGINE}", help="which, with commas between (all)")
-    chosen = parser.parse_args()
-    rounds = 5 if chosen.quick else 25
-    sizes = Table(
-        "rows of one request: MB/s until the last is in place (acked: until the ack was answered), ms to the first",
+    chosen = asked(__doc__, 40, "few rounds", links=(["ipc", "tcp"], "which"))
+    rounds = 5 if chosen.quick else chosen.rounds
+    table = Table(
+        "until all is in place, ms of the best turn",
         [
             "link",
-            "tokens",
+            "what",
             "kvroute",
             "raw",
-            "raw + XXH3",
-            "joined",
-            "pickle",
-            "x raw",
-            "x raw + XXH3",
-            "x joined",
-            "x pickle",
-            "x raw, acked",
-            "first row",
-            "raw's first",
+            "socket",
+            "x raw's time",
+            "x socket's time",
+            "of raw's speed",
+            "of socket's",
         ],
     )
-    flights = Table(
-        "requests of one block (64 tokens): us a request",
-        ["link", "in flight", "kvroute", "raw", "overhead"],
+    cases = (
+        ("one block of rows", 1, range(1)),
+        ("1 k tokens, rows", 16, range(1)),
+        ("8 k tokens, rows", 128, range(1)),
+        ("8 k tokens, rows and KV", 128, range(2)),
     )
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        for side in "pd":
-            make_keys(directory / "keys", side)
-        for link in chosen.links.split(","):
-            decode = Decode(link, directory)
-            decode.race(2, 1, BLOCKS)
-            for tokens in (1024, 8192, 32_768):
-                blocks = tokens // BLOCK_TOKENS
-                best = decode.race(rounds, 1, blocks)
-                speed = {n: blocks * PART.nbytes / ms / 1e3 for n, ms in best.items()}
-                speed["kvroute"] = blocks * PART.nbytes / decode.rows_ms / 1e3
-                ratios = [f"{best[other] / decode.rows_ms:.2f}" for other in ("raw", "sum", "joined", "pickle")]
-                ratios.append(f"{best['raw'] / best['kvroute']:.2f}")
-                first = decode.first_ms
-                sizes.row(
-                    link,
-                    f"{tokens:,}",
-                    *(f"{speed[n]:.0f}" for n in ("kvroute", "raw", "sum", "joined", "pickle")),
-                    *ratios,
-                    f"{first['kvroute']:.2f}",
-                    f"{first['raw']:.2f}",
-                )
-            for requests in (1, 8, 64):
-                best = decode.race(rounds, requests, 1)
-                us = {n: 1000 * ms / requests for n, ms in best.items()}
-                flights.row(
-                    link,
-                    str(requests),
-                    f"{us['kvroute']:.0f}",
-                    f"{us['raw']:.0f}",
-                    f"{us['kvroute'] - us['raw']:.0f}",
-                )
+    for link in chosen.links:
+        with tempfile.TemporaryDirectory() as directory:
+            decode = Decode(link, Path(directory))
+            decode.race(3, 1, range(1))
+            for what, blocks, parts in cases:
+                best = decode.race(rounds * (10 if blocks == 1 else 1), blocks, parts)
+                slower = [best["kvroute"] / best[other] for other in ("raw", "socket")]
+                times = [f"{best[name]:.3f}" for name in ("kvroute", "raw", "socket")]
+                table.row(link, what, *times, *(f"{x:.2f}" for x in slower), *(f"{1 / x:.2f}" for x in slower))
             decode.close()
-    sizes.print()
-    flights.print()
+    table.print()
 
 
 if __name__ == "__main__":

@@ -1,1 +1,35 @@
-"""Moving block rows between processes. Prefill/decode sessions and links live here."""
+"""Rows of blocks between processes: :class:`Node` lends and borrows them over a link."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transfer.actions import Finished, Missing, OfferedBlock, PullResult, Reason, Release, WantedBlock
+from transfer.identity import Identity, part_of
+from transfer.limits import TransferLimits
+from transfer.messages import BootId, Outcome, Part, TransferId
+from transfer.node import BlockSink, Node, new_transfer
+
+if TYPE_CHECKING:
+    from transfer.zmq_link import ZmqLink
+    from transfer.zmq_settings import ZmqSettings
+
+
+def __getattr__(name: str) -> Any:
+    """ZeroMQ is imported by who uses it."""
+    if name == "ZmqLink":
+        from transfer.zmq_link import ZmqLink
+
+        return ZmqLink
+    if name == "ZmqSettings":
+        from transfer.zmq_settings import ZmqSettings
+
+        return ZmqSettings
+    raise AttributeError(name)
+
+
+__all__ = [
+    "BlockSink", "BootId", "Finished", "Identity", "Missing", "Node", "OfferedBlock", "Outcome", "Part", "PullResult",
+    "Reason", "Release", "TransferId", "TransferLimits", "WantedBlock", "ZmqLink", "ZmqSettings", "new_transfer",
+    "part_of",
+]  # fmt: skip

@@ -15,7 +15,11 @@ from transfer.messages import Message, Outcome, TransferId
 
 @dataclass(frozen=True, slots=True)
 class OfferedBlock:
-    """A block that prefill holds for decode: one record a part, ``None`` where it has none."""
+    """A block that prefill lends to decode: one record a part, ``None`` where it has none.
+
+    The payloads are held by reference until the offer's :class:`Release` and must not change before: a copy that the
+    lender owns, or a block that it holds. What the link still has to send then is proved by its sum when it comes.
+    """
 
     index: int
     key: BlockKey
@@ -33,19 +37,22 @@ class WantedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hand ``message`` to the link, ``bulk`` in frames of its own.
-
-    If the link refuses it, tell the session's ``unsent``. If the link took it and ``bulk`` is not empty, tell
-    :meth:`PrefillSession.let_go` once the link has let go of the buffers.
-    """
+    """Hand ``message`` to the link, ``bulk`` in frames of its own; if the link refuses, tell ``unsent`` at once."""
 
     peer: Peer
     message: Message
     bulk: tuple[Buffer, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Break the connection of a peer that let a transfer's lease end, so that the link keeps nothing for it."""
+
+    peer: Peer
+
+
 class Install(msgspec.Struct, frozen=True, gc=False):
-    """Put a verified record in its place, then tell :meth:`DecodeSession.installed` how that went.
+    """Put a verified record in its place, then tell :meth:`Pulls.installed` how that went.
 
     ``payload`` is a view of what arrived: it is valid until the arrival is released.
     """
@@ -59,9 +66,9 @@ class Install(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Prefill's blocks of this transfer are free: nobody reads them any more. Said once for each transfer.
+    """The offer is over: nobody gets a record of it any more. Said once for each offer.
 
-    ``detail`` is not empty when a node could not begin the transfer, and says why.
+    ``detail`` is not empty when a node could not begin the offer, and says why.
     """
 
     transfer: TransferId
@@ -92,18 +99,15 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """What became of a pull: every wanted record is either among ``installed`` or in ``missing``.
+    """What became of a pull: so many records are in place, every other wanted one is in ``missing``.
 
-    ``reason`` is ``None`` for a pull that came to its end; ``detail`` says more where the peer did. ``attempts`` counts
-    epochs. ``acknowledged``: prefill has said that it heard the ack.
+    ``reason`` is ``None`` for a pull that came to its end; ``detail`` says more where the peer did.
     """
 
     installed: int
     missing: tuple[Missing, ...]
-    reason: Reason | None
-    detail: str
-    attempts: int
-    acknowledged: bool
+    reason: Reason | None = None
+    detail: str = ""
 
     @property
     def complete(self) -> bool:
@@ -112,11 +116,10 @@ class PullResult:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A pull is over: nothing of it will be installed from here on, its landing blocks may go. Said once for each."""
+    """A pull is over: nothing of it will be installed from here on. Said once for each."""
 
     transfer: TransferId
     result: PullResult
 
 
-PrefillAction = Send | Release
-DecodeAction = Send | Install | Finished
+Action = Send | Cut | Install | Release | Finished

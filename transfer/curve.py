@@ -1,6 +1,6 @@
 """CURVE key pairs: who a peer is, proven by a key, and what it says, encrypted.
 
-A pair is two files. ``NAME.key`` holds the public key, a line of 40 characters of Z85, and may be read by anyone;
+A pair is two certificates of ``zmq.auth``. ``NAME.key`` holds the public key and may be read by anyone;
 ``NAME.key_secret`` holds both and is refused when anyone but its owner may read it. A server lists the public keys of
 the clients it serves; a client pins the public key of its server.
 """
@@ -12,13 +12,13 @@ import re
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from cache_manager.errors import ConfigError
 
 PUBLIC_SUFFIX: Final = ".key"
 SECRET_SUFFIX: Final = ".key_secret"  # noqa: S105 - a file name's end, no secret
-_KEY_FILE_NBYTES_MAX: Final = 4096
 _Z85 = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -62,40 +62,41 @@ class CurveClient:
 
 def make_keys(directory: Path, name: str) -> tuple[Path, Path]:
     """Write a new pair ``DIRECTORY/NAME.key`` and ``.key_secret`` (0600); an existing file is left and refused."""
-    import zmq
+    from zmq.auth import create_certificates
 
     if not _NAME.fullmatch(name):
         raise ConfigError("key name", f"a name like {_NAME.pattern}", repr(name))
-    public_path, secret_path = directory / (name + PUBLIC_SUFFIX), directory / (name + SECRET_SUFFIX)
-    public, secret = zmq.curve_keypair()
+    made: list[Path] = []
     try:
-        for path in (public_path, secret_path):
-            if path.exists():
-                raise ConfigError("key name", "one that has no key file yet", str(path))
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # exclusive and private from the first byte on
-        for path, text, mode in (
-            (secret_path, public + b"\n" + secret + b"\n", 0o600),
-            (public_path, public + b"\n", 0o644),
-        ):
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-                file.write(text)
+        with TemporaryDirectory(dir=directory) as private:  # nobody else may look inside, whatever the files' modes are
+            for source in map(Path, reversed(create_certificates(private, name))):
+                source.chmod(0o600 if source.suffix == SECRET_SUFFIX else 0o644)
+                os.link(source, directory / source.name)  # never over another file
+                made.append(directory / source.name)
+    except FileExistsError as error:
+        for path in made:
+            path.unlink()
+        raise ConfigError("key name", "one that has no key file yet", str(error.filename2)) from error
     except OSError as error:
         raise ConfigError("key directory", "a directory to write to", f"{directory}: {error.strerror}") from error
-    return public_path, secret_path
+    return made[1], made[0]
 
 
 def read_public(path: Path) -> bytes:
     """The public key in ``path`` (either file of a pair)."""
-    return _lines(path, private=False)[0]
+    return _read(path)[0]
 
 
 def read_keys(path: Path) -> CurveKeys:
     """The pair in the secret file ``path``, which nobody but its owner may be able to read."""
-    lines = _lines(path, private=True)
-    if len(lines) != 2:
-        raise ConfigError("secret key file", "two lines: public key, secret key", f"{path}: {len(lines)} lines")
-    return CurveKeys(lines[0], lines[1])
+    public, secret = _read(path)
+    if secret is None:
+        raise ConfigError("secret key file", "a file with a public and a secret key", str(path))
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise ConfigError("secret key file", "mode 0600, for its owner alone", f"{path}: {mode:04o}")
+    return CurveKeys(public, secret)
 
 
 def read_clients(path: Path) -> frozenset[bytes]:
@@ -105,23 +106,17 @@ def read_clients(path: Path) -> frozenset[bytes]:
     return frozenset(read_public(file) for file in sorted(path.glob("*" + PUBLIC_SUFFIX)))
 
 
-def _lines(path: Path, *, private: bool) -> list[bytes]:
+def _read(path: Path) -> tuple[bytes, bytes | None]:
+    from zmq.auth import load_certificate
+
     try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if private and stat.S_IMODE(mode) & 0o077:
-                raise ConfigError(
-                    "secret key file", "mode 0600, for its owner alone", f"{path}: {stat.S_IMODE(mode):04o}"
-                )
-            text = file.read(_KEY_FILE_NBYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError("key file", "a file that can be read", f"{path}: {error.strerror}") from error
-    lines = text.split()
-    if len(text) > _KEY_FILE_NBYTES_MAX or not lines:
-        raise ConfigError("key file", f"one or two keys in at most {_KEY_FILE_NBYTES_MAX} bytes", f"{path}")
-    for i, line in enumerate(lines):
-        _checked(f"key file {path}", line, shown=i == 0)
-    return lines
+        public, secret = load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError("key file", "a file of one or two CURVE keys", f"{path}: {error}") from error
+    _checked(f"key file {path}", public)
+    if secret is not None:
+        _checked(f"key file {path}", secret, shown=False)
+    return public, secret
 
 
 def _checked(name: str, key: bytes, *, shown: bool = True) -> None:

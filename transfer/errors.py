@@ -28,3 +28,14 @@ class IncompatiblePeerError(TransferError):
         self.field = field
         self.wanted = wanted
         self.got = got
+
+
+class NodeClosedError(TransferError):
+    """The node was closed, its thread has ended, or this is a forked process."""
+
+
+class NodeFullError(TransferError):
+    """More commands wait than the node takes; nothing was changed, try again."""
+
+    def __init__(self, commands_max: int) -> None:
+        super().__init__(f"commands_max: wanted at most {commands_max} waiting commands, got one more")

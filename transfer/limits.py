@@ -13,11 +13,13 @@ from transfer.messages import ENTRIES_MAX
 class TransferLimits:
     """How long, how often, how much. Both sides have their own; only ``lease_s`` is told to the peer.
 
-    ``lease_s``: a transfer whose peer is silent for so long is over, and none lasts longer than ``lease_max_s``.
-    ``retry_s``: decode asks again when nothing has come for so long, at most ``retries_max`` times in a row.
-    ``resend_s``: what a full link refused is handed to it again after so long.
+    ``lease_s``: a transfer whose peer is silent for so long is over; no offer and no pull lasts longer than
+    ``lease_max_s``. ``retry_s``: decode asks again when nothing has come for so long, at most ``retries_max`` times in
+    a row. ``early_s``: a pull that comes before its offer waits so long for it. ``resend_s``: what the link refused is
+    handed to it again after so long, then after twice as long, up to ``retry_s``.
     ``credit_nbytes``: payload of one transfer on its way at a time. ``records_max`` and ``records_nbytes_max``: the
-    size of one message (a record that is larger goes alone); smaller messages arrive while the next are made. Payloads
+    size of one message (a record that is larger goes alone); smaller messages arrive while the next are made, and
+    the first of an attempt is the smallest. Payloads
     up to ``joined_nbytes_max`` are copied into one frame a message; larger ones are sent from where they lie.
     ``remembered_max``: ids of ended transfers.
     """
@@ -25,6 +27,7 @@ class TransferLimits:
     lease_s: float = 30.0
     lease_max_s: float = 600.0
     retry_s: float = 2.0
+    early_s: float = 2.0
     resend_s: float = 0.01
     retries_max: int = 5
     transfers_max: int = 1024

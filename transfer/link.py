@@ -23,49 +23,50 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerFound:
+    """The link can reach ``peer`` from now on. A link whose peers are there from the start need not say so."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     """The link can no longer reach ``peer``; it may come back under the same name."""
 
     peer: Peer
 
 
+Came = Arrival | PeerFound | PeerLost
+
+
 class Link(Protocol):
     """One endpoint that carries messages; owned by one thread, but for :meth:`wake`.
 
-    * :meth:`send` takes the whole message or answers ``False`` (full, or no such peer: nothing was sent, and
-      ``on_sent`` is never called). The buffers of ``bulk`` must not change until ``on_sent`` was called: exactly once,
-      from :meth:`poll` or :meth:`close` in the owning thread, also when the peer is lost.
+    * :meth:`send` takes the whole message or answers ``False`` (full, or no such peer: nothing was sent). The link
+      keeps references to the buffers of ``bulk`` until it has sent them or lost the peer; one that changes meanwhile
+      arrives changed.
     * :meth:`poll` waits at most ``timeout_s`` for something to happen and answers what came, at most ``limit`` items.
     * Messages may be lost, doubled or come late as far as sessions care; they are never mixed or cut.
 
     Whatever a peer sends, no method raises because of it.
     """
 
+    @property
+    def address(self) -> str:
+        """Where others connect to; empty when nobody can."""
+
     def connect(self, address: str) -> Peer:
         """The peer at ``address``, which need not be there yet; the same peer for the same address."""
 
-    def send(
-        self,
-        peer: Peer,
-        control: bytes,
-        bulk: Sequence[Buffer] = (),
-        on_sent: Callable[[], None] | None = None,
-    ) -> bool: ...
+    def send(self, peer: Peer, control: bytes, bulk: Sequence[Buffer] = ()) -> bool: ...
 
-    def poll(self, timeout_s: float, limit: int = 64) -> list[Arrival | PeerLost]: ...
+    def poll(self, timeout_s: float, limit: int = 64) -> list[Came]: ...
 
     def cut(self, peer: Peer) -> None:
-        """Break the connection by which ``peer`` came, so that its buffers are let go; harmless when there is none."""
+        """Break the connection by which ``peer`` came, with what waits for it; harmless when there is none."""
 
     def wake(self) -> None:
         """Make :meth:`poll` return soon; the one method that any thread may call."""
 
     def close(self, linger_s: float = 0.5) -> None:
         """Send what can be sent in ``linger_s``, then let go of every buffer. Harmless the second time."""
-
-
-class ServingLink(Link, Protocol):
-    """A link that others connect to."""
-
-    @property
-    def address(self) -> str: ...

@@ -18,7 +18,7 @@ from cache_manager.record import HEADER_NBYTES_MAX, HEADER_NBYTES_MIN, Buffer
 from transfer.errors import RemoteProtocolError
 
 MAGIC: Final = b"KVRT"
-MAJOR: Final = 1
+MAJOR: Final = 2
 """Peers of different majors do not understand each other."""
 
 MINOR: Final = 0
@@ -33,14 +33,20 @@ BLOCKS_MAX: Final = 16_384
 ENTRIES_MAX: Final = 1024
 """Records of one message."""
 
+FIELDS_MAX: Final = 32
+MODEL_MAX: Final = 1024
+"""Characters of a model's name."""
+
 TransferId = NewType("TransferId", bytes)
-"""16 random bytes, made by the prefill side for one request."""
+"""16 random bytes, drawn by the prefill side for one request; see :func:`new_transfer`."""
 
 BootId = NewType("BootId", bytes)
 """16 random bytes, made when a process starts: a restarted peer has another one."""
 
 _Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
-_Key = Annotated[bytes, Meta(min_length=KEY_NBYTES, max_length=KEY_NBYTES)]
+_Version = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Name = Annotated[str, Meta(max_length=64)]
+_Value = Annotated[str, Meta(max_length=512)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Nbytes = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Index = Annotated[int, Meta(ge=0, lt=BLOCKS_MAX)]
@@ -73,21 +79,37 @@ class GoneReason(Enum):
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """One kind of record that every block has: peers exchange blocks only when their parts are equal.
 
-    ``nbytes`` is the size of one record's payload, ``fingerprint`` that of its layout.
+    ``nbytes`` is the size of one record's payload, ``fingerprint`` that of its layout. ``replicated``: every rank of a
+    model has the same records. ``fields`` says in words what the fingerprint digests, for refusals.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     fingerprint: _Id
     nbytes: Annotated[int, Meta(ge=1, le=1 << 30)]
     block_tokens: Annotated[int, Meta(ge=1, le=65_536)]
+    replicated: bool = False
+    fields: Annotated[dict[_Name, _Value], Meta(max_length=FIELDS_MAX)] = {}
 
 
-class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A block of the request that D wants; bit ``i`` of ``parts`` asks for its record of part ``i``."""
+class Space(msgspec.Struct, frozen=True, array_like=True):
+    """A :class:`~cache_manager.keys.Namespace` as peers tell it; ``salt`` is a digest, as a salt may be a secret."""
 
-    index: _Index
-    key: _Key
+    model: Annotated[str, Meta(max_length=MODEL_MAX)]
+    weights_version: _Version
+    salt: _Id
+    rank: _Version
+    world: _Version
+
+
+class Range(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Neighbouring blocks of the request that D wants, from ``start`` on; ``keys`` are theirs, 32 bytes each.
+
+    Bit ``i`` of ``parts`` asks for their records of part ``i``.
+    """
+
+    start: _Index
     parts: Annotated[int, Meta(ge=1, lt=1 << PARTS_MAX)]
+    keys: Annotated[bytes, Meta(min_length=KEY_NBYTES, max_length=KEY_NBYTES * BLOCKS_MAX)]
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -109,10 +131,10 @@ _Parts = Annotated[list[Part], Meta(min_length=1, max_length=PARTS_MAX)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """D's first message: who it is and what it takes. ``namespace`` is a fingerprint; a frame is a bulk frame."""
+    """D's first message: who it is and what it takes; a frame is a bulk frame."""
 
     boot_id: _Id
-    namespace: _Id
+    namespace: Space
     parts: _Parts
     minor: _Count
     frame_nbytes_max: _Nbytes
@@ -123,7 +145,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """P's answer: who it is, and after how long a silence it gives a transfer up. ``to`` is the run that said hello."""
 
     boot_id: _Id
-    namespace: _Id
+    namespace: Space
     parts: _Parts
     minor: _Count
     lease_ms: Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -146,7 +168,7 @@ class Pull(msgspec.Struct, frozen=True, array_like=True, tag=4):
     boot_id: _Id
     transfer: _Id
     epoch: _Epoch
-    wanted: Annotated[list[Want], Meta(max_length=BLOCKS_MAX)]
+    wanted: Annotated[list[Range], Meta(max_length=BLOCKS_MAX)]
     credit_nbytes: _Nbytes
 
 
@@ -220,10 +242,19 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag=13, gc=False):
     boot_id: _Id
 
 
-Message = Hello | Welcome | Refuse | Pull | Credit | Renew | Ack | Abort | Records | Absent | Gone | Released | Bye
+class Later(msgspec.Struct, frozen=True, array_like=True, tag=14, gc=False):
+    """P may have more of what the epoch asked for: it is still to be offered, or to be computed."""
+
+    transfer: _Id
+    epoch: _Epoch
+
+
+ToOffers = Hello | Pull | Credit | Renew | Ack | Abort
+ToPulls = Welcome | Refuse | Records | Absent | Gone | Released | Later
+Message = ToOffers | ToPulls | Bye
 
 KINDS: Final[tuple[type[Message], ...]] = (
-    Hello, Welcome, Refuse, Pull, Credit, Renew, Ack, Abort, Records, Absent, Gone, Released, Bye,
+    Hello, Welcome, Refuse, Pull, Credit, Renew, Ack, Abort, Records, Absent, Gone, Released, Bye, Later,
 )  # fmt: skip
 _DECODERS: Final = {kind.__struct_config__.tag: msgspec.msgpack.Decoder(kind) for kind in KINDS}
 _PREFIXES: Final = {kind: PREFIX.pack(MAGIC, MAJOR, kind.__struct_config__.tag, 0) for kind in KINDS}

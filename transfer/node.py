@@ -1,12 +1,13 @@
-"""The two ends of a transfer as an engine uses them: it asks without waiting, and polls what became of it.
+"""A process's end of all its transfers: it lends blocks and borrows them, asks without waiting, and is polled.
 
-Each node has one thread, which owns its link and its session. Every public method but ``close`` returns at once and may
-be called from any thread.
+A node has one thread, which owns its link, its offers and its pulls, and outlives whatever peers send. What the engine
+asks for comes to it as commands. Every public method but ``close`` returns at once and may be called by any thread.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -14,42 +15,53 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from cache_manager.errors import BlockBusyError, KVRouteError
+from cache_manager.keys import Namespace
 from cache_manager.record import RecordHeader
 from transfer.actions import (
-    DecodeAction,
+    Action,
+    Cut,
     Finished,
     Install,
     Missing,
     OfferedBlock,
-    PrefillAction,
     PullResult,
     Reason,
     Release,
     Send,
     WantedBlock,
 )
-from transfer.decode import DecodeSession
-from transfer.errors import LocalProtocolError
+from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError, RemoteProtocolError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
-from transfer.link import Arrival, Link, Peer, ServingLink
-from transfer.messages import Outcome, TransferId, encode
-from transfer.node_thread import NodeClosedError, NodeCounters, NodeFullError, NodeThread, Worker
-from transfer.offer import PrefillCounters
-from transfer.prefill import PrefillSession
-from transfer.pull import DecodeCounters
+from transfer.link import Arrival, Link, PeerFound, PeerLost
+from transfer.messages import Bye, Outcome, Records, ToOffers, TransferId, decode, encode
+from transfer.offer import OfferCounters
+from transfer.offers import Offers
+from transfer.pull import PullCounters
+from transfer.pulls import Pulls
+
+ARRIVALS_MAX: Final = 64
+"""Taken from the link before anything else gets its turn."""
 
 SENDS_A_TURN: Final = 16
-SEALS_A_TURN: Final = 16
+SUMS_A_TURN: Final = 16
 """Records summed before they are asked for, while there is nothing else to do."""
 
+TURN_MAX_S: Final = 0.25
 CLOSE_S: Final = 10.0
+LOG_PAUSE_S: Final = 60.0
+"""Between two lines of one kind in the log."""
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+
+def new_transfer() -> TransferId:
+    """An id for an offer, which may be drawn in another process than the node's."""
+    return TransferId(secrets.token_bytes(16))
 
 
 class BlockSink(Protocol):
@@ -63,117 +75,83 @@ class BlockSink(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillNodeCounters:
-    """``notify_errors`` are exceptions of ``notify``."""
-
-    node: NodeCounters
-    session: PrefillCounters
-    in_flight: int
-    notify_errors: int
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeNodeCounters:
-    """``sink_errors`` are exceptions of sinks, whose records are missing, ``notify_errors`` those of ``notify``."""
-
-    node: NodeCounters
-    session: DecodeCounters
-    in_flight: int
-    sink_errors: int
-    notify_errors: int
-
-
-class _Notify:
-    """The engine's callback, of which no error stops what the thread is in the middle of."""
-
-    def __init__(self, notify: Callable[[], None]) -> None:
-        self.errors = 0
-        self._notify = notify
-
-    def __call__(self) -> None:
-        try:
-            self._notify()
-        except Exception:
-            self.errors += 1
-            log.exception("the notify callback of a node failed")
-
-
-class _Node:
-    """What the engine has of either side: a worker, and the thread that runs it."""
-
-    def __init__(self, link: Link, worker: Worker, name: str, commands_max: int) -> None:
-        self._thread = NodeThread(link, worker, name, commands_max)
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.alive
-
-    @property
-    def last_error(self) -> str:
-        return self._thread.last_error
-
-    def close(self, linger_s: float = 0.5) -> bool:
-        """End everything, at the latest after ``linger_s`` and a margin; ``poll`` then has the rest.
-
-        ``False``: the thread did not end. Blocks that ``poll`` does not report must not be touched, and a sink may
-        still be called.
-        """
-        return self._thread.close(linger_s, linger_s + CLOSE_S)
-
-
-class PrefillNode(_Node):
-    """Offers blocks to decode nodes. It owns ``link`` from here on, and closes it.
-
-    ``notify`` is called in the node's thread when :meth:`poll` has something new; it must not block.
+@dataclass(slots=True)
+class ThreadCounters:
+    """What a node's thread has met. ``bad_messages`` are none, or not meant for either side; ``sink_errors`` are
+    exceptions of sinks, whose records are missing, ``notify_errors`` those of ``notify``; ``errors`` all others.
     """
 
-    def __init__(
-        self,
-        link: ServingLink,
-        identity: Identity,
-        limits: TransferLimits | None = None,
-        *,
-        commands_max: int = 4096,
-        notify: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.address = link.address
-        self._worker = _PrefillWorker(link, PrefillSession(identity, limits or TransferLimits()), notify)
-        super().__init__(link, self._worker, "kvroute-prefill-node", commands_max)
-
-    @property
-    def counters(self) -> PrefillNodeCounters:
-        session, errors = self._worker.session, self._worker.notify.errors
-        return PrefillNodeCounters(replace(self._thread.counters), replace(session.counters), session.in_flight, errors)
-
-    def offer(self, blocks: Sequence[OfferedBlock], *, lease_s: float | None = None) -> TransferId:
-        """Hold ``blocks`` for whoever pulls the id that is answered.
-
-        The blocks must be leased until :meth:`poll` tells :class:`Release`; that also comes, with a detail, when there
-        was no room. Raises :class:`NodeFullError` or :class:`NodeClosedError`, and nothing is held.
-        """
-        transfer = TransferId(secrets.token_bytes(16))
-        self._thread.submit(lambda now_s: self._worker.offer(transfer, blocks, now_s, lease_s))
-        return transfer
-
-    def abort(self, transfer: TransferId, reason: str) -> None:
-        """Give an offer up; harmless when it has ended."""
-        log.debug("transfer %s aborted: %s", transfer.hex(), reason)
-        self._thread.submit(lambda _: self._worker.act(self._worker.session.abort(transfer)))
-
-    def reset(self, namespace: bytes) -> None:
-        """Rows belong to the namespace with this fingerprint from here on; every offer ends."""
-        self._thread.submit(lambda _: self._worker.act(self._worker.session.reset(namespace)))
-
-    def poll(self) -> list[Release]:
-        """What ended since the last call."""
-        return _drain(self._worker.released)
+    arrivals: int = 0
+    bad_messages: int = 0
+    peers_lost: int = 0
+    commands: int = 0
+    commands_refused: int = 0
+    sink_errors: int = 0
+    notify_errors: int = 0
+    errors: int = 0
 
 
-class DecodeNode(_Node):
-    """Pulls blocks from prefill nodes. It owns ``link`` from here on, and closes it.
+@dataclass(frozen=True, slots=True)
+class NodeCounters:
+    """``link`` are those of the link, ``offers_in_flight`` and ``pulls_in_flight`` of this moment."""
 
-    ``notify`` is called in the node's thread when a pull is over; it must not block.
+    node: ThreadCounters
+    offers: OfferCounters
+    pulls: PullCounters
+    link: Any
+    offers_in_flight: int
+    pulls_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    transfer: TransferId
+    blocks: tuple[OfferedBlock, ...]
+    is_open: bool
+    lease_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Grow:
+    transfer: TransferId
+    blocks: tuple[OfferedBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seal:
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class _Withdraw:
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class _Pull:
+    transfer: TransferId
+    address: str
+    wanted: tuple[WantedBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class _Reset:
+    namespace: Namespace
+
+
+_Command = _Offer | _Grow | _Seal | _Withdraw | _Pull | _Abort | _Reset
+
+
+class Node:
+    """Lends blocks to other nodes and borrows theirs. It owns ``link`` from here on, and closes it.
+
+    ``notify`` is called in the node's thread when :meth:`poll` has something new; it must not block. At most
+    ``commands_max`` calls may wait for the thread.
     """
 
     def __init__(
@@ -185,200 +163,308 @@ class DecodeNode(_Node):
         commands_max: int = 4096,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
-        self._worker = _DecodeWorker(link, DecodeSession(identity, limits or TransferLimits()), notify)
-        super().__init__(link, self._worker, "kvroute-decode-node", commands_max)
+        limits = limits or TransferLimits()
+        self.address = link.address
+        self.last_error = ""
+        self._link = link
+        self._offers = Offers(identity, limits)
+        self._pulls = Pulls(identity, limits)
+        self._notify = notify
+        self._counters = ThreadCounters()
+        self._ended: deque[Release | Finished] = deque()  # bounded by what is in flight, while the engine polls
+        self._lock = threading.Lock()  # for what the engine's threads touch, below
+        self._commands: deque[_Command] = deque()
+        self._commands_max = commands_max
+        self._lent: set[TransferId] = set()
+        self._sinks: dict[TransferId, BlockSink] = {}
+        self._stopping = False
+        self._linger_s = 0.0
+        self._logged_s: dict[str, float] = {}
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="kvroute-node", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------- the engine's side
 
     @property
-    def counters(self) -> DecodeNodeCounters:
-        worker, session = self._worker, self._worker.session
-        errors = worker.sink_errors, worker.notify.errors
-        return DecodeNodeCounters(replace(self._thread.counters), replace(session.counters), session.in_flight, *errors)
+    def alive(self) -> bool:
+        return self._pid == os.getpid() and self._thread.is_alive()
 
-    def pull(self, address: str, transfer: TransferId, wanted: Sequence[WantedBlock], sink: BlockSink) -> None:
-        """Pull what is ``wanted`` into ``sink``; the engine holds the landing blocks until :class:`Finished`.
+    @property
+    def counters(self) -> NodeCounters:
+        offers, pulls = self._offers, self._pulls
+        mine, lent, borrowed = replace(self._counters), replace(offers.counters), replace(pulls.counters)
+        link = getattr(self._link, "counters", None)
+        return NodeCounters(mine, lent, borrowed, link, offers.in_flight, pulls.in_flight)
 
-        ``address`` comes from the operator or the front, never from a peer's message. Whatever cannot be begun is told
-        as a :class:`Finished` with a reason. Raises :class:`LocalProtocolError` for a transfer that is being pulled,
-        :class:`NodeFullError` or :class:`NodeClosedError`, and then there will be none.
+    def offer(
+        self,
+        transfer: TransferId,
+        blocks: Sequence[OfferedBlock] = (),
+        *,
+        is_open: bool = False,
+        lease_s: float | None = None,
+    ) -> None:
+        """Lend ``blocks`` to whoever pulls ``transfer``; ``is_open``: more come by :meth:`grow`, until :meth:`seal`.
+
+        :class:`Release` is told once; it also comes, with a detail, when there was no room. Raises
+        :class:`LocalProtocolError` for an id that is being lent, :class:`NodeFullError` or :class:`NodeClosedError`;
+        then there will be none.
         """
-        self._thread.check_alive()
-        self._worker.enter(transfer, sink)
-        try:
-            self._thread.submit(lambda now_s: self._worker.pull(address, transfer, wanted, now_s))
-        except (NodeClosedError, NodeFullError):
-            self._worker.leave(transfer)
-            raise
+        self._submit(_Offer(transfer, tuple(blocks), is_open, lease_s))
 
-    def abort(self, transfer: TransferId, reason: str) -> None:
+    def grow(self, transfer: TransferId, blocks: Sequence[OfferedBlock]) -> None:
+        """Add blocks to an open offer; harmless when it has ended."""
+        self._submit(_Grow(transfer, tuple(blocks)))
+
+    def seal(self, transfer: TransferId) -> None:
+        """No more blocks come; harmless when the offer has ended."""
+        self._submit(_Seal(transfer))
+
+    def withdraw(self, transfer: TransferId, why: str) -> None:
+        """Give an offer up; harmless when it has ended."""
+        log.debug("offer %s withdrawn: %s", transfer.hex(), why)
+        self._submit(_Withdraw(transfer))
+
+    def pull(self, transfer: TransferId, address: str, wanted: Sequence[WantedBlock], sink: BlockSink) -> None:
+        """Pull what is ``wanted`` of the node at ``address`` into ``sink``, until :class:`Finished` is told.
+
+        ``address`` comes from the operator or the engine's hand-over, never from a peer's message. The offer may come
+        later than the pull, and its blocks later still. Whatever cannot be begun is told as a :class:`Finished` with a
+        reason. Raises :class:`LocalProtocolError` for a transfer that is being pulled, :class:`NodeFullError` or
+        :class:`NodeClosedError`, and then there will be none.
+        """
+        self._submit(_Pull(transfer, address, tuple(wanted)), sink)
+
+    def abort(self, transfer: TransferId, why: str) -> None:
         """Give a pull up; harmless when it has ended. Its :class:`Finished` comes as ever."""
-        log.debug("pull %s aborted: %s", transfer.hex(), reason)
-        self._thread.submit(lambda now_s: self._worker.act(self._worker.session.abort(transfer), now_s))
+        log.debug("pull %s aborted: %s", transfer.hex(), why)
+        self._submit(_Abort(transfer))
 
-    def reset(self, namespace: bytes) -> None:
-        """Rows belong to the namespace with this fingerprint from here on; every pull ends."""
-        self._thread.submit(lambda now_s: self._worker.act(self._worker.session.reset(namespace), now_s))
+    def reset(self, namespace: Namespace) -> None:
+        """Rows belong to this namespace from here on; every offer and every pull ends."""
+        self._submit(_Reset(namespace))
 
-    def poll(self) -> list[Finished]:
+    def poll(self) -> list[Release | Finished]:
         """What ended since the last call."""
-        return _drain(self._worker.done)
+        return [self._ended.popleft() for _ in range(len(self._ended))]
 
+    def close(self, linger_s: float = 0.5) -> bool:
+        """End everything, at the latest after ``linger_s`` and a margin; ``poll`` then has the rest.
 
-class _PrefillWorker:
-    def __init__(self, link: Link, session: PrefillSession, notify: Callable[[], None]) -> None:
-        self.notify = _Notify(notify)
-        self.link = link
-        self.session = session
-        self.released: deque[Release] = deque()  # bounded by the offers in flight, while the engine polls
+        ``False``: the thread did not end. Blocks that ``poll`` does not report must not be touched, and a sink may
+        still be called.
+        """
+        if self._pid != os.getpid():
+            return True
+        with self._lock:
+            self._stopping = True
+            self._linger_s = linger_s
+        self._link.wake()
+        self._thread.join(linger_s + CLOSE_S)
+        return not self._thread.is_alive()
 
-    def offer(self, transfer: TransferId, blocks: Sequence[OfferedBlock], now_s: float, lease_s: float | None) -> None:
+    def _submit(self, command: _Command, sink: BlockSink | None = None) -> None:
+        # First: a fork may not wait for a lock, as it may be held.
+        if not self.alive:
+            raise NodeClosedError(f"the node is closed, has ended or was forked; {self.last_error or 'no error'}")
+        with self._lock:
+            if self._stopping:
+                raise NodeClosedError("the node is closed")
+            if len(self._commands) >= self._commands_max:
+                self._counters.commands_refused += 1
+                raise NodeFullError(self._commands_max)
+            if isinstance(command, _Offer):
+                if command.transfer in self._lent:
+                    raise LocalProtocolError(f"transfer: wanted one that is not lent, got {command.transfer.hex()}")
+                self._lent.add(command.transfer)
+            elif isinstance(command, _Pull):
+                if command.transfer in self._sinks:
+                    raise LocalProtocolError(f"transfer: wanted one that is not pulled, got {command.transfer.hex()}")
+                assert sink is not None
+                self._sinks[command.transfer] = sink
+            self._commands.append(command)
+        self._link.wake()
+
+    # ---------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
         try:
-            refused = "" if self.session.offer(transfer, blocks, now_s, lease_s) else "transfers_max are in flight"
-        except LocalProtocolError as error:
-            refused = str(error)
-        if refused:
-            self._release(Release(transfer, Outcome.ABORTED, refused))
+            timeout_s = 0.0
+            while not self._stopping:
+                timeout_s = self._once(timeout_s)
+        finally:
+            with self._lock:
+                self._stopping = True
+            self._commands_now()
+            self._attempt(lambda: self._act([*self._offers.close(), *self._pulls.close()]))
+            self._attempt(lambda: self._link.close(self._linger_s))
 
-    def act(self, actions: Iterable[PrefillAction]) -> None:
-        for action in actions:
-            match action:
-                case Send():
-                    self._send(action)
-                case Release():
-                    self._release(action)
+    def _once(self, timeout_s: float) -> float:
+        """One round; how long the next may wait for something to happen."""
+        came = self._attempt(lambda: self._link.poll(timeout_s, ARRIVALS_MAX))
+        if came is None:  # the link itself failed: no faster than this
+            time.sleep(TURN_MAX_S)
+        self._commands_now()  # first: a message may be about what the engine asked for just before
+        for item in came or ():
+            self._attempt(partial(self._arrived, item))
+        due_s = self._attempt(self._turn)
+        return TURN_MAX_S if due_s is None else min(max(due_s - time.monotonic(), 0.0), TURN_MAX_S)
 
-    def _release(self, released: Release) -> None:
-        self.released.append(released)
-        self.notify()
+    def _commands_now(self) -> None:
+        for _ in range(len(self._commands)):
+            self._counters.commands += 1
+            self._attempt(partial(self._do, self._commands.popleft()))
 
-    def _send(self, send: Send) -> None:
-        on_sent = partial(self._let_go, send) if send.bulk else None
-        if not self.link.send(send.peer, encode(send.message), send.bulk, on_sent):
-            self.session.unsent(send, time.monotonic())
+    def _do(self, command: _Command) -> None:
+        self._act(self._begin(command, time.monotonic()))
 
-    def _let_go(self, send: Send) -> None:
-        self.act(self.session.let_go(send))
+    def _begin(self, command: _Command, now_s: float) -> Sequence[Action]:
+        """Do what the engine asked for; what it cannot have is told by ``poll``."""
+        match command:
+            case _Offer(transfer, blocks, is_open, lease_s):
+                try:
+                    actions = self._offers.offer(transfer, blocks, now_s, is_open=is_open, lease_s=lease_s)
+                except LocalProtocolError as error:
+                    return [Release(transfer, Outcome.ABORTED, str(error))]
+                full = Release(transfer, Outcome.ABORTED, "transfers_max are in flight")
+                return [full] if actions is None else actions
+            case _Grow(transfer, blocks):
+                try:
+                    return self._offers.grow(transfer, blocks, now_s)
+                except LocalProtocolError as error:  # no peer may wait for blocks that will not come
+                    ended = self._offers.withdraw(transfer)
+                    return [replace(a, detail=str(error)) if isinstance(a, Release) else a for a in ended]
+            case _Seal(transfer):
+                return self._offers.seal(transfer, now_s)
+            case _Withdraw(transfer):
+                return self._offers.withdraw(transfer)
+            case _Pull(transfer, address, wanted):
+                try:
+                    begun = self._pulls.pull(self._link.connect(address), transfer, wanted, now_s)
+                    refused = "transfers_max or peers_max are in flight"
+                except KVRouteError as error:
+                    begun, refused = None, str(error)
+                if begun is not None:
+                    return begun
+                missing = tuple(Missing(part, b.index, Reason.ABORTED) for b in wanted for part in b.parts)
+                return [Finished(transfer, PullResult(0, missing, Reason.ABORTED, refused))]
+            case _Abort(transfer):
+                return self._pulls.abort(transfer)
+            case _Reset(namespace):
+                return [*self._offers.reset(namespace), *self._pulls.reset(namespace)]
 
-    def arrived(self, arrival: Arrival, now_s: float) -> bool:
-        before = self.session.counters.bad_messages
-        self.act(self.session.receive(arrival.peer, arrival.control, arrival.bulk, now_s))
-        return self.session.counters.bad_messages == before
+    def _arrived(self, item: Arrival | PeerFound | PeerLost) -> None:
+        if isinstance(item, PeerLost):
+            self._counters.peers_lost += 1
+            self._offers.peer_lost(item.peer)
+            self._pulls.peer_lost(item.peer)
+        elif isinstance(item, PeerFound):
+            self._act(self._pulls.peer_found(item.peer, time.monotonic()))
+        else:
+            self._counters.arrivals += 1
+            try:
+                self._act(self._heard(item, time.monotonic()))
+            except RemoteProtocolError as error:
+                self._counters.bad_messages += 1
+                if self._logs("bad"):
+                    log.warning("%r and perhaps others send what is no message: %s", item.peer[:80], error)
+            finally:
+                item.release()
 
-    def lost(self, peer: Peer) -> None:
-        self.session.peer_lost(peer)
+    def _heard(self, arrival: Arrival, now_s: float) -> list[Action]:
+        message, peer = decode(arrival.control), arrival.peer
+        if arrival.bulk and not isinstance(message, Records):
+            raise RemoteProtocolError(f"{type(message).__name__}: wanted no bulk, got {len(arrival.bulk)} frames")
+        if isinstance(message, ToOffers) or (isinstance(message, Bye) and self._offers.greeted(peer, message.boot_id)):
+            return self._offers.receive(peer, message, now_s)
+        return self._pulls.receive(peer, message, arrival.bulk, now_s)
 
-    def turn(self, now_s: float) -> float | None:
-        self.act(self.session.tick(now_s))
-        for peer in self.session.slow_peers(now_s):
-            self.link.cut(peer)
+    def _turn(self) -> float | None:
+        """Do what is due, and a bounded part of what can be done; when the next turn is wanted, at the latest."""
+        now_s = time.monotonic()
+        self._act(self._offers.tick(now_s))
+        self._act(self._pulls.tick(now_s))
         for _ in range(SENDS_A_TURN):
-            send = self.session.next_records()
+            send = self._offers.next_records()
             if send is None:
                 break
             self._send(send)
         else:
             return now_s
-        if self.session.seal_ahead(SEALS_A_TURN):
+        if self._offers.sum_ahead(SUMS_A_TURN):
             return now_s
-        return self.session.next_due_s()
+        return min((s for s in (self._offers.next_due_s(), self._pulls.next_due_s()) if s is not None), default=None)
 
-    def begin_close(self, _now_s: float, /) -> None:
-        self.act(self.session.close())
+    # ---------------------------------------------------------------- what sessions answer
 
-    def end_close(self) -> None:
-        assert not self.session.in_flight, "a closed link holds no buffer"
-
-
-class _DecodeWorker:
-    def __init__(self, link: Link, session: DecodeSession, notify: Callable[[], None]) -> None:
-        self.notify = _Notify(notify)
-        self.link = link
-        self.session = session
-        self.sink_errors = 0
-        self._lock = threading.Lock()  # for what the engine's threads touch, below
-        self._sinks: dict[TransferId, BlockSink] = {}
-        self.done: deque[Finished] = deque()  # bounded by the pulls in flight, while the engine polls
-
-    def enter(self, transfer: TransferId, sink: BlockSink) -> None:
-        with self._lock:
-            if transfer in self._sinks:
-                raise LocalProtocolError(f"transfer: wanted one that is not being pulled, got {transfer.hex()}")
-            self._sinks[transfer] = sink
-
-    def leave(self, transfer: TransferId) -> None:
-        with self._lock:
-            del self._sinks[transfer]
-
-    def pull(self, address: str, transfer: TransferId, wanted: Sequence[WantedBlock], now_s: float) -> None:
-        try:
-            actions = self.session.pull(self.link.connect(address), transfer, wanted, now_s)
-            refused = "transfers_max or peers_max are in flight" if actions is None else ""
-        except KVRouteError as error:
-            actions, refused = None, str(error)
-        if actions is None:
-            missing = tuple(Missing(part, b.index, Reason.ABORTED) for b in wanted for part in b.parts)
-            result = PullResult(0, missing, Reason.ABORTED, refused, 0, acknowledged=False)
-            self._finish(Finished(transfer, result))
-        else:
-            self.act(actions, now_s)
-
-    def act(self, actions: Iterable[DecodeAction], now_s: float) -> None:
-        installs: list[Install] = []
-        others: list[Send | Finished] = []
-        for action in actions:
-            if isinstance(action, Install):
-                installs.append(action)
-            else:
-                others.append(action)
+    def _act(self, actions: Iterable[Action]) -> None:
+        installs = [action for action in actions if isinstance(action, Install)]
         if installs:  # first: what a session says about records comes after them
-            self._install(installs, now_s)
-        for action in others:
-            if isinstance(action, Finished):
-                self._finish(action)
-            elif not self.link.send(action.peer, encode(action.message)):
-                self.session.unsent(action, now_s)
+            self._install(installs)
+        for action in actions:
+            match action:
+                case Send():
+                    self._send(action)
+                case Cut(peer):
+                    self._link.cut(peer)
+                case Release() | Finished():
+                    self._tell(action)
 
-    def _install(self, installs: Sequence[Install], now_s: float) -> None:
+    def _send(self, send: Send) -> None:
+        if not self._link.send(send.peer, encode(send.message), send.bulk):
+            session = self._pulls if isinstance(send.message, ToOffers) else self._offers
+            session.unsent(send, time.monotonic())
+
+    def _install(self, installs: Sequence[Install]) -> None:
         """Have the records of a message put in place, then settle them at once."""
         outcomes: list[tuple[Install, bool]] = []
         for install in installs:
-            sink = self._sinks.get(install.transfer)
-            assert sink is not None, "a record for a pull that is over"
             try:
+                sink = self._sinks[install.transfer]
                 placed = sink.install(install.part, install.index, install.header, install.payload)
             except BlockBusyError:
-                self.session.postponed(install)
+                self._pulls.postponed(install)
                 continue
             except Exception:  # the engine's code: its error costs this record only
-                self.sink_errors += 1
-                log.exception("the sink of pull %s failed", install.transfer.hex())
+                self._counters.sink_errors += 1
+                if self._logs("sink"):
+                    log.exception("the sink of pull %s failed", install.transfer.hex())
                 placed = False
             outcomes.append((install, placed))
-        self.act(self.session.installed(outcomes, now_s), now_s)
+        self._act(self._pulls.installed(outcomes, time.monotonic()))
 
-    def _finish(self, finished: Finished) -> None:
+    def _tell(self, ended: Release | Finished) -> None:
         with self._lock:
-            del self._sinks[finished.transfer]
-        self.done.append(finished)
-        self.notify()
+            if isinstance(ended, Release):
+                self._lent.discard(ended.transfer)
+            else:
+                del self._sinks[ended.transfer]
+        self._ended.append(ended)
+        try:
+            self._notify()
+        except Exception:  # the engine's code: its error stops nothing that the thread is in the middle of
+            self._counters.notify_errors += 1
+            if self._logs("notify"):
+                log.exception("the notify callback of a node failed")
 
-    def arrived(self, arrival: Arrival, now_s: float) -> bool:
-        before = self.session.counters.bad_messages
-        self.act(self.session.receive(arrival.peer, arrival.control, arrival.bulk, now_s), now_s)
-        return self.session.counters.bad_messages == before
+    def _attempt(self, act: Callable[[], _T]) -> _T | None:
+        try:
+            return act()
+        except Exception as error:
+            self._counters.errors += 1
+            self.last_error = f"{type(error).__name__}: {error}"
+            if self._logs(type(error).__name__):
+                log.exception("the node goes on after an error")
+            return None
 
-    def lost(self, peer: Peer) -> None:
-        self.session.peer_lost(peer)
-
-    def turn(self, now_s: float) -> float | None:
-        self.act(self.session.tick(now_s), now_s)
-        return self.session.next_due_s()
-
-    def begin_close(self, now_s: float, /) -> None:
-        self.act(self.session.close(), now_s)
-
-    def end_close(self) -> None:
-        assert not self.session.in_flight, "a closed session pulls nothing"
+    def _logs(self, kind: str) -> bool:
+        """Whether a line of this kind may be written: the others are counted only."""
+        now_s = time.monotonic()
+        due = now_s >= self._logged_s.get(kind, now_s)
+        if due:
+            self._logged_s[kind] = now_s + LOG_PAUSE_S
+        return due
 
 
-def _drain(queue: deque[_T]) -> list[_T]:
-    return [queue.popleft() for _ in range(len(queue))]
+__all__ = ["BlockSink", "Node", "NodeClosedError", "NodeCounters", "NodeFullError", "ThreadCounters", "new_transfer"]

@@ -3,9 +3,8 @@
 The law: the ack follows the last installation, and every wanted record ends as installed or as missing with a reason.
 
     PULLING -- something wanted is neither in place nor given up
-    ACKING --- all settled; prefill has not said yet that it knows
-    DONE ----- over; what is not in place is missing for a reason of its own
-    FAILED --- over before its end, for one reason
+    ACKING --- all settled, and the engine told; prefill has not said yet that it knows
+    ENDED ---- over
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from typing import Final
 from cache_manager.errors import RecordError
 from cache_manager.keys import BlockKey
 from cache_manager.record import check_record, unpack_header
-from transfer.actions import Install, Missing, PullResult, Reason, WantedBlock
+from transfer.actions import Install, Missing, Reason, WantedBlock
 from transfer.errors import LocalProtocolError
+from transfer.limits import TransferLimits
 from transfer.link import Peer
-from transfer.messages import BLOCKS_MAX, Absent, Ack, BootId, Credit, Part, Pull, Records, Renew, TransferId, Want
+from transfer.messages import BLOCKS_MAX, Absent, Ack, BootId, Credit, Part, Pull, Range, Records, Renew, TransferId
 
 
 class State(StrEnum):
     PULLING = "pulling"
     ACKING = "acking"
-    DONE = "done"
-    FAILED = "failed"
+    ENDED = "ended"
 
 
 class Event(StrEnum):
@@ -38,7 +37,7 @@ class Event(StrEnum):
     ALL_SETTLED = "every wanted record was settled"
     FAIL = "fail"
     HEARD = "prefill knows"
-    GIVE_UP = "prefill does not say that it knows"
+    GIVE_UP = "nobody can tell whether prefill knows"
 
 
 TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
@@ -46,15 +45,14 @@ TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
         Event.ARRIVED: State.PULLING,
         Event.RETRY: State.PULLING,
         Event.ALL_SETTLED: State.ACKING,
-        Event.FAIL: State.FAILED,
+        Event.FAIL: State.ENDED,
     },
     State.ACKING: {
         Event.RETRY: State.ACKING,
-        Event.HEARD: State.DONE,
-        Event.GIVE_UP: State.DONE,
+        Event.HEARD: State.ENDED,
+        Event.GIVE_UP: State.ENDED,
     },
-    State.DONE: {},
-    State.FAILED: {},
+    State.ENDED: {},
 }
 
 Place = tuple[int, int]
@@ -76,8 +74,8 @@ def places_of(wanted: Sequence[WantedBlock], parts: int) -> dict[Place, BlockKey
 
 
 @dataclass(slots=True)
-class DecodeCounters:
-    """What a :class:`DecodeSession` has seen so far; every number only grows.
+class PullCounters:
+    """What :class:`~transfer.pulls.Pulls` has seen so far; every number only grows.
 
     ``duplicate_records`` were in place already, ``stale_messages`` belong to a pull that is over or an epoch that is,
     ``foreign_messages`` came from a peer that was not asked, ``corrupt_records`` failed a check and were asked for
@@ -89,6 +87,7 @@ class DecodeCounters:
     failed: int = 0
     attempts: int = 0
     retries: int = 0
+    told_later: int = 0
     records_installed: int = 0
     records_stale: int = 0
     records_absent: int = 0
@@ -98,8 +97,8 @@ class DecodeCounters:
     sends_refused: int = 0
     foreign_messages: int = 0
     stale_messages: int = 0
-    bad_messages: int = 0
     refusals: int = 0
+    forgotten_peers: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +109,14 @@ class Greeting:
     renew_s: float = 0.0
     hello_s: float | None = None  # when the last hello was sent
     pulls: dict[TransferId, None] = field(default_factory=dict)
+    unsaid: dict[TransferId, None] = field(default_factory=dict)  # pulls for which the link refused a message
+    again_s: float = 0.0  # when those are tried again
+    pause_s: float = 0.0  # before that; twice as long each time
+
+    def refused(self, now_s: float, limits: TransferLimits) -> None:
+        """The link refused a message to this peer."""
+        self.pause_s = min(2 * self.pause_s or limits.resend_s, limits.retry_s)
+        self.again_s = now_s + self.pause_s
 
     def says_hello(self, now_s: float, retry_s: float) -> bool:
         """Whether a hello is due, which is then taken to be sent; not so soon after another."""
@@ -128,6 +135,7 @@ class Pulling:
     outstanding: dict[Place, BlockKey]  # of what is neither settled nor being installed
     due_s: float
     spoken_s: float
+    give_up_s: float  # however much prefill promises
     wake_s: float = math.inf  # when the session looks at it next
     state: State = State.PULLING
     epoch: int = 0
@@ -164,7 +172,7 @@ class Pulling:
         return Pull(boot_id, self.id, self.epoch, self._wants(), credit_nbytes)
 
     def take(
-        self, records: Records, payloads: Sequence[memoryview], parts: Sequence[Part], counters: DecodeCounters
+        self, records: Records, payloads: Sequence[memoryview], parts: Sequence[Part], counters: PullCounters
     ) -> list[Install]:
         """The records that are wanted and sound, to be installed from now on; what was owed is credit again."""
         installs: list[Install] = []
@@ -211,13 +219,15 @@ class Pulling:
                 self.missing.append(Missing(*place, Reason.ABSENT))
         return settled
 
-    def result(self, event: Event, reason: Reason | None, detail: str) -> PullResult:
-        """After ``event``, which ended the pull."""
-        return PullResult(self.installed, tuple(self.missing), reason, detail, self.epoch, event is Event.HEARD)
-
-    def _wants(self) -> list[Want]:
-        """What is missing, block by block."""
+    def _wants(self) -> list[Range]:
+        """What is missing: neighbouring blocks of which the same parts are wanted are one range."""
         blocks: dict[int, tuple[BlockKey, int]] = {}
         for (part, index), key in self.outstanding.items():
             blocks[index] = key, blocks.get(index, (key, 0))[1] | 1 << part
-        return [Want(index, key, parts) for index, (key, parts) in blocks.items()]
+        ranges: list[tuple[int, int, list[bytes]]] = []
+        for index, (key, parts) in sorted(blocks.items()):
+            if ranges and ranges[-1][0] + len(ranges[-1][2]) == index and ranges[-1][1] == parts:
+                ranges[-1][2].append(key)
+            else:
+                ranges.append((index, parts, [key]))
+        return [Range(start, parts, b"".join(keys)) for start, parts, keys in ranges]

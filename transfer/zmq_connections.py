@@ -1,114 +1,77 @@
-"""Who is connected to a server, and what ZeroMQ has no limit for.
+"""Who is connected to a server: ZeroMQ has no limit for that.
 
-ZeroMQ bounds frames and whole messages, but neither connections nor the frames of a message that never ends. Both are
-bounded here, by shutting the connection down. The file descriptors are libzmq's: one is touched only by way of a
-duplicate that was seen to be a connection of our listener, so that a number which has been used again is left alone.
+Of too many connections, one that has not said anything yet makes room, the oldest first, and then the one that was
+silent longest. The file descriptors are libzmq's: one is touched only by way of a duplicate that was seen to be a
+connection of our listener, so that a number which has been used again is left alone.
 """
 
 from __future__ import annotations
 
-import os
 import socket
-import struct
-from typing import Final
-
-UNFINISHED_NBYTES_MAX: Final = 2 << 20
-"""Of one connection; more than a few frames and what the kernel holds."""
-
-_TCP_INFO_NBYTES: Final = 136
-_BYTES_RECEIVED = struct.Struct("=128xQ")  # tcpi_bytes_received of struct tcp_info, Linux >= 4.1
+from collections import OrderedDict
+from contextlib import suppress
+from os import dup
 
 
 class Connections:
     """The open connections of one listener, by file descriptor."""
 
-    def __init__(self, address: str, connections_max: int, frame_nbytes_max: int, total_nbytes_max: int) -> None:
+    def __init__(self, address: str, connections_max: int) -> None:
         self._port = int(address.rpartition(":")[2]) if address.startswith("tcp://") else None
         self._path = address.removeprefix("ipc://")
         self._connections_max = connections_max
-        self._each_nbytes_max = max(UNFINISHED_NBYTES_MAX, 4 * frame_nbytes_max)
-        self._total_nbytes_max = max(total_nbytes_max, self._each_nbytes_max)
-        self._seen: dict[int, int] = {}  # bytes received when a message was last seen complete
-        self._spoke: set[int] = set()  # delivered a message since the last sweep
+        self._silent: OrderedDict[int, None] = OrderedDict()  # those that said nothing yet, the oldest first
+        self._spoke: OrderedDict[int, None] = OrderedDict()  # the others, the one heard last at the end
         self._cut: set[int] = set()  # shut down, and not seen to be gone yet
-        self.refused = 0
+        self.evicted = 0
         self.cut = 0
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._silent) + len(self._spoke)
 
     def __contains__(self, fd: int) -> bool:
-        return fd in self._seen
+        return fd in self._silent or fd in self._spoke
 
     def accepted(self, fd: int) -> None:
-        """A connection is there; one too many is shut down."""
-        self._cut.discard(fd)
-        if len(self._seen) >= self._connections_max:
-            self.refused += 1
-            self._shut_down(fd)
-            return
-        self._seen[fd] = 0
+        """A connection is there; of too many the idlest is shut down."""
+        self.disconnected(fd)
+        if len(self) >= self._connections_max:
+            idlest, _ = (self._silent or self._spoke).popitem(last=False)
+            self.evicted += 1
+            self._cut.add(idlest)
+            self._shut_down(idlest)
+        self._silent[fd] = None
 
     def disconnected(self, fd: int) -> None:
-        self._seen.pop(fd, None)
-        self._spoke.discard(fd)
+        self._silent.pop(fd, None)
+        self._spoke.pop(fd, None)
         self._cut.discard(fd)
 
     def spoke(self, fd: int) -> None:
-        """A whole message of this connection was taken."""
-        self._spoke.add(fd)
+        """A message of this connection was taken."""
+        if fd in self._spoke:
+            self._spoke.move_to_end(fd)
+        elif fd in self._silent:
+            del self._silent[fd]
+            self._spoke[fd] = None
 
     def cut_off(self, fd: int) -> None:
-        """Shut a connection down for what came by it; once, however long it takes to be gone."""
+        """Shut a connection down for what came by it, or did not; once, however long it takes to be gone."""
         if fd not in self._cut:
             self._cut.add(fd)
             self.cut += 1
             self._shut_down(fd)
 
-    def sweep(self) -> None:
-        """Shut down what sends messages without an end. Call it when every whole message was taken."""
-        if self._port is None:
-            return
-        unfinished: list[tuple[int, int]] = []
-        for fd, seen in list(self._seen.items()):
-            received = self._received_nbytes(fd)
-            if received is None:
-                continue
-            if fd in self._spoke:
-                self._seen[fd] = received
-            else:
-                unfinished.append((received - seen, fd))
-        self._spoke.clear()
-        total = sum(nbytes for nbytes, _ in unfinished)
-        for nbytes, fd in sorted(unfinished, reverse=True):
-            if nbytes <= self._each_nbytes_max and total <= self._total_nbytes_max:
-                break
-            total -= nbytes
-            self.cut_off(fd)
-
-    def _received_nbytes(self, fd: int) -> int | None:
-        ours = self._ours(fd)
-        if ours is None:
-            return None
-        with ours:
-            info = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
-        if len(info) < _TCP_INFO_NBYTES:
-            return None
-        return int(_BYTES_RECEIVED.unpack(info)[0])
-
     def _shut_down(self, fd: int) -> None:
         ours = self._ours(fd)
         if ours is not None:
-            with ours:
-                try:
-                    ours.shutdown(socket.SHUT_RDWR)
-                except OSError:  # it has just gone by itself
-                    return
+            with ours, suppress(OSError):  # it has just gone by itself
+                ours.shutdown(socket.SHUT_RDWR)
 
     def _ours(self, fd: int) -> socket.socket | None:
         """A duplicate of ``fd``, if that is still a connection which our listener accepted."""
         try:
-            duplicate = socket.socket(fileno=os.dup(fd))
+            duplicate = socket.socket(fileno=dup(fd))
         except OSError:
             return None
         try:

@@ -10,9 +10,8 @@ import itertools
 import os
 import secrets
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import zmq
@@ -20,40 +19,33 @@ import zmq
 from cache_manager.record import Buffer
 from transfer.errors import TransferError
 from transfer.frames import nbytes_of
-from transfer.link import Arrival, Peer, PeerLost
+from transfer.link import Arrival, Came, Peer, PeerFound, PeerLost
 from transfer.zmq_server import EVENTS_MAX, ZmqServer, events, monitored
 from transfer.zmq_settings import ZmqSettings, check_address
 from transfer.zmq_sockets import dealer
 
-BUFFERS_POLL_MS: Final = 2
-"""How soon a buffer that was sent from where it lies is noticed to be free."""
-
-SWEEP_S: Final = 0.1
 _LAST: Final = int(zmq.NOBLOCK)  # as numbers: the library's flags cost more than a small copy
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-FREED_S: Final = 30.0
-"""How long another thread may take to say so, on a machine that stands still."""
 
 
 @dataclass(frozen=True, slots=True)
 class ZmqCounters:
     """What a link has met since it was made.
 
-    ``dropped_messages`` had too many frames or none; ``forgotten_peers`` were the idlest of too many;
-    ``refused_connections`` were too many, ``cut_connections`` sent a message without an end; ``refused_keys`` are not
-    on the list. ``peers``, ``connections`` and ``buffers_in_flight`` are those of this moment.
+    ``dropped_messages`` had too many frames or none; ``forgotten_peers`` and ``evicted_connections`` were the idlest of
+    too many, ``cut_connections`` sent what nobody may or did not read; ``refused_keys`` are not on the list. ``peers``
+    and ``connections`` are those of this moment.
     """
 
     received_messages: int = 0
     dropped_messages: int = 0
     lost_peers: int = 0
     forgotten_peers: int = 0
-    refused_connections: int = 0
+    evicted_connections: int = 0
     cut_connections: int = 0
     refused_keys: int = 0
     peers: int = 0
     connections: int = 0
-    buffers_in_flight: int = 0
 
 
 @dataclass(slots=True)
@@ -70,20 +62,6 @@ class _Server:
         self.socket.close(linger=linger_ms)
 
 
-@dataclass(slots=True)
-class _Sent:
-    """A message whose sender waits to hear that its buffers are free."""
-
-    trackers: list[Any]
-    on_sent: Callable[[], None] | None
-    peer: Peer
-    parts: list[Buffer] = field(default_factory=list)
-
-    @property
-    def done(self) -> bool:
-        return all(tracker.done for tracker in self.trackers)
-
-
 class ZmqLink:
     """A :class:`~transfer.link.Link`; it binds when it is made, or raises :class:`~cache_manager.errors.ConfigError`.
 
@@ -98,11 +76,9 @@ class ZmqLink:
         self._closed = False
         self._identity = settings.identity or b"K" + secrets.token_bytes(15)
         self._servers: dict[Peer, _Server] = {}
-        self._sent: list[_Sent] = []
-        self._lost: list[PeerLost] = []
+        self._news: list[PeerFound | PeerLost] = []
         self._uses = itertools.count(1)
         self._counts = dict.fromkeys(("received_messages", "dropped_messages", "lost_peers"), 0)
-        self._sweep_s = 0.0
         self._server: ZmqServer | None = None
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 4 * settings.servers_max + 64)  # three each, and those on their way out
@@ -122,23 +98,18 @@ class ZmqLink:
 
     @property
     def counters(self) -> ZmqCounters:
-        counters = ZmqCounters(**self._counts, buffers_in_flight=len(self._sent))
+        counters = ZmqCounters(**self._counts)
         if (server := self._server) is None:
             return counters
         return replace(
             counters,
             forgotten_peers=server.forgotten_peers,
-            refused_connections=server.connections.refused,
+            evicted_connections=server.connections.evicted,
             cut_connections=server.connections.cut,
             refused_keys=server.refused_keys,
             peers=server.peers,
             connections=len(server.connections),
         )
-
-    @property
-    def wake_fd(self) -> int:
-        """The eventfd that :meth:`wake` writes to, for a child process that has to wake this end."""
-        return self._wakes
 
     def connect(self, address: str) -> Peer:
         """The peer at ``address``, which need not be there yet.
@@ -146,7 +117,7 @@ class ZmqLink:
         :class:`TransferError` when ``servers_max`` others are connected (one that is not makes room), or when ZeroMQ
         cannot: it has an address for nobody, or no descriptor left.
         """
-        check_address(address, "address")
+        check_address(address, "address", curve=self.settings.curve_client is not None)
         peer = Peer(b"server " + address.encode())
         server = self._servers.get(peer)
         if server is None:
@@ -159,17 +130,7 @@ class ZmqLink:
         server.used = next(self._uses)
         return peer
 
-    def host_of(self, peer: Peer) -> str | None:
-        """The host that a client's connection comes from: not what it says, but where it is."""
-        return None if self._server is None else self._server.host_of(peer)
-
-    def send(
-        self,
-        peer: Peer,
-        control: bytes,
-        bulk: Sequence[Buffer] = (),
-        on_sent: Callable[[], None] | None = None,
-    ) -> bool:
+    def send(self, peer: Peer, control: bytes, bulk: Sequence[Buffer] = ()) -> bool:
         self._open()
         if len(bulk) + 2 > self.settings.frames_max:
             raise AssertionError(f"{len(bulk)} bulk frames where a message has at most {self.settings.frames_max - 2}")
@@ -178,64 +139,46 @@ class ZmqLink:
             server.used = next(self._uses)
             if not server.connected:  # ZeroMQ tells of a loss before it stops taking messages for who was lost
                 return False
-            socket, head = server.socket, []
-        else:
-            routing_id = None if self._server is None else self._server.routing_id(peer)
-            if self._server is None or routing_id is None:
-                return False
-            socket, head = self._server.socket, [routing_id]
-        return self._send(socket, peer, [*head, control, *bulk], len(bulk), on_sent)
+            return self._send(server.socket, [control], bulk)
+        routing_id = None if self._server is None else self._server.routing_id(peer)
+        if self._server is None or routing_id is None:
+            return False
+        return self._send(self._server.socket, [routing_id, control], bulk)
 
-    def _send(
-        self,
-        socket: zmq.Socket[bytes],
-        peer: Peer,
-        parts: list[Buffer],
-        bulk: int,
-        on_sent: Callable[[], None] | None,
-    ) -> bool:
+    def _send(self, socket: zmq.Socket[bytes], head: list[bytes], bulk: Sequence[Buffer]) -> bool:
         zero_copy_nbytes = self.settings.zero_copy_nbytes
-        trackers: list[Any] = []
-        last, first_bulk = len(parts) - 1, len(parts) - bulk
-        for i, part in enumerate(parts):
-            flags = _LAST if i == last else _MORE
+        left = len(head) + len(bulk)
+        for i, part in enumerate((*head, *bulk)):
+            left -= 1
             try:
-                if i < first_bulk or nbytes_of(part) < zero_copy_nbytes:
-                    socket.send(part, flags)
-                elif isinstance(part, bytes):  # cannot change, and libzmq keeps it: its sender need not wait
-                    socket.send(part, flags, copy=False)
-                else:
-                    trackers.append(socket.send(part, flags, copy=False, track=True))
+                socket.send(part, _MORE if left else _LAST, copy=nbytes_of(part) < zero_copy_nbytes)
             except zmq.ZMQError as error:
                 if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                     raise TransferError(f"send: {error}") from error
                 if i == 0:
                     return False
                 # The peer went away within the message: the rest is taken and dropped, as the whole will be.
-        if on_sent is not None or trackers:
-            self._sent.append(_Sent(trackers, on_sent, peer, parts if trackers else []))
         return True
 
-    def poll(self, timeout_s: float, limit: int = 64) -> list[Arrival | PeerLost]:
+    def poll(self, timeout_s: float, limit: int = 64) -> list[Came]:
         self._open()
-        freed = self._free()
-        ready = dict(self._poller.poll(self._wait_ms(0.0 if freed or self._lost else timeout_s)))
+        wait_ms = 0 if self._news else max(int(timeout_s * 1000 + 0.999), 0)
+        ready = dict(self._poller.poll(wait_ms))
         if self._wakes in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wakes)
-        came: list[Arrival | PeerLost] = []
+        came: list[Came] = []
         if self._server is not None:
             self._poll_server(self._server, ready, came, limit)
-        for peer, server in list(self._servers.items()):
+        for peer, server in list(self._servers.items()) if ready else ():
             if server.monitor in ready:
                 self._watch(peer, server)
             if server.socket in ready:
                 self._take(server.socket, peer, came, limit)
-        self._free()
         # What a peer said before it was lost comes first.
         room = max(limit - len(came), 0)
-        came += self._lost[:room]
-        del self._lost[:room]
+        came += self._news[:room]
+        del self._news[:room]
         return came
 
     def cut(self, peer: Peer) -> None:
@@ -263,15 +206,6 @@ class ZmqLink:
         with self._waking:
             os.close(self._wakes)
             self._wakes = -1
-        give_up_s = time.monotonic() + FREED_S
-        for sent in self._sent:  # libzmq has let go; pyzmq's own thread says so in a moment
-            for tracker in sent.trackers:
-                with contextlib.suppress(zmq.NotDone):
-                    tracker.wait(max(give_up_s - time.monotonic(), 0))
-            assert sent.done, "a closed ZeroMQ context holds no buffer"
-            if sent.on_sent is not None:
-                sent.on_sent()
-        self._sent.clear()
         self._servers.clear()
 
     def _connected(self, address: str) -> _Server:
@@ -291,34 +225,21 @@ class ZmqLink:
         if self._closed or os.getpid() != self._pid:
             raise TransferError("the ZeroMQ link is closed, or was made before a fork")
 
-    def _wait_ms(self, timeout_s: float) -> int:
-        wait_ms = max(int(timeout_s * 1000 + 0.999), 0)
-        if self._sent:
-            wait_ms = min(wait_ms, BUFFERS_POLL_MS)
-        if self._server is not None and len(self._server.connections):
-            wait_ms = min(wait_ms, int(SWEEP_S * 1000))
-        return wait_ms
-
-    def _poll_server(
-        self, server: ZmqServer, ready: Mapping[Any, int], came: list[Arrival | PeerLost], limit: int
-    ) -> None:
+    def _poll_server(self, server: ZmqServer, ready: Mapping[Any, int], came: list[Came], limit: int) -> None:
         if server.zap in ready:
             server.admit()
         if server.monitor in ready:
             self._lose(server.watch())
-        drained = server.socket not in ready or self._take(server.socket, None, came, limit)
-        now_s = time.monotonic()
-        if drained and now_s >= self._sweep_s and len(server.connections):
-            self._sweep_s = now_s + SWEEP_S
-            server.connections.sweep()
+        if server.socket in ready:
+            self._take(server.socket, None, came, limit)
 
-    def _take(self, socket: zmq.Socket[bytes], peer: Peer | None, came: list[Arrival | PeerLost], limit: int) -> bool:
-        """Add the messages that are there to ``came``, up to ``limit``; whether none is left."""
+    def _take(self, socket: zmq.Socket[bytes], peer: Peer | None, came: list[Came], limit: int) -> None:
+        """Add the messages that are there to ``came``, up to ``limit``."""
         while len(came) < limit:
             try:
                 frame = socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return True
+                return
             frames = [frame]
             while frame.more:
                 frame = socket.recv(copy=False)
@@ -331,9 +252,8 @@ class ZmqLink:
                 self._counts["dropped_messages"] += 1
             else:
                 came.append(_arrival(peer, frames))
-        return False
 
-    def _take_client(self, frames: list[zmq.Frame], came: list[Arrival | PeerLost]) -> None:
+    def _take_client(self, frames: list[zmq.Frame], came: list[Came]) -> None:
         """A client's message: its routing id, control, bulk."""
         assert self._server is not None
         lost: list[Peer] = []
@@ -350,37 +270,24 @@ class ZmqLink:
 
     def _watch(self, peer: Peer, server: _Server) -> None:
         for event, _ in events(server.monitor):
-            was, server.connected = server.connected, event == zmq.EVENT_CONNECTED
-            if was and not server.connected:
+            was, server.connected = server.connected, event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if server.connected:
+                self._news.append(PeerFound(peer))
+            elif was:
                 self._lose([peer])
 
     def _lose(self, peers: list[Peer]) -> None:
         self._counts["lost_peers"] += len(peers)
-        self._lost += map(PeerLost, peers[: EVENTS_MAX - len(self._lost)])
+        self._news += map(PeerLost, peers[: max(EVENTS_MAX - len(self._news), 0)])
 
     def _forget_server(self) -> None:
-        busy = {sent.peer for sent in self._sent}
-        idle = [(s.used, peer) for peer, s in self._servers.items() if not s.connected and peer not in busy]
+        idle = [(s.used, peer) for peer, s in self._servers.items() if not s.connected]
         if not idle:
             raise TransferError(f"servers_max: wanted at most {self.settings.servers_max} servers, got another")
         server = self._servers.pop(min(idle)[1])
         for socket in (server.monitor, server.socket):
             self._poller.unregister(socket)
         server.close(0)
-
-    def _free(self) -> bool:
-        """Report the messages whose buffers nobody reads any more; whether there were any."""
-        if not self._sent:
-            return False
-        done: list[_Sent] = []
-        waiting: list[_Sent] = []
-        for sent in self._sent:
-            (done if sent.done else waiting).append(sent)
-        self._sent = waiting
-        for sent in done:
-            if sent.on_sent is not None:
-                sent.on_sent()
-        return bool(done)
 
 
 def _arrival(peer: Peer, frames: list[zmq.Frame]) -> Arrival:

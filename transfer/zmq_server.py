@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
@@ -16,7 +17,9 @@ from transfer.zmq_settings import ZmqSettings
 from transfer.zmq_sockets import ZAP_DOMAIN, BoundPath, bind, router
 
 EVENTS_MAX: Final = 1024
-MONITORED: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
+MONITORED: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+log = logging.getLogger(__name__)
 
 Socket = zmq.Socket[bytes]
 
@@ -25,7 +28,6 @@ Socket = zmq.Socket[bytes]
 class _Client:
     routing_id: bytes
     fd: int
-    host: str
 
 
 class ZmqServer:
@@ -50,9 +52,7 @@ class ZmqServer:
         except BaseException:
             self.close(0)
             raise
-        self.connections = Connections(
-            self.address, settings.connections_max, settings.served_frame_nbytes_max, settings.unfinished_nbytes_max
-        )
+        self.connections = Connections(self.address, settings.connections_max)
 
     @property
     def sockets(self) -> tuple[Socket, ...]:
@@ -68,11 +68,6 @@ class ZmqServer:
         client = self._clients.get(peer)
         return None if client is None else client.routing_id
 
-    def host_of(self, peer: Peer) -> str | None:
-        """The host that the connection of ``peer`` comes from, if that is connected."""
-        client = self._clients.get(peer)
-        return None if client is None else client.host
-
     def sender(self, routing_id: bytes, frame: zmq.Frame, lost: list[Peer]) -> Peer | None:
         """Who sent ``frame``, noted as somebody who can be answered; ``None`` for one that speaks an ancient ZMTP."""
         try:
@@ -87,7 +82,7 @@ class ZmqServer:
                 lost += self.watch()  # its arrival was reported before its message, but not seen yet
             if fd not in self.connections:
                 return peer  # it has gone already: heard, but not noted
-            self._note(peer, _Client(routing_id, fd, _host(frame)))
+            self._note(peer, _Client(routing_id, fd))
         self._clients.move_to_end(peer)
         self.connections.spoke(fd)
         return peer
@@ -122,7 +117,10 @@ class ZmqServer:
             route, empty, version, request, domain, *_, mechanism, credentials = frames
             key = z85.encode(credentials) if len(credentials) == 32 else b""
             known = domain == ZAP_DOMAIN and mechanism == b"CURVE" and key in self.settings.curve_server.clients
-            self.refused_keys += not known
+            if not known:
+                self.refused_keys += 1
+                if self.refused_keys == 1:
+                    log.warning("%s: the key %r is not on the list; refused, counted from now on", self.address, key)
             answer = (b"200", b"OK", key) if known else (b"400", b"unknown key", b"")
             self.zap.send_multipart([route, empty, version, request, *answer, b""])
 
@@ -144,15 +142,6 @@ class ZmqServer:
             self._clients.pop(before, None)
         self._clients[peer] = client
         self._by_fd[client.fd] = peer
-
-
-def _host(frame: zmq.Frame) -> str:
-    try:
-        host = str(frame.get("Peer-Address"))
-    except zmq.ZMQError:
-        return "127.0.0.1"
-    # over ipc it is "localhost" with user, group and process: of this machine
-    return "127.0.0.1" if not host or host.startswith("localhost") else host
 
 
 def monitored(socket: Socket) -> Socket:

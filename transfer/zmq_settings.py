@@ -23,7 +23,7 @@ _COUNTS: Final = (
     "connections_max",
     "servers_max",
 )
-_SIZES: Final = ("served_frame_nbytes_max", "frame_nbytes_max", "zero_copy_nbytes", "unfinished_nbytes_max")
+_SIZES: Final = ("served_frame_nbytes_max", "frame_nbytes_max", "zero_copy_nbytes")
 _DURATIONS: Final = ("silence_ms", "reconnect_ms", "reconnect_max_ms", "handshake_ms")
 
 
@@ -32,20 +32,19 @@ class ZmqSettings:
     """One endpoint; :class:`ConfigError` names what cannot be.
 
     ``bind`` makes it a server as well: ``ipc:///path`` or ``tcp://127.0.0.1:PORT`` (port ``*``: any that is free). An
-    address that other machines reach needs ``bind_any``. ``identity`` names a client to its servers; the default is 16
-    random bytes, which nobody else can claim. ``curve_server`` is for ``bind``, ``curve_client`` for ``connect``.
+    address that other machines reach needs CURVE keys: ``curve_server`` to ``bind`` to it, ``curve_client`` to
+    ``connect``. ``identity`` names a client to its servers; the default is 16 random bytes, which no peer can guess.
 
     A TCP peer whose machine says nothing for about ``silence_ms`` is lost.
 
     Larger frames than ``served_frame_nbytes_max`` (to the server) or ``frame_nbytes_max`` (to the client) end the
     connection that they come by. Bulk frames from ``zero_copy_nbytes`` on are sent from where they lie, smaller ones
     are copied, which is cheaper. Of what has come but not been taken yet, ``served_messages_max`` whole messages are
-    kept for each client, ``received_messages_max`` for each server, and ``unfinished_nbytes_max`` of messages that have
-    not ended (over TCP; who can open an ipc path is trusted not to send one without an end).
+    kept for each client, ``received_messages_max`` for each server. A message of frames without an end has no limit: a
+    peer that has a listed key, or runs on this machine, is trusted not to send one.
     """
 
     bind: str | None = None
-    bind_any: bool = False
     identity: bytes | None = None
     curve_server: CurveServer | None = None
     curve_client: CurveClient | None = None
@@ -58,7 +57,6 @@ class ZmqSettings:
     servers_max: int = 256
     served_frame_nbytes_max: int = 1 << 20
     frame_nbytes_max: int = 256 << 20
-    unfinished_nbytes_max: int = 32 << 20
     zero_copy_nbytes: int = 256 << 10
     silence_ms: int = 10_000
     reconnect_ms: int = 50
@@ -67,9 +65,7 @@ class ZmqSettings:
 
     def __post_init__(self) -> None:
         if self.bind is not None:
-            host = check_address(self.bind, "bind")
-            if host is not None and not is_loopback(host) and not self.bind_any:
-                raise ConfigError("bind", "a loopback address, or bind_any to be reached by others", repr(self.bind))
+            check_address(self.bind, "bind", curve=self.curve_server is not None)
         if self.identity is not None and (not 1 <= len(self.identity) <= 64 or self.identity[0] == 0):
             raise ConfigError("identity", "1 to 64 bytes, the first not 0", repr(self.identity))
         for names, most in ((_COUNTS, 1 << 20), (_SIZES, 1 << 40), (_DURATIONS, 3_600_000)):
@@ -81,17 +77,18 @@ class ZmqSettings:
             raise ConfigError("frames_max", "at least 2", self.frames_max)
 
 
-def check_address(address: str, field: str) -> str | None:
-    """Raise :class:`ConfigError` unless ``address`` can be bound or connected to; the host, or ``None`` for ipc."""
+def check_address(address: str, field: str, *, curve: bool) -> None:
+    """Raise :class:`ConfigError` unless ``address`` can be bound or connected to, with or without ``curve`` keys."""
     if address.startswith("ipc://"):
         path = address.removeprefix("ipc://")
         if not PurePosixPath(path).is_absolute() or len(path.encode()) > IPC_PATH_NBYTES_MAX:
             raise ConfigError(field, f"ipc:// and an absolute path of at most {IPC_PATH_NBYTES_MAX} bytes", address)
-        return None
+        return
     match = _TCP.fullmatch(address)
     if match is None or (match[2] != "*" and int(match[2]) >= 65_536):
         raise ConfigError(field, "ipc:///PATH or tcp://HOST:PORT", repr(address))
-    return match[1].strip("[]")
+    if not curve and not is_loopback(match[1].strip("[]")):
+        raise ConfigError(field, "an address of this machine alone where there are no CURVE keys", repr(address))
 
 
 def is_loopback(host: str) -> bool:

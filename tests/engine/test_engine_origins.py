@@ -44,7 +44,7 @@ from transfer.actions import Finished
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.messages import BootId
-from transfer.node import BlockSink, DecodeNode, PrefillNode
+from transfer.node import BlockSink, Node
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
@@ -199,11 +199,11 @@ def test_rows_are_of_the_pass_that_made_the_kv_whatever_the_store_loses(required
 class Unlucky:
     """A node whose records are refused or come late at random, and a record of rows again after those that came."""
 
-    def __init__(self, node: DecodeNode) -> None:
+    def __init__(self, node: Node) -> None:
         self._node, self._rng = node, random.Random(11)
 
-    def pull(self, address: str, transfer: Any, wanted: Any, sink: BlockSink) -> None:
-        self._node.pull(address, transfer, wanted, _UnluckySink(self._rng, sink))
+    def pull(self, transfer: Any, address: str, wanted: Any, sink: BlockSink) -> None:
+        self._node.pull(transfer, address, wanted, _UnluckySink(self._rng, sink))
 
     def abort(self, transfer: Any, reason: str) -> None:
         self._node.abort(transfer, reason)
@@ -224,15 +224,15 @@ class _UnluckySink:
 
 
 @contextmanager
-def crossing(noisy: NoisyModel) -> Iterator[tuple[PrefillEngine, DecodeEngine, PrefillNode]]:
+def crossing(noisy: NoisyModel) -> Iterator[tuple[PrefillEngine, DecodeEngine, Node]]:
     def identity_of(engine: PrefillEngine | DecodeEngine) -> Identity:
-        return Identity(BootId(secrets.token_bytes(16)), engine.aux.namespace.fingerprint, engine.transfer_blocks.parts)
+        return Identity(BootId(secrets.token_bytes(16)), engine.aux.namespace, engine.transfer_blocks.parts)
 
     room, namespace = replace(TIGHT, device_blocks=40), Namespace("noisy", weights_version=3)
     limits = TransferLimits(lease_s=20.0, retry_s=0.05, retries_max=1000)
     with PrefillEngine(noisy.model, room, namespace) as prefill, DecodeEngine(noisy.model, room, namespace) as decode:
-        offers = PrefillNode(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), identity_of(prefill), limits)
-        node = DecodeNode(ZmqLink(ZmqSettings()), identity_of(decode), limits)
+        offers = Node(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), identity_of(prefill), limits)
+        node = Node(ZmqLink(ZmqSettings()), identity_of(decode), limits)
         prefill.attach(offers)
         decode.attach(Unlucky(node))
         try:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fault_matrix.wire import prefill_node
-from transfer.node import PrefillNode
+from transfer.node import Node
 
 
 @pytest.fixture
-def prefill() -> Iterator[PrefillNode]:
+def prefill() -> Iterator[Node]:
     """Bound to a port of this machine; its thread must have survived the test without an error."""
     with prefill_node() as node:
         yield node

@@ -6,7 +6,24 @@ import secrets
 
 import msgspec
 import pytest
-from session_pair import D_RUN, E_RUN, LIMITS, NAMESPACE, PARTS, D, E, P, Pair, T, blocks, key, payload, wanted
+from session_pair import (
+    D_RUN,
+    E_RUN,
+    LIMITS,
+    NAMESPACE,
+    PARTS,
+    D,
+    E,
+    P,
+    Pair,
+    T,
+    blocks,
+    key,
+    payload,
+    space,
+    want,
+    wanted,
+)
 
 from cache_manager.record import OfferedRecord
 from transfer.actions import Finished, Missing, OfferedBlock, Reason, WantedBlock
@@ -22,14 +39,14 @@ from transfer.messages import (
     Outcome,
     Part,
     Pull,
+    Range,
     Records,
     Released,
     Renew,
     TransferId,
-    Want,
     Welcome,
 )
-from transfer.node import PrefillNode
+from transfer.node import Node, new_transfer
 
 LATER = TransferId(b"the transfer id2")
 
@@ -50,24 +67,24 @@ def test_a_reference_used_again_gives_no_row_of_the_next_tenant(end: str) -> Non
     pair.prefill.offer(T, in_memory(memory, 0), 0.0)
     pair.pull(1, parts=(0,))
     if end == "aborted":
-        pair.do(P, pair.prefill.abort(T))
+        pair.do(P, pair.prefill.withdraw(T))
     elif end == "expired":
         pair.do(P, pair.prefill.tick(LIMITS.lease_s))
     pair.talk()
     assert [release.outcome.value for release in pair.released] == [end]
     assert pair.prefill.counters.records_sent == 1
     memory[:] = payload(0, 9)
-    assert pair.prefill.offer(LATER, in_memory(memory, 9), pair.now_s)
+    assert pair.prefill.offer(LATER, in_memory(memory, 9), pair.now_s) == []
 
     pair.lose = lambda _: False
-    pair.hear(P, E, Hello(E_RUN, NAMESPACE, list(PARTS), 0, 1 << 20))
+    pair.hear(P, E, Hello(E_RUN, space(), list(PARTS), 0, 1 << 20))
     pair.said.clear()
     for who, run, reason in ((D, D_RUN, GoneReason(end)), (E, E_RUN, GoneReason.FOREIGN)):
         for name in (0, 9):
-            pair.hear(P, who, Pull(run, T, 7 + name, [Want(0, key(name), 3)], 1 << 20))
+            pair.hear(P, who, Pull(run, T, 7 + name, [Range(0, 3, key(name))], 1 << 20))
             pair.talk()
             assert pair.said.pop() == Gone(T, reason)
-    pair.hear(P, E, Pull(E_RUN, LATER, 1, [Want(0, key(0), 1)], 1 << 20))  # the new id for the old tokens
+    pair.hear(P, E, Pull(E_RUN, LATER, 1, want(1, 1), 1 << 20))  # the new id for the old tokens
     pair.talk()
     assert isinstance(pair.said.pop(), Absent)
     assert pair.prefill.counters.records_sent == 1
@@ -75,7 +92,7 @@ def test_a_reference_used_again_gives_no_row_of_the_next_tenant(end: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("transfer", "want", "reason"),
+    ("transfer", "asked", "reason"),
     [
         (LATER, wanted(1), Reason.GONE),
         (T, [WantedBlock(7, key(7), (0, 1))], Reason.ABSENT),
@@ -84,26 +101,28 @@ def test_a_reference_used_again_gives_no_row_of_the_next_tenant(end: str) -> Non
     ids=["an unknown id", "an index out of range", "another block's index"],
 )
 def test_a_reference_that_names_nothing_is_missing(
-    transfer: TransferId, want: list[WantedBlock], reason: Reason
+    transfer: TransferId, asked: list[WantedBlock], reason: Reason
 ) -> None:
     """Goal: a failed receive is told, block by block. Method: references to what was never offered like that."""
     pair = Pair()
     pair.prefill.offer(T, blocks(2), 0.0)
-    pair.do(D, pair.decode.pull(P, transfer, want, 0.0))
+    pair.do(D, pair.decode.pull(P, transfer, asked, 0.0))
     pair.talk()
+    pair.pass_time(LIMITS.early_s)
     (finished,) = pair.finished
-    assert set(finished.result.missing) == {Missing(part, want[0].index, reason) for part in (0, 1)}
+    assert set(finished.result.missing) == {Missing(part, asked[0].index, reason) for part in (0, 1)}
     assert not finished.result.complete
     assert not pair.installed
 
 
-def test_nobody_chooses_the_id_of_a_transfer(prefill: PrefillNode) -> None:
-    """Goal: no entry is overwritten, no block leaks. Method: a node makes its own ids; a session refuses one that it
-    knows, in flight or ended, and what it holds under it is what it held.
+def test_an_id_is_used_once(prefill: Node) -> None:
+    """Goal: no entry is overwritten, no block leaks. Method: a node and a session refuse one that they
+    know, in flight or ended, and what is held under it is what was held.
     """
-    ids = {prefill.offer([]) for _ in range(200)}
-    assert len(ids) == 200
-    assert {len(name) for name in ids} == {16}
+    assert len({new_transfer() for _ in range(200)}) == 200
+    prefill.offer(T)
+    with pytest.raises(LocalProtocolError, match="wanted one that is not lent"):
+        prefill.offer(T)
 
     pair = Pair(lose=lambda message: isinstance(message, Records))
     pair.prefill.offer(T, blocks(1), 0.0)
@@ -111,12 +130,12 @@ def test_nobody_chooses_the_id_of_a_transfer(prefill: PrefillNode) -> None:
         with pytest.raises(LocalProtocolError, match="16 bytes that are new"):
             pair.prefill.offer(T, blocks(3), 0.0)
         assert pair.prefill.in_flight == 1 - len(pair.released)
-        pair.do(P, pair.prefill.abort(T))
+        pair.do(P, pair.prefill.withdraw(T))
     assert [release.transfer for release in pair.released] == [T]
-    pair.hear(P, D, Hello(D_RUN, NAMESPACE, list(PARTS), 0, 1 << 20))
-    pair.hear(P, D, Pull(D_RUN, secrets.token_bytes(16), 1, [Want(0, key(0), 1)], 1 << 20))
+    pair.hear(P, D, Hello(D_RUN, space(), list(PARTS), 0, 1 << 20))
+    pair.hear(P, D, Pull(D_RUN, secrets.token_bytes(16), 1, want(1, 1), 1 << 20))
     assert pair.prefill.in_flight == 0, "a pull makes no transfer"
-    assert pair.prefill.counters.unknown_transfers == 1
+    assert pair.prefill.counters.early_pulls == 1
 
 
 @pytest.mark.parametrize("end", ["aborted", "timed out", "reset", "gone"])
@@ -137,7 +156,7 @@ def test_records_that_come_after_the_end_are_placed_nowhere(end: str) -> None:
     elif end == "reset":
         pair.do(D, pair.decode.reset(NAMESPACE))
     else:
-        pair.do(P, pair.prefill.abort(T))
+        pair.do(P, pair.prefill.withdraw(T))
     pair.talk()
     assert len(pair.finished) == 1
     assert pair.finished[0].result.installed == 0
@@ -183,9 +202,9 @@ def test_whatever_is_never_heard_both_sides_end(kind: type[Message], after: int)
 @pytest.mark.parametrize(
     ("field", "other", "named"),
     [
-        ("fingerprint", bytes(16), "{} layout"),
-        ("nbytes", 48, "{} record"),
-        ("block_tokens", 8, "{} record"),
+        ("fingerprint", bytes(16), "{}.fingerprint"),
+        ("nbytes", 48, "{}.nbytes"),
+        ("block_tokens", 8, "{}.block_tokens"),
         ("name", "another", "parts"),
     ],
 )

@@ -12,8 +12,8 @@ import threading
 
 import msgspec
 import pytest
-from transfer_nodes import ended, until
-from transfer_rows import BLOCK_TOKENS, NAMESPACE, PART, CanarySink, key_of, offered, payload_of, wanted
+from transfer_nodes import ended, lend, until
+from transfer_rows import BLOCK_TOKENS, PART, SPACE, CanarySink, key_of, payload_of, ranges, wanted
 from zmq_peers import Client, Server
 from zmtp import greeted
 
@@ -45,11 +45,10 @@ from transfer.messages import (
     Records,
     Refuse,
     TransferId,
-    Want,
     Welcome,
     encode,
 )
-from transfer.node import PrefillNode
+from transfer.node import Node
 
 OTHER_LAYOUT = msgspec.structs.replace(PART, fingerprint=b"o" * 16)
 
@@ -75,13 +74,13 @@ def is_cut_off(peer: socket.socket) -> bool:
     return True
 
 
-def test_r16_a_stray_client_costs_one_count(prefill: PrefillNode) -> None:
+def test_r16_a_stray_client_costs_one_count(prefill: Node) -> None:
     """Fault: strays beside a transfer in flight, then a healthy peer. kvroute: counts them, and connects nowhere."""
     letters = bytes(range(1, 256))
     with socket.create_server(("127.0.0.1", 0)) as named, decode_node() as pulling:
         there = b"127.0.0.1:%d" % named.getsockname()[1]
-        in_flight, sink = prefill.offer(offered(1, 40)), HeldSink(1)
-        pulling.pull(prefill.address, in_flight, wanted(1, 40), sink)
+        in_flight, sink = lend(prefill, 1, 40), HeldSink(1)
+        pulling.pull(in_flight, prefill.address, wanted(1, 40), sink)
         assert sink.entered.wait(PATIENCE_S)
 
         identities = (None, b"no colon", b"\xff\xfe\xfd", there, b"tcp://" + there, b"a:b:c", letters)
@@ -99,7 +98,7 @@ def test_r16_a_stray_client_costs_one_count(prefill: PrefillNode) -> None:
             assert is_cut_off(larger)
         crosses(prefill, 2)
 
-        assert prefill.counters.session.records_sent < 40, "the transfer was in flight all the time"
+        assert prefill.counters.offers.records_sent < 40, "the transfer was in flight all the time"
         sink.let_go.set()
         assert ended(pulling, {in_flight})[in_flight].result.complete
         assert (sink.wrong, sink.twice, len(sink.there)) == (0, 0, 40)
@@ -140,7 +139,7 @@ def header_of(request: int, index: int, part: Part = PART, payload: bytes | None
     return pack_header(OfferedRecord(key_of(request, index), part.fingerprint, 1, 1, valid, payload).seal())
 
 
-def test_r17_malformed_messages_to_prefill_are_counted(prefill: PrefillNode) -> None:
+def test_r17_malformed_messages_to_prefill_are_counted(prefill: Node) -> None:
     """Fault: one of each, before and after a handshake. kvroute: the next handshake is answered, rows cross."""
     sent = 0
     for frames in malformed(HELLO).values():
@@ -154,11 +153,11 @@ def test_r17_malformed_messages_to_prefill_are_counted(prefill: PrefillNode) -> 
     counts(prefill, sent)
 
 
-def test_malformed_messages_to_decode_are_counted(prefill: PrefillNode) -> None:
+def test_malformed_messages_to_decode_are_counted(prefill: Node) -> None:
     """Goal: a server is no more trusted than a client. Method: one of each before the welcome, and in the pull."""
     with contextlib.closing(Server()) as server, decode_node() as pulling:
         transfer, sink = TransferId(secrets.token_bytes(16)), CanarySink(1)
-        pulling.pull(server.address, transfer, wanted(1, 3), sink)
+        pulling.pull(transfer, server.address, wanted(1, 3), sink)
         hello = server.hear()
         assert isinstance(hello, Hello)
         for frames in malformed(WELCOME).values():
@@ -171,50 +170,50 @@ def test_malformed_messages_to_decode_are_counted(prefill: PrefillNode) -> None:
         for frames in malformed(encode(records)).values():
             server.say(*frames)
         server.say(encode(records), *bulk)
-        until(lambda: pulling.counters.session.records_installed, lambda got: got == 3)
+        until(lambda: pulling.counters.pulls.records_installed, lambda got: got == 3)
         assert (sink.wrong, sink.twice, sink.there) == (0, 0, {0, 1, 2})
         counts(pulling, len(malformed(WELCOME)) + len(malformed(encode(records))))
         server.say(encode(Gone(transfer, GoneReason.ACKED)))
         assert ended(pulling, {transfer})[transfer].result.complete
 
-        again, sink = prefill.offer(offered(2, 3)), CanarySink(2)
-        pulling.pull(prefill.address, again, wanted(2, 3), sink)
+        again, sink = lend(prefill, 2, 3), CanarySink(2)
+        pulling.pull(again, prefill.address, wanted(2, 3), sink)
         assert ended(pulling, {again})[again].result.complete
 
 
-def test_layouts_are_compared_before_any_payload(prefill: PrefillNode) -> None:
+def test_layouts_are_compared_before_any_payload(prefill: Node) -> None:
     """Goal: no byte of another layout is taken for a row. Method: either side has one, and a record has one.
 
     A stranger's hello is refused by field, so that its pull is not served; a welcome of another layout ends the pull;
     a record's header is compared before its payload is summed: the payload here is none.
     """
-    transfer = prefill.offer(offered(1, 2))
+    transfer = lend(prefill, 1, 2)
     with contextlib.closing(Client(prefill.address)) as other:
-        other.say(encode(Hello(other.boot_id, NAMESPACE, [OTHER_LAYOUT], MINOR, 1 << 30)))
+        other.say(encode(Hello(other.boot_id, SPACE, [OTHER_LAYOUT], MINOR, 1 << 30)))
         refuse = other.hear()
         assert isinstance(refuse, Refuse)
-        assert (refuse.field, refuse.wanted, refuse.got) == ("rows layout", PART.fingerprint.hex(), "6f" * 16)
-        other.say(encode(Pull(other.boot_id, transfer, 1, [Want(0, key_of(1, 0), 1)], 1 << 30)))
+        assert (refuse.field, refuse.wanted, refuse.got) == ("rows.fingerprint", PART.fingerprint.hex(), "6f" * 16)
+        other.say(encode(Pull(other.boot_id, transfer, 1, ranges(1, 1), 1 << 30)))
         refuse = other.hear()
         assert isinstance(refuse, Refuse)
         assert refuse.field == "hello"
-        assert prefill.counters.session.pulled == prefill.counters.session.records_sent == 0
+        assert prefill.counters.offers.pulled == prefill.counters.offers.records_sent == 0
 
     one, two, sink = TransferId(secrets.token_bytes(16)), TransferId(secrets.token_bytes(16)), CanarySink(1)
     with contextlib.closing(Server()) as server, decode_node() as pulling:
-        pulling.pull(server.address, one, wanted(1, 1), sink)
+        pulling.pull(one, server.address, wanted(1, 1), sink)
         hello = server.hear()
         assert isinstance(hello, Hello)
         server.say(welcome_for(hello, server, OTHER_LAYOUT))
         result = ended(pulling, {one})[one].result
-        assert (result.reason, "rows layout: wanted" in result.detail) == (Reason.REFUSED, True)
+        assert (result.reason, "rows.fingerprint: wanted" in result.detail) == (Reason.REFUSED, True)
 
     with contextlib.closing(Server()) as server, decode_node() as pulling:
-        pulling.pull(server.address, two, wanted(1, 1), sink)
+        pulling.pull(two, server.address, wanted(1, 1), sink)
         pull = first_pull(server)
         header = header_of(1, 0, OTHER_LAYOUT, b"x" * PART.nbytes)
         server.say(encode(Records(two, pull.epoch, [Entry(0, 0, header)])), b"x" * PART.nbytes)
-        until(lambda: pulling.counters.session.corrupt_records, lambda got: got == 1)
+        until(lambda: pulling.counters.pulls.corrupt_records, lambda got: got == 1)
         server.say(encode(Gone(two, GoneReason.EXPIRED)))
         assert ended(pulling, {two})[two].result.installed == 0
         assert not sink.there

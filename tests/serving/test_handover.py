@@ -29,7 +29,7 @@ from transfer.actions import Finished, WantedBlock
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.messages import BootId, TransferId
-from transfer.node import BlockSink, DecodeNode, PrefillNode
+from transfer.node import BlockSink, Node
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
@@ -50,14 +50,14 @@ class FaultyPulls:
     With a ``gate``, each record is held up on its way into its block until that is open.
     """
 
-    node: DecodeNode
+    node: Node
     lost: Callable[[Place], bool] = lambda _: False
     late: Callable[[Place], bool] = lambda _: False
     gate: threading.Event | None = None
     entered: threading.Event = field(default_factory=threading.Event)
 
-    def pull(self, address: str, transfer: TransferId, wanted: Sequence[WantedBlock], sink: BlockSink) -> None:
-        self.node.pull(address, transfer, wanted, _FaultySink(self, sink))
+    def pull(self, transfer: TransferId, address: str, wanted: Sequence[WantedBlock], sink: BlockSink) -> None:
+        self.node.pull(transfer, address, wanted, _FaultySink(self, sink))
 
     def abort(self, transfer: TransferId, reason: str) -> None:
         self.node.abort(transfer, reason)
@@ -85,7 +85,7 @@ class Pair:
 
     prefill: PrefillEngine
     decode: DecodeEngine
-    offers: PrefillNode
+    offers: Node
     pulls: FaultyPulls
     number: int = 0
 
@@ -119,14 +119,14 @@ class Pair:
 
 
 def identity_of(engine: PrefillEngine | DecodeEngine) -> Identity:
-    return Identity(BootId(secrets.token_bytes(16)), engine.aux.namespace.fingerprint, engine.transfer_blocks.parts)
+    return Identity(BootId(secrets.token_bytes(16)), engine.aux.namespace, engine.transfer_blocks.parts)
 
 
 @contextmanager
 def pair(config: EngineConfig = SMALL, limits: TransferLimits = PATIENT, **faults: Any) -> Iterator[Pair]:
     with PrefillEngine(MODEL, config, NAMESPACE) as prefill, DecodeEngine(MODEL, config, NAMESPACE) as decode:
-        offers = PrefillNode(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), identity_of(prefill), limits)
-        node = DecodeNode(ZmqLink(ZmqSettings()), identity_of(decode), limits)
+        offers = Node(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), identity_of(prefill), limits)
+        node = Node(ZmqLink(ZmqSettings()), identity_of(decode), limits)
         pulls = FaultyPulls(node, **faults)
         prefill.attach(offers)
         decode.attach(pulls)
@@ -234,7 +234,7 @@ def test_rows_that_never_come_are_missing_with_a_reason(plain: Plain) -> None:
         engines.begin(body)
         (sequence,) = engines.decode.scheduler.unfinished
         wait_until(lambda: bool(engines.decode.step() or sequence.state is State.SETTLING), "all is generated")
-        engines.offers.abort(TransferId(sequence.handover.transfer), "gone")
+        engines.offers.withdraw(TransferId(sequence.handover.transfer), "gone")
         outputs = engines.finish()
         assert missing_rows(plain, body, outputs) == 16
         (gap,) = outputs[0].gaps
@@ -312,7 +312,7 @@ def test_blocks_on_offer_are_not_given_away(plain: Plain) -> None:
         engines.begin(body)
         for number in range(21, 24):
             other = Request(f"other-{number}", tuple(prompt(number, 70)), 1, draw=DRAW)
-            engines.offers.abort(TransferId(engines.hand_over(other).transfer), "not wanted")
+            engines.offers.withdraw(TransferId(engines.hand_over(other).transfer), "not wanted")
             free = engines.prefill.manager
             wait_until(lambda free=free: bool(engines.prefill.step() or free.free_device_blocks == 5), "it is back")
         assert missing_rows(plain, body, engines.finish()) == 0
@@ -340,7 +340,7 @@ def test_an_unknown_transfer_is_computed_here(plain: Plain) -> None:
         outputs = []
         wait_until(lambda: bool(outputs.extend(engines.decode.step()) or not engines.decode.busy), "decode has ended")
         assert missing_rows(plain, body, outputs) == 0
-        engines.offers.abort(*[TransferId(t) for t in engines.prefill._leased], "the test is over")
+        engines.offers.withdraw(*[TransferId(t) for t in engines.prefill._leased], "the test is over")
         engines.finish()
 
 
@@ -357,7 +357,7 @@ def test_a_prefill_that_gives_up_in_the_middle_is_not_believed(plain: Plain) -> 
         (sequence,) = engines.decode.scheduler.unfinished
         assert engines.decode.step() == [], "nothing is generated from blocks that are not there"
         assert sequence.state is State.LANDING
-        engines.offers.abort(TransferId(sequence.handover.transfer), "the request was cancelled")
+        engines.offers.withdraw(TransferId(sequence.handover.transfer), "the request was cancelled")
         gate.set()
         assert missing_rows(plain, body, engines.finish()) == 0
         assert engines.decode.decode_counters.prefill_recomputed_tokens >= 70 - 32

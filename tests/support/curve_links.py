@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transfer_nodes import QUICK, ended
-from transfer_rows import CanarySink, identity_of, offered, wanted
+from transfer_nodes import QUICK, ended, lend
+from transfer_rows import CanarySink, identity_of, wanted
 
 from transfer.actions import Finished
 from transfer.curve import CurveClient, CurveServer, make_keys, read_keys, read_public
 from transfer.limits import TransferLimits
-from transfer.node import DecodeNode, PrefillNode
+from transfer.node import Node
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
@@ -37,14 +37,14 @@ def client(keys: Path, name: str, server: str = "server", identity: bytes | None
 
 
 def result_of(
-    prefill: PrefillNode, link: ZmqLink, request: int, limits: TransferLimits = QUICK
+    prefill: Node, link: ZmqLink, request: int, limits: TransferLimits = QUICK
 ) -> tuple[Finished, CanarySink]:
     """What a decode node over ``link`` gets of an offer of three blocks; ``HASTY`` where it is to get nothing."""
-    decode = DecodeNode(link, identity_of(2), limits)
-    transfer, sink = prefill.offer(offered(request, 3)), CanarySink(request)
+    decode = Node(link, identity_of(2), limits)
+    transfer, sink = lend(prefill, request, 3), CanarySink(request)
     try:
-        decode.pull(prefill.address, transfer, wanted(request, 3), sink)
+        decode.pull(transfer, prefill.address, wanted(request, 3), sink)
         return ended(decode, {transfer})[transfer], sink
     finally:
         assert decode.close()
-        prefill.abort(transfer, "the test is over")
+        prefill.withdraw(transfer, "the test is over")

@@ -25,6 +25,7 @@ from kvroute.routing import routing_spec_from_hf
 from transfer.actions import OfferedBlock, WantedBlock
 from transfer.identity import Identity
 from transfer.messages import BootId, Part
+from transfer.node import new_transfer
 
 TOKENS = 16  # of a block
 BLOCKS = 6  # of a sequence
@@ -142,11 +143,12 @@ def handed_over(model: Any, prompt: Sequence[int]) -> Generated:
     decode = Generated(model, blocks_of(model), prefill.tokens, range(BLOCKS, 2 * BLOCKS))
     layout = decode.rows.layout
     parts = (Part("rows", layout.fingerprint, layout.nbytes, TOKENS),)
-    identities = tuple(Identity(BootId(bytes([run] * 16)), SCOPE.fingerprint, parts) for run in (1, 2))
+    identities = tuple(Identity(BootId(bytes([run] * 16)), SCOPE, parts) for run in (1, 2))
     with tempfile.TemporaryDirectory() as directory, nodes(Path(directory), identities=identities) as (offers, pulls):
-        transfer = offers.offer([OfferedBlock(i, key, (record_of(prefill, i, key),)) for i, key in enumerate(keys)])
+        transfer = new_transfer()
+        offers.offer(transfer, [OfferedBlock(i, key, (record_of(prefill, i, key),)) for i, key in enumerate(keys)])
         wanted = [WantedBlock(i, key, (0,)) for i, key in enumerate(keys)]
-        pulls.pull(offers.address, transfer, wanted, decode)
+        pulls.pull(transfer, offers.address, wanted, decode)
         assert ended(pulls, {transfer})[transfer].result.complete
         released(offers, {transfer})
     decode.cache, decode.computed = prefill.cache, prefill.computed

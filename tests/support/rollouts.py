@@ -136,18 +136,18 @@ def _handed_over(model: Any) -> list[Any]:
     from transfer.identity import Identity
     from transfer.limits import TransferLimits
     from transfer.messages import BootId
-    from transfer.node import DecodeNode, PrefillNode
+    from transfer.node import Node
     from transfer.zmq_link import ZmqLink
     from transfer.zmq_settings import ZmqSettings
 
     def identity_of(engine: Any) -> Identity:
-        return Identity(BootId(secrets.token_bytes(16)), engine.aux.namespace.fingerprint, engine.transfer_blocks.parts)
+        return Identity(BootId(secrets.token_bytes(16)), engine.aux.namespace, engine.transfer_blocks.parts)
 
     room, namespace, limits = EngineConfig(device_blocks=64, host_blocks=16), Namespace("m", 3), TransferLimits()
     outputs: list[Any] = []
     with PrefillEngine(model, room, namespace) as prefill, DecodeEngine(model, room, namespace) as decode:
-        offers = PrefillNode(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), identity_of(prefill), limits)
-        pulls = DecodeNode(ZmqLink(ZmqSettings()), identity_of(decode), limits)
+        offers = Node(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), identity_of(prefill), limits)
+        pulls = Node(ZmqLink(ZmqSettings()), identity_of(decode), limits)
         prefill.attach(offers)
         decode.attach(pulls)
         try:

@@ -18,16 +18,19 @@ from transfer_engines import (
 )
 
 from transfer.actions import Finished, Install, PullResult, Send, WantedBlock
-from transfer.decode import DecodeSession
-from transfer.errors import LocalProtocolError
+from transfer.errors import LocalProtocolError, RemoteProtocolError
 from transfer.identity import Identity
 from transfer.link import PeerLost
 from transfer.messages import (
     Ack,
     BootId,
+    Bye,
+    ToPulls,
     TransferId,
+    decode,
     encode,
 )
+from transfer.pulls import Pulls
 
 if TYPE_CHECKING:
     from transfer_world import World
@@ -44,8 +47,8 @@ class DecodeSide:
 
     def start(self) -> None:
         self.engine = Engine("D", self.world.version)
-        namespace, boot_id = self.engine.aux.namespace.fingerprint, BootId(self.world.random_bytes(16))
-        self.session = DecodeSession(Identity(boot_id, namespace, self.engine.parts), LIMITS)
+        namespace, boot_id = self.engine.aux.namespace, BootId(self.world.random_bytes(16))
+        self.session = Pulls(Identity(boot_id, namespace, self.engine.parts), LIMITS)
         self.link = self.world.network.endpoint("D")
         self.peer = self.link.connect("loopback://P")
         self.pull_of: dict[TransferId, tuple[int, Request]] = {}
@@ -113,7 +116,7 @@ class DecodeSide:
         self.engine.aux.reset(weights_version=self.world.version)
         for request in list(self.engine.requests):
             request.given_away = True
-        self.act(self.session.reset(self.engine.aux.namespace.fingerprint))
+        self.act(self.session.reset(self.engine.aux.namespace))
         for request in list(self.engine.requests):
             self.engine.end(request)
         self.world.happened["reset decode"] += 1
@@ -171,7 +174,13 @@ class DecodeSide:
             if isinstance(item, PeerLost):
                 self.session.peer_lost(item.peer)
                 continue
-            self.act(self.session.receive(item.peer, item.control, item.bulk, self.world.now_s))
+            try:
+                message = decode(item.control)
+                if not isinstance(message, ToPulls | Bye):
+                    raise RemoteProtocolError("a message for prefill")
+                self.act(self.session.receive(item.peer, message, item.bulk, self.world.now_s))
+            except RemoteProtocolError:
+                self.world.happened["D bad message"] += 1
             item.release()
         self.act(self.session.tick(self.world.now_s))
 

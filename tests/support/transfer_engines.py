@@ -13,6 +13,7 @@ from canary import canary_row, canary_rows
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
+from transfer.actions import OfferedBlock
 from transfer.limits import TransferLimits
 from transfer.link import Peer
 from transfer.messages import (
@@ -33,6 +34,7 @@ LIMITS = TransferLimits(
     lease_s=6.0,
     lease_max_s=40.0,
     retry_s=1.5,
+    early_s=1.0,
     resend_s=0.1,
     retries_max=3,
     transfers_max=4,
@@ -94,7 +96,8 @@ class Offered:
     acked: bool = False
     aborted: bool = False
     reset: bool = False
-    in_link: int = 0
+    rest: list[OfferedBlock] = field(default_factory=list)  # that are still to be added
+    open: bool = False
     released: Outcome | None = None
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from transfer_rows import identity_of
+from transfer_rows import identity_of, offered
 
 from transfer.actions import Finished, Release
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.messages import TransferId
-from transfer.node import DecodeNode, PrefillNode
+from transfer.node import Node, new_transfer
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
@@ -33,16 +33,23 @@ def nodes(
     p_limits: TransferLimits | None = None,
     identities: tuple[Identity, Identity] | None = None,
     **settings: int,
-) -> Iterator[tuple[PrefillNode, DecodeNode]]:
+) -> Iterator[tuple[Node, Node]]:
     link = ZmqLink(ZmqSettings(bind=f"ipc://{directory}/p", **settings))  # type: ignore[arg-type]
     mine, theirs = identities or (identity_of(1), identity_of(2))
-    prefill = PrefillNode(link, mine, p_limits or limits)
-    decode = DecodeNode(ZmqLink(), theirs, limits)
+    prefill = Node(link, mine, p_limits or limits)
+    decode = Node(ZmqLink(), theirs, limits)
     try:
         yield prefill, decode
     finally:
         assert decode.close()
         assert prefill.close()
+
+
+def lend(prefill: Node, request: int, blocks: int, lease_s: float | None = None) -> TransferId:
+    """Offer the blocks of a request; the offer's id."""
+    transfer = new_transfer()
+    prefill.offer(transfer, offered(request, blocks), lease_s=lease_s)
+    return transfer
 
 
 def until(ask: Callable[[], _T], enough: Callable[[_T], bool]) -> _T:
@@ -53,11 +60,12 @@ def until(ask: Callable[[], _T], enough: Callable[[_T], bool]) -> _T:
     return answer
 
 
-def ended(decode: DecodeNode, transfers: set[TransferId]) -> dict[TransferId, Finished]:
+def ended(decode: Node, transfers: set[TransferId]) -> dict[TransferId, Finished]:
     done: dict[TransferId, Finished] = {}
 
     def more() -> set[TransferId]:
         for finished in decode.poll():
+            assert isinstance(finished, Finished)
             assert finished.transfer not in done, "told twice"
             done[finished.transfer] = finished
         return set(done)
@@ -66,7 +74,7 @@ def ended(decode: DecodeNode, transfers: set[TransferId]) -> dict[TransferId, Fi
     return done
 
 
-def released(prefill: PrefillNode, transfers: set[TransferId]) -> dict[TransferId, Release]:
+def released(prefill: Node, transfers: set[TransferId]) -> dict[TransferId, Release]:
     found: list[Release] = []
 
     def more() -> list[Release]:

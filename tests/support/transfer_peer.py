@@ -1,6 +1,6 @@
 """A prefill or decode node in a process of its own, driven by lines of JSON; and the test's end of that.
 
-``python transfer_peer.py prefill ADDRESS IDENTITY TRANSPORT LIMITS``, or ``decode -`` and the same.
+``python transfer_peer.py prefill ADDRESS IDENTITY LIMITS``, or ``decode -`` and the same.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PATIENCE_S = 60.0
 class PeerProcess:
     """Starts the process and asks it; every wait is bounded."""
 
-    def __init__(self, role: str, address: str = "-", identity: str = "", link: str = "zmq", **limits: float) -> None:
+    def __init__(self, role: str, address: str = "-", identity: str = "", **limits: float) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, role, address, identity, link, json.dumps(limits)],
+            [sys.executable, "-P", __file__, role, address, identity, json.dumps(limits)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -79,37 +79,26 @@ class PeerProcess:
         return json.loads(line)
 
 
-def _link(link: str, settings: Any) -> Any:
-    """A Mooncake link is made with short waits, and takes the engine for whatever is a page."""
-    from transfer.links import open_link
-    from transfer.mooncake_link import MooncakeLinkSettings
-
-    quick = MooncakeLinkSettings(bulk_nbytes_min=4096, write_s=1.0, quarantine_s=1.0, pause_s=0.2, pause_max_s=0.5)
-    return open_link(link, settings, quick)
-
-
 class _Prefill:
-    def __init__(self, address: str, link: str, limits: Any) -> None:
+    def __init__(self, address: str, limits: Any) -> None:
         from transfer_rows import identity_of
 
-        from transfer.node import PrefillNode
-        from transfer.zmq_settings import ZmqSettings
+        from transfer import Node, ZmqLink, ZmqSettings
 
-        self.link = _link(link, ZmqSettings(bind=address))
-        self.node = PrefillNode(self.link, identity_of(secrets.randbits(64)), limits)
+        self.node = Node(ZmqLink(ZmqSettings(bind=address)), identity_of(secrets.randbits(64)), limits)
         self.address = self.node.address
         self.released: list[Any] = []
 
     def offer(self, request: int, blocks: int, lease_s: float | None = None) -> str:
-        from transfer_rows import offered
+        from transfer_nodes import lend
 
-        return self.node.offer(offered(request, blocks), lease_s=lease_s).hex()
+        return lend(self.node, request, blocks, lease_s).hex()
 
     def descriptors(self) -> int:
         return len(os.listdir("/proc/self/fd"))
 
     def table_sizes(self) -> dict[str, int]:
-        session = self.node._worker.session
+        session = self.node._offers
         return {"peers": len(session._peers), "ended": len(session._ended)}
 
     def poll(self) -> list[Any]:
@@ -120,14 +109,14 @@ class _Prefill:
 class _Decode:
     address = "-"
 
-    def __init__(self, identity: str, link: str, limits: Any) -> None:
+    def __init__(self, identity: str, limits: Any) -> None:
         from transfer_rows import identity_of
 
-        from transfer.node import DecodeNode
-        from transfer.zmq_settings import ZmqSettings
+        from transfer import Node, ZmqLink, ZmqSettings
 
-        self.link = _link(link, ZmqSettings(identity=identity.encode() or None))
-        self.node = DecodeNode(self.link, identity_of(secrets.randbits(64)), limits)
+        self.node = Node(
+            ZmqLink(ZmqSettings(identity=identity.encode() or None)), identity_of(secrets.randbits(64)), limits
+        )
         self.sinks: dict[str, Any] = {}
         self.done: dict[str, Any] = {}
 
@@ -137,7 +126,7 @@ class _Decode:
         from transfer.messages import TransferId
 
         sink = self.sinks[transfer] = CanarySink(request)
-        self.node.pull(address, TransferId(bytes.fromhex(transfer)), wanted(request, blocks), sink)
+        self.node.pull(TransferId(bytes.fromhex(transfer)), address, wanted(request, blocks), sink)
 
     def poll(self) -> dict[str, Any]:
         for event in self.node.poll():
@@ -148,7 +137,6 @@ class _Decode:
                 "missing": len(result.missing),
                 "reasons": sorted({m.reason.value for m in result.missing}),
                 "reason": result.reason and result.reason.value,
-                "acknowledged": result.acknowledged,
                 "there": len(sink.there),
                 "wrong": sink.wrong,
                 "twice": sink.twice,
@@ -161,9 +149,9 @@ def main() -> None:
 
     from transfer.limits import TransferLimits
 
-    role, address, identity, link, text = sys.argv[1:]
+    role, address, identity, text = sys.argv[1:]
     limits = TransferLimits(**json.loads(text))
-    peer: Any = _Prefill(address, link, limits) if role == "prefill" else _Decode(identity, link, limits)
+    peer: Any = _Prefill(address, limits) if role == "prefill" else _Decode(identity, limits)
 
     def say(**what: Any) -> None:
         sys.stdout.write(json.dumps(what) + "\n")
@@ -176,8 +164,6 @@ def main() -> None:
             case "close":
                 say(answer=peer.node.close())
                 return
-            case "link":
-                say(answer={**peer.link.counts, "engine_pid": peer.link.engine_pid})
             case "counters":
                 say(answer={**dataclasses.asdict(peer.node.counters), "alive": peer.node.alive})
             case do:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +16,7 @@ from transfer_engines import (
 )
 
 from cache_manager.record import OfferedRecord
-from transfer.actions import OfferedBlock, Release, Send
+from transfer.actions import Cut, OfferedBlock, Release, Send
 from transfer.errors import RemoteProtocolError
 from transfer.identity import Identity
 from transfer.link import Peer, PeerLost
@@ -26,14 +25,16 @@ from transfer.messages import (
     Ack,
     BootId,
     Bye,
+    Gone,
     Outcome,
     Pull,
     Refuse,
+    ToOffers,
     TransferId,
     decode,
     encode,
 )
-from transfer.prefill import PrefillSession
+from transfer.offers import Offers
 
 if TYPE_CHECKING:
     from transfer_world import World
@@ -48,8 +49,9 @@ class PrefillSide:
 
     def start(self) -> None:
         self.engine = Engine("P", self.world.version)
-        namespace, boot_id = self.engine.aux.namespace.fingerprint, BootId(self.world.random_bytes(16))
-        self.session = PrefillSession(Identity(boot_id, namespace, self.engine.parts), LIMITS)
+        namespace, boot_id = self.engine.aux.namespace, BootId(self.world.random_bytes(16))
+        self.drawn: list[Offered] = []  # ids that decode may know, and that are still to be offered
+        self.session = Offers(Identity(boot_id, namespace, self.engine.parts), LIMITS)
         self.link = self.world.network.endpoint("P")
 
     def crash(self) -> None:
@@ -83,24 +85,57 @@ class PrefillSide:
         rows = aux.export(dict(zip(request.keys, prompt, strict=True)), aux.generations(prompt), counts)
         origins, blocks = self.engine.aux.origins(prompt), []
         for i, (key, block) in enumerate(zip(request.keys, prompt, strict=True)):
-            memory = self.engine.kv[block].data if counts[i] == TOKENS else bytes(self.engine.kv[block])
+            by_reference = counts[i] == TOKENS and self.world.by_reference
+            memory = self.engine.kv[block].data if by_reference else bytes(self.engine.kv[block])
             kv = OfferedRecord(key, KV_PART.fingerprint, 0, origins[i], b"\x0f" + bytes(7), memory)
             blocks.append(OfferedBlock(i, key, (rows[i], kv if i != hole else None)))
-        lease_s = dice.choice((None, 3.0))
         if further == "after":
             self.go_on(request)
-        if not self.session.offer(transfer, blocks, self.world.now_s, lease_s):
-            self.world.happened["prefill table full"] += 1
-            self.engine.free(owner)
-        else:
-            now_s = self.world.now_s
-            offered = Offered(transfer, tokens, request.version, prompt, now_s, whole, heard_s=now_s)
-            if lease_s:
-                offered.heard_s -= LIMITS.lease_s - lease_s
-            self.offers[transfer] = offered
+        offered = Offered(transfer, tokens, request.version, prompt, 0.0, whole)
+        offered.rest, offered.open = blocks, dice.random() < 0.4
+        self.drawn.append(offered)
+        if dice.random() < 0.3:  # decode hears of it first
             self.known = [*self.known[-7:], offered]
+        else:
+            self.lend(offered)
         if dice.random() < 0.8:
             self.engine.end(request)
+
+    def lend(self, offered: Offered) -> None:
+        """Offer what was drawn, with all blocks or the first few."""
+        self.drawn.remove(offered)
+        now_s, lease_s = self.world.now_s, self.dice.choice((None, 3.0))
+        first = self.dice.randint(0, len(offered.rest)) if offered.open else len(offered.rest)
+        blocks, offered.rest = offered.rest[:first], offered.rest[first:]
+        actions = self.session.offer(offered.id, blocks, now_s, is_open=offered.open, lease_s=lease_s)
+        if actions is None:
+            self.world.happened["prefill table full"] += 1
+            self.engine.free(f"transfer:{offered.id.hex()}")
+            return
+        offered.at_s = offered.heard_s = now_s
+        if lease_s:
+            offered.heard_s -= LIMITS.lease_s - lease_s
+        self.offers[offered.id] = offered
+        if offered not in self.known:
+            self.known = [*self.known[-7:], offered]
+        self.act(actions)
+
+    def grow(self) -> None:
+        """A step filled another block, or the prompt is done."""
+        if self.drawn and self.dice.random() < 0.5:
+            self.lend(self.drawn[0])
+            return
+        live = [o for o in self.offers.values() if o.open and o.released is None]
+        if not live:
+            return
+        offered = self.dice.choice(live)
+        offered.heard_s = self.world.now_s
+        if offered.rest:
+            self.act(self.session.grow(offered.id, [offered.rest.pop(0)], self.world.now_s))
+            self.world.happened["grown"] += 1
+        else:
+            offered.open = False
+            self.act(self.session.seal(offered.id, self.world.now_s))
 
     def go_on(self, request: Request) -> None:
         at = len(request.tokens)
@@ -112,7 +147,7 @@ class PrefillSide:
         if live:
             chosen = self.dice.choice(live)
             chosen.aborted = True
-            self.act(self.session.abort(chosen.id))
+            self.act(self.session.withdraw(chosen.id))
 
     def reset(self) -> None:
         self.world.version = max(self.world.version, self.engine.version + 1)
@@ -120,7 +155,9 @@ class PrefillSide:
         self.engine.aux.reset(weights_version=self.world.version)
         for offered in self.offers.values():
             offered.reset = True
-        self.act(self.session.reset(self.engine.aux.namespace.fingerprint))
+        while self.drawn:
+            self.engine.free(f"transfer:{self.drawn.pop().id.hex()}")
+        self.act(self.session.reset(self.engine.aux.namespace))
         for request in list(self.engine.requests):
             self.engine.end(request)
         self.world.happened["reset prefill"] += 1
@@ -131,8 +168,11 @@ class PrefillSide:
                 self.session.peer_lost(item.peer)
                 continue
             before = self.heard(item.peer, item.control)
-            actions = self.session.receive(item.peer, item.control, item.bulk, self.world.now_s)
-            if before and not any(isinstance(a, Send) and isinstance(a.message, Refuse) for a in actions):
+            if not isinstance(before, ToOffers | Bye):
+                self.world.happened["P bad message"] += 1
+                continue
+            actions = self.session.receive(item.peer, before, self.world.now_s)
+            if not any(isinstance(a, Send) and isinstance(a.message, Refuse | Gone) for a in actions):
                 self.believe(item.peer, before)
             self.act(actions)
             item.release()
@@ -161,7 +201,7 @@ class PrefillSide:
             return
         if isinstance(message, Pull) and offered.owner is None:
             offered.owner = peer, message.boot_id
-        over = self.session._live(offered.id) is None
+        over = offered.id not in self.session._offers
         if not over and offered.owner == (peer, getattr(message, "boot_id", None)):
             offered.heard_s = self.world.now_s
 
@@ -169,26 +209,17 @@ class PrefillSide:
         for action in actions:
             if isinstance(action, Release):
                 self.release(action)
-                continue
-            assert isinstance(action, Send)
-            offered = self.offers.get(getattr(action.message, "transfer", b""))
-            on_sent = functools.partial(self.on_sent, self.session, offered, action) if action.bulk else None
-            if self.link.send(action.peer, encode(action.message), action.bulk, on_sent):
-                if action.bulk:
-                    offered.in_link += 1
+            elif isinstance(action, Cut):
+                self.link.cut(action.peer)
             else:
-                self.session.unsent(action, self.world.now_s)
-
-    def on_sent(self, session: PrefillSession, offered: Offered, send: Send) -> None:
-        assert session is self.session, "a crashed process was told something"
-        offered.in_link -= 1
-        self.act(session.let_go(send))
+                assert isinstance(action, Send)
+                if not self.link.send(action.peer, encode(action.message), action.bulk):
+                    self.session.unsent(action, self.world.now_s)
 
     def release(self, action: Release) -> None:
         offered = self.offers[action.transfer]
-        outcome, name = action.outcome, "prefill_releases_only_after_ack_or_lease_end"
+        outcome, name = action.outcome, "kv_lent_by_reference_is_held_until_acknowledged_or_expired"
         claim("released once", offered.released is None, offered)
-        claim(name, offered.in_link == 0, f"the link holds buffers of {offered}")
         silent_s, age_s = self.world.now_s - offered.heard_s, self.world.now_s - offered.at_s
         legitimate = {
             Outcome.ACKED: offered.acked,

@@ -5,25 +5,34 @@ from __future__ import annotations
 import functools
 import hashlib
 
-from cache_manager.keys import BlockKey
+from cache_manager.keys import BlockKey, Namespace
 from cache_manager.record import OfferedRecord, RecordHeader
 from transfer.actions import OfferedBlock, WantedBlock
 from transfer.identity import Identity
-from transfer.messages import BootId, Part
+from transfer.messages import BootId, Part, Range
 
-NAMESPACE = b"n" * 16
+NAMESPACE = Namespace("m", 1)
 BLOCK_TOKENS = 64
 ROW_NBYTES = 464
 PART = Part("rows", b"f" * 16, BLOCK_TOKENS * ROW_NBYTES, BLOCK_TOKENS)
 VALID = b"\xff" * 8
 
 
-def identity_of(run: int, namespace: bytes = NAMESPACE) -> Identity:
+def identity_of(run: int, namespace: Namespace = NAMESPACE) -> Identity:
     return Identity(BootId(run.to_bytes(16, "big")), namespace, (PART,))
 
 
 def key_of(request: int, index: int) -> BlockKey:
     return BlockKey(hashlib.sha256(b"key %d %d" % (request, index)).digest())
+
+
+SPACE = identity_of(1).space
+"""The namespace as peers tell it."""
+
+
+def ranges(request: int, blocks: int, parts: int = 1) -> list[Range]:
+    """What a pull asks for to have the first ``blocks`` blocks."""
+    return [Range(0, parts, b"".join(key_of(request, i) for i in range(blocks)))]
 
 
 @functools.lru_cache(4096)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator
 
 import zmq
-from transfer_rows import NAMESPACE, PART
+from transfer_rows import PART, identity_of
 from zmq.utils.monitor import recv_monitor_message
 
 from transfer.curve import CurveClient
@@ -44,7 +44,7 @@ class Client:
         self._socket.connect(address)
 
     def hello(self) -> Message:
-        self.say(encode(Hello(self.boot_id, NAMESPACE, [PART], MINOR, 1 << 30)))
+        self.say(encode(Hello(self.boot_id, identity_of(1).space, [PART], MINOR, 1 << 30)))
         return self.hear()
 
     def hear_out(self) -> None:

@@ -18,7 +18,7 @@ from zmtp import greeted
 from cache_manager.errors import ConfigError
 from kvroute.cli import main
 from transfer.curve import CurveKeys, CurveServer, make_keys, read_clients, read_keys, read_public
-from transfer.node import PrefillNode
+from transfer.node import Node
 from transfer.zmq_link import ZmqLink
 
 PATIENCE_S = 60.0
@@ -29,19 +29,19 @@ def keys(tmp_path: Path) -> Path:
     return key_directory(tmp_path)
 
 
-def asked(prefill: PrefillNode) -> tuple[int, ...]:
+def asked(prefill: Node) -> tuple[int, ...]:
     """Whatever somebody asks for shows here; a late goodbye does not."""
-    found = prefill.counters.session
-    return found.pulled, found.bad_messages, found.refused_peers, found.stranger_messages, found.unknown_transfers
+    found, node = prefill.counters.offers, prefill.counters.node
+    return found.pulled, node.bad_messages, found.refused_peers, found.stranger_messages, found.unknown_transfers
 
 
-def test_listed_keys_get_rows_and_unknown_ones_nothing(keys: Path) -> None:
+def test_listed_keys_get_rows_and_unknown_ones_nothing(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Goal: with CURVE on, whoever is not on the list gets not one message through.
 
     Method: a pull with a listed key, an unlisted one, none at all, and the right key for a wrong server.
     """
     server = serving(keys, "alice")
-    prefill = PrefillNode(server, identity_of(1), QUICK)
+    prefill = Node(server, identity_of(1), QUICK)
     done, sink = result_of(prefill, client(keys, "alice"), 1)
     assert done.result.complete
     assert (sink.wrong, len(sink.there)) == (0, 3)
@@ -53,14 +53,15 @@ def test_listed_keys_get_rows_and_unknown_ones_nothing(keys: Path) -> None:
     with contextlib.suppress(AssertionError, OSError), greeted(prefill.address) as peer:  # NULL is not spoken here
         peer.sendall(b"\x00\x05hello")
     assert asked(prefill) == heard
-    until(lambda: server.counters.refused_keys, lambda refused: refused >= 1)
+    until(lambda: prefill.counters.link.refused_keys, lambda refused: refused >= 1)
+    assert sum("is not on the list" in line for line in caplog.messages) == 1, "counted, and logged once"
     done, _ = result_of(prefill, client(keys, "alice"), 3)
     assert done.result.complete
     assert prefill.close()
 
 
 def test_garbage_in_handshakes_costs_nobody_else(keys: Path) -> None:
-    prefill = PrefillNode(serving(keys, "alice"), identity_of(1), QUICK)
+    prefill = Node(serving(keys, "alice"), identity_of(1), QUICK)
     host, port = prefill.address.removeprefix("tcp://").split(":")
     for n in range(200):
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as peer, contextlib.suppress(OSError):
@@ -156,7 +157,7 @@ def test_a_file_that_holds_no_pair_is_named(tmp_path: Path, text: bytes) -> None
     path.chmod(0o600)
     with pytest.raises(ConfigError, match="key"):
         read_keys(path)
-    with pytest.raises(ConfigError, match="key file: wanted a file that can be read"):
+    with pytest.raises(ConfigError, match="key file: wanted a file of one or two"):
         read_keys(tmp_path / "none")
 
 

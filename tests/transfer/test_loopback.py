@@ -8,7 +8,7 @@ import pytest
 
 from transfer.errors import LocalProtocolError
 from transfer.link import Arrival, PeerLost
-from transfer.loopback import Faults, LoopbackLink, Network
+from transfer.testing.loopback import Faults, LoopbackLink, Network
 
 
 def pair(faults: Faults = Faults(), seed: int = 1, **options) -> tuple[Network, LoopbackLink, LoopbackLink]:  # noqa: B008
@@ -16,20 +16,15 @@ def pair(faults: Faults = Faults(), seed: int = 1, **options) -> tuple[Network, 
     return network, network.endpoint("a"), network.endpoint("b")
 
 
-def test_messages_arrive_whole_and_buffers_come_back_once() -> None:
+def test_messages_arrive_whole() -> None:
     _, a, b = pair()
-    gone: list[str] = []
-    assert a.send(a.connect("loopback://b"), b"hello", [b"x" * 9, memoryview(b"yy")], lambda: gone.append("sent"))
-    assert not gone
+    assert a.send(a.connect("loopback://b"), b"hello", [b"x" * 9, memoryview(b"yy")])
     (arrival,) = b.poll(0.0)
     assert isinstance(arrival, Arrival)
     assert (arrival.peer, arrival.control, [bytes(v) for v in arrival.bulk]) == (b"a", b"hello", [b"x" * 9, b"yy"])
     arrival.release()
-    assert not gone
     assert a.poll(0.0) == []
-    a.poll(0.0)
     a.close()
-    assert gone == ["sent"]
 
 
 def test_a_buffer_is_read_when_it_is_delivered() -> None:
@@ -41,15 +36,10 @@ def test_a_buffer_is_read_when_it_is_delivered() -> None:
     assert bytes(b.poll(0.0)[0].bulk[0]) == b"after!"
 
 
-def test_closing_lets_go_of_everything_once() -> None:
-    now = [0.0]
-    _, a, b = pair(Faults(delay=1.0, delay_s=5.0, duplicate=1.0), clock=lambda: now[0])
-    gone: list[int] = []
-    for i in range(5):
-        assert a.send(b.name, b"c", [b"x"], lambda i=i: gone.append(i))
+def test_a_closed_link_takes_nothing() -> None:
+    _, a, b = pair()
     a.close()
     a.close()
-    assert sorted(gone) == [0, 1, 2, 3, 4]
     assert not a.send(b.name, b"c")
 
 
@@ -58,15 +48,13 @@ def test_a_crash_tells_the_others_and_forgets_its_own() -> None:
     network, a, b = pair(Faults(delay=1.0, delay_s=5.0), clock=lambda: now[0])
     b.connect("loopback://a")
     memory = bytearray(b"as it was")
-    gone: list[int] = []
-    assert a.send(b.name, b"c", [memory], lambda: gone.append(1))
+    assert a.send(b.name, b"c", [memory])
     network.crash("a")
     memory[:] = b"scribbled"
     now[0] = 9.0
     lost, arrival = b.poll(0.0)
     assert lost == PeerLost(a.name)
     assert bytes(arrival.bulk[0]) == b"as it was"
-    assert not gone
     assert not b.send(a.name, b"nobody there")
     again = network.endpoint("a")
     assert b.send(again.name, b"welcome back")

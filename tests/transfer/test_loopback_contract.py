@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from transfer.link import Link, ServingLink
-from transfer.loopback import LoopbackLink, Network
+from transfer.link import Link
 from transfer.testing.contract import LinkContract
+from transfer.testing.loopback import LoopbackLink, Network
 
 
 class TestLoopback(LinkContract):
@@ -26,4 +26,4 @@ class TestLoopback(LinkContract):
         self.between.crash("client")
 
     @pytest.mark.skip("an inbox that is full loses messages, as a faulty network may")
-    def test_a_full_link_says_so_and_loses_nothing(self, server: ServingLink, client: Link) -> None: ...
+    def test_a_full_link_says_so_and_loses_nothing(self, server: Link, client: Link) -> None: ...

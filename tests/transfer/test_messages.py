@@ -17,9 +17,11 @@ from transfer.messages import (
     BLOCKS_MAX,
     CONTROL_NBYTES_MAX,
     ENTRIES_MAX,
+    FIELDS_MAX,
     KINDS,
     MAGIC,
     MAJOR,
+    MODEL_MAX,
     PARTS_MAX,
     PREFIX,
     Abort,
@@ -31,15 +33,17 @@ from transfer.messages import (
     Gone,
     GoneReason,
     Hello,
+    Later,
     Outcome,
     Part,
     Place,
     Pull,
+    Range,
     Records,
     Refuse,
     Released,
     Renew,
-    Want,
+    Space,
     Welcome,
     decode,
     encode,
@@ -59,14 +63,15 @@ parts = st.lists(
     min_size=1,
     max_size=3,
 )
-wants = st.lists(st.builds(Want, indices, keys, st.integers(1, 255)), max_size=5)
+wants = st.lists(st.builds(Range, indices, st.integers(1, 255), st.binary(min_size=32, max_size=96)), max_size=5)
+spaces = st.builds(Space, texts, nbytes, ids, counts, counts)
 entries = st.lists(
     st.builds(Entry, part_indices, indices, st.binary(min_size=128, max_size=192)), min_size=1, max_size=4
 )
 places = st.lists(st.builds(Place, part_indices, indices), min_size=1, max_size=5)
 messages = st.one_of(
-    st.builds(Hello, ids, ids, parts, counts, nbytes),
-    st.builds(Welcome, ids, ids, parts, counts, epochs, ids),
+    st.builds(Hello, ids, spaces, parts, counts, nbytes),
+    st.builds(Welcome, ids, spaces, parts, counts, epochs, ids),
     st.builds(Refuse, texts, texts, texts, ids),
     st.builds(Pull, ids, ids, epochs, wants, nbytes),
     st.builds(Credit, ids, ids, epochs, nbytes),
@@ -78,6 +83,7 @@ messages = st.one_of(
     st.builds(Gone, ids, st.sampled_from(GoneReason)),
     st.builds(Released, ids, st.sampled_from(Outcome)),
     st.builds(Bye, ids),
+    st.builds(Later, ids, epochs),
 )
 
 
@@ -148,7 +154,7 @@ def test_the_prefix_is_looked_at_first() -> None:
     good = encode(Bye(bytes(16)))
     for bad, what in (
         (b"KVRX" + good[4:], "magic"),
-        (good[:4] + b"\x02" + good[5:], "protocol"),
+        (good[:4] + b"\x01" + good[5:], "protocol"),
         (good[:5] + b"\x63" + good[6:], "kind"),
         (good[:6] + b"\x01" + good[7:], "reserved"),
         (good[:8], "frame"),
@@ -169,7 +175,15 @@ def test_later_minors_may_append_fields() -> None:
 @pytest.mark.parametrize(
     "largest",
     [
-        Pull(bytes(16), bytes(16), (1 << 31) - 1, [Want(BLOCKS_MAX - 1, bytes(32), 255)] * BLOCKS_MAX, (1 << 62) - 1),
+        Hello(
+            bytes(16),
+            Space("\u6a21" * MODEL_MAX, 1, bytes(16), 0, 1),
+            [Part("p" * 64, bytes(16), 1, 1, True, {f"{i:64}": "\u6a21" * 512 for i in range(FIELDS_MAX)})] * PARTS_MAX,
+            0,
+            1,
+        ),
+        Pull(bytes(16), bytes(16), (1 << 31) - 1, [Range(0, 255, bytes(32 * BLOCKS_MAX))], (1 << 62) - 1),
+        Pull(bytes(16), bytes(16), (1 << 31) - 1, [Range(BLOCKS_MAX - 1, 255, bytes(32))] * BLOCKS_MAX, (1 << 62) - 1),
         Absent(bytes(16), (1 << 31) - 1, [Place(PARTS_MAX - 1, BLOCKS_MAX - 1)] * (BLOCKS_MAX * PARTS_MAX)),
         Records(bytes(16), (1 << 31) - 1, [Entry(PARTS_MAX - 1, BLOCKS_MAX - 1, bytes(960))] * ENTRIES_MAX),
     ],
@@ -196,13 +210,13 @@ def test_the_byte_table_is_the_code() -> None:
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \| (P|D|both) \| (.*?) \|", text, flags=re.MULTILINE)
     documented = [(int(kind), name, re.findall(r"`(\w+)`", fields)) for kind, name, _, fields in rows]
     assert documented == [(k.__struct_config__.tag, k.__name__, list(k.__struct_fields__)) for k in KINDS]
-    for struct in (Part, Want, Entry, Place):
+    for struct in (Part, Space, Range, Entry, Place):
         (line,) = re.findall(rf"^\| `{struct.__name__}` \| (.*?) \|", text, flags=re.MULTILINE)
         assert re.findall(r"`(\w+)`", line) == list(struct.__struct_fields__)
     prefix = re.findall(r"^\| (\d+) \| (\d+) \| (magic|major|kind|reserved) \|", text, flags=re.MULTILINE)
     assert prefix == [("0", "4", "magic"), ("4", "1", "major"), ("5", "1", "kind"), ("6", "2", "reserved")]
     assert PREFIX.size == 8
-    assert encode(Bye(bytes(16)))[:8] == b"KVRT\x01\x0d\x00\x00"
+    assert encode(Bye(bytes(16)))[:8] == b"KVRT\x02\x0d\x00\x00"
     for enum in (Outcome, GoneReason):
         assert issubclass(enum, Enum)
         assert all(f"`{value.value}`" in text for value in enum)

@@ -60,7 +60,7 @@ def test_decode_stopped_for_longer_than_the_lease(tmp_path: Path) -> None:
         assert all(d["reason"] for d in done.values() if d["missing"])
         crosses(prefill, decode)
         assert len({t for t, _, _ in prefill.ask_until("poll", lambda got: len(got) == 5)}) == 5
-        assert prefill.ask("counters")["in_flight"] == 0
+        assert prefill.ask("counters")["offers_in_flight"] == 0
 
 
 def test_prefill_stopped_for_longer_than_the_lease(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_decode_killed_during_transfers_and_restarted_with_its_identity(tmp_path
         for n in range(3):
             transfers.append(prefill.ask("offer", request=n, blocks=400))
             first.ask("pull", address=prefill.address, transfer=transfers[n], request=n, blocks=400)
-            prefill.ask_until("counters", lambda got, n=n: got["session"]["pulled"] == n + 1)
+            prefill.ask_until("counters", lambda got, n=n: got["offers"]["pulled"] == n + 1)
         first.kill()
         second = start("decode", identity="decode-0")
         second.ask("pull", address=prefill.address, transfer=transfers[0], request=0, blocks=400)
@@ -126,7 +126,7 @@ def test_decode_killed_during_transfers_and_restarted_with_its_identity(tmp_path
         assert done[transfers[0]]["installed"] == 0
         assert done[transfers[0]]["reason"] == "gone"
         prefill.ask_until("poll", lambda got: len(got) == 4)
-        assert prefill.ask("counters")["in_flight"] == 0
+        assert prefill.ask("counters")["offers_in_flight"] == 0
         second.close()
         prefill.close()
         assert os.listdir(tmp_path) == []

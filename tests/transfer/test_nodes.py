@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 import zmq
-from transfer_nodes import HASTY, PATIENCE_S, QUICK, ended, nodes, released, until
-from transfer_rows import NAMESPACE, VALID, CanarySink, identity_of, key_of, offered, wanted
+from transfer_nodes import HASTY, PATIENCE_S, QUICK, ended, lend, nodes, released, until
+from transfer_rows import NAMESPACE, VALID, CanarySink, identity_of, key_of, wanted
 
 from cache_manager.errors import BlockBusyError
+from cache_manager.keys import Namespace
 from cache_manager.record import OfferedRecord, RecordHeader
 from transfer.actions import OfferedBlock, Reason, WantedBlock
-from transfer.errors import LocalProtocolError
+from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
-from transfer.messages import BootId, Hello, Outcome, Part, Pull, TransferId, Want, encode
-from transfer.node import DecodeNode, NodeClosedError, NodeFullError, PrefillNode
+from transfer.messages import BootId, Hello, Outcome, Part, Pull, Range, TransferId, encode
+from transfer.node import Node, new_transfer
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
 
@@ -30,27 +31,26 @@ def test_many_requests_cross_and_every_block_comes_back(tmp_path: Path) -> None:
     with nodes(tmp_path) as (prefill, decode):
         sinks = {}
         for request in range(64):
-            transfer = prefill.offer(offered(request, 1 + request % 5))
+            transfer = lend(prefill, request, 1 + request % 5)
             sinks[transfer] = CanarySink(request)
-            decode.pull(prefill.address, transfer, wanted(request, 1 + request % 5), sinks[transfer])
+            decode.pull(transfer, prefill.address, wanted(request, 1 + request % 5), sinks[transfer])
         done = ended(decode, set(sinks))
         for transfer, sink in sinks.items():
             result = done[transfer].result
             assert result.complete
-            assert result.acknowledged
             assert (sink.wrong, sink.twice, len(sink.there)) == (0, 0, result.installed)
         assert {r.outcome for r in released(prefill, set(sinks)).values()} == {Outcome.ACKED}
-        assert prefill.counters.in_flight == decode.counters.in_flight == 0
+        assert prefill.counters.offers_in_flight == decode.counters.pulls_in_flight == 0
         assert prefill.counters.node.errors == decode.counters.node.errors == 0
 
 
 def test_decode_pulls_only_what_it_lacks(tmp_path: Path) -> None:
     """Goal: blocks of decode's own prefix cache are not asked for; nothing wanted still releases the offer."""
     with nodes(tmp_path) as (prefill, decode):
-        some, none = prefill.offer(offered(1, 6)), prefill.offer(offered(2, 2))
+        some, none = lend(prefill, 1, 6), lend(prefill, 2, 2)
         sink = CanarySink(1)
-        decode.pull(prefill.address, some, wanted(1, 6, start=4), sink)
-        decode.pull(prefill.address, none, [], CanarySink(2))
+        decode.pull(some, prefill.address, wanted(1, 6, start=4), sink)
+        decode.pull(none, prefill.address, [], CanarySink(2))
         done = ended(decode, {some, none})
         assert sink.there == {4, 5}
         assert done[none].result.complete
@@ -60,15 +60,15 @@ def test_decode_pulls_only_what_it_lacks(tmp_path: Path) -> None:
 def test_what_prefill_lacks_is_missing_with_a_reason(tmp_path: Path) -> None:
     """Goal: an index beyond the offer and another key's block are absent, the rest arrives."""
     with nodes(tmp_path) as (prefill, decode):
-        transfer = prefill.offer(offered(1, 2))
+        transfer = lend(prefill, 1, 2)
         sink = CanarySink(1)
         decode.pull(
-            prefill.address, transfer, [*wanted(1, 1), WantedBlock(1, key_of(9, 1), (0,)), *wanted(1, 3, 2)], sink
+            transfer, prefill.address, [*wanted(1, 1), WantedBlock(1, key_of(9, 1), (0,)), *wanted(1, 3, 2)], sink
         )
         result = ended(decode, {transfer})[transfer].result
         assert {(m.index, m.reason) for m in result.missing} == {(1, Reason.ABSENT), (2, Reason.ABSENT)}
         assert sink.there == {0}
-        assert prefill.counters.session.key_mismatches == 1
+        assert prefill.counters.offers.key_mismatches == 1
 
 
 def test_a_sink_that_fails_costs_that_record_only(tmp_path: Path) -> None:
@@ -88,62 +88,62 @@ def test_a_sink_that_fails_costs_that_record_only(tmp_path: Path) -> None:
             return super().install(part, index, header, payload)
 
     with nodes(tmp_path) as (prefill, decode):
-        transfer = prefill.offer(offered(1, 5))
+        transfer = lend(prefill, 1, 5)
         sink = Difficult(1)
-        decode.pull(prefill.address, transfer, wanted(1, 5), sink)
+        decode.pull(transfer, prefill.address, wanted(1, 5), sink)
         result = ended(decode, {transfer})[transfer].result
         assert {(m.index, m.reason) for m in result.missing} == {(0, Reason.STALE), (1, Reason.STALE)}
         assert sink.there == {2, 3, 4}
         assert sink.wrong == sink.busy == 0
-        assert decode.counters.sink_errors == 1
+        assert decode.counters.node.sink_errors == 1
         assert decode.alive
 
 
 def test_an_abort_of_either_side_ends_both(tmp_path: Path) -> None:
     with nodes(tmp_path) as (prefill, decode):
-        by_prefill, by_decode = prefill.offer(offered(1, 2)), prefill.offer(offered(2, 2))
-        prefill.abort(by_prefill, "the request was cancelled")
-        decode.pull(prefill.address, by_prefill, wanted(1, 2), CanarySink(1))
+        by_prefill, by_decode = lend(prefill, 1, 2), lend(prefill, 2, 2)
+        prefill.withdraw(by_prefill, "the request was cancelled")
+        decode.pull(by_prefill, prefill.address, wanted(1, 2), CanarySink(1))
         assert ended(decode, {by_prefill})[by_prefill].result.reason is Reason.GONE
-        decode.pull("ipc:///nowhere/at/all", by_decode, wanted(2, 2), CanarySink(2))
+        decode.pull(by_decode, "ipc:///nowhere/at/all", wanted(2, 2), CanarySink(2))
         decode.abort(by_decode, "the request was cancelled")
         assert ended(decode, {by_decode})[by_decode].result.reason is Reason.ABORTED
-        prefill.abort(by_decode, "decode never reached prefill")
+        prefill.withdraw(by_decode, "decode never reached prefill")
         outcomes = released(prefill, {by_prefill, by_decode})
         assert [outcomes[t].outcome for t in (by_prefill, by_decode)] == [Outcome.ABORTED, Outcome.ABORTED]
 
 
 def test_an_unpulled_offer_ends_with_its_lease(tmp_path: Path) -> None:
     with nodes(tmp_path) as (prefill, decode):
-        transfer = prefill.offer(offered(1, 1), lease_s=0.05)
+        transfer = lend(prefill, 1, 1, lease_s=0.05)
         assert released(prefill, {transfer})[transfer].outcome is Outcome.EXPIRED
-        decode.pull(prefill.address, transfer, wanted(1, 1), CanarySink(1))
+        decode.pull(transfer, prefill.address, wanted(1, 1), CanarySink(1))
         result = ended(decode, {transfer})[transfer].result
         assert (result.reason, result.detail, len(result.missing)) == (Reason.GONE, "expired", 1)
-        assert prefill.counters.session.late_messages >= 1  # a doubled pull is late too
+        assert prefill.counters.offers.late_messages >= 1  # a doubled pull is late too
 
 
 def test_what_cannot_begin_is_told_and_releases(tmp_path: Path) -> None:
     """Goal: no room, a wrong address, a pull begun twice: each is said where the caller looks, nothing hangs."""
     with nodes(tmp_path, p_limits=replace(QUICK, transfers_max=1)) as (prefill, decode):
-        first, second = prefill.offer(offered(1, 1)), prefill.offer(offered(2, 1))
+        first, second = lend(prefill, 1, 1), lend(prefill, 2, 1)
         assert "transfers_max" in released(prefill, {second})[second].detail
-        decode.pull("tcp://not an address", second, wanted(2, 1), CanarySink(2))
+        decode.pull(second, "tcp://not an address", wanted(2, 1), CanarySink(2))
         result = ended(decode, {second})[second].result
         assert "address: wanted" in result.detail
         assert [m.reason for m in result.missing] == [Reason.ABORTED]
-        decode.pull("tcp://127.0.0.1:*", second, wanted(2, 1), CanarySink(2))
+        decode.pull(second, "tcp://127.0.0.1:*", wanted(2, 1), CanarySink(2))
         assert "connect" in ended(decode, {second})[second].result.detail
-        decode.pull("ipc:///nowhere/at/all", first, wanted(1, 1), CanarySink(1))
-        with pytest.raises(LocalProtocolError, match="not being pulled"):
-            decode.pull(prefill.address, first, wanted(1, 1), CanarySink(1))
+        decode.pull(first, "ipc:///nowhere/at/all", wanted(1, 1), CanarySink(1))
+        with pytest.raises(LocalProtocolError, match="not pulled"):
+            decode.pull(first, prefill.address, wanted(1, 1), CanarySink(1))
         decode.abort(first, "nobody is there")
         assert ended(decode, {first})[first].result.reason is Reason.ABORTED
 
 
 def test_a_pull_that_nobody_answers_ends(tmp_path: Path) -> None:
     with nodes(tmp_path, HASTY) as (_, decode):
-        decode.pull("ipc:///nowhere/at/all", TransferId(bytes(16)), wanted(1, 2), CanarySink(1))
+        decode.pull(TransferId(bytes(16)), "ipc:///nowhere/at/all", wanted(1, 2), CanarySink(1))
         result = ended(decode, {TransferId(bytes(16))})[TransferId(bytes(16))].result
         assert [m.reason for m in result.missing] == [Reason.TIMEOUT] * 2
 
@@ -154,11 +154,11 @@ def test_a_callback_that_fails_costs_no_block(tmp_path: Path) -> None:
     def fails() -> None:
         raise RuntimeError("a bug of the engine")
 
-    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK, notify=fails)
-    transfers = {prefill.offer(offered(request, 1)) for request in range(4)}
-    prefill.reset(b"m" * 16)
+    prefill = Node(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK, notify=fails)
+    transfers = {lend(prefill, request, 1) for request in range(4)}
+    prefill.reset(Namespace("m", 2))
     assert {r.outcome for r in released(prefill, transfers).values()} == {Outcome.RESET}
-    assert prefill.counters.notify_errors == 4
+    assert prefill.counters.node.notify_errors == 4
     assert prefill.close()
 
 
@@ -171,7 +171,7 @@ def test_a_peer_that_never_reads_keeps_no_block(tmp_path: Path, address: str) ->
     """
     part = Part("kv", b"k" * 16, 1 << 20, 64)
     link = ZmqLink(ZmqSettings(bind=address.format(tmp_path), silence_ms=3_600_000))
-    prefill = PrefillNode(link, Identity(BootId(b"p" * 16), NAMESPACE, (part,)), TransferLimits(lease_s=2.0))
+    prefill = Node(link, Identity(BootId(b"p" * 16), NAMESPACE, (part,)), TransferLimits(lease_s=2.0))
     records = [OfferedRecord(key_of(1, i), part.fingerprint, 1, 1, VALID, bytearray(part.nbytes)) for i in range(48)]
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
@@ -179,31 +179,32 @@ def test_a_peer_that_never_reads_keeps_no_block(tmp_path: Path, address: str) ->
         socket.reconnect_ivl = -1
         socket.connect(prefill.address)
         run = b"d" * 16
-        wants = [Want(i, record.key, 1) for i, record in enumerate(records)]
-        socket.send(encode(Hello(run, NAMESPACE, [part], 0, 1 << 30)))
+        wants = [Range(0, 1, b"".join(record.key for record in records))]
+        socket.send(encode(Hello(run, identity_of(1).space, [part], 0, 1 << 30)))
         assert socket.poll(PATIENCE_S * 1000)
-        transfer = prefill.offer([OfferedBlock(i, record.key, (record,)) for i, record in enumerate(records)])
+        transfer = new_transfer()
+        prefill.offer(transfer, [OfferedBlock(i, record.key, (record,)) for i, record in enumerate(records)])
         socket.send(encode(Pull(run, transfer, 1, wants, 1 << 40)))
         assert released(prefill, {transfer})[transfer].outcome is Outcome.EXPIRED
-        assert prefill.counters.session.slow_peers
+        assert prefill.counters.offers.slow_peers
         assert prefill.close()
 
 
 def test_peers_that_mean_other_rows_are_refused(tmp_path: Path) -> None:
     """Goal: another namespace gets no row and learns which field differs; after reset to the same, rows cross."""
     with nodes(tmp_path) as (prefill, decode):
-        transfer = prefill.offer(offered(1, 1))
-        decode.reset(b"o" * 16)
+        transfer = lend(prefill, 1, 1)
+        decode.reset(Namespace("o", 1))
         sink = CanarySink(1)
-        decode.pull(prefill.address, transfer, wanted(1, 1), sink)
+        decode.pull(transfer, prefill.address, wanted(1, 1), sink)
         result = ended(decode, {transfer})[transfer].result
         assert result.reason is Reason.REFUSED
         assert "namespace" in result.detail
         assert not sink.there
-        prefill.reset(b"o" * 16)
+        prefill.reset(Namespace("o", 1))
         assert released(prefill, {transfer})[transfer].outcome is Outcome.RESET
-        again = prefill.offer(offered(2, 1))
-        decode.pull(prefill.address, again, wanted(2, 1), CanarySink(2))
+        again = lend(prefill, 2, 1)
+        decode.pull(again, prefill.address, wanted(2, 1), CanarySink(2))
         assert ended(decode, {again})[again].result.complete
         released(prefill, {again})
 
@@ -218,20 +219,20 @@ def test_a_full_queue_is_said_at_once(tmp_path: Path) -> None:
             assert go_on.wait(PATIENCE_S)
             return super().install(part, index, header, payload)
 
-    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK)
-    decode = DecodeNode(ZmqLink(), identity_of(2), QUICK, commands_max=3)
-    first = prefill.offer(offered(1, 1))
-    decode.pull(prefill.address, first, wanted(1, 1), Slow(1))
+    prefill = Node(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK)
+    decode = Node(ZmqLink(), identity_of(2), QUICK, commands_max=3)
+    first = lend(prefill, 1, 1)
+    decode.pull(first, prefill.address, wanted(1, 1), Slow(1))
     assert blocked.wait(PATIENCE_S)
-    others = [prefill.offer(offered(n, 1)) for n in range(2, 6)]
+    others = [lend(prefill, n, 1) for n in range(2, 6)]
     for n, transfer in enumerate(others[:3], 2):
-        decode.pull(prefill.address, transfer, wanted(n, 1), CanarySink(n))
+        decode.pull(transfer, prefill.address, wanted(n, 1), CanarySink(n))
     with pytest.raises(NodeFullError, match="commands_max: wanted at most 3"):
-        decode.pull(prefill.address, others[3], wanted(5, 1), CanarySink(5))
+        decode.pull(others[3], prefill.address, wanted(5, 1), CanarySink(5))
     assert decode.counters.node.commands_refused == 1
     go_on.set()
     assert all(d.result.complete for d in ended(decode, {first, *others[:3]}).values())
-    decode.pull(prefill.address, others[3], wanted(5, 1), CanarySink(5))
+    decode.pull(others[3], prefill.address, wanted(5, 1), CanarySink(5))
     assert ended(decode, {others[3]})[others[3]].result.complete
     assert decode.close()
     assert prefill.close()
@@ -239,30 +240,30 @@ def test_a_full_queue_is_said_at_once(tmp_path: Path) -> None:
 
 def test_close_ends_what_is_in_flight_and_tells(tmp_path: Path) -> None:
     """Goal: after close every offer is released and every pull done, and calls are refused."""
-    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK)
-    decode = DecodeNode(ZmqLink(), identity_of(2), QUICK)
-    transfers = [prefill.offer(offered(n, 1)) for n in range(3)]
-    decode.pull("ipc:///nowhere/at/all", transfers[0], wanted(0, 1), CanarySink(0))
+    prefill = Node(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK)
+    decode = Node(ZmqLink(), identity_of(2), QUICK)
+    transfers = [lend(prefill, n, 1) for n in range(3)]
+    decode.pull(transfers[0], "ipc:///nowhere/at/all", wanted(0, 1), CanarySink(0))
     assert decode.close()
     assert prefill.close()
     assert ended(decode, {transfers[0]})[transfers[0]].result.reason is Reason.ABORTED
     assert {r.outcome for r in released(prefill, set(transfers)).values()} == {Outcome.ABORTED}
     assert not prefill.alive
     with pytest.raises(NodeClosedError):
-        prefill.offer(offered(9, 1))
+        lend(prefill, 9, 1)
     with pytest.raises(NodeClosedError):
-        decode.pull("ipc:///x", transfers[1], [], CanarySink(1))
+        decode.pull(transfers[1], "ipc:///x", [], CanarySink(1))
     assert decode.close()
     assert prefill.close()
 
 
 def test_a_forked_child_is_told(tmp_path: Path) -> None:
     """Goal: a fork has neither thread nor socket; its calls say so and its close does not touch the parent's."""
-    prefill = PrefillNode(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK)
+    prefill = Node(ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p")), identity_of(1), QUICK)
 
     def child() -> None:
         try:
-            prefill.offer(offered(1, 1))
+            lend(prefill, 1, 1)
         except NodeClosedError:
             os._exit(0 if prefill.close() and not prefill.alive else 1)
         os._exit(2)
@@ -271,7 +272,7 @@ def test_a_forked_child_is_told(tmp_path: Path) -> None:
     process.start()
     process.join(PATIENCE_S)
     assert process.exitcode == 0
-    transfer = prefill.offer(offered(1, 1))
+    transfer = lend(prefill, 1, 1)
     assert prefill.close()
     assert [r.transfer for r in prefill.poll()] == [transfer]
 
@@ -282,13 +283,13 @@ def test_a_fork_while_a_lock_is_held_is_told(tmp_path: Path) -> None:
 
         def child() -> None:
             try:
-                decode.pull(prefill.address, TransferId(bytes(16)), wanted(1, 1), CanarySink(1))
+                decode.pull(TransferId(bytes(16)), prefill.address, wanted(1, 1), CanarySink(1))
             except NodeClosedError:
                 os._exit(0)
             os._exit(2)
 
         process = multiprocessing.get_context("fork").Process(target=child)
-        with decode._worker._lock:  # as the thread holds it for a moment: a fork may come in that moment
+        with decode._lock:  # as the thread holds it for a moment: a fork may come in that moment
             process.start()
         process.join(PATIENCE_S)
         if process.is_alive():
@@ -303,8 +304,8 @@ def test_nodes_leave_nothing_behind(tmp_path: Path) -> None:
 
     def round_trip() -> None:
         with nodes(tmp_path) as (prefill, decode):
-            transfer = prefill.offer(offered(1, 3))
-            decode.pull(prefill.address, transfer, wanted(1, 3), CanarySink(1))
+            transfer = lend(prefill, 1, 3)
+            decode.pull(transfer, prefill.address, wanted(1, 3), CanarySink(1))
             ended(decode, {transfer})
             released(prefill, {transfer})
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from session_pair import (
     D_RUN,
     LIMITS,
-    NAMESPACE,
     PARTS,
     D,
     E,
@@ -21,11 +20,14 @@ from session_pair import (
     payload,
     pulled,
     record,
+    space,
+    want,
     wanted,
 )
 
 from cache_manager.record import pack_header
 from transfer.actions import Install, Missing, Reason, Send, WantedBlock
+from transfer.errors import RemoteProtocolError
 from transfer.limits import TransferLimits
 from transfer.messages import (
     Ack,
@@ -37,20 +39,18 @@ from transfer.messages import (
     Pull,
     Records,
     TransferId,
-    Want,
     Welcome,
-    encode,
 )
 
 
 def test_a_transfer_crosses() -> None:
     pair = Pair()
-    assert pair.prefill.offer(T, blocks(5, without=((1, 3),)), 0.0)
+    assert pair.prefill.offer(T, blocks(5, without=((1, 3),)), 0.0) == []
     pair.pull(5)
     assert sorted(pair.installed) == [(p, i, payload(p, i)) for p in range(2) for i in range(5) if (p, i) != (1, 3)]
     (finished,) = pair.finished
     assert finished.result.missing == (Missing(1, 3, Reason.ABSENT),)
-    assert (finished.result.installed, finished.result.reason, finished.result.acknowledged) == (9, None, True)
+    assert (finished.result.installed, finished.result.reason) == (9, None)
     assert outcomes(pair) == [Outcome.ACKED]
     assert pair.prefill.in_flight == pair.decode.in_flight == 0
 
@@ -120,7 +120,7 @@ def test_a_lost_record_starts_a_new_epoch_with_new_credit() -> None:
     pair.pull(5)
     pair.pass_time(30)
     assert pair.finished[0].result.complete
-    assert pair.finished[0].result.attempts > 1
+    assert pair.decode.counters.attempts > 1
 
 
 def test_a_lost_credit_is_made_up_for_by_the_next() -> None:
@@ -145,7 +145,7 @@ def test_records_of_an_older_epoch_earn_no_credit() -> None:
     def credits_for(epoch: int, *indexes: int) -> int:
         entries = [Entry(0, index, record(0, index).pack()) for index in indexes]
         bulk = [memoryview(payload(0, index)) for index in indexes]
-        said = pair.decode.receive(P, encode(Records(T, epoch, entries)), bulk, pair.now_s)
+        said = pair.decode.receive(P, Records(T, epoch, entries), bulk, pair.now_s)
         assert sum(isinstance(action, Install) for action in said) == len(indexes)
         return sum(isinstance(action, Send) and isinstance(action.message, Credit) for action in said)
 
@@ -155,8 +155,8 @@ def test_records_of_an_older_epoch_earn_no_credit() -> None:
 def test_doubled_credit_is_no_more_credit() -> None:
     pair = Pair()
     pair.prefill.offer(T, blocks(9), 0.0)
-    pair.hear(P, D, Hello(D_RUN, NAMESPACE, list(PARTS), 0, 1 << 20))
-    pair.hear(P, D, Pull(D_RUN, T, 1, [Want(i, blocks(9)[i].key, 1) for i in range(9)], 128))
+    pair.hear(P, D, Hello(D_RUN, space(), list(PARTS), 0, 1 << 20))
+    pair.hear(P, D, Pull(D_RUN, T, 1, want(9, 1), 128))
     for _ in range(5):
         pair.hear(P, D, Credit(D_RUN, T, 1, 192))
     pair.talk()
@@ -180,7 +180,7 @@ def test_doubled_records_and_welcomes_cost_nothing() -> None:
     pair.lose = lose
     pair.prefill.offer(T, blocks(8), 0.0)
     pair.pull(8)
-    assert pair.finished[0].result.attempts == 1
+    assert pair.decode.counters.attempts == 1
     assert len(pair.installed) == 16
     granted = [m.nbytes for m in pair.said if isinstance(m, Credit)]
     assert granted
@@ -202,8 +202,8 @@ def test_a_block_of_another_prompt_is_absent() -> None:
 def test_an_older_pull_or_credit_changes_nothing() -> None:
     pair = Pair()
     pair.prefill.offer(T, blocks(3), 0.0)
-    pair.hear(P, D, Hello(D_RUN, NAMESPACE, list(PARTS), 0, 1 << 20))
-    newer, older = (Pull(D_RUN, T, epoch, [Want(0, blocks(1)[0].key, 1)], 64) for epoch in (2, 1))
+    pair.hear(P, D, Hello(D_RUN, space(), list(PARTS), 0, 1 << 20))
+    newer, older = (Pull(D_RUN, T, epoch, want(1, 1), 64) for epoch in (2, 1))
     pair.hear(P, D, newer)
     pair.talk()
     pair.said.clear()
@@ -256,7 +256,7 @@ def test_a_damaged_record_is_asked_for_again() -> None:
     pair.prefill.offer(T, blocks(5), 0.0)
     pair.pull(5)
     assert pair.decode.counters.corrupt_records == 8
-    assert pair.decode.counters.bad_messages == 1
+    assert pair.bad_messages == 1
     assert not [i for i in pair.installed if i[2][:1] == b"x"]
     pair.pass_time(10)
     assert pair.finished[0].result.complete
@@ -279,12 +279,12 @@ def test_what_the_link_refuses_is_sent_again() -> None:
     pair.decode.unsent(hello, 0.0)
     assert pair.decode.next_due_s() == LIMITS.resend_s
     (hello,) = pair.decode.tick(LIMITS.resend_s)
-    (welcome,) = pair.prefill.receive(D, encode(hello.message), [], 0.0)
-    (pull,) = pair.decode.receive(P, encode(welcome.message), [], 0.0)
+    (welcome,) = pair.prefill.receive(D, hello.message, 0.0)
+    (pull,) = pair.decode.receive(P, welcome.message, [], 0.0)
     pair.decode.unsent(pull, 0.0)
     (pull,) = pair.decode.tick(1.0)
     assert pull.message.epoch == 2
-    assert pair.prefill.receive(D, encode(pull.message), [], 1.0) == []
+    assert pair.prefill.receive(D, pull.message, 1.0) == []
     first = pair.prefill.next_records()
     pair.prefill.unsent(first, 1.0)
     assert pair.prefill.next_records() is None
@@ -302,21 +302,12 @@ def test_who_asks_for_a_block_a_thousand_times_gets_it_once() -> None:
     """Goal: what a peer says cannot make this side hold more than it offered."""
     pair = Pair()
     pair.prefill.offer(T, blocks(1), 0.0)
-    pair.hear(P, D, Hello(D_RUN, NAMESPACE, list(PARTS), 0, 1 << 20))
-    pair.hear(P, D, Pull(D_RUN, T, 1, 1000 * [Want(0, blocks(1)[0].key, 255)], 1 << 40))
+    pair.hear(P, D, Hello(D_RUN, space(), list(PARTS), 0, 1 << 20))
+    pair.hear(P, D, Pull(D_RUN, T, 1, 1000 * want(1, 255), 1 << 40))
     pair.talk()
     sent = [(e.part, e.index) for m in pair.said if isinstance(m, Records) for e in m.entries]
     assert sent == [(0, 0), (1, 0)]
     assert pair.prefill.counters.records_absent == 6
-
-
-@given(st.binary(max_size=80), st.lists(st.binary(max_size=8), max_size=2), st.sampled_from("PD"))
-def test_hostile_bytes_change_nothing_but_a_counter(frame: bytes, bulk: list[bytes], side: str) -> None:
-    pair = Pair()
-    session = pair.prefill if side == "P" else pair.decode
-    assert session.receive(E, frame, [memoryview(b) for b in bulk], 0.0) == []
-    assert session.counters.bad_messages == 1
-    assert session.in_flight == 0
 
 
 @pytest.mark.parametrize("frame_nbytes_max", [64, 100, 1 << 20])
@@ -324,17 +315,14 @@ def test_joined_frames_stay_within_what_the_peer_takes(frame_nbytes_max: int) ->
     """Goal: payloads share frames as far as the hello allows, and a message is the same however they do."""
     pair = Pair(TransferLimits(credit_nbytes=1 << 20))
     pair.prefill.offer(T, blocks(6), 0.0)
-    pair.prefill.receive(D, encode(Hello(D_RUN, NAMESPACE, list(PARTS), 0, frame_nbytes_max)), [], 0.0)
-    pair.prefill.receive(
-        D, encode(Pull(D_RUN, T, 1, [Want(i, b.key, 3) for i, b in enumerate(blocks(6))], 999)), [], 0.0
-    )
+    pair.prefill.receive(D, Hello(D_RUN, space(), list(PARTS), 0, frame_nbytes_max), 0.0)
+    pair.prefill.receive(D, Pull(D_RUN, T, 1, want(6), 999), 0.0)
     send = pair.prefill.next_records()
     assert send is not None
     assert isinstance(send.message, Records)
     assert all(len(frame) <= frame_nbytes_max for frame in send.bulk)
     assert len(send.bulk) == {64: 12, 100: 6, 1 << 20: 1}[frame_nbytes_max]
     assert b"".join(send.bulk) == b"".join(payload(e.part, e.index) for e in send.message.entries)
-    pair.prefill.let_go(send)
     assert pair.prefill.counters.records_sent == len(send.message.entries) == 12
 
 
@@ -347,9 +335,8 @@ def test_bulk_that_is_cut_elsewhere_costs_the_message_and_nothing_else() -> None
     unknown = msgspec.structs.replace(message, entries=[msgspec.structs.replace(e, part=7) for e in message.entries])
     for wrong, bulk in [(message, [whole[:-1]]), (message, [whole, b"x"]), (message, [whole[:70], whole[70:]]),
                         (message, []), (message, [whole + b"x"]), (unknown, [whole])]:  # fmt: skip
-        before = pair.decode.counters.bad_messages
-        assert pair.decode.receive(P, encode(wrong), [memoryview(b) for b in bulk], 0.0) == []
-        assert pair.decode.counters.bad_messages == before + 1
+        with pytest.raises(RemoteProtocolError):
+            pair.decode.receive(P, wrong, [memoryview(b) for b in bulk], 0.0)
     pair.hear(D, P, message, [memoryview(whole[:64]), memoryview(whole[64:])])
     assert len(pair.installed) == 4
 
@@ -358,13 +345,13 @@ def test_sealing_ahead_changes_nothing_but_when() -> None:
     """Goal: a header sealed before it is asked for is the one that is sent; what ended or was pulled is not sealed."""
     pair, other, ended = Pair(), TransferId(b"b" * 16), TransferId(b"c" * 16)
     pair.prefill.offer(ended, blocks(3), 0.0)
-    pair.prefill.abort(ended)
+    pair.prefill.withdraw(ended)
     pair.prefill.offer(T, blocks(3, without=((1, 1),)), 0.0)
     turns = 1
-    while pair.prefill.seal_ahead(2):
+    while pair.prefill.sum_ahead(2):
         turns += 1
         assert turns < 20
-    sealed = dict(pair.prefill._transfers[T].sealed)
+    sealed = dict(pair.prefill._offers[T].headers)
     offered = [(p, b.index, r) for b in blocks(3) for p, r in enumerate(b.records) if r and (p, b.index) != (1, 1)]
     assert sealed == {(p, i): pack_header(r.seal()) for p, i, r in offered}
     pair.prefill.offer(other, blocks(3), 0.0)
@@ -372,11 +359,3 @@ def test_sealing_ahead_changes_nothing_but_when() -> None:
     sent = {(e.part, e.index): e.header for m in pair.said if isinstance(m, Records) for e in m.entries}
     assert sent == sealed
     assert pair.finished[0].result.installed == 5
-
-
-def test_what_was_pulled_is_sealed_as_it_is_sent() -> None:
-    pair = Pair(lose=lambda m: isinstance(m, Records))
-    pair.prefill.offer(T, blocks(3), 0.0)
-    pair.pull(1)
-    assert not pair.prefill.seal_ahead(9)
-    assert set(pair.prefill._transfers[T].sealed) == {(0, 0), (1, 0)}

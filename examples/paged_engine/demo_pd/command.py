@@ -59,7 +59,6 @@ def _crossed(result: DemoPDResult) -> tuple[tuple[str, str], ...]:
 def _again(options: DemoPDOptions) -> tuple[str, ...]:
     """The command that runs these options where the bridge is."""
     chosen = ["--seed", str(options.seed), "--requests", str(options.requests), "--model", options.model]
-    chosen += ["--link", options.link]
     if options.json is not None:
         chosen += ["--json", str(options.json)]
     return (sys.executable, "-P", "-m", "kvroute.cli", "demo-pd", *chosen, "--network", "inside")

@@ -11,7 +11,6 @@ from paged_engine.demo.options import DemoOptions
 from paged_engine.engine.request import EngineConfig
 
 Network = Literal["auto", "loopback", "namespaces", "inside"]
-Link = Literal["zmq", "mooncake"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,6 @@ class DemoPDOptions:
     requests: int = 16
     model: str = "qwen3_moe"
     network: Network = "auto"
-    link: Link = "zmq"
     json: Path | None = None
 
     def __post_init__(self) -> None:

@@ -83,7 +83,6 @@ class Servers:
         engine, model = options.engine, options.model
         weights = {"model": model, "seed": options.seed}
         sizes = {
-            "link": options.link,
             "block_tokens": engine.block_tokens,
             "device_blocks": engine.device_blocks,
             "host_blocks": engine.host_blocks,
@@ -91,7 +90,7 @@ class Servers:
             "sequences_max": engine.sequences_max,
         }
         listen = [{"host": host, "port": port} for host, port in zip(hosts, ports, strict=True)]
-        anywhere = {"transfer_address": transfer, "transfer_bind_any": True}
+        anywhere = {"transfer_address": transfer}
         try:
             self.prefill = self._start(
                 0, "prefill", urls[0], {**listen[0], **weights, **sizes, "name": "p0", **anywhere}, {}

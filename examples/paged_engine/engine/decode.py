@@ -20,19 +20,19 @@ from paged_engine.engine.request import FinishReason, Gap, Request
 from paged_engine.engine.scheduler import Work
 from paged_engine.engine.sequence import Event, Handover, Sequence, State
 from paged_engine.engine.transfer_blocks import KV, ROWS, TransferBlocks
-from transfer.actions import Finished, PullResult, WantedBlock
+from transfer.actions import Finished, PullResult, Release, WantedBlock
 from transfer.messages import TransferId
 from transfer.node import BlockSink
 
 
 class Pulls(Protocol):
-    """Who fetches blocks: a :class:`~transfer.node.DecodeNode`."""
+    """Who fetches blocks: a :class:`~transfer.node.Node`."""
 
-    def pull(self, address: str, transfer: TransferId, wanted: Many[WantedBlock], sink: BlockSink) -> None: ...
+    def pull(self, transfer: TransferId, address: str, wanted: Many[WantedBlock], sink: BlockSink) -> None: ...
 
     def abort(self, transfer: TransferId, reason: str) -> None: ...
 
-    def poll(self) -> Many[Finished]: ...
+    def poll(self) -> Many[Release | Finished]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,7 @@ class DecodeEngine(Engine):
     def _plan(self) -> list[Work]:
         assert self._pulls is not None, "attach() comes first"
         for event in self._pulls.poll():
+            assert isinstance(event, Finished), "a decode engine offers nothing"
             self._end_pull(event.transfer, event.result)
         for pull in list(self._in_flight.values()):
             # Samples share their blocks when they fork, and rows that come later would reach only one of them.
@@ -177,7 +178,7 @@ class DecodeEngine(Engine):
         wanted = [WantedBlock(first + i, key, (ROWS, KV)) for i, key in enumerate(keys)]
         self.manager.hold(owner, pull.holder, first)
         try:
-            self._pulls.pull(handover.address, TransferId(handover.transfer), wanted, pull)
+            self._pulls.pull(TransferId(handover.transfer), handover.address, wanted, pull)
         except KVRouteError as error:
             self.manager.free(pull.holder)
             self._counts["pulls_refused"] += 1

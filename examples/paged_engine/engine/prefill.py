@@ -14,6 +14,7 @@ from paged_engine.engine.sequence import Sequence
 from paged_engine.engine.transfer_blocks import TransferBlocks
 from transfer.actions import OfferedBlock
 from transfer.messages import TransferId
+from transfer.node import new_transfer
 
 
 class Ended(Protocol):
@@ -26,9 +27,9 @@ class Ended(Protocol):
 class Offers(Protocol):
     """Where blocks are offered. An offered block's records are read until the transfer has ended."""
 
-    def offer(self, blocks: Many[OfferedBlock], *, lease_s: float | None = None) -> TransferId: ...
+    def offer(self, transfer: TransferId, blocks: Many[OfferedBlock]) -> None: ...
 
-    def abort(self, transfer: TransferId, reason: str) -> None: ...
+    def withdraw(self, transfer: TransferId, why: str) -> None: ...
 
     def poll(self) -> Many[Ended]:
         """The transfers that have ended since the last call."""
@@ -109,7 +110,8 @@ class PrefillEngine(Engine):
         blocks = self.transfer_blocks.take(dict(zip(keys, table, strict=False)), tokens)
         self._counts["offers"] += 1
         try:
-            transfer = self._offers.offer(blocks)
+            transfer = new_transfer()
+            self._offers.offer(transfer, blocks)
         except KVRouteError:
             self._counts["offers_refused"] += 1
             return None

@@ -36,7 +36,6 @@ _TEXT, _NAMES = "a string", "a table of names and addresses"
 _FLAG = "true or false"
 _PORT, _MODEL = "a port, 0 to 65535 (0: any)", "one of " + ", ".join(MODEL_NAMES)
 _MEMORY = "'heap' or 'shared'"
-_LINK = "'zmq' or 'mooncake'"
 
 
 def _is_names(value: Any) -> bool:
@@ -53,7 +52,6 @@ _WANTED: Final[Mapping[str, Callable[[Any], bool]]] = {
     _PORT: lambda v: type(v) is int and 0 <= v <= PORT_MAX,
     _MODEL: lambda v: v in MODEL_NAMES,
     _MEMORY: lambda v: v in ("heap", "shared"),
-    _LINK: lambda v: v in ("zmq", "mooncake"),
 }
 
 
@@ -134,8 +132,6 @@ class PrefillConfig(EngineServerConfig):
     command: ClassVar[str] = "prefill"
 
     transfer_address: str = _key(MISSING, _TEXT, "address that decode pulls blocks from, such as tcp://127.0.0.1:7001")
-    transfer_bind_any: bool = _key(False, _FLAG, "transfer_address may be one that other machines reach")
-    link: str = _key("zmq", _LINK, "what carries the blocks; prefill and decode need the same")
     curve_secret: str = _key("", _TEXT, "file of the own key pair (`kvroute keys`): transfers are encrypted")
     curve_clients: str = _key("", _TEXT, "directory with the public keys of the decodes that may pull")
     lease_s: float = _key(30.0, _SECONDS, "how long blocks wait for a decode that says nothing")
@@ -144,9 +140,8 @@ class PrefillConfig(EngineServerConfig):
 
     def __post_init__(self) -> None:
         super(PrefillConfig, self).__post_init__()
-        check_address(self.transfer_address, "transfer_address")
+        check_address(self.transfer_address, "transfer_address", curve=bool(self.curve_secret))
         _both("curve_secret", self.curve_secret, "curve_clients", self.curve_clients)
-        _encryptable(self.link, self.curve_secret)
         if self.lease_max_s < self.lease_s:
             raise ConfigError("lease_max_s", f"at least lease_s ({self.lease_s})", self.lease_max_s)
 
@@ -167,7 +162,6 @@ class DecodeConfig(EngineServerConfig):
         default_factory=dict,
         metadata=_doc(_NAMES, "transfer addresses of the prefills to pull from, and no other"),
     )
-    link: str = _key("zmq", _LINK, "what carries the blocks; prefill and decode need the same")
     curve_secret: str = _key("", _TEXT, "file of the own key pair (`kvroute keys`): transfers are encrypted")
     curve_server: str = _key("", _TEXT, "file with the public key that the prefills must have")
     retry_s: float = _key(2.0, _SECONDS, "a pull without progress for so long is asked for again")
@@ -177,9 +171,8 @@ class DecodeConfig(EngineServerConfig):
     def __post_init__(self) -> None:
         super(DecodeConfig, self).__post_init__()
         _both("curve_secret", self.curve_secret, "curve_server", self.curve_server)
-        _encryptable(self.link, self.curve_secret)
         for name, address in self.prefills.items():
-            check_address(address, f"prefills.{name}")
+            check_address(address, f"prefills.{name}", curve=bool(self.curve_secret))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,11 +274,6 @@ def _flag(key: Field[Any], text: str | Sequence[str]) -> Any:
         except ValueError:
             continue
     return text
-
-
-def _encryptable(link: str, curve_secret: str) -> None:
-    if curve_secret and link != "zmq":
-        raise ConfigError("link", "'zmq' where transfers are encrypted", f"{link!r} and curve_secret")
 
 
 def _both(first: str, given: str, second: str, with_it: str) -> None:

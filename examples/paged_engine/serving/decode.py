@@ -35,7 +35,7 @@ from paged_engine.serving.engine_server import EngineServer
 from paged_engine.serving.errors import DrainingError, ServingError
 from paged_engine.serving.nodes import decode_node
 from paged_engine.serving.server import json_response
-from transfer.node import DecodeNode
+from transfer.node import Node
 
 
 class DecodeServer(EngineServer):
@@ -43,7 +43,7 @@ class DecodeServer(EngineServer):
 
     config: DecodeConfig
     engine: DecodeEngine
-    node: DecodeNode
+    node: Node
 
     def __init__(self, config: DecodeConfig) -> None:
         super().__init__(config)
@@ -56,7 +56,7 @@ class DecodeServer(EngineServer):
     def make_engine(self, model: torch.nn.Module, namespace: Namespace, store: AnyStore | None) -> DecodeEngine:
         return DecodeEngine(model, self.config.engine, namespace, store=store, replay=self.config.replay)
 
-    def make_node(self) -> DecodeNode:
+    def make_node(self) -> Node:
         return decode_node(self.config, self.engine)
 
     async def _decode(self, request: web.Request) -> web.StreamResponse:

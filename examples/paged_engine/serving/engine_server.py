@@ -22,7 +22,7 @@ from paged_engine.engine.text import VOCAB_SIZE
 from paged_engine.serving.config import EngineServerConfig
 from paged_engine.serving.loop import EngineLoop, Tell
 from paged_engine.serving.server import Server
-from transfer.node import DecodeNode, PrefillNode
+from transfer.node import Node
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class EngineServer(Server):
     """
 
     config: EngineServerConfig
-    node: PrefillNode | DecodeNode
+    node: Node
 
     def __init__(self, config: EngineServerConfig) -> None:
         super().__init__(config)
@@ -68,7 +68,7 @@ class EngineServer(Server):
     def make_engine(self, model: torch.nn.Module, namespace: Namespace, store: AnyStore | None) -> Engine:
         raise NotImplementedError
 
-    def make_node(self) -> PrefillNode | DecodeNode:
+    def make_node(self) -> Node:
         """Of this server's engine, which knows it then."""
         raise NotImplementedError
 
@@ -89,7 +89,9 @@ class EngineServer(Server):
             "engine",
             lambda: EngineCounters(engine.steps, engine.computed_tokens, engine.scheduler.dropped),
         )
-        sources.count("transfer", lambda: self.node.counters.session)
+        sources.count("transfer_offers", lambda: self.node.counters.offers)
+        sources.count("transfer_pulls", lambda: self.node.counters.pulls)
+        sources.count("transfer_link", lambda: self.node.counters.link)
         sources.count("transfer_node", lambda: self.node.counters.node)
         sources.gauge("sequences", "Sequences by state.", "state", self._sequences)
         sources.gauge("blocks", "KV blocks; free ones may be cached.", "state", self._blocks)

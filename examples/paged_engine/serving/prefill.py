@@ -30,7 +30,7 @@ from paged_engine.serving.errors import DrainingError
 from paged_engine.serving.nodes import prefill_node
 from paged_engine.serving.server import json_response, waited
 from transfer.messages import TransferId
-from transfer.node import PrefillNode
+from transfer.node import Node
 
 
 class PrefillServer(EngineServer):
@@ -38,7 +38,7 @@ class PrefillServer(EngineServer):
 
     config: PrefillConfig
     engine: PrefillEngine
-    node: PrefillNode
+    node: Node
 
     def __init__(self, config: PrefillConfig) -> None:
         super().__init__(config)
@@ -52,7 +52,7 @@ class PrefillServer(EngineServer):
     def make_engine(self, model: torch.nn.Module, namespace: Namespace, store: AnyStore | None) -> PrefillEngine:
         return PrefillEngine(model, self.config.engine, namespace, store=store, replay=self.config.replay)
 
-    def make_node(self) -> PrefillNode:
+    def make_node(self) -> Node:
         return prefill_node(self.config, self.engine)
 
     def banner(self) -> str:
@@ -100,12 +100,12 @@ class PrefillServer(EngineServer):
         """Nobody will ask for these; what does not hear of it ends with its lease."""
         with suppress(KVRouteError):
             for transfer in offered:
-                self.node.abort(transfer, "the answer could not be given")
+                self.node.withdraw(transfer, "the answer could not be given")
 
     async def _release(self, request: web.Request) -> web.Response:
         """Give up a transfer that no decode will ask for; who knows its id, 16 random bytes, was given it."""
         body = parse(ReleaseBody, await request.read())
-        self.node.abort(transfer_id("transfer", body.transfer), "released")
+        self.node.withdraw(transfer_id("transfer", body.transfer), "released")
         return json_response({})
 
     async def finish_others(self, within_s: float) -> None:

@@ -1,7 +1,7 @@
-"""The decode side of transfers: asks for records, checks them, has them installed once, says so.
+"""All pulls of one process: asks for records, checks them, has them installed once, says so.
 
-A record is handed out for installation at most once, after its header, key, size and sum were found right. The life of
-a pull is in ``pull.py``.
+A record is handed out for installation at most once, after its header, key, size and sum were found right. One pull is
+in ``pull.py``.
 
 An *epoch* is one attempt: when nothing has come for ``retry_s``, or the other side has lost sight of this one, decode
 asks anew for what is still missing. A record of an older epoch is as good as any, but moves no credit.
@@ -15,11 +15,12 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from cache_manager.errors import ConfigError
-from cache_manager.record import Buffer
-from transfer.actions import DecodeAction, Finished, Install, Missing, Reason, Send, WantedBlock
+from cache_manager.keys import Namespace
+from transfer.actions import Action, Finished, Install, Missing, PullResult, Reason, Send, WantedBlock
 from transfer.errors import IncompatiblePeerError, LocalProtocolError, RemoteProtocolError
 from transfer.frames import split
 from transfer.identity import Identity, check_peer
@@ -33,28 +34,27 @@ from transfer.messages import (
     Bye,
     Gone,
     Hello,
+    Later,
     Outcome,
     Pull,
     Records,
     Refuse,
     Released,
     Renew,
+    ToPulls,
     TransferId,
     Welcome,
-    decode,
 )
-from transfer.pull import DecodeCounters, Event, Greeting, Pulling, State, places_of
+from transfer.pull import Event, Greeting, PullCounters, Pulling, State, places_of
 
 RENEWALS_A_LEASE: Final = 3
 RENEW_S_MIN: Final = 0.02
 """However short a lease the other side claims to have."""
 
 
-class DecodeSession:
-    """All pulls of one decode process.
-
-    A node calls :meth:`receive` for what arrives and :meth:`tick` when :meth:`next_due_s` has come (often is fine), and
-    acts on what they answer, in order. Whatever a peer sends, no method raises because of it.
+class Pulls:
+    """A node calls :meth:`receive` for what arrives and :meth:`tick` when :meth:`next_due_s` has come (often is fine),
+    and acts on what they answer, in order. Whatever a peer sends, no method raises because of it.
     :class:`LocalProtocolError` is for mistakes of this side.
     """
 
@@ -65,24 +65,24 @@ class DecodeSession:
             raise ConfigError("frame_nbytes_max", f"at least {identity.nbytes_max}, a record", limits.frame_nbytes_max)
         self.identity = identity
         self.limits = limits
-        self.counters = DecodeCounters()  # its own: who keeps it copies it
+        self.counters = PullCounters()  # its own: who keeps it copies it
         self._pulls: dict[TransferId, Pulling] = {}
+        self._acking = 0  # of these, those that have finished for the engine
         self._peers: dict[Peer, Greeting] = {}  # of pulls in flight, and a few more
         self._ended: OrderedDict[TransferId, None] = OrderedDict()
         self._due: list[tuple[float, TransferId]] = []  # a heap; of a pull's entries only that at wake_s counts
-        self._unsaid: dict[TransferId, None] = {}  # pulls for which the link refused a message
-        self._resend_s = 0.0
+        self._unsaid: dict[Peer, None] = {}  # to whom the link refused a message
 
     # ---------------------------------------------------------------- the engine's side
 
     @property
     def in_flight(self) -> int:
         """Pulls that have not finished."""
-        return len(self._pulls)
+        return len(self._pulls) - self._acking
 
     def pull(
         self, peer: Peer, transfer: TransferId, wanted: Sequence[WantedBlock], now_s: float
-    ) -> list[DecodeAction] | None:
+    ) -> list[Action] | None:
         """Begin to pull what is ``wanted`` from ``peer``; ``None``: no room, nothing changed. Nothing wanted is fine:
         prefill then learns that it may let go.
 
@@ -91,36 +91,37 @@ class DecodeSession:
         if len(transfer) != 16 or transfer in self._pulls or transfer in self._ended:
             raise LocalProtocolError(f"transfer: wanted 16 bytes not pulled before, got {transfer.hex()}")
         keys = places_of(wanted, len(self.identity.parts))
-        if len(self._pulls) >= self.limits.transfers_max or not self._make_room(peer):
+        if self.in_flight >= self.limits.transfers_max or not self._make_room(peer):
             return None
-        pull = Pulling(transfer, peer, keys, now_s + self.limits.retry_s, now_s)
+        while self._acking >= self.limits.transfers_max:
+            self._close(next(p for p in self._pulls.values() if p.state is State.ACKING), Event.GIVE_UP)
+        pull = Pulling(transfer, peer, keys, now_s + self.limits.retry_s, now_s, now_s + self.limits.lease_max_s)
         self._pulls[transfer] = pull
         self._peers[peer].pulls[transfer] = None
         self.counters.pulls += 1
         self._schedule(pull)
-        if not keys:
-            pull.apply(Event.ALL_SETTLED)
-        return self._send_next(pull, now_s)
+        return self._settle(pull, now_s) if not keys else self._send_next(pull, now_s)
 
-    def abort(self, transfer: TransferId) -> list[DecodeAction]:
+    def abort(self, transfer: TransferId) -> list[Action]:
         """Give a pull up; harmless when it has finished."""
         pull = self._pulls.get(transfer)
-        return self._fail(pull, Reason.ABORTED, "") if pull else []
+        return self._fail(pull, Reason.ABORTED, "") if pull and pull.state is State.PULLING else []
 
-    def reset(self, namespace: bytes) -> list[DecodeAction]:
+    def reset(self, namespace: Namespace) -> list[Action]:
         """This side's rows belong to another namespace from here on: every pull ends, every peer is greeted anew."""
-        self.identity = Identity(self.identity.boot_id, namespace, self.identity.parts)
+        self.identity = replace(self.identity, namespace=namespace)
         actions = [a for p in list(self._pulls.values()) for a in self._fail(p, Reason.RESET, "")]
         self._peers.clear()
+        self._unsaid.clear()
         return actions
 
-    def close(self) -> list[DecodeAction]:
+    def close(self) -> list[Action]:
         """End every pull and say goodbye."""
         actions = [a for p in list(self._pulls.values()) for a in self._fail(p, Reason.ABORTED, "closed")]
         bye = Bye(self.identity.boot_id)
         return actions + [Send(peer, bye) for peer, known in self._peers.items() if known.boot_id]
 
-    def installed(self, outcomes: Iterable[tuple[Install, bool]], now_s: float) -> list[DecodeAction]:
+    def installed(self, outcomes: Iterable[tuple[Install, bool]], now_s: float) -> list[Action]:
         """Each record is in place, or (``False``) its block has another owner now and it was dropped."""
         settled: dict[TransferId, Pulling] = {}
         for install, ok in outcomes:
@@ -145,27 +146,14 @@ class DecodeSession:
 
     # ---------------------------------------------------------------- the link's side
 
-    def receive(self, peer: Peer, control: Buffer, bulk: Sequence[memoryview], now_s: float) -> list[DecodeAction]:
-        """What to do about a message. ``bulk`` is kept by nothing but the :class:`Install` actions answered."""
-        try:
-            message = decode(control)
-            if isinstance(message, Records):
-                bulk = self._payloads(message, bulk)
-            elif bulk:
-                raise RemoteProtocolError(f"{type(message).__name__}: got {len(bulk)} bulk frames")
-        except RemoteProtocolError:
-            self.counters.bad_messages += 1
-            return []
+    def receive(self, peer: Peer, message: ToPulls | Bye, bulk: Sequence[memoryview], now_s: float) -> list[Action]:
+        """What to do about a message. ``bulk`` is kept by nothing but the :class:`Install` actions answered.
+
+        :class:`RemoteProtocolError`, and nothing was changed, for bulk that is not that of the message.
+        """
         match message:
-            case Records() | Absent() | Gone() | Released():
-                pull = self._pulls.get(TransferId(message.transfer))
-                if pull is None:
-                    self.counters.stale_messages += 1
-                    return []
-                if pull.peer != peer:
-                    self.counters.foreign_messages += 1
-                    return []
-                return self._on_pull_message(pull, message, bulk, now_s)
+            case Bye():
+                return self._on_bye(peer, message)
             case Welcome() | Refuse():
                 known = self._peers.get(peer)
                 if known is None or message.to != self.identity.boot_id:
@@ -174,20 +162,22 @@ class DecodeSession:
                 if isinstance(message, Welcome):
                     return self._on_welcome(known, message, now_s)
                 return self._on_refuse(peer, known, message, now_s)
-            case Bye():
-                return self._on_bye(peer, message)
             case _:
-                self.counters.bad_messages += 1
-                return []
+                payloads = self._payloads(message, bulk) if isinstance(message, Records) else ()
+                pull = self._pulls.get(TransferId(message.transfer))
+                if pull is None:
+                    self.counters.stale_messages += 1
+                    return []
+                if pull.peer != peer:
+                    self.counters.foreign_messages += 1
+                    return []
+                return self._on_pull_message(pull, message, payloads, now_s)
 
-    def tick(self, now_s: float) -> list[DecodeAction]:
+    def tick(self, now_s: float) -> list[Action]:
         """Ask again, renew leases, give up: whatever is due."""
-        actions: list[DecodeAction] = []
-        if self._unsaid and now_s >= self._resend_s:
-            again = [pull for transfer in self._unsaid if (pull := self._pulls.get(transfer))]
-            self._unsaid.clear()
-            for pull in again:
-                actions += self._send_next(pull, now_s)
+        actions: list[Action] = []
+        for peer in [peer for peer in self._unsaid if self._peers[peer].again_s <= now_s]:
+            actions += self._say_again(peer, now_s)
         due: list[Pulling] = []
         while self._due and self._due[0][0] <= now_s:
             wake_s, transfer = heapq.heappop(self._due)
@@ -204,21 +194,30 @@ class DecodeSession:
 
     def next_due_s(self) -> float | None:
         """When :meth:`tick` has something to do, at the earliest."""
-        first = [due_s for due_s, _ in self._due[:1]]
-        return min([*first, self._resend_s] if self._unsaid else first, default=None)
+        due = [self._peers[peer].again_s for peer in self._unsaid]
+        return min([*due, *(due_s for due_s, _ in self._due[:1])], default=None)
 
     def unsent(self, send: Send, now_s: float) -> None:
-        """The link refused ``send``, which is said before anything else; it is tried again soon."""
+        """The link refused ``send``, which is said before anything else; it is tried again when the peer is found, or
+        after a pause that grows.
+        """
         self.counters.sends_refused += 1
-        message = send.message
+        message, known = send.message, self._peers.get(send.peer)
+        if known is None:
+            return
         if isinstance(message, Hello):
-            if known := self._peers.get(send.peer):
-                known.hello_s = None
-                self._unsaid.update(known.pulls)
+            known.hello_s = None
+            known.unsaid.update(known.pulls)
         elif isinstance(message, (Pull, Ack, Renew)) and (pull := self._pulls.get(TransferId(message.transfer))):
             pull.asked = pull.asked and isinstance(message, Renew)
-            self._unsaid[pull.id] = None
-        self._resend_s = now_s + self.limits.resend_s
+            known.unsaid[pull.id] = None
+        if known.unsaid:
+            known.refused(now_s, self.limits)
+            self._unsaid[send.peer] = None
+
+    def peer_found(self, peer: Peer, now_s: float) -> list[Action]:
+        """The link can reach ``peer``: what it refused is said now."""
+        return self._say_again(peer, now_s)
 
     def peer_lost(self, peer: Peer) -> None:
         """The link lost ``peer``: it is greeted again, and what is missing asked for again, when that is due."""
@@ -227,23 +226,23 @@ class DecodeSession:
 
     # ---------------------------------------------------------------- messages
 
-    def _on_welcome(self, known: Greeting, welcome: Welcome, now_s: float) -> list[DecodeAction]:
+    def _on_welcome(self, known: Greeting, welcome: Welcome, now_s: float) -> list[Action]:
         if known.boot_id == welcome.boot_id:
             return []
         try:
             check_peer(self.identity, welcome.namespace, welcome.parts)
         except IncompatiblePeerError as error:
             return self._refused(known, str(error))
-        known.boot_id = welcome.boot_id
+        known.boot_id, known.pause_s = welcome.boot_id, 0.0
         known.renew_s = max(welcome.lease_ms / 1000 / RENEWALS_A_LEASE, RENEW_S_MIN)
-        actions: list[DecodeAction] = []
+        actions: list[Action] = []
         for transfer in list(known.pulls):
             self._pulls[transfer].asked = False
             actions += self._send_next(self._pulls[transfer], now_s)
             self._schedule(self._pulls[transfer])
         return actions
 
-    def _on_refuse(self, peer: Peer, known: Greeting, refuse: Refuse, now_s: float) -> list[DecodeAction]:
+    def _on_refuse(self, peer: Peer, known: Greeting, refuse: Refuse, now_s: float) -> list[Action]:
         if refuse.field != "hello":
             return self._refused(known, f"{refuse.field}: wanted {refuse.wanted}, got {refuse.got}")
         if known.boot_id is None:
@@ -251,13 +250,13 @@ class DecodeSession:
         known.boot_id = known.hello_s = None
         return self._greet(peer, known, now_s) if known.pulls else []
 
-    def _refused(self, known: Greeting, detail: str) -> list[DecodeAction]:
+    def _refused(self, known: Greeting, detail: str) -> list[Action]:
         self.counters.refusals += 1
         known.boot_id = None
         pulls = [self._pulls[transfer] for transfer in known.pulls]
         return [a for p in pulls for a in self._fail(p, Reason.REFUSED, detail)]
 
-    def _on_bye(self, peer: Peer, bye: Bye) -> list[DecodeAction]:
+    def _on_bye(self, peer: Peer, bye: Bye) -> list[Action]:
         known = self._peers.get(peer)
         if known is None or known.boot_id != bye.boot_id:
             self.counters.stale_messages += 1
@@ -267,14 +266,26 @@ class DecodeSession:
         return [a for p in pulls for a in self._fail(p, Reason.GONE, "bye")]
 
     def _on_pull_message(
-        self, pull: Pulling, message: Records | Absent | Gone | Released, bulk: Sequence[memoryview], now_s: float
-    ) -> list[DecodeAction]:
+        self,
+        pull: Pulling,
+        message: Records | Absent | Gone | Released | Later,
+        payloads: Sequence[memoryview],
+        now_s: float,
+    ) -> list[Action]:
         match message:
             case Gone():
                 return self._fail(pull, Reason.GONE, message.reason.value)
+            case Later():
+                if message.epoch != pull.epoch or pull.state is State.ACKING:
+                    self.counters.stale_messages += 1
+                    return []
+                self.counters.told_later += 1
+                pull.retries = 0
+                return []
             case Released():
                 if pull.state is State.ACKING and message.outcome is Outcome.ACKED:
-                    return self._finish(pull, Event.HEARD)
+                    self._close(pull, Event.HEARD)
+                    return []
                 self.counters.stale_messages += 1
                 return []
             case Absent():
@@ -285,7 +296,7 @@ class DecodeSession:
                 self.counters.records_absent += settled
                 return self._settled(pull, now_s) if settled else []
             case Records():
-                return self._on_records(pull, message, bulk, now_s)
+                return self._on_records(pull, message, payloads, now_s)
 
     def _payloads(self, records: Records, bulk: Sequence[memoryview]) -> Sequence[memoryview]:
         parts = self.identity.parts
@@ -296,9 +307,9 @@ class DecodeSession:
         return split(bulk, sizes)
 
     def _on_records(
-        self, pull: Pulling, records: Records, bulk: Sequence[memoryview], now_s: float
-    ) -> list[DecodeAction]:
-        actions: list[DecodeAction] = [*pull.take(records, bulk, self.identity.parts, self.counters)]
+        self, pull: Pulling, records: Records, payloads: Sequence[memoryview], now_s: float
+    ) -> list[Action]:
+        actions: list[Action] = [*pull.take(records, payloads, self.identity.parts, self.counters)]
         if records.epoch != pull.epoch:
             self.counters.stale_messages += 1
         elif credit := pull.credit(self.identity.boot_id, self.limits.credit_nbytes, now_s):
@@ -307,22 +318,24 @@ class DecodeSession:
 
     # ---------------------------------------------------------------- what is due
 
-    def _settled(self, pull: Pulling, now_s: float) -> list[DecodeAction]:
+    def _settled(self, pull: Pulling, now_s: float) -> list[Action]:
         """Something was settled: the last of it makes the ack."""
         pull.apply(Event.ARRIVED)
         pull.retries = 0
         pull.due_s = now_s + self.limits.retry_s
-        if pull.unsettled:
-            return []
+        return [] if pull.unsettled else self._settle(pull, now_s)
+
+    def _settle(self, pull: Pulling, now_s: float) -> list[Action]:
+        """Everything is settled: the engine is told now, prefill until it says that it heard."""
         pull.apply(Event.ALL_SETTLED)
         pull.asked = False
-        return self._send_next(pull, now_s)
+        self._acking += 1
+        return [self._finished(pull), *self._send_next(pull, now_s)]
 
-    def _retry(self, pull: Pulling, now_s: float) -> list[DecodeAction]:
-        if pull.retries >= self.limits.retries_max:
-            if pull.state is State.ACKING:
-                return self._finish(pull, Event.GIVE_UP)
-            return self._fail(pull, Reason.TIMEOUT, f"{pull.retries} retries")
+    def _retry(self, pull: Pulling, now_s: float) -> list[Action]:
+        if pull.retries >= self.limits.retries_max or now_s >= pull.give_up_s:
+            why = f"{pull.retries} retries" if now_s < pull.give_up_s else f"lease_max_s = {self.limits.lease_max_s}"
+            return self._fail(pull, Reason.TIMEOUT, why)
         pull.apply(Event.RETRY)
         self.counters.retries += 1
         pull.retries += 1
@@ -330,7 +343,7 @@ class DecodeSession:
         pull.asked = False
         return self._send_next(pull, now_s)
 
-    def _send_next(self, pull: Pulling, now_s: float) -> list[DecodeAction]:
+    def _send_next(self, pull: Pulling, now_s: float) -> list[Action]:
         """The message that the pull's state asks for: a hello before all, a renewal where all was said."""
         known = self._peers[pull.peer]
         if known.boot_id is None:
@@ -339,16 +352,25 @@ class DecodeSession:
         self.counters.attempts += isinstance(message, Pull)
         return [Send(pull.peer, message)]
 
-    def _greet(self, peer: Peer, known: Greeting, now_s: float) -> list[DecodeAction]:
+    def _greet(self, peer: Peer, known: Greeting, now_s: float) -> list[Action]:
         if not known.says_hello(now_s, self.limits.retry_s):
             return []  # one is on its way
         own = self.identity
-        hello = Hello(own.boot_id, own.namespace, list(own.parts), MINOR, self.limits.frame_nbytes_max)
+        hello = Hello(own.boot_id, own.space, list(own.parts), MINOR, self.limits.frame_nbytes_max)
         return [Send(peer, hello)]
 
     def _silent(self, pull: Pulling, now_s: float) -> bool:
         known = self._peers[pull.peer]
         return known.boot_id is not None and now_s >= pull.spoken_s + known.renew_s
+
+    def _say_again(self, peer: Peer, now_s: float) -> list[Action]:
+        """What the link refused for ``peer``."""
+        if peer not in self._unsaid:
+            return []
+        del self._unsaid[peer]
+        known = self._peers[peer]
+        unsaid, known.unsaid = known.unsaid, {}
+        return [a for t in unsaid if (pull := self._pulls.get(t)) for a in self._send_next(pull, now_s)]
 
     def _schedule(self, pull: Pulling) -> None:
         """See to it that the pull is looked at when it has something to do, be that earlier than thought before."""
@@ -367,32 +389,39 @@ class DecodeSession:
             if idle is None:
                 return False
             del self._peers[idle]
+            self._unsaid.pop(idle, None)
+            self.counters.forgotten_peers += 1
         self._peers[peer] = Greeting()
         return True
 
-    def _fail(self, pull: Pulling, reason: Reason, detail: str) -> list[DecodeAction]:
+    def _fail(self, pull: Pulling, reason: Reason, detail: str) -> list[Action]:
         """The pull is over before its end; prefill is told unless it knows. Where all was in place, it is done."""
         if pull.state is State.ACKING:
-            return self._finish(pull, Event.HEARD if reason is Reason.GONE and detail == "acked" else Event.GIVE_UP)
+            self._close(pull, Event.GIVE_UP)
+            return []
         places = [*pull.outstanding, *pull.installing]
         pull.missing += [Missing(part, index, reason) for part, index in places]
         known = self._peers[pull.peer]
-        told: list[DecodeAction] = []
+        told: list[Action] = []
         if known.boot_id is not None and reason is not Reason.GONE:
             told.append(Send(pull.peer, Abort(self.identity.boot_id, pull.id, reason.value)))
-        return told + self._finish(pull, Event.FAIL, reason, detail)
+        self._close(pull, Event.FAIL)
+        return [*told, self._finished(pull, reason, detail)]
 
-    def _finish(
-        self, pull: Pulling, event: Event, reason: Reason | None = None, detail: str = ""
-    ) -> list[DecodeAction]:
-        pull.apply(event)
-        if event is Event.FAIL:
-            self.counters.failed += 1
-        else:
+    def _finished(self, pull: Pulling, reason: Reason | None = None, detail: str = "") -> Finished:
+        if reason is None:
             self.counters.done += 1
+        else:
+            self.counters.failed += 1
+        return Finished(pull.id, PullResult(pull.installed, tuple(pull.missing), reason, detail))
+
+    def _close(self, pull: Pulling, event: Event) -> None:
+        """Nothing more is said about this pull."""
+        self._acking -= pull.state is State.ACKING
+        pull.apply(event)
         del self._pulls[pull.id]
         self._peers[pull.peer].pulls.pop(pull.id)
+        self._peers[pull.peer].unsaid.pop(pull.id, None)
         self._ended[pull.id] = None
         while len(self._ended) > self.limits.remembered_max:
             self._ended.popitem(last=False)
-        return [Finished(pull.id, pull.result(event, reason, detail))]

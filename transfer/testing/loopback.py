@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 
 from cache_manager.record import Buffer
 from transfer.errors import LocalProtocolError
-from transfer.link import Arrival, Peer, PeerLost
+from transfer.link import Arrival, Came, Peer, PeerLost
 
 QUEUE_MAX = 1024
 
@@ -46,8 +46,6 @@ class _Message:
     to: Peer
     control: bytes
     bulk: tuple[Buffer, ...]
-    copies: int
-    on_sent: Callable[[], None] | None
 
 
 class Network:
@@ -98,7 +96,6 @@ class Network:
             for _, _, message in self._flying:
                 if message.sender is link:  # its memory is gone; what the network has copied by now is not
                     message.bulk = tuple(bytes(b) for b in message.bulk)
-                    message.on_sent = None
             for other in self._endpoints.values():
                 if peer in other.known:
                     other.inbox.append(PeerLost(peer))
@@ -118,7 +115,6 @@ class Network:
         to: Peer,
         control: bytes,
         bulk: tuple[Buffer, ...],
-        on_sent: Callable[[], None] | None,
     ) -> bool:
         dice, faults, now_s = self._random, self.faults, self.clock()
         if not sender.open or len(self._flying) >= self._queue_max or self._happens("full", faults.full):
@@ -128,7 +124,7 @@ class Network:
         if self._tap:
             self._tap(sender.name, to, control)
         copies = 1 + self._happens("duplicate", faults.duplicate)
-        message = _Message(sender, to, control, bulk, copies, on_sent)
+        message = _Message(sender, to, control, bulk)
         for _ in range(copies):
             at = now_s + (dice.random() * faults.delay_s if self._happens("delay", faults.delay) else 0.0)
             self.happened["reorder"] += at < self._latest_s
@@ -151,20 +147,14 @@ class Network:
                     self.happened["lost"] += 1
                 else:
                     target.inbox.append(self._arrival(message))
-            message.copies -= 1
-            if not message.copies:
-                message.sender.let_go(message)
 
     def due_s(self) -> float | None:
         return self._flying[0][0] if self._flying else None
 
     def drop_from(self, link: LoopbackLink) -> None:
         """Nothing of ``link``'s is on its way any more."""
-        mine = {id(m): m for _, _, m in self._flying if m.sender is link}
         self._flying = [f for f in self._flying if f[2].sender is not link]
         heapq.heapify(self._flying)
-        for message in mine.values():
-            link.let_go(message)
         if self._endpoints.get(link.name) is link:
             del self._endpoints[link.name]
 
@@ -197,9 +187,8 @@ class LoopbackLink:
         self.name = name
         self.open = True
         self.known: set[Peer] = set()
-        self.inbox: deque[Arrival | PeerLost] = deque()
+        self.inbox: deque[Came] = deque()
         self._network = network
-        self._done: deque[Callable[[], None]] = deque()
         self._woken = False
 
     @property
@@ -211,21 +200,15 @@ class LoopbackLink:
         self.known.add(peer)
         return peer
 
-    def send(
-        self,
-        peer: Peer,
-        control: bytes,
-        bulk: Sequence[Buffer] = (),
-        on_sent: Callable[[], None] | None = None,
-    ) -> bool:
+    def send(self, peer: Peer, control: bytes, bulk: Sequence[Buffer] = ()) -> bool:
         with self._network.changed:
-            return self._network.take(self, peer, control, tuple(bulk), on_sent)
+            return self._network.take(self, peer, control, tuple(bulk))
 
-    def poll(self, timeout_s: float, limit: int = 64) -> list[Arrival | PeerLost]:
+    def poll(self, timeout_s: float, limit: int = 64) -> list[Came]:
         network = self._network
         with network.changed:
             network.deliver()
-            if not self.inbox and not self._done and not self._woken and timeout_s > 0:
+            if not self.inbox and not self._woken and timeout_s > 0:
                 due_s = network.due_s()
                 wait_s = timeout_s if due_s is None else min(timeout_s, max(0.0, due_s - network.clock()))
                 network.changed.wait(wait_s)
@@ -233,10 +216,6 @@ class LoopbackLink:
             self._woken = False
             came = [self.inbox.popleft() for _ in range(min(limit, len(self.inbox)))]
             self.known.update(c.peer for c in came if isinstance(c, Arrival))
-            done = list(self._done)
-            self._done.clear()
-        for on_sent in done:
-            on_sent()
         return came
 
     def cut(self, peer: Peer) -> None:
@@ -253,14 +232,3 @@ class LoopbackLink:
             self._network.deliver()
             self._network.drop_from(self)
             self.open = False
-            done = list(self._done)
-            self._done.clear()
-        for on_sent in done:
-            on_sent()
-
-    def let_go(self, message: _Message) -> None:
-        """The network has read the message's buffers for the last time; `changed` is held."""
-        if message.on_sent is not None:
-            self._done.append(message.on_sent)
-            message.on_sent = None
-            self._network.changed.notify_all()

@@ -1,0 +1,436 @@
+"""All offers of one process: who may have them, what is sent next, and when they end.
+
+An offer belongs to the run that pulled it first; no other gets a byte of it or ends it. What comes after the end is
+answered and counted, and changes nothing. A pull that comes before its offer waits for it. One offer: ``offer.py``.
+
+Sans-IO: no clock, thread, socket or randomness. Times are monotonic seconds of the caller's clock, ids come in.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from cache_manager.keys import Namespace
+from transfer.actions import Action, Cut, OfferedBlock, Release, Send
+from transfer.errors import IncompatiblePeerError, LocalProtocolError
+from transfer.identity import Identity, check_peer
+from transfer.limits import TransferLimits
+from transfer.link import Peer
+from transfer.messages import (
+    MINOR,
+    Abort,
+    Absent,
+    Ack,
+    Bye,
+    Credit,
+    Gone,
+    GoneReason,
+    Hello,
+    Later,
+    Outcome,
+    Place,
+    Pull,
+    Records,
+    Refuse,
+    Released,
+    Renew,
+    ToOffers,
+    TransferId,
+    Welcome,
+)
+from transfer.offer import Ended, Event, Offer, OfferCounters, State, check_blocks
+
+TEXT_MAX: Final = 256
+
+
+class Offers:
+    """A node calls :meth:`receive` for what arrives, :meth:`tick` when :meth:`next_due_s` has come (often is fine),
+    acts on what they answer, and then sends what :meth:`next_records` has until there is no more. Whatever a peer
+    sends, no method raises because of it. :class:`LocalProtocolError` is for mistakes of this side; it changes nothing.
+    """
+
+    def __init__(self, identity: Identity, limits: TransferLimits) -> None:
+        self.identity = identity
+        self.limits = limits
+        self.counters = OfferCounters()  # its own: who keeps it copies it
+        self._offers: dict[TransferId, Offer] = {}
+        self._ended: OrderedDict[TransferId, Ended] = OrderedDict()
+        self._early: OrderedDict[TransferId, tuple[Peer, Pull, float]] = OrderedDict()  # until when; the oldest first
+        self._peers: OrderedDict[Peer, Hello] = OrderedDict()  # who said hello; the one heard last at the end
+        self._owners: Counter[Peer] = Counter()  # offers by owner, also by one that was lost; no zeros
+        self._ready: OrderedDict[TransferId, None] = OrderedDict()  # with something to send and credit for it
+        self._stalled: list[TransferId] = []  # those whose records the link refused, to be tried again
+        self._resend_s = 0.0
+        self._unsummed: OrderedDict[TransferId, None] = OrderedDict()
+        self._expiries: list[tuple[float, TransferId]] = []  # a heap; a renewed offer is pushed again when popped
+
+    # ---------------------------------------------------------------- the engine's side
+
+    @property
+    def in_flight(self) -> int:
+        """Offers that are not over yet."""
+        return len(self._offers)
+
+    def offer(
+        self,
+        transfer: TransferId,
+        blocks: Sequence[OfferedBlock],
+        now_s: float,
+        *,
+        is_open: bool = False,
+        lease_s: float | None = None,
+    ) -> list[Action] | None:
+        """Lend ``blocks`` to whoever pulls ``transfer`` within ``lease_s``; ``None``: no room, nothing changed.
+
+        ``is_open``: more blocks come, until :meth:`seal`. Raises :class:`LocalProtocolError` for an id that is not new,
+        or blocks that do not have the session's parts.
+        """
+        if len(transfer) != 16 or transfer in self._offers or transfer in self._ended:
+            raise LocalProtocolError(f"transfer: wanted 16 bytes that are new, got {transfer.hex()}")
+        check_blocks(blocks, self.identity.parts)
+        if len(self._offers) >= self.limits.transfers_max:
+            return None
+        lease_s = self.limits.lease_s if lease_s is None else lease_s
+        end_s = now_s + self.limits.lease_max_s
+        found = Offer(transfer, min(now_s + lease_s, end_s), end_s)
+        self._offers[transfer] = found
+        if len(self._expiries) > 2 * self.limits.transfers_max:  # most are of offers that ended early
+            self._expiries = [entry for entry in self._expiries if entry[1] in self._offers]
+            heapq.heapify(self._expiries)
+        heapq.heappush(self._expiries, (found.expires_s, transfer))
+        self.counters.offered += 1
+        self._grown(found, found.grow(blocks))
+        if not is_open:
+            found.seal()
+        early = self._early.pop(transfer, None)
+        if early is None or not self.greeted(early[0], early[1].boot_id):
+            return []
+        return self._on_transfer_message(early[0], early[1], now_s)
+
+    def grow(self, transfer: TransferId, blocks: Sequence[OfferedBlock], now_s: float) -> list[Action]:
+        """Add blocks to an open offer, which renews its lease. Harmless when it has ended."""
+        found = self._open(transfer, now_s)
+        if found is None:
+            return []
+        check_blocks(blocks, self.identity.parts, found.blocks)
+        return self._grown(found, found.grow(blocks))
+
+    def seal(self, transfer: TransferId, now_s: float) -> list[Action]:
+        """No more blocks come: what is wanted beyond them is absent. Harmless when the offer has ended."""
+        found = self._open(transfer, now_s)
+        return [] if found is None else self._grown(found, found.seal())
+
+    def withdraw(self, transfer: TransferId) -> list[Action]:
+        """Give an offer up; harmless when it has ended."""
+        found = self._offers.get(transfer)
+        return self._end(found, Outcome.ABORTED) if found else []
+
+    def reset(self, namespace: Namespace) -> list[Action]:
+        """This side's rows belong to another namespace from here on: every offer ends, every peer must say hello."""
+        self.identity = replace(self.identity, namespace=namespace)
+        actions = self._end_all(Outcome.RESET) + self._refuse_early(len(self._early))
+        self._peers.clear()
+        return actions
+
+    def close(self) -> list[Action]:
+        """End every offer and say goodbye."""
+        byes: list[Action] = [Send(peer, Bye(self.identity.boot_id)) for peer in self._peers]
+        return self._end_all(Outcome.ABORTED) + byes
+
+    def _open(self, transfer: TransferId, now_s: float) -> Offer | None:
+        found = self._offers.get(transfer)
+        if found is None and transfer not in self._ended:
+            raise LocalProtocolError(f"transfer: wanted one that was offered, got {transfer.hex()}")
+        if found is not None and found.state is not State.OPEN:
+            raise LocalProtocolError(f"transfer {transfer.hex()}: wanted an open offer, got one that is sealed")
+        if found is not None:
+            self._renew(found, now_s)
+        return found
+
+    def _grown(self, found: Offer, absent: list[Place]) -> list[Action]:
+        if found.unsummed:
+            self._unsummed[found.id] = None
+        if found.wanted:
+            self._ready[found.id] = None
+        self.counters.records_absent += len(absent)
+        return [Send(found.peer, Absent(found.id, found.epoch, absent))] if absent and found.peer else []
+
+    # ---------------------------------------------------------------- the link's side
+
+    def receive(self, peer: Peer, message: ToOffers | Bye, now_s: float) -> list[Action]:
+        """What to do about a message; nothing of it is kept but a pull that is early."""
+        actions = self._expire(now_s)
+        match message:
+            case Hello():
+                return actions + self._on_hello(peer, message)
+            case Bye():
+                return actions + self._on_bye(peer, message)
+            case _:
+                return actions + self._on_transfer_message(peer, message, now_s)
+
+    def tick(self, now_s: float) -> list[Action]:
+        """End what has outlived its lease; links that were full may be tried again."""
+        if self._stalled and now_s >= self._resend_s:
+            for transfer in self._stalled:
+                if (found := self._offers.get(transfer)) and found.wanted:
+                    self._ready[transfer] = None
+            self._stalled.clear()
+        return self._expire(now_s)
+
+    def next_due_s(self) -> float | None:
+        """When :meth:`tick` has something to do, at the earliest."""
+        due = [expiry_s for expiry_s, _ in self._expiries[:1]]
+        if self._stalled:
+            due.append(self._resend_s)
+        if self._early:
+            due.append(next(iter(self._early.values()))[2])
+        return min(due, default=None)
+
+    def next_records(self) -> Send | None:
+        """The next records to send, offers taking turns; ``None``: nothing, or no credit, or the link was full."""
+        while self._ready:
+            found = self._offers[next(iter(self._ready))]
+            if found.peer is None or not self.greeted(found.peer, found.boot_id):
+                del self._ready[found.id]  # lost: it will say hello and pull again
+                continue
+            send = found.take(self.identity.parts, self.limits, self._peers[found.peer].frame_nbytes_max)
+            if found.wanted and send:
+                self._ready.move_to_end(found.id)
+            else:
+                del self._ready[found.id]  # all sent, or out of credit
+            if send is not None:
+                assert isinstance(send.message, Records)
+                self.counters.records_sent += len(send.message.entries)
+                return send
+        return None
+
+    def sum_ahead(self, records_max: int) -> bool:
+        """Sum records that no peer has asked for yet, so that they go out at once; whether there may be more."""
+        for _ in range(records_max):
+            if not self._unsummed:
+                return False
+            found = self._offers.get(next(iter(self._unsummed)))
+            if found is None or not found.sum_next():
+                self._unsummed.popitem(last=False)
+        return bool(self._unsummed)
+
+    def unsent(self, send: Send, now_s: float) -> None:
+        """The link refused ``send``, which is said before anything else. Records are tried again after a
+        :meth:`tick`; for whatever else it was, the peer asks again.
+        """
+        self.counters.sends_refused += 1
+        message = send.message
+        if not isinstance(message, Records):
+            return
+        found = self._offers[TransferId(message.transfer)]
+        found.take_back(message, self.identity.parts)
+        self.counters.records_sent -= len(message.entries)
+        self._ready.pop(found.id, None)
+        self._stalled.append(found.id)
+        self._resend_s = now_s + self.limits.resend_s
+
+    def peer_lost(self, peer: Peer) -> None:
+        """The link lost ``peer``: it has to say hello again. Its offers stay until their leases end."""
+        self._peers.pop(peer, None)
+
+    # ---------------------------------------------------------------- messages
+
+    def _on_hello(self, peer: Peer, hello: Hello) -> list[Action]:
+        own = self.identity
+        try:
+            check_peer(own, hello.namespace, hello.parts)
+            if hello.frame_nbytes_max < own.nbytes_max:
+                raise IncompatiblePeerError("frame_nbytes_max", f"at least {own.nbytes_max}", hello.frame_nbytes_max)
+            if not self._enter(peer, hello):
+                raise IncompatiblePeerError("peers", f"at most {self.limits.peers_max} with transfers", "one more")
+        except IncompatiblePeerError as error:
+            self._peers.pop(peer, None)
+            self.counters.refused_peers += 1
+            field, wanted, got = (str(text)[:TEXT_MAX] for text in (error.field, error.wanted, error.got))
+            return [Send(peer, Refuse(field, wanted, got, hello.boot_id))]
+        welcome = Welcome(own.boot_id, own.space, list(own.parts), MINOR, self.limits.lease_ms, hello.boot_id)
+        return [Send(peer, welcome)]
+
+    def _enter(self, peer: Peer, hello: Hello) -> bool:
+        """Remember ``peer``; of too many, the one that was silent longest and owns no offer is forgotten."""
+        if peer not in self._peers and len(self._peers) >= self.limits.peers_max:
+            idle = next((known for known in self._peers if known not in self._owners), None)
+            if idle is None:
+                return False
+            del self._peers[idle]
+            self.counters.forgotten_peers += 1
+        self._peers[peer] = hello
+        self._peers.move_to_end(peer)
+        return True
+
+    def greeted(self, peer: Peer, boot_id: bytes) -> bool:
+        """Whether ``peer`` is remembered by a hello of the run ``boot_id``."""
+        hello = self._peers.get(peer)
+        return hello is not None and hello.boot_id == boot_id
+
+    def _on_transfer_message(
+        self, peer: Peer, message: Pull | Credit | Renew | Ack | Abort, now_s: float
+    ) -> list[Action]:
+        if not self.greeted(peer, message.boot_id):
+            self.counters.stranger_messages += 1
+            return [Send(peer, Refuse("hello", "a hello of this run first", type(message).__name__, message.boot_id))]
+        self._peers.move_to_end(peer)
+        found = self._offers.get(TransferId(message.transfer))
+        if found is None:
+            return self._on_absent_offer(peer, message, now_s)
+        if found.peer is None:
+            if not isinstance(message, (Pull, Abort)) and not (isinstance(message, Ack) and not message.installed):
+                self.counters.stale_messages += 1  # only a pull makes an owner
+                return []
+        elif (found.peer, found.boot_id) != (peer, message.boot_id):
+            self.counters.foreign_messages += 1
+            return [Send(peer, Gone(message.transfer, GoneReason.FOREIGN))]
+        self._renew(found, now_s)
+        match message:
+            case Pull():
+                return self._on_pull(peer, found, message)
+            case Credit():
+                self._on_credit(found, message)
+                return []
+            case Renew():
+                return []
+            case Ack():
+                return self._on_ack(peer, found, message)
+            case Abort():
+                return self._end(found, Outcome.ABORTED, tell=False)
+
+    def _on_pull(self, peer: Peer, found: Offer, pull: Pull) -> list[Action]:
+        if pull.epoch <= found.epoch:
+            self.counters.stale_messages += 1
+            return []
+        if found.peer is None:
+            found.peer, found.boot_id = peer, pull.boot_id
+            self._owners[peer] += 1
+            self.counters.pulled += 1
+        absent, mismatches = found.want(pull)
+        self.counters.attempts += 1
+        self.counters.key_mismatches += mismatches
+        self._ready.pop(found.id, None)
+        later: list[Action] = [Send(peer, Later(found.id, found.epoch))] if found.later else []
+        return self._grown(found, absent) + later
+
+    def _on_credit(self, found: Offer, credit: Credit) -> None:
+        if credit.epoch != found.epoch:
+            self.counters.stale_messages += 1
+            return
+        found.granted_nbytes = max(found.granted_nbytes, credit.nbytes)
+        if found.wanted:
+            self._ready[found.id] = None
+
+    def _on_ack(self, peer: Peer, found: Offer, ack: Ack) -> list[Action]:
+        if ack.epoch < found.epoch:
+            self.counters.stale_messages += 1
+            return []
+        heard: list[Action] = [Send(peer, Released(found.id, Outcome.ACKED))]
+        if found.peer is None:  # nothing was wanted; an ack again is then heard from this peer only
+            found.peer, found.boot_id = peer, ack.boot_id
+            self._owners[peer] += 1
+        return heard + self._end(found, Outcome.ACKED, tell=False)
+
+    def _on_absent_offer(self, peer: Peer, message: Pull | Credit | Renew | Ack | Abort, now_s: float) -> list[Action]:
+        transfer = TransferId(message.transfer)
+        ended = self._ended.get(transfer)
+        if ended is None:
+            return self._on_early(peer, transfer, message, now_s)
+        if ended.peer is not None and (ended.peer, ended.boot_id) != (peer, message.boot_id):
+            self.counters.foreign_messages += 1
+            reason = GoneReason.FOREIGN
+        else:
+            self.counters.late_messages += 1
+            if isinstance(message, Ack) and ended.outcome is Outcome.ACKED:
+                return [Send(peer, Released(transfer, Outcome.ACKED))]
+            reason = GoneReason(ended.outcome.value)
+        return [] if isinstance(message, (Abort, Credit)) else [Send(peer, Gone(transfer, reason))]
+
+    def _on_early(
+        self, peer: Peer, transfer: TransferId, message: Pull | Credit | Renew | Ack | Abort, now_s: float
+    ) -> list[Action]:
+        """A pull of an id that was never offered waits for the offer, for a bounded time, however often it is said."""
+        known = self._early.get(transfer)
+        if not isinstance(message, Pull):
+            if known is not None and known[0] == peer:
+                if isinstance(message, (Ack, Abort)):
+                    del self._early[transfer]
+                return []
+            self.counters.unknown_transfers += 1
+            return [Send(peer, Gone(transfer, GoneReason.UNKNOWN))] if isinstance(message, (Renew, Ack)) else []
+        if known is not None and (known[0], known[1].boot_id) != (peer, message.boot_id):
+            self.counters.foreign_messages += 1
+            return [Send(peer, Gone(transfer, GoneReason.FOREIGN))]
+        until_s = now_s + self.limits.early_s if known is None else known[2]
+        self._early[transfer] = peer, message, until_s
+        self.counters.early_pulls += known is None
+        too_many = self._refuse_early(len(self._early) - self.limits.transfers_max)
+        return [Send(peer, Later(transfer, message.epoch)), *too_many]
+
+    def _refuse_early(self, count: int) -> list[Action]:
+        """Answer the oldest ``count`` early pulls: there is no such offer."""
+        actions: list[Action] = []
+        for _ in range(count):
+            transfer, (peer, _, _) = self._early.popitem(last=False)
+            self.counters.unknown_transfers += 1
+            actions.append(Send(peer, Gone(transfer, GoneReason.UNKNOWN)))
+        return actions
+
+    def _on_bye(self, peer: Peer, bye: Bye) -> list[Action]:
+        if not self.greeted(peer, bye.boot_id):
+            self.counters.stranger_messages += 1
+            return []
+        del self._peers[peer]
+        own = [o for o in self._offers.values() if (o.peer, o.boot_id) == (peer, bye.boot_id)]
+        return [a for o in own for a in self._end(o, Outcome.ABORTED, tell=False)]
+
+    # ---------------------------------------------------------------- ending
+
+    def _renew(self, found: Offer, now_s: float) -> None:
+        found.expires_s = max(found.expires_s, min(now_s + self.limits.lease_s, found.expires_max_s))
+
+    def _expire(self, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        while self._early and next(iter(self._early.values()))[2] <= now_s:
+            actions += self._refuse_early(1)
+        while self._expiries and self._expiries[0][0] <= now_s:
+            _, transfer = heapq.heappop(self._expiries)
+            found = self._offers.get(transfer)
+            if found is None:
+                continue
+            if found.expires_s > now_s:
+                heapq.heappush(self._expiries, (found.expires_s, transfer))
+                continue
+            actions += self._end(found, Outcome.EXPIRED)
+            if found.peer is not None:  # the link may still have messages for it, which it does not read
+                self.counters.slow_peers += 1
+                actions.append(Cut(found.peer))
+        return actions
+
+    def _end_all(self, outcome: Outcome) -> list[Action]:
+        return [a for o in list(self._offers.values()) for a in self._end(o, outcome)]
+
+    def _end(self, found: Offer, outcome: Outcome, *, tell: bool = True) -> list[Action]:
+        """The offer is over. Its owner is told unless it knows."""
+        found.apply(Event.END)
+        setattr(self.counters, outcome.value, getattr(self.counters, outcome.value) + 1)
+        del self._offers[found.id]
+        self._ready.pop(found.id, None)
+        self._unsummed.pop(found.id, None)
+        self._ended[found.id] = Ended(outcome, found.peer, found.boot_id)
+        while len(self._ended) > self.limits.remembered_max:
+            self._ended.popitem(last=False)
+        actions: list[Action] = []
+        if found.peer is not None:
+            self._owners[found.peer] -= 1
+            if not self._owners[found.peer]:
+                del self._owners[found.peer]
+            if tell and self.greeted(found.peer, found.boot_id):
+                actions.append(Send(found.peer, Gone(found.id, GoneReason(outcome.value))))
+        actions.append(Release(found.id, outcome))
+        return actions
