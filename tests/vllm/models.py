@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.glm4_moe import Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.olmoe import OlmoeConfig, OlmoeForCausalLM
@@ -70,6 +71,21 @@ FAMILIES: dict[str, Any] = {
     "gpt_oss": lambda: GptOssForCausalLM(
         GptOssConfig(
             **_COMMON, **_HEADS, intermediate_size=64, num_local_experts=16, num_experts_per_tok=4, sliding_window=128
+        )
+    ),
+    "glm4_moe": lambda: Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            **_COMMON,
+            **_HEADS,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            n_routed_experts=16,
+            num_experts_per_tok=4,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            partial_rotary_factor=0.5,
         )
     ),
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(

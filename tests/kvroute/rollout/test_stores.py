@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from budget import examples
 from mooncake_pool import Master, running_master, running_owner
@@ -16,6 +18,8 @@ from kvroute.rollout import RolloutHandle, RolloutStore, open_rollouts
 from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.mooncake import MooncakeRollouts, keys_of
+from kvroute.rollout.shard import fetch_shard
+from kvroute.routes import Split, shard_packed
 from kvroute.testing.rollouts import RolloutContract, routes_of
 
 SMALL = CutSettings(part_nbytes=64)
@@ -90,3 +94,18 @@ class TestMooncakeRollouts(RolloutContract):
         moved = msgspec.structs.replace(header, key=part)
         assert store.backend.put([moved], [content]) == [moved]
         return handle
+
+
+def test_ranks_read_little_beside_their_rows(tmp_path: Path) -> None:
+    """Goal: all ranks together read what they need, wherever their spans end. Method: two rollouts of lengths that fit
+    nothing, every rank of pp x cp in turn, with the defaults; headers count."""
+    whole, tokens = (
+        [routes_of(i, rows, top_k=8, experts=64) for i, rows in enumerate((20_011, 13_337))],
+        [20_012, 13_338],
+    )
+    with closing(LocalRollouts(tmp_path)) as store:
+        handles = [store.put(f"task:{i}:0:0", routes) for i, routes in enumerate(whole)]
+        for split in (Split(pp=2, pp_rank=p, cp=2, cp_rank=c) for p in range(2) for c in range(2)):
+            mine = fetch_shard(store, handles, tokens, split, "uint8")
+            assert np.array_equal(mine, shard_packed(whole, tokens, split, dtype="uint8"))
+        assert store.counters.get_nbytes < 1.1 * sum(routes.ids.nbytes for routes in whole)

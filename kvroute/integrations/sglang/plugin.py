@@ -1,0 +1,146 @@
+"""Where SGLang is listened to: its routers, its allocator, its answers and its weights, by SGLang's own hooks."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from cache_manager.errors import ConfigError
+from cache_manager.keys import Namespace
+from kvroute.connector.answers import FIELD
+from kvroute.connector.left import Tokens
+from kvroute.connector.versions import AS_LOADED, version_of
+from kvroute.integrations.sglang.rows import Capturer, RoutedRows, slots_of
+from kvroute.integrations.sglang.settings import settings_of_engine
+from kvroute.routing import routing_spec_from_hf
+from kvroute.weights import weights_digest
+
+SRT: Final = "sglang.srt"
+ALLOCATORS: Final = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
+CONTROLLER: Final = f"{SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+UPDATES: Final = ("disk", "distributed", "tensor", "ipc")
+
+
+def register_hooks() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found]
+
+    managers, memory = f"{SRT}.managers", f"{SRT}.mem_cache.allocator"
+    hooks = {
+        f"{SRT}.state_capturer.routed_experts.RoutedExpertsCapturer.create": (_created, HookType.AFTER),
+        f"{memory}.token.TokenToKVPoolAllocator.alloc": (_given, HookType.AFTER),
+        f"{memory}.paged.PagedTokenToKVPoolAllocator.alloc": (_given, HookType.AFTER),
+        f"{memory}.paged.PagedTokenToKVPoolAllocator.alloc_extend": (_extended, HookType.AFTER),
+        f"{memory}.paged.PagedTokenToKVPoolAllocator.alloc_decode": (_extended, HookType.AFTER),
+        f"{CONTROLLER}.__init__": (_hosted, HookType.AFTER),
+        f"{CONTROLLER}.write": (_backed_up, HookType.AFTER),
+        f"{CONTROLLER}.load": (_brought_back, HookType.AFTER),
+        f"{managers}.scheduler.Scheduler.flush_cache": (_flushed, HookType.AFTER),
+        f"{managers}.scheduler.Scheduler.handle_update_weight_version": (_named, HookType.AFTER),
+        f"{managers}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+        "._maybe_collect_routed_experts": (_collected, HookType.AROUND),
+    }
+    updater = f"{managers}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    hooks |= {f"{updater}.update_weights_from_{each}": (_updated, HookType.AROUND) for each in UPDATES}
+    for place, (hook, kind) in hooks.items():
+        HookRegistry.register(place, hook, kind)
+
+
+def capturer() -> Capturer | None:
+    """This process's, where it has one."""
+    from sglang.srt.runtime_context import get_resources  # type: ignore[import-not-found]
+
+    found = get_resources().experts_capturer
+    return found if isinstance(found, Capturer) else None
+
+
+def _created(theirs: Any, *_: Any, model_config: Any, num_tokens: int, **__: Any) -> Capturer | None:
+    """In the place of ``RoutedExpertsCapturer.create``; nothing where SGLang returns no routed experts."""
+    if theirs is None:
+        return None
+    from sglang.srt.runtime_context import get_model, get_parallel, get_schedule
+
+    settings, page = settings_of_engine(), get_schedule().page_size
+    spec = routing_spec_from_hf(model_config.hf_text_config, page)
+    weights = settings.weights or weights_digest(model_config.model_path, str(model_config.revision or ""))
+    name = f"{weights}/{model_config.dtype}/{get_model().kv_cache_dtype}/{model_config.quantization}"
+    parallel = get_parallel()
+    namespace = Namespace(name, AS_LOADED, rank=parallel.tp_rank, world=parallel.tp_size)
+    pages = -(-num_tokens // page) + 1
+    return Capturer(theirs, RoutedRows(spec, pages, namespace, settings))
+
+
+def _given(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
+    """Slots were given out, whole pages of them."""
+    _told(slots, allocator, whole=True)
+
+
+def _extended(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
+    """Slots were given out, also in pages that a request had already."""
+    _told(slots, allocator, whole=False)
+
+
+def _told(slots: Any, allocator: Any, *, whole: bool) -> None:
+    if slots is None or (found := capturer()) is None:
+        return
+    if type(allocator).__name__ not in ALLOCATORS:
+        raise ConfigError("SGLang's allocator", " or ".join(ALLOCATORS), type(allocator).__name__)
+    found.rows.given(slots, whole=whole)
+
+
+def _hosted(_: Any, controller: Any, *__: Any, **___: Any) -> None:
+    """There are pages on the host."""
+    if (found := capturer()) is not None:
+        pool = controller.mem_pool_host
+        found.rows.attach(host_pages=-(-pool.size // pool.page_size) + 1)
+
+
+def _backed_up(host_slots: Any, _: Any, device_indices: Any, *__: Any, **___: Any) -> None:
+    if host_slots is not None and (found := capturer()) is not None:
+        found.rows.backed_up(device_indices, host_slots)
+
+
+def _brought_back(slots: Any, _: Any, host_indices: Any, *__: Any, **___: Any) -> None:
+    if slots is not None and len(slots) and (found := capturer()) is not None:
+        found.rows.brought_back(host_indices, slots)
+
+
+def _collected(original: Any, processor: Any, req: Any) -> None:
+    """A request is over: SGLang's field and kvroute's answer."""
+    found = capturer()
+    if found is None or not req.return_routed_experts:
+        original(processor, req)
+        return
+    said = list(req.output_ids_through_stop)
+    ids = [*req.origin_input_ids, *said]
+    slots = slots_of(processor.req_to_token_pool, req.kv.req_pool_idx, len(ids) - 1)
+    start = min(req.routed_experts_start_len, len(slots))
+    tokens = Tokens(ids, len(req.origin_input_ids))
+    req.routed_experts, told = found.rows.answer(req.rid, slots, start, tokens)
+    if told is not None and said:
+        beside = req.customized_info or {}
+        req.customized_info = beside | {FIELD: [*(None for _ in said[1:]), told]}  # SGLang has one a token
+
+
+def _updated(original: Any, updater: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
+    """Weights were updated, or half of them: what is computed from here on is of others."""
+    answer = original(updater, asked, *args, **kwargs)
+    _changed(asked.weight_version if getattr(answer, "success", False) else None)
+    return answer
+
+
+def _named(_: Any, _scheduler: Any, asked: Any, *__: Any) -> None:
+    _changed(asked.new_version)
+
+
+def _changed(version: str | None) -> None:
+    if (found := capturer()) is not None:
+        found.rows.settle()
+        found.rows.weights.changed(None if version is None else version_of(version))
+
+
+def _flushed(done: Any, *_: Any, **__: Any) -> None:
+    if done and (found := capturer()) is not None:
+        found.rows.settle()
+        found.rows.weights.forgotten()
+
+
+__all__ = ["capturer", "register_hooks"]

@@ -1,0 +1,75 @@
+"""What an operator may say, and which engines are followed."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Final, Self
+
+import msgspec
+
+from cache_manager.errors import ConfigError
+
+TESTED: Final = "0.5.23"
+VARIABLE: Final = "KVROUTE_SGLANG"
+LINKER: Final = "KvrouteLinker"
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``linker_extra_config`` of the linker, or without one the JSON in the environment variable KVROUTE_SGLANG."""
+
+    store: str = ""  # URL of the store where the linker keeps pages: KV and rows
+    rollouts: str = "response:"  # URL of the rollout store where routes are left; "": nowhere
+    weights: str = ""  # names the weights; by default a digest of where they are, their sizes, times and samples
+    rows: bool = True  # a page without all of its rows is neither stored nor a hit; false: it is, and they are missing
+    nbytes_max: int = 1 << 30  # of copies of pages on their way to and from the store
+    strict: bool = False  # mistakes of bookkeeping raise: for tests
+    untested: str = ""  # go on with this version of SGLang, which was not tested
+
+    @classmethod
+    def of(cls, linker: dict[str, Any] | None) -> Self:
+        """From ``--unified-cache-external-linker-config``, or the environment.
+
+        Raises :class:`ConfigError` for what they cannot be.
+        """
+        try:
+            if linker is not None and _ours(linker):
+                return msgspec.convert(linker.get("linker_extra_config") or {}, cls)
+            return msgspec.convert(json.loads(os.environ.get(VARIABLE, "{}")), cls)
+        except (msgspec.ValidationError, ValueError) as error:
+            raise ConfigError(f"linker_extra_config or {VARIABLE}", "settings of docs/sglang.md", str(error)) from error
+
+
+def settings_of_engine() -> Settings:
+    """Of the SGLang engine in this process, as it is configured.
+
+    Raises :class:`ConfigError` naming the first thing about it that is not followed.
+    """
+    import sglang  # type: ignore[import-not-found]
+    from sglang.srt import runtime_context as context  # type: ignore[import-not-found]
+
+    memory, parallel, version = context.get_memory(), context.get_parallel(), sglang.__version__
+    linker = memory.unified_cache_external_linker_config if memory.enable_unified_cache_external_linker else None
+    settings = Settings.of(linker)
+    for wanted, got in {
+        f"SGLang {TESTED}, or untested={version!r}": version not in (TESTED, settings.untested),
+        "no speculative decoding": context.get_spec().speculative_algorithm is not None,
+        "no data parallelism": parallel.dp_size > 1,
+        "no pipeline parallelism": parallel.pp_size > 1,
+        "no context parallelism": parallel.attn_cp_size > 1,
+        "no storage behind the host's pages (hicache_storage_backend)": memory.hicache_storage_backend is not None,
+        "no disaggregation": context.get_disagg().disaggregation_mode not in (None, "null"),
+        "no sparse attention from the host": memory.enable_hisparse,
+        f"the linker {LINKER}, or none": memory.enable_unified_cache_external_linker and not _ours(linker),
+        f"a store for the linker {LINKER}": _ours(linker) and not settings.store,
+    }.items():
+        if got:
+            raise ConfigError("SGLang with kvroute", wanted, f"SGLang {version} as it is configured")
+    return settings
+
+
+def _ours(linker: dict[str, Any] | None) -> bool:
+    return linker is not None and linker.get("linker") == LINKER
+
+
+__all__ = ["TESTED", "VARIABLE", "Settings", "settings_of_engine"]

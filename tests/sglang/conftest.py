@@ -1,0 +1,76 @@
+"""Tests inside SGLang itself, in its own environment: `make test-sglang`.
+
+Where SGLang is not installed, as in the project's own environment, nothing here is collected.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+collect_ignore_glob = [] if importlib.util.find_spec("sglang") else ["*.py"]
+sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")] if not collect_ignore_glob else []
+
+PLUGINS = {"kvroute": "kvroute.integrations.sglang:register", "cpu": "sglang_on_cpu:register"}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The checkpoint of a family, made when it is first asked for."""
+    import models
+
+    made: dict[tuple[str, int], Path] = {}
+
+    def saved(family: str, seed: int = 0) -> Path:
+        if (family, seed) not in made:
+            made[family, seed] = models.save(family, tmp_path_factory.mktemp(f"{family}-{seed}"), seed)
+        return made[family, seed]
+
+    return saved
+
+
+@pytest.fixture(scope="session")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which two plugins are installed, as far as SGLang sees: kvroute's, and one for hosts without CUDA."""
+    home = tmp_path_factory.mktemp("plugins")
+    for name, place in PLUGINS.items():
+        about = home / f"{name}_plugin-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-plugin\nVersion: 1.0\n")
+        (about / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {place}\n")
+    return home
+
+
+@pytest.fixture
+def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Run an engine with a plan, with kvroute or stock; what it answered."""
+
+    def run(model: Path, do: list[Any], *, kvroute: bool = True, **options: Any) -> list[dict[str, Any]]:
+        plan = tmp_path / f"plan-{len(list(tmp_path.glob('plan-*.json')))}.json"
+        out = plan.with_suffix(".jsonl")
+        plan.write_text(json.dumps({"model": str(model), "options": options, "do": do, "out": str(out)}))
+        paths = [ROOT, HERE, HERE / "cpu", plugins]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_PLUGINS": "kvroute,cpu" if kvroute else "cpu",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, HERE / "serve.py", plan], env=environment, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    return run

@@ -1,0 +1,22 @@
+"""Where there is no CUDA: SGLang's buffers on the host are memory as it is, and pages are copied by torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def transfer_kv_direct(
+    src_layers: list[Any], dst_layers: list[Any], src_indices: Any, dst_indices: Any, **_: Any
+) -> None:
+    """In the place of the function of this name in ``sgl_kernel``."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
+
+
+def register() -> None:
+    import sglang.srt.mem_cache.pool_host.mha as host_pool
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    place = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
+    HookRegistry.register(place, lambda *_, **__: None, HookType.REPLACE)
+    host_pool.transfer_kv_direct = transfer_kv_direct

@@ -1,0 +1,145 @@
+"""One SGLang engine in a process of its own, asked what a plan says; each answer is a line of JSON in ``out``.
+
+``python serve.py PLAN`` where PLAN is the path of a JSON object: ``model``, ``options`` of the engine, ``do`` (a list
+of ``[scenario, verb, arguments]``) and ``out``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pybase64
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
+
+from kvroute import KVRouteError
+from kvroute.integrations.sglang import routes
+
+FIXED: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "skip_tokenizer_init": True,
+    "disable_cuda_graph": True,
+    "enable_return_routed_experts": True,
+    "log_level": "error",
+}
+
+
+class Asked:
+    """Puts questions to the engine, and writes down what comes."""
+
+    def __init__(self, engine: Any, out: Any) -> None:
+        self.engine, self.out = engine, out
+
+    def ask(self, scenario: str, prompts: list[list[int]], new: int = 8, n: int = 1, start: int = 0) -> list[list[int]]:
+        """The tokens of each answer."""
+        sampling = {"max_new_tokens": new, "temperature": 0.0 if n == 1 else 1.0, "ignore_eos": True, "n": n}
+        given = self.engine.generate(
+            input_ids=prompts, sampling_params=sampling, return_routed_experts=True, routed_experts_start_len=start
+        )
+        for i, each in enumerate(given):
+            self.write(scenario, prompts[i // n], each, start)
+        return [each["output_ids"] for each in given]
+
+    def turns(self, scenario: str, prompts: list[list[int]], new: int = 8) -> None:
+        """A second turn behind each answer."""
+        answered = self.ask(scenario, prompts, new)
+        self.ask(scenario, [[*p, *a, 17, 18, 19] for p, a in zip(prompts, answered, strict=True)], new)
+
+    def abort(self, scenario: str, prompts: list[list[int]], new: int = 60) -> None:
+        """Every second request is aborted while it runs."""
+        streams = [
+            self.engine.generate(
+                input_ids=prompt,
+                sampling_params={"max_new_tokens": new, "temperature": 0.0, "ignore_eos": True},
+                return_routed_experts=True,
+                rid=f"{scenario}-{i}",
+                stream=True,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        for i, stream in enumerate(streams):
+            last = None
+            for count, each in enumerate(stream):
+                last = each
+                if i % 2 and count == 2:
+                    self.engine.tokenizer_manager.abort_request(rid=f"{scenario}-{i}")
+            if last is not None and not i % 2:
+                self.write(scenario, prompts[i], last, 0)
+
+    def flush(self, _: str) -> None:
+        for _try in range(100):
+            if self.engine.flush_cache().success:
+                return
+            time.sleep(0.1)
+        raise TimeoutError("the cache was not flushed")
+
+    def update(self, _: str, model: str, version: str | None, flush: bool) -> None:
+        self.engine.loop.run_until_complete(self._updated(model, version, flush))
+
+    async def _updated(self, model: str, version: str | None, flush: bool) -> None:
+        asked = UpdateWeightFromDiskReqInput(model_path=model, weight_version=version, flush_cache=flush)
+        told = await self.engine.tokenizer_manager.update_weights_from_disk(asked, None)
+        if not told[0]:
+            raise RuntimeError(told)
+
+    def update_amidst(self, scenario: str, prompts: list[list[int]], model: str, version: str, new: int = 60) -> None:
+        """Weights change while requests run, and KV is kept."""
+        manager = self.engine.tokenizer_manager
+
+        async def change() -> None:
+            await asyncio.sleep(0.4)
+            await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+            await self._updated(model, version, flush=False)
+            await manager.continue_generation(ContinueGenerationReqInput())
+
+        async def both() -> Any:
+            sampling = {"max_new_tokens": new, "temperature": 0.0, "ignore_eos": True}
+            asking = self.engine.async_generate(input_ids=prompts, sampling_params=sampling, return_routed_experts=True)
+            return (await asyncio.gather(asking, change()))[0]
+
+        for prompt, answer in zip(prompts, self.engine.loop.run_until_complete(both()), strict=True):
+            self.write(scenario, prompt, answer, 0)
+
+    def write(self, scenario: str, prompt: list[int], answer: dict[str, Any], start: int) -> None:
+        meta = answer["meta_info"]
+        field = np.frombuffer(pybase64.b64decode(meta["routed_experts"]), np.int32)
+        line = {
+            "scenario": scenario,
+            "prompt": prompt,
+            "tokens": list(answer["output_ids"]),
+            "start": start,
+            "cached": meta.get("cached_tokens_details") or {},
+            "field": field.tolist(),
+            "versions": meta.get("weight_versions"),
+        }
+        try:
+            line["routes"] = routes(answer).to_json()
+        except KVRouteError as error:
+            line["refused"] = str(error)
+        self.out.write(json.dumps(line) + "\n")
+        self.out.flush()
+
+
+def main() -> None:
+    import sglang
+
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    with sglang.Engine(model_path=plan["model"], **FIXED | plan["options"]) as engine, open(plan["out"], "w") as out:
+        asked = Asked(engine, out)
+        for scenario, verb, arguments in plan["do"]:
+            getattr(asked, verb)(scenario, **arguments)
+
+
+if __name__ == "__main__":
+    main()
