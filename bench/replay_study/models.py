@@ -20,7 +20,7 @@ ROUTES_BLOCK_TOKENS = 8
 def build_trained(scale: Scale, family: str, seed: int, device: torch.device) -> Any:
     """The trainer's model with weights drawn from ``seed``: float32, every parameter wants its gradient."""
     if scale.shape is None:
-        from paged_engine.engine.models import build_model
+        from paged_engine.models import build_model
 
         model: Any = build_model(family, seed=seed, vocab_size=scale.task.vocab_size, dtype=torch.float32)
         model.config._attn_implementation = "sdpa"
@@ -40,7 +40,7 @@ def build_engines(trained: Any, scale: Scale) -> Any:
         parameter.data = parameter.data.to(torch.bfloat16)
     config: Any = model.config
     if scale.shape is None:
-        from paged_engine.engine.paged_attention import ATTENTION
+        from paged_engine.attention import ATTENTION
 
         config._attn_implementation = ATTENTION
         config._experts_implementation = "eager"

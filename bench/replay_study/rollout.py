@@ -64,8 +64,8 @@ class PagedRollout:
 
     def __call__(self, prompts: Tokens, length: int, seed: int) -> Rollouts:
         from cache_manager.keys import Namespace
-        from paged_engine.engine.engine import Engine
-        from paged_engine.engine.request import EngineConfig, Request
+        from paged_engine.engine import Engine
+        from paged_engine.request import EngineConfig, Request
 
         blocks = -(-(prompts.shape[1] + length) // ROUTES_BLOCK_TOKENS) * len(prompts)
         config = EngineConfig(
