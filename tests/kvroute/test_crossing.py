@@ -143,11 +143,12 @@ def test_prefill_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hasty")
 def test_decode_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: what nobody fetches any more is not kept. Method: decode is killed before it fetches, and while it does."""
-    monkeypatch.setattr(crossing, "LEASE_S", 0.5)
-    monkeypatch.setattr(crossing, "LIMITS", TransferLimits(lease_s=0.5))
+    monkeypatch.setattr(crossing, "LEASE_S", 5.0)
+    monkeypatch.setattr(crossing, "LIMITS", TransferLimits(lease_s=5.0))
     with two() as (first, _):
         for early in (False, True):
             decode = Side()
+            decode.ask(name="up", tokens=[1])  # it has started: a lease is long beside what it does from here on
             if early:  # it waits for blocks that do not come
                 first.between = partial(_fetched_by, first, decode)
             ticket = handed_over(first, PROMPT, [4, 7])

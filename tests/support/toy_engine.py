@@ -192,7 +192,8 @@ class Toy:
         self._step(request, 0, range(0))
         if self.unbrought:
             self.worker.settle()
-            while self.worker.transfers.crossing.node.counters.pulls_in_flight:
+            while self.worker.transfers._under_way:
+                self.worker.arrived(set())
                 time.sleep(0.001)
             self.worker.begin(self.scheduler.step({}))
             self.worker.fail({self.table[place] for place in self.unbrought if place < len(self.table)})
