@@ -214,11 +214,11 @@ COMMANDS: Final[dict[str, Command]] = {
         ),
     ),
     "fsck": Command(
-        "check a file store: every header, every payload",
+        "check a file store: every page, every head",
         _fsck,
         (
             _flag("directory", type=Path, metavar="DIR", help="of the store, as in file:///DIR"),
-            _flag("--repair", action="store_true", help="take away what is not sound; nobody may write meanwhile"),
+            _flag("--payloads", action="store_true", help="read every payload, too"),
             _JSON,
         ),
     ),
