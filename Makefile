@@ -12,7 +12,7 @@ export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
 	@echo "             STORE=mooncake restarts from a Mooncake pool in other processes; STORE=URL from any store"
-	@echo "make demo-pd the same through prefill, decode and route as processes of their own"
+	@echo "make demo-pd the same through prefill and decode as processes of their own"
 	@echo "make test    lint, types, import contracts and every test, in two workers; ARGS='-k NAME' chooses"
 	@echo "make quick   lint, types, import contracts, and tests of what the changed files touch"
 	@echo "make test-trainers   replay against the real packages of the trainers, in an environment of its own (2 GB)"

@@ -1,10 +1,9 @@
-"""Does a file store that drops whole segments keep what a cache that evicts single records would keep?
+"""Does a file store's clock keep what a cache that evicts the record used least recently would keep?
 
 A trace of requests (one JSON object a line with ``hash_ids``, as published with Mooncake's FAST'25 paper) runs through
-``file:`` stores of several quotas with the segments that go with them: a request gets its blocks, and puts those that
-are missing. Beside it, in the same run, a model that evicts the record used least recently and stores as many records
-as the quota has bytes for, header included. A ratio is the store's hit rate by the model's; *kept* is what it wrote
-again of segments that went, by what was put.
+``file:`` stores of several quotas: a request gets its blocks, and puts those that are missing. Beside it, in the same
+run, a model that evicts the record used least recently and stores as many records as the quota has bytes for, header
+included. A ratio is the store's hit rate by the model's.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from bench.harness import Table
 from cache_manager.keys import BlockKey
 from cache_manager.record import RecordHeader, checksum
-from cache_manager.storage.file import FileStore, default_segment_nbytes
+from cache_manager.storage.file import FileStore
 
 
 class LeastRecent:
@@ -70,7 +69,7 @@ def main() -> None:
     total = sum(map(len, requests))
     table = Table(
         f"{len(requests)} requests for {total} blocks of {args.kib} KiB",
-        ["quota", "segment", "hit rate", "of records", "ratio", "kept"],
+        ["quota", "hit rate", "of records", "ratio"],
     )
     for quota_mib in args.quota_mib:
         quota_nbytes, payload = quota_mib << 20, bytes(args.kib << 10)
@@ -78,11 +77,9 @@ def main() -> None:
             stored = Stored(Path(directory), quota_nbytes, payload)
             model = LeastRecent(quota_nbytes // (len(payload) + 128))
             hits = [(stored.ask(blocks), model.ask(blocks)) for blocks in requests]
-            kept = stored.store.usage()["kept_records"] / (total - sum(found for found, _ in hits))
             stored.store.close()
         ours, theirs = (sum(column) / total for column in zip(*hits, strict=True))
-        segment = f"{default_segment_nbytes(quota_nbytes) >> 10} KiB"
-        table.row(f"{quota_mib} MiB", segment, f"{ours:.4f}", f"{theirs:.4f}", f"{ours / theirs:.3f}", f"{kept:.2f}")
+        table.row(f"{quota_mib} MiB", f"{ours:.4f}", f"{theirs:.4f}", f"{ours / theirs:.3f}")
     table.print()
 
 

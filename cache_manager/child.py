@@ -20,15 +20,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 import msgspec
 
 FRAME_NBYTES_MAX: Final = 16 << 20
 ORPHAN_CHECK_MS: Final = 2_000
+FRAME_S: Final = 1
 LOOK_S: Final = 0.1
 """How often it is looked whether an idle child has ended, and whether a deadline is over."""
 
@@ -64,9 +64,9 @@ def _exactly(end: socket.socket, nbytes: int) -> bytes | None:
     return bytes(parts)
 
 
-def _polled(end: socket.socket, event: int = select.POLLIN) -> select.poll:
+def _polled(end: socket.socket) -> select.poll:
     poll = select.poll()
-    poll.register(end, event)
+    poll.register(end, select.POLLIN)
     return poll
 
 
@@ -95,37 +95,25 @@ class Parent:
 class Child:
     """``python -m module SOCKET_FD PARENT_PID *fds``, descriptors of ours. Any thread sends, one at a time receives.
 
-    ``environment`` is what it has besides ours, which stands. What it prints is appended to the file ``log``, thrown
-    away (``None``), or goes where ours goes (``inherit``). A child reads its socket at once and writes whole messages:
-    one that lets half a message wait for ``frame_s`` is stopped or wedged, and killed.
+    What it prints goes where ours goes. A child reads its socket at once and writes whole messages: one that lets half
+    a message wait for ``FRAME_S`` is stopped or wedged, and killed.
     """
 
-    def __init__(
-        self,
-        module: str,
-        *fds: int,
-        environment: Mapping[str, str] | None = None,
-        log: Path | None = None,
-        inherit: bool = False,
-        frame_s: int = 1,
-    ) -> None:
+    def __init__(self, module: str, *fds: int) -> None:
         self._sending = threading.Lock()
         self._end, theirs = socket.socketpair()
         for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            self._end.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", frame_s, 0))
-        self._readable, self._writable = _polled(self._end), _polled(self._end, select.POLLOUT)
+            self._end.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", FRAME_S, 0))
+        self._readable = _polled(self._end)
         passed, arguments = (theirs.fileno(), *fds), (theirs.fileno(), os.getpid(), *fds)
         path = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        with theirs, contextlib.ExitStack() as undo, contextlib.ExitStack() as files:
+        with theirs, contextlib.ExitStack() as undo:
             undo.callback(self._end.close)
-            output = files.enter_context(open(log, "ab")) if log else None if inherit else subprocess.DEVNULL
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-P", "-m", module, *map(str, arguments)],
-                env={**(environment or {}), **os.environ, **path},
+                env={**os.environ, **path},
                 pass_fds=passed,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
                 process_group=0,  # Ctrl-C is the parent's to handle
             )
             undo.pop_all()
@@ -133,11 +121,6 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    @property
-    def writable(self) -> bool:
-        """Whether a small message can be sent without waiting."""
-        return self._writable.poll(0) == [(self._end.fileno(), select.POLLOUT)]
 
     def send(self, body: bytes) -> None:
         """Send one message; a child that does not take it is killed, and :meth:`receive` finds it gone."""
@@ -153,7 +136,7 @@ class Child:
             return b""
         try:
             return receive_frame(self._end)
-        except OSError:  # frame_s is over
+        except OSError:  # FRAME_S is over
             return None
 
     def kill(self) -> None:

@@ -99,6 +99,14 @@ class StorageBackend(Protocol):
 
 
 @runtime_checkable
+class UnsummedBackend(Protocol):
+    """A :class:`StorageBackend` that can leave summing to the caller, who would do it once more."""
+
+    def get_unsummed(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
+        """As ``get_into``; but a payload may not be the one that its header proves."""
+
+
+@runtime_checkable
 class BoundedBackend(Protocol):
     """A :class:`StorageBackend` that knows at opening how large a record's payload may be."""
 

@@ -1,7 +1,7 @@
-"""The command line: ``kvroute demo``, ``prefill``, ``shm`` and more; what is heavy is imported where it is needed.
+"""The command line: a table of commands, each with the function that runs it; what is heavy is imported when it runs.
 
-``demo``, ``demo-pd``, ``prefill``, ``decode`` and ``front`` live in ``paged_engine``, an example that the wheel brings
-as a package of its own. It is named here and imported nowhere.
+``demo``, ``demo-pd``, ``prefill`` and ``decode`` live in ``paged_engine``, an example that the wheel brings as a
+package of its own. It is named here and imported nowhere.
 """
 
 from __future__ import annotations
@@ -9,25 +9,49 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from cache_manager.errors import KVRouteError
 
 FAILED, USAGE = 1, 2
 """Exit statuses: the job ran and found something wrong; it could not be started as asked."""
 
-
-EXTRAS: Final = {
-    "testing": ("hypothesis", "pytest"),
-    "engine": ("torch", "transformers", "tokenizers", "rich"),
-    "plot": ("matplotlib",),
-    "serve": ("aiohttp", "prometheus_client"),
+REMEDIES: Final = {
+    **dict.fromkeys(("hypothesis", "pytest"), "pip install 'kvroute[testing]'"),
+    **dict.fromkeys(("torch", "transformers", "tokenizers", "rich"), "pip install 'kvroute[engine]'"),
+    "matplotlib": "pip install 'kvroute[plot]'",
+    "aiohttp": "pip install 'kvroute[serve]'",
+    "paged_engine": "install kvroute, or put examples/ of its source on PYTHONPATH",
 }
-"""The optional parts of kvroute whose packages commands import, and these."""
+"""What brings the packages that commands import."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0, ``FAILED`` or ``USAGE``."""
+    chosen = vars(_parser().parse_args(arguments))
+    name = chosen.pop("command")
+    try:
+        run = COMMANDS[name].run
+        if isinstance(run, str):
+            module, _, function = run.partition(":")
+            run = getattr(import_module(module), function)
+        return int(run(**chosen))
+    except KVRouteError as error:
+        sys.stderr.write(f"kvroute {name}: {error}\n")
+    except ModuleNotFoundError as error:
+        package = (error.name or "kvroute").partition(".")[0]
+        if package in ("kvroute", "cache_manager", "transfer"):
+            raise
+        remedy = REMEDIES.get(package, "no part of kvroute brings it")
+        sys.stderr.write(f"kvroute {name}: needs {error.name}; {remedy}\n")
+    except KeyboardInterrupt:
+        sys.stderr.write(f"kvroute {name}: interrupted\n")
+        return 130
+    return USAGE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,114 +61,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0, ``FAILED`` or ``USAGE``."""
-    given = sys.argv[1:] if arguments is None else arguments
-    chosen = _parser(given).parse_args(given)
-    try:
-        return int(chosen.run(chosen))
-    except KVRouteError as error:
-        sys.stderr.write(f"kvroute {chosen.command}: {error}\n")
-    except ModuleNotFoundError as error:
-        package = (error.name or "kvroute").partition(".")[0]
-        if package in ("kvroute", "cache_manager", "transfer"):
-            raise
-        extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
-        remedy = f"pip install 'kvroute[{extra}]'" if extra else "no part of kvroute brings it"
-        if package == "paged_engine":
-            remedy = "install kvroute, or put examples/ of its source on PYTHONPATH"
-        sys.stderr.write(f"kvroute {chosen.command}: needs {error.name}; {remedy}\n")
-    except KeyboardInterrupt:
-        sys.stderr.write(f"kvroute {chosen.command}: interrupted\n")
-        return 130
-    return USAGE
-
-
-def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kvroute", description="Routing rows that follow KV blocks: never wrong, never silent.")
     parser.add_argument("--version", action="version", version=f"kvroute {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    demo = commands.add_parser("demo", help="run a MoE model on a paged engine and judge every routing row")
-    demo.set_defaults(run=_demo)
-    demo.add_argument("--seed", type=_integer, default=0, metavar="N", help="of weights and workload (0)")
-    demo.add_argument("--requests", type=_integer, default=96, metavar="N", help="turns of all conversations (96)")
-    demo.add_argument("--device-blocks", type=_integer, metavar="N", help="KV blocks on the device (too few for all)")
-    demo.add_argument("--host-blocks", type=_integer, metavar="N", help="KV blocks to swap to (as many)")
-    demo.add_argument("--model", default="qwen3_moe", help="qwen3_moe, deepseek_v3, olmoe or mixtral (qwen3_moe)")
-    demo.add_argument(
-        "--store",
-        metavar="URL",
-        help="file:///directory that stays, mooncake://host:port/prefix of a pool, or the word mooncake for a pool "
-        "that is started and ended (a directory that is removed)",
-    )
-    demo.add_argument(
-        "--transfer-process", action="store_true", help="a process beside the engine moves KV, and has the store"
-    )
-    demo.add_argument("--device", default="cpu", help="where model and KV lie: cpu or cuda (cpu)")
-    demo.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
-    demo.add_argument("--out", type=Path, default=Path("demo-output"), metavar="DIR", help="for the heat map")
-
-    demo_pd = commands.add_parser("demo-pd", help="the demo through prefill, decode and front, a process each")
-    demo_pd.set_defaults(run=_demo_pd)
-    demo_pd.add_argument("--seed", type=_integer, default=0, metavar="N", help="of weights and workload (0)")
-    demo_pd.add_argument("--requests", type=_integer, default=16, metavar="N", help="turns of all conversations (16)")
-    demo_pd.add_argument("--model", default="qwen3_moe", help="qwen3_moe, deepseek_v3, olmoe or mixtral (qwen3_moe)")
-    demo_pd.add_argument(
-        "--network",
-        choices=("auto", "loopback", "namespaces", "inside"),
-        default="auto",
-        help="namespaces: one for each process; auto: where the machine allows it (auto)",
-    )
-    demo_pd.add_argument("--link", choices=("zmq", "mooncake"), default="zmq", help="what carries blocks (zmq)")
-    demo_pd.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
-
-    _server(commands, "prefill", "compute prompts and hold their blocks for decode", given)
-    _server(commands, "decode", "go on from prompts that prefill has computed", given)
-    _server(commands, "front", "HTTP front: completions through prefill and decode, with their routes", given)
-
-    shm = commands.add_parser("shm", help="SharedMemory regions of this machine")
-    shm.set_defaults(run=_shm)
-    shm.add_argument("action", choices=("ls", "reap"), help="list them, or remove those whose owner is gone")
-
-    keys = commands.add_parser("keys", help="make a CURVE key pair for prefill or decode")
-    keys.set_defaults(run=_keys)
-    keys.add_argument("directory", type=Path, metavar="DIR", help="where DIR/NAME.key and .key_secret are written")
-    keys.add_argument("name", metavar="NAME", help="of the pair")
-
-    fsck = commands.add_parser("fsck", help="check a file store: every header, every payload")
-    fsck.set_defaults(run=_fsck)
-    fsck.add_argument("directory", type=Path, metavar="DIR", help="of the store, as in file:///DIR")
-    fsck.add_argument("--repair", action="store_true", help="take away what is not sound; nobody may write meanwhile")
-    fsck.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
-
-    inspect = commands.add_parser("inspect", help="what is in a file store, by namespace, age and size")
-    inspect.set_defaults(run=_inspect)
-    inspect.add_argument("directory", type=Path, metavar="DIR", help="of the store, or of the stores below it")
-    inspect.add_argument("--json", type=Path, metavar="FILE", help="write it there, too")
-    prove = commands.add_parser("prove", help="play random lives of sequences against a paged-KV block manager")
-    prove.set_defaults(run=_prove)
-    prove.add_argument("adapter", nargs="?", metavar="MODULE:ADAPTER", help="a subclass of BlockManagerAdapter")
-    prove.add_argument("--examples", type=_integer, default=300, metavar="N", help="fresh managers (300)")
-    prove.add_argument("--steps", type=_integer, default=50, metavar="N", help="operations on each of them (50)")
-    prove.add_argument("--seed", type=_integer, default=0, metavar="N", help="of the choice of operations (0)")
-    prove.add_argument("--invariants", action="store_true", help="list what is claimed")
-
-    doctor = commands.add_parser("doctor", help="what this machine lacks, and the command that helps")
-    doctor.set_defaults(run=_doctor)
-    doctor.add_argument(
-        "--require", choices=("mooncake", "vllm"), help="count what this optional part lacks as a problem"
-    )
+    for name, command in COMMANDS.items():
+        mine = commands.add_parser(name, help=command.what, description=command.what)
+        for names, options in command.flags:
+            if (default := options.get("default")) not in (None, ()):
+                options = {**options, "help": f"{options['help']} ({default})"}
+            mine.add_argument(*names, **options)
     return parser
-
-
-def _server(commands: Any, name: str, what: str, given: Sequence[str]) -> None:
-    """A server's flags are its configuration's keys, which are looked up only for the one that is wanted."""
-    parser = commands.add_parser(name, help=what)
-    parser.set_defaults(run=_serve)
-    if name in given:
-        config = import_module("paged_engine.serving.config")
-        config.add_flags(parser, config.KINDS[name])
 
 
 def _version() -> str:
@@ -154,6 +81,49 @@ def _version() -> str:
         return "not installed: run from its source"
 
 
+def _shm(action: str) -> int:
+    from cache_manager.regions import list_regions, reap_orphans
+
+    if action == "reap":
+        told = [f"removed {name}" for name in reap_orphans()] or ["no orphans"]
+    else:
+        told = [
+            f"{region.name}  mirrors {region.tier} blocks  {region.nbytes:,} bytes  "
+            f"{'in use' if region.in_use else 'orphan'}"
+            for region in list_regions()
+        ] or ["no regions"]
+    sys.stdout.write("".join(f"{line}\n" for line in told))
+    return 0
+
+
+def _keys(directory: Path, name: str) -> int:
+    from transfer.curve import make_keys, read_public
+
+    public, secret = make_keys(directory, name)
+    sys.stdout.write(f"{public}  {read_public(public).decode()}\n{secret}  keep it where it is: for its owner alone\n")
+    return 0
+
+
+def _fsck(directory: Path, json: Path | None, **how: Any) -> int:
+    from cache_manager.storage.file import fsck
+
+    report = fsck(directory, **how)
+    if json is not None:
+        json.write_text(report.to_json())
+    sys.stdout.write(report.to_text())
+    return 0 if report.sound else FAILED
+
+
+def _inspect(directory: Path, json: Path | None) -> int:
+    from cache_manager.storage.inventory import inventory, stores_in, to_json, to_text
+
+    found = [inventory(store, time.time()) for store in stores_in(directory)]
+    if json is not None:
+        json.write_text(to_json(found))
+    sys.stdout.write(to_text(found))
+    return 0
+
+
 def _integer(text: str) -> int:
     try:
         return int(text)
@@ -161,109 +131,119 @@ def _integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"wanted an integer, got {text!r}") from None
 
 
-def _demo(chosen: Any) -> int:
-    from rich.console import Console
-
-    options = import_module("paged_engine.demo.options").DemoOptions(
-        seed=chosen.seed,
-        requests=chosen.requests,
-        device_blocks=chosen.device_blocks,
-        host_blocks=chosen.host_blocks,
-        model=chosen.model,
-        store=chosen.store,
-        transfer_process=chosen.transfer_process,
-        device=chosen.device,
-        json=chosen.json,
-        out=chosen.out,
-    )
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    return int(import_module("paged_engine.demo.command").demo(options, console))
+Flag = tuple[tuple[str, ...], dict[str, Any]]
 
 
-def _serve(chosen: Any) -> int:
-    command, config = import_module("paged_engine.serving.command"), import_module("paged_engine.serving.config")
-    return int(command.serve(config.load(config.KINDS[chosen.command], vars(chosen))))
+class Command(NamedTuple):
+    """What it does, the function (``module:name``) that its flags are handed to by name, and those."""
+
+    what: str
+    run: str | Callable[..., int]
+    flags: tuple[Flag, ...] = ()
 
 
-def _demo_pd(chosen: Any) -> int:
-    from rich.console import Console
-
-    options = import_module("paged_engine.demo_pd.options").DemoPDOptions(
-        seed=chosen.seed,
-        requests=chosen.requests,
-        model=chosen.model,
-        network=chosen.network,
-        link=chosen.link,
-        json=chosen.json,
-    )
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    return int(import_module("paged_engine.demo_pd.command").demo_pd(options, console))
+def _flag(*names: str, **options: Any) -> Flag:
+    return names, options
 
 
-def _shm(chosen: Any) -> int:
-    from cache_manager.regions import list_regions, reap_orphans
-
-    if chosen.action == "reap":
-        removed = reap_orphans()
-        for name in removed:
-            sys.stdout.write(f"removed {name}\n")
-        if not removed:
-            sys.stdout.write("no orphans\n")
-        return 0
-    regions = list_regions()
-    if not regions:
-        sys.stdout.write("no regions\n")
-    for region in regions:
-        state = "in use" if region.in_use else "orphan"
-        sys.stdout.write(f"{region.name}  mirrors {region.tier} blocks  {region.nbytes:,} bytes  {state}\n")
-    return 0
+def _number(name: str, default: int | None, what: str) -> Flag:
+    return _flag(name, type=_integer, default=default, metavar="N", help=what)
 
 
-def _keys(chosen: Any) -> int:
-    from transfer.curve import make_keys, read_public
+_SEED = _number("--seed", 0, "of the weights, and of the workload")
+_REQUESTS = "turns of all conversations"
+_MODEL = _flag("--model", default="qwen3_moe", help="qwen3_moe, deepseek_v3, olmoe or mixtral, small")
+_JSON = _flag("--json", type=Path, metavar="FILE", help="write what was found there, too")
+_STORE = (
+    "file:///directory that stays, mooncake://host:port/prefix of a pool, or the word mooncake for a pool that is "
+    "started and ended (a directory that is removed)"
+)
+_SERVER: tuple[Flag, ...] = (
+    _flag("--host", default="127.0.0.1", help="address that HTTP is served on"),
+    _flag("--port", type=_integer, required=True, metavar="N", help="port that HTTP is served on (0: any)"),
+    _MODEL,
+    _number("--seed", 0, "of the weights"),
+    _number("--weights-version", 0, "of the weights: others than this never meet"),
+    _number("--device-blocks", 256, "KV blocks"),
+    _number("--host-blocks", 0, "KV blocks to swap to"),
+)
+_LENDS = _flag("--transfer-address", dest="peers", nargs=1, required=True, metavar="URL", help="tcp://127.0.0.1:PORT")
+_FETCHES = _flag(
+    "--prefill", dest="peers", action="append", default=[], metavar="URL", help="a transfer address to fetch from"
+)
 
-    public, secret = make_keys(chosen.directory, chosen.name)
-    sys.stdout.write(f"{public}  {read_public(public).decode()}\n{secret}  keep it where it is: for its owner alone\n")
-    return 0
-
-
-def _fsck(chosen: Any) -> int:
-    from cache_manager.storage.file import fsck
-
-    report = fsck(chosen.directory, repair=chosen.repair)
-    if chosen.json is not None:
-        chosen.json.write_text(report.to_json())
-    sys.stdout.write(report.to_text())
-    return 0 if report.sound else FAILED
-
-
-def _inspect(chosen: Any) -> int:
-    from cache_manager.storage.inventory import inventory, stores_in, to_json, to_text
-
-    found = [inventory(store, time.time()) for store in stores_in(chosen.directory)]
-    if chosen.json is not None:
-        chosen.json.write_text(to_json(found))
-    sys.stdout.write(to_text(found))
-    return 0
-
-
-def _prove(chosen: Any) -> int:
-    from kvroute.prove import list_invariants, prove_adapter
-
-    if chosen.invariants or chosen.adapter is None:
-        list_invariants()
-        return 0 if chosen.invariants else USAGE
-    budget = {"examples": chosen.examples, "steps": chosen.steps, "seed": chosen.seed}
-    return 0 if prove_adapter(chosen.adapter, **budget) else FAILED
-
-
-def _doctor(chosen: Any) -> int:
-    from kvroute.doctor import Level, diagnose, look, report
-
-    machine = look(vllm=chosen.require == "vllm")
-    findings = diagnose(machine, require_mooncake=chosen.require == "mooncake")
-    sys.stdout.write(report(findings))
-    return FAILED if any(finding.level is Level.PROBLEM for finding in findings) else 0
+COMMANDS: Final[dict[str, Command]] = {
+    "demo": Command(
+        "run a small MoE model with seeded weights on a paged engine, and judge every routing row",
+        "paged_engine.demo:main",
+        (
+            *(_SEED, _number("--requests", 96, _REQUESTS), _MODEL, _JSON),
+            _number("--device-blocks", None, "KV blocks on the device (too few for all)"),
+            _number("--host-blocks", None, "KV blocks to swap to (as many)"),
+            _flag("--store", metavar="URL", help=_STORE),
+            _flag("--device", default="cpu", help="where model and KV lie: cpu or cuda"),
+            _flag("--out", type=Path, default=Path("demo-output"), metavar="DIR", help="for the heat map"),
+        ),
+    ),
+    "demo-pd": Command(
+        "the demo through prefill and decode, a process each",
+        "paged_engine.demo_pd:main",
+        (_SEED, _number("--requests", 16, _REQUESTS), _MODEL, _JSON),
+    ),
+    "prefill": Command(
+        "demonstration server: compute prompts with a small model of seeded weights, and lend their blocks",
+        "paged_engine.servers:prefill",
+        (*_SERVER, _LENDS),
+    ),
+    "decode": Command(
+        "demonstration server: go on from prompts that prefill has computed",
+        "paged_engine.servers:decode",
+        (*_SERVER, _FETCHES),
+    ),
+    "shm": Command(
+        "SharedMemory regions of this machine",
+        _shm,
+        (_flag("action", choices=("ls", "reap"), help="list them, or remove those whose owner is gone"),),
+    ),
+    "keys": Command(
+        "make a CURVE key pair for transfers",
+        _keys,
+        (
+            _flag("directory", type=Path, metavar="DIR", help="where DIR/NAME.key and .key_secret are written"),
+            _flag("name", metavar="NAME", help="of the pair"),
+        ),
+    ),
+    "fsck": Command(
+        "check a file store: every page, every head",
+        _fsck,
+        (
+            _flag("directory", type=Path, metavar="DIR", help="of the store, as in file:///DIR"),
+            _flag("--payloads", action="store_true", help="read every payload, too"),
+            _JSON,
+        ),
+    ),
+    "inspect": Command(
+        "what is in a file store, by namespace, age and size",
+        _inspect,
+        (_flag("directory", type=Path, metavar="DIR", help="of the store, or of the stores below it"), _JSON),
+    ),
+    "prove": Command(
+        "play random lives of sequences against a paged-KV block manager",
+        "cache_manager.testing.life.command:main",
+        (
+            _flag("adapter", nargs="?", metavar="MODULE:ADAPTER", help="a subclass of BlockManagerAdapter"),
+            _number("--examples", 300, "fresh managers"),
+            _number("--steps", 50, "operations on each of them"),
+            _number("--seed", 0, "of the choice of operations"),
+            _flag("--invariants", action="store_true", help="list what is claimed"),
+        ),
+    ),
+    "doctor": Command(
+        "what this machine lacks, and the command that helps",
+        "kvroute.doctor:main",
+        (_flag("--require", choices=("mooncake", "vllm"), help="count what this part lacks as a problem"),),
+    ),
+}
 
 
 if __name__ == "__main__":

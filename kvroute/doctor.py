@@ -205,6 +205,13 @@ def _versions(distributions: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def main(require: str | None) -> int:
+    """``kvroute doctor``; 1 where something is a problem."""
+    findings = diagnose(look(vllm=require == "vllm"), require_mooncake=require == "mooncake")
+    sys.stdout.write(report(findings))
+    return int(any(finding.level is Level.PROBLEM for finding in findings))
+
+
 def report(findings: list[Finding]) -> str:
     """A line for each finding, and one below it for what helps."""
     lines = []

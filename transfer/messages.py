@@ -249,7 +249,8 @@ class Later(msgspec.Struct, frozen=True, array_like=True, tag=14, gc=False):
     epoch: _Epoch
 
 
-ToOffers = Hello | Pull | Credit | Renew | Ack | Abort
+OfTransfer = Pull | Credit | Renew | Ack | Abort
+ToOffers = Hello | OfTransfer
 ToPulls = Welcome | Refuse | Records | Absent | Gone | Released | Later
 Message = ToOffers | ToPulls | Bye
 

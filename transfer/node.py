@@ -13,10 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
+import transfer.commands as commands
 from cache_manager.errors import BlockBusyError, KVRouteError
 from cache_manager.keys import Namespace
 from cache_manager.record import RecordHeader
@@ -33,14 +34,13 @@ from transfer.actions import (
     Send,
     WantedBlock,
 )
+from transfer.commands import NodeCounters, ThreadCounters
 from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError, RemoteProtocolError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import Arrival, Link, PeerFound, PeerLost
 from transfer.messages import Bye, Outcome, Records, ToOffers, TransferId, decode, encode
-from transfer.offer import OfferCounters
 from transfer.offers import Offers
-from transfer.pull import PullCounters
 from transfer.pulls import Pulls
 
 ARRIVALS_MAX: Final = 64
@@ -75,78 +75,6 @@ class BlockSink(Protocol):
         """
 
 
-@dataclass(slots=True)
-class ThreadCounters:
-    """What a node's thread has met. ``bad_messages`` are none, or not meant for either side; ``sink_errors`` are
-    exceptions of sinks, whose records are missing, ``notify_errors`` those of ``notify``; ``errors`` all others.
-    """
-
-    arrivals: int = 0
-    bad_messages: int = 0
-    peers_lost: int = 0
-    commands: int = 0
-    commands_refused: int = 0
-    sink_errors: int = 0
-    notify_errors: int = 0
-    errors: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class NodeCounters:
-    """``link`` are those of the link, ``offers_in_flight`` and ``pulls_in_flight`` of this moment."""
-
-    node: ThreadCounters
-    offers: OfferCounters
-    pulls: PullCounters
-    link: Any
-    offers_in_flight: int
-    pulls_in_flight: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    transfer: TransferId
-    blocks: tuple[OfferedBlock, ...]
-    is_open: bool
-    lease_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Grow:
-    transfer: TransferId
-    blocks: tuple[OfferedBlock, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Seal:
-    transfer: TransferId
-
-
-@dataclass(frozen=True, slots=True)
-class _Withdraw:
-    transfer: TransferId
-
-
-@dataclass(frozen=True, slots=True)
-class _Pull:
-    transfer: TransferId
-    address: str
-    wanted: tuple[WantedBlock, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    transfer: TransferId
-
-
-@dataclass(frozen=True, slots=True)
-class _Reset:
-    namespace: Namespace
-
-
-_Command = _Offer | _Grow | _Seal | _Withdraw | _Pull | _Abort | _Reset
-
-
 class Node:
     """Lends blocks to other nodes and borrows theirs. It owns ``link`` from here on, and closes it.
 
@@ -173,7 +101,7 @@ class Node:
         self._counters = ThreadCounters()
         self._ended: deque[Release | Finished] = deque()  # bounded by what is in flight, while the engine polls
         self._lock = threading.Lock()  # for what the engine's threads touch, below
-        self._commands: deque[_Command] = deque()
+        self._commands: deque[commands.Command] = deque()
         self._commands_max = commands_max
         self._lent: set[TransferId] = set()
         self._sinks: dict[TransferId, BlockSink] = {}
@@ -211,20 +139,20 @@ class Node:
         :class:`LocalProtocolError` for an id that is being lent, :class:`NodeFullError` or :class:`NodeClosedError`;
         then there will be none.
         """
-        self._submit(_Offer(transfer, tuple(blocks), is_open, lease_s))
+        self._submit(commands.Offer(transfer, tuple(blocks), is_open, lease_s))
 
     def grow(self, transfer: TransferId, blocks: Sequence[OfferedBlock]) -> None:
         """Add blocks to an open offer; harmless when it has ended."""
-        self._submit(_Grow(transfer, tuple(blocks)))
+        self._submit(commands.Grow(transfer, tuple(blocks)))
 
     def seal(self, transfer: TransferId) -> None:
         """No more blocks come; harmless when the offer has ended."""
-        self._submit(_Seal(transfer))
+        self._submit(commands.Seal(transfer))
 
     def withdraw(self, transfer: TransferId, why: str) -> None:
         """Give an offer up; harmless when it has ended."""
         log.debug("offer %s withdrawn: %s", transfer.hex(), why)
-        self._submit(_Withdraw(transfer))
+        self._submit(commands.Withdraw(transfer))
 
     def pull(self, transfer: TransferId, address: str, wanted: Sequence[WantedBlock], sink: BlockSink) -> None:
         """Pull what is ``wanted`` of the node at ``address`` into ``sink``, until :class:`Finished` is told.
@@ -234,16 +162,16 @@ class Node:
         reason. Raises :class:`LocalProtocolError` for a transfer that is being pulled, :class:`NodeFullError` or
         :class:`NodeClosedError`, and then there will be none.
         """
-        self._submit(_Pull(transfer, address, tuple(wanted)), sink)
+        self._submit(commands.Pull(transfer, address, tuple(wanted)), sink)
 
     def abort(self, transfer: TransferId, why: str) -> None:
         """Give a pull up; harmless when it has ended. Its :class:`Finished` comes as ever."""
         log.debug("pull %s aborted: %s", transfer.hex(), why)
-        self._submit(_Abort(transfer))
+        self._submit(commands.Abort(transfer))
 
     def reset(self, namespace: Namespace) -> None:
         """Rows belong to this namespace from here on; every offer and every pull ends."""
-        self._submit(_Reset(namespace))
+        self._submit(commands.Reset(namespace))
 
     def poll(self) -> list[Release | Finished]:
         """What ended since the last call."""
@@ -264,7 +192,7 @@ class Node:
         self._thread.join(linger_s + CLOSE_S)
         return not self._thread.is_alive()
 
-    def _submit(self, command: _Command, sink: BlockSink | None = None) -> None:
+    def _submit(self, command: commands.Command, sink: BlockSink | None = None) -> None:
         # First: a fork may not wait for a lock, as it may be held.
         if not self.alive:
             raise NodeClosedError(f"the node is closed, has ended or was forked; {self.last_error or 'no error'}")
@@ -274,11 +202,11 @@ class Node:
             if len(self._commands) >= self._commands_max:
                 self._counters.commands_refused += 1
                 raise NodeFullError(self._commands_max)
-            if isinstance(command, _Offer):
+            if isinstance(command, commands.Offer):
                 if command.transfer in self._lent:
                     raise LocalProtocolError(f"transfer: wanted one that is not lent, got {command.transfer.hex()}")
                 self._lent.add(command.transfer)
-            elif isinstance(command, _Pull):
+            elif isinstance(command, commands.Pull):
                 if command.transfer in self._sinks:
                     raise LocalProtocolError(f"transfer: wanted one that is not pulled, got {command.transfer.hex()}")
                 assert sink is not None
@@ -316,30 +244,30 @@ class Node:
             self._counters.commands += 1
             self._attempt(partial(self._do, self._commands.popleft()))
 
-    def _do(self, command: _Command) -> None:
+    def _do(self, command: commands.Command) -> None:
         self._act(self._begin(command, time.monotonic()))
 
-    def _begin(self, command: _Command, now_s: float) -> Sequence[Action]:
+    def _begin(self, command: commands.Command, now_s: float) -> Sequence[Action]:
         """Do what the engine asked for; what it cannot have is told by ``poll``."""
         match command:
-            case _Offer(transfer, blocks, is_open, lease_s):
+            case commands.Offer(transfer, blocks, is_open, lease_s):
                 try:
                     actions = self._offers.offer(transfer, blocks, now_s, is_open=is_open, lease_s=lease_s)
                 except LocalProtocolError as error:
                     return [Release(transfer, Outcome.ABORTED, str(error))]
                 full = Release(transfer, Outcome.ABORTED, "transfers_max are in flight")
                 return [full] if actions is None else actions
-            case _Grow(transfer, blocks):
+            case commands.Grow(transfer, blocks):
                 try:
                     return self._offers.grow(transfer, blocks, now_s)
                 except LocalProtocolError as error:  # no peer may wait for blocks that will not come
                     ended = self._offers.withdraw(transfer)
                     return [replace(a, detail=str(error)) if isinstance(a, Release) else a for a in ended]
-            case _Seal(transfer):
+            case commands.Seal(transfer):
                 return self._offers.seal(transfer, now_s)
-            case _Withdraw(transfer):
+            case commands.Withdraw(transfer):
                 return self._offers.withdraw(transfer)
-            case _Pull(transfer, address, wanted):
+            case commands.Pull(transfer, address, wanted):
                 try:
                     begun = self._pulls.pull(self._link.connect(address), transfer, wanted, now_s)
                     refused = "transfers_max or peers_max are in flight"
@@ -349,9 +277,9 @@ class Node:
                     return begun
                 missing = tuple(Missing(part, b.index, Reason.ABORTED) for b in wanted for part in b.parts)
                 return [Finished(transfer, PullResult(0, missing, Reason.ABORTED, refused))]
-            case _Abort(transfer):
+            case commands.Abort(transfer):
                 return self._pulls.abort(transfer)
-            case _Reset(namespace):
+            case commands.Reset(namespace):
                 return [*self._offers.reset(namespace), *self._pulls.reset(namespace)]
 
     def _arrived(self, item: Arrival | PeerFound | PeerLost) -> None:

@@ -9,42 +9,20 @@ Sans-IO: no clock, thread, socket or randomness. Times are monotonic seconds of 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
+import transfer.messages as wire
 from cache_manager.keys import Namespace
 from transfer.actions import Action, Cut, OfferedBlock, Release, Send
+from transfer.early import EarlyPulls
 from transfer.errors import IncompatiblePeerError, LocalProtocolError
 from transfer.identity import Identity, check_peer
 from transfer.limits import TransferLimits
 from transfer.link import Peer
-from transfer.messages import (
-    MINOR,
-    Abort,
-    Absent,
-    Ack,
-    Bye,
-    Credit,
-    Gone,
-    GoneReason,
-    Hello,
-    Later,
-    Outcome,
-    Place,
-    Pull,
-    Records,
-    Refuse,
-    Released,
-    Renew,
-    ToOffers,
-    TransferId,
-    Welcome,
-)
 from transfer.offer import Ended, Event, Offer, OfferCounters, State, check_blocks
-
-TEXT_MAX: Final = 256
 
 
 class Offers:
@@ -57,16 +35,16 @@ class Offers:
         self.identity = identity
         self.limits = limits
         self.counters = OfferCounters()  # its own: who keeps it copies it
-        self._offers: dict[TransferId, Offer] = {}
-        self._ended: OrderedDict[TransferId, Ended] = OrderedDict()
-        self._early: OrderedDict[TransferId, tuple[Peer, Pull, float]] = OrderedDict()  # until when; the oldest first
-        self._peers: OrderedDict[Peer, Hello] = OrderedDict()  # who said hello; the one heard last at the end
+        self._offers: dict[wire.TransferId, Offer] = {}
+        self._ended: OrderedDict[wire.TransferId, Ended] = OrderedDict()
+        self._early = EarlyPulls(limits.transfers_max, limits.early_s)
+        self._peers: OrderedDict[Peer, wire.Hello] = OrderedDict()  # who said hello; the one heard last at the end
         self._owners: Counter[Peer] = Counter()  # offers by owner, also by one that was lost; no zeros
-        self._ready: OrderedDict[TransferId, None] = OrderedDict()  # with something to send and credit for it
-        self._stalled: list[TransferId] = []  # those whose records the link refused, to be tried again
+        self._ready: OrderedDict[wire.TransferId, None] = OrderedDict()  # with something to send and credit for it
+        self._stalled: list[wire.TransferId] = []  # those whose records the link refused, to be tried again
         self._resend_s = 0.0
-        self._unsummed: OrderedDict[TransferId, None] = OrderedDict()
-        self._expiries: list[tuple[float, TransferId]] = []  # a heap; a renewed offer is pushed again when popped
+        self._unsummed: OrderedDict[wire.TransferId, None] = OrderedDict()
+        self._expiries: list[tuple[float, wire.TransferId]] = []  # a heap; a renewed offer is pushed again when popped
 
     # ---------------------------------------------------------------- the engine's side
 
@@ -77,7 +55,7 @@ class Offers:
 
     def offer(
         self,
-        transfer: TransferId,
+        transfer: wire.TransferId,
         blocks: Sequence[OfferedBlock],
         now_s: float,
         *,
@@ -106,42 +84,41 @@ class Offers:
         self._grown(found, found.grow(blocks))
         if not is_open:
             found.seal()
-        early = self._early.pop(transfer, None)
+        early = self._early.take(transfer)
         if early is None or not self.greeted(early[0], early[1].boot_id):
             return []
-        return self._on_transfer_message(early[0], early[1], now_s)
+        return self._on_transfer_message(*early, now_s)
 
-    def grow(self, transfer: TransferId, blocks: Sequence[OfferedBlock], now_s: float) -> list[Action]:
+    def grow(self, transfer: wire.TransferId, blocks: Sequence[OfferedBlock], now_s: float) -> list[Action]:
         """Add blocks to an open offer, which renews its lease. Harmless when it has ended."""
-        found = self._open(transfer, now_s)
-        if found is None:
+        if (found := self._open(transfer, now_s)) is None:
             return []
         check_blocks(blocks, self.identity.parts, found.blocks)
         return self._grown(found, found.grow(blocks))
 
-    def seal(self, transfer: TransferId, now_s: float) -> list[Action]:
+    def seal(self, transfer: wire.TransferId, now_s: float) -> list[Action]:
         """No more blocks come: what is wanted beyond them is absent. Harmless when the offer has ended."""
         found = self._open(transfer, now_s)
         return [] if found is None else self._grown(found, found.seal())
 
-    def withdraw(self, transfer: TransferId) -> list[Action]:
+    def withdraw(self, transfer: wire.TransferId) -> list[Action]:
         """Give an offer up; harmless when it has ended."""
         found = self._offers.get(transfer)
-        return self._end(found, Outcome.ABORTED) if found else []
+        return self._end(found, wire.Outcome.ABORTED) if found else []
 
     def reset(self, namespace: Namespace) -> list[Action]:
         """This side's rows belong to another namespace from here on: every offer ends, every peer must say hello."""
         self.identity = replace(self.identity, namespace=namespace)
-        actions = self._end_all(Outcome.RESET) + self._refuse_early(len(self._early))
+        actions = self._end_all(wire.Outcome.RESET) + self._refuse_early(math.inf)
         self._peers.clear()
         return actions
 
     def close(self) -> list[Action]:
         """End every offer and say goodbye."""
-        byes: list[Action] = [Send(peer, Bye(self.identity.boot_id)) for peer in self._peers]
-        return self._end_all(Outcome.ABORTED) + byes
+        byes: list[Action] = [Send(peer, wire.Bye(self.identity.boot_id)) for peer in self._peers]
+        return self._end_all(wire.Outcome.ABORTED) + byes
 
-    def _open(self, transfer: TransferId, now_s: float) -> Offer | None:
+    def _open(self, transfer: wire.TransferId, now_s: float) -> Offer | None:
         found = self._offers.get(transfer)
         if found is None and transfer not in self._ended:
             raise LocalProtocolError(f"transfer: wanted one that was offered, got {transfer.hex()}")
@@ -151,23 +128,23 @@ class Offers:
             self._renew(found, now_s)
         return found
 
-    def _grown(self, found: Offer, absent: list[Place]) -> list[Action]:
+    def _grown(self, found: Offer, absent: list[wire.Place]) -> list[Action]:
         if found.unsummed:
             self._unsummed[found.id] = None
         if found.wanted:
             self._ready[found.id] = None
         self.counters.records_absent += len(absent)
-        return [Send(found.peer, Absent(found.id, found.epoch, absent))] if absent and found.peer else []
+        return [Send(found.peer, wire.Absent(found.id, found.epoch, absent))] if absent and found.peer else []
 
     # ---------------------------------------------------------------- the link's side
 
-    def receive(self, peer: Peer, message: ToOffers | Bye, now_s: float) -> list[Action]:
+    def receive(self, peer: Peer, message: wire.ToOffers | wire.Bye, now_s: float) -> list[Action]:
         """What to do about a message; nothing of it is kept but a pull that is early."""
         actions = self._expire(now_s)
         match message:
-            case Hello():
+            case wire.Hello():
                 return actions + self._on_hello(peer, message)
-            case Bye():
+            case wire.Bye():
                 return actions + self._on_bye(peer, message)
             case _:
                 return actions + self._on_transfer_message(peer, message, now_s)
@@ -186,8 +163,8 @@ class Offers:
         due = [expiry_s for expiry_s, _ in self._expiries[:1]]
         if self._stalled:
             due.append(self._resend_s)
-        if self._early:
-            due.append(next(iter(self._early.values()))[2])
+        if (early_s := self._early.due_s()) is not None:
+            due.append(early_s)
         return min(due, default=None)
 
     def next_records(self) -> Send | None:
@@ -203,7 +180,7 @@ class Offers:
             else:
                 del self._ready[found.id]  # all sent, or out of credit
             if send is not None:
-                assert isinstance(send.message, Records)
+                assert isinstance(send.message, wire.Records)
                 self.counters.records_sent += len(send.message.entries)
                 return send
         return None
@@ -224,9 +201,9 @@ class Offers:
         """
         self.counters.sends_refused += 1
         message = send.message
-        if not isinstance(message, Records):
+        if not isinstance(message, wire.Records):
             return
-        found = self._offers[TransferId(message.transfer)]
+        found = self._offers[wire.TransferId(message.transfer)]
         found.take_back(message, self.identity.parts)
         self.counters.records_sent -= len(message.entries)
         self._ready.pop(found.id, None)
@@ -237,9 +214,7 @@ class Offers:
         """The link lost ``peer``: it has to say hello again. Its offers stay until their leases end."""
         self._peers.pop(peer, None)
 
-    # ---------------------------------------------------------------- messages
-
-    def _on_hello(self, peer: Peer, hello: Hello) -> list[Action]:
+    def _on_hello(self, peer: Peer, hello: wire.Hello) -> list[Action]:
         own = self.identity
         try:
             check_peer(own, hello.namespace, hello.parts)
@@ -250,12 +225,12 @@ class Offers:
         except IncompatiblePeerError as error:
             self._peers.pop(peer, None)
             self.counters.refused_peers += 1
-            field, wanted, got = (str(text)[:TEXT_MAX] for text in (error.field, error.wanted, error.got))
-            return [Send(peer, Refuse(field, wanted, got, hello.boot_id))]
-        welcome = Welcome(own.boot_id, own.space, list(own.parts), MINOR, self.limits.lease_ms, hello.boot_id)
+            field, wanted, got = (str(text)[:256] for text in (error.field, error.wanted, error.got))
+            return [Send(peer, wire.Refuse(field, wanted, got, hello.boot_id))]
+        welcome = wire.Welcome(own.boot_id, own.space, list(own.parts), wire.MINOR, self.limits.lease_ms, hello.boot_id)
         return [Send(peer, welcome)]
 
-    def _enter(self, peer: Peer, hello: Hello) -> bool:
+    def _enter(self, peer: Peer, hello: wire.Hello) -> bool:
         """Remember ``peer``; of too many, the one that was silent longest and owns no offer is forgotten."""
         if peer not in self._peers and len(self._peers) >= self.limits.peers_max:
             idle = next((known for known in self._peers if known not in self._owners), None)
@@ -272,38 +247,39 @@ class Offers:
         hello = self._peers.get(peer)
         return hello is not None and hello.boot_id == boot_id
 
-    def _on_transfer_message(
-        self, peer: Peer, message: Pull | Credit | Renew | Ack | Abort, now_s: float
-    ) -> list[Action]:
+    def _on_transfer_message(self, peer: Peer, message: wire.OfTransfer, now_s: float) -> list[Action]:
         if not self.greeted(peer, message.boot_id):
             self.counters.stranger_messages += 1
-            return [Send(peer, Refuse("hello", "a hello of this run first", type(message).__name__, message.boot_id))]
+            return [
+                Send(peer, wire.Refuse("hello", "a hello of this run first", type(message).__name__, message.boot_id))
+            ]
         self._peers.move_to_end(peer)
-        found = self._offers.get(TransferId(message.transfer))
+        found = self._offers.get(wire.TransferId(message.transfer))
         if found is None:
             return self._on_absent_offer(peer, message, now_s)
         if found.peer is None:
-            if not isinstance(message, (Pull, Abort)) and not (isinstance(message, Ack) and not message.installed):
+            if not isinstance(message, (wire.Pull, wire.Abort)) and not (
+                isinstance(message, wire.Ack) and not message.installed
+            ):
                 self.counters.stale_messages += 1  # only a pull makes an owner
                 return []
         elif (found.peer, found.boot_id) != (peer, message.boot_id):
             self.counters.foreign_messages += 1
-            return [Send(peer, Gone(message.transfer, GoneReason.FOREIGN))]
+            return [Send(peer, wire.Gone(message.transfer, wire.GoneReason.FOREIGN))]
         self._renew(found, now_s)
         match message:
-            case Pull():
+            case wire.Pull():
                 return self._on_pull(peer, found, message)
-            case Credit():
-                self._on_credit(found, message)
+            case wire.Credit():
+                return self._on_credit(found, message)
+            case wire.Renew():
                 return []
-            case Renew():
-                return []
-            case Ack():
+            case wire.Ack():
                 return self._on_ack(peer, found, message)
-            case Abort():
-                return self._end(found, Outcome.ABORTED, tell=False)
+            case wire.Abort():
+                return self._end(found, wire.Outcome.ABORTED, tell=False)
 
-    def _on_pull(self, peer: Peer, found: Offer, pull: Pull) -> list[Action]:
+    def _on_pull(self, peer: Peer, found: Offer, pull: wire.Pull) -> list[Action]:
         if pull.epoch <= found.epoch:
             self.counters.stale_messages += 1
             return []
@@ -315,89 +291,78 @@ class Offers:
         self.counters.attempts += 1
         self.counters.key_mismatches += mismatches
         self._ready.pop(found.id, None)
-        later: list[Action] = [Send(peer, Later(found.id, found.epoch))] if found.later else []
+        later: list[Action] = [Send(peer, wire.Later(found.id, found.epoch))] if found.later else []
         return self._grown(found, absent) + later
 
-    def _on_credit(self, found: Offer, credit: Credit) -> None:
+    def _on_credit(self, found: Offer, credit: wire.Credit) -> list[Action]:
         if credit.epoch != found.epoch:
             self.counters.stale_messages += 1
-            return
+            return []
         found.granted_nbytes = max(found.granted_nbytes, credit.nbytes)
-        if found.wanted:
-            self._ready[found.id] = None
+        return self._grown(found, [])
 
-    def _on_ack(self, peer: Peer, found: Offer, ack: Ack) -> list[Action]:
+    def _on_ack(self, peer: Peer, found: Offer, ack: wire.Ack) -> list[Action]:
         if ack.epoch < found.epoch:
             self.counters.stale_messages += 1
             return []
-        heard: list[Action] = [Send(peer, Released(found.id, Outcome.ACKED))]
         if found.peer is None:  # nothing was wanted; an ack again is then heard from this peer only
             found.peer, found.boot_id = peer, ack.boot_id
             self._owners[peer] += 1
-        return heard + self._end(found, Outcome.ACKED, tell=False)
+        released = Send(peer, wire.Released(found.id, wire.Outcome.ACKED))
+        return [released, *self._end(found, wire.Outcome.ACKED, tell=False)]
 
-    def _on_absent_offer(self, peer: Peer, message: Pull | Credit | Renew | Ack | Abort, now_s: float) -> list[Action]:
-        transfer = TransferId(message.transfer)
+    def _on_absent_offer(self, peer: Peer, message: wire.OfTransfer, now_s: float) -> list[Action]:
+        transfer = wire.TransferId(message.transfer)
         ended = self._ended.get(transfer)
         if ended is None:
             return self._on_early(peer, transfer, message, now_s)
         if ended.peer is not None and (ended.peer, ended.boot_id) != (peer, message.boot_id):
             self.counters.foreign_messages += 1
-            reason = GoneReason.FOREIGN
+            reason = wire.GoneReason.FOREIGN
         else:
             self.counters.late_messages += 1
-            if isinstance(message, Ack) and ended.outcome is Outcome.ACKED:
-                return [Send(peer, Released(transfer, Outcome.ACKED))]
-            reason = GoneReason(ended.outcome.value)
-        return [] if isinstance(message, (Abort, Credit)) else [Send(peer, Gone(transfer, reason))]
+            if isinstance(message, wire.Ack) and ended.outcome is wire.Outcome.ACKED:
+                return [Send(peer, wire.Released(transfer, wire.Outcome.ACKED))]
+            reason = wire.GoneReason(ended.outcome.value)
+        return [] if isinstance(message, (wire.Abort, wire.Credit)) else [Send(peer, wire.Gone(transfer, reason))]
 
-    def _on_early(
-        self, peer: Peer, transfer: TransferId, message: Pull | Credit | Renew | Ack | Abort, now_s: float
-    ) -> list[Action]:
-        """A pull of an id that was never offered waits for the offer, for a bounded time, however often it is said."""
-        known = self._early.get(transfer)
-        if not isinstance(message, Pull):
-            if known is not None and known[0] == peer:
-                if isinstance(message, (Ack, Abort)):
-                    del self._early[transfer]
+    def _on_early(self, peer: Peer, transfer: wire.TransferId, message: wire.OfTransfer, now_s: float) -> list[Action]:
+        """A pull of an id that was never offered waits for the offer, for a bounded time."""
+        owner, run = self._early.owner(transfer), (peer, message.boot_id)
+        if not isinstance(message, wire.Pull):
+            if owner == run and isinstance(message, wire.Ack | wire.Abort):
+                self._early.take(transfer)
+            if owner == run:
                 return []
             self.counters.unknown_transfers += 1
-            return [Send(peer, Gone(transfer, GoneReason.UNKNOWN))] if isinstance(message, (Renew, Ack)) else []
-        if known is not None and (known[0], known[1].boot_id) != (peer, message.boot_id):
+            told = isinstance(message, wire.Renew | wire.Ack)
+            return [Send(peer, wire.Gone(transfer, wire.GoneReason.UNKNOWN))] if told else []
+        if owner not in (None, run):
             self.counters.foreign_messages += 1
-            return [Send(peer, Gone(transfer, GoneReason.FOREIGN))]
-        until_s = now_s + self.limits.early_s if known is None else known[2]
-        self._early[transfer] = peer, message, until_s
-        self.counters.early_pulls += known is None
-        too_many = self._refuse_early(len(self._early) - self.limits.transfers_max)
-        return [Send(peer, Later(transfer, message.epoch)), *too_many]
+            return [Send(peer, wire.Gone(transfer, wire.GoneReason.FOREIGN))]
+        self._early.enter(peer, message, now_s)
+        self.counters.early_pulls += owner is None
+        return [Send(peer, wire.Later(transfer, message.epoch)), *self._refuse_early(now_s)]
 
-    def _refuse_early(self, count: int) -> list[Action]:
-        """Answer the oldest ``count`` early pulls: there is no such offer."""
-        actions: list[Action] = []
-        for _ in range(count):
-            transfer, (peer, _, _) = self._early.popitem(last=False)
-            self.counters.unknown_transfers += 1
-            actions.append(Send(peer, Gone(transfer, GoneReason.UNKNOWN)))
-        return actions
+    def _refuse_early(self, now_s: float) -> list[Action]:
+        """Answer the early pulls that have waited long enough: there is no such offer."""
+        gone = self._early.give_up(now_s)
+        self.counters.unknown_transfers += len(gone)
+        return [Send(peer, wire.Gone(transfer, wire.GoneReason.UNKNOWN)) for peer, transfer in gone]
 
-    def _on_bye(self, peer: Peer, bye: Bye) -> list[Action]:
+    def _on_bye(self, peer: Peer, bye: wire.Bye) -> list[Action]:
         if not self.greeted(peer, bye.boot_id):
             self.counters.stranger_messages += 1
             return []
         del self._peers[peer]
         own = [o for o in self._offers.values() if (o.peer, o.boot_id) == (peer, bye.boot_id)]
-        return [a for o in own for a in self._end(o, Outcome.ABORTED, tell=False)]
-
-    # ---------------------------------------------------------------- ending
+        return [a for o in own for a in self._end(o, wire.Outcome.ABORTED, tell=False)]
 
     def _renew(self, found: Offer, now_s: float) -> None:
         found.expires_s = max(found.expires_s, min(now_s + self.limits.lease_s, found.expires_max_s))
 
     def _expire(self, now_s: float) -> list[Action]:
-        actions: list[Action] = []
-        while self._early and next(iter(self._early.values()))[2] <= now_s:
-            actions += self._refuse_early(1)
+        actions = self._refuse_early(now_s)
         while self._expiries and self._expiries[0][0] <= now_s:
             _, transfer = heapq.heappop(self._expiries)
             found = self._offers.get(transfer)
@@ -406,16 +371,16 @@ class Offers:
             if found.expires_s > now_s:
                 heapq.heappush(self._expiries, (found.expires_s, transfer))
                 continue
-            actions += self._end(found, Outcome.EXPIRED)
+            actions += self._end(found, wire.Outcome.EXPIRED)
             if found.peer is not None:  # the link may still have messages for it, which it does not read
                 self.counters.slow_peers += 1
                 actions.append(Cut(found.peer))
         return actions
 
-    def _end_all(self, outcome: Outcome) -> list[Action]:
+    def _end_all(self, outcome: wire.Outcome) -> list[Action]:
         return [a for o in list(self._offers.values()) for a in self._end(o, outcome)]
 
-    def _end(self, found: Offer, outcome: Outcome, *, tell: bool = True) -> list[Action]:
+    def _end(self, found: Offer, outcome: wire.Outcome, *, tell: bool = True) -> list[Action]:
         """The offer is over. Its owner is told unless it knows."""
         found.apply(Event.END)
         setattr(self.counters, outcome.value, getattr(self.counters, outcome.value) + 1)
@@ -431,6 +396,5 @@ class Offers:
             if not self._owners[found.peer]:
                 del self._owners[found.peer]
             if tell and self.greeted(found.peer, found.boot_id):
-                actions.append(Send(found.peer, Gone(found.id, GoneReason(outcome.value))))
-        actions.append(Release(found.id, outcome))
-        return actions
+                actions.append(Send(found.peer, wire.Gone(found.id, wire.GoneReason(outcome.value))))
+        return [*actions, Release(found.id, outcome)]

@@ -19,7 +19,8 @@ from cache_manager.errors import RecordError
 from cache_manager.keys import BlockKey
 from cache_manager.record import check_record, unpack_header
 from transfer.actions import Install, Missing, Reason, WantedBlock
-from transfer.errors import LocalProtocolError
+from transfer.errors import LocalProtocolError, RemoteProtocolError
+from transfer.frames import split
 from transfer.limits import TransferLimits
 from transfer.link import Peer
 from transfer.messages import BLOCKS_MAX, Absent, Ack, BootId, Credit, Part, Pull, Range, Records, Renew, TransferId
@@ -71,6 +72,15 @@ def places_of(wanted: Sequence[WantedBlock], parts: int) -> dict[Place, BlockKey
                 raise LocalProtocolError(f"wanted: wanted a part in [0, {parts}), got {part}")
             keys[part, block.index] = block.key
     return keys
+
+
+def payloads_of(records: Records, bulk: Sequence[memoryview], parts: Sequence[Part]) -> Sequence[memoryview]:
+    """The payloads of the entries of ``records``; :class:`RemoteProtocolError` for bulk that is not theirs."""
+    try:
+        sizes = [parts[entry.part].nbytes for entry in records.entries]
+    except IndexError as error:
+        raise RemoteProtocolError(f"part: wanted one of {len(parts)}, got a later one") from error
+    return split(bulk, sizes)
 
 
 @dataclass(slots=True)

@@ -18,34 +18,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+import transfer.messages as wire
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from transfer.actions import Action, Finished, Install, Missing, PullResult, Reason, Send, WantedBlock
-from transfer.errors import IncompatiblePeerError, LocalProtocolError, RemoteProtocolError
-from transfer.frames import split
+from transfer.errors import IncompatiblePeerError, LocalProtocolError
 from transfer.identity import Identity, check_peer
 from transfer.limits import TransferLimits
 from transfer.link import Peer
-from transfer.messages import (
-    MINOR,
-    Abort,
-    Absent,
-    Ack,
-    Bye,
-    Gone,
-    Hello,
-    Later,
-    Outcome,
-    Pull,
-    Records,
-    Refuse,
-    Released,
-    Renew,
-    ToPulls,
-    TransferId,
-    Welcome,
-)
-from transfer.pull import Event, Greeting, PullCounters, Pulling, State, places_of
+from transfer.pull import Event, Greeting, PullCounters, Pulling, State, payloads_of, places_of
 
 RENEWALS_A_LEASE: Final = 3
 RENEW_S_MIN: Final = 0.02
@@ -66,11 +47,11 @@ class Pulls:
         self.identity = identity
         self.limits = limits
         self.counters = PullCounters()  # its own: who keeps it copies it
-        self._pulls: dict[TransferId, Pulling] = {}
+        self._pulls: dict[wire.TransferId, Pulling] = {}
         self._acking = 0  # of these, those that have finished for the engine
         self._peers: dict[Peer, Greeting] = {}  # of pulls in flight, and a few more
-        self._ended: OrderedDict[TransferId, None] = OrderedDict()
-        self._due: list[tuple[float, TransferId]] = []  # a heap; of a pull's entries only that at wake_s counts
+        self._ended: OrderedDict[wire.TransferId, None] = OrderedDict()
+        self._due: list[tuple[float, wire.TransferId]] = []  # a heap; of a pull's entries only that at wake_s counts
         self._unsaid: dict[Peer, None] = {}  # to whom the link refused a message
 
     # ---------------------------------------------------------------- the engine's side
@@ -81,7 +62,7 @@ class Pulls:
         return len(self._pulls) - self._acking
 
     def pull(
-        self, peer: Peer, transfer: TransferId, wanted: Sequence[WantedBlock], now_s: float
+        self, peer: Peer, transfer: wire.TransferId, wanted: Sequence[WantedBlock], now_s: float
     ) -> list[Action] | None:
         """Begin to pull what is ``wanted`` from ``peer``; ``None``: no room, nothing changed. Nothing wanted is fine:
         prefill then learns that it may let go.
@@ -102,7 +83,7 @@ class Pulls:
         self._schedule(pull)
         return self._settle(pull, now_s) if not keys else self._send_next(pull, now_s)
 
-    def abort(self, transfer: TransferId) -> list[Action]:
+    def abort(self, transfer: wire.TransferId) -> list[Action]:
         """Give a pull up; harmless when it has finished."""
         pull = self._pulls.get(transfer)
         return self._fail(pull, Reason.ABORTED, "") if pull and pull.state is State.PULLING else []
@@ -118,12 +99,12 @@ class Pulls:
     def close(self) -> list[Action]:
         """End every pull and say goodbye."""
         actions = [a for p in list(self._pulls.values()) for a in self._fail(p, Reason.ABORTED, "closed")]
-        bye = Bye(self.identity.boot_id)
+        bye = wire.Bye(self.identity.boot_id)
         return actions + [Send(peer, bye) for peer, known in self._peers.items() if known.boot_id]
 
     def installed(self, outcomes: Iterable[tuple[Install, bool]], now_s: float) -> list[Action]:
         """Each record is in place, or (``False``) its block has another owner now and it was dropped."""
-        settled: dict[TransferId, Pulling] = {}
+        settled: dict[wire.TransferId, Pulling] = {}
         for install, ok in outcomes:
             pull = self._pulls.get(install.transfer)
             if pull is None or pull.installing.pop((install.part, install.index), None) is None:
@@ -146,25 +127,27 @@ class Pulls:
 
     # ---------------------------------------------------------------- the link's side
 
-    def receive(self, peer: Peer, message: ToPulls | Bye, bulk: Sequence[memoryview], now_s: float) -> list[Action]:
+    def receive(
+        self, peer: Peer, message: wire.ToPulls | wire.Bye, bulk: Sequence[memoryview], now_s: float
+    ) -> list[Action]:
         """What to do about a message. ``bulk`` is kept by nothing but the :class:`Install` actions answered.
 
         :class:`RemoteProtocolError`, and nothing was changed, for bulk that is not that of the message.
         """
         match message:
-            case Bye():
+            case wire.Bye():
                 return self._on_bye(peer, message)
-            case Welcome() | Refuse():
+            case wire.Welcome() | wire.Refuse():
                 known = self._peers.get(peer)
                 if known is None or message.to != self.identity.boot_id:
                     self.counters.stale_messages += 1
                     return []
-                if isinstance(message, Welcome):
+                if isinstance(message, wire.Welcome):
                     return self._on_welcome(known, message, now_s)
                 return self._on_refuse(peer, known, message, now_s)
             case _:
-                payloads = self._payloads(message, bulk) if isinstance(message, Records) else ()
-                pull = self._pulls.get(TransferId(message.transfer))
+                payloads = payloads_of(message, bulk, self.identity.parts) if isinstance(message, wire.Records) else ()
+                pull = self._pulls.get(wire.TransferId(message.transfer))
                 if pull is None:
                     self.counters.stale_messages += 1
                     return []
@@ -205,11 +188,13 @@ class Pulls:
         message, known = send.message, self._peers.get(send.peer)
         if known is None:
             return
-        if isinstance(message, Hello):
+        if isinstance(message, wire.Hello):
             known.hello_s = None
             known.unsaid.update(known.pulls)
-        elif isinstance(message, (Pull, Ack, Renew)) and (pull := self._pulls.get(TransferId(message.transfer))):
-            pull.asked = pull.asked and isinstance(message, Renew)
+        elif isinstance(message, (wire.Pull, wire.Ack, wire.Renew)) and (
+            pull := self._pulls.get(wire.TransferId(message.transfer))
+        ):
+            pull.asked = pull.asked and isinstance(message, wire.Renew)
             known.unsaid[pull.id] = None
         if known.unsaid:
             known.refused(now_s, self.limits)
@@ -224,9 +209,7 @@ class Pulls:
         if known := self._peers.get(peer):
             known.boot_id = None
 
-    # ---------------------------------------------------------------- messages
-
-    def _on_welcome(self, known: Greeting, welcome: Welcome, now_s: float) -> list[Action]:
+    def _on_welcome(self, known: Greeting, welcome: wire.Welcome, now_s: float) -> list[Action]:
         if known.boot_id == welcome.boot_id:
             return []
         try:
@@ -242,7 +225,7 @@ class Pulls:
             self._schedule(self._pulls[transfer])
         return actions
 
-    def _on_refuse(self, peer: Peer, known: Greeting, refuse: Refuse, now_s: float) -> list[Action]:
+    def _on_refuse(self, peer: Peer, known: Greeting, refuse: wire.Refuse, now_s: float) -> list[Action]:
         if refuse.field != "hello":
             return self._refused(known, f"{refuse.field}: wanted {refuse.wanted}, got {refuse.got}")
         if known.boot_id is None:
@@ -256,7 +239,7 @@ class Pulls:
         pulls = [self._pulls[transfer] for transfer in known.pulls]
         return [a for p in pulls for a in self._fail(p, Reason.REFUSED, detail)]
 
-    def _on_bye(self, peer: Peer, bye: Bye) -> list[Action]:
+    def _on_bye(self, peer: Peer, bye: wire.Bye) -> list[Action]:
         known = self._peers.get(peer)
         if known is None or known.boot_id != bye.boot_id:
             self.counters.stale_messages += 1
@@ -268,46 +251,38 @@ class Pulls:
     def _on_pull_message(
         self,
         pull: Pulling,
-        message: Records | Absent | Gone | Released | Later,
+        message: wire.Records | wire.Absent | wire.Gone | wire.Released | wire.Later,
         payloads: Sequence[memoryview],
         now_s: float,
     ) -> list[Action]:
         match message:
-            case Gone():
+            case wire.Gone():
                 return self._fail(pull, Reason.GONE, message.reason.value)
-            case Later():
+            case wire.Later():
                 if message.epoch != pull.epoch or pull.state is State.ACKING:
                     self.counters.stale_messages += 1
                     return []
                 self.counters.told_later += 1
                 pull.retries = 0
                 return []
-            case Released():
-                if pull.state is State.ACKING and message.outcome is Outcome.ACKED:
+            case wire.Released():
+                if pull.state is State.ACKING and message.outcome is wire.Outcome.ACKED:
                     self._close(pull, Event.HEARD)
                     return []
                 self.counters.stale_messages += 1
                 return []
-            case Absent():
+            case wire.Absent():
                 if message.epoch != pull.epoch:
                     self.counters.stale_messages += 1
                     return []
                 settled = pull.give_up(message)
                 self.counters.records_absent += settled
                 return self._settled(pull, now_s) if settled else []
-            case Records():
+            case wire.Records():
                 return self._on_records(pull, message, payloads, now_s)
 
-    def _payloads(self, records: Records, bulk: Sequence[memoryview]) -> Sequence[memoryview]:
-        parts = self.identity.parts
-        try:
-            sizes = [parts[entry.part].nbytes for entry in records.entries]
-        except IndexError as error:
-            raise RemoteProtocolError(f"part: wanted one of {len(parts)}, got a later one") from error
-        return split(bulk, sizes)
-
     def _on_records(
-        self, pull: Pulling, records: Records, payloads: Sequence[memoryview], now_s: float
+        self, pull: Pulling, records: wire.Records, payloads: Sequence[memoryview], now_s: float
     ) -> list[Action]:
         actions: list[Action] = [*pull.take(records, payloads, self.identity.parts, self.counters)]
         if records.epoch != pull.epoch:
@@ -315,8 +290,6 @@ class Pulls:
         elif credit := pull.credit(self.identity.boot_id, self.limits.credit_nbytes, now_s):
             actions.append(Send(pull.peer, credit))
         return actions
-
-    # ---------------------------------------------------------------- what is due
 
     def _settled(self, pull: Pulling, now_s: float) -> list[Action]:
         """Something was settled: the last of it makes the ack."""
@@ -349,14 +322,14 @@ class Pulls:
         if known.boot_id is None:
             return self._greet(pull.peer, known, now_s)
         message = pull.next_message(self.identity.boot_id, self.limits.credit_nbytes, now_s)
-        self.counters.attempts += isinstance(message, Pull)
+        self.counters.attempts += isinstance(message, wire.Pull)
         return [Send(pull.peer, message)]
 
     def _greet(self, peer: Peer, known: Greeting, now_s: float) -> list[Action]:
         if not known.says_hello(now_s, self.limits.retry_s):
             return []  # one is on its way
         own = self.identity
-        hello = Hello(own.boot_id, own.space, list(own.parts), MINOR, self.limits.frame_nbytes_max)
+        hello = wire.Hello(own.boot_id, own.space, list(own.parts), wire.MINOR, self.limits.frame_nbytes_max)
         return [Send(peer, hello)]
 
     def _silent(self, pull: Pulling, now_s: float) -> bool:
@@ -404,7 +377,7 @@ class Pulls:
         known = self._peers[pull.peer]
         told: list[Action] = []
         if known.boot_id is not None and reason is not Reason.GONE:
-            told.append(Send(pull.peer, Abort(self.identity.boot_id, pull.id, reason.value)))
+            told.append(Send(pull.peer, wire.Abort(self.identity.boot_id, pull.id, reason.value)))
         self._close(pull, Event.FAIL)
         return [*told, self._finished(pull, reason, detail)]
 

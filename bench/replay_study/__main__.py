@@ -14,6 +14,10 @@ from bench.replay_study.options import PHASES, StudyOptions
 from cache_manager.errors import KVRouteError
 
 
+def _phases(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 0, or 2 where it could not be started as asked."""
     parser = argparse.ArgumentParser(
@@ -29,27 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, prompts and samples (0)")
     parser.add_argument("--learning-rate", type=float, metavar="R", help="of policy gradient (as the scale says)")
     parser.add_argument("--trainer-dtype", default="float32", metavar="DTYPE", help="float32 or bfloat16 (float32)")
-    parser.add_argument("--phases", metavar="LIST", help="some of learning,mismatch,policy-gradient (all)")
+    parser.add_argument(
+        "--phases", type=_phases, default=PHASES, metavar="LIST", help="some of learning,mismatch,policy-gradient (all)"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("replay-study"), metavar="DIR", help="for numbers and pictures"
     )
     parser.add_argument("--from", type=Path, dest="found", metavar="FILE", help="show what an earlier run wrote there")
-    chosen = parser.parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    chosen = vars(parser.parse_args(arguments))
+    console, found = Console(width=None if sys.stdout.isatty() else 120), chosen.pop("found")
     try:
-        if chosen.found is not None:
-            return show_study(chosen.found, chosen.out, console)
-        options = StudyOptions(
-            device=chosen.device,
-            scale=chosen.scale,
-            minutes=chosen.minutes,
-            seed=chosen.seed,
-            learning_rate=chosen.learning_rate,
-            trainer_dtype=chosen.trainer_dtype,
-            phases=PHASES if chosen.phases is None else tuple(chosen.phases.split(",")),
-            out=chosen.out,
-        )
-        return replay_study(options, console)
+        if found is not None:
+            return show_study(found, chosen["out"], console)
+        return replay_study(StudyOptions(**chosen), console)
     except KVRouteError as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")
     except KeyboardInterrupt:

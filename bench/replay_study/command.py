@@ -84,7 +84,7 @@ def _setting(options: StudyOptions) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "engine_dtype": "bfloat16",
         "trainer_dtype": options.trainer_dtype,
-        "engine_experts": "eager" if options.sizes.shape is None else _experts(options, "bfloat16"),
+        "engine_experts": _experts(options, "bfloat16"),
         "trainer_experts": _experts(options, options.trainer_dtype),
         "phases": list(options.phases),
         "chance": options.sizes.task.chance,

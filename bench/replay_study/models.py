@@ -14,13 +14,13 @@ from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routing import routing_spec_from_hf
 
 ROUTES_BLOCK_TOKENS = 8
-"""Of the small engine, and of the spec that routes are made with; nothing that is measured depends on it."""
+"""Of the spec that routes are made with; nothing that is measured depends on it."""
 
 
 def build_trained(scale: Scale, family: str, seed: int, device: torch.device) -> Any:
     """The trainer's model with weights drawn from ``seed``: float32, every parameter wants its gradient."""
     if scale.shape is None:
-        from paged_engine.engine.models import build_model
+        from paged_engine.models import build_model
 
         model: Any = build_model(family, seed=seed, vocab_size=scale.task.vocab_size, dtype=torch.float32)
         model.config._attn_implementation = "sdpa"
@@ -30,7 +30,7 @@ def build_trained(scale: Scale, family: str, seed: int, device: torch.device) ->
     return model.to(device).train().requires_grad_(True)
 
 
-def build_engines(trained: Any, scale: Scale) -> Any:
+def build_engines(trained: Any) -> Any:
     """The engine's copy of ``trained``, ready for :func:`load_weights`: parameters in bfloat16, buffers as they were.
 
     Rotary frequencies and the routers' biases are buffers, which engines keep in float32 too.
@@ -38,15 +38,8 @@ def build_engines(trained: Any, scale: Scale) -> Any:
     model = copy.deepcopy(trained).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    config: Any = model.config
-    if scale.shape is None:
-        from paged_engine.engine.paged_attention import ATTENTION
-
-        config._attn_implementation = ATTENTION
-        config._experts_implementation = "eager"
-    else:
-        device = next(model.parameters()).device
-        config._experts_implementation = experts_implementation(device, torch.bfloat16)
+    device = next(model.parameters()).device
+    model.config._experts_implementation = experts_implementation(device, torch.bfloat16)
     return model
 
 

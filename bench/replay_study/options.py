@@ -58,8 +58,8 @@ class Reinforcement:
 class Scale:
     """One size of the study.
 
-    Without a ``shape`` the models are those of ``kvroute demo`` and the small paged engine rolls out. With one, it is
-    that model, and whole batches are rolled out over transformers' own cache: faster on an accelerator.
+    Without a ``shape`` the models are those of ``kvroute demo``. With one, it is that model. Whole batches are rolled
+    out over transformers' own cache.
 
     Each figure of the mismatch is a mean over ``weights`` models, each learnt from its own seed, times ``draws``
     batches of rollouts of ``measured`` prompts.
@@ -164,7 +164,7 @@ class StudyOptions:
         if "learning" not in self.phases or not set(self.phases) <= set(PHASES):
             raise ConfigError("--phases", "learning and some of " + ", ".join(PHASES[1:]), ",".join(self.phases))
         if self.device == "cuda" and self.sizes.shape is None:
-            raise ConfigError("--scale", "tiny or half-billion: the small engine runs on a CPU", self.scale_name)
+            raise ConfigError("--scale", "tiny or half-billion: the others are for a CPU", self.scale_name)
 
     @property
     def scale_name(self) -> str:

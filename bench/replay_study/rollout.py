@@ -1,27 +1,22 @@
 """Rollouts: what an engine sampled, the distributions it sampled from, and the experts that it used.
 
-Two engines roll out. :class:`PagedRollout` is the small paged engine of this package. :class:`BatchRollout` runs a
-whole batch at once over transformers' own cache, which is what an accelerator wants. Both hand out
-:class:`~kvroute.routes.Routes`, one a sequence, in which the row of the last sampled token is absent: no pass read it.
+A whole batch runs at once over transformers' own cache. What is handed out are :class:`~kvroute.routes.Routes`, one a
+sequence, in which the row of the last sampled token is absent: no pass read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from bench.replay_study.models import ROUTES_BLOCK_TOKENS, routes_spec
+from bench.replay_study.models import routes_spec
 from bench.replay_study.task import Tokens
 from kvroute.capture.capture import RoutingCapture
 from kvroute.replay.transformers import padded, recorded
 from kvroute.routes import Routes
-
-SEQUENCES_AT_ONCE = 64
-"""In the small engine."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,74 +41,11 @@ class Rollouts:
         return targets.to(self.tokens.device)
 
 
-class RolloutEngine(Protocol):
-    """Samples an answer of ``length`` tokens to each prompt at temperature 1, with the weights it was made with.
+class Rollout:
+    """Samples an answer of ``length`` tokens to each prompt at temperature 1, with the weights that ``model`` has.
 
     ``seed`` decides what is drawn; the same prompt twice is two samples.
     """
-
-    def __call__(self, prompts: Tokens, length: int, seed: int) -> Rollouts: ...
-
-
-class PagedRollout:
-    """The small engine over ``model``: paged attention, chunked prefill, a prefix cache."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._lives = 0
-
-    def __call__(self, prompts: Tokens, length: int, seed: int) -> Rollouts:
-        from cache_manager.keys import Namespace
-        from paged_engine.engine.engine import Engine
-        from paged_engine.engine.request import EngineConfig, Request
-
-        blocks = -(-(prompts.shape[1] + length) // ROUTES_BLOCK_TOKENS) * len(prompts)
-        config = EngineConfig(
-            block_tokens=ROUTES_BLOCK_TOKENS, device_blocks=blocks, step_tokens=512, sequences_max=SEQUENCES_AT_ONCE
-        )
-        self._lives += 1  # of other weights perhaps: nothing of the life before may be reused
-        listener = _Listener(self._model)
-        namespace = Namespace("replay-study", weights_version=self._lives)
-        with listener, Engine(self._model, config, namespace, observer=listener) as engine:
-            for number, prompt in enumerate(prompts.tolist()):
-                engine.add(Request(str(number), tuple(prompt), length, temperature=1.0, seed=seed))
-            outputs = sorted(engine.run(), key=lambda output: int(output.request.id))
-        tokens = torch.tensor([output.sequence for output in outputs])
-        behaviour = torch.stack([listener.of(f"{n}#0", prompts.shape[1], length) for n in range(len(prompts))])
-        return Rollouts(tokens, prompts.shape[1], behaviour, tuple(output.routes for output in outputs))
-
-
-class _Listener:
-    """Keeps the log-probabilities that every token of the small engine is sampled from."""
-
-    def __init__(self, model: Any) -> None:
-        self._head = model.get_output_embeddings()
-        self._spans: list[tuple[str, int]] = []
-        self._kept: dict[tuple[str, int], torch.Tensor] = {}
-
-    def begin(self, spans: Sequence[Any]) -> None:
-        self._spans = [(span.owner, len(span.tokens)) for span in spans]
-
-    def end(self) -> None:
-        self._spans = []
-
-    def of(self, owner: str, start: int, length: int) -> torch.Tensor:
-        """What the tokens at ``[start, start + length)`` were drawn from: ``[length, vocabulary]``."""
-        return torch.stack([self._kept[owner, at] for at in range(start, start + length)])
-
-    def __enter__(self) -> None:
-        self._hook = self._head.register_forward_hook(self._keep)
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-
-    def _keep(self, _head: Any, _inputs: Any, logits: torch.Tensor) -> None:
-        rows = logits[0].float().log_softmax(-1)
-        self._kept.update(zip(self._spans, rows, strict=True))
-
-
-class BatchRollout:
-    """One batch over transformers' cache, prompt and then token by token."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -148,4 +80,4 @@ class BatchRollout:
         return Rollouts(tokens, prompts.shape[1], torch.stack(behaviour, dim=1), routes)
 
 
-__all__ = ["BatchRollout", "PagedRollout", "RolloutEngine", "Rollouts"]
+__all__ = ["Rollout", "Rollouts"]

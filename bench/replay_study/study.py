@@ -16,7 +16,7 @@ from bench.replay_study.mismatch import differing_routes, k3, log_ratios, measur
 from bench.replay_study.models import build_engines, build_trained, load_weights
 from bench.replay_study.options import StudyOptions
 from bench.replay_study.results import Learned, Measured, Results, Run, Step
-from bench.replay_study.rollout import BatchRollout, PagedRollout, RolloutEngine, Rollouts
+from bench.replay_study.rollout import Rollout, Rollouts
 from bench.replay_study.task import Tokens
 from bench.replay_study.trainer import Mode, Scored, Trainer, Update, replayed
 
@@ -235,9 +235,9 @@ class _Side:
     def __init__(self, trained: Any, options: StudyOptions) -> None:
         self.trained = trained
         self._options = options
-        self._engines = build_engines(trained, options.sizes)
-        self._rollout: RolloutEngine
-        self._rollout = PagedRollout(self._engines) if options.sizes.shape is None else BatchRollout(self._engines)
+        self._engines = build_engines(trained)
+        self._rollout: Rollout
+        self._rollout = Rollout(self._engines)
         self.trainer = self._trainer()
 
     def roll(self, prompts: Tokens, length: int, seed: int) -> Rollouts:

@@ -2,7 +2,7 @@
 
 ==================================================  =================================================
 ``memory:?capacity=64MiB``                          :class:`cache_manager.storage.memory.MemoryStore`
-``file:///dir?quota=4GiB&segment=16MiB&sync=none``  :class:`cache_manager.storage.file.FileStore`
+``file:///dir?quota=4GiB&sync=none``               :class:`cache_manager.storage.file.FileStore`
 ``file:///dir?mode=read``                           :class:`cache_manager.storage.file.FileReader`
 ``mooncake://host:port/prefix?segment=1GiB``        :class:`cache_manager.storage.mooncake.MooncakeStore`
 ``tiered:file:///dir,mooncake://host:port/prefix``  :class:`cache_manager.storage.tiered.TieredStore`

@@ -253,7 +253,7 @@ class _Worker(AskedChild[Answer]):
         self._apart = apart
         self._said = ""  # why it asked to be ended
         self.serves = False  # it has opened its store
-        super().__init__(Child(apart.module, apart.fd, inherit=True), "kvroute-apart")
+        super().__init__(Child(apart.module, apart.fd), "kvroute-apart")
 
     def begin(self, command: ask.Command, within_s: float) -> Future[Answer]:
         return self.ask(lambda number: ask.encode(ask.Asked(number, command)), within_s)

@@ -121,7 +121,6 @@ class StorageMachine(RuleBasedStateMachine):
 
     @invariant()
     def an_index_entry_points_at_a_verified_record_of_the_same_key(self) -> None:
-        self.contract.settle(self.backend.backend)
         there = self.store.contains([key_of(n) for n in range(KEYS)])
         assert sum(there) <= self.store.usage()["records"] <= self.contract.copies_max * sum(there)
         assert self.found(range(KEYS)) == there
@@ -144,9 +143,6 @@ class StorageContract:
     def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
         """A new, empty backend of about that capacity; ``directory`` is empty and its own."""
         raise NotImplementedError
-
-    def settle(self, backend: StorageBackend) -> None:
-        """Wait for what the backend does behind its callers, if it does anything."""
 
     @contextmanager
     def rival(self, backend: StorageBackend) -> Iterator[StorageBackend]:
@@ -189,8 +185,7 @@ class StorageContract:
             for first in range(0, 200, 5):
                 assert put(store, range(first, first + 5)) == [True] * 5
                 assert get(store, [first + 4]) == [payload_of(first + 4)]
-                usage = backend.usage()
-                assert usage["used_nbytes"] + usage["free_nbytes"] == usage["capacity_nbytes"]
+            usage = backend.usage()
             assert 0 < usage["records"] <= usage["capacity_nbytes"] // LAYOUT.nbytes
             assert all(answer in (payload_of(n), Absence.MISS) for n, answer in enumerate(get(store, range(200))))
 
@@ -273,16 +268,13 @@ class StorageContract:
 
     @pytest.mark.parametrize("replace", [False, True])
     def test_two_writers_of_the_same_keys_leave_one_whole_record_of_which_both_were_told(self, replace: bool) -> None:
-        """Goal: each key ends with one whole record, and without ``replace`` everybody is told the first writer's.
-
-        Method: two writers, each of its own origin; those that replace each other put other rows, too.
-        """
+        """Each key ends with one whole record; without ``replace`` everybody is told the first writer's."""
         with self._store() as (backend, _), self.rival(backend) as rival:
             rounds = self.race_rounds if replace else 6
             answers = race([backend, rival], rounds, replace=replace)
-            self.settle(backend)
             for n, found in enumerate(held(backend, range(NUMBERS))):
                 content = found if isinstance(found, Content) else None
                 told = [answer for of_one in answers for answer in of_one[n]]
-                last = {of_one[n][-1] for of_one in answers}
-                assert content in (last if self.exact else told) if replace else {*told} == {content}
+                assert content in told  # where one of several places was away, either may have been told first
+                if self.exact:
+                    assert content in {of_one[n][-1] for of_one in answers} if replace else {*told} == {content}

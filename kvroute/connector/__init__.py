@@ -9,7 +9,7 @@ objects know what to do, and :class:`StepMeta` is what goes from one to the othe
 A client has :func:`routes`. The worker's end needs torch, nothing else here does.
 """
 
-from kvroute.connector.answers import routes, unseen
+from kvroute.connector.answers import missing, routes, unseen
 from kvroute.connector.left import Tokens
 from kvroute.connector.scheduler import Request, SchedulerRows
 from kvroute.connector.settings import Engine, Handshake, Settings, StepMeta
@@ -24,6 +24,7 @@ __all__ = [
     "StepMeta",
     "Tokens",
     "gathered",
+    "missing",
     "routes",
     "unseen",
 ]

@@ -1,9 +1,9 @@
 """The client's end: the routes of an answer, from an engine's own object or from the JSON of an OpenAI server.
 
-Beside an answer goes ``{"kvroute": {"rollouts": {name: handle}, "unseen": {name: spans}, "error": {name: text}}}``. A
-name is what the engine calls a request: the id that it was given, behind ``<i>_`` where it is one of several
-completions. Many requests may have a name, one after the other. What is found by a name is an answer's only if its
-token hashes say so.
+Beside an answer goes ``{"kvroute": {"rollouts": {name: handle}, "unseen": {name: spans}, "missing": {name: gaps},
+"error": {name: text}}}``. A name is what the engine calls a request: the id that it was given, behind ``<i>_`` where it
+is one of several completions. Many requests may have a name, one after the other. What is found by a name is an
+answer's only if its token hashes say so.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvroute.routes.token_hash import token_hashes
 FIELD: Final = "kvroute"
 LEFT: Final = "rollouts"
 UNSEEN: Final = "unseen"
+MISSING: Final = "missing"
 ERROR: Final = "error"
 POLL_S: Final = 0.01
 
@@ -70,6 +71,15 @@ def unseen(output: Any, index: int = 0) -> tuple[tuple[int, int], ...]:
     asked = _Asked.of(output, index)
     spans = asked.told_of(UNSEEN) or ()
     return tuple((int(start), int(stop)) for start, stop in spans)
+
+
+def missing(output: Any, index: int = 0) -> tuple[tuple[int, int, str], ...]:
+    """The positions ``[start, stop)`` whose rows another engine lent and which did not come, and why.
+
+    The routes say which rows are missing, whatever the reason; here are the reasons that the engine knows.
+    """
+    gaps = _Asked.of(output, index).told_of(MISSING) or ()
+    return tuple((int(start), int(stop), str(why)) for start, stop, why in gaps)
 
 
 def _left(asked: _Asked, rollouts: RolloutStore, wait_s: float) -> Routes:
@@ -238,4 +248,4 @@ def _mapping(given: Any) -> Mapping[str, Any]:
     return given if isinstance(given, Mapping) else {}
 
 
-__all__ = ["ERROR", "FIELD", "LEFT", "UNSEEN", "answers_of", "field_of", "routes", "unseen"]
+__all__ = ["ERROR", "FIELD", "LEFT", "MISSING", "UNSEEN", "answers_of", "field_of", "missing", "routes", "unseen"]

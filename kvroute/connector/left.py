@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from cache_manager.errors import KVRouteError
-from kvroute.connector.answers import ERROR, FIELD, LEFT, UNSEEN
+from kvroute.connector.answers import ERROR, FIELD, LEFT, MISSING, UNSEEN
+from kvroute.connector.tickets import Gap
 from kvroute.rollout import RolloutStore
 from kvroute.routes import Routes
 
@@ -55,7 +56,13 @@ class LeftRoutes:
             logger.warning("a rollout %s that may be of an earlier request cannot be deleted: %s", name, error)
 
     def leave(
-        self, name: str, routes: Routes, tokens: Tokens | None, group: str | None, unseen: Sequence[Sequence[int]]
+        self,
+        name: str,
+        routes: Routes,
+        tokens: Tokens | None,
+        group: str | None,
+        unseen: Sequence[Sequence[int]],
+        gaps: Sequence[Gap] = (),
     ) -> dict[str, Any]:
         """What goes to the client whose request ``name`` has these routes.
 
@@ -67,6 +74,8 @@ class LeftRoutes:
         told: dict[str, dict[str, Any]] = {LEFT: {name: self._store.put(name, routes).to_json()}}
         if unseen:
             told[UNSEEN] = {name: unseen}
+        if gaps:
+            told[MISSING] = {name: [list(gap) for gap in gaps]}
         return self._told(told, group)
 
     def fail(self, name: str, error: KVRouteError, group: str | None) -> dict[str, Any]:

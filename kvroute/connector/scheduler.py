@@ -24,6 +24,7 @@ from cache_manager.publish import Rows
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.settings import VERSION, Engine, Handshake, StepMeta
 from kvroute.connector.stores import opened
+from kvroute.connector.tickets import Tickets, gaps_of
 from kvroute.connector.versions import Versions
 from kvroute.rollout import open_rollouts
 from kvroute.routes import Routes
@@ -45,8 +46,13 @@ class Request(Protocol):
     num_computed_tokens: int  # before the step at hand
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Asked for where rows are lent."""
+        ...
+
+    @property
     def all_token_ids(self) -> Sequence[int]:
-        """Of its prompt and its answer; asked for where rows are in the KV."""
+        """Of its prompt and its answer; asked for where rows are in the KV, or are lent or fetched."""
         ...
 
     @property
@@ -75,6 +81,7 @@ class Ended(NamedTuple):
 
     tokens: int  # that have rows at most: KV of others has not come, and nobody will ever compare their rows with it
     steps: list[tuple[int, int]]  # that computed some, or joined it: number, and the first position that it may write
+    why: Mapping[int, str]  # of blocks whose rows were lent by another engine and did not all come
 
 
 class SchedulerRows:
@@ -107,6 +114,7 @@ class SchedulerRows:
         self._later: dict[str, _Load] = {}  # of which the worker's store was told
         self._landed: dict[str, _Load] = {}  # since the last step was sent
         self._joined: list[list[int]] = []
+        self._tickets = Tickets(engine.tokens, lambda: self.feed.generations)
         self._unseen = np.zeros(engine.blocks, np.int64)  # lives of blocks whose rows went by their KV,
         self._front = np.zeros(engine.blocks, np.int64)  # and of how many of their tokens
         kvroute.preload()
@@ -114,7 +122,7 @@ class SchedulerRows:
     def attach(self, worker: Handshake) -> None:
         """This worker has the rows. Raises :class:`RegionMissingError` where its region cannot be reached."""
         assert worker.region is not None, "of the rank that has rows"
-        before, self._late = self.view, worker.late
+        before, self._late, self._tickets.address = self.view, worker.late, worker.address
         self.view = kvroute.RegionView(worker.region, namespace=self.keys.namespace.fingerprint)
         if before is not None:
             before.close()
@@ -154,8 +162,13 @@ class SchedulerRows:
     def _keys(self, request: Request, first: int, last: int) -> list[BlockKey]:
         return [self.keys.adopt(bytes(each)) for each in request.block_hashes[first:last]]
 
-    def admitted(self, request: Request, blocks: list[int], external: int) -> None:
-        """The request has these blocks now; the KV of ``external`` tokens is loaded into some."""
+    def admitted(
+        self, request: Request, blocks: list[int], external: int, *, lends: bool = False, ticket: Any = None
+    ) -> None:
+        """The request has these blocks now; the KV of ``external`` tokens is loaded into some.
+
+        ``lends``: another engine goes on from its prompt. ``ticket`` is what prefill's answer had, where that is us.
+        """
         name, size = request.request_id, self.engine.tokens
         self._joined.append(blocks)
         self._later.pop(name, None)  # what has not come by now does not come
@@ -164,6 +177,12 @@ class SchedulerRows:
         first, later = self._asked.pop(name)
         last = first + external // size
         self._running[name] = _Running(request, last * size)
+        if self.engine.transfer:
+            if lends:
+                self._tickets.lend(request)
+            if external or ticket is not None:
+                self._tickets.fetch(request, ticket, first, external, blocks)
+            return
         if external:  # a part of a block has no key: its rows come in pages or not at all
             partial = self.engine.pages and external % size > 0
             start = first * size
@@ -208,6 +227,9 @@ class SchedulerRows:
         if self._landed:
             landed, self._landed = self._landed, {}
             meta.landed = [run for name, load in landed.items() if (run := self._come(name, load)).blocks]
+        if self.engine.transfer:
+            meta.lends = self._tickets.fills(scheduled, self.blocks_of, mixed=self.weights.mixed)
+            meta.withdrawn, meta.fetches = self._tickets.withdrawn(), self._tickets.fetches()
         for name, tokens in scheduled.items() if self._late else ():
             if (running := self._running.get(name)) is not None:
                 running.sent.append((meta.number, running.request.num_computed_tokens, tokens))
@@ -243,22 +265,33 @@ class SchedulerRows:
             self.feed.persist(full)
         return runs
 
+    def told(self, why: Mapping[str, Mapping[int, str]]) -> None:
+        """The worker waits no more for what these requests fetch."""
+        for name, blocks in why.items():
+            if name in self._running:
+                self._tickets.came(name, blocks)
+
     # ---------------------------------------------------------------- the end
+
+    def ticket(self, request: Request) -> dict[str, Any] | None:
+        """What goes to decode beside the answer to a request that was lent; before :meth:`forget`."""
+        prompt = request.all_token_ids[: request.num_prompt_tokens]
+        return self._tickets.ticket(request.request_id, prompt, mixed=self.weights.mixed)
 
     def forget(self, request_id: str) -> Ended:
         """The request has ended, in whatever way; for :meth:`finished`."""
         found = [known.pop(request_id, None) for known in (self._loads, self._later, self._landed)]
         tokens = min((load.run.start for load in found if load is not None), default=sys.maxsize)
         self._asked.pop(request_id, None)
-        running = self._running.pop(request_id, None)
+        running, why = self._running.pop(request_id, None), self._tickets.end(request_id)
         if running is None or not running.sent:
-            return Ended(tokens, [])
+            return Ended(tokens, [], why)
         steps, rejected, after = list[tuple[int, int]](), 0, running.request.num_computed_tokens
         for number, start, n in reversed(running.sent):
             rejected += max(0, start + n - after)  # drafts, that was not known yet: it began so much earlier
             steps.append((number, start - rejected))
             after = start
-        return Ended(tokens, [*steps[:-1], (steps[-1][0], 0)])  # before the first one others may have written
+        return Ended(tokens, [*steps[:-1], (steps[-1][0], 0)], why)  # before the first one others may have written
 
     def finished(
         self,
@@ -289,7 +322,8 @@ class SchedulerRows:
             routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=versions, checked=True)
             by_kv = np.arange(self.engine.tokens) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]
             routes, unseen = self._settled(routes, by_kv.reshape(-1)[: len(routes)])
-            return self._left.leave(name, routes, of, group, unseen)
+            gaps = gaps_of(routes.missing, ended.why, self.engine.tokens) if ended else []
+            return self._left.leave(name, routes, of, group, unseen, gaps)
         except KVRouteError as error:
             return self._left.fail(name, error, group)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -10,6 +11,7 @@ import msgspec
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
+from kvroute.connector.tickets import Fetch, Lend
 from kvroute.connector.versions import AS_LOADED
 from kvroute.witness import Run
 
@@ -30,9 +32,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Rows that come for loaded KV are compared with it. It does not say what the last router chose: that is "missing"
     # from the routes, or there and "flagged" in the answer. "off" compares nothing: rows depend on tokens alone.
     witness: Literal["missing", "flagged", "off"] = "missing"
-    # What carries rows to other engines: the "connector" with its store; a "layer" of the model's paged KV, in which
-    # they go wherever the KV goes; "auto" is the layer where there is no store, and model and connector can have one.
-    carrier: Literal["connector", "layer", "auto"] = "auto"
+    # What carries rows to other engines: a "transfer" of their own beside the KV of whole requests; the "connector"
+    # with its store; a "layer" of the model's paged KV, in which they go wherever the KV goes. "auto" is the transfer
+    # where the connector moves whole requests, else the layer where there is no store, and model and connector can.
+    carrier: Literal["transfer", "connector", "layer", "auto"] = "auto"
+    lend: str = "tcp://127.0.0.1:*"  # where rows are lent to other engines: ipc:///path or tcp://HOST:PORT
+    keys: str = ""  # the secret key file that all engines of a deployment have; other hosts are let in with one only
     strict: bool = False  # mistakes of bookkeeping raise: for tests
     untested: str = ""  # go on with this version of the engine, which was not tested: "0.34"
 
@@ -68,6 +73,7 @@ class Engine:
     pages: bool  # rows are in a layer of the KV
     witness: Literal["missing", "flagged", "off"]  # "off" too where no KV is loaded
     drafts: bool = False  # a draft model computes in the same steps, and in the memory of their slots
+    transfer: bool = False  # rows of prompts are lent to other engines, and fetched from them
 
     @property
     def spec(self) -> AuxBlockDataSpec:
@@ -111,6 +117,9 @@ class StepMeta:
     loads: list[Run] = field(default_factory=list)  # blocks whose KV is loaded in this step
     landed: list[Run] = field(default_factory=list)  # blocks whose KV has come between steps
     full: list[Run] = field(default_factory=list)  # blocks that this step fills
+    lends: list[Lend] = field(default_factory=list)  # what it fills of prompts that other engines go on from,
+    withdrawn: list[bytes] = field(default_factory=list)  # transfers that are not those any more,
+    fetches: list[Fetch] = field(default_factory=list)  # and what other engines lend us
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +129,19 @@ class Handshake:
     inner: Any
     region: str | None = None
     late: bool = False  # rows are written behind a device, when the scheduler may have its answers
+    address: str = ""  # where rows are lent
 
 
-__all__ = ["Engine", "Handshake", "Settings", "StepMeta"]
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A worker's word after a step, beside that of the inner connector: fetches that nobody waits for any more."""
+
+    inner: Any
+    why: Mapping[str, Mapping[int, str]]  # what did not come, by request and by its blocks
+
+    def aggregate(self, other: Any) -> Told:
+        """With what another rank says, which has no rows."""
+        return Told(other if self.inner is None else self.inner.aggregate(other), self.why)
+
+
+__all__ = ["Engine", "Handshake", "Settings", "StepMeta", "Told"]

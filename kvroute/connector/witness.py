@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import distributed
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError
@@ -168,4 +169,12 @@ def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int])
     return list(layers.values()) if layers[last].element_size() == 1 else [layers[last]]
 
 
-__all__ = ["Join", "KvFolder", "KvWitness", "OtherRank", "witnessing"]
+def agree(folds: torch.Tensor, group: distributed.ProcessGroup) -> None:
+    """Leave the folds that all ranks have; where they differ, one that stands for no KV."""
+    least = folds.clone()
+    distributed.all_reduce(least, distributed.ReduceOp.MIN, group)
+    distributed.all_reduce(folds, distributed.ReduceOp.MAX, group)
+    folds[least != folds] ^= 1
+
+
+__all__ = ["Join", "KvFolder", "KvWitness", "OtherRank", "agree", "witnessing"]

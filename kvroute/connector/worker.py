@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -21,9 +22,10 @@ from kvroute.capture.step_ids import StepIds
 from kvroute.connector.behind import Behind
 from kvroute.connector.folds import to_host
 from kvroute.connector.pages import Got, Pages, slots_of
-from kvroute.connector.settings import VERSION, Engine, Handshake, StepMeta
+from kvroute.connector.settings import VERSION, Engine, Handshake, StepMeta, Told
 from kvroute.connector.stores import opened
-from kvroute.connector.witness import Join, KvFolder, KvWitness, OtherRank, witnessing
+from kvroute.connector.transfers import Transfers
+from kvroute.connector.witness import Join, KvFolder, KvWitness, OtherRank, agree, witnessing
 from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class WorkerRows:
         if engine.witness != "off":
             folder = KvFolder(witnessing(kv_caches, engine.spec.attrs["layer_ids"]), join=joined)
             self.witness = KvWitness(self.blocks, folder, engine.blocks)
+        self.transfers = Transfers(self.blocks, settings, self._miss) if engine.transfer else None
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
         self.missing: Counter[str] = Counter()  # tokens without rows, by reason
         self.store_failures = 0  # jobs that the store has failed, of persists too
@@ -108,7 +111,8 @@ class WorkerRows:
     def handshake(self, inner: Any = None) -> Handshake:
         """What the scheduler has to know before the first request."""
         region: Any = self.blocks.region("device")
-        return Handshake(inner, region.name, self._behind is not None)
+        address = self.transfers.crossing.address if self.transfers else ""
+        return Handshake(inner, region.name, self._behind is not None, address)
 
     def begin(self, step: StepMeta) -> None:
         """A step begins: what has become of blocks until now."""
@@ -118,11 +122,15 @@ class WorkerRows:
             self.pages.seen.begin()
             if step.given:
                 self.pages.clear(step.given)
-        if step.before or step.landed:
-            self._then(partial(self._begun, step.before, self._come(step.landed, step.namespace)))
+        if self.transfers:
+            self.transfers.expect(step)
+        if step.before or step.landed or step.fetches or step.withdrawn:
+            self._then(partial(self._begun, step, self._come(step.landed, step.namespace)))
 
-    def _begun(self, operations: bytes, landed: _Come) -> None:
-        self.blocks.apply(operations)
+    def _begun(self, step: StepMeta, landed: _Come) -> None:
+        self.blocks.apply(step.before)
+        if self.transfers:
+            self.transfers.begin(step)
         if landed.runs:
             self._land()
             self._unpack(landed)
@@ -133,11 +141,21 @@ class WorkerRows:
         if blocks:
             self._failed |= blocks
             self._failed_untold |= blocks
+            if self.transfers:
+                self.transfers.crossing.borrower.give_up(blocks)
 
     def failures(self) -> set[int]:
         """The blocks of which the scheduler has not been told."""
         untold, self._failed_untold = self._failed_untold, set()
         return untold
+
+    def arrived(self, requests: AbstractSet[str], failed: AbstractSet[str] = frozenset()) -> set[str]:
+        """The KV of these ``requests`` has come, or has ``failed`` to: which go on now, of all that wait for rows."""
+        return self.transfers.arrived(requests, failed) if self.transfers else set(requests)
+
+    def told(self, inner: Any = None) -> Any:
+        """What the scheduler has to know after a step, beside what the ``inner`` connector says."""
+        return Told(inner, why) if self.transfers and (why := self.transfers.told()) else inner
 
     def end(self) -> None:
         """The step is over."""
@@ -179,6 +197,8 @@ class WorkerRows:
         self._compare(come)  # before the step counts as over: who sees that believes what is before it
         if slots is not None or step.tokens:
             self._write(slots, ids, step, touched)
+        if self.transfers:
+            self.transfers.lend(step)
         if self._behind is not None:
             self.blocks.renew([self.engine.clock], [step.number])
         if full is not None and self.witness:
@@ -313,6 +333,8 @@ class WorkerRows:
         if self._behind is not None and not self._behind.close(RESTORE_S):
             logger.warning("the device is not done with the last steps: their rows stay behind")
             return
+        if self.transfers:
+            self.transfers.crossing.close()
         give_up_s = time.monotonic() + RESTORE_S
         for job in self.blocks.jobs:
             job.wait(max(0.0, give_up_s - time.monotonic()))
@@ -362,21 +384,13 @@ def part_of(
     """
     rank, joined = distributed.get_rank(group), None
     if distributed.get_world_size(group) > 1:
-        joined = partial(distributed.all_reduce if divided else _agree, group=group)
+        joined = partial(distributed.all_reduce if divided else agree, group=group)
     if not rank:
         return WorkerRows(engine, kv_caches, joined, pages=pages)
     if engine.witness == "off":
         return None
     layers = witnessing(kv_caches, engine.spec.attrs["layer_ids"])
     return OtherRank(KvFolder(layers, rank * layers[0].shape[1] if divided else 0, joined))
-
-
-def _agree(folds: torch.Tensor, group: distributed.ProcessGroup) -> None:
-    """Leave the folds that all ranks have; where they differ, one that stands for no KV."""
-    least = folds.clone()
-    distributed.all_reduce(least, distributed.ReduceOp.MIN, group)
-    distributed.all_reduce(folds, distributed.ReduceOp.MAX, group)
-    folds[least != folds] ^= 1
 
 
 __all__ = ["WorkerRows", "part_of"]

@@ -30,9 +30,9 @@ class LostError(Exception):
 
 
 class Odd(AskedChild[str]):
-    def __init__(self, **options: object) -> None:
+    def __init__(self) -> None:
         self.ends: list[tuple[str, int, bool]] = []
-        super().__init__(Child("odd_child", **options), "odd")  # type: ignore[arg-type]
+        super().__init__(Child("odd_child"), "odd")
 
     def _decoded(self, body: bytes) -> tuple[int, str | Exception]:
         answer = msgspec.msgpack.decode(body, type=Answer)
@@ -152,17 +152,6 @@ def test_callers_at_once_get_each_their_own_answer(odd: Odd) -> None:
     with ThreadPoolExecutor(6) as pool:
         for future in [pool.submit(ask, caller) for caller in range(6)]:
             future.result(WAIT_S)
-
-
-def test_what_it_prints_is_kept_and_its_environment_is_ours_first(tmp_path: Path) -> None:
-    child = Odd(log=tmp_path / "log", environment={"ODD": "odd", "HOME": "not ours"})
-    try:
-        assert child.begin("environment").result(WAIT_S) == "odd" + os.environ["HOME"]
-        child.begin("print").result(WAIT_S)
-        assert (tmp_path / "log").read_text() == "heard\n"
-    finally:
-        child.kill()
-        assert child.join(WAIT_S)
 
 
 def test_an_idle_child_that_ends_is_noticed(odd: Odd) -> None:

@@ -1,6 +1,6 @@
 """``kvroute demo`` as a person runs it: every way of moving rows happens, and every row comes out right.
 
-``.ci/run`` runs it on another model, with a process beside the engine and with a Mooncake pool.
+``.ci/run`` runs it on another model, and with a Mooncake pool.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from rich.console import Console
 from cache_manager.storage import open_store
 from kvroute.capture.capture import RoutingCapture
 from kvroute.cli import main
-from paged_engine.demo.command import demo
-from paged_engine.demo.options import DemoOptions
-from paged_engine.demo.pool import running_pool
-from paged_engine.demo.serve import Watcher
-from paged_engine.engine.engine import Span
+from paged_engine.demo import Clients, demo
+from paged_engine.engine import Span
+from paged_engine.options import Options
+from paged_engine.pool import running_pool
 
 torch.set_num_threads(1)
 
@@ -41,7 +40,7 @@ def test_everything_happens_and_every_row_is_right(tmp_path: Path) -> None:
     """Goal: the promise holds end to end. Method: the demo itself, small, and its numbers."""
     console = Console(file=io.StringIO(), width=120)
     report = tmp_path / "numbers.json"
-    status = demo(DemoOptions(requests=8, model="deepseek_v3", out=tmp_path, json=report), console)
+    status = demo(Options(requests=8, model="deepseek_v3", out=tmp_path, json=report), console)
     found = json.loads(report.read_text())
     assert found.keys() >= KEYS
     assert status == 0, found
@@ -66,19 +65,19 @@ def test_a_pool_that_is_killed_in_mid_run_costs_time_and_no_row(
     """Goal: a request never dies of its cache. Method: SIGKILL the lender, and by it the master, after the restart."""
     with running_pool() as pool:
         passes = iter(range(10**6))
-        begin = Watcher.begin
+        begin = Clients.begin
 
-        def begin_and_kill(watcher: Watcher, spans: Sequence[Span]) -> None:
+        def begin_and_kill(clients: Clients, spans: Sequence[Span]) -> None:
             if after_restart() and next(passes) == 3:
                 os.kill(pool.owner_pid, signal.SIGKILL)
-            begin(watcher, spans)
+            begin(clients, spans)
 
-        monkeypatch.setattr(Watcher, "begin", begin_and_kill)
+        monkeypatch.setattr(Clients, "begin", begin_and_kill)
         console = Console(file=io.StringIO(), width=120)
         after_restart = lambda: "engine stopped" in console.file.getvalue()  # type: ignore[attr-defined]  # noqa: E731
         report = tmp_path / "numbers.json"
         url = f"{pool.url}&timeout_ms=1000"
-        status = demo(DemoOptions(requests=6, store=url, out=tmp_path, json=report), console)
+        status = demo(Options(requests=6, store=url, out=tmp_path, json=report), console)
         assert next(passes) > 3, "it was killed"
     found = json.loads(report.read_text())
     assert status == 0, found
@@ -104,7 +103,7 @@ def test_rows_at_the_wrong_tokens_fail_the_demo(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(RoutingCapture, "rows", lambda capture, positions=None: rows(capture, positions)[::-1])
     report = tmp_path / "numbers.json"
     console = Console(file=io.StringIO(), width=120)
-    assert demo(DemoOptions(requests=2, out=tmp_path, json=report), console) == 1
+    assert demo(Options(requests=2, out=tmp_path, json=report), console) == 1
     found = json.loads(report.read_text())
     assert found["rows_wrong"] != 0
     assert found["tokens_match"] is True
@@ -161,7 +160,6 @@ def _stored_blocks(store: Path) -> int:
         (["--json", "{file}/below/numbers.json"], "--json: wanted a directory that can be written"),
         (["--json", "{directory}"], "--json: wanted a file"),
         (["--device", "tpu"], "--device: wanted cpu or cuda, got tpu"),
-        (["--device", "cuda", "--transfer-process"], "--transfer-process: wanted --device cpu"),
         pytest.param(
             ["--device", "cuda"],
             "--device: wanted cpu, for torch sees no CUDA GPU here, got cuda",

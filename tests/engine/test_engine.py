@@ -12,13 +12,13 @@ from engine_runs import NAMESPACE, PLAIN, TIGHT, Hook, assert_empty, assert_same
 from torch import nn
 
 from cache_manager.errors import ConfigError, InvalidInputError
-from paged_engine.demo.checker import Checker, Verdict
-from paged_engine.demo.update import move_routers
-from paged_engine.engine import text
-from paged_engine.engine.engine import Engine
-from paged_engine.engine.models import build_model
-from paged_engine.engine.request import EngineConfig, FinishReason, Output, Request
-from paged_engine.engine.sequence import State
+from paged_engine import text
+from paged_engine.engine import Engine
+from paged_engine.judge import Checker, Verdict
+from paged_engine.models import build_model
+from paged_engine.request import EngineConfig, FinishReason, Output, Request
+from paged_engine.sequence import State
+from paged_engine.update import move_routers
 
 
 def test_swap_prefix_cache_and_copy_on_write_change_no_token_and_no_row(model: nn.Module) -> None:
@@ -138,7 +138,7 @@ def test_abort_at_any_time_leaves_nothing_behind(qwen: nn.Module, seed: int) -> 
     for output in outputs:
         again = np.full((len(output.routes), *output.routes.ids.shape[1:]), -1, np.int32)
         verdict = checker.judge(output.sequence, output.routes, len(output.routes), again)
-        assert (verdict.wrong, verdict.missing, verdict.judged_by_recompute) == (0, 0, 0)
+        assert (verdict.rows_wrong, verdict.rows_missing, verdict.rows_judged_by_recompute) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("when", ["on_begin", "on_end"])
@@ -223,7 +223,7 @@ def test_the_checker_sees_a_row_that_was_changed_in_memory(qwen: nn.Module) -> N
         outputs = run(engine, [replace(requests_of(1)[0], n=1)])
     checker.detach()
     verdict = judged(checker, "qwen3_moe", outputs)
-    assert (verdict.wrong, verdict.missing) == (1, 0)
+    assert (verdict.rows_wrong, verdict.rows_missing) == (1, 0)
 
 
 def test_the_checker_counts_what_is_missing(qwen: nn.Module) -> None:
@@ -237,8 +237,8 @@ def test_the_checker_counts_what_is_missing(qwen: nn.Module) -> None:
         (output,) = engine.run()
     checker.detach()
     verdict = judged(checker, "qwen3_moe", {("r0", 0): output})
-    assert verdict.wrong == 0
-    assert verdict.missing == int((~output.routes.valid).sum()) > 100
+    assert verdict.rows_wrong == 0
+    assert verdict.rows_missing == int((~output.routes.valid).sum()) > 100
 
 
 # Rows that tokens were sampled with ---------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_rows_are_those_that_the_tokens_were_sampled_with() -> None:
     """
     updated = _run_with_updates(replace(TIGHT, device_blocks=36, host_blocks=8), requests_of(8), (9, 40))
     verdict = updated.verdict
-    assert (verdict.wrong, verdict.missing, verdict.judged_by_recompute) == (0, 0, 0)
+    assert (verdict.rows_wrong, verdict.rows_missing, verdict.rows_judged_by_recompute) == (0, 0, 0)
     assert updated.checker.rows_computed_differently > 100  # otherwise the run has shown nothing
     crossing = [o for o in updated.outputs.values() if len(o.routes.weights_versions) > 1]
     assert crossing
@@ -310,7 +310,6 @@ def test_rows_are_those_that_the_tokens_were_sampled_with() -> None:
         ("device_blocks", 0),
         ("host_blocks", -1),
         ("step_tokens", 0),
-        ("graphs", "yes"),
     ],
 )
 def test_a_config_that_cannot_be_names_its_field(field_name: str, value: int) -> None:

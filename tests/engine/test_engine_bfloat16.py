@@ -9,9 +9,9 @@ import torch
 
 from cache_manager.keys import Namespace
 from cache_manager.storage import open_store
-from paged_engine.engine.engine import Engine
-from paged_engine.engine.models import MODELS, build_model
-from paged_engine.engine.request import EngineConfig, Request
+from paged_engine.engine import Engine
+from paged_engine.models import MODELS, build_model
+from paged_engine.request import EngineConfig, Request
 
 
 @pytest.mark.parametrize("family", list(MODELS))

@@ -12,18 +12,23 @@ from cache_manager.keys import Namespace
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.launched import LaunchedCapture
 from kvroute.routing import routing_spec_from_hf
-from paged_engine.engine import passes
-from paged_engine.engine.engine import Engine
-from paged_engine.engine.request import EngineConfig, Request
+from paged_engine.engine import Engine
+from paged_engine.request import EngineConfig, Request
 
 REQUESTS = [Request(f"r{i}", tuple(range(3 + i, 30 + 2 * i)), 6, n=1 + i % 2) for i in range(3)]
+
+
+def launching(engine: Engine) -> LaunchedCapture:
+    """As on a GPU."""
+    return LaunchedCapture(engine._model, engine.spec, engine.aux.region("device"), 64)
 
 
 def run(model: nn.Module, *, launched: bool) -> dict[tuple[str, int], tuple[tuple[int, ...], bytes]]:
     """Tokens and rows of every sample, on blocks so few that sequences swap."""
     config = EngineConfig(device_blocks=9, host_blocks=9, memory="shared")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "launches", lambda *_: launched)
+        if launched:
+            patch.setattr(Engine, "_capturing", launching)
         with Engine(model, config, Namespace("tests", weights_version=1)) as engine:
             assert isinstance(engine._capture, LaunchedCapture) == launched
             for request in REQUESTS:
@@ -92,7 +97,7 @@ def test_a_pass_that_fails_leaves_no_rows(qwen: nn.Module) -> None:
         fail.append(False)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "launches", lambda *_: True)
+        patch.setattr(Engine, "_capturing", launching)
         with Engine(qwen, EngineConfig(device_blocks=9), Namespace("tests", weights_version=1)) as engine:
             hook = routers[1].register_forward_pre_hook(once)
             try:

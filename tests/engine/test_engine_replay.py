@@ -18,9 +18,9 @@ from kvroute.capture.canary import canary_rows
 from kvroute.config import RoutingReplayConfig
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.shard import fetch_routes
-from paged_engine.engine import text
-from paged_engine.engine.engine import Engine
-from paged_engine.engine.request import EngineConfig, Output, Request
+from paged_engine import text
+from paged_engine.engine import Engine
+from paged_engine.request import EngineConfig, Output, Request
 
 CONFIG = EngineConfig(device_blocks=60, host_blocks=20)
 NAMESPACE = Namespace("tests", weights_version=3)

@@ -14,10 +14,10 @@ from torch import nn
 from cache_manager.errors import BlockStateError
 from cache_manager.storage import open_store
 from cache_manager.stored import JobLimits
-from paged_engine.demo.checker import Checker
-from paged_engine.engine.engine import Engine
-from paged_engine.engine.request import Output, Request
-from paged_engine.engine.sequence import State
+from paged_engine.engine import Engine
+from paged_engine.judge import Checker
+from paged_engine.request import Output, Request
+from paged_engine.sequence import State
 
 
 def test_a_new_engine_goes_on_from_the_store(model: nn.Module, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_damaged_store_costs_time_and_never_a_row(qwen: nn.Module, tmp_path: P
     assert_same(results[0], results[2])
     assert all(o.routes.complete for o in results[2].values())
     verdict = judged(checker, "qwen3_moe", results[2])
-    assert (verdict.wrong, verdict.missing) == (0, 0)
+    assert (verdict.rows_wrong, verdict.rows_missing) == (0, 0)
     assert restored[2] < restored[1] / 2
 
 

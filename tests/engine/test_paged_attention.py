@@ -7,19 +7,20 @@ import pytest
 import torch
 from torch import nn
 
-from paged_engine.demo.checker import RouterWatch
-from paged_engine.engine import text
-from paged_engine.engine.kv import PagedKV
-from paged_engine.engine.models import BATCH_MULTIPLE, build_model, weights_digest
-from paged_engine.engine.paged_attention import PagedBatch
-from paged_engine.engine.probe import kv_shape
+from paged_engine import text
+from paged_engine.attention import PagedBatch
+from paged_engine.judge import RouterWatch
+from paged_engine.kv import PagedKV
+from paged_engine.models import BATCH_MULTIPLE, build_model, weights_digest
+from paged_engine.probe import kv_shape
+from paged_engine.request import EngineConfig
 
 BLOCK = 8
 TOKENS = 61
 
 
 def _cache(model: nn.Module) -> PagedKV:
-    kv = PagedKV(kv_shape(model), block_tokens=BLOCK, device_blocks=24, host_blocks=4)
+    kv = PagedKV(kv_shape(model), EngineConfig(BLOCK, device_blocks=24, host_blocks=4))
     kv.device.fill_(float("nan"))  # whatever is read without having been written shows
     return kv
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 
 from cache_manager.testing.kv import KVBlocksContract
-from paged_engine.engine.kv import KVShape, PagedKV
+from paged_engine.kv import KVShape, PagedKV
+from paged_engine.request import EngineConfig
 
 
 class TestPagedKV(KVBlocksContract):
     dtype = torch.float32
 
     def kv(self) -> PagedKV:
-        return PagedKV(KVShape(2, 2, 4, 3, self.dtype), block_tokens=8, device_blocks=5, host_blocks=4)
+        return PagedKV(KVShape(2, 2, 4, 3, self.dtype), EngineConfig(8, device_blocks=5, host_blocks=4))
 
 
 class TestPagedKVOfBfloat16(TestPagedKV):

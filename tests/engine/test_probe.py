@@ -11,10 +11,10 @@ from torch import nn
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.keys import Namespace
-from paged_engine.engine.engine import Engine
-from paged_engine.engine.paged_attention import ATTENTION, paged_attention
-from paged_engine.engine.probe import kv_shape
-from paged_engine.engine.request import EngineConfig
+from paged_engine.attention import ATTENTION, paged_attention
+from paged_engine.engine import Engine
+from paged_engine.probe import kv_shape
+from paged_engine.request import EngineConfig
 
 ANOTHER_WAY = "tokens that know of each other by paged attention alone"
 REFUSED = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage.file import FileStore
-from tests.storage.file_stores import FILL, SEGMENT_NBYTES, child, segments
+from tests.storage.stores import SMALL_NBYTES, files
 from tests.support.canary import canary_rows
 
 TOKENS = 64
@@ -83,7 +85,7 @@ def restore_into_a_used_block(aux: AuxBlocks, number: int, block: int = BLOCKS -
 @contextmanager
 def stored(directory: Path, **options: Any) -> Iterator[tuple[AuxBlocks, FileStore]]:
     """Blocks over a file store in ``directory``."""
-    store = FileStore(directory, quota_nbytes=1 << 20, segment_nbytes=SEGMENT_NBYTES)
+    store = FileStore(directory, quota_nbytes=1 << 20, extent_nbytes=SMALL_NBYTES)
     try:
         with make_aux(store, **options) as aux:
             yield aux, store
@@ -92,19 +94,25 @@ def stored(directory: Path, **options: Any) -> Iterator[tuple[AuxBlocks, FileSto
 
 
 def file_nbytes(directory: Path) -> int:
-    """Bytes of all segment files; a journal is none, and goes with its segment."""
-    return sum(path.stat().st_size for path in directory.glob("segment-*") if path.suffix != ".journal")
+    """Bytes of all extents."""
+    return sum(path.stat().st_size for path in files(directory))
 
 
-KILLED_BEFORE_A_BYTE = FILL + (
-    "import os, signal\n"
-    "put(store, range(6))\n"
-    "os.posix_fallocate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-    "put(store, range(6, 12))\n"
-)
+KILLED_BEFORE_A_BYTE = """
+import os, signal, sys
+from pathlib import Path
+from tests.storage.stores import opened
+from cache_manager.testing.records import put
+with opened(Path(sys.argv[1])) as store:
+    put(store, range(6))
+    os.posix_fallocate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    put(store, range(6, 60))
+"""
 
 
 def killed_before_a_byte(directory: Path) -> None:
-    done = child(KILLED_BEFORE_A_BYTE, str(directory))
+    command = [sys.executable, "-c", KILLED_BEFORE_A_BYTE, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert segments(directory)[-1].stat().st_size == 0
+    (leftover,) = directory.glob("*.tmp")
+    assert leftover.stat().st_size == 0

@@ -19,7 +19,7 @@ from cache_manager.ports import Absence
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage.file import FileStore
 from cache_manager.testing.records import get, key_of, payload_of, put
-from tests.storage.file_stores import SEGMENT_NBYTES, opened
+from tests.storage.stores import opened
 
 SPEC = AuxBlockDataSpec("routing", (3, 2), "uint8", 4)
 
@@ -130,7 +130,7 @@ def test_a_forked_child_cannot_write_the_parents_rows(begun: str) -> None:
 
 
 def test_a_forked_child_of_a_file_store_is_refused_and_harms_nobody(tmp_path: Path) -> None:
-    """Goal: two writers behind one lock. Method: a child that puts, and one whose close cuts the segment off."""
+    """Goal: two writers behind one lock. Method: a child that puts, and one that closes."""
     with opened(tmp_path) as store:
         assert all(put(store, [1]))
         assert in_a_forked_child(lambda: put(store, [2])) == b"StoreClosedError"
@@ -154,14 +154,14 @@ def test_a_forked_child_of_a_file_store_is_refused_and_harms_nobody(tmp_path: Pa
 def test_a_removed_lock_file_lets_no_second_writer_in(tmp_path: Path) -> None:
     """Goal: an operator who takes the lock file for a leftover loses nothing. Method: remove it, open again.
 
-    Both stores used to write segments of the same names over each other.
+    The lock is the directory's own.
     """
     with opened(tmp_path) as store:
         assert all(put(store, [1]))
         (tmp_path / "kvroute.lock").unlink()
         for _ in range(2):
             with pytest.raises(StoreLockedError, match="one writer"):
-                FileStore(tmp_path, quota_nbytes=1 << 20, segment_nbytes=SEGMENT_NBYTES)
+                FileStore(tmp_path, quota_nbytes=1 << 20)
         assert all(put(store, [2]))
     with opened(tmp_path) as store:
         assert get(store, [1, 2]) == [payload_of(1), payload_of(2)]

@@ -11,6 +11,7 @@ from planted import FAULTS, Fault
 from planted_answers import ANSWER_FAULTS
 from planted_connector import CONNECTOR_FAULTS
 from planted_core import CORE_FAULTS
+from planted_crossing import CROSSING_FAULTS
 from planted_memory import MEMORY_FAULTS
 from planted_routes import ROUTES_FAULTS
 from planted_sglang import SGLANG_FAULTS
@@ -23,6 +24,7 @@ LISTS: Final = {
     "planted_core.py": CORE_FAULTS,
     "planted_memory.py": MEMORY_FAULTS,
     "planted_connector.py": CONNECTOR_FAULTS,
+    "planted_crossing.py": CROSSING_FAULTS,
     "planted_answers.py": ANSWER_FAULTS,
     "planted_routes.py": ROUTES_FAULTS,
     "planted_sglang.py": SGLANG_FAULTS,

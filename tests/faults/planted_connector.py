@@ -199,6 +199,8 @@ CONNECTOR_FAULTS = [
         "        self._compare(come)  # before the step counts as over: who sees that believes what is before it\n"
         "        if slots is not None or step.tokens:\n"
         "            self._write(slots, ids, step, touched)\n"
+        "        if self.transfers:\n"
+        "            self.transfers.lend(step)\n"
         "        if self._behind is not None:\n"
         "            self.blocks.renew([self.engine.clock], [step.number])\n",
         "        if slots is not None or step.tokens:\n"

@@ -28,7 +28,12 @@ def ran(where: Path, without: list[str], *arguments: str) -> subprocess.Complete
     ("without", "arguments", "said"),
     [
         ("torch", ("demo",), "kvroute demo: needs torch; pip install 'kvroute[engine]'"),
-        ("aiohttp", ("front", "--model", "m"), "kvroute front: needs aiohttp; pip install 'kvroute[serve]'"),
+        ("aiohttp", ("decode", "--port", "0"), "kvroute decode: needs aiohttp; pip install 'kvroute[serve]'"),
+        (
+            "paged_engine",
+            ("demo",),
+            "kvroute demo: needs paged_engine.demo; install kvroute, or put examples/ of its source on PYTHONPATH",
+        ),
     ],
 )
 def test_a_missing_package_is_named_with_its_part(
@@ -49,7 +54,7 @@ def test_a_package_of_the_users_own_is_not_sought_in_kvroute(tmp_path: Path) -> 
 
 def test_prove_wants_no_torch() -> None:
     """Goal: as it is said, ``testing`` is all that it wants. Method: a manager is proved where no other part is."""
-    without = ["torch", "transformers", "tokenizers", "rich", "matplotlib", "aiohttp", "prometheus_client", "triton"]
+    without = ["torch", "transformers", "tokenizers", "rich", "matplotlib", "aiohttp", "triton"]
     found = ran(SUPPORT, without, "prove", "tiny_managers:Plain", "--examples", "20")
     assert "operations" in found.stdout, found.stderr
     assert found.returncode == (FAILED if "not proved" in found.stdout else 0)

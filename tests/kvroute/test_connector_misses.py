@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -14,8 +13,11 @@ import pytest
 from toy_engine import TOKENS, Toy, judge
 
 from cache_manager.errors import StorageError, StoreMissingError
+from cache_manager.storage.disk import SystemDisk
+from cache_manager.storage.file.directory import StoreDirectory
+from cache_manager.storage.file.fsck import read_extents
 from kvroute.connector import routes, worker
-from tests.storage.file_stores import flip, segments
+from tests.storage.stores import files, flip
 
 ASKED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 NOT_THERE = "the store of rows does not have them"
@@ -51,12 +53,11 @@ def _without_the_second(rows: Path) -> Iterator[dict[str, Any]]:
 def _with_a_bit_changed(rows: Path) -> Iterator[dict[str, Any]]:
     """In the payload of each record, after the worker has opened the store; the scheduler asks a copy."""
     yield {"reader": f"file://{shutil.copytree(rows, rows.with_name('copy'))}?mode=read"}
-    (segment,) = segments(rows)
-    raw = segment.read_bytes()
-    starts = [found.start() for found in re.finditer(b"KVRR", raw)]
-    for start in starts:
-        flip(segment, start + int.from_bytes(raw[start + 6 : start + 8], "little"))
-    assert len(starts) == 2
+    ((_, extent, served),) = read_extents(StoreDirectory.existing(rows), SystemDisk())
+    assert extent is not None
+    assert len(served) == 2
+    for slot in served:
+        flip(files(rows)[0], extent.payload_at(slot))
 
 
 @pytest.mark.parametrize("late", [False, True])

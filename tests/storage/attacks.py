@@ -26,8 +26,8 @@ from cache_manager.errors import StorageError, StoreClosedError, StoreLockedErro
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer
 from cache_manager.storage.disk import Room
+from cache_manager.storage.file import Sync, fsck
 from cache_manager.storage.records import RecordStore
-from cache_manager.storage.slots import Sync, fsck
 from cache_manager.testing.origins import Content, held, offer, together
 from cache_manager.testing.records import BOTH, get, key_of, payload_of, put
 from tests.storage.stores import MEMORY, files, opened, reading

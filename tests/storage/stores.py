@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cache_manager.storage.disk import Disk
+from cache_manager.keys import BlockKey
+from cache_manager.storage.disk import Disk, SystemDisk
+from cache_manager.storage.file import FileReader, FileStore
+from cache_manager.storage.file.directory import StoreDirectory
+from cache_manager.storage.file.fsck import read_extents
 from cache_manager.storage.records import RecordStore
-from cache_manager.storage.slots import FileReader, FileStore
 from cache_manager.testing.records import LAYOUT
 
 SMALL_NBYTES = 64 << 10
@@ -60,3 +63,13 @@ def flip(path: Path, offset: int, bit: int = 4) -> None:
         byte = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([byte ^ bit]))
+
+
+def payload_in(directory: Path, key: BlockKey, at: int = 0) -> tuple[Path, int]:
+    """The file that has the record of a key, and where byte ``at`` of its payload is."""
+    for report, extent, served in read_extents(StoreDirectory.existing(directory), SystemDisk()):
+        for slot in served if extent is not None else ():
+            assert extent is not None
+            if extent.key_of(slot) == key:
+                return directory / report.name, extent.payload_at(slot) + at
+    raise AssertionError(f"no record of {key.hex()}")

@@ -48,7 +48,7 @@ class TestFileApart(StorageContract):
     machine_settings = FEW
 
     def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
-        return open_store(f"apart:?arena=128KiB,file://{directory}?quota={capacity_nbytes}&segment=16KiB")
+        return open_store(f"apart:?arena=128KiB,file://{directory}?quota={capacity_nbytes}")
 
 
 def apart(url: str, **limits: float) -> ApartStore:
@@ -57,7 +57,7 @@ def apart(url: str, **limits: float) -> ApartStore:
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/store?quota=64MiB&segment=1MiB"
+    return f"file://{tmp_path}/store?quota=64MiB"
 
 
 @pytest.fixture

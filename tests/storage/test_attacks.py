@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from cache_manager.storage.slots import FileStore, fsck
 from faulty_disk import FaultyDisk
 
 from cache_manager.ports import Absence
 from cache_manager.storage.disk import Room
 from cache_manager.storage.records import RecordStore
-from cache_manager.storage.slots import FileStore, fsck
 from cache_manager.testing.records import LAYOUT, get, payload_of, put
 from tests.storage import attacks
 from tests.storage.stores import files, flip, opened, reading

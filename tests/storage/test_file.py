@@ -1,340 +1,419 @@
-"""The file store keeps the storage contract, and what is its own: files, quota, other writers."""
+"""The file store: the contract of stores, and what it promises beside that."""
 
 from __future__ import annotations
 
-import itertools
+import errno
 import os
 import shutil
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from faulty_disk import FaultyDisk
+from faulty_disk import FaultyDisk, VolatileDisk
 
-from cache_manager.errors import ConfigError, StorageError, StoreFormatError, StoreLockedError
-from cache_manager.ports import Absence, StorageBackend
-from cache_manager.record import header_nbytes
-from cache_manager.spec import align
-from cache_manager.storage.file import FileStore, Sync, default_segment_nbytes
-from cache_manager.storage.file.segment import PAGE_NBYTES, pack_segment_page
+from cache_manager.errors import ConfigError, StorageError, StoreLockedError, StoreReadOnlyError
+from cache_manager.ports import Absence
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
+from cache_manager.storage.disk import Room, Space
+from cache_manager.storage.file import FileReader, FileStore, Sync, fsck
+from cache_manager.storage.records import RecordStore
 from cache_manager.testing.contract import StorageContract
-from cache_manager.testing.records import LAYOUT, get, header_of, key_of, payload_of, put
-from tests.storage.file_stores import FILL, RECORD_NBYTES, SEGMENT_NBYTES, child, flip, opened, segments
+from cache_manager.testing.origins import Content, held, offer
+from cache_manager.testing.records import BOTH, LAYOUT, get, key_of, payload_of, put
+from tests.storage.stores import SMALL_NBYTES, Clock, files, flip, opened, payload_in, reading
+
+PAGE_NBYTES = 4096
+PER_EXTENT = 11
+"""Records of the tests in a small extent."""
+OTHER = RecordLayout((AuxBlockDataSpec("other", row_shape=(40, 8), dtype="uint8", block_tokens=80),))
 
 
-class TestFileStore(StorageContract):
-    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
-        return FileStore(directory, quota_nbytes=capacity_nbytes, segment_nbytes=16 << 10)
+class TestOneExtent(StorageContract):
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> FileStore:
+        return FileStore(directory, quota_nbytes=capacity_nbytes)
 
 
-class TestFileStoreWithShortTransfers(StorageContract):
-    """Every read and write is cut to 1000 bytes, every batch is synced."""
-
-    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
-        disk = FaultyDisk()
-        disk.call_nbytes_max = 1000
-        return FileStore(directory, quota_nbytes=capacity_nbytes, sync=Sync.BATCH, disk=disk)
+class TestManyExtents(StorageContract):
+    def make_backend(self, directory: Path, capacity_nbytes: int) -> FileStore:
+        return FileStore(directory, quota_nbytes=capacity_nbytes, extent_nbytes=32 << 10)
 
 
-class TestFileStoreWithLimits(StorageContract):
-    """A time to live and a reserve that are never reached change nothing."""
-
-    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
-        return FileStore(
-            directory,
-            quota_nbytes=capacity_nbytes,
-            segment_nbytes=16 << 10,
-            ttl_s=3600,
-            min_free_nbytes=1,
-            min_free_percent=1,
-            disk=FaultyDisk(),
-        )
+def there(store: RecordStore, wanted: Sequence[int]) -> set[int]:
+    """Which of these are there; each that is has to be right."""
+    answers = get(store, wanted)
+    assert all(answer in (payload_of(n), Absence.MISS) for n, answer in zip(wanted, answers, strict=True))
+    return {n for n, answer in zip(wanted, answers, strict=True) if answer is not Absence.MISS}
 
 
-class TestFileStoreWhoseRecordsGrowOld(StorageContract):
-    """Time passes with every look at the clock, but no record ever gets as old as the time to live."""
-
-    def make_backend(self, directory: Path, capacity_nbytes: int) -> StorageBackend:
-        ticks = itertools.count(1_700_000_000)
-        return FileStore(
-            directory, quota_nbytes=capacity_nbytes, segment_nbytes=16 << 10, ttl_s=1e6, clock=lambda: next(ticks)
-        )
-
-
-def test_records_survive_a_restart(tmp_path: Path) -> None:
-    """In a directory whose name is not ASCII, over several segments."""
-    directory = tmp_path / "Übung 日本" / "kv%20"
-    with opened(directory) as store:
-        assert put(store, range(20)) == [True] * 20
-    with opened(directory) as store:
-        assert get(store, range(21)) == [*(payload_of(n) for n in range(20)), Absence.MISS]
-        assert len(segments(directory)) == store.usage()["segments"] == 4
-        assert put(store, [20]) == [True]
-    with opened(directory) as store:
-        assert get(store, [0, 20]) == [payload_of(0), payload_of(20)]
-        assert len(segments(directory)) == 4
+def put_others(store: RecordStore, wanted: Sequence[int]) -> int:
+    """How many records of another layout are stored."""
+    payload, valid = bytes(OTHER.nbytes), b"\xff" * 8 + b"\xff\xff" + bytes(6)
+    keys = [key_of(1000 + n) for n in wanted]
+    others, count = RecordStore(store.backend, OTHER), len(keys)
+    answers = others.put(keys, [payload] * count, [valid] * count, [0] * count, [1] * count)
+    return sum(answer is not None for answer in answers)
 
 
-def test_a_deleted_record_stays_deleted_after_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("full", [False, True], ids=["fresh slots", "slots that are used again"])
+def test_a_process_that_ends_at_any_byte_leaves_whole_records(tmp_path: Path, full: bool) -> None:
+    """Goal: nothing is torn after a crash. Method: writes end after so many bytes; what is on the disk is opened."""
+    first = range(PER_EXTENT if full else 2)
+    for budget in (0, 60, 150, 400, 1000, 4160, 4608, 9000, 14_000, 18_432, 18_500, 18_700, 18_900, 19_300):
+        directory, disk = tmp_path / str(budget), FaultyDisk()
+        with opened(directory, disk, quota_nbytes=SMALL_NBYTES) as store:
+            assert all(put(store, first))
+            disk.write_budget_nbytes, disk.write_errno = budget, errno.EIO
+            with suppress(StorageError):
+                put(store, range(20, 24))
+            shutil.copytree(directory, tmp_path / f"after-{budget}")
+            disk.write_budget_nbytes = None
+        with opened(tmp_path / f"after-{budget}", quota_nbytes=SMALL_NBYTES) as store:
+            found = there(store, range(24))
+            assert len(found & set(first)) >= len(first) - 4
+            assert store.counters.corrupt == 0
+
+
+def test_a_payload_is_written_before_its_head(tmp_path: Path) -> None:
+    """Method: the order of writes of a put, by their sizes: what is new, then its head, then the group's tick."""
+    sizes: list[int] = []
+
+    class Disk(FaultyDisk):
+        def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
+            sizes.append(sum(memoryview(buffer).nbytes for buffer in buffers))
+            return super().pwritev(fd, buffers, offset)
+
+    with opened(tmp_path, Disk(), quota_nbytes=SMALL_NBYTES) as store:
+        put(store, [0])
+        sizes.clear()
+        put(store, [1])
+        head = sizes[1]
+        assert sizes == [4608, head, 8]
+        put(store, range(2, PER_EXTENT))
+        sizes.clear()
+        put(store, [30])
+        assert sizes == [head, 8, 4608, head, 8]
+
+
+def test_a_bit_of_a_head_costs_its_record_and_no_other(tmp_path: Path) -> None:
+    """Goal: no field of a head is believed without its sum. Method: each byte of one head, and the store opened."""
+    with opened(tmp_path / "s") as store:
+        assert all(put(store, range(5)))
+    (path,) = files(tmp_path / "s")
+    start = path.read_bytes().index(key_of(2)) - 40
+    for at in range(start, start + 112):
+        flip(path, at)
+        with opened(tmp_path / "s") as store:
+            assert there(store, range(5)) == {0, 1, 3, 4}
+            assert store.usage()["damaged_heads"] == 1
+        flip(path, at)
+    with opened(tmp_path / "s") as store:
+        assert there(store, range(5)) == set(range(5))
+
+
+def test_a_head_of_another_extent_is_not_believed(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        put(store, range(8))
-        segment = segments(tmp_path)[0]
-        flip(segment, PAGE_NBYTES + RECORD_NBYTES + header_nbytes(LAYOUT) + 17)
-        assert get(store, [0, 1, 2]) == [payload_of(0), Absence.CORRUPT, payload_of(2)]
-        assert store.counters.corrupt == 1
+        assert all(put(store, range(PER_EXTENT + 1)))
+    first, second = files(tmp_path)
+    raw, other = bytearray(first.read_bytes()), second.read_bytes()
+    at = raw.index(key_of(0)) - 40
+    raw[at : at + 112] = other[at : at + 112]
+    first.write_bytes(raw)
     with opened(tmp_path) as store:
-        assert get(store, [0, 1, 2]) == [payload_of(0), Absence.MISS, payload_of(2)]
-        assert put(store, [1]) == [True]
-    with opened(tmp_path) as store:
-        assert get(store, range(8)) == [payload_of(n) for n in range(8)]
+        assert there(store, range(PER_EXTENT + 1)) == set(range(1, PER_EXTENT + 1))
 
 
-def test_a_damaged_header_is_found_by_a_read_and_costs_no_neighbour(tmp_path: Path) -> None:
-    """Quarantine writes the header anew, so that the next opening gets past it."""
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_a_damaged_page_costs_nothing(tmp_path: Path, at: str) -> None:
     with opened(tmp_path) as store:
-        put(store, range(8))
-        flip(segments(tmp_path)[0], PAGE_NBYTES + RECORD_NBYTES + 70)
-        assert get(store, range(3)) == [payload_of(0), Absence.CORRUPT, payload_of(2)]
-    with opened(tmp_path) as store:
-        assert get(store, range(3)) == [payload_of(0), Absence.MISS, payload_of(2)]
-        assert store.usage()["damaged_segments"] == 0
-
-
-@pytest.mark.parametrize("indexed", [True, False])
-def test_a_header_that_is_damaged_before_opening_costs_no_neighbour(tmp_path: Path, indexed: bool) -> None:
-    """Index or journal say where the next record begins; without both the rest is not searched but set aside."""
-    with opened(tmp_path) as store:
-        put(store, range(8))
-    path = segments(tmp_path)[0]
-    flip(path, PAGE_NBYTES + 2 * RECORD_NBYTES + 70)
-    if not indexed:
-        os.truncate(path, PAGE_NBYTES + 6 * RECORD_NBYTES)
-    rest = Absence.MISS if not indexed else None
-    with opened(tmp_path) as store:
-        lost = {2: Absence.CORRUPT if indexed else rest}
-        lost |= {} if indexed else dict.fromkeys((3, 4, 5), rest)
-        assert get(store, range(8)) == [lost.get(n, payload_of(n)) for n in range(8)]
-        usage = store.usage()
-        assert usage["aside_segments"] == usage["damaged_segments"] == (not indexed)
-        assert usage["lost_nbytes"] >= (0 if indexed else 3 * RECORD_NBYTES)
-        assert put(store, range(8)) == [True] * 8
-        assert get(store, range(8)) == [payload_of(n) for n in range(8)]
-
-
-def test_a_payload_cannot_carry_a_record_of_its_own(tmp_path: Path) -> None:
-    """A payload whose bytes are a sound record is followed by damage; the record inside it is never found."""
-    inner = tmp_path / "inner"
-    with opened(inner) as store:
-        put(store, [99])
-    smuggled = segments(inner)[0].read_bytes()[PAGE_NBYTES:]
-    small = LAYOUT.nbytes - 256
-    assert len(smuggled) > small
-    victim = tmp_path / "victim"
-    with opened(victim) as store:
-        put(store, [1, 2])
-    path = segments(victim)[0]
+        assert all(put(store, range(5)))
+    (path,) = files(tmp_path)
     raw = bytearray(path.read_bytes())
-    at = PAGE_NBYTES + RECORD_NBYTES
-    raw[at] ^= 1  # the header before the payload
-    body = at + header_nbytes(LAYOUT)
-    raw += bytes(2 * RECORD_NBYTES)
-    raw[body : body + RECORD_NBYTES] = smuggled[:RECORD_NBYTES]
+    start = 0 if at == "first" else len(raw) - PAGE_NBYTES
+    raw[start : start + PAGE_NBYTES] = os.urandom(PAGE_NBYTES)
     path.write_bytes(raw)
-    with opened(victim) as store:
-        assert get(store, [1, 2, 99]) == [payload_of(1), Absence.MISS, Absence.MISS]
+    assert [extent.damaged_pages for extent in fsck(tmp_path).extents] == [1]
+    for look in (reading, opened):
+        with look(tmp_path) as store:  # type: ignore[operator]
+            assert there(store, range(5)) == set(range(5))
 
 
-def test_what_a_crash_left_in_the_newest_segment_is_cut_away(tmp_path: Path) -> None:
-    """A copy of the directory is what a killed process leaves: a segment with all its space, and one torn record."""
-    live, after = tmp_path / "live", tmp_path / "after"
-    with opened(live) as store:
-        put(store, range(4))
-        shutil.copytree(live, after)
-    flip(segments(after)[0], PAGE_NBYTES + 4 * RECORD_NBYTES - 9)
-    with opened(after) as store:
-        usage = store.usage()
-        assert usage["torn_records"] == 1
-        assert usage["used_nbytes"] == align(PAGE_NBYTES + 3 * RECORD_NBYTES, PAGE_NBYTES)
-        assert segments(after)[0].stat().st_size == usage["used_nbytes"]
-        assert get(store, range(4)) == [payload_of(0), payload_of(1), payload_of(2), Absence.MISS]
+def _newer(raw: bytearray) -> None:
+    for page in (memoryview(raw)[:PAGE_NBYTES], memoryview(raw)[-PAGE_NBYTES:]):
+        page[8:10] = (6).to_bytes(2, "little")
+        page[-4:] = zlib.crc32(page[:-4]).to_bytes(4, "little")
 
 
-def test_a_torn_record_in_the_middle_stays_gone_when_its_segment_is_no_longer_the_newest(tmp_path: Path) -> None:
-    """Payloads are read in the newest segment only, so that what was found there has to be marked."""
+def _foreign(raw: bytearray) -> None:
+    raw[:] = b"junk" * 4096
+
+
+def _empty(raw: bytearray) -> None:
+    raw.clear()
+
+
+@pytest.mark.parametrize(("harm", "why"), [(_newer, "version"), (_foreign, "magic"), (_empty, "page")])
+def test_a_file_that_is_no_extent_is_refused_by_name_and_the_rest_serves(
+    tmp_path: Path, harm: Callable[[bytearray], None], why: str
+) -> None:
     with opened(tmp_path) as store:
-        put(store, range(6))
-    flip(segments(tmp_path)[0], PAGE_NBYTES + 2 * RECORD_NBYTES - 9)
+        assert all(put(store, range(PER_EXTENT + 3)))
+    path = files(tmp_path)[0]
+    raw = bytearray(path.read_bytes())
+    harm(raw)
+    path.write_bytes(raw)
+    for look in (reading, opened):
+        with look(tmp_path) as store:  # type: ignore[operator]
+            assert there(store, range(PER_EXTENT + 3)) == set(range(PER_EXTENT, PER_EXTENT + 3))
+            assert store.usage()["refused_files"] == 1
+            (reason,) = store.backend.refused.values()  # type: ignore[attr-defined]
+            assert why in reason
+            assert path.name in reason
+    assert path.read_bytes() == raw
+
+
+def test_of_two_copies_of_a_record_the_newer_one_is_served(tmp_path: Path) -> None:
+    """Goal: ticks decide. Method: the older head is put back into the file, as a power cut may leave it."""
     with opened(tmp_path) as store:
-        assert store.contains([key_of(n) for n in range(3)]) == [True, False, True]
-        put(store, range(10, 20))
+        assert offer(store.backend, [(0, Content(1, BOTH))], replace=False) == [Content(1, BOTH)]
+        (path,) = files(tmp_path)
+        older = path.read_bytes()
+        assert offer(store.backend, [(0, Content(2, BOTH))], replace=True) == [Content(2, BOTH)]
+    at = older.index(key_of(0)) - 40
+    raw = bytearray(path.read_bytes())
+    raw[at : at + 112] = older[at : at + 112]
+    path.write_bytes(raw)
+    for look in (reading, opened):
+        with look(tmp_path) as store:  # type: ignore[operator]
+            assert held(store, [0]) == [Content(2, BOTH)]
+    with opened(tmp_path) as store:  # the older copy has gone for good
+        store.backend.delete([key_of(0)])
     with opened(tmp_path) as store:
-        assert store.usage()["torn_records"] == 0
-        assert get(store, range(3)) == [payload_of(0), Absence.MISS, payload_of(2)]
+        assert held(store, [0]) == [Absence.MISS]
 
 
-def test_a_segment_cut_while_it_is_open_costs_only_the_records_that_are_gone(tmp_path: Path) -> None:
+def test_the_quota_is_exact_and_extents_change_hands(tmp_path: Path) -> None:
+    """Goal: a layout that is used gets the room of one that idles. Method: two layouts, one after the other."""
+    quota = 4 * SMALL_NBYTES + 3000
+    with opened(tmp_path, quota_nbytes=quota) as store:
+        assert all(put(store, range(4 * PER_EXTENT)))
+        for n in range(0, 60, 2):
+            assert put_others(store, [n, n + 1]) == 2
+            usage = store.usage()
+            assert usage["used_nbytes"] == sum(path.stat().st_size for path in files(tmp_path)) <= quota
+        assert store.usage()["used_nbytes"] > quota - SMALL_NBYTES
+        assert len(there(store, range(4 * PER_EXTENT))) < 2 * PER_EXTENT
+        assert all(put(store, range(5)))
+    with opened(tmp_path, quota_nbytes=2 * SMALL_NBYTES) as store:
+        assert sum(path.stat().st_size for path in files(tmp_path)) <= 2 * SMALL_NBYTES
+        assert store.usage()["records"] > 0
+
+
+def test_what_is_asked_for_stays_and_what_is_not_goes(tmp_path: Path) -> None:
+    with opened(tmp_path, quota_nbytes=2 * SMALL_NBYTES) as store:
+        hot = range(5)
+        assert all(put(store, hot))
+        for first in range(100, 200, 5):
+            assert all(put(store, range(first, first + 5)))
+            assert there(store, hot) == set(hot)
+
+
+def test_a_record_that_is_too_old_is_a_miss_and_can_be_stored_anew(tmp_path: Path) -> None:
+    clock = Clock()
+    with opened(tmp_path, ttl_s=60, clock=clock) as store, reading(tmp_path, ttl_s=60, clock=clock) as reader:
+        assert all(put(store, range(3)))
+        clock.now_s += 59.9
+        assert there(store, range(3)) == there(reader, range(3)) == set(range(3))
+        clock.now_s += 0.2
+        assert not there(store, range(3))
+        assert not there(reader, range(3))
+        assert not any(store.contains([key_of(0), key_of(1)]))
+        assert all(put(store, [1]))
+        assert there(store, range(3)) == there(reader, range(3)) == {1}
+        clock.now_s -= 130  # nobody knows how old it is
+        assert not there(store, range(3))
+
+
+def test_the_reserve_of_the_file_system_is_kept(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    disk.space_now = Space(10 * SMALL_NBYTES, 100 * SMALL_NBYTES)
+    with opened(tmp_path, disk, min_free_nbytes=9 * SMALL_NBYTES) as store:
+        assert all(put(store, range(PER_EXTENT)))
+        disk.space_now = Space(9 * SMALL_NBYTES, 100 * SMALL_NBYTES)
+        assert all(put(store, range(20, 24)))
+        assert len(files(tmp_path)) == 1
+    disk.space_now = None
+    with pytest.raises(ConfigError, match="min_free"):
+        FileStore(tmp_path / "other", min_free_nbytes=1 << 60)
+
+
+def test_a_flush_that_fails_says_so_and_the_next_one_syncs_again(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    with opened(tmp_path, disk) as store:
+        assert all(put(store, [1]))
+        disk.sync_errno = errno.EIO
+        with pytest.raises(StorageError, match="flush"):
+            store.flush()
+        disk.sync_errno, syncs = None, disk.syncs
+        store.flush()
+        assert disk.syncs == syncs + 2  # the directory and the extent
+        store.flush()
+        assert disk.syncs == syncs + 2
+
+
+@pytest.mark.parametrize("sync", Sync)
+def test_what_was_flushed_survives_a_power_cut(tmp_path: Path, sync: Sync) -> None:
+    disk = VolatileDisk(tmp_path / "before")
+    with opened(tmp_path / "before", disk, sync=sync) as store:
+        for first in range(0, 20, 5):
+            assert all(put(store, range(first, first + 5)))
+        store.flush() if sync is Sync.NONE else None
+        for seed in range(8):
+            disk.cut_power(tmp_path / str(seed), np.random.default_rng(seed))
+            with opened(tmp_path / str(seed)) as after:
+                assert there(after, range(20)) == set(range(20))
+
+
+def test_a_reader_finds_what_was_put_before_the_call_without_a_look_in_between(tmp_path: Path) -> None:
+    with opened(tmp_path) as store, reading(tmp_path, refresh_s=1e9) as reader:
+        for n in range(30):
+            assert not there(reader, [n])
+            assert all(put(store, [n]))
+            assert reader.contains([key_of(n)]) == [True]
+            assert there(reader, [n]) == {n}
+        looks = reader.usage()["refreshes"]
+        assert not there(reader, [500])
+        assert reader.usage()["refreshes"] == looks  # nothing has changed
+        (tmp_path / "kvroute.lock").unlink()  # nobody says any more whether anything has
+        assert all(put(store, [99]))
+        assert there(reader, [99]) == {99}
+        with pytest.raises(StoreReadOnlyError):
+            put(reader, [1])
+
+
+def test_a_slot_that_was_used_again_while_it_was_read_is_a_miss(tmp_path: Path) -> None:
+    """Method: between a reader's look-up and its read the writer gives the slot to another record."""
+
+    class Disk(FaultyDisk):
+        def preadv(self, fd: int, buffers: Sequence[Room], offset: int) -> int:
+            if armed:
+                armed.pop()()
+            return super().preadv(fd, buffers, offset)
+
+    armed: list[Callable[[], object]] = []
+    with (
+        opened(tmp_path, quota_nbytes=SMALL_NBYTES) as store,
+        reading(tmp_path, disk=Disk(), refresh_s=1e9) as reader,
+    ):
+        assert all(put(store, range(PER_EXTENT)))
+        assert there(reader, range(PER_EXTENT)) == set(range(PER_EXTENT))
+        armed.append(lambda: put(store, range(50, 50 + PER_EXTENT)))
+        assert get(reader, [3]) == [Absence.MISS]
+        assert reader.counters.corrupt == 0
+        assert there(reader, [50]) == {50}
+
+
+def test_a_file_that_cannot_be_had_costs_a_reader_that_file_only(tmp_path: Path) -> None:
+    """Goal: ESTALE on one file costs what is in it. Method: the reads of one extent fail from then on."""
+
+    class Disk(FaultyDisk):
+        stale = -1
+
+        def preadv(self, fd: int, buffers: Sequence[Room], offset: int) -> int:
+            if os.fstat(fd).st_ino == self.stale:
+                raise OSError(errno.ESTALE, "stale")
+            return super().preadv(fd, buffers, offset)
+
+    disk = Disk()
+    with opened(tmp_path) as store, reading(tmp_path, disk=disk) as reader:
+        assert all(put(store, range(PER_EXTENT)))
+        assert there(reader, range(PER_EXTENT)) == set(range(PER_EXTENT))
+        disk.stale = files(tmp_path)[0].stat().st_ino
+        assert all(put(store, range(20, 26)))
+        assert there(reader, range(26)) == set(range(20, 26))
+        assert reader.usage()["failed_reads"] > 0
+        disk.stale = -1
+        assert there(reader, range(PER_EXTENT)) == set(range(PER_EXTENT))
+
+
+def test_a_record_that_does_not_come_back_from_the_disk_is_stored_anew(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    with opened(tmp_path, disk) as store:
+        assert all(put(store, range(3)))
+        disk.read_errno = errno.EIO
+        assert get(store, [1]) == [Absence.MISS]
+        assert all(put(store, [1]))
+        disk.read_errno = None
+        assert there(store, range(3)) == set(range(3))
+        assert store.usage()["records"] == 3
+
+
+def test_a_deleted_record_does_not_come_back_though_writes_have_failed(tmp_path: Path) -> None:
+    """Goal: a deletion that has returned holds. Method: a put whose last write fails, its key deleted, opened anew."""
+    disk = FaultyDisk()
+    with opened(tmp_path, disk) as store:
+        assert all(put(store, [1]))
+        disk.write_budget_nbytes, disk.write_errno = 4608 + 112, errno.EIO
+        with pytest.raises(StorageError):
+            put(store, [2])
+        disk.write_budget_nbytes = None
+        store.backend.delete([key_of(2)])
     with opened(tmp_path) as store:
-        put(store, range(6))
-        os.truncate(segments(tmp_path)[0], PAGE_NBYTES + 4 * RECORD_NBYTES - 9)
-        buffers = [memoryview(bytearray(LAYOUT.nbytes)) for _ in range(6)]
-        answers = store.backend.get_into([key_of(n) for n in range(6)], buffers)
-        assert answers == [header_of(0), header_of(1), header_of(2), *[Absence.CORRUPT] * 3]
-        assert get(store, range(6)) == [payload_of(0), payload_of(1), payload_of(2), *[Absence.CORRUPT] * 3]
-        assert put(store, [3]) == [True]
-        assert get(store, [3]) == [payload_of(3)]
+        assert there(store, [1, 2]) == {1}
 
 
-def test_leftovers_of_a_crash_are_swept_and_other_files_are_not(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        put(store, [1])
-    leftover = tmp_path / "segment-0000000000000007.kvr.tmp"
-    leftover.write_bytes(b"x")
-    notes = tmp_path / "notes.tmp"
-    notes.write_bytes(b"mine")
-    with opened(tmp_path):
-        assert not leftover.exists()
-        assert notes.read_bytes() == b"mine"
+def test_files_are_for_their_owner_unless_the_url_says_otherwise(tmp_path: Path) -> None:
+    for mode, directory_mode in ((0o600, 0o700), (0o644, 0o755)):
+        with opened(tmp_path / str(mode), file_mode=mode) as store:
+            assert all(put(store, [1]))
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / str(mode)).iterdir()}
+        assert set(modes.values()) == {mode & ~_umask()}
+        assert (tmp_path / str(mode)).stat().st_mode & 0o777 == directory_mode & ~_umask()
 
 
-def test_the_quota_drops_the_segment_that_was_used_least_recently(tmp_path: Path) -> None:
-    """Three segments of six records fit; the first is read, so that the second goes."""
-    with opened(tmp_path, quota_nbytes=3 * SEGMENT_NBYTES) as store:
-        put(store, range(18))
-        get(store, [2])
-        put(store, [18])
-        there = store.contains([key_of(n) for n in range(19)])
-        assert [n for n in range(19) if not there[n]] == list(range(6, 12))
-        assert store.usage()["dropped_segments"] == 1
-    with opened(tmp_path, quota_nbytes=2 * SEGMENT_NBYTES) as store:
-        assert store.contains([key_of(n) for n in (2, 12, 18)]) == [False, True, True]
-        assert store.usage()["used_nbytes"] <= 2 * SEGMENT_NBYTES
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
-def test_a_record_larger_than_a_segment_gets_a_segment_of_its_own(tmp_path: Path) -> None:
-    backend = FileStore(tmp_path, quota_nbytes=1 << 20, segment_nbytes=SEGMENT_NBYTES)
-    large = 5 * SEGMENT_NBYTES + 3
-    headers = [header_of(1), header_of(2, large)]
-    assert backend.put(headers, [payload_of(1), payload_of(2, large)]) == headers
-    backend.close()
-    backend = FileStore(tmp_path, quota_nbytes=1 << 20, segment_nbytes=SEGMENT_NBYTES)
-    buffers = [memoryview(bytearray(large)), memoryview(bytearray(LAYOUT.nbytes))]
-    assert backend.get_into([key_of(2), key_of(1)], buffers) == [header_of(2, large), header_of(1)]
-    assert bytes(buffers[0]) == payload_of(2, large)
-    backend.close()
-
-
-# Other writers, other formats.
-
-
-def test_a_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        put(store, [1])
-        done = child(FILL, str(tmp_path))
-        assert done.returncode == 1
-        assert f"StoreLockedError: {tmp_path}: process {os.getpid()} writes this store" in done.stderr
+def test_a_moved_directory_keeps_its_writer_and_its_readers(tmp_path: Path) -> None:
+    with opened(tmp_path / "a") as store, reading(tmp_path / "a") as reader:
+        assert all(put(store, [1]))
+        (tmp_path / "a").rename(tmp_path / "b")
+        assert all(put(store, range(2, 2 * PER_EXTENT)))
+        assert store.usage()["moved"] == 1
+        assert there(store, range(1, 4)) == {1, 2, 3}
+        assert there(reader, [1]) == {1}
         with pytest.raises(StoreLockedError, match=str(os.getpid())):
-            FileStore(tmp_path)
-        assert get(store, [1]) == [payload_of(1)]
-    done = child(FILL + "assert get(store, [1]) == [payload_of(1)]\nstore.close()\n", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+            FileStore(tmp_path / "b")
+        with opened(tmp_path / "a") as another:  # made anew at the old path
+            assert all(put(another, [40]))
+            assert there(reader, [40]) == {40}
+            assert not there(reader, [1])
+    assert len(files(tmp_path / "b")) == 2
 
 
-def test_a_directory_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(StoreFormatError, match=r"directory: wanted a kvroute store .* got 1 other entries.*thesis.tex"):
-        FileStore(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+def test_a_reader_may_wait_for_its_store(tmp_path: Path) -> None:
+    with FileReader(tmp_path / "s", waits=True, refresh_s=0) as backend:
+        reader = RecordStore(backend, LAYOUT)
+        assert not there(reader, [1])
+        with opened(tmp_path / "s") as store:
+            assert all(put(store, [1]))
+            assert there(reader, [1]) == {1}
+            backend.delete([key_of(1)])
+            assert not there(reader, [1])
+            assert there(store, [1]) == {1}
 
 
-def rewrite(path: Path, change: Callable[[bytearray], None]) -> None:
-    raw = bytearray(path.read_bytes())
-    change(raw)
-    path.write_bytes(raw)
-
-
-def junk(raw: bytearray) -> None:
-    raw[:] = b"junk" * 5000
-
-
-def set_version(raw: bytearray) -> None:
-    raw[8] = 9
-
-
-def cut(raw: bytearray) -> None:
-    del raw[20:]
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("kvroute.store", cut, "size: wanted 64 bytes, got 20"),
-        ("kvroute.store", set_version, "version: wanted 3 or 4, got 9"),
-        ("segment-0000000000000001.kvr", junk, "magic: wanted b'KVRSEGMT', got b'junkjunk'"),
-    ],
-)
-def test_a_foreign_file_is_named_and_left_alone(
-    tmp_path: Path, name: str, change: Callable[[bytearray], None], message: str
-) -> None:
+def test_payload_damage_is_found_by_the_read_and_costs_its_record(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        put(store, range(8))
-    rewrite(tmp_path / name, change)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "kvroute.lock"}
-    with pytest.raises(StoreFormatError, match=message) as caught:
-        FileStore(tmp_path)
-    assert name in str(caught.value)
-    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "kvroute.lock"}
-
-
-def test_a_segment_of_another_store_is_refused(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        put(store, [1])
-    foreign = pack_segment_page(1, b"x" * 16, None)
-    rewrite(segments(tmp_path)[0], lambda raw: raw.__setitem__(slice(0, PAGE_NBYTES), foreign))
-    with pytest.raises(StoreFormatError, match="store id"):
-        FileStore(tmp_path)
-
-
-@pytest.mark.parametrize("keep", [0, 5, 100, PAGE_NBYTES - 1])
-def test_a_segment_cut_into_its_header_page_is_gone_and_counted(tmp_path: Path, keep: int) -> None:
-    with opened(tmp_path) as store:
-        put(store, range(8))
-    os.truncate(segments(tmp_path)[0], keep)
-    with opened(tmp_path) as store:
-        assert store.contains([key_of(0), key_of(6)]) == [False, True]
-        assert store.usage()["damaged_segments"] == 1
-
-
-@pytest.mark.parametrize("offset", [0, 2000])
-def test_a_damaged_header_page_costs_no_record(tmp_path: Path, offset: int) -> None:
-    with opened(tmp_path) as store:
-        put(store, range(8))
-    flip(segments(tmp_path)[0], offset)
-    with opened(tmp_path) as store:
-        assert get(store, range(8)) == [payload_of(n) for n in range(8)]
-        assert store.usage()["damaged_segments"] == 1
-    with opened(tmp_path) as store:  # the page was written anew, so that damage does not add up
-        assert store.usage()["damaged_segments"] == 0
-
-
-def test_a_path_that_is_a_file_is_a_storage_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot open"):
-        FileStore(tmp_path / "file")
-
-
-@pytest.mark.parametrize(
-    ("quota", "segment", "field"),
-    [(1 << 20, 1 << 20, "quota"), (1 << 40, 1 << 20, "quota"), (1 << 20, 100, "segment"), (1 << 20, 20_000, "segment")],
-)
-def test_a_quota_that_does_not_fit_its_segments_is_a_config_error(
-    tmp_path: Path, quota: int, segment: int, field: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"^{field}: wanted"):
-        FileStore(tmp_path, quota_nbytes=quota, segment_nbytes=segment)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("quota", [64 << 10, 1 << 20, 100 << 20, 4 << 30, 7 << 40])
-def test_the_segment_size_that_goes_with_a_quota_is_one_the_store_takes(tmp_path: Path, quota: int) -> None:
-    segment = default_segment_nbytes(quota)
-    FileStore(tmp_path, quota_nbytes=quota, segment_nbytes=segment).close()
+        assert all(put(store, range(5)))
+        flip(*payload_in(tmp_path, key_of(2), 777))
+        assert get(store, [1, 2, 3]) == [payload_of(1), Absence.CORRUPT, payload_of(3)]
+        assert get(store, [2]) == [Absence.MISS]
+        assert all(put(store, [2]))
+        assert there(store, range(5)) == set(range(5))

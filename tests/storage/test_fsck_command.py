@@ -1,9 +1,8 @@
-"""``kvroute fsck`` as it is typed: its exit status, its table, its JSON, and what it says where there is no store."""
+"""``kvroute fsck``: what it finds, its exit status, its table, its JSON, and what it says where there is no store."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from cache_manager.errors import StoreFormatError, StoreMissingError
-from cache_manager.storage.file import FsckReport, SegmentReport, fsck
+from cache_manager.storage.file import ExtentReport, FsckReport, fsck
+from cache_manager.testing.records import get, key_of, payload_of, put
 from kvroute.cli import FAILED, USAGE, main
-from tests.storage.file_stores import HEADER_NBYTES, at, filled, flip, segments
+from tests.storage.stores import files, flip, opened, payload_in
 
 
 def test_where_there_is_no_store_nothing_is_checked_and_nothing_made(
@@ -22,13 +22,13 @@ def test_where_there_is_no_store_nothing_is_checked_and_nothing_made(
     for missing in (tmp_path / "empty", tmp_path / "nowhere"):
         (tmp_path / "empty").mkdir(exist_ok=True)
         with pytest.raises(StoreMissingError):
-            fsck(missing, repair=True)
-        assert main(["fsck", str(missing), "--repair"]) == USAGE
+            fsck(missing)
+        assert main(["fsck", str(missing)]) == USAGE
         assert "there is no store" in capsys.readouterr().err
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
     with pytest.raises(StoreFormatError):
-        fsck(tmp_path / "home", repair=True)
+        fsck(tmp_path / "home")
     assert main(["fsck", str(tmp_path / "home")]) == USAGE
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty", "home", "thesis.tex"]
 
@@ -39,34 +39,39 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_as_it_is_typed(tmp_path: Path) -> None:
-    """Sound, not sound, repaired, sound again; the table for people and the file for machines agree."""
-    directory, out = filled(tmp_path / "store"), tmp_path / "report.json"
+    """Sound, then a payload, a page and a head damaged: said as far as it was asked, and nothing is changed."""
+    directory, out = tmp_path / "store", tmp_path / "report.json"
+    with opened(directory) as store:
+        assert all(put(store, range(26)))
     first = run(str(directory))
     assert first.returncode == 0, first.stderr
-    assert first.stdout.endswith(f"{directory}: sound\n")
-    flip(segments(directory)[0], at(2) + HEADER_NBYTES + 1000)
-    os.truncate(segments(directory)[2], at(1) + HEADER_NBYTES + 100)
-    second = run(str(directory), "--json", str(out))
+    assert first.stdout.endswith(f"{directory}: sound (payloads were not read: --payloads)\n")
+    flip(*payload_in(directory, key_of(2), 1000))
+    assert run(str(directory)).returncode == 0
+    flip(files(directory)[1], 0)
+    raw = files(directory)[2].read_bytes()
+    flip(files(directory)[2], raw.index(key_of(24)))
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    second = run(str(directory), "--payloads", "--json", str(out))
     assert second.returncode == FAILED
-    assert "kvroute fsck --repair takes away what is wrong" in second.stdout
     report = json.loads(out.read_text())
     assert report["sound"] is False
-    assert [segment["corrupt"] for segment in report["segments"]] == [1, 0, 0]
-    third = run(str(directory), "--repair")
-    assert third.returncode == FAILED
-    assert "was not sound and is repaired" in third.stdout
-    for arguments in ((), ("--repair",)):
-        assert run(str(directory), *arguments).returncode == 0
+    found = [(each["corrupt"], each["damaged_pages"], each["damaged_heads"]) for each in report["extents"]]
+    assert found == [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    assert before == {path.name: path.read_bytes() for path in directory.iterdir()}
+    with opened(directory) as store:
+        served = {n for n, answer in enumerate(get(store, range(26))) if answer == payload_of(n)}
+    assert served == set(range(26)) - {2, 24}
 
 
-def test_the_table_has_a_line_a_segment() -> None:
-    segment = SegmentReport("segment-1.kvr", 1_234_567, records=12, corrupt=1, page_missing=True)
-    text = FsckReport("/store", (segment,), ("segment-2.kvr.tmp",), ("notes",), None, repaired=False).to_text()
-    assert text.splitlines() == [
-        "segment            bytes    records    deleted    corrupt       torn      older unreadable lost bytes",
-        f"segment-1.kvr  1,234,567         12          0          1{'0':>11}{'0':>11}{'0':>11}{0:>11}  no header page",
-        "all            1,234,567         12          0          1          0          0          0          0",
-        "left unfinished by a crash: segment-2.kvr.tmp",
+def test_the_table_has_a_line_an_extent() -> None:
+    extent = ExtentReport("extent-00000001.kvr", 1_234_567, 20, 12, corrupt=1, refused="no reason")
+    text = FsckReport("/store", (extent,), ("extent-00000002.kvr.tmp",), ("notes",), None, payloads=True).to_text()
+    assert text.splitlines()[1:] == [
+        "extent-00000001.kvr      1,234,567             20             12" + f"{0:>15}" * 3 + f"{1:>15}{0:>15}"
+        "  left alone: no reason",
+        "all                      1,234,567             20             12" + f"{0:>15}" * 3 + f"{1:>15}{0:>15}",
+        "left unfinished by a crash: extent-00000002.kvr.tmp",
         "no part of the store: notes",
-        "/store: not sound; kvroute fsck --repair takes away what is wrong",
+        "/store: not sound",
     ]

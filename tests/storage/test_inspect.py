@@ -18,10 +18,10 @@ from cache_manager.keys import SCOPE_NBYTES, BlockKey
 from cache_manager.record import RecordHeader
 from cache_manager.spec import align
 from cache_manager.storage.file import FileStore
-from cache_manager.storage.inventory import inventory, read_segments, stores_in
+from cache_manager.storage.inventory import inventory, stores_in
 from cache_manager.testing.records import LAYOUT, header_of, key_of, payload_of, put
 from kvroute.cli import USAGE, main
-from tests.storage.file_stores import RECORD_NBYTES, Clock, flip, opened, reading, segments
+from tests.storage.stores import Clock, files, flip, opened
 
 NOW_S = 1_700_000_000.0
 
@@ -67,9 +67,9 @@ def test_namespaces_ages_and_sizes_are_those_of_what_was_put(steps: list[tuple[s
             values = list(held.values())
             assert scopes == {(bytes([a]) * SCOPE_NBYTES).hex(): values.count(a) for a in set(values)}
             assert found.records == len(held) == sum(share.records for share in found.ages)
-            assert found.nbytes == RECORD_NBYTES * len(held) == sum(share.nbytes for share in found.sizes)
-            assert not any(segment.trouble for segment in found.segments)
-            assert sum(segment.nbytes for segment in found.segments) >= found.nbytes
+            assert found.nbytes == LAYOUT.nbytes * len(held) == sum(share.nbytes for share in found.sizes)
+            assert all(extent.sound for extent in found.extents)
+            assert sum(extent.nbytes for extent in found.extents) >= found.nbytes
             assert all(NOW_S <= share.oldest_s <= share.newest_s <= clock.now_s for share in found.namespaces)
 
 
@@ -82,34 +82,34 @@ def test_whatever_is_damaged_is_said_and_nothing_is_raised(seed: int, flips: int
         directory = Path(scratch) / "s"
         with opened(directory) as store:
             put(store, range(14))
-        files = segments(directory)
+        there = files(directory)
         for _ in range(flips):
-            path = files[rng.integers(len(files))]
+            path = there[rng.integers(len(there))]
             flip(path, int(rng.integers(path.stat().st_size)))
         before = {path.name: path.read_bytes() for path in directory.iterdir()}
         found = inventory(directory, NOW_S)
         assert found.records <= 14
-        assert found.records == 14 or any(segment.trouble for segment in found.segments)
+        assert found.records == 14 or not all(extent.sound for extent in found.extents)
         assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
         assert found.to_text()
 
 
-def test_a_segment_that_is_no_segment_is_named_and_the_others_are_counted(tmp_path: Path) -> None:
+def test_a_file_that_is_no_extent_is_named_and_the_others_are_counted(tmp_path: Path) -> None:
     with opened(tmp_path / "s") as store:
-        put(store, range(14))
-    first, second, third = segments(tmp_path / "s")
+        put(store, range(26))
+    first, second, third = files(tmp_path / "s")
     first.write_bytes(b"junk" * 2048)
-    second.write_bytes(b"")
+    flip(second, 100)
     found = inventory(tmp_path / "s", NOW_S)
-    assert [segment.records for segment in found.segments] == [0, 0, 2]
+    assert [extent.records for extent in found.extents] == [0, 11, 4]
     text = found.to_text()
     assert f"{first.name}: left alone" in text
-    assert f"{second.name}: no header page" in text
+    assert f"{second.name}: 0 heads, 1 pages damaged" in text
     assert third.name not in text
 
 
 def test_it_locks_nobody_out_and_counts_beside_a_writer(tmp_path: Path) -> None:
-    """Method: a writer that puts, replaces segments and drops them all the time; every look is an answer, and a new
+    """Method: a writer that puts and evicts all the time; every look is an answer, and a new
     writer opens while somebody looks."""
     stop, failures = threading.Event(), []
 
@@ -135,23 +135,12 @@ def test_it_locks_nobody_out_and_counts_beside_a_writer(tmp_path: Path) -> None:
             looks += 1
             found = inventory(tmp_path / "s", NOW_S)
             most = max(most, found.records)
-            assert found.records * RECORD_NBYTES <= 256 << 10
-            assert all("behind byte" in each.trouble for each in found.segments[:-1] if each.trouble)
+            assert found.records * LAYOUT.nbytes <= 256 << 10
     finally:
         stop.set()
         writer.join(60)
     assert not failures, failures[0]
     assert most > 0
-
-
-def test_what_is_said_to_be_there_a_reader_serves(tmp_path: Path) -> None:
-    with opened(tmp_path / "s") as store:
-        put(store, range(14))
-        store.backend.delete([key_of(3)])
-    keys = [key for _, records in read_segments(tmp_path / "s") for key, _ in records]
-    assert sorted(keys) == sorted(key_of(n) for n in range(14) if n != 3)
-    with reading(tmp_path / "s") as store:
-        assert all(store.contains(keys))
 
 
 def test_the_command_shows_the_stores_below_a_directory_and_writes_json(
@@ -164,13 +153,12 @@ def test_the_command_shows_the_stores_below_a_directory_and_writes_json(
     assert stores_in(tmp_path / "s") == [tmp_path / "s" / "kv", tmp_path / "s" / "rows"]
     assert main(["inspect", str(tmp_path / "s"), "--json", str(tmp_path / "found.json")]) == 0
     text = capsys.readouterr().out
-    assert f"{tmp_path / 's' / 'rows'}: 3 records, {3 * RECORD_NBYTES:,} bytes, in 1 segments" in text
+    assert f"{tmp_path / 's' / 'rows'}: 3 records, {3 * LAYOUT.nbytes:,} bytes, in 1 extents" in text
     assert key_of(0)[:SCOPE_NBYTES].hex() in text
     kv, rows = json.loads((tmp_path / "found.json").read_text())
-    assert (kv["records"], rows["records"], rows["nbytes"]) == (0, 3, 3 * RECORD_NBYTES)
+    assert (kv["records"], rows["records"], rows["nbytes"]) == (0, 3, 3 * LAYOUT.nbytes)
     assert rows["namespaces"][0]["records"] == 3
-    assert rows["sizes"][0]["name"] == f"up to {align(RECORD_NBYTES, 8192) >> 10} KiB"
-    assert LAYOUT.nbytes < RECORD_NBYTES
+    assert rows["sizes"][0]["name"] == f"up to {align(LAYOUT.nbytes, 8192) >> 10} KiB"
 
 
 def test_where_there_is_no_store_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

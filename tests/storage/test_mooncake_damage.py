@@ -13,6 +13,7 @@ import pytest
 from mooncake_pool import Master, Owner
 
 from cache_manager.errors import StorageError, StoreUnavailableError
+from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader, checksum, pack_header
 from cache_manager.storage.apart_process import Get
@@ -127,11 +128,32 @@ def test_a_record_that_changes_between_two_looks_is_a_counted_miss() -> None:
     assert client.counted() == {}
 
 
-def test_a_payload_of_which_a_bit_is_wrong_is_corrupt() -> None:
-    """The store's own answer, not that of the ``RecordStore`` before it: rollouts ask it, too."""
+def test_a_record_of_another_key_is_corrupt() -> None:
+    client, _ = native({1: pack_header(header_of(3)) + payload_of(3)})
+    assert client.get(asked(1)) == [Absence.CORRUPT]
+
+
+@pytest.mark.parametrize("master", [60_000], indirect=True)
+def test_a_payload_of_which_a_bit_is_wrong_is_corrupt(calm: MooncakeStore, owner: Owner) -> None:
+    """The store's own answer, not that of the ``RecordStore`` before it: rollouts ask it, too. Method: one that stays
+    as it is, and one that is another at the second look."""
     whole = pack_header(header_of(1)) + payload_of(1)
-    client, _ = native({1: whole[:-1] + bytes([whole[-1] ^ 1]), 2: pack_header(header_of(3)) + payload_of(3)})
-    assert client.get(asked(1, 2)) == [Absence.CORRUPT, Absence.CORRUPT]
+    raw = whole[:-1] + bytes([whole[-1] ^ 1])
+    assert owner.ask("put", name_of(1), raw.decode("latin-1"), "") == 0
+    put(RecordStore(calm, LAYOUT), [2])
+    room = [memoryview(bytearray(LAYOUT.nbytes)) for _ in range(2)]
+    assert calm.get_into([key_of(1), key_of(2)], room) == [Absence.CORRUPT, header_of(2)]
+    real = calm.get_unsummed
+    looks = itertools.count()
+
+    def changing(keys: list[BlockKey], buffers: list[memoryview]) -> list[RecordHeader | Absence]:
+        found = real(keys, buffers)
+        buffers[0][0] = next(looks)
+        return found
+
+    calm.get_unsummed = changing  # type: ignore[method-assign]
+    assert calm.get_into([key_of(1)], room[:1]) == [Absence.MISS]
+    assert calm.counters["torn"] == 1
 
 
 def test_headers_of_another_size_are_found_at_the_second_look() -> None:

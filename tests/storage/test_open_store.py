@@ -27,10 +27,10 @@ def test_a_memory_store_has_the_capacity_of_its_url() -> None:
 @pytest.mark.parametrize("name", ["plain", "Übung 日本", "100%", "a#b", "a?b"])
 def test_a_file_store_is_in_the_directory_of_its_url(tmp_path: Path, name: str) -> None:
     directory = tmp_path / name
-    store = open_store(f"file://{quote(str(directory))}?quota=1MiB&segment=64KiB&sync=batch")
+    store = open_store(f"file://{quote(str(directory))}?quota=1MiB&sync=batch")
     assert store.usage()["capacity_nbytes"] == 1 << 20
     store.close()
-    assert {path.name for path in directory.iterdir()} == {"kvroute.store", "kvroute.lock"}
+    assert {path.name for path in directory.iterdir()} == {"kvroute.lock"}
 
 
 def test_a_directory_may_be_written_as_it_is(tmp_path: Path) -> None:
@@ -61,11 +61,10 @@ def test_a_directory_may_be_written_as_it_is(tmp_path: Path) -> None:
         ("file:///a%00b", "file: store path"),
         (
             "file:///tmp/x?qouta=1GiB",
-            "file: store parameter: wanted one of mode, ttl, quota, segment, sync, min_free, files, got 'qouta'",
+            "file: store parameter: wanted one of mode, ttl, quota, sync, min_free, files, got 'qouta'",
         ),
         ("file:///tmp/x?sync=always", "file: store parameter sync: wanted one of none, batch, got 'always'"),
-        ("file:///tmp/x?quota=1MiB&segment=1MiB", "quota: wanted 2 to 512 segments of 1048576 bytes"),
-        ("file:///tmp/x?segment=1KiB", "segment: wanted a multiple of 4096"),
+        ("file:///tmp/x?quota=1KiB", "quota: wanted 32768 bytes or more, got 1024 bytes"),
     ],
 )
 def test_a_url_that_cannot_be_is_a_config_error(url: str, message: str) -> None:

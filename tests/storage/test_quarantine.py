@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import threading
 from pathlib import Path
 
 import pytest
-from faulty_disk import FaultyDisk
 from msgspec.structs import replace
 
-from cache_manager.errors import StorageError
 from cache_manager.ports import Absence, StorageBackend
 from cache_manager.storage.file import FileStore
-from cache_manager.storage.file.segment import DEAD_MAGIC
 from cache_manager.storage.memory import MemoryStore
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.faults import FaultyStore
@@ -76,42 +71,3 @@ def test_a_record_that_says_more_rows_than_a_block_has_is_set_aside(tmp_path: Pa
         whole = replace(header_of(1), valid=every.to_bytes(len(header_of(1).valid), "little"))
         assert backend.put([whole], [payload_of(1)]) == [whole]
         assert store.get_into([key_of(1)], [memoryview(bytearray(LAYOUT.nbytes))]) == [whole]
-
-
-def test_a_replacement_that_is_taken_back_costs_the_older_record_nothing(tmp_path: Path) -> None:
-    """Goal: the record that stands is kept. Method: a read begins at the newer copy and ends when it is cut away."""
-
-    class Disk(FaultyDisk):
-        armed = False
-
-        def pwritev(self, fd, buffers, offset):
-            if self.armed and list(buffers) == [DEAD_MAGIC]:
-                self.armed = False
-                reading.start()
-                assert looked_up.wait(60)
-                raise OSError(errno.EIO, "the mark")
-            return super().pwritev(fd, buffers, offset)
-
-        def preadv(self, fd, buffers, offset):
-            if threading.current_thread().name == "reading":
-                looked_up.set()
-                assert taken_back.wait(60)
-            return super().preadv(fd, buffers, offset)
-
-    looked_up, taken_back, found = threading.Event(), threading.Event(), list[bytes | Absence]()
-    disk = Disk()
-    with FileStore(tmp_path, quota_nbytes=1 << 20, disk=disk) as backend:
-        store = RecordStore(backend, LAYOUT)
-        put(store, [1])
-        reading = threading.Thread(target=lambda: found.extend(get(store, [1])), name="reading", daemon=True)
-        disk.armed = True
-        try:
-            newer = header_of(1)
-            newer = type(newer)(newer.key, newer.fingerprint, 0, 99, newer.valid, newer.payload_nbytes, 0)
-            with pytest.raises(StorageError, match="cannot replace"):
-                backend.put([newer], [bytes(LAYOUT.nbytes)], replace=True)
-        finally:
-            taken_back.set()
-            reading.join(60)
-        assert found == [payload_of(1)]
-        assert get(store, [1]) == [payload_of(1)]

@@ -410,7 +410,7 @@ def test_a_master_is_killed_and_restarted_under_load_behind_a_file_front(tmp_pat
     Method: a reader and a writer work all the time; no call of the store may fail, because the front is well.
     """
     with running_master() as master, running_owner(master, tmp_path / "segment", 4 << 20):
-        pool = master.url(timeout_ms=1000, full_ms=300, pause_ms=200, pause_max_ms=1000)
+        pool = master.url(timeout_ms=1000, full_ms=300)
         backend = open_store(f"tiered:file://{tmp_path}/front?quota=4MiB,{pool}")
         store = RecordStore(backend, LAYOUT)
         assert all(put(store, range(20)))

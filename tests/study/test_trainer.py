@@ -11,26 +11,26 @@ import torch
 from bench.replay_study.mismatch import log_ratios
 from bench.replay_study.models import build_engines, build_trained, load_weights
 from bench.replay_study.options import FAMILIES, SCALES, Scale
-from bench.replay_study.rollout import BatchRollout, PagedRollout, RolloutEngine, Rollouts
+from bench.replay_study.rollout import Rollout, Rollouts
 from bench.replay_study.trainer import Mode, Trainer, replayed
 
 CPU = torch.device("cpu")
 
 
-def sides(name: str, family: str, *, exact: bool = False) -> tuple[Scale, Any, RolloutEngine, Trainer]:
+def sides(name: str, family: str, *, exact: bool = False) -> tuple[Scale, Any, Rollout, Trainer]:
     """A scale's trainer and engine; with ``exact`` the engine keeps float32."""
     scale = SCALES[name]
     trained = build_trained(scale, family, 0, CPU)
-    engines = build_engines(trained, scale)
+    engines = build_engines(trained)
     if exact:
         engines = engines.to(torch.float32)
     load_weights(engines, trained)
-    rollout = BatchRollout(engines) if scale.shape else PagedRollout(engines)
+    rollout = Rollout(engines)
     trainer = Trainer(trained, learning_rate=1e-3, micro_batch=5, dtype="float32")
     return scale, trained, rollout, trainer
 
 
-def rolled_out(scale: Scale, rollout: RolloutEngine, count: int = 12, seed: int = 0) -> Rollouts:
+def rolled_out(scale: Scale, rollout: Rollout, count: int = 12, seed: int = 0) -> Rollouts:
     prompts = scale.task.prompts(count, np.random.default_rng(seed))
     rollouts = rollout(prompts, scale.task.length, seed)
     np.testing.assert_array_equal(rollouts.tokens[:, : rollouts.prompt_tokens], prompts)

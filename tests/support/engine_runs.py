@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cache_manager.keys import Namespace
-from paged_engine.demo.checker import Checker, SecondRun, Verdict
-from paged_engine.engine import text
-from paged_engine.engine.engine import Engine, Span
-from paged_engine.engine.models import build_model
-from paged_engine.engine.request import EngineConfig, Output, Request
+from paged_engine import text
+from paged_engine.engine import Engine, Span
+from paged_engine.judge import Checker, SecondRun, Verdict
+from paged_engine.models import build_model
+from paged_engine.request import EngineConfig, Output, Request
 
 PLAIN = EngineConfig(device_blocks=300, caching=False)
 TIGHT = EngineConfig(device_blocks=40, host_blocks=20)

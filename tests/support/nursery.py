@@ -121,7 +121,7 @@ def _without_pytest(environment: Mapping[str, str]) -> dict[str, str]:
 THIRD_PARTY = ("hypothesis.stateful", "msgspec", "numpy", "pytest", "torch", "transformers", "xxhash", "zmq")
 """What takes long, and knows nothing of this project."""
 
-ENGINE = (*THIRD_PARTY, "kvroute.cli", "paged_engine.demo.command", "paged_engine.serving.command")
+ENGINE = (*THIRD_PARTY, "kvroute.cli", "paged_engine.demo", "paged_engine.servers")
 """And the small engine with its commands."""
 
 

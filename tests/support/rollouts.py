@@ -10,7 +10,6 @@ writes ``NAME.npz`` for each family, for processes that have no engine: see :fun
 
 from __future__ import annotations
 
-import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -42,8 +41,8 @@ class Rollout:
 
 def model_of(family: str, seed: int) -> Any:
     """A model of the family, with routers so wide that tokens and routes do not depend on the batch."""
-    from paged_engine.engine.models import MODELS, POSITIONS_MAX, build_model, ready
-    from paged_engine.engine.text import VOCAB_SIZE
+    from paged_engine.models import MODELS, POSITIONS_MAX, build_model, ready
+    from paged_engine.text import VOCAB_SIZE
 
     if family in MODELS:
         return build_model(family, seed=seed, vocab_size=VOCAB_SIZE)
@@ -84,7 +83,7 @@ def load(file: Path) -> list[Rollout]:
 
 
 def _prompts() -> list[list[int]]:
-    from paged_engine.engine import text
+    from paged_engine import text
 
     return [text.opening(text.paragraphs()[i % 2])[:40] + text.turn(text.questions()[i]) for i in range(4)]
 
@@ -100,7 +99,7 @@ def _generated(model: Any, folder: Path) -> list[tuple[str, list[int], Routes]]:
 
 
 def _requests() -> list[Any]:
-    from paged_engine.engine.request import Request
+    from paged_engine.request import Request
 
     return [Request(f"r{i}", tuple(prompt), 12, n=1 + i % 2) for i, prompt in enumerate(_prompts())]
 
@@ -109,8 +108,8 @@ def _swapped(model: Any, folder: Path) -> list[Any]:
     """An engine with too little room, beside a store; the second one finds the first one's blocks there."""
     from cache_manager.keys import Namespace
     from cache_manager.storage import open_store
-    from paged_engine.engine.engine import Engine
-    from paged_engine.engine.request import EngineConfig
+    from paged_engine.engine import Engine
+    from paged_engine.request import EngineConfig
 
     found_there = (folder / "store").exists()
     store = open_store(folder.joinpath("store").as_uri())
@@ -129,40 +128,26 @@ def _swapped(model: Any, folder: Path) -> list[Any]:
 def _handed_over(model: Any) -> list[Any]:
     """Two engines, the second of which takes over what the first has computed of the prompts."""
     from cache_manager.keys import Namespace
-    from paged_engine.engine.decode import DecodeEngine
-    from paged_engine.engine.prefill import PrefillEngine
-    from paged_engine.engine.request import EngineConfig
-    from paged_engine.engine.sequence import Handover
-    from transfer.identity import Identity
-    from transfer.limits import TransferLimits
-    from transfer.messages import BootId
-    from transfer.node import Node
-    from transfer.zmq_link import ZmqLink
-    from transfer.zmq_settings import ZmqSettings
+    from paged_engine.handover import DecodeEngine, PrefillEngine
+    from paged_engine.request import EngineConfig
+    from paged_engine.sequence import Handover
+    from transfer import ZmqLink, ZmqSettings
 
-    def identity_of(engine: Any) -> Identity:
-        return Identity(BootId(secrets.token_bytes(16)), engine.aux.namespace, engine.transfer_blocks.parts)
-
-    room, namespace, limits = EngineConfig(device_blocks=64, host_blocks=16), Namespace("m", 3), TransferLimits()
-    outputs: list[Any] = []
-    with PrefillEngine(model, room, namespace) as prefill, DecodeEngine(model, room, namespace) as decode:
-        offers = Node(ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), identity_of(prefill), limits)
-        pulls = Node(ZmqLink(ZmqSettings()), identity_of(decode), limits)
-        prefill.attach(offers)
-        decode.attach(pulls)
-        try:
-            for request in _requests():
-                prefill.add(request)
-                first = sorted(prefill.run(), key=lambda output: output.sample)
-                transfer = prefill.transfer_of(request.id)
-                assert transfer is not None
-                decode.take_over(request, Handover(transfer, offers.address, tuple(o.tokens[0] for o in first)))
-                _until(lambda: bool(outputs.extend(decode.step()) or not decode.busy))
-            _until(lambda: bool(prefill.step() or not prefill.waits))
-            assert decode.decode_counters.transferred_rows > 0
-        finally:
-            assert pulls.close()
-            assert offers.close()
+    room, namespace, outputs = EngineConfig(device_blocks=64, host_blocks=16), Namespace("m", 3), list[Any]()
+    binding, connecting = ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*")), ZmqLink(ZmqSettings())
+    with (
+        PrefillEngine(model, room, namespace, link=binding) as prefill,
+        DecodeEngine(model, room, namespace, link=connecting) as decode,
+    ):
+        for request in _requests():
+            prefill.add(request)
+            first = sorted(prefill.run(), key=lambda output: output.sample)
+            transfer = prefill.transfer_of(request.id)
+            assert transfer is not None
+            first_tokens = tuple(output.tokens[0] for output in first)
+            decode.take_over(request, Handover(transfer, prefill.crossing.address, first_tokens))
+            _until(lambda: bool(outputs.extend(decode.step()) or not decode.busy))
+        assert decode.decode_counters.transferred_rows > 0
     return outputs
 
 
@@ -178,7 +163,7 @@ def _native(model: Any, sequence: Any) -> NDArray[Any]:
     import torch
     from experts_seen import experts_of
 
-    from paged_engine.engine.models import BATCH_MULTIPLE
+    from paged_engine.models import BATCH_MULTIPLE
 
     # Padded at the end, so that float32 products are summed in one order whatever the length; see the models.
     tokens = torch.zeros(1, -(-len(sequence) // BATCH_MULTIPLE) * BATCH_MULTIPLE, dtype=torch.int64)

@@ -210,7 +210,7 @@ class SaltedWorld:
         self.prompts: list[list[int]] = []
         record = 128 + 2 * 64 * -(-NBYTES * self.tokens // 64)
         size = f"{self.random.choice((20, 60, 400)) * record}B"
-        self.url = f"memory:?capacity={size}" if directory is None else f"{directory.as_uri()}?quota=1MiB&segment=64KiB"
+        self.url = f"memory:?capacity={size}" if directory is None else f"{directory.as_uri()}?quota=1MiB"
         self.store: StorageBackend = FaultyStore(open_store(self.url))
         self.required = [["salt"] if self.random.random() < 0.7 else [] for _ in range(self.random.randint(1, 3))]
         self.engines = [SaltedEngine(self, required) for required in self.required]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,7 @@ class Asked:
 
     def __init__(self, name: str, tokens: Sequence[int]) -> None:
         self.request_id, self.tokens, self.num_computed_tokens = name, tokens, 0
-        self.all_token_ids = tokens
+        self.all_token_ids, self.num_prompt_tokens = tokens, len(tokens)
         ends = range(TOKENS, len(tokens) + 1, TOKENS)
         self.block_hashes = [hashlib.sha256(bytes(tokens[:end])).digest() for end in ends]
 
@@ -99,6 +100,7 @@ class Toy:
             max_tokens=64,
             gate=not pages,
             pages=pages,
+            transfer=settings.carrier == "transfer",
             witness=settings.witness if settings.store else "off",
         )
         added = Sum()
@@ -116,19 +118,36 @@ class Toy:
         self.free, self.cached = list(range(blocks)), dict[bytes, int]()
         self.table: list[int] = []
         self.fails: set[int] = set()  # places in the request of blocks whose load fails
+        self.unbrought: set[int] = set()  # and of those whose KV another engine was to bring
         self.loses: set[int] = set()  # positions at which the router's ids are not ones
         self.loaded, self.weights = 0, 0
         self.between: Callable[[], object] = lambda: None
+        self.waiting: Callable[[], object] = lambda: None  # done while a request waits for rows
 
-    def ask(self, name: str, tokens: Sequence[int], chunks: Sequence[int] = (64,)) -> dict[str, Any]:
-        """Compute ``tokens`` in steps of so many tokens; what goes to the client."""
+    def ask(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        chunks: Sequence[int] = (64,),
+        *,
+        lends: bool = False,
+        brought: int | None = None,
+        ticket: Any = None,
+        more: Sequence[int] = (),
+    ) -> dict[str, Any]:
+        """Compute ``tokens`` in steps of so many tokens; what goes to the client.
+
+        ``lends``: another engine goes on from here, and the answer is for that. Here that brings KV of the first tokens
+        that are not cached, up to ``brought``, and a ``ticket`` for their rows; ``more`` is said behind the prompt.
+        """
         self.scheduler.arrived(name)
         request, hashes = Asked(name, tokens), Asked(name, tokens).block_hashes
         most = (len(tokens) - 1) // TOKENS  # the last token is always computed
         local = next((i for i, each in enumerate(hashes[:most]) if each not in self.cached), most)
         kept = self.kept if self.kept is not None else {}
         there = next((i for i, each in enumerate(hashes[local:most]) if each not in kept), most - local)
-        taken = self.scheduler.matched(request, local * TOKENS, there * TOKENS, later=self.later)
+        found = there * TOKENS if brought is None else max(0, brought - local * TOKENS)
+        taken = self.scheduler.matched(request, local * TOKENS, found, later=self.later or brought is not None)
         self.table = [self.cached[each] for each in hashes[:local]]
         for block in self.table:
             self.free.remove(block)
@@ -136,7 +155,7 @@ class Toy:
         self.cached = {each: block for each, block in self.cached.items() if block not in given}
         self.table += given
         self.scheduler.given(given)
-        self.scheduler.admitted(request, self.table, taken)
+        self.scheduler.admitted(request, self.table, taken, lends=lends, ticket=ticket)
         request.num_computed_tokens, self.loaded = local * TOKENS + taken, taken
         loading, sizes = range(local, local + taken // TOKENS), [*chunks]
         if self.later and taken:
@@ -147,17 +166,55 @@ class Toy:
                 (local * TOKENS + taken if failed is None else failed * TOKENS),
                 range(0),
             )
+        if brought is not None:
+            self._land(request, min(local * TOKENS + taken, len(tokens) - 1))
+            tokens, loading = [*tokens, *more], range(0)
+            request.all_token_ids = request.tokens = tokens
+            new = -(-len(tokens) // TOKENS) - len(self.table)
+            self.scheduler.given(given := [self.free.pop(0) for _ in range(new)])
+            self.table += given
         while request.num_computed_tokens < len(tokens):
             n = min(sizes.pop(0) if sizes else len(tokens), len(tokens) - request.num_computed_tokens)
             failed = self._step(request, n, loading)
             request.num_computed_tokens = failed * TOKENS if failed is not None else request.num_computed_tokens + n
             loading = range(0)
             self.between()
+        left = self.scheduler.ticket(request) if lends else None
         ended = self.scheduler.forget(name)
         told = self.scheduler.finished(name, self.table, len(tokens), Tokens(tokens, len(tokens)), ended=ended)
         self.free += self.table
         self.cached |= dict(zip(hashes, self.table, strict=False))
-        return {"kv_transfer_params": told}
+        return {"kv_transfer_params": {"kvroute": left} if lends else told}
+
+    def _land(self, request: Asked, computed: int) -> None:
+        """The KV has come; rows are waited for as long as the worker says."""
+        came = {request.request_id}
+        self._step(request, 0, range(0))
+        if self.unbrought:
+            self.worker.settle()
+            while self.worker.transfers._under_way:
+                self.worker.arrived(set())
+                time.sleep(0.001)
+            self.worker.begin(self.scheduler.step({}))
+            self.worker.fail({self.table[place] for place in self.unbrought if place < len(self.table)})
+            self.worker.end()
+            self.worker.failures()
+            computed = min(computed, min(self.unbrought) * TOKENS)
+        while not (go := self.worker.arrived(came, came if self.unbrought else frozenset())):
+            came = set()
+            self.waiting()
+            self._step(request, 0, range(0))
+            time.sleep(0.001)
+        assert go == {request.request_id}
+        self.hear()
+        self.scheduler.loaded(request.request_id)
+        self.scheduler.admitted(request, self.table, 0)
+        request.num_computed_tokens, self.unbrought = computed, set()
+
+    def hear(self) -> None:
+        """What the worker says after a step."""
+        if (told := self.worker.told()) is not None:
+            self.scheduler.told(told.why)
 
     def _step(self, request: Asked, n: int, loading: range) -> int | None:
         """Load, compute and write; the place of the first block that could not be loaded."""
@@ -256,11 +313,17 @@ def makers(toy: Toy, tokens: Sequence[int]) -> list[int]:
     return found
 
 
-def judge(found: Routes, tokens: Sequence[int]) -> Counter[str]:
-    """How many rows of ``found`` are right, wrong, missing, or right in those layers that are known: "partly"."""
+def judge(found: Routes, tokens: Sequence[int], weights: Sequence[int] | None = None) -> Counter[str]:
+    """How many rows of ``found`` are right, wrong, missing, or right in those layers that are known: "partly".
+
+    ``weights [tokens]`` computed them; by default weights 0 all.
+    """
     count: Counter[str] = Counter()
     for i in range(len(tokens)):
-        known, same = found.known[i], (found.ids[i] == row_of(tokens[: i + 1])[list(found.layer_ids)]).all(1)
+        known, same = (
+            found.known[i],
+            (found.ids[i] == row_of(tokens[: i + 1], weights[i] if weights else 0)[list(found.layer_ids)]).all(1),
+        )
         part = "missing" if not known.any() else "right" if known.all() else "partly"
         count["wrong" if (known & ~same).any() else part] += 1
     return count

@@ -80,7 +80,7 @@ def test_early_pulls_are_bounded_and_of_their_peer() -> None:
     assert foreign.message == Gone(names[2], GoneReason.FOREIGN)
     assert pair.prefill.receive(D, Renew(D_RUN, names[2]), 0.0) == []
     assert pair.prefill.receive(D, Ack(D_RUN, names[2], 1, 0, 2), 0.0) == []
-    assert list(pair.prefill._early) == [names[1]]
+    assert list(pair.prefill._early._pulls) == [names[1]]
     assert pair.prefill.in_flight == 0
 
 

@@ -65,7 +65,7 @@ class BlocksMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = tempfile.TemporaryDirectory()
-        self.process = CacheTransferManager(f"file://{self.directory.name}/store?quota=4MiB&segment=64KiB", SOON)
+        self.process = CacheTransferManager(f"file://{self.directory.name}/store?quota=4MiB", SOON)
         self.kv = KVApart(self.process)
         self.aux = AuxBlocks(
             [ROW],

@@ -32,7 +32,7 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[CacheTransferManager]:
-    with CacheTransferManager(f"file://{tmp_path}/store?quota=4MiB&segment=64KiB", SOON) as manager:
+    with CacheTransferManager(f"file://{tmp_path}/store?quota=4MiB", SOON) as manager:
         yield manager
 
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_copied_is_refused_and_costs_the_process_nothing(
 
 def test_a_store_that_is_busy_does_not_hold_up_a_copy(shared: Shared, tmp_path: Path) -> None:
     """Method: four threads put a thousand records that are synced each, while a block is copied."""
-    with CacheTransferManager(f"file://{tmp_path}?quota=64MiB&segment=1MiB&sync=batch", SOON) as process:
+    with CacheTransferManager(f"file://{tmp_path}?quota=64MiB&sync=batch", SOON) as process:
         assert process.store is not None
         records = RecordStore(process.store, LAYOUT)
         with ThreadPoolExecutor(4) as threads:

@@ -20,7 +20,7 @@ import torch
 
 from bench.harness import serve_answers
 from kvroute import KVRouteError
-from kvroute.integrations.vllm import routes, unseen
+from kvroute.integrations.vllm import missing, routes, unseen
 from kvroute.rollout import RolloutStore, open_rollouts
 
 WAIT_S = 3.0
@@ -35,6 +35,7 @@ def answer_of(output: Any, rollouts: RolloutStore | None) -> dict[str, Any]:
         try:
             told["routes"] = routes(output, each.index, rollouts=rollouts, wait_s=WAIT_S).to_json()
             told["unseen"] = unseen(output, each.index)
+            told["missing"] = missing(output, each.index)
         except KVRouteError as error:
             told["refused"] = str(error)
         found.append(told)

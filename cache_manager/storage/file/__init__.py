@@ -9,11 +9,9 @@ from typing import Final
 from cache_manager.errors import ConfigError
 from cache_manager.ports import StorageBackend
 from cache_manager.storage.file.directory import FILE_MODE
-from cache_manager.storage.file.files import Sync
-from cache_manager.storage.file.fsck import FsckReport, SegmentReport, fsck
-from cache_manager.storage.file.limits import QUOTA_NBYTES, default_segment_nbytes
+from cache_manager.storage.file.fsck import ExtentReport, FsckReport, fsck
 from cache_manager.storage.file.reader import FileReader
-from cache_manager.storage.file.store import FileStore
+from cache_manager.storage.file.store import QUOTA_NBYTES, FileStore, Sync
 from cache_manager.storage.url import StoreUrl, parse_nbytes
 
 _PERCENT: Final = re.compile(r"([0-9]{1,2})%")
@@ -21,7 +19,7 @@ _MODE: Final = re.compile(r"0?6[04][04]")
 
 
 def open_file_store(url: StoreUrl) -> StorageBackend:
-    """``file:///dir?quota=4GiB&segment=16MiB&sync=none|batch&ttl=6h&min_free=1GiB&files=0600``.
+    """``file:///dir?quota=4GiB&sync=none|batch&ttl=6h&min_free=1GiB&files=0600``.
 
     Or, to read, ``file:///dir?mode=read&ttl=6h&absent=error|wait``: ``wait`` opens it before its writer has made it.
 
@@ -29,19 +27,17 @@ def open_file_store(url: StoreUrl) -> StorageBackend:
     the permissions of new files, in octal: 0600 unless a group (0640) or everybody (0644) is to read.
     """
     reads = url.choice("mode", ("write", "read"), "write") == "read"
-    url.allow("mode", "ttl", *(("absent",) if reads else ("quota", "segment", "sync", "min_free", "files")))
+    url.allow("mode", "ttl", *(("absent",) if reads else ("quota", "sync", "min_free", "files")))
     if url.host not in ("", "localhost") or not url.path.startswith("/") or "\0" in url.path:
         raise ConfigError("file: store path", "file:///absolute/path", repr(url.text))
     ttl_s = url.seconds("ttl", None)
     if reads:
         waits = url.choice("absent", ("error", "wait"), "error") == "wait"
         return FileReader(Path(url.path), ttl_s=ttl_s, waits=waits)
-    quota = url.nbytes("quota", QUOTA_NBYTES)
     nbytes, percent = _min_free(url.parameters.get("min_free"))
     return FileStore(
         Path(url.path),
-        quota_nbytes=quota,
-        segment_nbytes=url.nbytes("segment", default_segment_nbytes(quota)),
+        quota_nbytes=url.nbytes("quota", QUOTA_NBYTES),
         sync=Sync(url.choice("sync", tuple(Sync), Sync.NONE)),
         ttl_s=ttl_s,
         min_free_nbytes=nbytes,
@@ -68,12 +64,11 @@ def _file_mode(text: str | None) -> int:
 
 
 __all__ = [
+    "ExtentReport",
     "FileReader",
     "FileStore",
     "FsckReport",
-    "SegmentReport",
     "Sync",
-    "default_segment_nbytes",
     "fsck",
     "open_file_store",
 ]

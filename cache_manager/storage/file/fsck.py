@@ -1,258 +1,161 @@
-"""Is a file store sound? Every header and every payload is read; with ``repair``, what is not sound is taken away.
+"""Is a file store sound? Every page and every head is looked at and, if that is asked for, every payload.
 
-Without ``repair`` nothing is written, and a live writer is no obstacle: what it is writing at the end of its newest
-segment is then not held against the store. A repair locks the store like a writer and does what opening does
-(:mod:`cache_manager.storage.file.pool`): older copies of records are marked as deleted, a segment with bytes that are
-no record's is set aside, a damaged header page is written anew, and what crashes left unfinished is removed. Beyond
-that it marks the records as deleted whose payload is not the one of its sum.
-
-A sound record, which is one that a store would serve, is never touched. Files that are no part of the store, or
-segments of another one, are named and left alone; while there are any of the latter, nothing is repaired.
+Nothing is written: a damaged record is a miss and its slot is used again, a damaged page has a copy. A live writer is
+no obstacle; what it changes meanwhile may be counted as it was or as it is.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
-from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from cache_manager.errors import StorageError, StoreFormatError, StoreLockedError
-from cache_manager.storage.disk import Disk, SystemDisk
-from cache_manager.storage.file.directory import LockedDirectory, StoreDirectory, StoreLock
-from cache_manager.storage.file.files import Sync
-from cache_manager.storage.file.limits import Limits
-from cache_manager.storage.file.pool import SegmentPool
-from cache_manager.storage.file.recovery import Content, read_segment, verify
-from cache_manager.storage.file.segment import (
-    DELETED,
-    LIVING,
-    LOCK_NAME,
-    MARKER_NAME,
-    UNREADABLE,
-    UNSOUND,
-    Entry,
-    parse_name,
-    unpack_entry,
-)
-from cache_manager.storage.file.table import Segment, replaced
+from cache_manager.record import checksum
+from cache_manager.storage.disk import Disk, SystemDisk, read_all
+from cache_manager.storage.file.directory import LOCK_NAME, TEMP_SUFFIX, StoreDirectory, StoreLock, is_ours
+from cache_manager.storage.file.extent import PAGE_NBYTES, Extent, open_extent, parse_name, read_page
+from cache_manager.storage.file.index import BITS, LOCAL, KeyIndex
 
-_COLUMNS: Final = ("nbytes", "records", "deleted", "corrupt", "torn", "older", "unreadable", "lost_nbytes")
-_THREADS: Final = 2
-"""While one waits for the disk, or copies what that gave, the other sums."""
-_NO_LIMIT: Final = Limits(1 << 62, 1 << 54)
+_COLUMNS: Final = ("nbytes", "slots", "records", "older", "damaged_heads", "damaged_pages", "corrupt", "unreadable")
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentReport:
-    """What one segment file holds. ``lost_nbytes`` are not zeros and no record's."""
+@dataclass(slots=True)
+class ExtentReport:
+    """What one file holds. ``records`` are served; of ``older`` ones there is a newer copy."""
 
     name: str
-    nbytes: int
+    nbytes: int = 0
+    slots: int = 0
     records: int = 0
-    deleted: int = 0
-    corrupt: int = 0  # sound header, wrong payload, another record behind
-    torn: int = 0  # sound header, wrong payload or none, no sound record behind
-    older: int = 0  # copies for which there is a newer one, here or in a later segment
-    unreadable: int = 0  # records that the disk does not give back
-    lost_nbytes: int = 0
-    page_damaged: bool = False
-    page_missing: bool = False
-    aside: bool = False  # set aside, which is what becomes of a segment with lost bytes
-    refused: str | None = None  # why this is no segment of this store
+    older: int = 0
+    damaged_heads: int = 0
+    damaged_pages: int = 0  # of the first and the last
+    corrupt: int = 0  # payloads that are not those of their sums, if payloads were read
+    unreadable: int = 0  # payloads that the disk does not give back
+    refused: str = ""  # why this is no extent
 
     @property
     def sound(self) -> bool:
-        lost = self.lost_nbytes and not self.aside
-        bad = self.corrupt or self.torn or self.older or self.unreadable or lost
-        return not (bad or self.page_damaged or self.page_missing) and self.refused is None
+        return not (self.damaged_heads or self.damaged_pages or self.corrupt or self.unreadable or self.refused)
 
 
 @dataclass(frozen=True, slots=True)
 class FsckReport:
-    """What a check found, before any repair; ``writer`` says who was writing meanwhile."""
+    """What a check found; ``writer`` says who was writing meanwhile."""
 
     directory: str
-    segments: tuple[SegmentReport, ...]
-    leftovers: tuple[str, ...]
+    extents: tuple[ExtentReport, ...]
+    leftovers: tuple[str, ...]  # of a crash; the next writer removes them
     foreign: tuple[str, ...]  # other entries of the directory; they are no fault
     writer: str | None
-    repaired: bool
+    payloads: bool  # whether they were read
 
     @property
     def sound(self) -> bool:
-        return not self.leftovers and all(segment.sound for segment in self.segments)
+        return not self.leftovers and all(extent.sound for extent in self.extents)
 
     def total(self, count: str) -> int:
-        """The sum of one of the segments' numbers, by its name."""
-        return sum(int(getattr(segment, count)) for segment in self.segments)
+        """The sum of one of the extents' numbers, by its name."""
+        return sum(int(getattr(extent, count)) for extent in self.extents)
 
     def to_json(self) -> str:
         """The report as one JSON object: its fields, and ``sound``."""
         return json.dumps({"sound": self.sound, **asdict(self)}, indent=2) + "\n"
 
     def to_text(self) -> str:
-        """The report for people: a line a segment, what else is there, and a verdict."""
-        width = max((len(segment.name) for segment in self.segments), default=0)
-        titles = [name.replace("nbytes", "bytes").replace("_", " ") for name in _COLUMNS]
-        lines = [f"{'segment':{width}}" + "".join(f"{title:>11}" for title in titles)]
-        for segment in self.segments:
-            counts = "".join(f"{int(getattr(segment, name)):>11,}" for name in _COLUMNS)
-            lines.append(f"{segment.name:{width}}{counts}{_remark(segment)}")
-        lines.append(f"{'all':{width}}" + "".join(f"{self.total(name):>11,}" for name in _COLUMNS))
+        """The report for people: a line an extent, what else is there, and a verdict."""
+        lines = [f"{'extent':19}" + "".join(f"{name.replace('_', ' '):>15}" for name in _COLUMNS)]
+        for extent in self.extents:
+            counts = "".join(f"{int(getattr(extent, name)):>15,}" for name in _COLUMNS)
+            lines.append(f"{extent.name:19}{counts}" + (f"  left alone: {extent.refused}" if extent.refused else ""))
+        lines.append(f"{'all':19}" + "".join(f"{self.total(name):>15,}" for name in _COLUMNS))
         lines += [f"left unfinished by a crash: {name}" for name in self.leftovers]
         lines += [f"no part of the store: {name}" for name in self.foreign]
-        if self.writer is not None:
-            lines.append(f"checked beside a writer, the end of the newest segment not judged: {self.writer}")
-        lines.append(f"{self.directory}: {self._verdict()}")
+        lines += [f"checked beside a writer: {self.writer}"] if self.writer is not None else []
+        read = "" if self.payloads else " (payloads were not read: --payloads)"
+        lines.append(f"{self.directory}: {'sound' if self.sound else 'not sound'}{read}")
         return "\n".join(lines) + "\n"
 
-    def _verdict(self) -> str:
-        aside = self.total("aside")
-        beside = f"; {aside} segments are set aside, remove them when you have what you want of them" if aside else ""
-        if self.sound:
-            return "sound" + beside
-        if left := sum(segment.refused is not None for segment in self.segments):
-            return f"not sound; {left} files are not this store's: move them away, then kvroute fsck --repair"
-        if not self.repaired:
-            return "not sound; kvroute fsck --repair takes away what is wrong" + beside
-        return "was not sound and is repaired" + beside
 
+def fsck(directory: Path, *, payloads: bool = False, disk: Disk | None = None) -> FsckReport:
+    """Check the store in ``directory``; with ``payloads`` read everything.
 
-def _remark(segment: SegmentReport) -> str:
-    if segment.refused is not None:
-        return f"  left alone: {segment.refused}"
-    if segment.aside:
-        return "  set aside"
-    if segment.page_missing:
-        return "  no header page"
-    return "  header page damaged" if segment.page_damaged else ""
-
-
-def fsck(directory: Path, *, repair: bool = False, disk: Disk | None = None) -> FsckReport:
-    """Check the store in ``directory``; with ``repair`` leave it sound, as far as bytes can tell.
-
-    :class:`StoreMissingError` and :class:`StoreFormatError` when there is no store of this format;
-    :class:`StoreLockedError` for a repair while somebody writes; :class:`StorageError` when the disk fails in another
-    way than by sectors that it cannot read, which leaves repaired what was repaired before.
+    :class:`StoreMissingError` and :class:`StoreFormatError` when there is no store; :class:`StorageError` when its
+    directory cannot be read.
     """
-    disk = disk or SystemDisk()
+    disk, writer, lock = disk or SystemDisk(), None, None
     with closing(StoreDirectory.existing(directory)) as opened:
         try:
-            lock, writer = _lock(opened, repair=repair)
-            with lock or nullcontext():
-                unfinished = () if writer else tuple(opened.leftovers())
-                files = opened.files()
-                check = partial(_check, opened, disk, newest=max(files, default=0), beside_writer=writer is not None)
-                with ThreadPoolExecutor(_THREADS) as pool:
-                    checked = [each for each in pool.map(check, files.items()) if each is not None]
-                ours = {MARKER_NAME, LOCK_NAME, *unfinished}
-                foreign = tuple(name for name in opened.names() if name not in ours and parse_name(name) is None)
-        except OSError as error:
-            raise StorageError(f"{directory}: cannot check the store: {error}") from error
-    reports = [each.report for each in checked]
-    if writer is None:
-        for number, older in _older(checked).items():
-            reports[number] = replace(reports[number], records=reports[number].records - older, older=older)
-    may = repair and not any(report.refused for report in reports)
-    if may:
-        _repair(directory, disk, [(each.sequence, entry) for each in checked for entry in each.wrong])
-    ordered = tuple(sorted(reports, key=lambda report: report.name))
-    return FsckReport(str(directory), ordered, unfinished, foreign, writer, may)
+            lock = StoreLock(opened, shared=True)
+        except StoreLockedError as error:
+            writer = str(error)
+        with closing(lock) if lock is not None else nullcontext():
+            reports = []
+            for report, extent, served in read_extents(opened, disk):
+                if payloads and extent is not None:
+                    for local in served:
+                        _check_payload(disk, extent, local, report)
+                reports.append(report)
+            names = [name for name in opened.names() if parse_name(name) is None and name != LOCK_NAME]
+    leftovers = tuple(name for name in names if name.endswith(TEMP_SUFFIX) and is_ours(name) and writer is None)
+    foreign = tuple(name for name in names if not is_ours(name))
+    return FsckReport(str(directory), tuple(reports), leftovers, foreign, writer, payloads)
 
 
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """A segment without a look at the others; a repair marks what is ``wrong`` as deleted."""
-
-    sequence: int
-    report: SegmentReport
-    content: Content
-    wrong: list[Entry]
-
-
-def _check(
-    directory: StoreDirectory, disk: Disk, file: tuple[int, str], *, newest: int, beside_writer: bool
-) -> _Checked | None:
-    """Read all of a segment, by its sequence and name; ``None`` when a live writer has dropped it."""
-    sequence, name = file
+def read_extents(opened: StoreDirectory, disk: Disk) -> Iterator[tuple[ExtentReport, Extent | None, list[int]]]:
+    """What each file says, the extent if it is one, and which of its slots are served."""
+    index, found = KeyIndex(), []
     try:
-        segment, content = read_segment(directory, disk, sequence, name, payloads=True)
-    except FileNotFoundError:
-        return None
-    except StoreFormatError as error:
-        nbytes = os.stat(name, dir_fd=directory.fd).st_size
-        return _Checked(sequence, SegmentReport(name, nbytes, refused=str(error)), Content(), [])
-    wrong = []
-    if segment.indexed:
-        before = np.array(content.states)
-        verify(disk, segment.fd, segment.size, content)
-        after = np.array(content.states)
-        changed = np.flatnonzero((after != before) & (after != UNREADABLE))
-        wrong = [unpack_entry(content.rows, number) for number in changed.tolist()]
-    elif sequence != newest:  # at the end of the newest opening cuts them away
-        wrong = list(content.entries(UNSOUND))
-    segment.close()
-    return _Checked(sequence, _report(segment, content, live=beside_writer and sequence == newest), content, wrong)
-
-
-def _older(checked: Sequence[_Checked]) -> Counter[int]:
-    """How many copies give way to newer ones, as they do when a store is opened, by the places of their segments."""
-    rows = b"".join([each.content.rows for each in checked])
-    states = np.frombuffer(b"".join([each.content.states for each in checked]), np.uint8)
-    stops = np.cumsum([len(each.content.states) for each in checked])
-    older = [old for old, new in replaced(rows, states) if states[new] != UNREADABLE]
-    return Counter(np.searchsorted(stops, older, "right").tolist())
-
-
-def _lock(directory: StoreDirectory, *, repair: bool) -> tuple[closing[StoreLock] | None, str | None]:
-    """The lock for the job, and for a report without one who writes."""
-    try:
-        return closing(StoreLock(directory, shared=not repair)), None
-    except FileNotFoundError:
-        return None, None  # a copy without its lock file: nobody writes it
-    except StoreLockedError as error:
-        if repair:
-            raise
-        return None, str(error)
-
-
-def _report(segment: Segment, content: Content, *, live: bool) -> SegmentReport:
-    states = content.states
-    torn = 0 if segment.indexed else len(states) - len(states.rstrip(bytes([UNSOUND])))
-    return SegmentReport(
-        segment.name,
-        segment.size,
-        records=states.count(LIVING),
-        deleted=states.count(DELETED),
-        corrupt=states.count(UNSOUND) - torn,
-        torn=0 if live else torn + (content.cut_short and not segment.aside),
-        unreadable=states.count(UNREADABLE),
-        lost_nbytes=0 if live else content.lost_nbytes,
-        page_damaged=not content.page_sound and not content.empty,
-        page_missing=content.empty,
-        aside=segment.aside,
-    )
-
-
-def _repair(path: Path, disk: Disk, unsound: list[tuple[int, Entry]]) -> None:
-    try:
-        with (
-            closing(LockedDirectory(path)) as directory,
-            closing(SegmentPool(directory, disk, _NO_LIMIT, Sync.NONE, time.time)) as pool,
-        ):
-            for sequence, entry in unsound:
-                segment = pool.segments.get(sequence)
-                if segment is not None and entry.number < segment.count:
-                    pool.mark((segment, entry))
+        names = opened.extents()
     except OSError as error:
-        raise StorageError(f"{path}: cannot repair the store: {error}") from error
+        raise StorageError(f"{opened.path}: cannot read the store: {error}") from error
+    for name in names:
+        report, extent = ExtentReport(name), None
+        try:
+            fd = opened.open(name, os.O_RDONLY)
+            report.nbytes = os.fstat(fd).st_size
+            extent = open_extent(disk, fd, name, str(opened.path / name))
+            index.join(extent)
+        except FileNotFoundError:
+            continue  # a writer has dropped it
+        except (StoreFormatError, OSError) as error:
+            report.refused = str(error)
+        found.append((report, extent))
+    older = index.load()
+    for report, extent in found:
+        served = list[int]()
+        if extent is not None:
+            gone = {slot & LOCAL for slot in older if slot >> BITS == extent.ordinal}
+            served = [local for local in np.flatnonzero(extent.all_ticks()).tolist() if local not in gone]
+            report.slots, report.older, report.records = extent.slots, len(gone), len(served)
+            report.damaged_heads = extent.damaged
+            pages = (0, extent.shape.nbytes - PAGE_NBYTES)
+            report.damaged_pages = sum(not _is_page(disk, extent, at) for at in pages)
+        yield report, extent, served
+
+
+def _is_page(disk: Disk, extent: Extent, at: int) -> bool:
+    try:
+        return read_page(disk, extent.fd, at, extent.name).pack() == extent.shape.pack()
+    except (StoreFormatError, OSError):
+        return False
+
+
+def _check_payload(disk: Disk, extent: Extent, local: int, report: ExtentReport) -> None:
+    """Read a payload; one that is not its head's, under the same head as before, is corrupt."""
+    nbytes, head = extent.shape.layout[1], extent.packed(local, 1)
+    payload, now = bytearray(nbytes), bytearray(len(head))
+    try:
+        whole = read_all(disk, extent.fd, [payload], extent.payload_at(local), nbytes) == nbytes
+        read_all(disk, extent.fd, [now], extent.head_at(local), len(now))
+    except OSError:
+        whole = False
+    report.unreadable += not whole
+    report.corrupt += whole and now == head and checksum(payload) != extent.headers(head)[0].payload_xxh3

@@ -1,10 +1,6 @@
-"""The segments of a file store as its writer has them: created, grown, finished, set aside, dropped and recovered.
+"""The extents that this process writes: how they are found, made, given slots of, dropped and synced.
 
-Whoever calls a method of :class:`SegmentPool` that says *held: append* holds the pool's ``append`` lock; ``index_lock``
-guards the table, ``segments`` and the counts, and is never held over I/O.
-
-Nothing is erased that could be somebody's record. A segment with bytes that no record accounts for is **set aside**: it
-is renamed, what is sound in it is served, nothing more is written to it, and it goes when everything else has gone.
+*Held: writing* is the lock of the one call that writes, *held: lock* the one that guards what is in memory.
 """
 
 from __future__ import annotations
@@ -12,305 +8,281 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
-from cache_manager.errors import StorageError, StoreFormatError
-from cache_manager.record import HEADER_NBYTES_MIN
+from cache_manager.errors import ConfigError, StorageError
+from cache_manager.record import Buffer
 from cache_manager.spec import align
-from cache_manager.storage.disk import Disk
-from cache_manager.storage.file.directory import LockedDirectory
-from cache_manager.storage.file.files import Kept, SegmentFiles, Sync
-from cache_manager.storage.file.limits import SEGMENTS_MAX, Limits, victims
-from cache_manager.storage.file.recovery import Content, read_segment
-from cache_manager.storage.file.segment import (
-    DELETED,
+from cache_manager.storage.disk import IOV_MAX, Disk, write_all
+from cache_manager.storage.file.clock import Clock, Run, runs_of
+from cache_manager.storage.file.directory import TEMP_SUFFIX, LockedDirectory
+from cache_manager.storage.file.extent import (
+    FREE,
+    GROUP,
     PAGE_NBYTES,
-    SEQUENCE_MAX,
-    UNSOUND,
-    index_nbytes,
-    segment_name,
+    TICK_MAX,
+    UNSURE,
+    Extent,
+    Layout,
+    Shape,
+    extent_name,
+    parse_name,
 )
-from cache_manager.storage.file.table import Segment
+from cache_manager.storage.file.index import BITS, LOCAL
+from cache_manager.storage.file.shelf import EXTENTS_MAX, Shelf
 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What the operating system says when a disk, a disk quota or a process may take no more bytes."""
-_IN_THE_WAY_MAX: Final = 64
+_QUOTA_NBYTES_MIN: Final = 8 * PAGE_NBYTES
+_EXTENTS: Final = 32  # that a quota is divided into: whole ones change hands between layouts
+_EXTENT_NBYTES_MIN: Final = 128 << 10  # where the quota has room for one
+_RUN_MAX: Final = IOV_MAX // 2
+_FULL_CALLS: Final = 64
 
 
-class SegmentPool(SegmentFiles):
-    """The segments of the store that this process writes; ``StorageError`` when they cannot be read at opening."""
+class Pool(Shelf):
+    """The writer's extents, with a clock for each layout; ``OSError`` when they cannot be read at opening."""
 
     def __init__(
-        self, directory: LockedDirectory, disk: Disk, limits: Limits, sync: Sync, clock: Callable[[], float]
+        self,
+        path: Path,
+        quota_nbytes: int,
+        extent_nbytes: int | None,
+        min_free: tuple[int, int],  # bytes, per cent
+        ttl_s: float | None,
+        file_mode: int,
+        disk: Disk | None,
+        clock: Callable[[], float],
     ) -> None:
-        super().__init__(directory, disk, limits.ttl_s, sync, clock)
-        self.append = threading.Lock()
-        self.dropped_segments = self.damaged_segments = self.torn_records = self.lost_nbytes = 0
-        self.replaced_records = self.kept_records = 0
-        self.short_of_free = self.sweep_failures = 0
-        self._limits = limits
-        self._unended: list[Segment] = []  # no more is written to them, but they could not be cut to their records
-        self._next_sequence = 1
+        if quota_nbytes < _QUOTA_NBYTES_MIN:
+            raise ConfigError("quota", f"{_QUOTA_NBYTES_MIN} bytes or more", f"{quota_nbytes} bytes")
+        if min_free[0] < 0 or not 0 <= min_free[1] < 100:
+            raise ConfigError("min_free", "0 bytes or more, 0 to 99 per cent", min_free)
+        super().__init__(path, disk, ttl_s, clock)
+        wanted = align(max(quota_nbytes // _EXTENTS, _EXTENT_NBYTES_MIN), PAGE_NBYTES)
+        self._quota_nbytes, self._extent_nbytes = quota_nbytes, min(extent_nbytes or wanted, quota_nbytes)
+        self._min_free = min_free
+        self._writing = threading.Lock()  # one put or delete at a time; taken before the others
+        self._flushing = threading.Lock()  # one sync at a time
+        self._clocks: dict[Layout, Clock] = {}
+        self._used_nbytes = self._tick = self._number = self._evicted = self._damaged = 0
+        self._names_changed = True
+        self._unsure: list[Run] = []  # with heads on the disk that it did not take back
+        self._full_until = 0  # the disk had no room; it is asked again after so many calls
+        self._directory = LockedDirectory(path, file_mode=file_mode)
         try:
-            limits.check_space(disk.space(directory.fd) if limits.asks_for_space else None)
             self._recover()
         except BaseException as error:
-            self.release()
+            self._directory.close()
             if isinstance(error, OSError):
-                raise StorageError(f"{directory.path}: cannot read the store: {error}") from error
+                raise StorageError(f"{path}: cannot open the store: {error}") from error
             raise
 
-    def fits(self, nbytes: int) -> bool:
-        """Whether a record of ``nbytes`` can be stored at all."""
-        return self._size_for(nbytes) <= self._limits.quota_nbytes
+    def _erase(self, extent: Extent, start: int, count: int) -> None:
+        """Make heads on the disk zeros, so that nobody takes what is written next for what was there."""
+        extent.dirty = True
+        self._write_heads(extent, start, count, bytes(count * extent.head_nbytes))
+        extent.uses[start : start + count] = bytes([FREE]) * count
 
-    def activate(self, nbytes: int, kept_nbytes: int) -> tuple[Segment, list[Kept]] | None:
-        """The active segment, after it was made one that has room for a record of ``nbytes``. Held: append.
+    def _write_heads(self, extent: Extent, start: int, count: int, heads: Buffer) -> None:
+        """Heads, and then the ticks that let readers know."""
+        write_all(self._disk, extent.fd, [heads], extent.head_at(start), len(heads))
+        self._tick += 1
+        first, groups = start // GROUP, (start + count - 1) // GROUP - start // GROUP + 1
+        ticks = self._tick.to_bytes(8, "little") * groups
+        write_all(self._disk, extent.fd, [ticks], PAGE_NBYTES + 8 * first, len(ticks))
 
-        And what is to be appended to a new one first, for which it has room, too: records that were asked for since
-        they were written, of the segments that made room; ``kept_nbytes`` and two thirds of it at most. A crash takes
-        them now, as it takes their segments.
-        ``None``: neither the quota nor the disk has room now.
-        """
-        active = self.active
-        try:
-            if active is not None:
-                size = max(self._limits.segment_nbytes, active.size)
-                if active.end + nbytes + index_nbytes(active.count + 1) <= size:
-                    self._make_room(size - active.size, 0)
-                    self._allocate(active.fd, size, size - active.size)
-                    self._resize(active, size)
-                    return active, []
-                self.retire(active)
-            size = self._size_for(nbytes)
-            spare_nbytes = min(2 * size // 3, size - PAGE_NBYTES - nbytes - index_nbytes(1))
-            kept = self._make_room(size, 1, min(spare_nbytes, kept_nbytes))
-            self.active = self._create(size)
-        except OSError as error:
-            if self.active is not None:
-                self.retire(self.active)
-            if error.errno in NO_ROOM:
-                return None
-            raise StorageError(f"{self._path}: cannot start a segment: {error}") from error
-        return self.active, kept
+    def _forget(self, extent: Extent, start: int, count: int) -> int:
+        """Find nothing in these slots any more; how many records were in them. Held: lock."""
+        gone, base = 0, extent.ordinal << BITS
+        for local in range(start, start + count):
+            if extent.tick(local):
+                gone += 1
+                self.index.remove(extent.key_of(local), base | local)
+        extent.set(start, bytes(count * extent.head_nbytes))
+        extent.uses[start : start + count] = bytes([UNSURE]) * count
+        extent.living -= gone
+        self._suspects.difference_update(range(base | start, (base | start) + count) if self._suspects else ())
+        return gone
 
-    def retire(self, segment: Segment) -> None:
-        """Write no more to the active segment: give it its index, or drop it when nothing is in it. Held: append."""
-        self.active = None
-        self._end(segment)
-
-    def _end(self, segment: Segment) -> None:
-        try:
-            if segment.count:
-                self._finish(segment)
-            else:
-                self._drop(segment)
-        except OSError:
-            try:
-                self._cut(segment)
-            except OSError:  # then the space stays taken, and counted; what is in it may look like records
-                self._resize(segment, os.fstat(segment.fd).st_size)
-                self._unended.append(segment)
-
-    def close(self) -> None:
-        """Give back the space behind the active segment's last record, where the next life goes on; sync; let go.
-
-        :class:`StorageError` when not all of it could be synced. Held: flush, append.
-        """
-        try:
-            self._end_again()
-            active, self.active = self.active, None
-            if active is not None:
-                with suppress(OSError):
-                    (self._cut if active.count else self._drop)(active)
-            self.sync_all([segment for segment in self.segments.values() if segment.dirty])
-        finally:
-            self.release()
-
-    def sweep(self, now_s: float) -> None:
-        """Remove the files of expired segments, and write no more to a segment that has taken records long enough.
-
-        A file that cannot be removed now is counted and tried again by the next call; nothing of it is served
-        meanwhile. Held: append.
-        """
-        if (active := self.active) is not None and self._limits.is_fully_written(active.created_s, now_s):
-            self.retire(active)
-        self._end_again()
-        if not self.sweepable:
+    def _kill(self, slots: Sequence[int]) -> None:
+        """Make slots free, in memory at once and on the disk; ``OSError`` when it did not take them. Held: writing."""
+        if not slots:
             return
-        with self.index_lock:
-            gone = [segment for segment in self.segments.values() if segment.expired]
-            self.sweepable = False
-        for segment in gone:
+        for ordinal, extent in self.index.extents.items():
+            for start, count in runs_of(sorted(slot & LOCAL for slot in slots if slot >> BITS == ordinal)):
+                with self.lock:
+                    self._forget(extent, start, count)
+                self._give_back((extent, start, count))
+        self._erase_unsure()
+        self._directory.tell(self._tick)
+
+    def _give_back(self, run: Run) -> None:
+        """Let slots that hold nothing be taken again. Held: writing."""
+        self._clocks[run[0].shape.layout].free.append(run)
+        self._unsure.append(run)
+
+    def _erase_unsure(self) -> None:
+        """See to it that nothing comes back that is not found any more; ``OSError``. Held: writing."""
+        while self._unsure:
+            extent, start, count = self._unsure[-1]
+            unsure = [local for local in range(start, start + count) if extent.uses[local] == UNSURE]
+            for run in runs_of(unsure):
+                self._erase(extent, *run)
+            self._unsure.pop()
+
+    def _take(self, layout: Layout, count: int) -> list[Run]:
+        """Slots for records of a layout, the last run first; as many as there is room for. Held: writing."""
+        clock = self._clocks.setdefault(layout, Clock())
+        runs = clock.take_free(count)
+        short = count - sum(run[2] for run in runs)
+        while short and self._grow(layout, clock):
+            runs += (more := clock.take_free(short))
+            short -= sum(run[2] for run in more)
+        if short and clock.extents:
+            with self.lock:
+                evicted = clock.take_unused(short)
+                for run in evicted:
+                    self._evicted += self._forget(*run)
+            runs += evicted
+        if not clock.extents:
+            del self._clocks[layout]
+        parts = [(e, start + at, min(_RUN_MAX, n - at)) for e, start, n in runs for at in range(0, n, _RUN_MAX)]
+        return parts[::-1]
+
+    def _grow(self, layout: Layout, clock: Clock) -> bool:
+        """Whether a layout has got one extent more. Held: writing."""
+        others = sorted(
+            [extent for other in self._clocks.values() if other is not clock for extent in other.extents],
+            key=lambda extent: extent.used_at,
+        )
+        if clock.turned:
+            if others and others[0].used_at < clock.turned_at:
+                self._drop(others.pop(0))
+            clock.turned, clock.turned_at = False, self.calls
+        wanted = max(self._extent_nbytes, Shape(0, 1, layout).nbytes)
+        if clock.extents and (
+            self._quota_nbytes - self._used_nbytes < wanted // 4
+            or len(self.index.extents) >= EXTENTS_MAX
+            or self.calls < self._full_until
+        ):
+            return False
+        while True:
+            room = self._room()
+            shape = Shape.within(self._number + 1, layout, min(wanted, room))
+            enough = shape.slots and (not clock.extents or shape.nbytes >= wanted // 4)
             try:
-                self._drop(segment)
-            except OSError:
-                self.sweep_failures += 1
-                self.sweepable = True
+                if enough and (clock.extents or room >= wanted or not others):
+                    self._create(shape)
+                    return True
+            except OSError as error:
+                if error.errno not in NO_ROOM and not clock.extents:
+                    raise
+                enough = 0
+            if clock.extents or not others or wanted > self._quota_nbytes:
+                self._full_until = self.calls + _FULL_CALLS
+                return False
+            self._drop(others.pop(0))
 
-    def _end_again(self) -> None:
-        """End the segments whose end the disk has refused. Held: append."""
-        unended, self._unended = self._unended, []
-        for segment in unended:
-            if not segment.dropped:
-                self._end(segment)
+    def _room(self) -> int:
+        """Bytes that may be allocated now; what the reserve of the file system lacks is given back first."""
+        space = self._disk.space(self._directory.fd)
+        least, percent = self._min_free
+        spare = space.free_nbytes - max(least, -(-space.total_nbytes * percent // 100))
+        while spare < 0 <= spare + self._used_nbytes and self.index.extents:
+            oldest = min(self.index.extents.values(), key=lambda extent: extent.used_at)
+            spare += oldest.shape.nbytes
+            self._drop(oldest)
+        return min(self._quota_nbytes - self._used_nbytes, spare)
 
-    def _size_for(self, nbytes: int) -> int:
-        """Of a segment that has room for a record of ``nbytes``."""
-        return max(self._limits.segment_nbytes, align(PAGE_NBYTES + nbytes + index_nbytes(1), PAGE_NBYTES))
-
-    def _create(self, size: int) -> Segment:
-        """A new segment. Nothing is synced: until its first record is, the file may be gone after a power cut."""
-        created_s = self.clock()
-        sequence, fd = self._new_file()
-        segment = Segment(sequence, segment_name(sequence), fd, size, created_s)
+    def _create(self, shape: Shape) -> None:
+        """One extent more; nothing is there when it fails."""
+        self._number += 1
+        while (name := extent_name(shape.number)) in self._directory.names():  # a stranger's
+            shape.number = self._number = self._number + 1
+        fd = self._directory.open(name + TEMP_SUFFIX, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        extent = Extent(name, fd, shape)
         try:
-            self._allocate(segment.fd, size, size)
-            self._write_page(segment)
-            self._begin_journal(segment)
+            self._disk.allocate(fd, shape.nbytes)
+            for at in (0, shape.nbytes - PAGE_NBYTES):
+                write_all(self._disk, fd, [shape.pack()], at, PAGE_NBYTES)
+            self._disk.sync(fd)  # so that no power cut leaves a file that does not say what it is
+            self._directory.finish(name)
         except OSError:
-            segment.close()
-            for kind in ("kvr", "journal"):
-                with suppress(OSError):  # the failure that is on its way out says more
-                    self._directory.unlink(segment_name(sequence, kind))
+            with suppress(OSError):  # the failure that is on its way out says more
+                self._directory.unlink(name + TEMP_SUFFIX)
             raise
-        self._next_sequence = sequence + 1
-        self._entries_changed += 1
-        segment.used_at = self.tick
-        with self.index_lock:
-            self.join(segment)
-        return segment
+        self._names_changed = True
+        self._join(extent)
+        with self.lock:
+            self.index.fit()
 
-    def _new_file(self) -> tuple[int, int]:
-        """A sequence that no file has, and a descriptor of its new file; what is in the way stays as it is."""
-        for _ in range(_IN_THE_WAY_MAX):
-            if self._next_sequence > SEQUENCE_MAX:
-                raise OSError(errno.EOVERFLOW, "no sequence number is left")
-            with suppress(FileExistsError):
-                name = segment_name(self._next_sequence)
-                return self._next_sequence, self._directory.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            self._next_sequence += 1
-        raise OSError(errno.EEXIST, f"{_IN_THE_WAY_MAX} files have the names of the next segments")
+    def _join(self, extent: Extent) -> None:
+        with self.lock:
+            self.index.join(extent)
+            self._used_nbytes += extent.shape.nbytes
+        self._clocks.setdefault(extent.shape.layout, Clock()).join(extent)
 
-    def _allocate(self, fd: int, nbytes: int, grown_nbytes: int) -> None:
-        """As the disk's; when that is full this store's own oldest segments go first, if that is of any use."""
-        try:
-            self._disk.allocate(fd, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            free = self._disk.space(self._directory.fd).free_nbytes if error.errno == errno.ENOSPC else 0
-            chosen = victims(self._others(), grown_nbytes - free, 0)
-            if not chosen:
-                raise
-            self._evict(chosen)
-            self._disk.allocate(fd, nbytes)
+    def _drop(self, extent: Extent) -> None:
+        """Give the room of an extent back, with all that is in it. Held: writing."""
+        self._directory.unlink(extent.name)
+        with self.lock:
+            self._evicted += self._forget(extent, 0, extent.slots)
+            del self.index.extents[extent.ordinal]
+            self._used_nbytes -= extent.shape.nbytes
+        self._clocks[extent.shape.layout].leave(extent)
 
-    def _others(self) -> list[Segment]:
-        return [segment for segment in self.segments.values() if segment is not self.active]
-
-    def _make_room(self, nbytes: int, files: int, kept_nbytes: int = 0) -> list[Kept]:
-        """Drop the least recently used segments until ``nbytes`` in ``files`` new ones fit quota and reserve.
-
-        Copies of what was asked for in them, as :meth:`asked_for` says. ``OSError`` (``ENOSPC``) when that cannot be;
-        then nothing was dropped, unless the file system did not give back what was dropped, because a reader of another
-        process still has it open.
-        """
-        asks = nbytes > 0 and self._limits.asks_for_space
-        space = self._disk.space(self._directory.fd) if asks else None
-        short = self._limits.short_nbytes(self.used_nbytes, nbytes, space)
-        chosen = victims(self._others(), short, len(self.segments) + files - SEGMENTS_MAX)
-        kept = self._evict(chosen or (), kept_nbytes)
-        if asks and chosen:
-            space = self._disk.space(self._directory.fd)
-        if chosen is None or self._limits.short_nbytes(self.used_nbytes, nbytes, space) > 0:
-            self.short_of_free += space is not None and self._limits.short_nbytes(0, nbytes, space) > 0
-            raise OSError(errno.ENOSPC, "neither the quota nor the file system's reserve has room")
-        return kept
-
-    def _evict(self, segments: Sequence[Segment], kept_nbytes: int = 0) -> list[Kept]:
-        """Drop segments; copies of what was asked for in them, ``kept_nbytes`` with their entries at most."""
-        kept = self.asked_for(segments, kept_nbytes)
-        for segment in segments:
-            self._drop(segment)
-            self.dropped_segments += 1
-        return kept
+    def _sync_all(self, extents: Iterable[Extent]) -> None:
+        """Make names and bytes durable; an extent stays dirty when that fails."""
+        with self._flushing:
+            if self._names_changed:
+                self._names_changed = False
+                try:
+                    self._disk.sync(self._directory.fd)
+                except OSError:
+                    self._names_changed = True
+                    raise
+            for extent in extents:
+                if extent.dirty:
+                    extent.dirty = False
+                    try:
+                        self._disk.sync(extent.fd)
+                    except OSError:
+                        extent.dirty = True
+                        raise
 
     def _recover(self) -> None:
-        """Find what is in the segments, and go on in the newest if nothing is wrong with it."""
-        files, now_s = self._directory.files(), self.clock()
-        newest = max(files, default=0)
-        if newest > SEQUENCE_MAX:
-            path = str(self._directory.path / files[newest])
-            raise StoreFormatError(path, "sequence", f"up to {SEQUENCE_MAX}", newest)
-        written = self._directory.journals() | {newest}  # what has no index may end in what was not written whole
-        opened = [
-            self._open_segment(sequence, name, newest=sequence == newest, payloads=sequence in written)
-            for sequence, name in files.items()
-        ]
-        older = self.serve(opened)
-        for segment, content in opened:
-            older += [(segment, entry) for entry in content.entries(UNSOUND)]
-            segment.states = bytearray(state and DELETED for state in content.states)
-        for segment, entry in older:
-            segment.states[entry.number] = DELETED
-        self.give_way(older)
-        for segment, content in opened:
-            self._admit(segment, content, newest=segment.sequence == newest)
-        self._next_sequence = newest + 1
-        self.expire(now_s)
-        self.sweep(now_s)
-        self._make_room(0, 0)
-
-    def _open_segment(self, sequence: int, name: str, *, newest: bool, payloads: bool) -> tuple[Segment, Content]:
-        self.tick += 1
-        segment, content = read_segment(
-            self._directory,
-            self._disk,
-            sequence,
-            name,
-            flags=os.O_RDWR,
-            payloads=payloads,
-        )
-        segment.used_at = self.tick
-        segment.dirty = True  # nobody knows what the life before has synced
-        self.torn_records += content.states.count(UNSOUND)
-        # Behind the last record there may be the start of a header that was never written whole: room for no record.
-        if newest and 0 < content.lost_nbytes < HEADER_NBYTES_MIN and not content.failed_reads:
-            self.torn_records += 1
-            content.lost_nbytes = 0
-        segment.aside = content.damaged
-        if not segment.aside:
-            content.cut_torn()  # cut off, and cut away
-            segment.end = content.end
-        return segment, content
-
-    def _admit(self, segment: Segment, content: Content, *, newest: bool) -> None:
-        self.torn_records += content.cut_short
-        self.damaged_segments += segment.aside or not content.page_sound or (content.cut_short and not newest)
-        self.lost_nbytes += content.lost_nbytes
-        self.failed_reads += content.failed_reads
-        if content.empty or not (segment.served or segment.aside):
-            self._drop(segment)
-            return
-        name = segment_name(segment.sequence, "aside" if segment.aside else "kvr")
-        if name != segment.name:
-            self._directory.rename(segment.name, name)
-            segment.name = name
-            self._entries_changed += 1
-        if not content.page_sound and not content.failed_reads:  # damage that adds up would look like a foreign file
-            self._write_page(segment)
-        if not (segment.aside or segment.indexed):
-            segment.rows = bytearray(content.rows)
-            if newest and align(segment.end, PAGE_NBYTES) <= self._limits.quota_nbytes:
-                self._cut(segment)
-                self.active = segment
-                with suppress(OSError):
-                    self._begin_journal(segment)
-                return
-            if self.used_nbytes + index_nbytes(segment.count) + PAGE_NBYTES <= self._limits.quota_nbytes:
-                with suppress(OSError):
-                    self._finish(segment)
-        segment.rows, segment.states = bytearray(), bytearray()
+        """Find what is in the extents."""
+        if any(self._min_free):
+            space = self._disk.space(self._directory.fd)
+            most = space.total_nbytes - self._extent_nbytes
+            reserve = max(self._min_free[0], -(-space.total_nbytes * self._min_free[1] // 100))
+            if reserve > most:
+                wanted = f"at most {max(most, 0)} bytes, so that an extent of {self._extent_nbytes} bytes fits"
+                raise ConfigError("min_free", f"{wanted}; lower min_free or use a larger file system", reserve)
+        opened = self._opened(self._directory, os.O_RDWR)
+        opened.sort(key=lambda extent: int(extent.all_ticks().max()))
+        for place, extent in enumerate(opened, -len(opened)):
+            size, wanted_nbytes = self._disk.size(extent.fd), extent.shape.nbytes
+            if size < wanted_nbytes:
+                self._disk.allocate(extent.fd, wanted_nbytes)
+            elif size > wanted_nbytes:  # what lies behind is no part of it
+                self._disk.truncate(extent.fd, wanted_nbytes)
+            self._join(extent)
+            extent.used_at = place
+            self._damaged += extent.damaged
+        ticks = [int(extent.all_ticks().max()) for extent in opened]
+        ticks += [tick for extent in opened for tick in memoryview(extent.ticks).cast("Q")]
+        ticks.append(self._directory.read_lock()[1] or 0)
+        self._tick = max((tick for tick in ticks if tick < TICK_MAX), default=0) + 1
+        self._number = max((parse_name(name) or 0 for name in self._directory.extents()), default=0)
+        while self._used_nbytes > self._quota_nbytes:
+            self._drop(opened.pop(0))
+        self._kill(self.index.load())
+        for clock in self._clocks.values():
+            if clock.extents:
+                clock.begin_after_newest()
+        self._directory.tell(self._tick)

@@ -1,18 +1,11 @@
 """A file store opened for reading: many at once, in any process, beside the one writer or none.
 
-A reader takes no lock and writes no byte. **What a writer's ``put`` has stored before a call, the call finds**: one
-reader never misses what another has just found. For that a key that is missing makes the reader ask, in a few system
-calls, whether anything lies behind what it has read, and look again if so; a stream of keys that nobody has stored
-reads nothing. What stays there unread, a record that a killed writer left torn, is a reason for ``UNREAD_S`` seconds.
+A reader takes no lock and writes no byte. **What a writer's ``put`` has stored before a call, the call finds.** For
+that a key that is missing makes the reader ask, in one small read, whether the writer has changed anything since it
+looked last; if so it reads the ticks of the groups of heads, and the heads of the groups whose ticks have changed.
 Besides it looks at opening, at every :meth:`FileReader.refresh`, and for a missing key at most every ``refresh_s``
-seconds without any sign. What it opened stays readable when the writer drops it, because the descriptor keeps the
-bytes, until the reader looks again.
-
-What it must not trust is that a file grows only at its end: a writer that failed or was killed cuts its newest
-segment, and the next one writes other records there. So before it reads on in a segment it looks whether the record
-that it read last is still where it was, byte for byte; if not, it reads the segment anew, because what it takes for
-the start of a record may be the middle of a payload by now. And in the newest segment it takes a record only when its
-payload is whole, because the writer may be in the middle of it.
+seconds without any sign. A record whose head is not the same after its payload was read is a miss: its slot was used
+again.
 """
 
 from __future__ import annotations
@@ -22,38 +15,31 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+
+import numpy as np
 
 from cache_manager.errors import StorageError, StoreClosedError, StoreReadOnlyError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
-from cache_manager.record import HEADER_NBYTES_MIN, Buffer, RecordHeader
-from cache_manager.storage.disk import Disk, SystemDisk, read_all
+from cache_manager.record import Buffer, RecordHeader
+from cache_manager.storage.disk import Disk, read_all
+from cache_manager.storage.file.clock import runs_of
 from cache_manager.storage.file.directory import StoreDirectory
-from cache_manager.storage.file.index import SegmentIndex
-from cache_manager.storage.file.limits import check_ttl
-from cache_manager.storage.file.recovery import Content, read_on, read_segment
-from cache_manager.storage.file.segment import INDEX_MAGIC, PAGE_NBYTES, UNSOUND, Entry, read_header
-from cache_manager.storage.file.table import Segment
-from cache_manager.storage.guard import ClosingStore
-
-REFRESH_S: Final = 0.05
-UNREAD_S: Final = 1.0
-KEEP_S: Final = 10.0
-"""A reader in use looks at least this often, so that what the writer dropped takes no space for longer."""
+from cache_manager.storage.file.extent import FREE, GROUP, PAGE_NBYTES, UNSURE, Extent
+from cache_manager.storage.file.index import BITS, LOCAL, NOWHERE, KeyIndex
+from cache_manager.storage.file.shelf import Shelf
 
 
-class FileReader(ClosingStore):
+class FileReader(Shelf):
     """A ``StorageBackend`` that only reads; ``put`` is :class:`StoreReadOnlyError`.
 
     ``delete``, which is what a quarantine does, hides a record from this reader; its bytes are the writer's to judge.
-    ``ttl_s`` is the reader's own: no record of a segment that is older is served, whatever the writer keeps. ``clock``
-    is a wall clock, ``ticks`` a monotonic one. A record that the writer took back, because the rest of its batch could
-    not be written, is found corrupt by a reader that had seen it. A store that is made anew at the same path is read
-    from the next look on; one that was only moved is read on where it is.
+    ``ttl_s`` is the reader's own: no record that is older is served, whatever the writer keeps. A store that is made
+    anew at the same path is read from the next look on; one that was only moved is read on where it is. The room of
+    what the writer drops is free when the reader has looked.
 
     :class:`StoreMissingError` where there is no store, unless ``waits`` says that nothing is there until a writer makes
-    one; :class:`StoreFormatError` for something else or another version of the format.
+    one; :class:`StoreFormatError` for something else.
     """
 
     def __init__(
@@ -62,26 +48,19 @@ class FileReader(ClosingStore):
         *,
         ttl_s: float | None = None,
         waits: bool = False,
-        refresh_s: float = REFRESH_S,
+        refresh_s: float = 0.05,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.time,
-        ticks: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_ttl(ttl_s)
-        self._path = directory
+        super().__init__(directory, disk, ttl_s, clock)
         self._directory = StoreDirectory.existing(directory, required=not waits)
-        self._disk: Disk = disk or SystemDisk()
-        self._ticks = ticks
         self._refresh_s = refresh_s
-        self._refresh = threading.Lock()  # one look at a time; taken before the index lock
-        self._shelf = SegmentIndex(self._disk, ttl_s, directory, clock)
-        self._refreshes = self._refresh_failures = 0
-        self._found = 0  # how often records were found; guarded by the index lock
-        self._unread: tuple[object, float] = (None, 0.0)  # what lay behind what was read, and since when it was seen
+        self._looking = threading.Lock()  # one look at a time; taken before the other
+        self._seen: int | None = None  # the writer's counter before the last look
+        self._looks = self._failed_looks = 0
         try:
             self._look()
         except BaseException:
-            self._shelf.release()
             self._directory.close()
             raise
 
@@ -92,208 +71,196 @@ class FileReader(ClosingStore):
         *,
         replace: bool = False,  # noqa: ARG002 - the port's
     ) -> list[RecordHeader | None]:
-        self._shelf.guard.check()
-        if not headers and not payloads:
-            return []
-        raise StoreReadOnlyError(f"{self._path}: opened with mode=read; nothing can be put here")
+        self.guard.check()
+        if headers or payloads:
+            raise StoreReadOnlyError(f"{self.path}: opened with mode=read; nothing can be put here")
+        return []
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        """As the writer's; a key that is missing is looked for once more if there is more to read than was read."""
-        before = self._found
-        found = self._shelf.get_into(keys, buffers)
+        """As the writer's; a key that is missing is looked for once more if the writer has changed anything."""
+        found = super().get_into(keys, buffers)
         missing = [i for i, answer in enumerate(found) if answer is Absence.MISS]
-        if self._has_looked(before, missing=bool(missing)) and missing:
-            again = self._shelf.get_into([keys[i] for i in missing], [buffers[i] for i in missing])
+        if missing and self._has_looked():
+            again = super().get_into([keys[i] for i in missing], [buffers[i] for i in missing])
             for i, answer in zip(missing, again, strict=True):
                 found[i] = answer
         return found
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        before = self._found
-        found = self._shelf.contains(keys)
-        return found if all(found) or not self._has_looked(before, missing=True) else self._shelf.contains(keys)
+        found = super().contains(keys)
+        return found if all(found) or not self._has_looked() else super().contains(keys)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Hide records from this reader, until it is opened anew or the writer stores them anew."""
-        self._shelf.unpin(segment for segment, _ in self._shelf.hide(keys))
+        with self.looking():
+            for slot in self.index.find_all(dict.fromkeys(keys)):
+                if slot != NOWHERE:
+                    self._hide(slot)
 
     def flush(self) -> None:
-        self._shelf.guard.check()
+        self.guard.check()
 
     def refresh(self) -> None:
         """See what the writer has stored and dropped since the last look.
 
-        Costs a listing of the directory, the indexes of new segments and the new records of the newest, payloads
-        included. :class:`StorageError` when the directory or a segment in it cannot be read; what was there is still
-        served.
+        Costs a listing of the directory, the ticks of every extent, and the heads of groups that have changed.
+        :class:`StorageError` when the directory cannot be read; what was there is still served.
         """
-        self._shelf.guard.check()
-        with self._refresh:
+        self.guard.check()
+        with self._looking:
             self._look()
 
     def usage(self) -> Mapping[str, int]:
-        """Beside the port's four, where used is all there is: ``segments``, what expired, ``damaged_segments``.
+        """Beside the port's four, where used is all there is: ``extents``, ``failed_reads`` and ``refused_files``.
 
-        ``failed_reads`` as the writer's. And the looks at the directory: ``refreshes``, and ``refresh_failures`` of
-        those that a miss caused.
+        And ``refreshes``, the looks so far, and ``refresh_failures`` of those that a miss caused.
         """
-        shelf = self._shelf
-        with shelf.looking():
+        with self.looking():
+            extents = self.index.extents.values()
+            used_nbytes = sum(extent.shape.nbytes for extent in extents)
             return {
-                "records": shelf.table.records,
-                "used_nbytes": shelf.used_nbytes,
+                "records": sum(extent.living for extent in extents),
+                "used_nbytes": used_nbytes,
                 "free_nbytes": 0,
-                "capacity_nbytes": shelf.used_nbytes,
-                "segments": len(shelf.segments),
-                "expired_segments": shelf.expired_segments,
-                "expired_records": shelf.expired_records,
-                "damaged_segments": sum(segment.damaged for segment in shelf.segments.values()),
-                "failed_reads": shelf.failed_reads,
-                "refreshes": self._refreshes,
-                "refresh_failures": self._refresh_failures,
+                "capacity_nbytes": used_nbytes,
+                "extents": len(extents),
+                "failed_reads": self.failed_reads,
+                "refused_files": len(self.refused),
+                "refreshes": self._looks,
+                "refresh_failures": self._failed_looks,
             }
 
     def close(self) -> None:
         """Close the files, those in use when their last call ends; idempotent."""
-        if not self._shelf.guard.closable:
+        if not self.guard.closable:
             return
-        with self._refresh:
-            if not self._shelf.guard.close():
-                return
-            self._shelf.release()
-            self._directory.close()
+        with self._looking:
+            if self.guard.close():
+                self.index = KeyIndex()
+                self._directory.close()
 
-    def _has_looked(self, before: int, *, missing: bool) -> bool:
-        """Look if that is due, or if a key is missing and there is more; whether records were found since ``before``.
+    def _heads_now(self, extent: Extent, local: int, count: int) -> bytearray:
+        heads = bytearray(count * extent.head_nbytes)
+        read_all(self._disk, extent.fd, [heads], extent.head_at(local), len(heads))
+        return heads
+
+    def _look_again(self) -> None:
+        self._has_looked()
+
+    def _has_looked(self) -> bool:
+        """Look if the writer has changed anything since the last look, or if that is long ago.
 
         Who has a reason waits for another thread's look, which may be past what this one wants.
         """
-        due = self._ticks() - self._looked_at >= (self._refresh_s if missing else KEEP_S)
-        more = missing and self._has_more()
-        if (due or more) and self._refresh.acquire(blocking=more):
+        looks, news = self._looks, self._has_news()
+        due = time.monotonic() - self._looked_at >= self._refresh_s
+        if (due or news) and self._looking.acquire(blocking=news):
             try:
-                if due or self._has_more():
+                if due or self._has_news():
                     self._look()
             except StoreClosedError:
                 raise
             except StorageError:  # a miss is the truth about what can be read; refresh() says what is wrong
-                self._refresh_failures += 1
+                self._failed_looks += 1
                 return False
             finally:
-                self._refresh.release()
-        return self._found != before
+                self._looking.release()
+        return self._looks != looks
 
-    def _has_more(self) -> bool:
-        """Whether something lies behind what was read that was not there, as it is now, ``UNREAD_S`` ago."""
-        found, now_s = self._behind(), self._ticks()
-        if found != self._unread[0]:
-            self._unread = found, now_s
-        return found is not None and now_s - self._unread[1] < UNREAD_S
-
-    def _behind(self) -> object:
-        """A sign of what the newest segment has behind what was read of it, or of a newer one; ``None``: nothing."""
-        shelf, start = self._shelf, bytearray(HEADER_NBYTES_MIN)
-        with shelf.looking():
-            newest = shelf.segments.get(max(shelf.segments, default=0))
-            if newest is not None:
-                newest.pins += 1
-                end, last = newest.end, newest.last
-        try:
-            if not self._directory.is_in_place():
-                there = self._path.stat()
-                return there.st_dev, there.st_ino, there.st_mtime_ns
-            if newest is not None and not newest.expired:
-                if os.fstat(newest.fd).st_nlink == 0 or not self._is_in_place(newest, last):
-                    return newest.sequence
-                nbytes = read_all(self._disk, newest.fd, [start], end, len(start))
-                if not start.startswith(INDEX_MAGIC) and (any(start) or nbytes == len(start)):
-                    return (newest.sequence, end, bytes(start)) if any(start) else None
-            names = self._directory.files()
-            return max(names) if names and (newest is None or max(names) > newest.sequence) else None
-        except OSError:
-            return None
-        finally:
-            shelf.unpin([] if newest is None else [newest])
+    def _has_news(self) -> bool:
+        if not self._directory.is_in_place():
+            return self.path.exists()
+        counter = self._directory.read_lock()[1]
+        return counter is None or counter != self._seen
 
     def _look(self) -> None:
-        """Let go of what was dropped, read on in what is there. Held: refresh (or not yet shared)."""
-        self._shelf.guard.check()
-        self._looked_at = self._ticks()
-        self._refreshes += 1
+        """Let go of what was dropped, read on in what is there. Held: looking (or not yet shared)."""
+        self.guard.check()
+        self._looked_at = time.monotonic()
+        self._looks += 1
         self._follow()
-        shelf = self._shelf
-        try:
-            files = self._directory.files() if self._directory.opened else {}
-            gone = [segment for segment in shelf.segments.values() if os.fstat(segment.fd).st_nlink == 0]
-            for segment in gone:
-                shelf.let_go(segment)
-            if gone and shelf.segments:  # a writer that finds no later one when it opens goes on in this
-                shelf.segments[max(shelf.segments)].complete = False
-            newest, opened = max(files, default=0), list[tuple[Segment, Content]]()
-            for sequence, name in files.items():
-                known = shelf.segments.get(sequence)
-                if known is None:
-                    opened += self._open(sequence, name, newest=sequence == newest)
-                elif not known.expired and (sequence == newest or not known.complete):
-                    self._read_on(known, newest=sequence == newest)
-        except OSError as error:
-            raise StorageError(f"{self._path}: cannot read the store: {error}") from error
-        with shelf.index_lock:
-            shelf.failed_reads += sum(content.failed_reads for _, content in opened)
-            shelf.serve(opened)
-            self._found += len(opened)
+        if not self._directory.opened:
+            return
+        counter = self._directory.read_lock()[1]
+        for extent in list(self.index.extents.values()):
+            try:
+                if os.fstat(extent.fd).st_nlink:
+                    self._read_on(extent)
+                    continue
+            except OSError:  # costs what is new in this one
+                self._failed_looks += 1
+                continue
+            with self.lock:
+                self._replace(extent, 0, bytes(len(extent.heads)))
+                del self.index.extents[extent.ordinal]
+        known = [extent.name for extent in self.index.extents.values()]
+        opened = self._opened(self._directory, os.O_RDONLY, known)
+        if not known:
+            with self.lock:
+                for extent in opened:
+                    self.index.join(extent)
+                for slot in self.index.load():
+                    self._hide(slot)
+        for extent in opened if known else ():
+            heads = bytes(extent.heads)
+            extent.uses[:] = bytes([FREE]) * extent.slots
+            extent.heads[:], extent.living = bytes(len(heads)), 0
+            with self.lock:
+                self.index.join(extent)
+                self.index.fit()
+                self._replace(extent, 0, heads)
+        self._seen = counter
 
     def _follow(self) -> None:
         """Read the store that is at the path now, if there is another one than that which is open."""
         if self._directory.is_in_place():
             return
         try:
-            directory = StoreDirectory.existing(self._path)
+            directory = StoreDirectory.existing(self.path)
         except StorageError:
             return  # moved away or not there yet, and nothing is in its place
-        for segment in list(self._shelf.segments.values()):
-            self._shelf.let_go(segment)
+        with self.lock:
+            self.index = KeyIndex()
         self._directory.close()
         self._directory = directory
 
-    def _open(self, sequence: int, name: str, *, newest: bool) -> list[tuple[Segment, Content]]:
-        """Read a segment that was not open yet; nothing where it is gone already, or nothing is in it."""
-        try:
-            segment, content = read_segment(self._directory, self._disk, sequence, name, payloads=newest)
-        except FileNotFoundError:
-            return []
-        if content.empty:
-            return []
-        segment.last = content.cut_torn()  # what is at the end may be in the middle of its write
-        segment.end = content.end
-        segment.complete = not newest
-        segment.damaged = not content.page_sound or (content.damaged and not newest)
-        return [(segment, content)]
+    def _read_on(self, extent: Extent) -> None:
+        """Read the heads of the groups whose ticks have changed."""
+        ticks = bytearray(len(extent.ticks))
+        read_all(self._disk, extent.fd, [ticks], PAGE_NBYTES, len(ticks))
+        changed = np.frombuffer(ticks, "<u8") != np.frombuffer(extent.ticks, "<u8")
+        for group, groups in runs_of(changed.nonzero()[0]) if ticks != extent.ticks else ():
+            start, stop = group * GROUP, min((group + groups) * GROUP, extent.slots)
+            heads = self._heads_now(extent, start, stop - start)
+            extent.clean(heads)
+            with self.lock:
+                self._replace(extent, start, heads)
+        extent.ticks = ticks
 
-    def _read_on(self, segment: Segment, *, newest: bool) -> None:
-        shelf = self._shelf
-        if not self._is_in_place(segment, segment.last):
-            with shelf.index_lock:
-                shelf.table.leave(segment)
-                segment.count, segment.last, segment.end = 0, None, PAGE_NBYTES
-                shelf.table.join(segment)
-        size = os.fstat(segment.fd).st_size
-        content = read_on(self._disk, segment.fd, size, segment.end, payloads=newest)
-        last = content.cut_torn() or segment.last
-        if not self._is_in_place(segment, segment.last):  # changed while it was read: the next look begins anew
-            return
-        with shelf.index_lock:
-            if not segment.expired:
-                shelf.take(segment, content.rows, content.states)
-            segment.last, segment.end = last, content.end
-            self._found += 1
-            shelf.used_nbytes += size - segment.size
-            segment.size = size
-        segment.complete = not newest
+    def _replace(self, extent: Extent, start: int, heads: bytes | bytearray) -> None:
+        """Serve what new heads say, but for records of which there are newer ones. Held: lock."""
+        now = np.frombuffer(heads, np.uint8).reshape(-1, extent.head_nbytes)
+        changed = (extent.rows(start, start + len(now)) != now).any(axis=1).nonzero()[0] + start
+        for local in changed.tolist():
+            self._hide(extent.ordinal << BITS | local)
+        extent.set(start, heads)
+        for local in changed.tolist():
+            tick, key, slot = extent.tick(local), extent.key_of(local), extent.ordinal << BITS | local
+            known = self.index.find(key) if tick else slot
+            if known == slot:
+                continue
+            if known != NOWHERE:
+                if self.index.extents[known >> BITS].tick(known & LOCAL) > tick:
+                    continue
+                self._hide(known)
+            extent.uses[local] = 1
+            extent.living += 1
+            self.index.add(key, slot)
 
-    def _is_in_place(self, segment: Segment, last: Entry | None) -> bool:
-        """Whether the record that was read last is where it was, alive or dead, so that another may begin behind it."""
-        if last is None:
-            return True  # reading begins behind the page
-        state, _ = read_header(self._disk, segment.fd, last)
-        return state != UNSOUND
+    def _hide(self, slot: int) -> None:
+        """Serve what is in a slot no more; nothing happens if it was not served. Held: lock."""
+        extent, local = self.index.extents[slot >> BITS], slot & LOCAL
+        if extent.uses[local] < UNSURE:
+            extent.uses[local] = UNSURE
+            extent.living -= 1
+            self.index.remove(extent.key_of(local), slot)

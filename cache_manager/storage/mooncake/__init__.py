@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 import msgspec
 
+from cache_manager.errors import StorageError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader, checksum
@@ -88,13 +90,23 @@ class MooncakeStore(ApartStore):
             groups = [self._groups.get(header.key, "") for header in headers] if self._groups else []
         return Put(headers, offsets, replace, groups)
 
+    get_unsummed = ApartStore.get_into
+    """For whoever sums payloads. A transfer that the native client gave up may write into the arena later."""
+
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        found = super().get_into(keys, buffers)
-        for i, (each, buffer) in enumerate(zip(found, buffers, strict=True)):
-            if isinstance(each, RecordHeader) and checksum(buffer) != each.payload_xxh3:
-                # a transfer of an earlier call, which the native client had given up, wrote there on the way
-                found[i] = Absence.MISS
-                self.apart.count(torn=1)
+        """Whole records only. One whose sum is wrong is read once more: it is corrupt when the same bytes come again,
+        and else not there any more."""
+        found = self.get_unsummed(keys, buffers)
+        if wrong := _wrong(found, buffers):
+            sums, again = {i: checksum(buffers[i]) for i in wrong}, list[RecordHeader | Absence]([])
+            with suppress(StorageError):
+                again = self.get_unsummed([keys[i] for i in wrong], [buffers[i] for i in wrong])
+            for i, header in zip(wrong, again or [Absence.MISS] * len(wrong), strict=True):
+                found[i] = header
+            for i in _wrong(found, buffers):
+                same = checksum(buffers[i]) == sums[i]
+                found[i] = Absence.CORRUPT if same else Absence.MISS
+                self.apart.count(torn=int(not same))
         return found
 
     def close(self) -> None:
@@ -105,6 +117,12 @@ class MooncakeStore(ApartStore):
     def _end_lender(self) -> None:
         if self._lender is not None:
             self._lender.close()
+
+
+def _wrong(found: Sequence[RecordHeader | Absence], buffers: Sequence[memoryview]) -> list[int]:
+    """Which payloads are not those that their headers prove."""
+    pairs = enumerate(zip(found, buffers, strict=True))
+    return [i for i, (h, buffer) in pairs if isinstance(h, RecordHeader) and checksum(buffer) != h.payload_xxh3]
 
 
 __all__ = ["MooncakeSettings", "MooncakeStore", "open_mooncake_store"]

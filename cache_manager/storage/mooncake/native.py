@@ -6,8 +6,9 @@ after ``fork`` and has no deadlines. Here it may (:mod:`cache_manager.storage.ap
 An object is a record: its packed header, then the payload, which lies so in the arena: the header is written into the
 margin in front of the payload. An object's name is the key's; it is written once and never changed: a record that takes
 another's place is put when the older object has been removed, by force. Whoever reads the older one just then may get
-bytes of whatever took its memory, so that what is read counts when its sums are right, never because of a result code.
-A record that is not sound is read once more: when the same bytes come again it is corrupt, otherwise it is a miss.
+bytes of whatever took its memory, so that what is read counts when its sums are right, never because of a result code:
+its header's here, its payload's where it is used. What is no record of its key is read once more: when the same bytes
+come again it is corrupt, otherwise it is a miss.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import msgspec
 from cache_manager.errors import RecordError, StorageError, StoreUnavailableError
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
-from cache_manager.record import RecordHeader, check_record, checksum, pack_header, takes_the_place, unpack_header
+from cache_manager.record import RecordHeader, checksum, pack_header, takes_the_place, unpack_header
 from cache_manager.storage import apart_process
 from cache_manager.storage.apart_process import Get, Put
 from cache_manager.storage.mooncake import codes as code_of
@@ -239,7 +240,7 @@ class Native:
     def _read(
         self, get: Get, once: list[int], answers: list[RecordHeader | Absence], header_nbytes: int
     ) -> dict[int, int]:
-        """Read what is sound into its place, and its header into ``answers``; of what is not, the sum of what came.
+        """Read what is a record into its place, its header into ``answers``; of what is none, the sum of what came.
 
         That is ``INVALID`` where more came than there was room for, ``EXPIRED`` where the lease ended on the way.
         """
@@ -256,16 +257,17 @@ class Native:
                 raw, place = self.memory[at : at + code], get.offsets[i]
                 try:
                     header = unpack_header(raw[:HEADER_NBYTES_MAX])
-                    payload = raw[header.nbytes :]
-                    if payload.nbytes != get.nbytes[i]:
-                        raise RecordError("payload size", get.nbytes[i], payload.nbytes)
-                    check_record(header, get.keys[i], header.fingerprint, payload)
-                    if header.nbytes != header_nbytes:
-                        self.memory[place : place + payload.nbytes] = bytes(payload)
-                        self._header_nbytes = header.nbytes
-                    answers[i] = header
                 except RecordError:
                     unsound[i] = checksum(raw)
+                    continue
+                payload = raw[header.nbytes :]
+                if header.key != get.keys[i] or not header.payload_nbytes == payload.nbytes == get.nbytes[i]:
+                    unsound[i] = checksum(raw)
+                    continue
+                if header.nbytes != header_nbytes:
+                    self.memory[place : place + payload.nbytes] = bytes(payload)
+                    self._header_nbytes = header.nbytes
+                answers[i] = header
         return unsound
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvroute.connector import gathered, routes, unseen
+from kvroute.connector import gathered, missing, routes, unseen
 
 PREFIX = "Kvroute"
 
@@ -25,4 +25,4 @@ def __getattr__(name: str) -> Any:
     return made
 
 
-__all__ = ["gathered", "routes", "unseen"]
+__all__ = ["gathered", "missing", "routes", "unseen"]

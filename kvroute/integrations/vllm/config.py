@@ -15,7 +15,8 @@ from kvroute.weights import weights_digest
 
 TESTED: Final = ("0.32", "0.33")
 """Versions of vLLM that rows were judged on: 0.32 by the tests, 0.33's Python over 0.32's native code by hand."""
-WHOLE_REQUESTS: Final = ("Nixl", "Mooncake", "MoRIIO", "P2pNccl")  # move a request's KV whole: no hit is cut back
+WHOLE_REQUESTS: Final = tuple(f"{each}Connector" for each in ("Nixl", "NixlPull", "NixlPush", "Mooncake", "MoRIIO"))
+"""Connectors that move a request's KV whole, from one engine to another: no hit is cut back, and rows go beside it."""
 
 
 def settings_of(transfer: Any) -> Settings:
@@ -35,6 +36,14 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
     if settings.carrier == "layer" and (settings.store or not pages):
         wanted = "no store, and a model with a layer of rows (the plugin of kvroute, an architecture that it knows)"
         raise ConfigError("settings.carrier 'layer'", wanted, f"{model.architectures}, store {settings.store!r}")
+    transfer = settings.carrier == "transfer" or (settings.carrier == "auto" and inner in WHOLE_REQUESTS)
+    if transfer and inner not in WHOLE_REQUESTS:
+        raise ConfigError(
+            "settings.carrier 'transfer'", f"a connector that moves whole requests, {WHOLE_REQUESTS}", inner
+        )
+    if transfer and settings.store:
+        wanted = "none where prefill lends rows to decode, or carrier 'connector'"
+        raise ConfigError("settings.store", wanted, settings.store)
     version = AS_LOADED if settings.weights_version is None else settings.weights_version
     weights = settings.weights or weights_digest(model.model, str(model.revision or ""))
     precision = f"{model.dtype}/{config.cache_config.cache_dtype}/{model.quantization}"
@@ -46,8 +55,9 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
         max_tokens=config.scheduler_config.max_num_batched_tokens,
         witness=settings.witness if settings.store and inner != "Connector" else "off",
         pages=pages,
+        transfer=transfer,
         drafts=config.speculative_config is not None and not config.speculative_config.use_ngram(),
-        gate=settings.hits == "gate" or (settings.hits == "auto" and not inner.startswith(WHOLE_REQUESTS)),
+        gate=settings.hits == "gate" or (settings.hits == "auto" and inner not in WHOLE_REQUESTS),
     )
 
 

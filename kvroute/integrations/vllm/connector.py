@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from cache_manager.errors import ConfigError
 from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
+from kvroute.connector.answers import FIELD
 from kvroute.connector.pages import page_name
+from kvroute.connector.settings import Told
+from kvroute.connector.tickets import TRANSFER
 from kvroute.integrations.vllm import weights
 from kvroute.integrations.vllm.config import engine_of
 from kvroute.integrations.vllm.routers import hook
@@ -103,6 +107,16 @@ class RowsWithKV(Base):  # type: ignore[misc]
                 super().save_kv_layer(page_name(self._engine.spec), rows.pages.cache, given)
             super().wait_for_save()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        if rows := self._worker_rows:  # a request whose KV has come waits a little for its rows, where they come later
+            results.finished_recving = rows.arrived(results.finished_recving, results.failed_recving)
+        return results
+
+    def build_connector_worker_meta(self) -> Any:
+        inner = super().build_connector_worker_meta()
+        return self._worker_rows.told(inner) if self._worker_rows else inner
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed: set[int] = super().get_block_ids_with_load_errors()
         if rows := self._worker_rows:
@@ -151,10 +165,17 @@ class RowsWithKV(Base):  # type: ignore[misc]
         return found, later and found > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._scheduler_rows.admitted(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+        given: Mapping[str, Any] = request.kv_transfer_params or {}
+        lends, told = bool(given.get("do_remote_decode")), given.get(FIELD) if given.get("do_remote_prefill") else None
+        super().update_state_after_alloc(request, blocks, num_external_tokens)  # which notes that KV is fetched once
+        ticket = told.get(TRANSFER) if isinstance(told, Mapping) else told
+        ids = list(blocks.get_block_ids()[0])
+        self._scheduler_rows.admitted(request, ids, num_external_tokens, lends=lends, ticket=ticket)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if isinstance(told := connector_output.kv_connector_worker_meta, Told):
+            connector_output.kv_connector_worker_meta = told.inner
+            self._scheduler_rows.told(told.why)
         super().update_connector_output(connector_output)
         for request in connector_output.finished_recving or ():
             self._scheduler_rows.loaded(request)
@@ -172,7 +193,10 @@ class RowsWithKV(Base):  # type: ignore[misc]
     def _finished(self, request: Any, blocks: list[int], inner: Any) -> tuple[bool, dict[str, Any] | None]:
         keep, params = inner
         rows, name, status = self._scheduler_rows, request.request_id, request.status.name
+        ticket = rows.ticket(request) if keep and not status.endswith("ABORTED") else None
         ended, tokens = rows.forget(name), min(request.num_tokens - 1, request.num_computed_tokens)
+        if ticket is not None:  # who goes on from here has the rows, and answers with them
+            return keep, {**(params or {}), FIELD: ticket}
         if status == "FINISHED_ERROR" or (status.endswith("ABORTED") and rows.engine.settings.rollouts == "response:"):
             return keep, params
         stops = request.sampling_params is not None and bool(request.sampling_params.stop)

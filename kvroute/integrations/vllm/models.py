@@ -29,7 +29,7 @@ ARCHITECTURES: Final = {
 }
 """Architectures with one uniform group of full or latent attention, and vLLM's modules that have them."""
 
-LAYERED: Final = ("KvrouteExampleConnector", "KvrouteNixl", "KvrouteOffloadingConnector")
+LAYERED: Final = ("KvrouteExampleConnector", "KvrouteOffloadingConnector")
 """Connectors, by the beginning of their names, that were seen to move the layer like any other."""
 
 
@@ -76,7 +76,7 @@ def wants_pages(settings: Settings, config: Any) -> bool:
     Raises :class:`ConfigError` where the operator says so and a draft model runs beside.
     """
     transfer = config.kv_transfer_config
-    if settings.carrier == "connector" or (settings.carrier == "auto" and settings.store):
+    if settings.carrier in ("transfer", "connector") or (settings.carrier == "auto" and settings.store):
         return False
     if config.speculative_config is not None:
         if settings.carrier == "layer":

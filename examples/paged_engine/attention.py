@@ -1,0 +1,184 @@
+"""Attention over a paged KV cache, plugged into transformers' attention interface.
+
+A forward pass carries one flat row of tokens, ``[1, tokens]``, that belong to several sequences: whole prompts, chunks
+of prompts and single decode tokens side by side. Everything that attention must know about them is one
+:class:`PagedBatch`, handed to the model's ``forward`` as the keyword ``paged``; transformers passes it down to every
+attention layer unread. There is no other state. transformers prepares no mask for an attention it does not know, so
+the only mask made is the one of a sequence's own chunk: causal, and cut to the layer's window if it has one. Keys and
+values behind a window stay in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from cache_manager.errors import InvalidInputError
+from paged_engine.kv import PagedKV
+
+ATTENTION: Final = "kvroute_paged"
+"""The name under which :func:`paged_attention` is registered with transformers."""
+_WITHOUT_EFFECT: Final = frozenset({"position_ids", "use_cache", "output_attentions", "output_router_logits"})
+"""Keywords that models hand to every attention and that change nothing of what it computes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reach:
+    """How a layer attends: to the last ``window`` positions or to all, with ``sinks`` or without.
+
+    A sink is one more logit of a head's softmax, without a value.
+    """
+
+    scaling: float
+    window: int | None = None
+    sinks: torch.Tensor | None = None  # [heads]
+
+    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """``[queries, keys]`` bool, for positions ``queries [n, 1]`` and ``keys [m]``."""
+        causal = keys <= queries
+        return causal if self.window is None else causal & (keys > queries - self.window)
+
+    def attend(
+        self,
+        query: torch.Tensor,  # [batch, heads, tokens, k_dim]
+        key: torch.Tensor,  # [batch, kv_heads, context, k_dim]
+        value: torch.Tensor,  # [batch, kv_heads, context, v_dim]
+        seen: torch.Tensor | None,  # bool, broadcast to [batch, heads, tokens, context]; all, if not given
+    ) -> torch.Tensor:
+        """The output ``[batch, heads, tokens, v_dim]``."""
+        if self.sinks is not None:  # a key of zeros, whose logit is what the mask adds, with a value of zeros
+            batch, heads, tokens, _ = query.shape
+            mask = query.new_zeros(batch, heads, tokens, key.shape[2])
+            if seen is not None:
+                mask = mask.masked_fill(~seen, -torch.inf)
+            logits = self.sinks.to(query.dtype)[:, None, None].expand(batch, heads, tokens, 1)
+            seen = torch.cat([mask, logits], dim=-1)
+            key, value = (functional.pad(each, (0, 0, 0, 1)) for each in (key, value))
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, scale=self.scaling, enable_gqa=True
+        )
+
+
+class Paged(Protocol):
+    """The tokens of a forward pass, and the cache that they read and write.
+
+    ``attend`` puts keys and values ``[1, kv_heads, tokens, dim]`` into the cache and answers ``[1, tokens, heads,
+    v_dim]`` for queries ``[1, heads, tokens, k_dim]``.
+    """
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reach: Reach
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """The tokens ``[start, stop)`` of one sequence, at ``[first, first + stop - start)`` of the flat batch.
+
+    ``context`` holds the slots of positions ``[0, stop)``: where the sequence's keys and values lie, in order.
+    """
+
+    first: int
+    start: int
+    stop: int
+    context: torch.Tensor  # [stop] int64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedBatch:
+    """One forward pass: its chunks, back to back, then padding; and the paged cache they read and write."""
+
+    kv: PagedKV
+    chunks: tuple[Chunk, ...]
+    slots: torch.Tensor  # [tokens] int64: where each token's key and value go; padding has none
+    positions: torch.Tensor  # [1, tokens + padding] int64; padding stands at position 0
+
+    @classmethod
+    def of(cls, kv: PagedKV, spans: Sequence[tuple[int, torch.Tensor]], *, multiple_of: int = 1) -> PagedBatch:
+        """The batch of ``spans``: of each sequence the first position to compute, and the slots of ``[0, stop)``.
+
+        It is padded to a multiple of ``multiple_of`` tokens, and lies where the cache does.
+        """
+        chunks, first = [], 0
+        for start, given in spans:
+            context = given.to(kv.device.device)
+            chunks.append(Chunk(first, start, len(context), context))
+            first += len(context) - start
+        slots = torch.cat([c.context[c.start :] for c in chunks])
+        positions = torch.cat([torch.arange(c.start, c.stop, device=slots.device) for c in chunks])
+        positions = functional.pad(positions, (0, -first % multiple_of))
+        return cls(kv, tuple(chunks), slots, positions[None])
+
+    @property
+    def padding(self) -> int:
+        return self.positions.shape[1] - len(self.slots)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reach: Reach
+    ) -> torch.Tensor:
+        cached, written = self.kv.layer(layer), len(self.slots)
+        cached.write(self.slots, key[0, :, :written].transpose(0, 1), value[0, :, :written].transpose(0, 1))
+        out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        for chunk in self.chunks:
+            tokens = slice(chunk.first, chunk.first + chunk.stop - chunk.start)
+            keys, values = cached.read(chunk.context)
+            out[:, tokens] = reach.attend(
+                query[:, :, tokens],
+                keys.transpose(0, 1)[None],
+                values.transpose(0, 1)[None],
+                _seen(reach, chunk.start, chunk.stop, query.device),
+            ).transpose(1, 2)
+        return out
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, heads, tokens, k_dim]
+    key: torch.Tensor,  # [1, kv_heads, tokens, k_dim]
+    value: torch.Tensor,  # [1, kv_heads, tokens, v_dim]
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    paged: Paged | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention output ``[1, tokens, heads, v_dim]``; the keys and values of this step are in the cache afterwards.
+
+    Padding neither reads nor writes the cache; its output is zero.
+
+    Without ``paged`` it is plain attention over the one sequence given: the same arithmetic, unpaged. Raises
+    :class:`InvalidInputError` for a layer that attends in a way of which nothing is known here.
+    """
+    unknown = sorted(name for name in more.keys() - _WITHOUT_EFFECT if more[name] is not None)
+    unknown += ["dropout"] if dropout else []
+    unknown += ["attention_mask"] if attention_mask is not None else []  # a paged batch carries its own causality
+    unknown += [] if getattr(module, "is_causal", True) else ["is_causal=False"]
+    if unknown:
+        wanted = "causal attention, with a window, with sinks, or without"
+        raise InvalidInputError(type(module).__name__, wanted, ", ".join(unknown))
+    reach = Reach(scaling, sliding_window, s_aux)
+    if paged is None:
+        out = reach.attend(query, key, value, _seen(reach, 0, query.shape[2], query.device))
+        return out.transpose(1, 2).contiguous(), None
+    return paged.attend(int(module.layer_idx), query, key, value, reach), None  # type: ignore[arg-type]
+
+
+def _seen(reach: Reach, start: int, stop: int, device: torch.device) -> torch.Tensor | None:
+    """``[stop - start, stop]``: what the tokens from ``start`` on see. One token that sees everything needs no mask."""
+    if stop - start == 1 and (reach.window is None or stop <= reach.window):
+        return None
+    return reach.sees(torch.arange(start, stop, device=device)[:, None], torch.arange(stop, device=device))
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, paged_attention)
+
+__all__ = ["ATTENTION", "Chunk", "Paged", "PagedBatch", "Reach", "paged_attention"]

@@ -1,0 +1,369 @@
+"""A small continuous-batching engine over a transformers Mixture-of-Experts model, with kvroute embedded.
+
+Each :meth:`Engine.step` is one forward pass over a flat batch of tokens of several sequences. The rows that the pass
+produces, expert ids and the weights version, are committed to the blocks that its keys and values went to, and follow
+them from there: through prefix reuse, copy-on-write, swapping and the store.
+
+An engine belongs to one thread, and on a GPU to the stream that was current when it was made. Nothing here knows what a
+row is for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
+
+from cache_manager.blocks import AuxBlocks
+from cache_manager.errors import InvalidInputError
+from cache_manager.keys import Namespace
+from cache_manager.manager import BlockManager
+from cache_manager.ports import StorageBackend
+from cache_manager.publish import Rows
+from cache_manager.spec import align
+from cache_manager.step import PADDING
+from kvroute.capture.capture import RoutingCapture
+from kvroute.config import RoutingReplayConfig
+from kvroute.journal import RequestJournal
+from kvroute.routes import Routes
+from kvroute.routing import routing_spec_from_hf, weights_version_spec
+from paged_engine.attention import PagedBatch
+from paged_engine.kv import KVShape, PagedKV
+from paged_engine.models import BATCH_MULTIPLE
+from paged_engine.probe import kv_shape
+from paged_engine.replay import EngineReplay
+from paged_engine.request import EngineConfig, FinishReason, Output, Request
+from paged_engine.sampling import sample
+from paged_engine.scheduler import Scheduler, Work
+from paged_engine.sequence import Event, Sequence, State
+
+if TYPE_CHECKING:
+    from kvroute.capture.launched import LaunchedCapture
+
+STORE_WAIT_S: Final = 0.05
+KVMaker = Callable[[KVShape, EngineConfig, torch.device], PagedKV]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Part of a forward pass: it computes the positions ``[start, len(tokens))`` of a sequence that begins so."""
+
+    owner: str
+    tokens: Tokens[int]
+    start: int
+
+
+class Observer(Protocol):
+    """Sees every forward pass. Its methods may call :meth:`Engine.abort`, and nothing else of the engine."""
+
+    def begin(self, spans: Tokens[Span]) -> None:
+        """The pass over ``spans``, back to back and then padding, is about to run."""
+
+    def end(self) -> None:
+        """The pass has run; its rows are not committed yet."""
+
+
+class Engine:
+    """Generates for requests over ``config.device_blocks`` KV blocks, and hands out routes with every sample.
+
+    ``namespace`` must name the weights: with a ``store``, KV and rows that an earlier engine of the same namespace
+    stored are reused; it stays the caller's. ``kv_of`` makes the KV blocks, which may be others than the engine's own:
+    a move of theirs that fails costs time, for what could not be moved is computed again.
+
+    Raises :class:`InvalidInputError` for a model without routers, and by its name for one whose tokens know of each
+    other by more than paged attention (:func:`~paged_engine.probe.kv_shape`): recurrent state is in no block.
+
+    ``replay`` says whether rows are captured, which rows a hit needs, and where the routes of finished samples are
+    stored; without it they are captured and come with the output only. :meth:`close` raises for a rollout that
+    could not be stored and that nobody asked about.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: EngineConfig,
+        namespace: Namespace,
+        *,
+        store: StorageBackend | None = None,
+        observer: Observer | None = None,
+        replay: RoutingReplayConfig | None = None,
+        kv_of: KVMaker = PagedKV,
+    ) -> None:
+        self.config = config
+        spec = routing_spec_from_hf(model.config, config.block_tokens)  # type: ignore[arg-type]
+        self.replay = EngineReplay(replay, spec, store)
+        self.spec = self.replay.spec
+        self._model = model
+        self._positions_max: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
+        routed = [self.spec] if self.replay.captures else []
+        closing = ExitStack()
+        closing.callback(self.replay.close)
+        with closing:
+            self.kv = kv_of(kv_shape(model), config, next(model.parameters()).device)
+            self.aux = AuxBlocks(
+                [*routed, weights_version_spec(config.block_tokens)],
+                blocks=config.device_blocks,
+                host_blocks=config.host_blocks,
+                namespace=namespace,
+                store=self.replay.store,
+                kv=self.kv,
+                required=self.replay.required,
+                memory=config.memory,
+                jobs=config.jobs,
+            )
+            closing.callback(self.aux.close)
+            self._capture = self._capturing() if routed else None
+            closing.pop_all()  # all is well: nothing is closed here
+        self.manager = BlockManager(self.aux, caching=config.caching)
+        self.scheduler = Scheduler(config, self.manager, losing=self._losing)
+        self._observer = observer
+        self._arrivals = 0
+        self._done: list[Output] = []
+        self._idle_steps = self._wait_steps = 0
+        self.steps = 0
+        self.computed_tokens = 0
+
+    # ---------------------------------------------------------------- requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request. :class:`InvalidInputError` when it can never run, or its id is in use."""
+        self.check_room(request)
+        if self.scheduler.of(request.id):
+            raise InvalidInputError("request id", "one that is not in use", request.id)
+        self.replay.check(request)
+        self.scheduler.add(Sequence(request, 0, self._arrivals, list(request.prompt)))
+        self._arrivals += 1
+
+    def check_room(self, request: Request) -> None:
+        """Raise :class:`InvalidInputError` when the request is too long to run ever, even alone."""
+        longest = len(request.prompt) + request.max_tokens
+        room = min(self.config.capacity_tokens, self._positions_max)
+        if longest > room:
+            wanted = f"prompt and max_tokens of at most {room} tokens together ({self.config.device_blocks} blocks)"
+            raise InvalidInputError(f"request {request.id}", wanted, longest)
+
+    def abort(self, request_id: str) -> None:
+        """End every sample of a request now, whatever it is doing, also during a forward pass; idempotent.
+
+        The next :meth:`step` answers what was generated, with the routes of what had been computed.
+        """
+        for sequence in self.scheduler.of(request_id):
+            self._finish(sequence, FinishReason.ABORT)
+
+    @property
+    def busy(self) -> bool:
+        """Whether :meth:`step` has anything left to do or to answer."""
+        return bool(len(self.scheduler) or self._done)
+
+    @property
+    def waits(self) -> bool:
+        """Whether something outside the engine has to happen before everything can go on."""
+        return False
+
+    def run(self) -> list[Output]:
+        """:meth:`step` until nothing is left."""
+        outputs = []
+        while self.busy:
+            outputs += self.step()
+        return outputs
+
+    def step(self) -> list[Output]:
+        """One forward pass, and the samples that have ended since the last call.
+
+        The store is not waited for while there is anything to compute, and ``STORE_WAIT_S`` at most when there is not.
+        """
+        failed = self.manager.counters.moves_failed
+        work = self._plan()
+        if work:
+            self._idle_steps = self._wait_steps = 0
+            self._compute(work)
+            self.steps += 1
+        elif len(self.scheduler) and not self.waits:
+            if self.manager.in_flight:  # nothing to compute until the store has answered
+                self.aux.wait(STORE_WAIT_S)
+                self._idle_steps = 0
+            elif self.manager.counters.moves_failed > failed:  # what was swapped out cannot come back yet
+                time.sleep(STORE_WAIT_S)
+                self._wait_steps += 1
+                self._idle_steps = 0
+                if self._wait_steps * STORE_WAIT_S > self.config.restore_wait_s:
+                    self.scheduler.drop_swapped()
+            self._idle_steps += 1  # a lone sequence that swapped itself out comes back in the next step
+            if self._idle_steps > 1:
+                raise AssertionError(f"nothing can run: {self.scheduler.counts()}")
+        done, self._done = self._done, []
+        return done
+
+    def reset(self, *, weights_version: int) -> None:
+        """The model's weights have changed: what is unfinished is computed again with them, and goes on from there.
+
+        Call it between steps. The rows that its tokens were sampled with are kept.
+        """
+        self.scheduler.drop_all()
+        self.manager.reset(weights_version=weights_version)
+
+    def drain(self) -> bool:
+        """Wait until the store has everything that is to be stored, ``config.jobs.close_s`` at most; whether it has."""
+        return self.manager.drain(self.config.jobs.close_s)
+
+    def close(self) -> None:
+        """Give the blocks back and take the hooks off the model; unfinished requests are aborted, others stored.
+
+        Raises :class:`BlockStateError` when the store does not end what it is doing within ``config.jobs.close_s``: the
+        blocks are still its then, and closing can be tried again. What ``replay`` stores is durable when this returns;
+        :class:`StorageError` says what is not.
+        """
+        for sequence in list(self.scheduler.unfinished):
+            self.abort(sequence.request.id)
+        if self._capture is not None:
+            self._capture.close()
+        self.drain()
+        self.aux.close()
+        self.replay.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- inside a step
+
+    def _capturing(self) -> RoutingCapture | LaunchedCapture:
+        """Hooks that bring rows to the host, or on a GPU one launch at the end of a pass."""
+        device = next(self._model.parameters()).device
+        if device.type != "cuda" or self.replay.debug:
+            return RoutingCapture(self._model, self.spec)
+        from kvroute.capture.launched import LaunchedCapture  # needs Triton
+
+        tokens_max, stream = align(self.config.step_tokens, BATCH_MULTIPLE), torch.cuda.current_stream(device)
+        return LaunchedCapture(self._model, self.spec, self.aux.region("device"), tokens_max, stream=stream)
+
+    def _plan(self) -> list[Work]:
+        return self.scheduler.plan()
+
+    def _compute(self, work: list[Work]) -> None:
+        for item in work:
+            self.manager.slots(item.sequence.owner, item.start, item.stop)  # refuses a block that others use
+        contexts = [self._context(w) for w in work]
+        tokens = [t for w in work for t in w.sequence.tokens[w.start : w.stop]]
+        size = align(len(tokens), BATCH_MULTIPLE)
+        slots, positions = np.full(size, PADDING), np.zeros(size, np.int64)
+        slots[: len(tokens)] = np.concatenate([context[w.start :] for w, context in zip(work, contexts, strict=True)])
+        positions[: len(tokens)] = np.concatenate([np.arange(w.start, w.stop) for w in work])
+        watched = (
+            self._capture.step(self.aux.begin_step, slots, positions) if self._capture else self.aux.begin_step(slots)
+        )
+        with watched as step:
+            if self._observer:
+                self._observer.begin([Span(w.sequence.owner, w.sequence.tokens[: w.stop], w.start) for w in work])
+            with torch.inference_mode():
+                found = self._forward(work, contexts, tokens)
+                logits = (found.float() if found.dtype is torch.bfloat16 else found).cpu().numpy()
+            if self._observer:
+                self._observer.end()
+            step.write("weights_version", np.full(size, self.aux.namespace.weights_version, dtype=np.uint32))
+        self.computed_tokens += len(tokens)
+        for item, row in zip(work, logits, strict=True):
+            if item.sequence.state is State.RUNNING:  # it may have been aborted while the pass ran
+                self._advance(item, row)
+
+    def _context(self, item: Work) -> NDArray[np.int64]:
+        """Device slots ``[stop]`` of everything that the tokens of ``item`` attend to, themselves included."""
+        positions = np.arange(item.stop)
+        blocks = np.asarray(self.manager.table(item.sequence.owner), np.int64)
+        size = self.config.block_tokens
+        slots: NDArray[np.int64] = blocks[positions // size] * size + positions % size
+        return slots
+
+    def _forward(self, work: list[Work], contexts: list[NDArray[np.int64]], tokens: list[int]) -> torch.Tensor:
+        """Logits ``[chunks, vocabulary]`` at the last token of each chunk."""
+        spans = [(w.start, torch.from_numpy(context)) for w, context in zip(work, contexts, strict=True)]
+        batch = PagedBatch.of(self.kv, spans, multiple_of=BATCH_MULTIPLE)
+        lasts = [chunk.first + chunk.stop - chunk.start - 1 for chunk in batch.chunks]
+        device = batch.positions.device
+        logits: torch.Tensor = self._model(
+            input_ids=functional.pad(torch.tensor(tokens), (0, batch.padding))[None].to(device),
+            position_ids=batch.positions,
+            use_cache=False,
+            logits_to_keep=torch.tensor(lasts, device=device),
+            paged=batch,
+        ).logits[0]
+        return logits
+
+    def _advance(self, item: Work, logits: NDArray[Any]) -> None:
+        """The sequence has KV and rows up to ``item.stop`` now; sample if that was its last token."""
+        sequence, samples = item.sequence, item.samples
+        sequence.computed = item.stop
+        self.manager.publish(sequence.owner, sequence.tokens[: item.stop])
+        if not samples:
+            return
+        for each in (sequence, *self._fork(sequence)):
+            token = sample(logits, each.request, each.sample, len(each.tokens))
+            if (reason := each.accept(token)) is not None:
+                self._finish(each, reason)
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        """The other samples of a request whose prompt has just been computed; they share all of its blocks."""
+        request = sequence.request
+        if sequence.sample or len(sequence.tokens) > len(request.prompt):
+            return []
+        children = []
+        for number in range(1, request.n):
+            child = Sequence(request, number, sequence.arrival, list(request.prompt))
+            self.manager.fork(sequence.owner, child.owner)
+            child.on(Event.ADMIT)
+            child.computed = sequence.computed
+            self.scheduler.add(child)
+            children.append(child)
+        return children
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Collect the routes while the blocks are still held, store what is worth it, give the blocks back."""
+        routes = self._routes(sequence)
+        if sequence.state is State.RUNNING and reason is not FinishReason.ABORT:
+            self.manager.begin_persist(sequence.owner)
+        self.scheduler.finish(sequence, reason)
+        rollout = self.replay.submit(sequence.request, sequence.sample, routes)
+        generated, note = sequence.generated, sequence.note
+        self._done.append(Output(sequence.request, sequence.sample, generated, reason, routes, note, rollout))
+
+    def _routes(self, sequence: Sequence) -> Routes:
+        if sequence.journal is None:
+            return self._held(sequence).bind(sequence.tokens)
+        return self._remember(sequence).routes()
+
+    def _losing(self, sequence: Sequence) -> None:
+        """What the sequence's blocks hold is about to go: keep the rows that its tokens were sampled with."""
+        self._remember(sequence).discard_unsettled()
+
+    def _remember(self, sequence: Sequence) -> RequestJournal:
+        """Tell the sequence's journal what its blocks hold, and which tokens were sampled with that."""
+        journal = sequence.journal = sequence.journal or RequestJournal(self.spec)
+        journal.record(self._held(sequence))
+        if sequence.generated:
+            journal.settle(sequence.tokens)
+        return journal
+
+    def _held(self, sequence: Sequence) -> Routes:
+        """The rows in the sequence's blocks."""
+        stop = min(sequence.computed, len(sequence.tokens) - 1)
+        if sequence.state is State.WAITING or not stop or not self.replay.captures:
+            return Routes.from_rows(
+                self.spec, Rows(np.empty((0, *self.spec.row_shape), np.uint8), np.empty(0, np.bool_))
+            )
+        rows = self.manager.read(self.spec.name, sequence.owner, 0, stop)
+        versions = self.manager.read("weights_version", sequence.owner, 0, stop)
+        return Routes.from_rows(self.spec, rows, weights_version=versions, checked=True)
+
+
+__all__ = ["Engine", "Observer", "Span"]

@@ -1,1 +1,0 @@
-"""A small paged-attention engine for transformers' Mixture-of-Experts models. Needs torch: import its modules."""

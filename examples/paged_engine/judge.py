@@ -1,0 +1,233 @@
+"""The judge of the demo. It trusts nothing of kvroute: it looks at the model's routers itself.
+
+While the engine runs, the checker's own hooks keep every top-k aside at the moment it is computed, under a digest of
+the exact tokens up to and including the one that was routed. A row that comes out at the end must equal, bit for bit,
+one that was computed for its prefix. Rows of prefixes that were never computed under these eyes (an earlier process
+left them in the store) are judged against a second run of the sequence, by transformers alone.
+
+Where it knows whose rows they are it asks for more: a token is sampled with what was computed by then, so a position
+that was computed again later, perhaps with other weights, must come out as it was *first* computed for that sample, and
+a prompt as it was computed with the weights of the first sampled token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+PASS_MULTIPLE: Final = 16
+"""Second runs are padded at the end to this multiple, so that float32 sums go in the same order; see the models."""
+
+
+class SpanLike(Protocol):
+    """Part of a forward pass: the positions ``[start, len(tokens))`` of a sequence that begins with ``tokens``."""
+
+    @property
+    def owner(self) -> str: ...  # request id, "#", number of the sample
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def start(self) -> int: ...
+
+
+class RoutesLike(Protocol):
+    """What the engine handed out: ``ids`` ``[n, layers, top_k]`` and ``valid`` ``[n]``."""
+
+    @property
+    def ids(self) -> NDArray[Any]: ...
+
+    @property
+    def valid(self) -> NDArray[np.bool_]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of the rows of some sequences; verdicts add up.
+
+    ``rows_judged_by_recompute`` are rows that only a second run could judge. Of ``compared`` (row, layer) pairs, the
+    second run chose the same set of experts in ``agreed``.
+    """
+
+    rows_expected: int = 0
+    rows_wrong: int = 0
+    rows_missing: int = 0
+    rows_judged_by_recompute: int = 0
+    compared: int = 0
+    agreed: int = 0
+
+    @property
+    def agreement(self) -> float:
+        return self.agreed / self.compared if self.compared else 1.0
+
+    def __add__(self, other: Verdict) -> Verdict:
+        return Verdict(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+class RouterWatch:
+    """Own hooks on the router modules of a transformers model: each layer's ids of the pass since :meth:`take`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        routers = []
+        for name, module in model.named_modules():
+            if "Router" in type(module).__name__ and (layer := re.search(r"\.layers\.(\d+)\.", name)):
+                routers.append((int(layer[1]), module))
+        routers.sort(key=lambda found: found[0])
+        self._ids: list[list[NDArray[np.int32]]] = [[] for _ in routers]
+        self._hooks = [module.register_forward_hook(self._keep(i)) for i, (_, module) in enumerate(routers)]
+
+    def _keep(self, index: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._ids[index].append(output[2].detach().to(torch.int32).cpu().numpy().copy())
+
+        return hook
+
+    def take(self) -> NDArray[np.int32]:
+        """Ids ``[tokens, layers, top_k]`` of the one pass since the last take."""
+        seen = [list(calls) for calls in self._ids]
+        for calls in self._ids:
+            calls.clear()
+        if any(len(calls) != 1 for calls in seen):
+            raise AssertionError(f"routers were called {[len(calls) for calls in seen]} times in one pass")
+        if len({len(calls[0]) for calls in seen}) != 1 or not len(seen[0][0]):
+            raise AssertionError(f"routers routed {[len(calls[0]) for calls in seen]} tokens in one pass")
+        return np.stack([calls[0] for calls in seen], axis=1)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+class Checker:
+    """Keeps every top-k aside and judges routes against them. It outlives engines and models: attach it to each."""
+
+    def __init__(self) -> None:
+        self._witnessed: list[dict[bytes, set[bytes]]] = [{}]  # one for each update of the weights
+        self._first: dict[str, dict[int, tuple[int, bytes]]] = {}  # owner -> position -> update and row
+        self._differently: set[tuple[str, int]] = set()
+        self._watch: RouterWatch | None = None
+        self._spans: tuple[tuple[str, tuple[int, ...], int], ...] = ()
+        self.rows_witnessed = 0
+
+    def attach(self, model: nn.Module) -> None:
+        """Watch ``model`` from now on, and no other."""
+        self.detach()
+        self._watch = RouterWatch(model)
+
+    def detach(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def begin(self, spans: Sequence[SpanLike]) -> None:
+        """A forward pass over ``spans``, back to back, is about to run."""
+        self._spans = tuple((span.owner, tuple(span.tokens), span.start) for span in spans)
+
+    def end(self) -> None:
+        """The pass has run: file what its routers chose. What follows the spans in the batch is padding."""
+        if self._watch is None:
+            raise AssertionError("the checker is attached to no model")
+        ids, at = self._watch.take(), 0
+        for owner, tokens, start in self._spans:
+            first = self._first.setdefault(owner, {})
+            for position, digest in enumerate(_prefix_digests(tokens, start), start):
+                row = ids[at].tobytes()
+                self._witnessed[-1].setdefault(digest, set()).add(row)
+                if first.setdefault(position, (len(self._witnessed) - 1, row))[1] != row:
+                    self._differently.add((owner, position))
+                at += 1
+        self.rows_witnessed += at
+
+    def weights_changed(self) -> None:
+        """What is computed from here on is computed with other weights."""
+        self._witnessed.append({})
+
+    @property
+    def rows_computed_differently(self) -> int:
+        """Positions of all samples that were computed again with another result than the first time."""
+        return len(self._differently)
+
+    @property
+    def prefixes_routed_differently(self) -> int:
+        """Prefixes that were computed several times with different results; float64 should leave none."""
+        return sum(len(rows) > 1 for witnessed in self._witnessed for rows in witnessed.values())
+
+    def judge(
+        self,
+        tokens: Sequence[int],
+        routes: RoutesLike,
+        expected: int,
+        again: NDArray[np.int32],
+        *,
+        owner: str | None = None,
+        prompt: int = 0,
+    ) -> Verdict:
+        """The verdict on one sequence's routes, of which ``expected`` rows should be there.
+
+        ``again`` are the ids ``[>= expected, layers, top_k]`` that a second run of ``tokens`` chose. With ``owner``,
+        the rows must be those that its tokens behind the first ``prompt`` were sampled with.
+        """
+        ids, valid = np.asarray(routes.ids).astype(np.int32), np.asarray(routes.valid)
+        wrong = judged_by_recompute = 0
+        for position, digest in enumerate(_prefix_digests(tuple(tokens)[: len(ids)], 0)):
+            if not valid[position]:
+                continue
+            witnessed = self._sampled_with(digest, position, owner, prompt)
+            if not witnessed:
+                judged_by_recompute += 1
+                witnessed = {again[position].tobytes()}
+            wrong += ids[position].tobytes() not in witnessed
+        same = (np.sort(ids, axis=2) == np.sort(again[: len(ids)], axis=2)).all(axis=2)[valid]
+        missing = expected - int(np.count_nonzero(valid[:expected]))
+        return Verdict(expected, wrong, missing, judged_by_recompute, same.size, int(np.count_nonzero(same)))
+
+    def _sampled_with(self, digest: bytes, position: int, owner: str | None, prompt: int) -> set[bytes]:
+        """The rows that may come out of ``position``: none if nobody saw any."""
+        if owner is not None:
+            first = self._first.get(owner, {})
+            if position >= prompt and position in first:
+                return {first[position][1]}
+            # All samples of a request begin with the pass that computed its last prompt token, for the first of them.
+            sampling = self._first.get(f"{owner.rpartition('#')[0]}#0", {}).get(prompt - 1)
+            if position < prompt and sampling is not None:
+                return self._witnessed[sampling[0]].get(digest, set())
+        return set[bytes]().union(*(witnessed.get(digest, set()) for witnessed in self._witnessed))
+
+
+class SecondRun:
+    """Runs sequences through ``model`` once more, whole and unpaged, with transformers' own attention."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        model.set_attn_implementation("sdpa")  # type: ignore[operator]
+        self._watch = RouterWatch(model)
+
+    def __call__(self, tokens: Sequence[int]) -> NDArray[np.int32]:
+        """The ids ``[len(tokens), layers, top_k]`` that the routers choose for ``tokens``."""
+        padding = [0] * (-len(tokens) % PASS_MULTIPLE)
+        with torch.inference_mode():
+            ids = torch.tensor([[*tokens, *padding]], device=next(self._model.parameters()).device)
+            self._model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        return self._watch.take()[: len(tokens)]
+
+
+def _prefix_digests(tokens: tuple[int, ...], start: int) -> list[bytes]:
+    """One digest for each of the prefixes ``tokens[: start + 1]`` to ``tokens[:]``."""
+    digest = hashlib.blake2b(np.asarray(tokens[:start], dtype="<i8").tobytes(), digest_size=16)
+    digests = []
+    for token in tokens[start:]:
+        digest.update(int(token).to_bytes(8, "little", signed=True))
+        digests.append(digest.digest())
+    return digests
+
+
+__all__ = ["Checker", "RouterWatch", "SecondRun", "Verdict"]

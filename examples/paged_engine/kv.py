@@ -1,0 +1,120 @@
+"""The paged KV cache: the tensors, and how their blocks are copied, taken out and filled.
+
+One block is one contiguous record ``[block_tokens, layers, kv_heads * (k_dim + v_dim)]``, so that swapping, copying
+and storing a block is one copy whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cache_manager.ports import TierName
+from cache_manager.spec import AuxBlockDataSpec
+from paged_engine.request import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one token's keys and values are, in every attention layer of a model: see ``kv_shape``.
+
+    Latent attention hands over expanded heads.
+    """
+
+    layers: int
+    heads: int
+    k_dim: int
+    v_dim: int
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        return self.heads * (self.k_dim + self.v_dim)
+
+    def spec(self, block_tokens: int) -> AuxBlockDataSpec:
+        """The row layout under which KV blocks are stored; bfloat16, which NumPy lacks, is stored as its bits."""
+        bits = {"bits": "bfloat16"} if self.dtype is torch.bfloat16 else {}
+        return AuxBlockDataSpec(
+            "kv",
+            row_shape=(self.layers, self.width),
+            dtype="uint16" if bits else str(self.dtype).removeprefix("torch."),
+            block_tokens=block_tokens,
+            attrs={"heads": self.heads, "k_dim": self.k_dim, "v_dim": self.v_dim, **bits},
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVLayer:
+    """One layer's view of the device blocks: tokens by slot."""
+
+    keys: torch.Tensor  # [slots, heads, k_dim]
+    values: torch.Tensor  # [slots, heads, v_dim]
+
+    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys[slots] = keys
+        self.values[slots] = values
+
+    def read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys[slots], self.values[slots]
+
+
+class PagedKV:
+    """Device and host KV blocks of one model, a :class:`~cache_manager.ports.KVBlocks`.
+
+    Content of a block that nobody wrote is undefined. Device blocks lie on ``device``, the CPU if not given. With
+    ``tiers``, device and host blocks as rows of bytes or numbers, they lie there.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        config: EngineConfig,
+        device: torch.device | None = None,
+        tiers: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        row = (config.block_tokens, shape.layers, shape.width)  # of both: [blocks, block_tokens, layers, width]
+        self.shape = shape
+        self.spec = shape.spec(config.block_tokens)
+        if tiers is None:
+            self.device = torch.zeros((config.device_blocks, *row), dtype=shape.dtype, device=device)
+            self.host = torch.zeros((config.host_blocks, *row), dtype=shape.dtype)
+        else:
+            self.device, self.host = (
+                tier.view(shape.dtype).view(blocks, *row)
+                for tier, blocks in zip(tiers, (config.device_blocks, config.host_blocks), strict=True)
+            )
+        slots = self.device.view(-1, shape.layers, shape.width)
+        split = shape.heads * shape.k_dim
+        self._layers = tuple(
+            KVLayer(
+                slots[:, layer, :split].view(-1, shape.heads, shape.k_dim),
+                slots[:, layer, split:].view(-1, shape.heads, shape.v_dim),
+            )
+            for layer in range(shape.layers)
+        )
+
+    def layer(self, index: int) -> KVLayer:
+        return self._layers[index]
+
+    # ---------------------------------------------------------------- KVBlocks: where rows go, KV goes
+
+    def copy(self, source: TierName, target: TierName, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        tiers = {"device": self.device, "host": self.host}
+        given, into = tiers[source], tiers[target]
+        moved = given[torch.from_numpy(sources).to(given.device)]
+        into[torch.from_numpy(targets).to(into.device)] = moved.to(into.device)
+
+    def take(self, blocks: NDArray[np.int64], into: NDArray[np.uint8]) -> None:
+        chosen = self.device[torch.from_numpy(blocks).to(self.device.device)].view(torch.uint8)
+        into[:] = chosen.cpu().numpy().reshape(into.shape)
+
+    def fill(self, blocks: NDArray[np.int64], given: NDArray[np.uint8]) -> None:
+        into = self.device.view(torch.uint8)
+        raw = torch.from_numpy(np.ascontiguousarray(given)).view(-1, *into.shape[1:])
+        into[torch.from_numpy(blocks).to(into.device)] = raw.to(into.device)
+
+
+__all__ = ["KVLayer", "KVShape", "PagedKV"]

@@ -1,0 +1,165 @@
+"""Prefill and decode as processes: started, asked, ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Self
+
+from cache_manager.errors import KVRouteError
+
+READY_S: Final = 180.0
+QUIET_S: Final = 60.0
+END_S: Final = 60.0
+ASK_S: Final = 300.0
+
+
+class ServerError(KVRouteError):
+    """A server did not do what was wanted of it; the message has the end of its log."""
+
+
+class Server:
+    """One process on loopback: ``kvroute COMMAND FLAGS``. ``start`` may be called again when it has ended."""
+
+    def __init__(self, command: str, directory: Path, flags: list[str]) -> None:
+        self.command, self._log = command, directory / f"{command}.log"
+        port = hold_port()
+        self.url, self._flags = f"http://127.0.0.1:{port}", [*flags, "--port", str(port)]
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            argv = [sys.executable, "-P", "-m", "kvroute.cli", self.command, *self._flags]
+            nothing = subprocess.DEVNULL
+            self.process = subprocess.Popen(argv, stdin=nothing, stdout=log, stderr=log)  # noqa: S603 - this Python
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")[-3000:]
+
+    def ask(self, path: str, body: object | None = None) -> tuple[int, Any]:
+        """Status and JSON of an answer; status 0 when nobody answers."""
+        given = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=given)  # noqa: S310 - our own http URL
+        try:
+            with urllib.request.urlopen(request, timeout=ASK_S) as answer:  # noqa: S310 - as above
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.loads(error.read())
+        except OSError:
+            return 0, {}
+
+    def counters(self) -> dict[str, Any]:
+        status, found = self.ask("/counters")
+        if status != 200:
+            raise ServerError(f"{self.command}: /counters answered {status}:\n{self.log}")
+        return dict(found)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it holds nothing for anybody."""
+        found = self.counters()
+        return found["free"] == found["of"] and not found["http"]["in_flight"]
+
+    def wait_ready(self) -> None:
+        until(self._ready, f"{self.command} is ready", READY_S)
+
+    def _ready(self) -> bool:
+        if (status := self.process.poll()) is not None:
+            raise ServerError(f"{self.command} ended with status {status}:\n{self.log}")
+        return self.ask("/healthz")[0] == 200
+
+    def end(self) -> int:
+        """SIGTERM; the exit status. One that does not end in time is killed, and has status -9."""
+        if self.process.poll() is None:
+            self.send(signal.SIGTERM)
+        try:
+            return self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return -9
+
+    def send(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Pair:
+    """Prefill and decode with the same flags, started together; they are gone when the block is left."""
+
+    kind = Server
+
+    def __init__(self, directory: Path, flags: list[str]) -> None:
+        lends = f"tcp://127.0.0.1:{hold_port()}"
+        self.prefill = self.kind("prefill", directory, [*flags, "--transfer-address", lends])
+        try:
+            self.decode = self.kind("decode", directory, [*flags, "--prefill", lends])
+        except BaseException:
+            self.prefill.kill()
+            raise
+
+    def wait_ready(self) -> None:
+        self.prefill.wait_ready()
+        self.decode.wait_ready()
+
+    def complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        """Two calls, as a client makes them. Where prefill does not answer, decode computes the prompt."""
+        status, handover = self.prefill.ask("/v1/completions", body)
+        if 400 <= status < 500:
+            return status, handover
+        return self.decode.ask("/v1/completions", body | ({"handover": handover} if status == 200 else {}))
+
+    def wait_quiet(self) -> bool:
+        """Whether every block has come back within a while."""
+        try:
+            until(lambda: self.prefill.quiet and self.decode.quiet, "all blocks are back", QUIET_S)
+        except ServerError:
+            return False
+        return True
+
+    def end(self) -> tuple[int, ...]:
+        return self.decode.end(), self.prefill.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.prefill.kill()
+        self.decode.kill()
+
+
+def until(true: Callable[[], bool], what: str, within_s: float) -> None:
+    """Return when it is ``true``; :class:`ServerError` when it is not within a while."""
+    deadline_s = time.monotonic() + within_s
+    while not true():
+        if time.monotonic() > deadline_s:
+            raise ServerError(f"not within {within_s:.0f} s: {what}")
+        time.sleep(0.02)
+
+
+_HELD: list[socket.socket] = []
+
+
+def hold_port() -> int:
+    """A port that nobody else is given until this process ends; a server that is told it can bind it."""
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _HELD.append(held)
+    return int(held.getsockname()[1])
+
+
+__all__ = ["Pair", "Server", "ServerError", "hold_port", "until"]

@@ -1,0 +1,123 @@
+"""What goes into the engine and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from cache_manager.errors import ConfigError, InvalidInputError
+from cache_manager.stored import JobLimits
+from kvroute.rollout.manager import Ticket
+from kvroute.routes import Routes
+
+SAMPLES_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The sizes of an engine.
+
+    ``step_tokens`` is the most tokens that one forward pass computes; a longer prompt is computed in chunks.
+    ``sequences_max`` bounds the sequences that run at once. With ``caching=False`` nothing is reused or stored.
+    ``memory`` says where rows lie: in the heap, or in SharedMemory that other processes can attach. ``jobs`` bounds
+    what the store is asked to do at once, ``restore_wait_s`` how long a sequence waits for it before it is computed.
+    """
+
+    block_tokens: int = 16
+    device_blocks: int = 256
+    host_blocks: int = 0
+    step_tokens: int = 64
+    sequences_max: int = 8
+    caching: bool = True
+    memory: Literal["heap", "shared"] = "heap"
+    jobs: JobLimits = field(default_factory=JobLimits)
+    restore_wait_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, low in (("device_blocks", 1), ("host_blocks", 0), ("step_tokens", 1), ("sequences_max", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < low:
+                raise ConfigError(name, f"an integer of {low} or more", repr(value))
+        if not self.restore_wait_s >= 0:
+            raise ConfigError("restore_wait_s", "seconds, 0 or more", self.restore_wait_s)
+        if not isinstance(self.block_tokens, int) or self.block_tokens < 8 or self.block_tokens % 8:
+            raise ConfigError("block_tokens", "a multiple of 8", repr(self.block_tokens))
+        if not isinstance(self.caching, bool):
+            raise ConfigError("caching", "True or False", repr(self.caching))
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The most tokens that the device blocks hold."""
+        return self.device_blocks * self.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and how to continue it, in ``n`` samples that share the prompt's blocks.
+
+    ``temperature`` 0 takes the likeliest token. Otherwise the noise depends on ``seed``, ``draw`` (``id``, if that is
+    empty), the sample's number and the position, and on nothing else: the same request draws the same tokens in every
+    batch and every engine. A sample stops after ``max_tokens`` tokens, at a token of ``stop_tokens``, or when it ends
+    with one of ``stop_sequences``.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    n: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+    stop_tokens: frozenset[int] = frozenset()
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    draw: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            raise InvalidInputError("request id", "a non-empty string", repr(self.id))
+        if not self.prompt:
+            raise InvalidInputError(f"request {self.id} prompt", "at least one token", "none")
+        if self.max_tokens < 1:
+            raise InvalidInputError(f"request {self.id} max_tokens", "1 or more", self.max_tokens)
+        if not 1 <= self.n <= SAMPLES_MAX:
+            raise InvalidInputError(f"request {self.id} n", f"1 to {SAMPLES_MAX} samples", self.n)
+        if not 0.0 <= self.temperature < float("inf"):
+            raise InvalidInputError(f"request {self.id} temperature", "a finite number of 0 or more", self.temperature)
+        if not all(self.stop_sequences):
+            raise InvalidInputError(f"request {self.id} stop_sequences", "sequences of at least one token", "an empty")
+
+
+class FinishReason(Enum):
+    """Why a sample ended."""
+
+    LENGTH = "length"
+    STOP = "stop"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One finished sample.
+
+    ``tokens`` are those that were generated; ``routes`` cover the positions ``[0, computed)`` of prompt and tokens
+    together. Of a sample that ended by itself that is all but the last token: it was sampled, but no forward pass read
+    it. An aborted sample has the routes of what had been computed, which may be nothing. They are bound to these
+    tokens. ``note`` says why a prompt that another engine had computed was computed again, if it was. ``rollout`` tells
+    where the routes are stored, in an engine that stores them.
+    """
+
+    request: Request
+    sample: int
+    tokens: tuple[int, ...]
+    reason: FinishReason
+    routes: Routes
+    note: str = ""
+    rollout: Ticket | None = None
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """Prompt and generated tokens."""
+        return self.request.prompt + self.tokens
+
+
+__all__ = ["EngineConfig", "FinishReason", "Output", "Request"]

@@ -1,0 +1,338 @@
+"""Rows cross from the engine that computed a prompt to the one that goes on from it, over one node in each worker.
+
+A :class:`Lender` offers what blocks of given lives hold, from copies, so that no engine keeps a block for it. A
+:class:`Borrower` fetches into blocks of given lives. KV is a second part of a block, for engines that nothing else
+brings it to. What binds rows to KV is the transfer: it is drawn for one computation of one prompt, is lent from the
+very lives whose KV goes over, and is fetched once. The law, whatever fails:
+
+| what happens | decode's rows of the prompt |
+|---|---|
+| prefill ends before it has offered all | missing: ``timeout`` or ``gone``; what had come stays |
+| prefill ends when all was fetched | all there |
+| decode ends | nothing of it is left at prefill when the lease is over, at the latest |
+| an id is fetched a second time, by whomever | missing: nobody knows whose KV came the second time |
+| the prompt is computed again (preempted, KV that failed to load) | all there, of the second computation: a new id |
+| a block is given out again while its rows are lent | all there: they are a copy |
+| a landing block is given out again | nothing of the transfer is in it: it has another life |
+| weights reset at prefill, or at decode | missing: ``gone: reset``, ``reset``, or a refusal that names the field |
+| weights change at prefill and KV is kept | missing: they have no one name; prefill says so in its answer |
+| KV came, rows did not | missing, with the reason; decode waits for them up to a limit before it goes on |
+| rows came, KV did not | they are dropped with the block, and computed here with it |
+| prefill hangs | missing after that limit; what comes later still lands until the request has ended |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import secrets
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from msgspec.structs import replace
+
+from cache_manager.blocks import AuxBlocks
+from cache_manager.errors import KVRouteError
+from cache_manager.keys import KEY_NBYTES, BlockKey
+from cache_manager.numbers import prefix_bits
+from cache_manager.ports import KVBlocks
+from cache_manager.record import OfferedRecord, RecordHeader
+from cache_manager.spec import RecordLayout
+from transfer import (
+    BootId,
+    Finished,
+    Identity,
+    Node,
+    OfferedBlock,
+    Release,
+    TransferId,
+    TransferLimits,
+    WantedBlock,
+    part_of,
+)
+from transfer.link import Link
+
+LEASE_S: Final = 300.0
+"""How long rows are lent at most before somebody asks for them: a decode engine may have a queue."""
+LIMITS: Final = TransferLimits()
+ROWS: Final = 0
+KV: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """A fetch is over: nothing of it lands from here on.
+
+    ``kv`` are the places of blocks in the request whose KV is there; ``why`` says of others, and of those whose rows
+    did not all come, why not.
+    """
+
+    transfer: bytes
+    kv: frozenset[int]
+    why: Mapping[int, str]
+
+
+def link_of(address: str, keys: str = "") -> Link:
+    """A ZeroMQ link that lends at ``address``. With ``keys``, a secret key file that all peers have, other hosts too.
+
+    Raises :class:`ConfigError` that names what cannot be.
+    """
+    from transfer import ZmqLink, ZmqSettings  # ZeroMQ is loaded where rows are lent
+    from transfer.curve import CurveClient, CurveServer, read_keys
+
+    if not keys:
+        return ZmqLink(ZmqSettings(bind=address))
+    pair = read_keys(Path(keys))
+    server, client = CurveServer(pair, frozenset([pair.public])), CurveClient(pair, pair.public)
+    return ZmqLink(ZmqSettings(bind=address, curve_server=server, curve_client=client))
+
+
+class Crossing:
+    """Both ends beside the ``blocks`` of one engine, over one node of ``link``, which it owns.
+
+    With ``kv`` a block has two parts, its rows and its KV. All but :meth:`close` return at once.
+    """
+
+    def __init__(
+        self, blocks: AuxBlocks, link: Link, *, kv: KVBlocks | None = None, limits: TransferLimits | None = None
+    ) -> None:
+        parts = [part_of("rows", blocks.layout, replicated=True)]
+        if kv is not None:
+            parts.append(part_of("kv", RecordLayout((kv.spec,))))
+        self._blocks, self._namespace = blocks, blocks.namespace
+        self.node = Node(
+            link, Identity(BootId(secrets.token_bytes(16)), self._namespace, tuple(parts)), limits or LIMITS
+        )
+        self.lender, self.borrower = Lender(blocks, self.node, kv), Borrower(blocks, self.node, kv)
+
+    @property
+    def address(self) -> str:
+        return self.node.address
+
+    def follow(self) -> None:
+        """The blocks' weights may be others now: nothing of earlier ones goes out, or comes in, any more."""
+        if self._blocks.namespace != self._namespace:
+            self._namespace = self._blocks.namespace
+            self.node.reset(self._namespace)
+
+    def poll(self) -> list[Release | Came]:
+        """What is over since the last call: what was sent, and what came."""
+        ended = self.borrower.refused()
+        for each in self.node.poll():
+            ended.append(self.borrower.ended(each) if isinstance(each, Finished) else each)
+            if isinstance(each, Release):
+                self.lender.ended(each)
+        return ended
+
+    def close(self) -> None:
+        self.node.close()
+
+
+class Lender:
+    """Offers what device blocks hold, as steps fill them: rows, and KV where there is a port for it."""
+
+    def __init__(self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None = None) -> None:
+        self._blocks, self._node, self._kv = blocks, node, kv
+        self._open: set[TransferId] = set()
+
+    def lend(
+        self,
+        transfer: bytes,
+        first: int,
+        blocks: Mapping[BlockKey, int],
+        lives: Sequence[int],
+        tokens: int,
+        *,
+        last: bool = True,
+    ) -> None:
+        """Offer ``blocks``, in these ``lives``, as the request's blocks ``first`` and on; copied when this returns.
+
+        They have so many ``tokens`` from the start of the first one. ``last``: there will be no more. What a block does
+        not hold is absent. Raises :class:`KVRouteError` where the node takes nothing more.
+        """
+        name, offered = TransferId(transfer), self._offered(transfer, first, blocks, lives, tokens)
+        if name not in self._open:
+            self._node.offer(name, offered, is_open=not last, lease_s=LEASE_S)
+            self._open.add(name)
+        else:
+            self._node.grow(name, offered)
+            if last:
+                self._node.seal(name)
+        if last:
+            self._open.discard(name)
+
+    def withdraw(self, transfer: bytes, why: str) -> None:
+        """The computation is not the one that goes over; harmless when nothing is on offer."""
+        self._open.discard(TransferId(transfer))
+        self._node.withdraw(TransferId(transfer), why)
+
+    def ended(self, release: Release) -> None:
+        self._open.discard(release.transfer)
+
+    def _offered(
+        self, transfer: bytes, first: int, blocks: Mapping[BlockKey, int], lives: Sequence[int], tokens: int
+    ) -> list[OfferedBlock]:
+        counts = counts_of(len(blocks), tokens, self._blocks.block_tokens)
+        rows = self._blocks.export(blocks, lives, counts)
+        if self._kv is not None:
+            each = zip(blocks, rows, self._kv_records(self._kv, blocks, lives, counts), strict=True)
+            return [OfferedBlock(first + i, key, (row, kv)) for i, (key, row, kv) in enumerate(each)]
+        offered = list[OfferedBlock]()
+        for index, row in enumerate(rows, first):
+            name = place_of(transfer, index)
+            offered.append(OfferedBlock(index, name, (row and dataclasses.replace(row, key=name),)))
+        return offered
+
+    def _kv_records(
+        self, kv: KVBlocks, blocks: Mapping[BlockKey, int], lives: Sequence[int], counts: Sequence[int]
+    ) -> list[OfferedRecord | None]:
+        layout, ids = RecordLayout((kv.spec,)), np.array(list(blocks.values()), np.int64)
+        raw = np.zeros((len(ids), layout.nbytes), np.uint8)
+        kv.take(ids, raw[:, : kv.spec.block_nbytes])
+        origins, now = self._blocks.origins(ids), self._blocks.generations(ids).tolist()
+        found: list[OfferedRecord | None] = []
+        for i, (key, count) in enumerate(zip(blocks, counts, strict=True)):
+            raw[i, count * (kv.spec.block_nbytes // self._blocks.block_tokens) :] = 0  # behind them is somebody else's
+            valid = ((1 << count) - 1).to_bytes(8 * layout.valid_words, "little")
+            record = OfferedRecord(key, layout.fingerprint, lives[i], origins[i], valid, raw[i].data)
+            found.append(record if origins[i] and now[i] == lives[i] else None)
+        return found
+
+
+class Borrower:
+    """Fetches what another engine has lent into device blocks, each in the life that it has now."""
+
+    def __init__(self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None = None) -> None:
+        self._blocks, self._node, self._kv = blocks, node, kv
+        self._under_way: dict[bytes, _Fetch] = {}
+        self._refused: deque[Release | Came] = deque()
+
+    def fetch(
+        self,
+        transfer: bytes,
+        address: str,
+        first: int,
+        blocks: Mapping[BlockKey, int],
+        lives: Sequence[int],
+        tokens: int,
+    ) -> None:
+        """Begin to fetch the request's blocks ``first`` and on into ``blocks``: ``tokens`` from the start of these.
+
+        Where others bring the KV, it is that of this transfer from here on. Nothing to fetch is fine: prefill then
+        learns that it may let go. Whatever cannot be begun is told by :meth:`Crossing.poll`, like any end.
+        """
+        counts = counts_of(len(blocks), tokens, self._blocks.block_tokens)
+        landing = _Fetch(self._blocks, self._kv, transfer, first, blocks, list(lives), counts)
+        parts = (ROWS,) if self._kv is None else (ROWS, KV)
+        if self._under_way.setdefault(transfer, landing) is not landing:
+            self._refused.append(landing.nothing("this transfer is being fetched already"))
+            return
+        try:
+            names: Iterable[BlockKey] = blocks
+            if self._kv is None:
+                names = [place_of(transfer, first + i) for i in range(len(blocks))]
+                for i, (block, life, count) in enumerate(zip(landing.ids, lives, counts, strict=True)):
+                    self._blocks.bind_origin(block, life, landing.origin(i), count)
+            wanted = [WantedBlock(first + i, key, parts) for i, key in enumerate(names)]
+            self._node.pull(TransferId(transfer), address, wanted, landing)
+        except KVRouteError as error:
+            del self._under_way[transfer]
+            self._refused.append(landing.nothing(str(error)))
+
+    def give_up(self, blocks: set[int]) -> None:
+        """The KV of these blocks has not come: rows that are on their way to them are of no use."""
+        for landing in list(self._under_way.values()):
+            landing.given_up = landing.given_up.union(blocks.intersection(landing.ids))
+
+    def refused(self) -> list[Release | Came]:
+        return [self._refused.popleft() for _ in range(len(self._refused))]
+
+    def ended(self, finished: Finished) -> Came:
+        landing, result = self._under_way.pop(finished.transfer), finished.result
+        detail = f": {result.detail}" if result.detail else ""
+        why = landing.short | {
+            each.index: each.reason.value + detail
+            for each in result.missing
+            if each.part == ROWS or each.index not in landing.kv_there
+        }
+        return Came(finished.transfer, frozenset(landing.kv_there), why)
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """One fetch: the node's thread installs, and the engine's thread looks at what came when it is over."""
+
+    rows: AuxBlocks
+    kv: KVBlocks | None
+    transfer: bytes
+    first: int
+    blocks: Mapping[BlockKey, int]
+    lives: list[int]
+    counts: list[int]
+    given_up: frozenset[int] = frozenset()
+    kv_there: set[int] = field(default_factory=set)
+    short: dict[int, str] = field(default_factory=dict)
+    keys: list[BlockKey] = field(init=False)
+    ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys, self.ids = list(self.blocks), list(self.blocks.values())
+
+    def nothing(self, why: str) -> Came:
+        """What there is to say of a fetch that has not begun."""
+        return Came(self.transfer, frozenset(), dict.fromkeys(range(self.first, self.first + len(self.blocks)), why))
+
+    def origin(self, at: int) -> int:
+        """What names the KV that others bring into a block beside this transfer."""
+        return int.from_bytes(place_of(self.transfer, self.first + at)[:8], "little") or 1
+
+    def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
+        """For the node; see :class:`transfer.node.BlockSink`."""
+        at = index - self.first
+        assert 0 <= at < len(self.ids), f"block {index} was not asked for"
+        if self.ids[at] in self.given_up:
+            return False
+        return self._put_kv(at, header, payload) if part == KV else self._put_rows(at, header, payload)
+
+    def _put_rows(self, at: int, header: RecordHeader, payload: memoryview) -> bool:
+        tokens, specs = self.rows.block_tokens, len(self.rows.layout.specs)
+        wanted = prefix_bits(np.array([self.counts[at]]), tokens)[0]
+        bits = np.frombuffer(header.valid, "<u8").reshape(specs, -1) & wanted
+        header = replace(header, key=self.keys[at], valid=bits.astype("<u8").tobytes())
+        if self.kv is None:
+            header = replace(header, origin=self.origin(at))
+        if not self.rows.install(self.ids[at], self.lives[at], header, payload):
+            return False
+        if (held := int(np.bitwise_count(bits[0]).sum())) < self.counts[at]:
+            self.short[self.first + at] = f"prefill had rows of {held} of the {self.counts[at]} tokens"
+        return True
+
+    def _put_kv(self, at: int, header: RecordHeader, payload: memoryview) -> bool:
+        assert self.kv is not None, "a part that nobody asked for"
+        wanted = (1 << self.counts[at]) - 1
+        if int.from_bytes(header.valid, "little") & wanted != wanted or not header.origin:
+            return False
+        if not self.rows.bind_origin(self.ids[at], self.lives[at], header.origin, self.counts[at]):
+            return False
+        given = np.frombuffer(payload, np.uint8)[: self.kv.spec.block_nbytes]
+        self.kv.fill(np.array([self.ids[at]]), given[None])
+        self.kv_there.add(self.first + at)
+        return True
+
+
+def place_of(transfer: bytes, index: int) -> BlockKey:
+    """What both sides call a block of a transfer whose KV others bring: their ranks may have other names for it."""
+    text = transfer + index.to_bytes(8, "little")
+    return BlockKey(hashlib.blake2b(text, digest_size=KEY_NBYTES, person=b"kvroute.lent").digest())
+
+
+def counts_of(blocks: int, tokens: int, size: int) -> list[int]:
+    """How many tokens each of successive ``blocks`` of ``size`` has, where all have so many ``tokens``."""
+    return [max(0, min(size, tokens - i * size)) for i in range(blocks)]
+
+
+__all__ = ["Borrower", "Came", "Crossing", "Lender", "link_of"]

@@ -1,0 +1,195 @@
+"""What a scheduler says of rows that cross to another engine: which are lent and fetched, and what answers say of it.
+
+A *ticket* is what prefill's answer has for decode, ``kv_transfer_params["kvroute"]["transfer"]`` in vLLM: it goes with
+what the inner connector says there, by the same hands.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import msgspec
+from numpy.typing import NDArray
+
+from kvroute.routes.token_hash import token_hash
+
+TRANSFER: Final = "transfer"
+"""The ticket's name among what goes with an answer."""
+MIXED: Final = "prefill's weights have changed and its KV was kept: its rows have no one name"
+NO_TICKET: Final = "prefill's answer has no ticket for its rows: is kvroute there, with the same carrier?"
+
+Gap = tuple[int, int, str]
+"""Positions ``[start, stop)`` whose rows are missing, and why."""
+
+
+class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the rows of a prompt are lent; JSON. With ``why`` nothing is lent."""
+
+    id: str = ""  # of the transfer, 16 bytes as hex
+    address: str = ""  # where prefill's worker lends
+    tokens: int = 0  # of the prompt,
+    digest: str = ""  # and their hash, as hex
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """To the worker: the step fills these blocks of a prompt, its ``first`` and on; ``tokens`` from their start."""
+
+    transfer: bytes
+    first: int
+    blocks: list[int]
+    lives: list[int]
+    tokens: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """To the worker: KV comes into these blocks of a request, its ``first`` and on, and their rows by this transfer."""
+
+    request: str
+    transfer: bytes
+    address: str
+    first: int
+    blocks: list[int]
+    lives: list[int]
+    tokens: int
+
+
+class Asked(Protocol):
+    """As much of a request as is looked at here."""
+
+    request_id: str
+    num_computed_tokens: int
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+
+
+@dataclass(slots=True)
+class _Lent:
+    request: Asked
+    transfer: bytes
+    blocks: int = 0  # lent so far
+    whole: bool = False
+
+
+class Tickets:
+    """The scheduler's part of the crossing. ``lives`` are of all blocks, as the feed has them."""
+
+    def __init__(self, tokens: int, lives: Callable[[], NDArray[Any]]) -> None:
+        self.address = ""  # of this engine's worker
+        self._size, self._lives = tokens, lives
+        self._lent: dict[str, _Lent] = {}
+        self._withdrawn: list[bytes] = []
+        self._fetches: list[tuple[str, Ticket, int, list[int], int]] = []  # since the last step was sent
+        self._why: dict[str, dict[int, str]] = {}  # by request, of its blocks
+
+    def lend(self, request: Asked) -> None:
+        """The request has got blocks, and what it computes of its prompt is for another engine."""
+        self.end(request.request_id)  # preempted: it is another computation
+        self._lent[request.request_id] = _Lent(request, secrets.token_bytes(16))
+
+    def fetch(self, request: Asked, given: Any, first: int, external: int, blocks: Sequence[int]) -> None:
+        """KV of ``external`` tokens is brought into the request's blocks from ``first`` on; ``given`` is its ticket."""
+        name, start, prompt = request.request_id, first * self._size, list(request.all_token_ids)
+        stop = min(start + external, len(prompt) - 1)  # the last token is computed here again, for its logits
+        held = list(blocks[first : -(-stop // self._size)]) if stop > start else []
+        try:
+            ticket = Ticket(why=NO_TICKET) if given is None else msgspec.convert(given, Ticket)
+            why = ticket.why or self._refusal(ticket, prompt)
+        except (msgspec.ValidationError, ValueError) as error:
+            why = f"a ticket that is none: {error}"
+        if not why:
+            self._fetches.append((name, ticket, first, held, max(0, stop - start)))
+        elif held:
+            self._why[name] = dict.fromkeys(range(first, first + len(held)), why)
+
+    def _refusal(self, ticket: Ticket, prompt: Sequence[int]) -> str:
+        if len(bytes.fromhex(ticket.id)) != 16:
+            return f"a ticket that is none: id of {len(ticket.id) // 2} bytes, not 16"
+        if ticket.tokens != len(prompt):
+            return f"prompt: prefill's has {ticket.tokens} tokens, decode's {len(prompt)}"
+        if ticket.digest != (digest := token_hash(prompt).hex()):
+            return f"prompt: the hash of prefill's tokens is {ticket.digest[:64]}, of decode's {digest}"
+        return ""
+
+    def fetches(self) -> list[Fetch]:
+        """What the next step begins to fetch; the blocks' lives are known by now."""
+        lives, asked, self._fetches = self._lives(), self._fetches, []
+        return [
+            Fetch(name, bytes.fromhex(t.id), t.address, first, held, lives[held].tolist(), tokens)
+            for name, t, first, held, tokens in asked
+        ]
+
+    def fills(
+        self, scheduled: Mapping[str, int], blocks_of: Callable[[str, int, int], list[int]], *, mixed: bool
+    ) -> list[Lend]:
+        """What a step that computes so many tokens of each request fills of what is lent."""
+        lends, size, lives = list[Lend](), self._size, self._lives()
+        for name, tokens in scheduled.items() if self._lent else ():
+            if (lent := self._lent.get(name)) is None:
+                continue
+            start, prompt = lent.request.num_computed_tokens, lent.request.num_prompt_tokens
+            if start < min(lent.blocks * size, prompt) or mixed:  # what was lent is computed again, or must not go out
+                self._withdrawn.append(lent.transfer)
+                lent.transfer, lent.blocks, lent.whole = secrets.token_bytes(16), 0, False
+            if lent.whole or mixed:
+                continue
+            stop = min(start + tokens, prompt)
+            lent.whole = stop == prompt
+            full = -(-stop // size) if lent.whole else stop // size
+            if held := blocks_of(name, lent.blocks, full):
+                at = stop - lent.blocks * size if lent.whole else len(held) * size
+                lends.append(Lend(lent.transfer, lent.blocks, held, lives[held].tolist(), at, lent.whole))
+                lent.blocks = full
+        return lends
+
+    def withdrawn(self) -> list[bytes]:
+        """Of which the worker has not been told."""
+        found, self._withdrawn = self._withdrawn, []
+        return found
+
+    def ticket(self, name: str, tokens: Sequence[int], *, mixed: bool) -> dict[str, Any] | None:
+        """What the request's answer has for decode; ``None`` where nothing of it is lent. ``tokens`` are its prompt."""
+        if (lent := self._lent.pop(name, None)) is None:
+            return None
+        if mixed or not lent.whole:
+            self._withdrawn.append(lent.transfer)
+            return {TRANSFER: msgspec.to_builtins(Ticket(why=MIXED if mixed else "prefill did not compute all of it"))}
+        given = Ticket(lent.transfer.hex(), self.address, len(tokens), token_hash(tokens).hex())
+        return {TRANSFER: msgspec.to_builtins(given)}
+
+    def came(self, name: str, why: Mapping[int, str]) -> None:
+        """The request's fetch is over, or is not waited for any more: what did not come, by its blocks."""
+        self._why[name] = dict(why)
+
+    def end(self, name: str) -> Mapping[int, str]:
+        """The request has ended, or begins again: what has no ticket is not lent any more. See :func:`gaps_of`."""
+        if (lent := self._lent.pop(name, None)) is not None:
+            self._withdrawn.append(lent.transfer)
+        return self._why.pop(name, {})
+
+
+def gaps_of(missing: Sequence[tuple[int, int]], why: Mapping[int, str], size: int) -> list[Gap]:
+    """Why rows at the ``missing`` positions are, as far as that is known of their blocks of ``size`` tokens."""
+    found = list[Gap]()
+    for start, stop in missing if why else ():
+        for at in range(start // size, -(-stop // size)):
+            if (reason := why.get(at)) is None:
+                continue
+            gap = max(start, at * size), min(stop, (at + 1) * size), reason
+            if found and found[-1][1:] == (gap[0], reason):
+                gap = found.pop()[0], gap[1], reason
+            found.append(gap)
+    return found
+
+
+__all__ = ["TRANSFER", "Fetch", "Gap", "Lend", "Ticket", "Tickets", "gaps_of"]

@@ -1,0 +1,89 @@
+"""The worker's part of the crossing: what steps fill is lent, and what comes is waited for up to a limit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Final
+
+from cache_manager.blocks import AuxBlocks
+from cache_manager.errors import KVRouteError
+from cache_manager.keys import BlockKey
+from kvroute.connector.crossing import Came, Crossing, link_of
+from kvroute.connector.settings import Settings, StepMeta
+from kvroute.connector.tickets import Fetch, Lend
+
+logger = logging.getLogger(__name__)
+
+LATE_S: Final = 1.0
+"""How long a request whose KV has come waits at most for rows that are on their way; they may land until it ends."""
+LATE: Final = f"they were not here {LATE_S} s after their KV"
+
+
+class Transfers:
+    """Lends and fetches rows of ``blocks`` as a scheduler says; ``miss(reason, tokens)`` counts what does not come.
+
+    :meth:`expect` and :meth:`arrived` are called by the thread that launches steps, :meth:`begin` and :meth:`lend` by
+    the one that writes their rows.
+    """
+
+    def __init__(self, blocks: AuxBlocks, settings: Settings, miss: Callable[[str, int], None]) -> None:
+        self.crossing = Crossing(blocks, link_of(settings.lend, settings.keys))
+        self._blocks, self._miss = blocks, miss
+        self._under_way: dict[bytes, Fetch] = {}
+        self._waiting: dict[str, float] = {}  # requests whose KV has come, and until when they wait for rows
+        self._why: dict[str, Mapping[int, str]] = {}  # of which the scheduler has not been told
+
+    def expect(self, step: StepMeta) -> None:
+        """A step begins: from now on its requests wait for what it fetches."""
+        self._under_way |= {fetch.transfer: fetch for fetch in step.fetches}
+
+    def begin(self, step: StepMeta) -> None:
+        """The step's blocks are in the lives that it means."""
+        self.crossing.follow()
+        for transfer in step.withdrawn:
+            self.crossing.lender.withdraw(transfer, "it is computed again")
+        for each in step.fetches:
+            keys = self._keys(each)
+            self.crossing.borrower.fetch(each.transfer, each.address, each.first, keys, each.lives, each.tokens)
+
+    def lend(self, step: StepMeta) -> None:
+        """The step's rows are written."""
+        for each in step.lends:
+            try:
+                keys = self._keys(each)
+                self.crossing.lender.lend(each.transfer, each.first, keys, each.lives, each.tokens, last=each.last)
+            except KVRouteError as error:
+                logger.warning("rows of %d blocks are not lent: %s", len(each.blocks), error)
+
+    def _keys(self, of: Lend | Fetch) -> dict[BlockKey, int]:
+        """Names for a transfer's blocks, which say nothing of tokens: its ticket does."""
+        places = range(of.first, of.first + len(of.blocks))
+        names = [self._blocks.keys.adopt(of.transfer + at.to_bytes(4, "little")) for at in places]
+        return dict(zip(names, of.blocks, strict=True))
+
+    def arrived(self, requests: AbstractSet[str], failed: AbstractSet[str]) -> set[str]:
+        """Which requests may go on, of these whose KV has come, or has ``failed`` to, and of those that waited."""
+        for each in self.crossing.poll():
+            if isinstance(each, Came) and (fetch := self._under_way.pop(each.transfer, None)):
+                self._why[fetch.request] = each.why
+                for reason in each.why.values():
+                    self._miss(reason, self._blocks.block_tokens)
+        now_s, under_way = time.monotonic(), {fetch.request: fetch for fetch in self._under_way.values()}
+        self._waiting |= dict.fromkeys(requests, now_s + LATE_S)
+        go = {name for name, end_s in self._waiting.items() if name not in under_way or end_s < now_s or name in failed}
+        for name in go:
+            del self._waiting[name]
+            if (fetch := under_way.get(name)) is not None:
+                self._why[name] = dict.fromkeys(range(fetch.first, fetch.first + len(fetch.blocks)), LATE)
+        return go
+
+    def told(self) -> dict[str, Mapping[int, str]]:
+        """What did not come, by request and by its blocks, as far as it was not said before."""
+        told, self._why = self._why, {}
+        return told
+
+
+__all__ = ["Transfers"]

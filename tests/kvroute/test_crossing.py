@@ -1,0 +1,346 @@
+"""Rows cross from a prefill engine to a decode engine, beside KV that others bring: the law of ``crossing``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_engine import Toy, judge
+from toy_pair import (
+    ALL,
+    DECODE,
+    OWN,
+    PREFILL,
+    PROMPT,
+    SAID,
+    handed_over,
+    installed,
+    lent,
+    makers,
+    sides,
+    taken,
+    two,
+    until,
+)
+from toy_side import Side, early_ticket
+
+from kvroute.connector import crossing, missing, routes, tickets, transfers
+from transfer import TransferLimits
+
+
+@examples(30)
+@given(
+    st.lists(st.integers(0, 1), min_size=1, max_size=16),
+    st.lists(st.integers(1, 9), max_size=5),
+    st.lists(st.integers(0, 9), max_size=6),
+    st.booleans(),
+    st.booleans(),
+)
+def test_decode_answers_with_the_rows_of_the_kv_that_it_was_given(
+    prompt: list[int], chunks: list[int], said: list[int], late: bool, cached: bool
+) -> None:
+    """Goal: every row of the answer is there, of whoever made its KV, the last and partial block included. Method: any
+    prompt in any chunks, some of it in decode's own cache; prefill's rows differ from decode's.
+    """
+    with two(late=late) as (first, second):
+        local = 0
+        if cached:
+            second.ask("before", prompt[: len(prompt) // 2])
+            local = min(len(prompt) // 2 // 4, (len(prompt) - 1) // 4) * 4
+        ticket = handed_over(first, prompt, chunks)
+        answer = second.ask("d", prompt, [1], brought=len(prompt), ticket=ticket, more=said)
+        tokens = [*prompt, *said]
+        assert judge(routes(answer), tokens, makers(len(prompt), len(said), local)) == {"right": len(tokens)}
+        assert missing(answer) == ()
+        for each in (first, second):
+            each.worker.settle()
+            each.worker.blocks.assert_consistent()
+            assert not each.worker.missing
+
+
+def test_prefill_that_ends_before_anybody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: decode answers, with what it computed. Method: SIGKILL between the ticket and the fetch; then another
+    prefill engine, of which all rows come.
+    """
+    monkeypatch.setattr(transfers, "LATE_S", 0.3)
+    with sides() as (first, second):
+        ticket = first.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
+        first.kill()
+        assert taken(second, ticket) == ({"right": OWN, "missing": ALL - OWN}, [transfers.LATE])
+        other = Side(weights=PREFILL)
+        second.cached.clear()
+        ticket = other.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
+        assert taken(second, ticket, name="e") == ({"right": ALL}, [])
+        other.close()
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that is gone is noticed soon, and what is on its way is waited for until then."""
+    monkeypatch.setattr(crossing, "LIMITS", TransferLimits(retry_s=0.4, retries_max=3, early_s=0.4))
+    monkeypatch.setattr(transfers, "LATE_S", 60.0)
+
+
+@pytest.mark.parametrize("chunks", [[4, 7], [4, 4, 3], [9, 2]])
+@pytest.mark.usefixtures("hasty")
+def test_prefill_that_ends_in_the_middle_of_a_prompt(chunks: list[int]) -> None:
+    """Goal: what had come stays, and the rest is missing. Method: decode fetches by a ticket that it has when the first
+    chunk is computed; prefill is killed when that is here, while it waits for the second.
+    """
+    with sides() as (first, second):
+        ticket = first.ask(name="p", tokens=PROMPT, chunks=chunks, lends=True, early=True)["ticket"]
+        landed = chunks[0] // 4 * 4
+        second.waiting = lambda: installed(second) >= landed and first.kill()
+        verdict, why = taken(second, ticket)
+        assert verdict == {"right": OWN + landed, "missing": ALL - OWN - landed}
+        assert why == ["timeout: 3 retries"]
+
+
+def test_prefill_that_ends_when_all_was_fetched() -> None:
+    """Goal: what is here is here. Method: SIGKILL when the rows have landed, before decode's first step."""
+    with sides() as (first, second):
+        ticket = first.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
+        second.between = lambda: first.kill()
+        assert taken(second, ticket) == ({"right": ALL}, [])
+
+
+def test_prefill_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: decode goes on without rows; what comes before its end is in its answer, what comes later lands nowhere.
+    Method: prefill is stopped; it goes on in the middle of one answer, and behind the end of another one, when that
+    one's blocks are another prompt's.
+    """
+    monkeypatch.setattr(transfers, "LATE_S", 0.2)
+    with sides() as (first, second):
+        ticket = first.ask(name="p", tokens=PROMPT, lends=True)["ticket"]
+        first.hang()
+
+        def come() -> None:
+            first.go_on()
+            until(lambda: installed(second) >= len(PROMPT) - 1)
+
+        second.between = come
+        assert taken(second, ticket) == ({"right": ALL}, [])
+        second.between = lambda: None
+        ticket = first.ask(name="q", tokens=PROMPT[::-1], lends=True)["ticket"]
+        first.hang()
+        verdict, why = taken(second, ticket, PROMPT[::-1], name="e")
+        assert (verdict, why) == ({"right": OWN, "missing": ALL - OWN}, [transfers.LATE])
+        other = [i % 7 for i in range(33)]  # all blocks that there are
+        second.cached.clear()
+        assert judge(routes(second.ask("other", other)), other) == {"right": 33}
+        table, before = second.table, installed(second)
+        first.go_on()
+        until(lambda: not second.worker.transfers.crossing.node.counters.pulls_in_flight)
+        rows = second.worker.blocks.read("routing", table, 0, 33)
+        assert rows.valid.all()
+        assert installed(second) == before
+
+
+@pytest.mark.usefixtures("hasty")
+def test_decode_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: what nobody fetches any more is not kept. Method: decode is killed before it fetches, and while it does."""
+    monkeypatch.setattr(crossing, "LEASE_S", 5.0)
+    monkeypatch.setattr(crossing, "LIMITS", TransferLimits(lease_s=5.0))
+    with two() as (first, _):
+        for early in (False, True):
+            decode = Side()
+            decode.ask(name="up", tokens=[1])  # it has started: a lease is long beside what it does from here on
+            if early:  # it waits for blocks that do not come
+                first.between = partial(_fetched_by, first, decode)
+            ticket = handed_over(first, PROMPT, [4, 7])
+            if not early:
+                decode.tell(name="d", tokens=PROMPT, brought=len(PROMPT), ticket=ticket)
+            decode.kill()
+            decode.close()
+            until(lambda: not lent(first).counters.offers_in_flight)
+            first.between = lambda: None
+
+
+def _fetched_by(first: Toy, decode: Side) -> None:
+    """Another side fetches the first chunk of what is being computed."""
+    first.between = lambda: None
+    decode.tell(name="d", tokens=PROMPT, brought=len(PROMPT), ticket=early_ticket(first))
+    until(lambda: lent(first).counters.offers.records_sent > 0)
+
+
+def test_an_id_that_is_used_again() -> None:
+    """Goal: a second fetch brings nothing, whoever asks, and says so. Method: the same ticket twice at one decode
+    engine, then at another.
+    """
+    with two() as (first, second):
+        third = Toy(carrier="transfer")
+        ticket = handed_over(first, PROMPT)
+        assert taken(second, ticket) == ({"right": ALL}, [])
+        for name, toy in (("again", second), ("other", third)):
+            toy.cached.clear()
+            verdict, (why,) = taken(toy, ticket, name=name)
+            assert verdict == {"right": OWN, "missing": ALL - OWN}
+            assert "gone" in why or "pulled" in why
+        third.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_blocks_that_are_given_out_again_while_they_are_lent(late: bool) -> None:
+    """Goal: what is lent is a copy. Method: prefill computes other prompts over the blocks before decode asks."""
+    with two(late=late) as (first, second):
+        ticket = handed_over(first, PROMPT)
+        for i in range(4):
+            first.ask(f"other-{i}", [i + 3] * 30)
+        assert taken(second, ticket) == ({"right": ALL}, [])
+
+
+@pytest.mark.parametrize("version", [None, 2])
+def test_weights_that_are_reset_at_prefill(version: int | None) -> None:
+    """Goal: rows of earlier weights do not go out. Method: prefill's weights change between a ticket and its fetch, by
+    a decode engine that knows prefill from before.
+    """
+    with two(weights_version=1) as (first, second):
+        assert taken(second, handed_over(first, PROMPT[::-1]), PROMPT[::-1]) == ({"right": ALL}, [])
+        ticket = handed_over(first, PROMPT)
+        first.scheduler.weights.changed(version)
+        first.scheduler.reset()
+        first.cached.clear()
+        first.ask("other", [7])
+        verdict, (why,) = taken(second, ticket)
+        assert verdict == {"right": OWN, "missing": ALL - OWN}
+        assert "weights_version" in why
+
+
+def test_weights_that_are_reset_at_decode() -> None:
+    """Goal: rows of earlier weights land nowhere. Method: a reset while a fetch waits for prefill's second chunk."""
+    with sides() as (first, second):
+        ticket = first.ask(name="p", tokens=PROMPT, chunks=[4, 7], lends=True, early=True)["ticket"]
+
+        def reset() -> None:
+            if installed(second) >= 4 and second.scheduler.weights.version is None:
+                second.scheduler.weights.changed(2)
+                second.scheduler.reset()
+
+        second.waiting = reset
+        answer = second.ask("d", PROMPT, brought=len(PROMPT), ticket=ticket, more=SAID)
+        verdict = judge(routes(answer), [*PROMPT, *SAID], makers(len(PROMPT), len(SAID)))
+        assert verdict == {"right": OWN, "missing": ALL - OWN}
+        assert {why for *_, why in missing(answer)} == {"reset"}
+
+
+def test_weights_of_another_version_are_refused_by_name() -> None:
+    """Goal: a refusal names the field and both values. Method: engines of versions 4 and 5, and of other models."""
+    for mine, theirs, words in (
+        ({"weights_version": 4}, {"weights_version": 5}, ("weights_version", "4", "5")),
+        ({"weights": "m"}, {"weights": "n"}, ("model", "m", "n")),
+    ):
+        first, second = Toy(carrier="transfer", **mine), Toy(carrier="transfer", **theirs)
+        verdict, (why,) = taken(second, handed_over(first, PROMPT))
+        assert verdict["missing"] == ALL - OWN
+        assert why.startswith("refused: ")
+        assert all(word in why for word in words)
+        first.close()
+        second.close()
+
+
+def test_kv_of_two_weights_is_not_lent() -> None:
+    """Goal: nobody gives rows of two versions one name. Method: prefill's weights change and its KV stays, before a
+    prompt and in the middle of one; then a reset.
+    """
+    with two() as (first, second):
+        first.ask("before", [1, 2, 3])
+        first.between = lambda: first.scheduler.weights.changed()
+        for name in ("middle", "whole"):
+            ticket = handed_over(first, PROMPT, [4, 7], name)
+            assert ticket == {"why": tickets.MIXED}
+            second.cached.clear()
+            verdict, why = taken(second, ticket, name=name)
+            assert (verdict, why) == ({"right": OWN, "missing": ALL - OWN}, [tickets.MIXED])
+            first.between = lambda: None
+        assert not lent(first).counters.offers_in_flight
+
+
+def test_rows_that_were_not_captured_are_missing_alone() -> None:
+    """Goal: KV came, a row did not. Method: prefill loses two rows; in the block of each the others are there."""
+    with two() as (first, second):
+        first.loses = {1, 9}
+        answer = second.ask("d", PROMPT, brought=len(PROMPT), ticket=handed_over(first, PROMPT), more=SAID)
+        found = routes(answer)
+        assert judge(found, [*PROMPT, *SAID], makers(len(PROMPT), len(SAID))) == {"right": ALL - 2, "missing": 2}
+        assert found.missing == ((1, 2), (9, 10))
+        assert missing(answer) == (
+            (1, 2, "prefill had rows of 3 of the 4 tokens"),
+            (9, 10, "prefill had rows of 1 of the 2 tokens"),
+        )
+
+
+@examples(20)
+@given(st.sets(st.integers(0, 2), min_size=1), st.booleans())
+def test_rows_came_and_their_kv_did_not(fails: set[int], late: bool) -> None:
+    """Goal: rows of KV that is not there are not handed out. Method: rows have landed; then blocks of KV fail, and
+    decode computes from the first of them on.
+    """
+    with two(late=late) as (first, second):
+        ticket = handed_over(first, PROMPT)
+        second.unbrought = set(fails)
+        answer = second.ask("d", PROMPT, [3], brought=len(PROMPT), ticket=ticket, more=SAID)
+        good = min(fails) * 4
+        by = [PREFILL] * good + [DECODE] * (ALL - good)
+        assert judge(routes(answer), [*PROMPT, *SAID], by) == {"right": ALL}
+
+
+@pytest.mark.parametrize("chunks", [[6, 5], [8, 3], [11]])
+def test_a_prompt_that_is_computed_again_is_lent_anew(chunks: list[int]) -> None:
+    """Goal: rows are of the computation whose KV goes over. Method: prefill's request is preempted after its first
+    chunk, or after all, and computed again by other weights in other blocks; what it had lent is gone.
+    """
+    with two() as (first, second):
+        old = list[Any]()
+
+        def preempt() -> None:
+            first.between = lambda: None
+            old.append(early_ticket(first))
+            (held,) = first.scheduler._tickets._lent.values()
+            request: Any = held.request
+            given = [first.free.pop(0) for _ in first.table]
+            first.free += first.table
+            first.table = given
+            first.scheduler.given(given)
+            assert first.scheduler.matched(request, 0, 0, later=False) == 0
+            first.scheduler.admitted(request, given, 0, lends=True)
+            first.weights, request.num_computed_tokens = 2, 0
+
+        first.between = preempt
+        ticket = handed_over(first, PROMPT, chunks)
+        assert ticket["id"] != old[0]["id"]
+        verdict, (why,) = taken(second, old[0])
+        assert verdict["missing"] == ALL - OWN
+        assert why.startswith("gone")
+        second.cached.clear()
+        answer = second.ask("e", PROMPT, brought=len(PROMPT), ticket=ticket, more=SAID)
+        by = [2] * (len(PROMPT) - 1) + [DECODE] * OWN
+        assert judge(routes(answer), [*PROMPT, *SAID], by) == {"right": ALL}
+
+
+def test_kv_that_fails_to_load_at_prefill_is_lent_anew() -> None:
+    """Goal: as above, in the same blocks. Method: prefill's first block is lent; then its KV is found not to have come,
+    and the prompt is computed again from there on.
+    """
+    with two() as (first, second):
+        old = list[Any]()
+
+        def fail() -> None:
+            first.between = lambda: None
+            old.append(early_ticket(first))
+            (held,) = first.scheduler._tickets._lent.values()
+            first.worker.begin(first.scheduler.step({}))
+            first.worker.fail(set(first.table[:1]))
+            first.worker.end()
+            first.worker.failures()
+            first.weights, held.request.num_computed_tokens = 2, 0
+
+        first.between = fail
+        ticket = handed_over(first, PROMPT, [6, 5])
+        assert ticket["id"] != old[0]["id"]
+        answer = second.ask("e", PROMPT, brought=len(PROMPT), ticket=ticket, more=SAID)
+        by = [2] * (len(PROMPT) - 1) + [DECODE] * OWN
+        assert judge(routes(answer), [*PROMPT, *SAID], by) == {"right": ALL}

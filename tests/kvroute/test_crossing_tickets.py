@@ -1,0 +1,44 @@
+"""Tickets go through the hands of clients: whatever becomes of them, decode answers with rows of its own tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from budget import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_engine import Toy
+from toy_pair import ALL, OWN, PROMPT, handed_over, taken, two
+
+
+@examples(25)
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=40) | st.binary(max_size=16).map(bytes.hex),
+        lambda each: (
+            st.lists(each, max_size=3)
+            | st.dictionaries(st.sampled_from(["id", "address", "tokens", "digest", "why"]), each, max_size=5)
+        ),
+        max_leaves=6,
+    )
+)
+def test_whatever_a_client_sends_as_a_ticket(ticket: Any) -> None:
+    """Goal: what a client sends ends nothing, and brings nothing. Method: anything that JSON can be."""
+    toy = TOYS[0] if TOYS else Toy(carrier="transfer")
+    TOYS[:] = [toy]
+    toy.cached.clear()
+    verdict, _ = taken(toy, ticket, name="d")
+    assert verdict == {"right": OWN, "missing": ALL - OWN}
+
+
+TOYS: list[Toy] = []
+
+
+def test_a_ticket_of_another_prompt() -> None:
+    """Goal: rows are of the answer's tokens. Method: prompts of another length, and of one other token."""
+    with two() as (first, second):
+        for prompt, words in ((PROMPT[:-1], "10 tokens, decode's 11"), ([*PROMPT[:-1], 6], "the hash")):
+            verdict, (why,) = taken(second, handed_over(first, prompt))
+            assert verdict == {"right": OWN, "missing": ALL - OWN}
+            assert words in why
+            second.cached.clear()

@@ -1,0 +1,88 @@
+"""A prefill and a decode engine whose rows of the same tokens differ, and the judge of what the second one answers."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from toy_engine import Toy, judge
+from toy_side import Side
+
+from kvroute.connector import missing, routes
+from transfer import Node
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+SAID = [8, 9, 7]
+PREFILL, DECODE = 1, 0  # their weights, by which rows of the one and of the other are told apart
+
+
+@contextmanager
+def two(**said: Any) -> Iterator[tuple[Toy, Toy]]:
+    """A prefill and a decode engine whose rows of the same tokens differ."""
+    first, second = Toy(carrier="transfer", **said), Toy(carrier="transfer", **said)
+    first.weights = PREFILL
+    try:
+        yield first, second
+    finally:
+        first.close()
+        second.close()
+
+
+def handed_over(first: Toy, tokens: list[int], chunks: list[int] | tuple[int, ...] = (64,), name: str = "p") -> Any:
+    """The ticket for a prompt that prefill has computed."""
+    return first.ask(name, tokens, chunks, lends=True)["kv_transfer_params"]["kvroute"]["transfer"]
+
+
+def makers(tokens: int, said: int, local: int = 0) -> list[int]:
+    """Who computed the rows of a prompt and of what was said behind it; decode computes a prompt's last token again."""
+    return [DECODE] * local + [PREFILL] * (tokens - 1 - local) + [DECODE] * (said + 1)
+
+
+@contextmanager
+def sides() -> Iterator[tuple[Side, Toy]]:
+    """A prefill engine in a process of its own and a decode engine here."""
+    first, second = Side(weights=PREFILL), Toy(carrier="transfer")
+    try:
+        yield first, second
+    finally:
+        first.close()
+        second.close()
+
+
+def taken(second: Toy, ticket: Any, prompt: list[int] = PROMPT, name: str = "d") -> tuple[Counter[str], list[str]]:
+    """What becomes of decode's answer: its rows, which are judged, and the reasons for those that are missing."""
+    answer = second.ask(name, prompt, brought=len(prompt), ticket=ticket, more=SAID)
+    found = routes(answer)
+    gaps = missing(answer)
+    assert [(start, stop) for start, stop, _ in _joined(gaps)] == list(found.missing), "every gap has its reason"
+    return judge(found, [*prompt, *SAID], makers(len(prompt), len(SAID))), sorted({why for *_, why in gaps})
+
+
+def _joined(gaps: tuple[tuple[int, int, str], ...]) -> list[tuple[int, int, str]]:
+    found = list[tuple[int, int, str]]()
+    for start, stop, why in gaps:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, stop, why))
+    return found
+
+
+ALL, OWN = len(PROMPT) + len(SAID), len(SAID) + 1  # rows of an answer, and those that decode computes itself
+
+
+def lent(toy: Toy) -> Node:
+    return toy.worker.transfers.crossing.node
+
+
+def installed(toy: Toy) -> int:
+    return toy.worker.blocks.counters.rows_installed
+
+
+def until(reached: Callable[[], object]) -> None:
+    give_up_s = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.002)

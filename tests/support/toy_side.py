@@ -1,0 +1,123 @@
+"""A prefill or a decode engine in a process of its own, told line by line: ``python -m toy_side JSON``.
+
+The argument is what :class:`toy_engine.Toy` is told, and its weights. Each line is what ``Toy.ask`` is asked. A request
+with ``early`` answers twice: its ticket when the first chunk is computed, and the whole when a line comes after that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import to_builtins
+from nursery import nursery
+from toy_engine import Toy, judge
+
+from kvroute.connector import missing, routes
+from kvroute.connector.tickets import Ticket
+from kvroute.routes.token_hash import token_hash
+
+
+class Side:
+    """The process, from outside."""
+
+    def __init__(self, *, weights: int = 0, **said: Any) -> None:
+        given, self._lines = os.pipe()
+        self._answers, told = os.pipe()
+        argument = json.dumps({"weights": weights, "carrier": "transfer", **said})
+        born = nursery("toy_engine")
+        self.process = born.start(
+            ["-m", "toy_side", argument], stdin=given, stdout=told, stderr=sys.__stderr__.fileno()
+        )
+        os.close(given)
+        os.close(told)
+        self._read = os.fdopen(self._answers)
+        self._write = os.fdopen(self._lines, "w")
+
+    def tell(self, **asked: Any) -> None:
+        self._write.write(json.dumps(asked) + "\n")
+        self._write.flush()
+
+    def hear(self) -> Any:
+        return json.loads(self._read.readline())
+
+    def ask(self, **asked: Any) -> Any:
+        self.tell(**asked)
+        return self.hear()
+
+    def hang(self) -> None:
+        """Stand still, from when this returns."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        give_up_s = time.monotonic() + 60
+        while any(_state(task) != "T" for task in Path(f"/proc/{self.process.pid}/task").iterdir()):
+            assert time.monotonic() < give_up_s
+            time.sleep(0.001)
+
+    def go_on(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+
+    def close(self) -> None:
+        self._write.close()
+        if self.process.poll() is None:
+            self.go_on()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._read.close()
+
+
+def _state(task: Path) -> str:
+    """Of a thread, as the kernel says it: a letter behind the name in brackets."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def early_ticket(toy: Toy) -> dict[str, Any]:
+    """What another side can fetch by what this one computes at this moment."""
+    (lent,) = toy.scheduler._tickets._lent.values()
+    tokens = lent.request.all_token_ids
+    digest = token_hash(tokens).hex()
+    return to_builtins(Ticket(lent.transfer.hex(), toy.scheduler._tickets.address, len(tokens), digest))
+
+
+def main() -> None:
+    said = json.loads(sys.argv[1])
+    weights = said.pop("weights")
+    toy = Toy(**said)
+    toy.weights = weights
+
+    def answer(told: Mapping[str, Any]) -> None:
+        print(json.dumps(told), flush=True)
+
+    def early() -> None:
+        """Between two chunks of a prompt, once: what another side can fetch by."""
+        toy.between = lambda: None
+        answer({"ticket": early_ticket(toy)})
+        sys.stdin.readline()
+
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if asked.pop("early", False):
+            toy.between = early
+        makers, told = asked.pop("makers", None), toy.ask(**asked)
+        if asked.get("lends"):
+            answer({"ticket": told["kv_transfer_params"]["kvroute"]["transfer"]})
+            continue
+        tokens = [*asked["tokens"], *asked.get("more", ())]
+        answer({"judged": judge(routes(told), tokens, makers), "missing": missing(told)})
+    toy.close()
+
+
+if __name__ == "__main__":
+    main()
