@@ -34,8 +34,6 @@ from cache_manager.stored import JobLimits, Stored
 from cache_manager.table import BlockTable
 
 GENERATION_END: Final = 1 << 47
-StepRows = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
-"""Rows ``[T, *row_shape]``, or rows in another token order with their slots ``[T]``."""
 
 
 class AuxBlocks(Landing, Fed):
@@ -250,8 +248,8 @@ class AuxBlocks(Landing, Fed):
 
     step = begin_step
 
-    def write_step(self, slots: NDArray[Any], rows: Mapping[str, StepRows], keep: Keep | None = None) -> int:
-        """A whole step whose rows are here: begin, write, commit. How many tokens' rows became readable.
+    def write_step(self, slots: NDArray[Any], rows: Mapping[str, NDArray[Any]], keep: Keep | None = None) -> int:
+        """A whole step whose rows ``[T, *row_shape]`` are here: begin, write, commit. How many became readable.
 
         Never raises for a mistake of bookkeeping, unless strict: the step's rows are then missing, and counted.
         """
@@ -269,7 +267,7 @@ class AuxBlocks(Landing, Fed):
                 if not isinstance(rows, Mapping):
                     raise RowError("rows", "rows by spec's name", repr(type(rows)))
                 for name, given in rows.items():
-                    step.write(name, *(given if isinstance(given, tuple) else (given, None)))
+                    step.write(name, given)
                 return step.commit(keep)
         except KVRouteError as error:
             self.dropped("bad_writes_dropped", readable(slots)[1], "write_step", error)

@@ -11,7 +11,6 @@ Python object each. Nothing here does I/O.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -21,7 +20,7 @@ import numpy as np
 from cache_manager.errors import BlockBusyError, FeedGapError, InvalidInputError, KVRouteError
 from cache_manager.keys import KEY_NBYTES, BlockKey
 from cache_manager.lock import Mistakes
-from cache_manager.numbers import Blocks, Ints, Numbers, count_in_range, integers
+from cache_manager.numbers import Ints, Numbers, count_in_range, integers
 from cache_manager.ports import TierName
 from cache_manager.table import BlockTable
 
@@ -164,25 +163,12 @@ class BlockFeed:
         return msgspec.msgpack.encode(batch)
 
 
-class Fed(Mistakes, ABC):
-    """The part of a set of blocks that is told what has become of them."""
+class Fed(Mistakes):
+    """The part of a set of blocks that is told what has become of them, and has a method for each operation."""
 
     _tables: dict[TierName, BlockTable]
     _fed: tuple[int, int] | None = None
     """By which feed, and the number of its next batch."""
-
-    @abstractmethod
-    def renew(self, blocks: Blocks, generations: Blocks) -> object: ...
-    @abstractmethod
-    def move(self, source: TierName, target: TierName, pairs: Ints, rows: Sequence[int] | None) -> object: ...
-    @abstractmethod
-    def begin_persist(self, blocks: Mapping[BlockKey, int], generations: Blocks) -> object | None: ...
-    @abstractmethod
-    def begin_restore(
-        self, blocks: Mapping[BlockKey, int], generations: Blocks, origins: Mapping[BlockKey, int] | None
-    ) -> object | None: ...
-    @abstractmethod
-    def reset(self, *, weights_version: int) -> object: ...
 
     def apply(self, operations: bytes) -> list[Operation]:
         """Do what a scheduler's :class:`BlockFeed` says has become of blocks, in its order; the operations done.
@@ -224,7 +210,7 @@ class Fed(Mistakes, ABC):
         return number >= wanted
 
 
-def decoded(packed: bytes) -> tuple[Batch, list[Callable[[Fed], object]]]:
+def decoded(packed: bytes) -> tuple[Batch, list[Callable[[Any], object]]]:
     """A batch, and its operations as calls; :class:`InvalidInputError` for bytes that no feed has made."""
     try:
         batch = _DECODER.decode(packed)
@@ -235,7 +221,7 @@ def decoded(packed: bytes) -> tuple[Batch, list[Callable[[Fed], object]]]:
     return batch, [_call(operation) for operation in batch.operations]
 
 
-def _call(operation: Operation) -> Callable[[Fed], object]:
+def _call(operation: Operation) -> Callable[[Any], object]:
     """The operation as a call, its bytes unpacked; :class:`InvalidInputError` if they cannot be."""
     match operation:
         case Renew():

@@ -30,7 +30,7 @@ class RecordStore:
     def __init__(self, backend: StorageBackend, layout: RecordLayout) -> None:
         self.layout = layout
         self.backend = backend
-        self._get = backend.get_unsummed if isinstance(backend, UnsummedBackend) else backend.get_into
+        self._get = "get_unsummed" if isinstance(backend, UnsummedBackend) else "get_into"
         if isinstance(backend, BoundedBackend) and layout.nbytes > backend.record_nbytes_max:
             remedy = "give the store a larger quota"
             raise ConfigError("record", f"{backend.record_nbytes_max} bytes at most; {remedy}", layout.nbytes)
@@ -131,7 +131,7 @@ class RecordStore:
 
     def _read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence | None]:
         """Each record verified in its buffer; ``None`` for one that is corrupt though the backend did not say so."""
-        found = one_each(self._get(keys, buffers), keys)
+        found = one_each(getattr(self.backend, self._get)(keys, buffers), keys)
         return [
             header if not isinstance(header, RecordHeader) or self._is_sound(header, key, buffer) else None
             for header, key, buffer in zip(found, keys, buffers, strict=True)

@@ -8,7 +8,7 @@ from blocks_house import SPEC, TOKENS, House, slots
 from kv import SlotKV
 from origins_of import origins_of
 
-from cache_manager.errors import BlockStateError, InvalidInputError, RowError, StorageError
+from cache_manager.errors import InvalidInputError, StorageError
 
 # ---------------------------------------------------------------- devices that write late
 
@@ -70,23 +70,6 @@ def test_nothing_is_filled_while_a_device_may_write_it(house) -> None:
     assert engine.restore({key: 1}, engine.generations([1])) == {key: True}
 
 
-def test_rows_that_a_device_wrote_are_readable_when_its_step_has_ended(house) -> None:
-    engine, made = house.engine, house.rows("device")
-    engine.renew([0])
-    step = engine.begin_step(slots(0), in_place=True)
-    house.device_writes(slots(0), made)
-    assert not engine.read("routing", [0]).valid.any()
-    step.wrote("routing")
-    with pytest.raises(RowError, match="one write a step"):
-        step.wrote("routing")
-    assert step.commit(np.array([True, True, False, True])) == 3
-    read = engine.read("routing", [0])
-    assert read.valid.tolist() == [True, True, False, True]
-    assert np.array_equal(read.values[read.valid], made[[0, 1, 3]])
-    with engine.begin_step(slots(0)) as step, pytest.raises(BlockStateError, match="in_place=True"):
-        step.wrote("routing")
-
-
 def test_a_value_that_does_not_fit_is_an_error_and_never_another_value(house) -> None:
     """Goal: int8 -1 is not 255. Method: wider and signed rows with one value outside."""
     engine = house.engine
@@ -101,6 +84,9 @@ def test_a_value_that_does_not_fit_is_an_error_and_never_another_value(house) ->
         assert not engine.read("routing", [0]).valid.any()
 
 
+# ---------------------------------------------------------------- moves beside steps
+
+
 def test_rejected_rows_are_not_late_ones(house) -> None:
     house.engine.renew([0])
     step = house.engine.begin_step(slots(0))
@@ -108,9 +94,6 @@ def test_rejected_rows_are_not_late_ones(house) -> None:
     step.commit(np.array([True, False, True, False]))
     counters = house.engine.counters
     assert (counters.rows_committed, counters.rows_rejected, counters.late_writes_dropped) == (2, 2, 0)
-
-
-# ---------------------------------------------------------------- moves beside steps
 
 
 def test_a_row_that_is_committed_while_its_block_is_copied_does_not_come_along(house) -> None:
@@ -256,7 +239,7 @@ def test_a_block_of_another_life_is_not_stored_under_the_key_of_the_first(house)
     house.fill(0, "b")
     key = engine.keys.key(None, [1])
     assert engine.persist({key: 0}, life) == {key: 0}
-    assert engine.stored([key]) == [False]
+    assert house.store.contains([key]) == [False]
     assert engine.counters.stale_blocks == 1
 
 

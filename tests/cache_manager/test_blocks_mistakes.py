@@ -14,25 +14,6 @@ from cache_manager.feed import BlockFeed
 from cache_manager.keys import Namespace
 
 
-def test_rows_may_come_in_another_token_order(house) -> None:
-    engine, order = house.engine, np.array([2, 0, 3, 1])
-    engine.renew([0])
-    rows = house.rows("mine")
-    assert engine.write_step(slots(0), {"routing": (rows[order], slots(0)[order])}) == TOKENS
-    assert house.holds(0, rows)
-
-
-def test_rows_that_come_in_another_order_come_for_the_step_s_slots(house) -> None:
-    """Goal: a row goes to no slot but its own. Method: slots of another step, as many; one twice; and one too few."""
-    engine = house.engine
-    engine.renew([0, 1])
-    rows = house.rows("mine")
-    for at in (slots(1), slots(0)[[0, 1, 2, 2]], slots(0)[[0, 1, 2]]):
-        assert engine.write_step(slots(0), {"routing": (rows[: at.size], at)}) == 0
-        assert not engine.read("routing", [0, 1]).valid.any()
-    assert engine.counters.bad_writes_dropped == 3 * TOKENS
-
-
 def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(house, caplog) -> None:
     """Goal: nothing raises there. Method: each mistake; what is good beside it lands."""
     engine = house.engine

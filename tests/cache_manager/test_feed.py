@@ -188,7 +188,7 @@ def test_a_persist_for_which_there_is_no_room_is_counted_and_said(caplog: pytest
             while engine.jobs:
                 assert engine.wait(60.0)
                 engine.poll()
-            assert engine.stored(keys[:4]) == [True, True, False, False]
+            assert store.contains(keys[:4]) == [True, True, False, False]
 
 
 def test_a_copy_between_tiers_that_no_copy_is_made_between_is_counted() -> None:

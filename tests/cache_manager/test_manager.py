@@ -31,14 +31,6 @@ def forks(house: House, n: int) -> list[str]:
 # ---------------------------------------------------------------- what is found
 
 
-def test_a_prefix_is_shared_and_outlives_its_owner(house) -> None:
-    assert house.run("a", PROMPT) == 0
-    house.manager.free("a")
-    assert house.run("b", PROMPT) == 8
-    assert house.has_rows_of("b", "x", 8)
-    assert house.manager.counters.prefix_hit_tokens == 8
-
-
 def test_what_is_published_is_found_by_its_own_tokens(house) -> None:
     """Goal: keys that were made at admission are those of no other tokens. Method: the first block, then the second,
     comes out other than it was asked for; the prompt as asked, and what was really computed, are asked for next."""
@@ -72,17 +64,6 @@ def test_a_complete_block_takes_the_place_of_one_that_misses_rows(house) -> None
     assert house.manager.allocate("c", PROMPT).cached_tokens == 8
     assert house.has_rows_of("c", "x", 8)
     assert house.manager.counters.hits_cut_for_missing_rows == 1
-
-
-def test_rows_that_no_spec_requires_are_reported_missing() -> None:
-    house = House(required=())
-    house.manager.allocate("a", PROMPT)
-    house.compute("a", PROMPT, rows=False)
-    assert house.persist("a") == 2
-    house.manager.free("a")
-    assert house.manager.allocate("b", PROMPT).cached_tokens == 8
-    assert not house.manager.read("routing", "b", 0, 8).valid.any()
-    house.close()
 
 
 # ---------------------------------------------------------------- who writes what
@@ -217,21 +198,6 @@ def test_a_block_that_a_fork_fills_is_found_under_all_of_its_tokens(n) -> None:
     house.close()
 
 
-def test_an_ended_sequence_s_number_starts_anew(house) -> None:
-    """Goal: nothing of an earlier sequence is left in its row. Method: end one in the middle of a block, begin one."""
-    house.run("a", PROMPT, salt=b"lora")
-    seq = house.manager.sequence("a")
-    assert house.manager.append_batch([seq])[0] >= 0
-    house.manager.free("a")
-    house.manager.allocate("b", [7, 7, 7, 7, 7])
-    assert house.manager.sequence("b") == seq
-    assert house.manager.computed("b") == 0
-    assert house.manager.append_batch([seq])[0] == house.manager.table("b")[0] * 4
-    for token in (7, 7, 7, 7):
-        assert house.decode(["b"], [token]) == [True]
-    assert house.manager.allocate("c", [7] * 5).cached_tokens == 4
-
-
 @pytest.mark.parametrize("change", ["preempt", "free", "fork"])
 def test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed(house, change) -> None:
     """Goal: an answer from before is not kept too long. Method: the very same array before and after a change."""
@@ -311,33 +277,7 @@ def test_no_room_for_a_further_sequence_is_no_room() -> None:
     house.close()
 
 
-def test_nothing_to_decode_is_nothing(house) -> None:
-    """Goal: an empty batch is of nobody. Method: before any, after a batch, and after the end of one of it."""
-    house.run("a", PROMPT)
-    house.run("b", [7, 7])
-    before = house.manager.computed("a")
-    for change in (lambda: None, lambda: house.decode(["a", "b"], [1, 2]), lambda: house.manager.free("b")):
-        change()
-        for empty in ([], np.empty(0, np.int64)):
-            assert house.manager.append_batch(empty).shape == (0,)
-            house.manager.publish_batch(empty, [])
-    assert house.manager.computed("a") == before + 1
-
-
 # ---------------------------------------------------------------- the store
-
-
-def test_a_restart_continues_from_the_store(house) -> None:
-    house.run("a", PROMPT)
-    assert house.persist("a") == 2
-    again = House(house.store)
-    admission = again.manager.allocate("b", PROMPT)
-    assert (admission.cached_tokens, admission.restored_tokens) == (8, 8)
-    assert again.has_rows_of("b", "x", 8)
-    assert again.has_kv_of("b", PROMPT[:8])
-    again.manager.free("b")
-    assert again.manager.allocate("c", PROMPT).restored_tokens == 0, "now they are on the device"
-    again.close()
 
 
 def test_what_the_store_has_after_a_gap_is_not_given() -> None:

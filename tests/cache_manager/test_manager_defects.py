@@ -134,18 +134,6 @@ def test_what_a_running_sequence_has_too_displaces_nothing(house, ended, early) 
     assert house.manager.allocate("d", [9] * 5).cached_tokens == 4
 
 
-def test_a_duplicate_without_rows_does_not_take_the_place_of_a_block_with_rows(house) -> None:
-    """Goal: a takeover loses no rows. Method: the second of a group computes KV only, and the first ends."""
-    house.run("a", PROMPT[:4])
-    house.manager.allocate("b", PROMPT[:4])
-    house.compute("b", PROMPT[:4], rows=False)
-    house.manager.free("a")
-    assert house.manager.allocate("c", PROMPT).cached_tokens == 4
-    assert house.has_rows_of("c", "x", 4)
-    house.manager.free("b")
-    house.manager.assert_consistent()
-
-
 def test_a_chain_loses_its_tail_before_its_head(house) -> None:
     """Goal: what is left of an evicted prefix can be found. Method: evict two of its blocks, then one more."""
     house.run("a", list(range(13)))

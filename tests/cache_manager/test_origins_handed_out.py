@@ -11,22 +11,6 @@ import pytest
 from blocks_house import House, slots
 from origins_of import origins_of
 
-from cache_manager.errors import InvalidInputError
-
-
-def test_what_is_asked_after_the_commit_names_what_is_stored(house) -> None:
-    """Goal: the other half: nothing is lost where nothing is written after. Method: origins twice, persist, restore."""
-    engine = house.engine
-    house.gate.open()
-    lives, key = engine.renew([0]), house.key
-    rows = house.fill(0, "mine")
-    (origin,) = engine.origins([0])
-    assert engine.origins([0, 0]) == [origin, origin]
-    assert engine.persist({key: 0}, lives) == {key: origin}
-    assert house.brings(1, origin)
-    assert house.holds(1, rows)
-    assert engine.origins([5]) == [0], "where nothing was written"
-
 
 def test_what_leaves_while_a_step_is_in_flight_is_not_what_the_step_commits(house) -> None:
     """Goal: KV of before the pass has another name than the rows after it. Method: a block with rows is computed again;
@@ -64,17 +48,6 @@ def test_late_rows_land_beside_no_kv_that_was_computed_here(house) -> None:
     assert house.valid(0) == [True, False, False, False]
     assert engine.bind_origin(0, life, header.origin, 1), "which is known"
     assert house.valid(0) == [True, False, False, False]
-
-
-def test_asking_for_what_is_no_block_ends_nothing(house) -> None:
-    engine = house.engine
-    engine.renew([0])
-    house.fill(0, "first")
-    (before,) = origins_of(engine, [0])
-    with pytest.raises(InvalidInputError, match="blocks: wanted device block ids"):
-        engine.origins([0, 99])
-    engine.write_step([0], {"routing": house.rows("second", 1)})
-    assert origins_of(engine, [0]) == [before]
 
 
 @pytest.mark.parametrize("written", [0, 1])

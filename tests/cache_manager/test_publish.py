@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from cache_manager.publish import (
     bits_of,
     clear,
     gather,
-    places,
     publish,
     put_bits,
 )
@@ -41,47 +39,6 @@ def make(tokens: int = 100) -> tuple[Writer, WatchedRegion]:
     writer.begin_lives(IDS[1:])
     writer.rewrite(IDS, np.ones(tokens, np.bool_))
     return writer, WatchedRegion.over(region)
-
-
-STEPS = st.sampled_from(("nothing", "begin", "clear", "half", "write", "add"))
-
-
-@pytest.mark.parametrize("tokens", [1, 64, 100])
-@given(
-    script=st.lists(st.tuples(STEPS, st.integers(0, BLOCKS - 1), st.integers(1, 7)), max_size=40),
-    spec=st.integers(0, 1),
-)
-def test_no_row_is_torn_or_foreign_whatever_happens_between_two_loads(
-    tokens: int, script: list[tuple[str, int, int]], spec: int
-) -> None:
-    """Goal: a valid row is a row that was written, for the generation in the word. Method: after each load of the
-    reader the writer does one step of its work, by a script; the rows say themselves whose they are."""
-    writer, region = make(tokens)
-    todo: Iterator[tuple[str, int, int]] = iter(script)
-    cleared = np.zeros((BLOCKS, tokens), np.bool_)
-    whole = np.zeros((BLOCKS, tokens), np.bool_)
-
-    def step(_: int) -> None:
-        what, block, every = next(todo, ("nothing", 0, 1))
-        ids, rows = np.array([block]), np.arange(tokens) % every == 0
-        if what == "begin":
-            writer.begin_lives(ids)
-            cleared[block], whole[block] = True, False
-        elif what == "clear":
-            writer.clear(ids, rows)
-            cleared[block] |= rows
-            whole[block] &= ~rows
-        elif what in ("half", "write") and (open_ := rows & cleared[block]).any():
-            writer.write(ids, open_, (0,) if what == "half" else (0, 1))
-            whole[block, open_] = what == "write"
-        elif what == "add" and (open_ := cleared[block] & whole[block]).any():
-            writer.add(ids, open_)
-            cleared[block, open_] = False
-
-    region.after_load = step
-    rows, bits, words = gather(region, spec, np.concatenate((IDS, IDS[::-1])))
-    _, bad = wrong(region, spec, np.concatenate((IDS, IDS[::-1])), rows, bits, words)
-    assert bad == 0
 
 
 @pytest.mark.parametrize("change", ["rewrite", "begin", "clear"])
@@ -158,18 +115,6 @@ def test_bits_of_cells_are_those_rows_and_no_others(tokens: int, data: st.DataOb
         assert not (region.valid & ~full_bits(tokens)).any()
 
 
-def test_a_block_changes_its_word_whichever_spec_had_the_row() -> None:
-    """Goal: no reader misses a rewrite. Method: two blocks, each with the row of one spec, cleared in one call."""
-    region = HeapRegion(layout_of(4, words=2), BLOCKS)
-    cells, bits = np.array([0, 1]), np.ones(2, np.uint64)
-    for spec in (0, 1):
-        add(region, spec, cells[spec : spec + 1], bits[:1])
-    before = region.words.copy()
-    clear(region, np.array([0, 1, 2]), np.ones(3, np.uint64))
-    assert (region.words != before).tolist() == [True, True, False]
-    assert not region.valid.any()
-
-
 @pytest.mark.parametrize("tokens", [1, 64, 65, 200])
 def test_bits_that_are_put_are_the_bits_that_are_there(tokens: int) -> None:
     """Goal: whole blocks' words go where they belong. Method: one or many words a block, in any order of blocks."""
@@ -200,17 +145,6 @@ def test_a_new_life_has_sequence_zero_its_generation_and_no_row() -> None:
     assert (region.valid == 0).all(axis=(1, 2)).tolist() == [True, False, True]
 
 
-def test_places_are_the_rows_themselves() -> None:
-    region = HeapRegion(layout_of(3, words=4), BLOCKS)
-    long, short = places(region)
-    assert (long.shape, short.shape) == ((BLOCKS, 3, 32), (BLOCKS, 3, 16))
-    long[1, 2] = 7
-    short[2, 0] = 9
-    assert (region.rows[1, 64:96] == 7).all()
-    assert (region.rows[2, 128:144] == 9).all()
-    assert int(region.rows.astype(np.int64).sum()) == 32 * 7 + 16 * 9
-
-
 def test_reading_without_a_lock_is_refused_where_stores_are_not_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: never wrong on a machine that cannot keep the order. Method: say that this is one."""
     monkeypatch.setattr(publishing, "STORES_ARE_ORDERED", False)
@@ -234,11 +168,3 @@ def test_blocks_of_one_row_are_read_in_one_gather() -> None:
     assert (found.shape, bits.shape, words.shape) == ((1 << 16, 32), (1 << 16, 1), (1 << 16,))
     assert wrong(region, 0, ids, found, bits, words) == ((1 << 16) - 1000, 0)
     assert not bits[:1000].any()
-
-
-@pytest.mark.parametrize("tokens", [1, 64, 100])
-def test_no_block_at_all_is_nothing(tokens: int) -> None:
-    _, region = make(tokens)
-    none = np.empty(0, np.int64)
-    found, bits, words = gather(region, 1, none)
-    assert (found.shape, bits.shape, words.shape) == ((0, 16 * tokens), (0, -(-tokens // 64)), (0,))

@@ -74,13 +74,6 @@ def test_where_the_slots_of_a_pass_cannot_be_read_no_row_of_before_is(house, giv
     house.fill(0, "third")
 
 
-def test_what_lies_outside_of_the_refused_slots_stays(full) -> None:
-    """Goal: as little is lost as can be. Method: padding, and slots that are none, beside none of block 0's."""
-    rows = fill(full, 0, "first")
-    assert full.engine.write_step(np.array([-1, -7, 999, 4]), {"routing": full.rows("second")}) == 0
-    assert full.holds(0, rows)
-
-
 def test_a_step_in_flight_does_not_count_where_a_refused_pass_has_written(house) -> None:
     """Goal: as above, of rows that are committed later. Method: a step begins, and a pass over half of its slots is
     refused before it commits."""
@@ -156,15 +149,6 @@ def test_a_dropped_slot_that_a_device_writes_is_fenced_until_its_step_has_ended(
     else:
         late.abort()
     house.fill(1, "afterwards")
-
-
-def test_rows_that_a_step_has_claimed_elsewhere_are_not_fenced(house) -> None:
-    """Goal: the other half: a dropped slot costs its own block. Method: a pass over a third block meanwhile."""
-    engine = house.engine
-    engine.renew([0, 2])
-    late = engine.begin_step(np.arange(2 * TOKENS), in_place=True)
-    house.fill(2, "beside")
-    late.abort()
 
 
 def test_of_a_slot_that_is_given_twice_no_row_is_known(house) -> None:

@@ -146,8 +146,8 @@ JOB_FAULTS = [
     Fault(
         "two moves fill one block",
         "table.py",
-        "                found |= self.among(ids, fence.ids)\n",
-        "                pass\n",
+        "            found |= self.among(ids, fence.ids)\n",
+        "            pass\n",
         BLOCKS + "test_a_second_move_into_a_block_is_dropped",
         "test_a_second_move_into_a_block_is_dropped",
     ),
@@ -170,8 +170,8 @@ JOB_FAULTS = [
     Fault(
         "rejected rows count as late",
         "table.py",
-        "claim.slots.size - live)",
-        "claim.slots.size - landed)",
+        '"late_writes_dropped", int(count(~mine))',
+        '"late_writes_dropped", claim.slots.size - landed',
         BLOCKS + "test_rejected_rows_are_not_late_ones",
         "test_rejected_rows_are_not_late_ones",
     ),

@@ -100,8 +100,8 @@ STORE_FAULTS = (
     Fault(
         "a put does not count",
         "storage/file/store.py",
-        "        self._tick += count\n",
-        "        self._tick = 1\n",
+        "extent.pack(headers, self._tick + 1,",
+        "extent.pack(headers, 1,",
         FILES + "::test_of_two_copies_of_a_record_the_newer_one_is_served",
         "test_of_two_copies_of_a_record_the_newer_one_is_served",
     ),

@@ -119,21 +119,6 @@ def test_after_a_weight_update_nothing_older_is_readable(shared: SharedRegion) -
         assert view.read("long", IDS, generations=ones).valid.all()
 
 
-def test_a_page_of_one_token() -> None:
-    """Goal: 65,536 blocks of one row each are one call. Method: SGLang's page size, a few of them in another life."""
-    layout = layout_of(1, words=2)
-    with SharedRegion.create(layout, 1 << 16, tier="device", namespace=NAMESPACE) as region:
-        writer = Writer(region)
-        ids = np.random.default_rng(2).permutation(1 << 16)
-        writer.begin_lives(ids)
-        writer.rewrite(ids, np.ones(1, np.bool_))
-        writer.begin_lives(ids[100:200])
-        with RegionView(region.name) as view:
-            found = view.read("long", ids, generations=np.ones(1 << 16, np.int64))
-            assert np.flatnonzero(~found.valid).tolist() == list(range(100, 200))
-        del writer
-
-
 # ---- what cannot be asked --------------------------------------------------------------------------------------------
 
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from cache_manager.storage.slots import FileStore, fsck
 from faulty_disk import FaultyDisk
 
 from cache_manager.ports import Absence
 from cache_manager.storage.disk import Room
+from cache_manager.storage.file import FileStore, fsck
 from cache_manager.storage.records import RecordStore
 from cache_manager.testing.records import LAYOUT, get, payload_of, put
 from tests.storage import attacks
@@ -132,3 +132,10 @@ def test_a_sparse_file_of_terabytes_takes_no_other_with_it(tmp_path: Path, own: 
     hostile.touch()
     os.truncate(hostile, 3 << 40)
     everybody_serves(tmp_path, set(range(40)) - (lost if own else set()))
+
+
+@pytest.mark.parametrize("seed", [11, 30, 42, 54])
+def test_a_slot_that_holds_a_record_is_not_given_to_another(tmp_path: Path, seed: int) -> None:
+    """A bug that was found: the disk failed when a replaced record was to go, and the slot of the new one was taken for
+    free, so that a later put said that a record was stored which was not."""
+    attacks.faults(tmp_path, seed)

@@ -122,8 +122,9 @@ def test_a_head_of_another_extent_is_not_believed(tmp_path: Path) -> None:
     at = raw.index(key_of(0)) - 40
     raw[at : at + 112] = other[at : at + 112]
     first.write_bytes(raw)
+    second.unlink()
     with opened(tmp_path) as store:
-        assert there(store, range(PER_EXTENT + 1)) == set(range(1, PER_EXTENT + 1))
+        assert there(store, range(PER_EXTENT + 1)) == set(range(1, PER_EXTENT))
 
 
 @pytest.mark.parametrize("at", ["first", "last"])
@@ -254,14 +255,16 @@ def test_a_flush_that_fails_says_so_and_the_next_one_syncs_again(tmp_path: Path)
     disk = FaultyDisk()
     with opened(tmp_path, disk) as store:
         assert all(put(store, [1]))
+        store.flush()
+        assert all(put(store, [2]))
         disk.sync_errno = errno.EIO
         with pytest.raises(StorageError, match="flush"):
             store.flush()
         disk.sync_errno, syncs = None, disk.syncs
         store.flush()
-        assert disk.syncs == syncs + 2  # the directory and the extent
+        assert disk.syncs == syncs + 1
         store.flush()
-        assert disk.syncs == syncs + 2
+        assert disk.syncs == syncs + 1
 
 
 @pytest.mark.parametrize("sync", Sync)

@@ -226,18 +226,15 @@ class BlocksModel(RuleBasedStateMachine):
         """A pass over the whole block, from its beginning to its end."""
         self.room()
         step = self.begin(slots_of(block))
-        self.write(step, shuffled=None)
+        self.write(step)
         self.end(step, commit=True)
 
-    def write(self, step: ModelStep, shuffled: list[int] | None) -> None:
-        """Copy rows into place, in the order of the slots or in another."""
+    def write(self, step: ModelStep) -> None:
+        """Copy rows into place."""
         self.serial += 1
         rows = canary_rows(SPEC, [(self.serial, n) for n in range(len(step.slots))])
-        at, step.written = np.array(step.slots, np.int64), True
-        if shuffled is None:
-            step.real.write("routing", rows)
-        else:
-            step.real.write("routing", rows[shuffled], at[shuffled])
+        step.written = True
+        step.real.write("routing", rows)
         for earlier in self.steps[: self.steps.index(step)]:
             if earlier.in_place:  # its device may still write over what is copied now
                 for slot in earlier.reach:

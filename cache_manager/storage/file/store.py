@@ -197,11 +197,12 @@ class FileStore(Pool):
             while runs:
                 extent, start, count = runs[-1]
                 some = headers[at : at + count]
-                self._write(extent, start, some, payloads[at : at + count], places)
+                older = self._write(extent, start, some, payloads[at : at + count], places)
                 held.update((header.key, header) for header in some)
                 touched.append(extent)
-                runs.pop()
+                runs.pop()  # first: when this run's older records cannot be killed, it holds records all the same
                 at += count
+                self._kill(older)
             if self._sync is Sync.BATCH:
                 self._sync_all(touched)
         except OSError as error:
@@ -218,8 +219,8 @@ class FileStore(Pool):
         headers: Sequence[RecordHeader],
         payloads: Sequence[Buffer],
         places: dict[BlockKey, int],
-    ) -> None:
-        """Payloads, then heads, then the groups' ticks; only then are the records found, and older ones go."""
+    ) -> list[int]:
+        """Payloads, then heads, then the groups' ticks; only then are the records found; the slots of older ones."""
         count, step = len(headers), extent.shape.step
         if extent.uses.count(FREE, start, start + count) < count:
             self._erase(extent, start, count)
@@ -243,4 +244,4 @@ class FileStore(Pool):
                     self.index.remove(key, old)
                     older.append(old)
                 self.index.add(key, slot)
-        self._kill(older)
+        return older
