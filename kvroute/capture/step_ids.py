@@ -15,6 +15,8 @@ from kvroute.capture.hooks import MISSED, ONCE, OWN, Hooks, Values
 
 NOTHING = -1  # no expert has this id
 OTHERS = "a router had other tokens than the step"
+NONE = "a router's ids are no integers"
+INTEGERS: Final = (torch.int32, torch.int64, torch.int16, torch.uint16, torch.uint8, torch.int8, torch.uint32)
 REASONS: Final = {
     MISSED: "a router's hook was not called: the model was compiled before it was bound",
     ONCE: "a router was called twice in a step",
@@ -31,7 +33,7 @@ class StepIds:
     """
 
     def __init__(self, spec: AuxBlockDataSpec, max_tokens: int, device: torch.device) -> None:
-        values = Values(spec.name, spec.attrs["layer_ids"], spec.row_shape[1], (torch.int32, torch.int64))
+        values = Values(spec.name, spec.attrs["layer_ids"], spec.row_shape[1], INTEGERS)
         self._passes = 0  # that a hook of this step has brought together in the buffer
         self._buffer: torch.Tensor | None = None
         if device.type != "cpu":
@@ -59,7 +61,8 @@ class StepIds:
         try:
             found, *_ = self._hooks.taken()
         except CaptureError as error:
-            return REASONS.get(str(error.wanted), OTHERS)
+            wanted = str(error.wanted)
+            return REASONS.get(wanted, NONE if wanted.startswith("a dtype") else OTHERS)
         finally:
             self._hooks.clear()
         return torch.stack(found, 1) if len(found[0]) == tokens else OTHERS

@@ -47,7 +47,7 @@ def test_other_weights_find_nothing_in_the_store(qwen: nn.Module, tmp_path: Path
 
 
 def test_a_damaged_store_costs_time_and_never_a_row(qwen: nn.Module, tmp_path: Path) -> None:
-    """Goal: what is not sound is a miss. Method: flip bits all over the segments, then run from that store."""
+    """Goal: what is not sound is a miss. Method: flip bits all over the extents, then run from that store."""
     url = tmp_path.joinpath("store").as_uri()
     checker, restored = Checker(), []
     checker.attach(qwen)
@@ -71,11 +71,11 @@ def test_a_damaged_store_costs_time_and_never_a_row(qwen: nn.Module, tmp_path: P
 
 def _flip_bits(directory: Path, every: int) -> None:
     draw = random.Random(0)
-    for segment in directory.glob("segment-*"):
-        content = bytearray(segment.read_bytes())
+    for extent in directory.glob("extent-*"):
+        content = bytearray(extent.read_bytes())
         for at in range(4096 + draw.randrange(every), len(content), every):
             content[at] ^= 1 << draw.randrange(8)
-        segment.write_bytes(content)
+        extent.write_bytes(content)
 
 
 def _gated(url: str) -> tuple[GatedStore, Gate]:

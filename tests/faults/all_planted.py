@@ -16,11 +16,13 @@ from planted_memory import MEMORY_FAULTS
 from planted_routes import ROUTES_FAULTS
 from planted_sglang import SGLANG_FAULTS
 from planted_stores import STORE_FAULTS
+from planted_transfer import TRANSFER_FAULTS
 
 ROOT: Final = Path(__file__).parents[2]
 LISTS: Final = {
     "planted.py": FAULTS,
     "planted_stores.py": STORE_FAULTS,
+    "planted_transfer.py": TRANSFER_FAULTS,
     "planted_core.py": CORE_FAULTS,
     "planted_memory.py": MEMORY_FAULTS,
     "planted_connector.py": CONNECTOR_FAULTS,

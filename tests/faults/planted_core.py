@@ -64,7 +64,7 @@ CORE_FAULTS = [
         "    bits[ids] = np.zeros(1, bits.dtype)\n",
         "",
         MACHINE,
-        ROW,
+        "a_restore_comes_late",
     ),
     Fault(
         "a row being rewritten stays readable",

@@ -1,4 +1,4 @@
-"""Faults in what becomes of routes: parts that are merged, layers that are lost, and what trainers are given."""
+"""Faults in what becomes of routes: rows made again, merged parts, lost layers, and what trainers are given."""
 
 from __future__ import annotations
 
@@ -7,8 +7,37 @@ from planted import Fault
 ONE_SEQUENCE = "tests/kvroute/test_routes_one_sequence.py"
 MATERIALIZE = "tests/kvroute/test_materialize.py"
 CELLS = "tests/kvroute/test_replay_cells.py"
+HISTORY = "tests/kvroute/test_journal.py"
+JOURNAL = f"{HISTORY}::TestForgetfulEngine"
 
 ROUTES_FAULTS = (
+    Fault(
+        "a row that is computed again takes the place of the sampled one",
+        "journal.py",
+        "old = min(max(self.settled - routes.start, 0), len(routes))",
+        "old = 0",
+        JOURNAL,
+        "rows_are_those_that_tokens_were_sampled_with",
+        package="kvroute",
+    ),
+    Fault(
+        "rows of a computation that was given up stay",
+        "journal.py",
+        "self._valid[self.settled :] = False",
+        "pass",
+        f"{HISTORY}::test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_kept",
+        "test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_kept",
+        package="kvroute",
+    ),
+    Fault(
+        "a row that differs from the one that is there is taken for it",
+        "routes/union.py",
+        "    if not same:",
+        "    if False:",
+        "tests/kvroute/test_routes_merge.py::test_a_row_that_differs_is_named_with_position_and_layer",
+        "test_a_row_that_differs_is_named_with_position_and_layer",
+        package="kvroute",
+    ),
     Fault(
         "another prompt's rows are merged",
         "routes/union.py",

@@ -37,6 +37,20 @@ def test_each_step_has_its_own_ids(make: object, steps: list[int], seed: int) ->
         assert ids.take(tokens).tolist() == chosen.tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64])
+def test_ids_are_integers_of_any_size(dtype: torch.dtype) -> None:
+    """Goal: kernels that route inside say what they chose in two bytes. Method: each dtype, and one that is none."""
+    for each in (StepIds(SPEC, 4, CPU), buffered(4)):
+        each.begin()
+        for layer in (1, 3):
+            each.hook(layer)(torch.tensor([[layer, 5]]).to(dtype))
+        assert each.take(1).tolist() == [[[1, 5], [3, 5]]]
+    each = StepIds(SPEC, 4, CPU)
+    for layer in (1, 3):
+        each.hook(layer)(torch.tensor([[layer, 5.0]]))
+    assert each.take(1) == "a router's ids are no integers"
+
+
 def test_a_layer_that_nobody_recorded_is_seen() -> None:
     """Goal: no silent zeros, with or without Python in the step. Method: one layer's hook is not called, after a step
     in which all were.

@@ -30,8 +30,7 @@ def engine(connector: str, *, drafts: bool = False, window: int | None = None) -
     [
         ("KvrouteExampleConnector", True),
         ("KvrouteOffloadingConnector", True),
-        ("KvrouteNixlConnector", True),
-        ("KvrouteNixlPullConnector", True),
+        ("KvrouteNixlConnector", False),  # rows cross beside the KV
         ("KvrouteConnector", False),  # moves no KV
         ("KvrouteLMCacheConnectorV1", False),  # not seen to move it
         ("NixlConnector", False),  # an engine without kvroute's connector

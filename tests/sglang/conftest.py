@@ -18,8 +18,9 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-collect_ignore_glob = [] if importlib.util.find_spec("sglang") else ["*.py"]
-sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")] if not collect_ignore_glob else []
+HAS_SGLANG = importlib.util.find_spec("sglang") is not None
+collect_ignore_glob = ["cpu/*", "serve.py", "plain_linker.py"] if HAS_SGLANG else ["*.py", "cpu/*"]
+sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")] if HAS_SGLANG else []
 
 PLUGINS = {"kvroute": "kvroute.integrations.sglang:register", "cpu": "sglang_on_cpu:register"}
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from cache_manager.keys import BlockKey
+from cache_manager.ports import Absence
 from cache_manager.storage.disk import Disk, SystemDisk
 from cache_manager.storage.file import FileReader, FileStore
 from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.fsck import read_extents
 from cache_manager.storage.records import RecordStore
-from cache_manager.testing.records import LAYOUT
+from cache_manager.testing.origins import Content, held, offer
+from cache_manager.testing.records import BOTH, LAYOUT
 
 SMALL_NBYTES = 64 << 10
 """Of an extent: a dozen records."""
@@ -73,3 +76,41 @@ def payload_in(directory: Path, key: BlockKey, at: int = 0) -> tuple[Path, int]:
             if extent.key_of(slot) == key:
                 return directory / report.name, extent.payload_at(slot) + at
     raise AssertionError(f"no record of {key.hex()}")
+
+
+class Known:
+    """What each key may be answered with: contents that were put and not deleted since; 0 stands for nothing."""
+
+    def __init__(self) -> None:
+        self.may: dict[int, set[int]] = defaultdict(set)  # origins
+        self.certain: dict[int, int] = {}  # what has to be there
+
+    def offered(self, wanted: Iterable[int], origin: int) -> None:
+        for n in wanted:
+            self.may[n].add(origin)
+            self.certain.pop(n, None)
+
+    def put(self, store: RecordStore, wanted: Sequence[int], origin: int, *, replace: bool = True) -> list[int]:
+        """Offer whole records; the origins that are said to be stored, 0 for none."""
+        self.offered(wanted, origin)
+        told = offer(store.backend, [(n, Content(origin, BOTH)) for n in wanted], replace=replace)
+        answers = [0 if each is None else each.origin for each in told]
+        assert all(not each or each in self.may[n] for n, each in zip(wanted, answers, strict=True))
+        return answers
+
+    def deleted(self, wanted: Iterable[int]) -> None:
+        for n in wanted:
+            self.may[n].clear()
+            self.certain.pop(n, None)
+
+    def judge(self, store: RecordStore, wanted: Sequence[int], *, corrupt: bool = False) -> set[int]:
+        """Read; which are there. ``corrupt``: what is not certain may be that."""
+        there = set()
+        for n, answer in zip(wanted, held(store, wanted), strict=True):
+            if isinstance(answer, Content):
+                assert answer.origin in self.may[n], f"{n}: {answer.origin}, may be {self.may[n]}"
+                there.add(n)
+            assert n not in self.certain or n in there, f"{n} was certain, and is {answer}"
+            assert corrupt or answer is not Absence.CORRUPT, f"{n} is corrupt"
+            assert n not in self.certain or (isinstance(answer, Content) and answer.origin == self.certain[n])
+        return there

@@ -24,7 +24,7 @@ from cache_manager.storage.records import RecordStore
 from cache_manager.testing.contract import StorageContract
 from cache_manager.testing.origins import Content, held, offer
 from cache_manager.testing.records import BOTH, LAYOUT, get, key_of, payload_of, put
-from tests.storage.stores import SMALL_NBYTES, Clock, files, flip, opened, payload_in, reading
+from tests.storage.stores import SMALL_NBYTES, Clock, files, flip, opened, reading
 
 PAGE_NBYTES = 4096
 PER_EXTENT = 11
@@ -320,29 +320,6 @@ def test_a_slot_that_was_used_again_while_it_was_read_is_a_miss(tmp_path: Path) 
         assert there(reader, [50]) == {50}
 
 
-def test_a_file_that_cannot_be_had_costs_a_reader_that_file_only(tmp_path: Path) -> None:
-    """Goal: ESTALE on one file costs what is in it. Method: the reads of one extent fail from then on."""
-
-    class Disk(FaultyDisk):
-        stale = -1
-
-        def preadv(self, fd: int, buffers: Sequence[Room], offset: int) -> int:
-            if os.fstat(fd).st_ino == self.stale:
-                raise OSError(errno.ESTALE, "stale")
-            return super().preadv(fd, buffers, offset)
-
-    disk = Disk()
-    with opened(tmp_path) as store, reading(tmp_path, disk=disk) as reader:
-        assert all(put(store, range(PER_EXTENT)))
-        assert there(reader, range(PER_EXTENT)) == set(range(PER_EXTENT))
-        disk.stale = files(tmp_path)[0].stat().st_ino
-        assert all(put(store, range(20, 26)))
-        assert there(reader, range(26)) == set(range(20, 26))
-        assert reader.usage()["failed_reads"] > 0
-        disk.stale = -1
-        assert there(reader, range(PER_EXTENT)) == set(range(PER_EXTENT))
-
-
 def test_a_record_that_does_not_come_back_from_the_disk_is_stored_anew(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with opened(tmp_path, disk) as store:
@@ -411,13 +388,3 @@ def test_a_reader_may_wait_for_its_store(tmp_path: Path) -> None:
             backend.delete([key_of(1)])
             assert not there(reader, [1])
             assert there(store, [1]) == {1}
-
-
-def test_payload_damage_is_found_by_the_read_and_costs_its_record(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        assert all(put(store, range(5)))
-        flip(*payload_in(tmp_path, key_of(2), 777))
-        assert get(store, [1, 2, 3]) == [payload_of(1), Absence.CORRUPT, payload_of(3)]
-        assert get(store, [2]) == [Absence.MISS]
-        assert all(put(store, [2]))
-        assert there(store, range(5)) == set(range(5))

@@ -65,6 +65,18 @@ def test_a_directory_may_be_written_as_it_is(tmp_path: Path) -> None:
         ),
         ("file:///tmp/x?sync=always", "file: store parameter sync: wanted one of none, batch, got 'always'"),
         ("file:///tmp/x?quota=1KiB", "quota: wanted 32768 bytes or more, got 1024 bytes"),
+        ("tiered:", "tiered: store tiers: wanted URLs"),
+        ("tiered:memory:", "tiered: store tiers: wanted 2 or more, got 1"),
+        ("tiered:memory:,redis://h", "store scheme: wanted one of .*, got 'redis'"),
+        ("tiered:tiered:memory:,memory:", "tiered: store tiers: wanted 2 or more, got 1"),
+        ("tiered:/dir,memory:", "tiered: store tiers: wanted URLs"),
+        ("tiered:?pause_ms=1,memory:,memory:", "tiered: store parameter: wanted one of .* got 'pause_ms'"),
+        (
+            "tiered:memory:?capacity=1MiB,memory:?quota=1",
+            "memory: store parameter: wanted one of capacity, got 'quota'",
+        ),
+        ("memory:memory:", "memory: store path: wanted none"),
+        ("file:file:///x", "file: store path"),
     ],
 )
 def test_a_url_that_cannot_be_is_a_config_error(url: str, message: str) -> None:
