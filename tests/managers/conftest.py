@@ -1,5 +1,6 @@
-"""Block managers under the life-cycle kit; the adapters are examples. That of vLLM needs vLLM, which is not in the
-project's own environment: its tests are not collected there, and `make test-managers` runs them where it is."""
+"""Block managers under the life-cycle kit; the adapters are examples. vLLM and SGLang are not in the project's own
+environment: their tests are not collected there, and `make test-managers` and `make test-sglang` run them where they
+are."""
 
 from __future__ import annotations
 
@@ -13,5 +14,6 @@ from cache_manager.testing.life import BlockManagerMachine
 
 BlockManagerMachine.examples = ALL_LIVES
 HERE = Path(__file__).parent
-collect_ignore = [] if importlib.util.find_spec("vllm") else ["test_vllm.py", "planted_in_vllm.py"]
+absent = [engine for engine in ("vllm", "sglang") if importlib.util.find_spec(engine) is None]
+collect_ignore = [f"{what}_{engine}.py" for engine in absent for what in ("test", "planted_in")]
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "examples" / "managers")]
