@@ -83,8 +83,8 @@ ANSWER_FAULTS = [
         "rollout/local.py",
         "                _lock(fd)\n",
         "",
-        "tests/kvroute/rollout/test_stores.py::TestLocalRollouts::",
-        "test_writers_and_readers_do_not_meet",
+        "tests/kvroute/rollout/test_local_faults.py::",
+        "test_a_writer_that_never_ends_costs_the_put_and_no_engine",
     ),
     _fault(
         "what a name stands for is taken on trust",

@@ -23,10 +23,10 @@ CROSSING_FAULTS = [
         "test_kv_that_fails_to_load_at_prefill_is_lent_anew",
     ),
     _fault(
-        "KV of two weights is lent",
+        "a ticket says nothing of weights that have changed",
         "tickets.py",
-        "if lent.whole or mixed:\n                continue",
-        "if lent.whole:\n                continue",
+        "Ticket(why=MIXED if mixed else ",
+        "Ticket(why=",
         LAW,
         "test_kv_of_two_weights_is_not_lent",
     ),
