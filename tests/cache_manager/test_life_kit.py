@@ -209,7 +209,7 @@ ODD = {
     "ids": ({"free_ids": lambda _: 5}, r"free_ids\(\): wanted a list of block ids, or None, got 5"),
     "slots": ({"slots": lambda *_: []}, r"slots\(\): wanted a pair \(block, offset\) for each position, got \[\]"),
     "batch": ({"grow_batch": lambda *_: None}, r"grow_batch\(\): wanted True or False for each sequence, got None"),
-    "signature": ({"admit": lambda self, seq: 0}, r"admit\(\): wanted the parameters self, seq, .* got .* self, seq$"),
+    "signature": ({"admit": lambda _, seq: len(seq)}, r"admit\(\): wanted the parameters self, seq, .* got .* _, seq$"),
     "size": ({"block_tokens": "2"}, r"blocks: wanted two blocks of one token or more, got 8 blocks of '2'"),
     "pool": ({"blocks": 5}, r"blocks: wanted a collection of block ids, got 5"),
     "word": ({"capabilities": "prefix"}, r"capabilities: wanted a tuple of names, got 'prefix'"),
