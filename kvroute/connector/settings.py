@@ -38,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # where the connector moves whole requests, else the layer where there is no store, and model and connector can.
     carrier: Literal["transfer", "connector", "layer", "auto"] = "auto"
     lend: str = "tcp://127.0.0.1:*"  # where rows are lent to other engines: ipc:///path or tcp://HOST:PORT
+    lent_nbytes_max: Annotated[int, msgspec.Meta(ge=1)] = 4 << 30  # of copies of rows that nobody has fetched yet
     keys: str = ""  # the secret key file that all engines of a deployment have; other hosts are let in with one only
     strict: bool = False  # mistakes of bookkeeping raise: for tests
     untested: str = ""  # go on with this version of the engine, which was not tested: "0.34"
