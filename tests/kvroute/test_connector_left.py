@@ -38,6 +38,12 @@ def store(tmp_path: Path) -> Iterator[RolloutStore]:
         yield opened
 
 
+def arrive(toy: Toy, name: str, group: str | None = None) -> None:
+    toy.scheduler.arrived(name, name, group)
+    while not toy.scheduler.ready(name):
+        time.sleep(0.001)
+
+
 def told_of(begun: Future[dict[str, Any]] | None) -> dict[str, Any]:
     assert begun is not None
     return begun.result(60)
@@ -59,9 +65,7 @@ def test_rows_of_older_weights_are_not_those_of_the_same_tokens_again(
     engine(weights_version=1).ask("of another", TOKENS)
     assert routes(answered(TOKENS), rollouts=store, wait_s=0).weights_versions == ((0, 6, 1),)
     second = engine(weights_version=2)
-    second.scheduler.arrived("r", "r")
-    while not second.scheduler.ready("r"):
-        time.sleep(0.001)
+    arrive(second, "r")
     with pytest.raises(kvroute.RowError, match="nor one in the store"):
         routes(answered(TOKENS), rollouts=store, wait_s=0)
     told = second.ask("r", TOKENS)
@@ -79,7 +83,7 @@ def test_a_request_without_routes_leaves_no_older_ones(
     monkeypatch.setattr(ends, "LATE_S", 0.0)
     engine().ask("r", TOKENS)
     toy = engine(late=True)
-    toy.scheduler.arrived("r", "r")
+    arrive(toy, "r")
     admitted(toy, TOKENS, [5, 2])
     toy.scheduler.step({"r": 6})
     told = told_of(toy.scheduler.finished("r", [5, 2], 6, Tokens(TOKENS, 3)))
@@ -138,8 +142,6 @@ def test_each_of_a_group_is_told_with_all_that_are_done(engine: Callable[..., To
         ["0_r", "1_r"],
         ["5_1"],
     ]
-    toy.scheduler.arrived("9", "1_r", "r-1")  # the same id again, in an engine whose ids have nothing random
-    while not toy.scheduler.ready("9"):
-        time.sleep(0.001)
+    arrive(toy, "1_r", "r-1")  # the same id again, in an engine whose ids have nothing random
     again = toy.scheduler.finished("0_r", toy.table, 6, Tokens(TOKENS, 3), group="r-1")
     assert list(told_of(again)["kvroute"]["rollouts"]) == ["0_r"]
