@@ -148,7 +148,8 @@ def test_nothing_is_computed_for_who_has_left() -> None:
     """Goal: decode's client leaves, prefill stops. Method: abort at decode when one chunk of seven is computed."""
     with pair(replace(SMALL, step_tokens=16)) as engines:
         request_id = engines.begin(completion(9, prompt=prompt(9, 100)))
-        engines.decode.step()
+        decode = engines.decode
+        until(lambda: bool(decode.step() or decode.aux.counters.rows_installed == 16), "a block has come", DEADLINE_S)
         engines.decode.abort(request_id)
         node = engines.prefill.crossing.node
         until(lambda: bool(engines.decode.step() or not node.counters.offers_in_flight), "it is known", DEADLINE_S)
