@@ -193,5 +193,11 @@ def test_the_server_answers_routes_and_survives_a_kill(
         command = ["verify", "--url", second.url, "--model", str(home), "--rollouts", where, "--longest", "200"]
         assert main(command) == 0, capsys.readouterr().out
         assert re.search(r"^all +[1-9][\d,]+ +0 +0 +0$", told := capsys.readouterr().out, re.MULTILINE), told
+        told = second.metrics()
+        for sample in (
+            'kvroute:events_total{.*event="rows_committed"',
+            *(f'kvroute:seconds_count{{.*what="{what}"' for what in ("persist", "restore", "answer")),
+        ):
+            assert re.search(rf"^{sample}.*}} [1-9]", told, re.MULTILINE), (sample, told)
         stopped = second.post("/v1/completions", prompt=asked, max_tokens=20, stop=[word])
         assert right(home, stopped, rollouts=left) <= 105
