@@ -340,3 +340,14 @@ def test_words_and_counts_that_cannot_be_are_refused_by_field(field: str, call: 
             call(word)
         assert refused.value.field == field
         assert str(refused.value).startswith(f"{field}: wanted ")
+
+
+def test_validate_sees_what_an_adapter_takes_for_a_cut_response() -> None:
+    """Goal: a response counted one short is seen. Method: an adapter leaves the row out, as of a response that was cut;
+    the routes, bound to all tokens, are not those of fewer."""
+    tokens = np.arange(5)
+    routes = SAMPLE.bind(tokens)
+    assert len(verl.agent_loop(routes, 3, 1)) == 3
+    with pytest.raises(RowError, match="tokens: wanted 5 or more, as the routes are bound to, got 4"):
+        routes.validate(tokens[:4])
+    routes.validate(tokens, rows=4)
