@@ -20,6 +20,7 @@ from kvroute import fetch_shard, open_rollouts
 from kvroute.replay import nemo_rl, prime_rl, skyrl, slime, transformers, verl
 from kvroute.replay.errors import ReplayError
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
+from kvroute.routes.split import places
 
 LAYERS, NUM_LAYERS, EXPERTS, TOP_K = (1, 2, 3), 4, 16, 4
 ROUTED = list(LAYERS)
@@ -279,7 +280,7 @@ def test_slime_cuts_the_tail_as_it_pads_it() -> None:
     assert slime.split(data_pad_size_multiplier=1) == Split(align=1, tail_align=1)
     contiguous = slime.split(1, 0, 2, 1, allgather_cp=True, data_pad_size_multiplier=4)
     # Ten rows are padded to 2 * 4 * 2 and cut into halves of eight, before the tail is looked at.
-    assert sum(map(len, contiguous.packed([5, 5]))) == 8
+    assert places(contiguous.packed([5, 5])) == 8
     assert contiguous.packed([5, 5])[0].start == 3
 
 
