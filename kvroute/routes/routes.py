@@ -346,7 +346,8 @@ class Routes(Cells):
 
     def to_bytes(self) -> bytes:
         """These routes as one record that says all about itself, with checksums: :mod:`kvroute.routes.wire`."""
-        return b"".join(wire.record(self))
+        header, parts = wire.record(self)
+        return b"".join((header.pack(), *parts))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, *, checked: bool = False) -> Routes:
