@@ -1,9 +1,9 @@
 """Inside vLLM on a GPU: is every row right, and how many tokens a second does that cost?
 
-``--what rows`` starts an engine for each configuration, small models in all of them, asks each for three rounds of
-answers (prompts with a common head, then further turns), and judges each row by a float32 pass of transformers on the
-same GPU. An engine in bfloat16 rounds: a row that differs where a choice was close is counted by itself. With two GPUs,
-two tensor-parallel ranks too.
+``--what rows``, the default, starts an engine for each configuration, small models in all of them, asks each for
+three rounds of answers (prompts with a common head, then further turns), and judges each row by a float32 pass of
+transformers on the same GPU. An engine in bfloat16 rounds: a row that differs where a choice was close is counted by
+itself. With two GPUs, two tensor-parallel ranks too.
 
 ``--what speed`` starts engines of Qwen3-30B-A3B's shape with random weights, which take turns: no connector, one that
 does nothing, kvroute with a store of rows and the witness of every full block, kvroute with rows in a layer of the KV.
@@ -212,7 +212,7 @@ def speed(starter: Starter, layers: int, names: Sequence[str], batches: Sequence
         home.mkdir()
         config: dict[str, Any] = {"kv_transfer_config": kind} if kind else {}
         if callable(kind):
-            config = transfer("Kvroutebench.peers.vllm_connectors:NothingConnector", kind(home), {})
+            config = transfer("KvrouteConnector", kind(home), {})
         return starter.start(name, options | config, {})
 
     with ThreadPoolExecutor(len(names)) as threads:

@@ -30,7 +30,10 @@ class Transfers:
     """
 
     def __init__(self, blocks: AuxBlocks, settings: Settings, miss: Callable[[str, int], None]) -> None:
-        self.crossing = Crossing(blocks, link_of(settings.lend, settings.keys))
+        link = link_of(settings.lend, settings.keys)
+        self.crossing = Crossing(blocks, link, lent_nbytes_max=settings.lent_nbytes_max)
+        self.not_lent = 0
+        """Blocks whose rows could not be lent."""
         self._blocks, self._miss = blocks, miss
         self._under_way: dict[bytes, Fetch] = {}
         self._waiting: dict[str, float] = {}  # requests whose KV has come, and until when they wait for rows
@@ -56,7 +59,9 @@ class Transfers:
                 keys = self._keys(each)
                 self.crossing.lender.lend(each.transfer, each.first, keys, each.lives, each.tokens, last=each.last)
             except KVRouteError as error:
-                logger.warning("rows of %d blocks are not lent: %s", len(each.blocks), error)
+                if not self.not_lent:
+                    logger.warning("rows of %d blocks are not lent: %s; others are counted", len(each.blocks), error)
+                self.not_lent += len(each.blocks)
 
     def _keys(self, of: Lend | Fetch) -> dict[BlockKey, int]:
         """Names for a transfer's blocks, which say nothing of tokens: its ticket does."""

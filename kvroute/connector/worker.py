@@ -73,7 +73,7 @@ class WorkerRows:
         self.store = opened(settings.store) if settings.store else None
         self.blocks = kvroute.AuxBlocks(
             engine.layout.specs,
-            blocks=engine.clock + 1,
+            blocks=engine.spares.stop,
             namespace=engine.namespace,
             store=self.store,
             required=[engine.spec.name],
