@@ -6,7 +6,8 @@ transformers on the same GPU. An engine in bfloat16 rounds: a row that differs w
 itself. With two GPUs, two tensor-parallel ranks too.
 
 ``--what speed`` starts engines of Qwen3-30B-A3B's shape with random weights, which take turns: no connector, one that
-does nothing, kvroute with a store of rows and the witness of every full block, kvroute with rows in a layer of the KV.
+does nothing, kvroute with a store of rows and the witness of every full block (rows come back in the response, or are
+left in a rollout store), kvroute with rows in a layer of the KV.
 Tokens a second are medians over the rounds, as ratios to vLLM's own in the same round. ``--layers 48`` is the whole
 model; two such engines fill an H200 (``--engines off store``).
 
@@ -191,11 +192,16 @@ def rows(starter: Starter, names: Sequence[str]) -> None:
     table.print()
 
 
+def left(home: Path) -> dict[str, Any]:
+    return stored(home) | {"rollouts": f"file://{home}/rollouts"}
+
+
 ENGINES = {
     "off": {},
     "nothing": transfer("KvrouteConnector", {}, {})["kv_transfer_config"]
     | {"kv_connector": "NothingConnector", "kv_connector_module_path": "bench.peers.vllm_connectors"},
     "store": stored,
+    "left": left,
     "layer": in_pages,
 }
 
