@@ -39,10 +39,14 @@ class BlockPool:
 
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
         """The blocks of the longest cached run of ``keys``, as far as they have every required row."""
-        found = self.index.match(keys)
+        choices = self.index.match(keys)
+        found = [blocks[0] for blocks in choices]
         if found and not (complete := self._aux.complete(found)).all():
-            self._counts["hits_cut_for_missing_rows"] += 1
-            found = found[: int(np.argmin(complete))]
+            for at in np.flatnonzero(~complete).tolist():
+                if not (others := self._aux.complete(choices[at])).any():
+                    self._counts["hits_cut_for_missing_rows"] += 1
+                    return found[:at]
+                found[at] = choices[at][int(np.argmax(others))]
         return found
 
     # ---------------------------------------------------------------- giving
@@ -87,9 +91,6 @@ class BlockPool:
         for block in reversed(blocks):  # a chain loses its tail before its head
             had[block] -= 1
             if not (self.readers[block] or self.keepers[block]):
-                heir = self.index.heir(block)
-                if heir is not None and self._as_good(heir, block):
-                    self.index.promote(heir)
                 gone.append(block)
         self._away += self.index.release(gone)
         self._come_back()
@@ -100,20 +101,6 @@ class BlockPool:
             away, self._away = self._away, []
             for block, written in zip(away, self._aux.writing(away).tolist(), strict=True):
                 (self._away if written else self._free).append(block)
-
-    def _as_good(self, block: int, other: int) -> bool:
-        """Whether ``block`` has every required row, or ``other`` misses one too."""
-        first, second = self._aux.complete([block, other]).tolist()
-        return first or not second
-
-    def publish(self, key: BlockKey, block: int) -> None:
-        """Let a block that is had be found under ``key``, also in place of another, unless that has rows that this
-        misses. The other is free then if nobody has it."""
-        before = self.index.insert(key, block)
-        if before is not None and self._as_good(block, before):
-            self.index.promote(block)
-            if not (self.readers[before] or self.keepers[before]):
-                self._free.append(before)
 
     def forget(self) -> None:
         """After a reset: nothing is found by key, and what was only cached is free."""

@@ -44,18 +44,6 @@ def test_what_is_published_is_found_by_its_own_tokens(house) -> None:
             house.manager.free("again")
 
 
-def test_images_separate_what_they_and_all_after_them_make(house) -> None:
-    """Goal: equal placeholders of other images never hit. Method: a digest in the second block; blocks before hit."""
-    tokens = list(range(13))
-    house.run("a", tokens, extra={1: b"cat"})
-    keys = house.manager.keys("a", tokens)
-    assert keys[0] == house.aux.keys.keys(tokens)[0]
-    assert keys[1] == house.aux.keys.key(keys[0], tokens[4:8], extra=b"cat")
-    for extra, cached in (({1: b"cat"}, 12), ({1: b"dog"}, 4), (b"", 4), (b"cat", 0), ({2: b"cat"}, 4)):
-        assert house.manager.allocate("b", tokens, extra=extra).cached_tokens == cached
-        house.manager.free("b")
-
-
 def test_a_complete_block_takes_the_place_of_one_that_misses_rows(house) -> None:
     """Goal: holes of the first publisher must not disable a prefix. Method: KV without rows first, then with."""
     for owner, rows in (("a", False), ("b", True)):
@@ -233,9 +221,6 @@ def test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed(house, cha
         (lambda m: m.allocate("", PROMPT), InvalidInputError, "owner: wanted a non-empty string, got ''"),
         (lambda m: m.allocate(5, PROMPT), InvalidInputError, "owner: wanted a non-empty string, got 5"),
         (lambda m: m.allocate("b", PROMPT, salt="lora"), InvalidInputError, "salt: wanted bytes, got 'lora'"),
-        (lambda m: m.allocate("b", PROMPT, extra="cat"), InvalidInputError, "extra: wanted bytes, .*, got 'cat'"),
-        (lambda m: m.allocate("b", PROMPT, extra={-1: b"cat"}), InvalidInputError, "extra: .*, got b'cat' at -1"),
-        (lambda m: m.allocate("b", PROMPT, extra={0: "cat"}), InvalidInputError, "extra: .*, got 'cat' at 0"),
         (lambda m: m.table("b"), BlockStateError, "owner 'b': wanted an owner with a sequence, got one without"),
         (lambda m: m.slots("a", 3, 99), InvalidInputError, "start, stop: wanted 0 <= start <= stop <= 12, got 3, 99"),
         (lambda m: m.slots("a", -1, 9), InvalidInputError, "start, stop: wanted 0 <= start <= stop <= 12, got -1, 9"),

@@ -117,23 +117,6 @@ def test_a_duplicate_takes_over_when_the_first_of_a_group_ends(house) -> None:
     assert house.manager.table("d")[0] == house.manager.table("b")[0]
 
 
-@pytest.mark.parametrize(("ended", "early"), [("a", True), ("a", False), ("b", False)])
-def test_what_a_running_sequence_has_too_displaces_nothing(house, ended, early) -> None:
-    """Goal: memory for a copy is given up before a cached prefix is. Method: one more block is needed than are free."""
-    house.run("x", [9] * 5)
-    house.manager.free("x")
-    for owner in ("a", "b"):
-        house.manager.allocate(owner, PROMPT[:4])
-    house.compute("a", PROMPT[:4])
-    if early:
-        house.manager.free(ended)
-    house.compute("b", PROMPT[:4])
-    house.manager.free(ended)
-    house.run("c", list(range(100, 124)))  # six blocks: all but x's and b's
-    house.manager.free("c")
-    assert house.manager.allocate("d", [9] * 5).cached_tokens == 4
-
-
 def test_a_chain_loses_its_tail_before_its_head(house) -> None:
     """Goal: what is left of an evicted prefix can be found. Method: evict two of its blocks, then one more."""
     house.run("a", list(range(13)))

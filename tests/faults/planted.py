@@ -110,14 +110,6 @@ FAULTS = (
         "no_block_lost",
     ),
     Fault(
-        "a copy of what a running sequence has displaces a cached prefix",
-        "manager/pool.py",
-        "if heir is not None and self._as_good(heir, block):",
-        "if False:",
-        f"{DEFECTS}::test_what_a_running_sequence_has_too_displaces_nothing",
-        "test_what_a_running_sequence_has_too_displaces_nothing",
-    ),
-    Fault(
         "a key dies with the block that it is found at",
         "manager/index.py",
         "        if not blocks:\n            del self._blocks[key]\n",
@@ -160,8 +152,8 @@ FAULTS = (
     Fault(
         "a block that somebody still reads is let go",
         "manager/pool.py",
-        "            if not (self.readers[block] or self.keepers[block]):\n                heir",
-        "            if True:\n                heir",
+        "            if not (self.readers[block] or self.keepers[block]):\n                gone",
+        "            if True:\n                gone",
         MANAGER,
         "no_block_lost",
     ),

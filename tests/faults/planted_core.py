@@ -181,22 +181,6 @@ CORE_FAULTS = [
         "test_a_late_device_write_is_never_taken_for_a_row_of_the_next_step",
     ),
     Fault(
-        "a step at once goes over rows that are readable",
-        "step.py",
-        "            if bits[first + spec * words] & mark:\n",
-        "            if False:\n",
-        MACHINE,
-        ROW,
-    ),
-    Fault(
-        "a step at once does not begin an origin",
-        "step.py",
-        "        if not own[block]:\n",
-        "        if not given[block]:\n",
-        MACHINE,
-        "rows of no origin",
-    ),
-    Fault(
         "a block that a device still writes is filled",
         "table.py",
         "step.blocks if step.in_place else step.blocks[present]",

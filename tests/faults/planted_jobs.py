@@ -199,12 +199,4 @@ JOB_FAULTS = [
         BLOCKS + "test_a_value_that_does_not_fit_is_an_error_and_never_another_value",
         "test_a_value_that_does_not_fit_is_an_error_and_never_another_value",
     ),
-    Fault(
-        "keys forget what else decides the content",
-        "keys.py",
-        ' + _part(b"extra", extra))',
-        ")",
-        "tests/cache_manager/test_manager.py::test_images_separate_what_they_and_all_after_them_make",
-        "test_images_separate_what_they_and_all_after_them_make",
-    ),
 ]
