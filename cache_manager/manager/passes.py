@@ -151,7 +151,7 @@ class Passes:
         Not one of a sequence from before a reset: its KV is of other weights than the keys would say.
         """
         if self._caching and s.base is self.aux.keys:
-            self._pool.index.insert(s.add(column, ids), s.blocks[column])
+            self._pool.publish(s.add(column, ids), s.blocks[column])
 
     def _moved(self, taken: list[int], move: Callable[..., None], *given: Any) -> bool:
         """Whether blocks were moved; if not, the device blocks ``taken`` for it come back, what was cached there lost.

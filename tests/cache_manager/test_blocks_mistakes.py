@@ -35,20 +35,6 @@ def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(hous
     assert engine.in_flight == 0
 
 
-@pytest.mark.parametrize("limits", [[1], [1, 2, 3], [0.5, 1.5], 1])
-def test_limits_that_do_not_fit_a_move_s_pairs_are_dropped_though_a_pair_is_dropped_too(house, limits) -> None:
-    """Goal: nothing raises in a forward pass. Method: one target was never given out, and the limits are wrong."""
-    house.engine.renew([0, 1])
-    rows = house.fill(0, "mine")
-    house.fill(1, "copied over")
-    house.engine.copy([(0, 1), (0, 4)], limits)
-    assert house.engine.counters.bad_moves_dropped == 2
-    assert house.holds(0, rows)
-    assert not house.engine.read("routing", [1]).valid.any()
-    with pytest.raises(InvalidInputError, match="rows: wanted"):
-        House(strict=True).engine.copy([(0, 1), (0, 4)], limits)
-
-
 @pytest.mark.parametrize(
     ("call", "error"),
     [

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
 
-import msgspec
 import numpy as np
 import pytest
 from blocks_house import SPEC, TOKENS, House, slots
@@ -19,7 +17,6 @@ from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage import open_store
 from cache_manager.stored import Job, JobLimits, PersistJob, Phase, RestoreJob
-from cache_manager.testing.faults import FaultyStore
 
 NBYTES = RecordLayout((SPEC,)).nbytes
 
@@ -123,18 +120,6 @@ def test_a_cancelled_job_brings_nothing(house, cancelled: str) -> None:
     assert engine.in_flight == 0
 
 
-def test_a_job_that_is_dropped_lands_when_somebody_polls_and_a_listed_one_can_be_cancelled(full) -> None:
-    full.begin_persist(0)
-    gc.collect()
-    full.settle()
-    (job,) = full.engine.jobs
-    job.cancel()
-    full.gate.open()
-    assert full.engine.wait(60.0)
-    assert full.engine.poll() == [job]
-    assert (full.engine.in_flight, full.engine.counters.jobs_cancelled) == (0, 1)
-
-
 def test_an_answer_names_the_origin_that_is_stored(house) -> None:
     """Goal: nothing is said to be stored that is not. Method: two blocks of one key, then a store without room."""
     engine = house.engine
@@ -171,50 +156,7 @@ def test_what_a_reader_needs_decides_whether_a_record_will_do() -> None:
         assert reader.restore({key: 1}, [1]) == {key: True}
 
 
-def test_blocks_of_one_job_are_stored_under_their_own_keys(full) -> None:
-    """Goal: content goes under its key. Method: three blocks in one job, brought back one by one."""
-    engine = full.engine
-    keys = {engine.keys.key(None, [n]): block for n, block in enumerate((2, 0, 1))}
-    origins = engine.origins([2, 0, 1])
-    assert list(engine.persist(keys, [1] * 3).values()) == origins
-    for (key, block), origin in zip(keys.items(), origins, strict=True):
-        assert full.brings(5, origin, key)
-        assert full.holds(5, full.rows(f"block {block}"))
-
-
 # ---------------------------------------------------------------- stores without a contract
-
-
-class HalfAnswer(FaultyStore):
-    """A foreign backend that is not sound: forgets an answer, or answers with a header of another shape."""
-
-    header_valid: bytes | None = None
-
-    def get_into(self, keys, buffers):
-        found = super().get_into(keys, buffers)
-        if self.header_valid is None:
-            return found[:-1]
-        return [msgspec.structs.replace(h, valid=self.header_valid) for h in found]
-
-
-@pytest.mark.parametrize("valid", [None, b"", b"\xff" * 8, b"\xff" * 16])
-def test_a_backend_that_breaks_its_contract_makes_nothing_readable(valid) -> None:
-    """Method: a backend that answers nonsense, then the right record."""
-    store = HalfAnswer(open_store("memory:"))
-    store.header_valid = valid
-    with AuxBlocks([SPEC], blocks=3, namespace=Namespace("m", 1), store=store) as engine:
-        engine.renew([0, 1])
-        engine.write_step(slots(0), {"routing": np.ones((TOKENS, 3, 2), np.uint8)})
-        key = engine.keys.key(None, [1])
-        engine.persist({key: 0}, [1])
-        if valid is None:
-            with pytest.raises(StorageError, match="answered 0 of 1 keys"):
-                engine.restore({key: 1}, [1])
-            assert engine.counters.failed_blocks_not_restored == 1
-        else:
-            assert engine.restore({key: 1}, [1]) == {key: False}
-        assert engine.in_flight == 0
-        assert not engine.read("routing", [1]).valid.any()
 
 
 @pytest.mark.parametrize("call", ["put", "get_into"])
@@ -229,22 +171,6 @@ def test_a_store_that_answers_fewer_keys_than_it_was_asked_for_has_failed(house,
         job.result()
     assert house.engine.in_flight == 0
     assert not any(house.valid(1))
-
-
-def test_a_bug_in_a_store_reaches_whoever_asks_for_the_result(house) -> None:
-    def bug(*_):
-        raise AssertionError("a bug in the store")
-
-    house.store.get_into = bug
-    house.engine.renew([0])
-    job = house.begin_restore(0)
-    if not job.over:
-        with pytest.raises(BlockStateError, match="job: wanted one that has landed"):
-            job.result()
-    assert job.wait(60.0)
-    with pytest.raises(AssertionError, match="a bug in the store"):
-        job.result()
-    house.fill(0, "afterwards")
 
 
 def test_a_job_whose_landing_fails_is_over(full, monkeypatch) -> None:

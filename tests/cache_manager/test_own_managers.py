@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import own_managers
 import pytest
 
-from cache_manager.blocks import AuxBlocks
-from cache_manager.keys import Namespace
-from cache_manager.manager import BlockManager
-from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.testing.life import BlockManagerMachine, replay
 
 RARE = ("store", "restart", "drafts", "lost_step", "failing_moves", "swap")
@@ -18,10 +13,6 @@ RARE = ("store", "restart", "drafts", "lost_step", "failing_moves", "swap")
 
 class TestGated(BlockManagerMachine):
     adapter = own_managers.Gated
-
-
-class TestMasked(BlockManagerMachine):
-    adapter = own_managers.Masked
 
 
 class TestStored(BlockManagerMachine):
@@ -37,29 +28,6 @@ class TestStoredMasked(BlockManagerMachine):
 class TestBehind(BlockManagerMachine):
     adapter = own_managers.Behind
     rare = RARE
-
-
-class TestEngine(BlockManagerMachine):
-    adapter = own_managers.Engine
-
-
-def test_gate_never_counts_a_block_without_rows_as_a_hit() -> None:
-    """Goal: KV without rows is cut from a hit. Method: compute KV without rows, free, ask for the same tokens."""
-    spec = AuxBlockDataSpec("routing", (1,), "uint8", 3)
-    for required, expected in ((None, 0), ((), 3)):
-        aux = AuxBlocks([spec], blocks=4, namespace=Namespace("m", 0), required=required)
-        manager = BlockManager(aux)
-        manager.allocate("a", [1, 2, 3, 4])
-        aux.begin_step(manager.slots("a", 0, 4)).commit()
-        manager.publish("a", [1, 2, 3, 4])
-        manager.free("a")
-        admission = manager.allocate("b", [1, 2, 3, 4])
-        assert admission is not None
-        assert admission.cached_tokens == expected
-        rows = manager.read("routing", "b", 0, expected)
-        assert not rows.valid.any()
-        assert np.all(rows.values == 0xFF)
-        aux.close()
 
 
 def test_a_key_passes_to_the_duplicate_that_a_running_sequence_holds() -> None:

@@ -23,8 +23,8 @@ JOB_FAULTS = [
     ),
     Fault(
         "a block is found under its old key when it has been given out",
-        "manager/index.py",
-        "        blocks.remove(block)\n        if not blocks:\n            del self._blocks[key]\n",
+        "manager/pool.py",
+        "                blocks.remove(block)\n",
         "",
         SALTED,
         "of another p",
