@@ -64,8 +64,7 @@ checksum = xxhash.xxh3_64_intdigest
 class OfferedRecord:
     """A record that may be read where it lies for as long as its owner holds the block; not summed yet.
 
-    ``payload`` must not change before the block is let go. It is a view of the block or a snapshot; the taker drops it
-    together with the block. ``origin`` and ``valid`` are as in :class:`RecordHeader`.
+    ``payload`` must not change before the block is let go. ``origin`` and ``valid`` are as in :class:`RecordHeader`.
     """
 
     key: BlockKey

@@ -10,7 +10,18 @@ from origins_of import origins_of
 
 from cache_manager.errors import InvalidInputError, StorageError
 
-# ---------------------------------------------------------------- devices that write late
+
+def test_a_step_in_place_waits_for_the_device_of_the_one_before_it(house) -> None:
+    """Goal: the fence of a device that is late. Method: a block's next life, in place too, commits first."""
+    engine = house.engine
+    engine.renew([1])
+    late = engine.begin_step(slots(1)[:2], in_place=True)
+    engine.renew([1])
+    step = engine.begin_step(slots(1), in_place=True)
+    step.wrote("routing")
+    assert step.commit() == 2
+    assert house.valid(1) == [False, False, True, True]
+    assert late.commit() == 0
 
 
 def test_a_value_that_does_not_fit_is_an_error_and_never_another_value(house) -> None:
@@ -25,6 +36,15 @@ def test_a_value_that_does_not_fit_is_an_error_and_never_another_value(house) ->
             step.write("routing", rows)
         step.commit()
         assert not engine.read("routing", [0]).valid.any()
+
+
+def test_rejected_rows_are_not_late_ones(house) -> None:
+    house.engine.renew([0])
+    step = house.engine.begin_step(slots(0))
+    step.write("routing", house.rows("a"))
+    step.commit(np.array([True, False, True, False]))
+    counters = house.engine.counters
+    assert (counters.rows_committed, counters.rows_rejected, counters.late_writes_dropped) == (2, 2, 0)
 
 
 # ---------------------------------------------------------------- moves beside steps
@@ -144,3 +164,17 @@ def test_rows_of_another_computation_do_not_come_beside_loaded_kv(house) -> None
     assert engine.restore({key: 1}, lives, {}) == {key: False}, "KV of which nothing is known"
     assert engine.counters.blocks_of_another_origin_not_restored == 2
     assert engine.restore({key: 1}, lives, {key: origin}) == {key: True}
+
+
+def test_rows_do_not_come_back_beside_kv_that_came_from_elsewhere(house) -> None:
+    """Goal: the name of KV that an engine was sent counts, whoever restores. Method: another name, then the rows'."""
+    engine = house.engine
+    engine.renew([0, 1])
+    house.fill(0, "a")
+    key, (origin,), lives = engine.keys.key(None, [1]), engine.origins([0]), engine.generations([1])
+    engine.persist({key: 0}, engine.generations([0]))
+    assert engine.bind_origin(1, int(lives[0]), origin ^ 1, TOKENS)
+    assert engine.restore({key: 1}, lives) == {key: False}
+    assert engine.counters.blocks_of_another_origin_not_restored == 1
+    assert engine.bind_origin(1, int(lives[0]), origin, TOKENS)
+    assert engine.restore({key: 1}, lives) == {key: True}
