@@ -16,7 +16,7 @@ from cache_manager.errors import BlockStateError, ConfigError, StorageError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage import open_store
-from cache_manager.stored import Job, JobLimits, PersistJob, Phase, RestoreJob
+from cache_manager.stored import JobLimits, PersistJob, Phase, RestoreJob
 
 NBYTES = RecordLayout((SPEC,)).nbytes
 
@@ -173,17 +173,6 @@ def test_a_store_that_answers_fewer_keys_than_it_was_asked_for_has_failed(house,
     assert not any(house.valid(1))
 
 
-def test_a_job_whose_landing_fails_is_over(full, monkeypatch) -> None:
-    """Goal: a bug costs what it breaks, and neither the room of its job nor the way out."""
-    full.begin_persist(0)
-    full.let_go()
-    monkeypatch.setattr(PersistJob, "land", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        full.engine.poll()
-    assert full.engine.jobs == []
-    assert full.engine.wait(0.0), "nothing is left to wait for"
-
-
 def test_without_a_thread_a_job_fails_and_the_next_one_tries_again(full, monkeypatch) -> None:
     """Goal: a process at its limit of threads loses a cache and no block. Method: let no thread start, then one."""
 
@@ -245,30 +234,6 @@ def test_close_waits_and_then_says_that_jobs_hang() -> None:
     house.engine.close()
     assert threads
     assert not any(t.is_alive() for t in threads)
-
-
-def test_close_lands_what_another_thread_restores(house, monkeypatch) -> None:
-    """Goal: no landing without its memory. Method: close between the store's answer and the landing of a restore."""
-    house.store_block(0)
-    house.gate.open()
-    lives = house.engine.renew([1])
-    carried, go_on = threading.Event(), threading.Event()
-    poll, results = Job.poll, []
-
-    def late(self):
-        if threading.current_thread() is thread:
-            carried.set()
-            assert go_on.wait(60.0)
-        return poll(self)
-
-    monkeypatch.setattr(Job, "poll", late)
-    thread = threading.Thread(target=lambda: results.append(house.engine.restore({house.key: 1}, lives)), daemon=True)
-    thread.start()
-    assert carried.wait(60.0)
-    house.engine.close()
-    go_on.set()
-    thread.join()
-    assert results == [{house.key: True}]
 
 
 def test_close_inside_a_job_of_its_own_thread_does_not_wait_for_it(full, monkeypatch) -> None:

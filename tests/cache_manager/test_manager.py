@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from canary import canary_rows
-from gate import GatedStore
 from house import PROMPT, SPEC, House
 
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError
 from cache_manager.manager import BlockManager
-from cache_manager.storage import open_store
 
 
 @pytest.fixture
@@ -171,21 +169,6 @@ def test_room_goes_to_the_first_that_ask() -> None:
     house.close()
 
 
-@pytest.mark.parametrize("n", [1, 5])
-def test_a_block_that_a_fork_fills_is_found_under_all_of_its_tokens(n) -> None:
-    """Goal: tokens from before the fork are in the key. Method: fork in mid-block, fill it, ask."""
-    house = House(device=14)
-    owners = forks(house, n + 1)[1:]
-    for token in (10, 11):
-        assert all(house.decode(owners, [token] * n))
-    house.manager.free("s0")
-    for other in ([0, 0], [9, 8]):
-        assert house.manager.allocate("other", [*PROMPT[:8], *other, 10, 11, 12]).cached_tokens == 8
-        house.manager.free("other")
-    assert house.manager.allocate("same", [*PROMPT, 10, 11, 12]).cached_tokens == 12
-    house.close()
-
-
 @pytest.mark.parametrize("change", ["preempt", "free", "fork"])
 def test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed(house, change) -> None:
     """Goal: an answer from before is not kept too long. Method: the very same array before and after a change."""
@@ -263,21 +246,6 @@ def test_no_room_for_a_further_sequence_is_no_room() -> None:
 
 
 # ---------------------------------------------------------------- the store
-
-
-def test_what_the_store_has_after_a_gap_is_not_given() -> None:
-    """Goal: a hit is a prefix. Method: the second of three stored blocks goes."""
-    store, tokens = open_store("memory:?capacity=1MiB"), list(range(13))
-    house = House(GatedStore(store))
-    house.run("a", tokens)
-    assert house.persist("a") == 3
-    store.delete(house.manager.keys("a", tokens)[1:2])
-    again = House(house.store)
-    admission = again.manager.allocate("a", tokens)
-    assert admission.restored_tokens == admission.cached_tokens == 4
-    assert not again.manager.read("routing", "a", 4, 12).valid.any()
-    for each in (house, again):
-        each.close()
 
 
 def test_a_flipped_bit_is_a_miss_and_is_counted(house) -> None:

@@ -20,27 +20,9 @@ class TestStored(BlockManagerMachine):
     rare = RARE
 
 
-class TestStoredMasked(BlockManagerMachine):
-    adapter = own_managers.StoredMasked
-    rare = RARE
-
-
 class TestBehind(BlockManagerMachine):
     adapter = own_managers.Behind
     rare = RARE
-
-
-def test_a_key_passes_to_the_duplicate_that_a_running_sequence_holds() -> None:
-    """Goal: what the kit has found stays mended: d finds what b holds. Method: its story, in its operations."""
-    story = [
-        ("admit", "a", [0, 0], 14, "", True, False),
-        ("free", "a", False),
-        ("admit", "b", [0, 0], 14, "", True, False),
-        ("admit", "c", [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 14, "", True, False),
-        ("free", "c", False),
-        ("admit", "d", [0, 0, 0], 14, "", True, False),
-    ]
-    replay(type("Small", (own_managers.Gated,), {"blocks": range(8)}), story)
 
 
 def test_a_key_passes_to_the_duplicate_with_rows() -> None:
@@ -64,7 +46,7 @@ def test_a_key_passes_to_the_duplicate_with_rows() -> None:
     replay(own_managers.Gated, story)
 
 
-@pytest.mark.parametrize("adapter", [own_managers.Stored, own_managers.StoredMasked, own_managers.Behind])
+@pytest.mark.parametrize("adapter", [own_managers.Stored, own_managers.Behind])
 def test_what_was_stored_comes_back_after_a_restart(adapter) -> None:
     """Goal: the kit sees a restore, and its rows. Method: a story; settling is nothing where nothing is behind."""
     settle = [("settle", False)] * 6

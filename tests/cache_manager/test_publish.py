@@ -16,7 +16,6 @@ from cache_manager.publish import (
     add,
     clear,
     gather,
-    publish,
 )
 from cache_manager.regions import HeapRegion
 
@@ -98,15 +97,6 @@ def test_the_sequence_goes_round_within_its_sixteen_bits() -> None:
     region.words[0] = np.uint64((7 << GENERATION_SHIFT) + 0xFFFF)
     writer.clear(IDS[:1], np.ones(4, np.bool_))
     assert int(region.words[0]) == 7 << GENERATION_SHIFT
-
-
-def test_a_new_life_has_sequence_zero_its_generation_and_no_row() -> None:
-    region = HeapRegion(layout_of(70, words=2), BLOCKS)
-    region.valid[:] = 5
-    region.words[:] = 9
-    publish(region, np.array([2, 0]), np.array([(1 << 48) - 1, 3]))
-    assert region.words.tolist() == [3 << 16, 9, ((1 << 48) - 1) << 16]
-    assert (region.valid == 0).all(axis=(1, 2)).tolist() == [True, False, True]
 
 
 # ---- block size 1 ----------------------------------------------------------------------------------------------------

@@ -66,8 +66,8 @@ FAULTS = (
         "manager/manager.py",
         "        self._sequences.filling[twin.row] = self._sequences.filling[s.row]\n",
         "",
-        f"{REQUESTS}::test_a_block_that_a_fork_fills_is_found_under_all_of_its_tokens",
-        "test_a_block_that_a_fork_fills_is_found_under_all_of_its_tokens",
+        MANAGER,
+        "held_is_found",
     ),
     Fault(
         "a child's keys are its parent's",

@@ -190,22 +190,10 @@ class Gated(BlockManagerAdapter):
         self.aux.close()
 
 
-class Masked(Gated):
-    """``BlockManager``: KV counts as a hit whether its rows are there or not."""
-
-    hits_need_rows = False
-
-
 class Stored(Gated):
     """``BlockManager`` with a store that it waits for."""
 
     capabilities = (*CORE, "store", "restart")
-
-
-class StoredMasked(Stored):
-    """The same, and no rows are required."""
-
-    hits_need_rows = False
 
 
 class Behind(Stored):
@@ -255,6 +243,3 @@ class Behind(Stored):
         self.aux.close()
         self.gate = self.store.gate = Gate()
         self.start()
-
-
-OWN = (Gated, Masked, Stored, StoredMasked, Behind)
