@@ -7,6 +7,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cache_manager.errors import KVRouteError
 from kvroute.connector.answers import ERROR, FIELD, LEFT, MISSING, UNSEEN
 from kvroute.connector.tickets import Gap
@@ -32,6 +35,20 @@ class Tokens(NamedTuple):
         """Of how many first tokens the hashes are wanted beside rows of the first ``stop``."""
         first = max(self.prompt, stop - CUTS_MAX + 1) if self.cut else stop
         return [count for count in {self.prompt, stop, *range(first, stop)} if count <= stop]
+
+
+def settled(routes: Routes, by_kv: NDArray[np.bool_], *, flagged: bool) -> tuple[Routes, list[list[int]]]:
+    """What is answered where rows ``by_kv`` ``[n]`` went by their KV, which the last router is behind.
+
+    The routes, without what that router chose there or, where the operator wants it ``flagged``, with it; and then the
+    positions ``[start, stop)`` at which it is taken on trust.
+    """
+    if not (trusted := by_kv & routes.known[:, -1]).any():
+        return routes, []
+    if flagged:
+        edges = np.flatnonzero(np.diff(trusted.astype(np.int8), prepend=0, append=0))
+        return routes, edges.reshape(-1, 2).tolist()
+    return routes.without(routes.layer_ids[-1:], trusted), []
 
 
 class LeftRoutes:
@@ -98,4 +115,4 @@ class LeftRoutes:
         self._store.close()
 
 
-__all__ = ["LeftRoutes", "Tokens"]
+__all__ = ["LeftRoutes", "Tokens", "settled"]

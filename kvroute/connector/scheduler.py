@@ -21,13 +21,12 @@ from cache_manager.errors import KVRouteError, RowError
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
 from cache_manager.publish import Rows
-from kvroute.connector.left import LeftRoutes, Tokens
+from kvroute.connector.left import LeftRoutes, Tokens, settled
 from kvroute.connector.settings import VERSION, Engine, Handshake, StepMeta
 from kvroute.connector.stores import opened
 from kvroute.connector.tickets import Tickets, gaps_of
 from kvroute.connector.versions import Versions
 from kvroute.rollout import open_rollouts
-from kvroute.routes import Routes
 from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
@@ -321,7 +320,8 @@ class SchedulerRows:
             versions = self._versions(rows, ids, lives)
             routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=versions, checked=True)
             by_kv = np.arange(self.engine.tokens) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]
-            routes, unseen = self._settled(routes, by_kv.reshape(-1)[: len(routes)])
+            by_kv = by_kv.reshape(-1)[: len(routes)]
+            routes, unseen = settled(routes, by_kv, flagged=self.engine.witness == "flagged")
             gaps = gaps_of(routes.missing, ended.why, self.engine.tokens) if ended else []
             return self._left.leave(name, routes, of, group, unseen, gaps)
         except KVRouteError as error:
@@ -353,19 +353,6 @@ class SchedulerRows:
         assert self.view is not None, "the rows were read"
         stop = len(rows.valid)
         return self.view.read(VERSION, blocks, 0, stop, generations=lives) if self.engine.labelled else None
-
-    def _settled(self, routes: Routes, by_kv: NDArray[np.bool_]) -> tuple[Routes, list[list[int]]]:
-        """What is answered where rows ``by_kv`` ``[n]`` went by their KV, which the last router is behind.
-
-        The routes, without what that router chose there or, where the operator said so, with it; and then the positions
-        ``[start, stop)`` at which it is taken on trust.
-        """
-        if not (trusted := by_kv & routes.known[:, -1]).any():
-            return routes, []
-        if self.engine.witness == "flagged":
-            edges = np.flatnonzero(np.diff(trusted.astype(np.int8), prepend=0, append=0))
-            return routes, edges.reshape(-1, 2).tolist()
-        return routes.without(routes.layer_ids[-1:], trusted), []
 
     def reset(self) -> None:
         """The pool has forgotten all blocks: nothing from before is readable, in no tier."""

@@ -123,7 +123,7 @@ CONNECTOR_FAULTS = [
     ),
     _fault(
         "an answer loses the last layer of what was computed here",
-        "connector/scheduler.py",
+        "connector/left.py",
         "return routes.without(routes.layer_ids[-1:], trusted), []",
         "return routes.without(routes.layer_ids[-1:]), []",
         ENDS,
@@ -131,7 +131,7 @@ CONNECTOR_FAULTS = [
     ),
     _fault(
         "what the last router chose is taken on trust",
-        "connector/scheduler.py",
+        "connector/left.py",
         "return routes.without(routes.layer_ids[-1:], trusted), []",
         "return routes, []",
         ENDS,

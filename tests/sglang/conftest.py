@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-collect_ignore_glob = ["cpu/*", "serve.py", "plain_linker.py"] if HAS_SGLANG else ["*.py", "cpu/*"]
+collect_ignore_glob = ["cpu/*", "serve.py", "file_linker.py"] if HAS_SGLANG else ["*.py", "cpu/*"]
 sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")] if HAS_SGLANG else []
 
 PLUGINS = {"kvroute": "kvroute.integrations.sglang:register", "cpu": "sglang_on_cpu:register"}
@@ -54,10 +55,13 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Run an engine with a plan, with kvroute or stock; what it answered."""
+    """Run an engine with a plan, stock or with kvroute of these ``settings``; what it answered. Two may run at once."""
+    plans = count()
 
-    def run(model: Path, do: list[Any], *, kvroute: bool = True, **options: Any) -> list[dict[str, Any]]:
-        plan = tmp_path / f"plan-{len(list(tmp_path.glob('plan-*.json')))}.json"
+    def run(
+        model: Path, do: list[Any], *, kvroute: bool = True, settings: Any = None, **options: Any
+    ) -> list[dict[str, Any]]:
+        plan = tmp_path / f"plan-{next(plans)}.json"
         out = plan.with_suffix(".jsonl")
         plan.write_text(json.dumps({"model": str(model), "options": options, "do": do, "out": str(out)}))
         paths = [ROOT, HERE, HERE / "cpu", plugins]
@@ -65,6 +69,7 @@ def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_PLUGINS": "kvroute,cpu" if kvroute else "cpu",
+            "KVROUTE_SGLANG": json.dumps(settings or {}),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }
