@@ -244,6 +244,7 @@ def test_rows_go_by_kv_that_others_keep(tier: str, changed: bool) -> None:
     if tier == "storage":
         engine.prefetch(KEYS[0])
         engine.bring_back(1)
+        engine.back_up(engine.running[0])  # what is not compared yet is not named after what has come
     else:
         engine.load(KEYS[0])
     (loaded,) = engine.running
