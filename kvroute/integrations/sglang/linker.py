@@ -68,10 +68,10 @@ class _Loaded:
 
 
 class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
-    """One for each rank; it is called by the scheduler's thread alone.
+    """It is called by the scheduler's thread alone.
 
-    With an ``inner`` linker that one keeps the KV, and what it does is done; here are the rows. Without one KV and rows
-    of a page are one record in the store.
+    With an ``inner`` linker that one keeps the KV, and says what is loaded and stored, as on ranks that have no rows;
+    rows that do not come are missing. Without one KV and rows of a page are one record in the store.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.pools = {PoolName.KV: pool} if inner is None else inner.pools
         self.layer_done_counter = _Loaded() if inner is None else inner.layer_done_counter
         self.aux = self.rows.attach(kv=kv) if inner is None else self.rows.attach(folder=kv.folder())
-        self._offloads: deque[Kept] = deque()
+        self._offloads: deque[Kept | None] = deque()  # None: of rows that are not stored
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """Prefixes, in pages, whose KV seems to be stored, and whose rows; only loading says whether it is sound."""
@@ -109,7 +109,7 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return [pages for pages in theirs if pages <= stored]
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """Fill these pages; ``False``, and SGLang computes them, unless every page has come with its rows."""
+        """Fill these pages; ``False``, and SGLang computes them: without an inner linker, unless every one has come."""
         (transfer,) = transfers
         self.rows.settle()
         pages = self.rows.pages_of(transfer.device_indices)
@@ -117,10 +117,8 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
             came = self.rows.fetch(transfer.keys, pages)
         if self.inner is None:
             return came
-        if (self.rows.settings.rows and not came) or not self.inner.load(rid, transfers):
-            return False
         self.rows.loaded(pages)
-        return True
+        return bool(self.inner.load(rid, transfers))
 
     def start_layer_wise_loading(self) -> int:
         return -1 if self.inner is None else int(self.inner.start_layer_wise_loading())
@@ -134,24 +132,26 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """The pages are held by SGLang until the offload is over."""
         (transfer,) = transfers
-        if self.rows.weights.mixed or not (self.inner is None or self.inner.offload(transfers, session_id)):
+        mixed = self.rows.weights.mixed
+        if mixed if self.inner is None else not self.inner.offload(transfers, session_id):
             return False
         self.rows.settle()
-        self._offloads.append(self.rows.keep(transfer.keys, self.rows.pages_of(transfer.device_indices)))
+        pages = self.rows.pages_of(transfer.device_indices)
+        self._offloads.append(None if mixed else self.rows.keep(transfer.keys, pages))
         return True
 
     def num_completed_offloads(self) -> int:
         """How many are over, the earliest first; the store works on copies, in threads."""
         self.rows.store_kept()
-        over = [kept.job is not None and kept.job.poll() for kept in self._offloads]
+        over = [kept is None or (kept.job is not None and kept.job.poll()) for kept in self._offloads]
         ours = over.index(False) if False in over else len(over)
         return ours if self.inner is None else min(ours, int(self.inner.num_completed_offloads()))
 
     def pop_completed_offload(self) -> bool:
         """Whether the pages are stored now."""
-        theirs, job = self.inner is None or self.inner.pop_completed_offload(), self._offloads.popleft().job
+        theirs, kept = self.inner is None or bool(self.inner.pop_completed_offload()), self._offloads.popleft()
         try:
-            return theirs and job is not None and all(job.result().values())
+            return theirs and (kept is None or (kept.job is not None and all(kept.job.result().values())))
         except KVRouteError as error:
             logger.warning("pages were not stored: %s", error)
             return False
@@ -160,7 +160,7 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """SGLang forgets its pages: what was not begun is not stored."""
         self.rows.drop_kept()
         for kept in self._offloads:
-            if kept.job is not None:
+            if kept is not None and kept.job is not None:
                 kept.job.cancel()
                 kept.job.wait(CLOSE_S)
         self._offloads.clear()

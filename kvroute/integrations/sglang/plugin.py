@@ -60,19 +60,18 @@ def capturer() -> Capturer | None:
 
 
 def _created(theirs: Any, *_: Any, model_config: Any, num_tokens: int, **__: Any) -> Capturer | None:
-    """In the place of ``RoutedExpertsCapturer.create``; nothing where SGLang returns no routed experts."""
-    if theirs is None:
-        return None
+    """In the place of ``RoutedExpertsCapturer.create``, where SGLang returns routed experts: of the first rank's."""
     from sglang.srt.runtime_context import get_model, get_parallel, get_schedule
+
+    if theirs is None or get_parallel().tp_rank:
+        return None
 
     settings, page = settings_of_engine(), get_schedule().page_size
     spec = routing_spec_from_hf(model_config.hf_text_config, page)
     weights = settings.weights or weights_digest(model_config.model_path, str(model_config.revision or ""))
     name = f"{weights}/{model_config.dtype}/{get_model().kv_cache_dtype}/{model_config.quantization}"
-    parallel = get_parallel()
-    namespace = Namespace(name, AS_LOADED, rank=parallel.tp_rank, world=parallel.tp_size)
     pages = -(-num_tokens // page) + 1
-    return Capturer(theirs, RoutedRows(spec, pages, namespace, settings))
+    return Capturer(theirs, RoutedRows(spec, pages, Namespace(name, AS_LOADED), settings))
 
 
 def _given(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:

@@ -61,6 +61,7 @@ def settings_of_engine() -> Settings:
         "no pipeline parallelism": parallel.pp_size > 1,
         "no context parallelism": parallel.attn_cp_size > 1,
         "pages on the host that are kept (hicache_host_memory_mode)": memory.hicache_host_memory_mode == "buffer_only",
+        f"no tensor parallelism with {LINKER}": parallel.tp_size > 1 and _ours(linker),
         "no disaggregation": context.get_disagg().disaggregation_mode not in (None, "null"),
         "no sparse attention from the host": memory.enable_hisparse,
         f"a store for the rows of KV that is loaded, in {VARIABLE} or for {LINKER}": loads and not settings.store,
