@@ -96,7 +96,7 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.rows, self.inner, self.forward_stream = found.rows, inner, forward_stream
         self.pools = {PoolName.KV: pool} if inner is None else inner.pools
         self.layer_done_counter = _Loaded() if inner is None else inner.layer_done_counter
-        self.aux = self.rows.attach(kv=kv) if inner is None else self.rows.attach(folder=kv.folder())
+        self.rows.attach(kv=kv if inner is None else None, folder=None if inner is None else kv.folder())
         self._offloads: deque[Kept | None] = deque()  # None: of rows that are not stored
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:

@@ -94,7 +94,7 @@ class RoutedRows:
             strict=self.settings.strict,
         )
 
-    def attach(self, *, kv: KVBlocks | None = None, folder: KvFolder | None = None, host_pages: int = 0) -> AuxBlocks:
+    def attach(self, *, kv: KVBlocks | None = None, folder: KvFolder | None = None, host_pages: int = 0) -> None:
         """KV goes elsewhere and comes back from here on; called before the first pass.
 
         To the store, with its rows, where ``kv`` is given; to a store of others, where ``folder`` folds the KV of the
@@ -105,7 +105,6 @@ class RoutedRows:
             self._store = open_store(self.settings.store)
         self.aux = self._made(kv, host_pages)
         self.witness = None if folder is None else KvWitness(self.aux, folder, self.pages)
-        return self.aux
 
     def _renamed(self, namespace: Namespace) -> None:
         self._namespace = namespace
