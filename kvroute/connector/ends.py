@@ -108,15 +108,19 @@ class Ends:
     def begin(self, end: End) -> Future[Told]:
         """The request is done: what its client is told, when its rows have been left or cannot be."""
         with self._changed:
-            if full := len(self._pending) >= ENDS_MAX:
+            if len(self._pending) >= ENDS_MAX:
                 error = RowError("requests that are done", f"{ENDS_MAX} at most, for the rollout store to take", "more")
-                end.told.set_result(self._left.fail(end.name, error, end.group))
-            else:
-                self._pending.setdefault(end.name, []).append(end)
-                self._unread[end] = None
-        if not full:
-            self._ends.calls.put(lambda: self._leave(end))
+                return self.refused(end.name, error, end.group)
+            self._pending.setdefault(end.name, []).append(end)
+            self._unread[end] = None
+        self._ends.calls.put(lambda: self._leave(end))
         return end.told
+
+    def refused(self, name: str, error: RowError, group: str | None) -> Future[Told]:
+        """The request is done, and its client is told why it has no routes."""
+        told = Future[Told]()
+        told.set_result(self._left.fail(name, error, group))
+        return told
 
     def given(self, blocks: Sequence[int], step: int) -> None:
         """These blocks have other rows from here on. The worker hears of it with this ``step``, and of the copies."""

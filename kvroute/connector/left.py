@@ -33,10 +33,10 @@ class Tokens(NamedTuple):
     prompt: int  # how many of them are the prompt's
     cut: bool = False  # its front end may have answered fewer: it was aborted, or has stop strings
 
-    def counts(self, stop: int) -> list[int]:
-        """Of how many first tokens the hashes are wanted beside rows of the first ``stop``."""
+    def counts(self, stop: int, start: int = 0) -> list[int]:
+        """Of how many first tokens the hashes are wanted beside rows of the positions ``[start, stop)``."""
         first = max(self.prompt, stop - CUTS_MAX + 1) if self.cut else stop
-        return [count for count in {self.prompt, stop, *range(first, stop)} if count <= stop]
+        return [count for count in {start or stop, self.prompt, stop, *range(first, stop)} if count <= stop]
 
 
 def settled(routes: Routes, by_kv: NDArray[np.bool_], *, flagged: bool) -> tuple[Routes, list[list[int]]]:
@@ -92,7 +92,7 @@ class LeftRoutes:
         what the store raises.
         """
         if tokens is not None:
-            routes = routes.bind(tokens.ids, tokens.counts(routes.stop))
+            routes = routes.bind(tokens.ids, tokens.counts(routes.stop, routes.start))
         told: dict[str, dict[str, Any]] = {LEFT: {name: self._store.put(name, routes).to_json()}}
         if unseen:
             told[UNSEEN] = {name: unseen}

@@ -16,9 +16,10 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 
 import kvroute
-from cache_manager.errors import KVRouteError
+from cache_manager.errors import KVRouteError, RowError
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
+from kvroute.connector.answers import FIELD, START
 from kvroute.connector.ends import End, Ends
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.settings import Engine, Handshake, StepMeta
@@ -308,6 +309,7 @@ class SchedulerRows:
         *,
         group: str | None = None,
         ended: Ended | None = None,
+        start: Any = 0,
     ) -> Future[dict[str, Any]] | None:
         """What goes to the client beside the answer; ``blocks`` are still the request's, ``tokens`` were computed.
 
@@ -316,15 +318,20 @@ class SchedulerRows:
         ``name`` is what the client calls it, and what a rollout store finds it by. ``of`` are its tokens: routes that
         are not bound to them are handed out with answers that have no token ids only. With what :meth:`forget` said no
         step is waited for that has written nothing of this. Each of a ``group`` of requests, the completions of one
-        prompt, is told with all that are done, for engines that send on what comes with the last one only.
+        prompt, is told with all that are done, for engines that send on what comes with the last one only. Rows before
+        ``start`` the client has already; an answer with another one than a position of its prompt has an error.
         """
         if self._ends is None:
             return None
+        most = of.prompt if of else tokens
+        if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= most:
+            error = RowError(f"{FIELD}.{START}", f"a position of the prompt, from 0 to {most}", repr(start))
+            return self._ends.refused(name, error, group)
         ids = np.array(blocks, np.int64)
         lives = self.feed.generations[ids]
         stop = max(0, min(tokens, len(ids) * self.engine.tokens, ended.tokens if ended else tokens))
         wrote = [number for number, start in ended.steps if start < stop] if ended else []
-        end = End(name, group, of, ids, lives, 0, stop, max(wrote, default=self._steps))
+        end = End(name, group, of, ids, lives, min(start, stop), stop, max(wrote, default=self._steps))
         end.version, end.mixed = self.weights.version, self.weights.mixed
         if self.engine.unseen:
             by_kv = np.arange(self.engine.tokens) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]

@@ -19,6 +19,7 @@ from torch import distributed
 import kvroute
 from cache_manager.stored import AnyJob, RestoreJob
 from kvroute.capture.step_ids import StepIds
+from kvroute.checks import valid_rows
 from kvroute.connector.behind import Behind
 from kvroute.connector.folds import to_host
 from kvroute.connector.pages import Got, Pages, slots_of
@@ -167,12 +168,12 @@ class WorkerRows:
         if failed:  # what was computed from KV that had not come will be computed again
             touched = [block for table in step.joined if not set(failed).isdisjoint(table) for block in table]
         ids: torch.Tensor | str = NO_SLOTS
-        if self.slots is not None:
-            ids = self.ids.take(len(self.slots))
+        if (slots := self._slots) is not None:
+            ids = self.ids.take(slots.shape[0])
             if self.pages:
-                self._put(self.pages, self.slots, ids, step.namespace, touched)
-            ids = ids if isinstance(ids, str) else to_host(ids)
-        slots = None if self.slots is None else to_host(self.slots)
+                self._put(self.pages, slots, ids, step.namespace, touched)
+            if self._device.type != "cpu":  # else both are this step's own
+                slots, ids = to_host(slots), ids if isinstance(ids, str) else to_host(ids)
         come, full = self._come(step.loads, step.namespace, failed), None
         if self.witness and step.full:
             full = self.witness.look(step.full)
@@ -193,8 +194,9 @@ class WorkerRows:
             self._land()
         if failed:
             self.blocks.forget(failed)
-        self._unpack(come)
-        self._compare(come)  # before the step counts as over: who sees that believes what is before it
+        if come.runs:
+            self._unpack(come)
+            self._compare(come)  # before the step counts as over: who sees that believes what is before it
         if slots is not None or step.tokens:
             self._write(slots, ids, step, touched)
         if self.transfers:
@@ -231,7 +233,7 @@ class WorkerRows:
             self.blocks.write_step(slots, {})
             return
         ids = given.numpy()
-        keep = kvroute.valid_rows(spec, ids)
+        keep = valid_rows(spec, ids)
         rows = ids.astype(spec.dtype, copy=False)  # those that do not fit are not kept
         if without:
             keep &= ~np.isin(slots // self.engine.tokens, without)
@@ -246,15 +248,17 @@ class WorkerRows:
 
     def _come(self, runs: Sequence[Run], namespace: bytes, lost: Sequence[int] = ()) -> _Come:
         """Look at the KV of these blocks, which was loaded; of those ``lost`` nothing came."""
+        if not runs:
+            return _NONE
         paged = folds = None
-        if runs and self.pages:
+        if self.pages:
             each = [slots_of(np.asarray(run.blocks), self.engine.tokens, run.tokens) for run in runs]
             places = [np.arange(run.start, run.start + run.tokens) for run in runs]
             slots, tokens = np.concatenate(each), np.concatenate([np.asarray(run.token_ids, np.int64) for run in runs])
             came = ~np.isin(slots // self.engine.tokens, lost)
             slots = slots[came]
             paged = _Paged(slots, self.pages.get(slots), tokens[came], np.concatenate(places)[came], namespace)
-        if runs and self.witness:
+        if self.witness:
             folds = self.witness.look(runs)
         return _Come(runs, paged, folds)
 
@@ -287,7 +291,7 @@ class WorkerRows:
         if self.pages is None or (paged := come.paged) is None:
             return
         ids, sound, lost = self.pages.rows(paged.got, paged.token_ids, paged.positions, paged.namespace)
-        good = sound & kvroute.valid_rows(self.engine.spec, ids)
+        good = sound & valid_rows(self.engine.spec, ids)
         if impossible := int(np.count_nonzero(sound & ~good)):
             lost[NO_IDS] = impossible
         for reason, tokens in lost.items():
@@ -350,6 +354,9 @@ class _Come:
     runs: Sequence[Run]
     paged: _Paged | None
     folds: torch.Tensor | None  # of all blocks
+
+
+_NONE: Final = _Come((), None, None)
 
 
 @dataclass(frozen=True, slots=True)

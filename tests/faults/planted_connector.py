@@ -220,7 +220,7 @@ CONNECTOR_FAULTS = [
     _fault(
         "rows of a store are there before they are compared",
         "connector/worker.py",
-        "        self._compare(come)  # before the step counts as over: who sees that believes what is before it\n"
+        "            self._compare(come)  # before the step counts as over: who sees that believes what is before it\n"
         "        if slots is not None or step.tokens:\n"
         "            self._write(slots, ids, step, touched)\n"
         "        if self.transfers:\n"

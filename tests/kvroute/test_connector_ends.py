@@ -186,3 +186,38 @@ def test_an_answer_comes_whatever_happens(start: Callable[..., Toy], monkeypatch
     monkeypatch.setattr(Routes, "from_rows", lambda *_, **__: 1 // 0)
     with pytest.raises(RowError, match="ZeroDivisionError"):
         of(end(toy, FIRST))
+
+
+def test_a_client_gets_the_rows_that_it_lacks(start: Callable[..., Toy]) -> None:
+    """Goal: a conversation's turn is sent once. Method: the second turn of one is asked for from where the first
+    ends, in the middle of a block; what came is put together, and with another conversation's first turn it is not.
+    """
+    toy, both = start(), [*FIRST, 7, *SECOND]
+    toy.ask("first", FIRST)
+    first = routes({"kv_transfer_params": told_from(toy, FIRST, 0).result(60)})
+    toy.ask("second", both)
+    told = told_from(toy, both, len(first))
+    second = routes({"kv_transfer_params": told.result(60)})
+    assert (second.start, second.stop) == (6, 13)
+    assert judge(first.merge(second), both) == {"right": 13}
+    said = {"index": 0, "prompt_token_ids": both[:9], "token_ids": [*both[9:], 5]}
+    answer = routes({"id": "r", "choices": [said], "kv_transfer_params": told.result(60)})
+    assert judge(answer.merge(first), both) == {"right": 13}
+    other = routes({"kv_transfer_params": told_from(toy, [*SECOND, *both[6:]], 6).result(60)})
+    with pytest.raises(RowError, match="hash of the first 6 tokens"):
+        other.merge(first)
+
+
+def told_from(toy: Toy, tokens: list[int], at: Any) -> Future[dict[str, Any]]:
+    told = toy.scheduler.finished("r", toy.table, len(tokens), Tokens([*tokens, 5], min(9, len(tokens))), start=at)
+    assert told is not None
+    return told
+
+
+@pytest.mark.parametrize("wrong", [-1, 7, True, "3", 2.0, None])
+def test_a_start_that_is_no_position_of_the_prompt_is_refused(start: Callable[..., Toy], wrong: Any) -> None:
+    """Goal: the client hears what was wanted. Method: values of other kinds, and beyond the prompt's six tokens."""
+    toy = start()
+    toy.ask("r", FIRST)
+    with pytest.raises(RowError, match=f"kvroute.start: wanted a position of the prompt, from 0 to 6, got {wrong!r}"):
+        of(told_from(toy, FIRST, wrong))
