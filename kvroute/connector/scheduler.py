@@ -78,6 +78,7 @@ class Ended(NamedTuple):
     tokens: int  # that have rows at most: KV of others has not come, and nobody will ever compare their rows with it
     steps: list[tuple[int, int]]  # that computed some, or joined it: number, and the first position that it may write
     why: Mapping[int, str]  # of blocks whose rows were lent by another engine and did not all come
+    kept: Sequence[End] = ()  # rows that were kept when it was preempted
 
 
 class SchedulerRows:
@@ -106,6 +107,7 @@ class SchedulerRows:
         self._given: dict[int, None] = {}  # since the last step was sent
         self._asked: dict[str, tuple[int, bool]] = {}  # by request: blocks that were hit locally, KV comes later
         self._running: dict[str, _Running] = {}
+        self._kept: dict[str, list[End]] = {}  # by request that was preempted
         self._loads: dict[str, _Load] = {}  # since the last step was sent
         self._later: dict[str, _Load] = {}  # of which the worker's store was told
         self._landed: dict[str, _Load] = {}  # since the last step was sent
@@ -291,14 +293,34 @@ class SchedulerRows:
         for each in (self._asked, self._rooms):
             each.pop(request_id, None)
         running, why = self._running.pop(request_id, None), self._tickets.end(request_id)
-        if running is None or not running.sent:
-            return Ended(tokens, [], why)
-        steps, rejected, after = list[tuple[int, int]](), 0, running.request.num_computed_tokens
-        for number, start, n in reversed(running.sent):
-            rejected += max(0, start + n - after)  # drafts, that was not known yet: it began so much earlier
-            steps.append((number, start - rejected))
-            after = start
-        return Ended(tokens, [*steps[:-1], (steps[-1][0], 0)], why)  # before the first one others may have written
+        return Ended(tokens, _steps_of(running) if running else [], why, self._kept.pop(request_id, ()))
+
+    def preempted(self, request: Request) -> None:
+        """The request is about to lose its blocks, and begins again later: rows that tokens were sampled with are kept.
+
+        The last token of a request was not read, and what is computed of a prompt without an answer is nothing yet.
+        """
+        name, said = request.request_id, len(request.all_token_ids) - request.num_prompt_tokens
+        running, kept = self._running.get(name), self._kept.get(name, [])
+        stop = min(len(request.all_token_ids) - 1, request.num_computed_tokens) if said > 0 else 0
+        if self._ends is None or running is None or stop <= max((each.stop for each in kept), default=0):
+            return
+        blocks = self.blocks_of(name, 0, -(-stop // self.engine.tokens))
+        self._ends.keep(end := self._end(name, blocks, 0, stop, _steps_of(running)))
+        self._kept[name] = [*kept, end]
+
+    def _end(self, name: str, blocks: Sequence[int], start: int, stop: int, steps: Sequence[tuple[int, int]]) -> End:
+        """Rows of the positions ``[start, stop)``, of which steps that wrote none are not waited for."""
+        ids, size = np.array(blocks, np.int64), self.engine.tokens
+        lives = self.feed.generations[ids]
+        stop = max(0, min(stop, len(ids) * size))
+        wrote = [(number, first) for number, first in steps if first < stop] or [(self._steps, 0)]
+        end = End(name, ids, lives, min(start, stop), stop, wrote, self.weights.changes)
+        end.version, end.mixed = self.weights.version, self.weights.mixed
+        if self.engine.unseen:
+            by_kv = np.arange(size) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]
+            end.by_kv = by_kv.reshape(-1)[:stop]
+        return end
 
     def finished(
         self,
@@ -327,17 +349,11 @@ class SchedulerRows:
         if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= most:
             error = RowError(f"{FIELD}.{START}", f"a position of the prompt, from 0 to {most}", repr(start))
             return self._ends.refused(name, error, group)
-        ids = np.array(blocks, np.int64)
-        lives = self.feed.generations[ids]
-        stop = max(0, min(tokens, len(ids) * self.engine.tokens, ended.tokens if ended else tokens))
-        wrote = [number for number, start in ended.steps if start < stop] if ended else []
-        end = End(name, group, of, ids, lives, min(start, stop), stop, max(wrote, default=self._steps))
-        end.version, end.mixed = self.weights.version, self.weights.mixed
-        if self.engine.unseen:
-            by_kv = np.arange(self.engine.tokens) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]
-            end.by_kv = by_kv.reshape(-1)[:stop]
+        stop, steps = (min(tokens, ended.tokens), ended.steps) if ended else (tokens, [])
+        end = self._end(name, blocks, start, stop, steps)
+        end.group, end.of = group, of
         if ended:
-            end.why = ended.why
+            end.why, end.kept = ended.why, ended.kept
         return self._ends.begin(end)
 
     def reset(self) -> None:
@@ -357,6 +373,16 @@ class SchedulerRows:
         for each in (self._ends, self.view, self._reader):
             if each is not None:
                 each.close()
+
+
+def _steps_of(running: _Running) -> list[tuple[int, int]]:
+    """The last steps to a late worker: the number of each, and the first position that it may write."""
+    steps, rejected, after = list[tuple[int, int]](), 0, running.request.num_computed_tokens
+    for number, start, n in reversed(running.sent):
+        rejected += max(0, start + n - after)  # drafts, that was not known yet: it began so much earlier
+        steps.append((number, start - rejected))
+        after = start
+    return [*steps[:-1], (steps[-1][0], 0)] if steps else []  # before the first one others may have written
 
 
 __all__ = ["Request", "SchedulerRows"]

@@ -170,6 +170,22 @@ CONNECTOR_FAULTS = [
         "test_nobody_waits_for_a_worker_that_is_behind",
     ),
     _fault(
+        "what is computed again takes the place of what a token was sampled with",
+        "connector/ends.py",
+        "            if kept.stop <= found.start:\n",
+        "            if kept.stop >= 0:\n",
+        "tests/kvroute/test_connector_ends.py::",
+        "test_a_token_keeps_the_row_that_it_was_sampled_with",
+    ),
+    _fault(
+        "rows of other weights take the place of those that were lost",
+        "connector/ends.py",
+        "if kept.weights == end.weights else []",
+        "if kept.weights >= 0 else []",
+        "tests/kvroute/test_connector_ends.py::",
+        "test_rows_that_could_not_be_kept",
+    ),
+    _fault(
         "rows that were left too late stay under the name of another request",
         "connector/ends.py",
         "        if end.void:\n",

@@ -221,3 +221,90 @@ def test_a_start_that_is_no_position_of_the_prompt_is_refused(start: Callable[..
     toy.ask("r", FIRST)
     with pytest.raises(RowError, match=f"kvroute.start: wanted a position of the prompt, from 0 to 6, got {wrong!r}"):
         of(told_from(toy, FIRST, wrong))
+
+
+SAID = [*FIRST, 7, 2, 8]
+"""A prompt of four tokens and an answer of five."""
+
+
+def preempted(toy: Toy, read: int) -> Asked:
+    """The engine has read so many tokens of a request, sampled one more, and takes its blocks away."""
+    request = admitted(toy, SAID, [5, 2, 3])
+    request.all_token_ids, request.num_prompt_tokens = SAID[: read + 1], 4
+    computed(toy, request, read)
+    toy.worker.end()
+    request.num_computed_tokens = read
+    toy.scheduler.preempted(request)
+    return request
+
+
+def again(toy: Toy, blocks: list[int]) -> Routes:
+    """It is computed from its first token, in other blocks, to its end."""
+    request = admitted(toy, SAID, blocks)
+    computed(toy, request, len(SAID))
+    toy.worker.end()
+    request.num_computed_tokens = len(SAID)
+    ended = toy.scheduler.forget("r")
+    told = toy.scheduler.finished("r", blocks, len(SAID), Tokens([*SAID, 5], 4), ended=ended)
+    assert told is not None
+    return of(told)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("happens", ["reset", "changed", "nothing"])
+def test_a_token_keeps_the_row_that_it_was_sampled_with(start: Callable[..., Toy], late: bool, happens: str) -> None:
+    """Goal: an answer whose request is computed again by other weights has, of what was read before, the rows of then.
+    Method: two preemptions; behind the first the weights change, and all KV is forgotten or kept; blocks come again.
+    """
+    toy = start(late=late, weights_version=1)
+    preempted(toy, 6)
+    toy.worker.settle()
+    if happens != "nothing":
+        toy.weights = 1
+        toy.scheduler.weights.changed(2)
+    if happens == "reset":
+        toy.scheduler.reset()
+    preempted(toy, 8)
+    found = again(toy, [5, 2, 3])
+    if happens == "nothing":
+        assert (judge(found, SAID), found.weights_versions) == ({"right": 9}, ((0, 9, 1),))
+    else:
+        assert found.weights_versions == ((0, 6, 1), (6, 9, 2))
+        assert judge(found, SAID, [0] * 6 + [1] * 3) == {"right": 9}
+
+
+@pytest.mark.parametrize(("changed", "due"), [(True, {"missing": 6, "right": 3}), (False, {"right": 9})])
+def test_rows_that_could_not_be_kept(
+    start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch, changed: bool, due: dict[str, int]
+) -> None:
+    """Goal: a row of other weights does not take the place of one that was lost; one of the same weights does. Method:
+    the blocks of a preempted request are given out while the worker is behind, and nothing is spare.
+    """
+    monkeypatch.setattr(settings, "SPARES", 0)
+    toy = start(late=True, weights_version=1)
+    go = held(toy)
+    preempted(toy, 6)
+    if changed:
+        toy.weights = 1
+        toy.scheduler.weights.changed(2)
+    admitted(toy, SAID, [5, 2, 3])
+    toy.worker.begin(toy.scheduler.step({}))
+    toy.worker.end()
+    go.set()
+    assert judge(again(toy, [5, 2, 3]), SAID, [int(changed)] * 9) == due
+
+
+def test_nothing_is_kept_of_a_prompt_without_an_answer(start: Callable[..., Toy]) -> None:
+    """Goal: the rows of a token are of the pass that it was sampled with. Method: preempted in the middle of a prompt,
+    before new weights.
+    """
+    toy = start(weights_version=1)
+    request = admitted(toy, SAID, [5, 2, 3])
+    request.num_prompt_tokens = len(SAID)
+    computed(toy, request, 6)
+    toy.worker.end()
+    request.num_computed_tokens = 6
+    toy.scheduler.preempted(request)
+    toy.weights = 1
+    toy.scheduler.weights.changed(2)
+    assert again(toy, [1, 6, 0]).weights_versions == ((0, 9, 2),)

@@ -151,6 +151,13 @@ class RowsWithKV(Base):  # type: ignore[misc]
                 rows.reset()
             return bool(done)
 
+        def freed(free: Any, request: Any) -> Any:
+            if not request.is_finished():
+                rows.preempted(request)
+            return free(request)
+
+        for name in ("free", "pop_blocks_for_free"):
+            setattr(kv_cache_manager, name, partial(freed, getattr(kv_cache_manager, name)))
         pool.get_new_blocks, rows.blocks_of = partial(get_new_blocks, pool.get_new_blocks), blocks_of
         pool.reset_prefix_cache = partial(reset_prefix_cache, pool.reset_prefix_cache)
 
