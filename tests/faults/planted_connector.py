@@ -54,8 +54,8 @@ CONNECTOR_FAULTS = [
         "a router that was called twice is believed",
         before="        if self.calls != self._once:\n",
         after="        if 0 in self.calls:\n",
-        where="tests/kvroute/test_routing_capture.py::",
-        claim="test_two_passes_without_clear_are_found",
+        where="tests/kvroute/test_layer_capture.py::",
+        claim="test_a_pass_that_does_not_fit_stores_nothing",
     ),
     _fault(
         "padding takes the place of a row in a page",
