@@ -14,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import distributed
 
 import kvroute
 from cache_manager.stored import AnyJob, RestoreJob
@@ -27,7 +26,7 @@ from kvroute.connector.pages import Got, Pages, slots_of
 from kvroute.connector.settings import VERSION, Engine, Handshake, StepMeta, Told
 from kvroute.connector.stores import opened
 from kvroute.connector.transfers import Transfers
-from kvroute.connector.witness import Join, KvFolder, KvWitness, OtherRank, agree, witnessing
+from kvroute.connector.witness import Join, KvFolder, KvWitness, witnessing
 from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,8 @@ class WorkerRows:
     ``kv_caches`` are the layers' KV by name, as :func:`witnessing` wants them; ``pages`` are among them where rows go
     into the KV. The routers call the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots`
     (int64 ``[tokens]``, negative: padding; copied when they are set), and :meth:`end`; one that computes nothing has no
-    slots. Blocks whose KV could not be loaded are named to :meth:`fail` before it. See :func:`part_of` for ``joined``.
+    slots. Blocks whose KV could not be loaded are named to :meth:`fail` before it. See
+    :func:`kvroute.connector.ranks.part_of` for ``joined``.
 
     Both calls launch what they want of the device and wait for nothing. What is then to be done on the host is done at
     once on a CPU; if ``late``, as beside any other device, it is done behind the device, on a thread of its own.
@@ -386,28 +386,4 @@ def _after(done: torch.Event | None, call: Callable[[], None]) -> None:
     call()
 
 
-def part_of(
-    engine: Engine,
-    kv_caches: Mapping[str, torch.Tensor],
-    group: distributed.ProcessGroup,
-    *,
-    divided: bool,
-    pages: Pages | None = None,
-) -> WorkerRows | OtherRank | None:
-    """What a tensor-parallel rank has: the first one the rows, since routers of all ranks choose the same.
-
-    The others fold what they have of the KV: some heads, or, where ranks do not divide those, a copy of all. ``group``
-    are all ranks, on the device of the KV.
-    """
-    rank, joined = distributed.get_rank(group), None
-    if distributed.get_world_size(group) > 1:
-        joined = partial(distributed.all_reduce if divided else agree, group=group)
-    if not rank:
-        return WorkerRows(engine, kv_caches, joined, pages=pages)
-    if engine.witness == "off":
-        return None
-    layers = witnessing(kv_caches, engine.spec.attrs["layer_ids"])
-    return OtherRank(KvFolder(layers, rank * layers[0].shape[1] if divided else 0, joined))
-
-
-__all__ = ["WorkerRows", "part_of"]
+__all__ = ["WorkerRows"]

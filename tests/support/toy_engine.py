@@ -19,10 +19,11 @@ from cache_manager.keys import Namespace
 from cache_manager.spec import RecordLayout
 from kvroute.connector import Engine, SchedulerRows, Settings, Tokens, routes
 from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
+from kvroute.connector.ranks import OtherRank
 from kvroute.connector.scheduler import Ended
 from kvroute.connector.settings import StepMeta
 from kvroute.connector.versions import AS_LOADED
-from kvroute.connector.witness import KvFolder, OtherRank, witnessing
+from kvroute.connector.witness import KvFolder, witnessing
 from kvroute.connector.worker import WorkerRows
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec, weights_version_spec

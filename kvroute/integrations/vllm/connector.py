@@ -41,7 +41,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
         from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
 
-        from kvroute.connector.worker import part_of
+        from kvroute.connector.ranks import part_of
         from kvroute.integrations.vllm.models import pages_of
 
         group, divided = get_tp_group(), not self._vllm_config.model_config.use_mla
