@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_engine import Asked, Toy, admitted, computed, judge
+from toy_engine import Asked, Toy, admitted, computed, held, judge
 
 from cache_manager.errors import RowError
 from kvroute.connector import Tokens, ends, routes, settings
@@ -47,14 +47,6 @@ def end(toy: Toy, tokens: list[int], name: str = "r") -> Future[dict[str, Any]]:
 
 def of(told: Future[dict[str, Any]], store: RolloutStore | None = None) -> Routes:
     return routes({"kv_transfer_params": told.result(60)}, rollouts=store)
-
-
-def held(toy: Toy) -> threading.Event:
-    """The worker's host is behind its device, until the event is set."""
-    go = threading.Event()
-    assert toy.worker._behind is not None
-    toy.worker._behind.put(lambda: go.wait(60) and None)
-    return go
 
 
 def test_nobody_waits_for_a_worker_that_is_behind(start: Callable[..., Toy]) -> None:
