@@ -106,10 +106,10 @@ class Ends:
             finally:
                 done.set_result(None)
 
-        if self._left.keeps or name in self._pending:
-            self._rooms.calls.put(cleared)
+        if name not in self._pending and self._left.has_room(name):
+            cleared()  # which asks no store of another process, and takes no lock of another's
         else:
-            cleared()
+            self._rooms.calls.put(cleared)
         return done
 
     def begin(self, end: End) -> Future[Told]:

@@ -15,6 +15,7 @@ from cache_manager.errors import KVRouteError
 from kvroute.connector.answers import ERROR, FIELD, LEFT, MISSING, UNSEEN
 from kvroute.connector.tickets import Gap
 from kvroute.rollout import RolloutStore
+from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.response import ResponseRollouts
 from kvroute.routes import Routes
 
@@ -58,9 +59,16 @@ class LeftRoutes:
 
     def __init__(self, store: RolloutStore) -> None:
         self._store = store
-        self.keeps = not isinstance(store, ResponseRollouts)  # else rows are in the answer alone
+        self._near = isinstance(store, (ResponseRollouts, LocalRollouts))  # else others are asked
         self._lock = threading.Lock()
         self._siblings: OrderedDict[str, dict[str, dict[str, Any]]] = OrderedDict()
+
+    def has_room(self, name: str) -> bool:
+        """Whether nothing is left under this name, as far as that is known without asking anybody."""
+        try:
+            return self._near and self._store.find(name) is None
+        except KVRouteError:
+            return False
 
     def make_room(self, name: str, group: str | None) -> None:
         """A request of this name begins: what an earlier one has left under it is neither found nor told any more.
