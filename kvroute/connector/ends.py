@@ -153,14 +153,17 @@ class Ends:
                     end.steps.append((step, 0))
 
     def forgotten(self) -> None:
-        """All rows are about to be forgotten: those that are written are read before."""
+        """All rows are about to be forgotten: those that are written are read before, and others are missing."""
         with self._changed:
             for end in list(self._unread):
                 through = self._through()
                 self._read(end)
                 assert end.rows is not None
                 unsure = min((start for number, start in end.steps if number > through), default=end.stop)
-                end.rows.valid[max(0, unsure - end.start) :] = False
+                for rows in (end.rows, end.versions):
+                    if isinstance(rows, Rows):
+                        rows.valid[max(0, unsure - end.start) :] = False
+                        rows.values[~rows.valid] = np.array(-1).astype(rows.values.dtype)  # as what is missing is
 
     def close(self) -> None:
         """Leave what is to be left, and close the store."""

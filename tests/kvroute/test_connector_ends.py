@@ -286,6 +286,31 @@ def test_rows_that_could_not_be_kept(
     assert judge(again(toy, [5, 2, 3]), SAID, [int(changed)] * 9) == due
 
 
+def test_of_what_is_forgotten_only_the_last_steps_are_lost(start: Callable[..., Toy]) -> None:
+    """Goal: a reset does not wait for the worker, and loses no more than it has not written. Method: a request's second
+    step is held up, it is preempted, and all is forgotten for other weights.
+    """
+    toy = start(late=True, weights_version=1)
+    request = admitted(toy, SAID, [5, 2, 3])
+    request.all_token_ids, request.num_prompt_tokens = SAID[:7], 4
+    for n in (4, 2):
+        go = held(toy) if n == 2 else None
+        computed(toy, request, n)
+        toy.worker.end()
+        request.num_computed_tokens += n
+        if go is None:
+            toy.worker.settle()
+    toy.scheduler.preempted(request)
+    toy.weights = 1
+    toy.scheduler.weights.changed(2)
+    toy.scheduler.reset()
+    assert go is not None
+    go.set()
+    found = again(toy, [5, 2, 3])
+    assert judge(found, SAID, [0] * 4 + [1] * 5) == {"right": 7, "missing": 2}
+    assert found.weights_versions == ((0, 4, 1), (6, 9, 2))
+
+
 def test_nothing_is_kept_of_a_prompt_without_an_answer(start: Callable[..., Toy]) -> None:
     """Goal: the rows of a token are of the pass that it was sampled with. Method: preempted in the middle of a prompt,
     before new weights.
