@@ -216,7 +216,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         said = (request.kv_transfer_params or {}).get(FIELD)
         start = said.get(START, 0) if isinstance(said, Mapping) else 0
         told = rows.finished(client, blocks, tokens, of, group=group, ended=ended, start=start)
-        return keep, {**(params or {}), FIELD: told} if told else params  # core.Answers waits for it
+        return keep, {**(params or {}), FIELD: told} if told else params  # the answer waits for it: core
 
     # ---------------------------------------------------------------- in both, and in the front end's
 
