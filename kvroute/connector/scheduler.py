@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
 from kvroute.connector.ends import End, Ends
 from kvroute.connector.left import LeftRoutes, Tokens
+from kvroute.connector.meter import Meter
 from kvroute.connector.settings import Engine, Handshake, StepMeta
 from kvroute.connector.stores import opened
 from kvroute.connector.tickets import Tickets
@@ -100,6 +102,7 @@ class SchedulerRows:
         self._steps = 0  # that were sent
         self._reader: StorageBackend | None = None
         rollouts = engine.settings.rollouts
+        self.meter = Meter(dict)  # of times; what is counted is counted by the worker
         self._ends = Ends(engine, LeftRoutes(open_rollouts(rollouts)), self.feed) if rollouts else None
         self._rooms: dict[str, Future[None]] = {}  # by request that has not been admitted
         self._given: dict[int, None] = {}  # since the last step was sent
@@ -331,7 +334,9 @@ class SchedulerRows:
             end.by_kv = by_kv.reshape(-1)[:stop]
         if ended:
             end.why = ended.why
-        return self._ends.begin(end)
+        begun_s, answer = time.monotonic(), self._ends.begin(end)
+        answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))
+        return answer
 
     def reset(self) -> None:
         """The pool has forgotten all blocks: nothing from before is readable, in no tier."""

@@ -207,6 +207,28 @@ class RowsWithKV(Base):  # type: ignore[misc]
         told = rows.finished(client, blocks, tokens, of, group=group, ended=ended)
         return keep, {**(params or {}), FIELD: told} if told else params  # core.Answers waits for it
 
+    # ---------------------------------------------------------------- in both, and in the front end's
+
+    def get_kv_connector_stats(self) -> Any:
+        from kvroute.integrations.vllm.metrics import Stats
+
+        inside, rows = super().get_kv_connector_stats(), self._worker_rows or getattr(self, "_scheduler_rows", None)
+        taken = rows and rows.meter.take()
+        return Stats(taken or {}, inside) if taken or inside else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        from kvroute.integrations.vllm.metrics import INNER, OURS, Stats
+
+        data = data or {}
+        return Stats(data.get(OURS, {}), super().build_kv_connector_stats(data[INNER]) if data.get(INNER) else None)
+
+    @classmethod
+    def build_prom_metrics(cls, config: Any, types: Any, labels: list[str], engines: Any) -> Any:
+        from kvroute.integrations.vllm.metrics import PromMetrics
+
+        return PromMetrics(super().build_prom_metrics(config, types, labels, engines), config, types, labels, engines)
+
     def shutdown(self) -> None:
         super().shutdown()
         for rows in ("_scheduler_rows", "_worker_rows"):
