@@ -33,7 +33,6 @@ from transfer.messages import (
     Ack,
     Credit,
     Gone,
-    GoneReason,
     Hello,
     Message,
     Outcome,
@@ -41,8 +40,6 @@ from transfer.messages import (
     Pull,
     Range,
     Records,
-    Released,
-    Renew,
     TransferId,
     Welcome,
 )
@@ -79,7 +76,7 @@ def test_a_reference_used_again_gives_no_row_of_the_next_tenant(end: str) -> Non
     pair.lose = lambda _: False
     pair.hear(P, E, Hello(E_RUN, space(), list(PARTS), 0, 1 << 20))
     pair.said.clear()
-    for who, run, reason in ((D, D_RUN, GoneReason(end)), (E, E_RUN, GoneReason.FOREIGN)):
+    for who, run, reason in ((D, D_RUN, Outcome(end)), (E, E_RUN, Outcome.FOREIGN)):
         for name in (0, 9):
             pair.hear(P, who, Pull(run, T, 7 + name, [Range(0, 3, key(name))], 1 << 20))
             pair.talk()
@@ -169,7 +166,7 @@ def test_records_that_come_after_the_end_are_placed_nowhere(end: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [Hello, Welcome, Pull, Records, Credit, Renew, Ack, Released, Absent, Gone], ids=lambda kind: kind.__name__
+    "kind", [Hello, Welcome, Pull, Records, Credit, Ack, Absent, Gone], ids=lambda kind: kind.__name__
 )
 @pytest.mark.parametrize("after", [0, 1], ids=["from the first", "but the first"])
 def test_whatever_is_never_heard_both_sides_end(kind: type[Message], after: int) -> None:

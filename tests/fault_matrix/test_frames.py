@@ -34,8 +34,8 @@ from transfer.messages import (
     MINOR,
     PREFIX,
     Gone,
-    GoneReason,
     Hello,
+    Outcome,
     Pull,
     TransferId,
     Welcome,
@@ -102,7 +102,7 @@ def test_any_frames_to_decode_are_counted(prefill: Node) -> None:
             first_pull(server)
             for frames in messages:
                 server.say(*frames)
-            server.say(encode(Gone(transfer, GoneReason.UNKNOWN)))
+            server.say(encode(Gone(transfer, Outcome.UNKNOWN)))
             assert ended(pulling, {transfer})[transfer].result.reason is Reason.GONE
             counts(pulling, before + len(messages))
 

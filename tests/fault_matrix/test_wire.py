@@ -38,8 +38,8 @@ from transfer.messages import (
     PREFIX,
     Entry,
     Gone,
-    GoneReason,
     Hello,
+    Outcome,
     Part,
     Pull,
     Records,
@@ -173,7 +173,7 @@ def test_malformed_messages_to_decode_are_counted(prefill: Node) -> None:
         until(lambda: pulling.counters.pulls.records_installed, lambda got: got == 3)
         assert (sink.wrong, sink.twice, sink.there) == (0, 0, {0, 1, 2})
         counts(pulling, len(malformed(WELCOME)) + len(malformed(encode(records))))
-        server.say(encode(Gone(transfer, GoneReason.ACKED)))
+        server.say(encode(Gone(transfer, Outcome.ACKED)))
         assert ended(pulling, {transfer})[transfer].result.complete
 
         again, sink = lend(prefill, 2, 3), CanarySink(2)
@@ -214,7 +214,7 @@ def test_layouts_are_compared_before_any_payload(prefill: Node) -> None:
         header = header_of(1, 0, OTHER_LAYOUT, b"x" * PART.nbytes)
         server.say(encode(Records(two, pull.epoch, [Entry(0, 0, header)])), b"x" * PART.nbytes)
         until(lambda: pulling.counters.pulls.corrupt_records, lambda got: got == 1)
-        server.say(encode(Gone(two, GoneReason.EXPIRED)))
+        server.say(encode(Gone(two, Outcome.EXPIRED)))
         assert ended(pulling, {two})[two].result.installed == 0
         assert not sink.there
     sealed = OfferedRecord(key_of(1, 0), OTHER_LAYOUT.fingerprint, 1, 1, b"\xff" * 8, payload_of(1, 0)).seal()

@@ -37,16 +37,14 @@ from transfer.limits import TransferLimits
 from transfer.messages import (
     Abort,
     Ack,
+    Credit,
     Gone,
-    GoneReason,
     Hello,
     Outcome,
     Part,
     Pull,
     Records,
     Refuse,
-    Released,
-    Renew,
     TransferId,
     Welcome,
 )
@@ -88,10 +86,10 @@ def test_a_transfer_belongs_to_who_pulled_first() -> None:
     pair.hear(P, E, Hello(E_RUN, space(), list(PARTS), 0, 1 << 20))
     pair.hear(P, E, Hello(D_RUN, space(), list(PARTS), 0, 1 << 20))  # the other's run under her own name
     wants = want(1)
-    forged = [Pull(D_RUN, T, 9, wants, 999), Renew(D_RUN, T), Ack(D_RUN, T, 9, 2, 0), Abort(D_RUN, T, "")]
+    forged = [Pull(D_RUN, T, 9, wants, 999), Credit(D_RUN, T, 1, 99), Ack(D_RUN, T, 9, 2, 0), Abort(D_RUN, T, "")]
     for message in forged:
         answer = pair.prefill.receive(E, message, 1.0)
-        assert answer == [Send(E, Gone(T, GoneReason.FOREIGN))]
+        assert answer == [Send(E, Gone(T, Outcome.FOREIGN))]
     assert pair.prefill.counters.foreign_messages == len(forged)
     assert not pair.released
     pair.do(P, pair.prefill.tick(LIMITS.lease_s))  # nothing of it renewed the lease
@@ -101,7 +99,7 @@ def test_a_transfer_belongs_to_who_pulled_first() -> None:
 def test_a_restarted_decode_owns_nothing_of_its_old_run() -> None:
     pair = pulled()
     pair.hear(P, D, Hello(E_RUN, space(), list(PARTS), 0, 1 << 20))  # the same name, another run
-    assert pair.prefill.receive(D, Ack(E_RUN, T, 9, 0, 0), 1.0) == [Send(D, Gone(T, GoneReason.FOREIGN))]
+    assert pair.prefill.receive(D, Ack(E_RUN, T, 9, 0, 0), 1.0) == [Send(D, Gone(T, Outcome.FOREIGN))]
     (refuse,) = pair.prefill.receive(D, Ack(D_RUN, T, 9, 0, 0), 1.0)  # a late one of the old run
     assert isinstance(refuse.message, Refuse)
     assert refuse.message.field == "hello"
@@ -211,10 +209,10 @@ def test_a_lease_is_renewed_by_messages_and_ends_at_its_bound() -> None:
     pair.hear(P, D, Pull(D_RUN, T, 1, [], 0))
     while pair.now_s + 5 < LIMITS.lease_max_s:
         pair.now_s += 5
-        pair.hear(P, D, Renew(D_RUN, T))
+        pair.hear(P, D, Credit(D_RUN, T, 1, 0))
         pair.do(P, pair.prefill.tick(pair.now_s))
         assert not pair.released
-    pair.hear(P, D, Renew(D_RUN, T))
+    pair.hear(P, D, Credit(D_RUN, T, 1, 0))
     pair.do(P, pair.prefill.tick(LIMITS.lease_max_s))
     assert outcomes(pair) == [Outcome.EXPIRED]
 
@@ -229,7 +227,7 @@ def test_decode_renews_while_it_waits() -> None:
     pair.pull(1)
     pair.pass_time(40)
     assert not pair.released
-    assert sum(isinstance(m, Renew) for m in pair.said) >= 40 / 3 - 1
+    assert sum(isinstance(m, Credit) for m in pair.said) >= 40 / 3 - 1
 
 
 def test_a_lease_of_a_millisecond_does_not_make_decode_babble() -> None:
@@ -247,7 +245,7 @@ def test_a_message_after_the_end_is_counted_and_refused() -> None:
     """Method: an ack that comes at the very moment the lease ends is late."""
     pair = pulled()
     gone = pair.prefill.receive(D, Ack(D_RUN, T, 1, 2, 0), LIMITS.lease_s)
-    assert [a.message for a in gone if isinstance(a, Send)] == 2 * [Gone(T, GoneReason.EXPIRED)]
+    assert [a.message for a in gone if isinstance(a, Send)] == 2 * [Gone(T, Outcome.EXPIRED)]
     assert [a.outcome for a in gone if isinstance(a, Release)] == [Outcome.EXPIRED]
     assert pair.prefill.counters.late_messages == 1
     assert pair.prefill.counters.acked == 0
@@ -258,7 +256,7 @@ def test_an_ack_is_repeated_until_it_is_heard_and_changes_nothing_twice() -> Non
 
     def lose(message) -> bool:
         lost.append(message)
-        return isinstance(message, Released) and sum(isinstance(m, Released) for m in lost) < 3
+        return isinstance(message, Gone) and sum(isinstance(m, Gone) for m in lost) < 3
 
     pair = Pair(lose=lose)
     pair.prefill.offer(T, blocks(1), 0.0)
@@ -324,7 +322,7 @@ def test_offers_that_end_early_leave_nothing_behind() -> None:
         name = TransferId(i.to_bytes(16, "little"))
         assert pair.prefill.offer(name, blocks(1), 0.0) == []
         pair.do(P, pair.prefill.withdraw(name))
-    assert len(pair.prefill._expiries) <= 9
+    assert len(pair.prefill._expiries) <= 17
     assert pair.prefill.in_flight == 0
 
 
