@@ -21,7 +21,6 @@ from session_pair import (
     outcomes,
     pulled,
     space,
-    want,
     wanted,
 )
 
@@ -35,7 +34,6 @@ from transfer.errors import IncompatiblePeerError, LocalProtocolError
 from transfer.identity import Identity, check_peer, part_of
 from transfer.limits import TransferLimits
 from transfer.messages import (
-    Abort,
     Ack,
     Credit,
     Gone,
@@ -69,31 +67,6 @@ def test_every_life_can_end_and_an_end_is_final(table) -> None:
     assert reach(first) == set(table.State)
     assert all(reach(state) & ends for state in table.State)
     assert {event for row in transitions.values() for event in row} == set(table.Event)
-
-
-def test_who_wants_nothing_lets_prefill_go() -> None:
-    pair = Pair()
-    pair.prefill.offer(T, blocks(2), 0.0)
-    pair.pull(0)
-    assert outcomes(pair) == [Outcome.ACKED]
-    assert pair.finished[0].result.complete
-    assert not any(isinstance(m, Pull) for m in pair.said)
-
-
-def test_a_transfer_belongs_to_who_pulled_first() -> None:
-    """Goal: two peers, one transfer. Method: a second one pulls, renews, acks and aborts; only it is told so."""
-    pair = pulled()
-    pair.hear(P, E, Hello(E_RUN, space(), list(PARTS), 0, 1 << 20))
-    pair.hear(P, E, Hello(D_RUN, space(), list(PARTS), 0, 1 << 20))  # the other's run under her own name
-    wants = want(1)
-    forged = [Pull(D_RUN, T, 9, wants, 999), Credit(D_RUN, T, 1, 99), Ack(D_RUN, T, 9, 2, 0), Abort(D_RUN, T, "")]
-    for message in forged:
-        answer = pair.prefill.receive(E, message, 1.0)
-        assert answer == [Send(E, Gone(T, Outcome.FOREIGN))]
-    assert pair.prefill.counters.foreign_messages == len(forged)
-    assert not pair.released
-    pair.do(P, pair.prefill.tick(LIMITS.lease_s))  # nothing of it renewed the lease
-    assert outcomes(pair) == [Outcome.EXPIRED]
 
 
 def test_a_restarted_decode_owns_nothing_of_its_old_run() -> None:
@@ -132,6 +105,8 @@ def test_a_restarted_prefill_is_greeted_again_and_has_nothing() -> None:
             "u2",
         ),
         ((PARTS[0], msgspec.structs.replace(PARTS[1], block_tokens=8)), NAMESPACE, "kv.block_tokens", "8"),
+        ((PARTS[0], msgspec.structs.replace(PARTS[1], nbytes=48)), NAMESPACE, "kv.nbytes", "48"),
+        ((PARTS[0], msgspec.structs.replace(PARTS[1], name="another")), NAMESPACE, "parts", "rows, another"),
         ((PARTS[0], msgspec.structs.replace(PARTS[1], replicated=True)), NAMESPACE, "kv.replicated", "True"),
     ],
 )
@@ -147,6 +122,7 @@ def test_peers_that_do_not_mean_the_same_refuse(
     assert finished.result.detail.startswith(field)
     assert f", got {theirs}" in finished.result.detail
     assert "tenant" not in finished.result.detail
+    assert not any(isinstance(message, (Pull, Records)) for message in pair.said)
     with pytest.raises(IncompatiblePeerError, match=field):
         check_peer(Identity(P_RUN, NAMESPACE, PARTS), space(namespace), parts)
 
@@ -270,16 +246,6 @@ def test_an_ack_is_repeated_until_it_is_heard_and_changes_nothing_twice() -> Non
     assert pair.prefill.counters.late_messages == 2
 
 
-def test_a_pull_nobody_answers_ends() -> None:
-    pair = Pair(lose=lambda _: True)
-    pair.pull(2)
-    pair.pass_time(LIMITS.retry_s * (LIMITS.retries_max + 2))
-    (finished,) = pair.finished
-    assert finished.result.reason is Reason.TIMEOUT
-    assert {m.reason for m in finished.result.missing} == {Reason.TIMEOUT}
-    assert len(finished.result.missing) == 4
-
-
 @pytest.mark.parametrize(("welcomed_s", "lease_ms"), [(6.25, 1_200), (6.5, 3_000), (2.25, 1_200), (7.75, 600)])
 def test_a_pull_that_was_looked_at_early_ends_once(welcomed_s: float, lease_ms: int) -> None:
     """Prefill says a lease shorter than the pause before a retry, whenever it says so, and is then silent."""
@@ -345,15 +311,6 @@ def test_a_reset_ends_everything_on_both_sides() -> None:
         assert finished.result.reason is (Reason.GONE if side == "P" else Reason.RESET)
         pair.pull(1, transfer=TransferId(bytes(16)))  # greeted anew, and refused: the other side is as it was
         assert pair.finished[-1].result.reason is Reason.REFUSED
-
-
-def test_goodbyes() -> None:
-    for side in "PD":
-        pair = pulled()
-        pair.do(*((P, pair.prefill.close()) if side == "P" else (D, pair.decode.close())))
-        pair.talk()
-        assert outcomes(pair) == [Outcome.ABORTED]
-        assert len(pair.finished) == 1
 
 
 def test_wrong_calls_change_nothing() -> None:
