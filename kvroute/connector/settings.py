@@ -17,6 +17,7 @@ from kvroute.witness import Run
 
 VERSION: Final = "weights_version"
 """The spec of the rows' labels; see :func:`kvroute.weights_version_spec`."""
+SPARES: Final = 64
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,6 +95,11 @@ class Engine:
     def clock(self) -> int:
         """A block of rows that no request ever has: its generation is the number of the last step that has its rows."""
         return self.blocks
+
+    @property
+    def spares(self) -> range:
+        """Blocks of rows that no request ever has, to which rows are copied that are still to be read."""
+        return range(self.clock + 1, self.clock + 1 + SPARES)
 
     @property
     def unseen(self) -> bool:

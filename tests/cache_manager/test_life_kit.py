@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -78,18 +77,6 @@ def test_a_story_says_what_a_reader_needs() -> None:
         "3. reset: new weights",
     ):
         assert part in str(caught.value), f"{part!r} is missing in\n{caught.value}"
-
-
-def test_the_same_seed_gives_the_same_lives_also_in_another_process() -> None:
-    """Goal: a seed can be played again, wherever. Method: count what two runs of one seed did, here and in a process
-    that hashes otherwise, and one of another seed."""
-    first, other = (prove(Sharing, examples=5, steps=20, seed=seed) for seed in (4, 5))
-    script = "from tiny_managers import *; from cache_manager.testing.life import prove; "
-    script += "print(sorted(prove(Sharing, examples=5, steps=20, seed=4).items()))"
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
-    assert found.stdout.strip() == str(sorted(first.items()))
-    assert first != other
 
 
 def test_the_kit_needs_no_other_package() -> None:

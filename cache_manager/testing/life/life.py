@@ -47,8 +47,6 @@ class Life:
 
     def _end(self, *touched: str) -> None:
         self._see()
-        if self.world.calls:
-            self.world.calls[-1].tables.update(self.world.after.tables)
         claims.check_all(self.world, *touched)
 
     def _refused(self, answer: object, needs: int | None, free: int | None) -> None:
@@ -386,8 +384,3 @@ class Life:
         if len(set(world.after.tables["all"])) != world.capacity:
             world.fail("all_come_back", f"the sequence got {blocks(world.after.tables['all'])}")
         self.do_free("all", False)
-
-    def do_again(self) -> None:
-        """The same calls on a fresh manager give the same answers."""
-        if self.world.adapter.deterministic:
-            self.world.call_again()

@@ -50,17 +50,6 @@ class Snapshot:
     refs: dict[int, int] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of the adapter with its answer, to be done again on a fresh manager."""
-
-    method: str
-    arguments: tuple[Any, ...]
-    failed: bool
-    answer: str
-    tables: dict[str, Table]
-
-
 class World:
     """The manager of one example and what surrounds it: calls, snapshots, holders, failures.
 
@@ -78,7 +67,6 @@ class World:
         self.version = self.serial = 0
         self.program: list[Operation] = []
         self.story: list[str] = []
-        self.calls: list[Call] = []
         self.failure: InvariantBroken | None = None
         self._beginnings: dict[str, Content] = {}
         self.kv = CanaryKV(self.size)
@@ -155,8 +143,6 @@ class World:
         self.kv.fail_next, self.kv.failed = fail and self.can("failing_moves"), False
         answer = self.ask(method, *arguments)
         self.kv.fail_next = False
-        shown = "MoveFailed" if isinstance(answer, MoveFailed) else repr(answer)
-        self.calls.append(Call(method, arguments, self.kv.failed, shown, {}))
         return answer
 
     def look(self) -> Snapshot:
@@ -166,29 +152,6 @@ class World:
             self.ask("free_host_blocks") if self.can("swap") else None,
             self.ask("ref_counts"),
         )
-
-    def call_again(self) -> None:
-        """Every call so far, on a fresh manager: it must answer the same, and give the same blocks."""
-        kv = CanaryKV(self.size)
-        manager = self.adapter(kv)
-        try:
-            for call in self.calls:
-                kv.fail_next = call.failed
-                try:
-                    answer = repr(
-                        self._read(call.method, getattr(manager, call.method)(*call.arguments), *call.arguments)
-                    )
-                except Exception as error:
-                    if not _on_purpose(error):
-                        raise
-                    answer = "MoveFailed"
-                kv.fail_next = False
-                tables = {name: _blocks(manager.table(name)) for name in call.tables}
-                if (answer, tables) != (call.answer, call.tables):
-                    was, now = f"{call.answer} {call.tables}", f"{answer} {tables}"
-                    self.fail("determinism", f"{call.method}{_shown(call.arguments)}: {was}; done again: {now}")
-        finally:
-            manager.close()
 
     def holders(self, seen: Snapshot, tier: str = "device") -> dict[int, list[str]]:
         """Who holds each block of a tier."""
