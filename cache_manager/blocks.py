@@ -29,7 +29,7 @@ from cache_manager.ports import KVBlocks, Region, StorageBackend, TierName
 from cache_manager.publish import Rows, window_of
 from cache_manager.regions import Memory, region_in
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
-from cache_manager.step import Keep, Step, write_few
+from cache_manager.step import Keep, Step
 from cache_manager.stored import JobLimits, Stored
 from cache_manager.table import BlockTable
 
@@ -254,9 +254,6 @@ class AuxBlocks(Landing, Fed):
         Never raises for a mistake of bookkeeping, unless strict: the step's rows are then missing, and counted.
         """
         try:
-            landed = write_few(self._device, slots, rows, keep)
-            if landed is not None:
-                return landed
             step = self.begin_step(slots)
         except KVRouteError:
             if self.strict:

@@ -21,7 +21,7 @@ from cache_manager.errors import InvalidInputError, SpecError
 from cache_manager.numbers import integers
 from cache_manager.spec import RecordLayout
 
-FORMAT = 1
+FORMAT = 2
 SCOPE_NBYTES = 8
 KEY_NBYTES = 32
 
@@ -90,7 +90,7 @@ class KeyChain:
     >>> second == keys.key(first, [3, 4]) != keys.key(first, [4, 3])
     True
     >>> second.hex()
-    'f8211665907a9840cd82fedbf0f25c6fc090a9f8e2f7dd8b48e3be88e8257915'
+    '73961017831cdb4664103eb80bf669fbe811bca5311c912f266be67e9ddc905d'
     >>> adapter, adopted = keys.salted(b"lora-7").key(None, [1, 2]), keys.adopt(bytes(32))
     >>> len({first, adapter, adopted}), keys.owns(adapter), keys.owns(adopted)
     (3, True, True)
@@ -123,18 +123,20 @@ class KeyChain:
         chain._seed.update(_part(b"salt", salt))
         return chain
 
-    def key(self, parent: BlockKey | None, tokens: Tokens, extra: bytes = b"") -> BlockKey:
+    def key(self, parent: BlockKey | None, tokens: Tokens) -> BlockKey:
         """The key of the block holding ``tokens`` that follows the block with key ``parent`` (None: the first).
 
-        ``extra`` is whatever else decides the block's content, such as the digest of an image. A partial block (fewer
-        than ``block_tokens`` tokens) has a key of its own, different from that of every longer block.
+        A partial block (fewer than ``block_tokens`` tokens) has a key of its own, different from that of every longer
+        block.
         """
         if parent is not None and not self.owns(parent):
             raise InvalidInputError("parent", "a key of this chain, or None", repr(parent))
         ids = _token_bytes(tokens)
         if not 1 <= len(ids) // 8 <= self.block_tokens:
             raise InvalidInputError("tokens", f"1 to {self.block_tokens} token ids", len(ids) // 8)
-        return self._next(parent or b"", ids, extra)
+        digest = self._seed.copy()
+        digest.update(_part(b"parent", parent or b"") + _part(b"tokens", ids))
+        return BlockKey(self.scope + digest.digest())
 
     def adopt(self, digest: bytes) -> BlockKey:
         """An engine's own hash of a block (and of everything before it) as a key of this namespace and layout.
@@ -161,22 +163,15 @@ class KeyChain:
         """Whether ``key`` was made in this chain's namespace and layout."""
         return isinstance(key, bytes) and len(key) == KEY_NBYTES and key[:SCOPE_NBYTES] == self.scope
 
-    def following(self, parent: BlockKey | None, ids: bytes, extra: bytes = b"") -> BlockKey:
+    def following(self, parent: BlockKey | None, ids: bytes) -> BlockKey:
         """:meth:`key` of a full block for callers who have its token ids as little-endian int64; nothing is checked."""
-        if extra or not parent:
-            return self._next(parent or b"", ids, extra)
         digest = self._seed.copy()
-        digest.update(b"".join((_PARENT, parent, self._full, ids, _NO_EXTRA)))
-        return BlockKey(self.scope + digest.digest())
-
-    def _next(self, parent: bytes, ids: bytes, extra: bytes) -> BlockKey:
-        digest = self._seed.copy()
-        digest.update(_part(b"parent", parent) + _part(b"tokens", ids) + _part(b"extra", extra))
+        digest.update(b"".join((_PARENT, parent, self._full, ids) if parent else (_FIRST, self._full, ids)))
         return BlockKey(self.scope + digest.digest())
 
 
 _PARENT = b"\x06parent" + KEY_NBYTES.to_bytes(8, "little")
-_NO_EXTRA = _part(b"extra", b"")
+_FIRST = _part(b"parent", b"")
 
 
 def _token_bytes(tokens: Tokens) -> bytes:

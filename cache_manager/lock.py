@@ -2,17 +2,13 @@
 
 What is promised of a call that an exception from a signal handler (Ctrl-C, a timeout) ends in the middle:
 
-* The lock is let go, whichever instruction it was. Other threads never hang.
+* The lock is let go, whichever instruction it was: CPython runs no signal handler between a with statement's entering
+  and its body, nor before the built-in method that leaves it. Only a second handler that raises while the exception of
+  the first is on its way can leave the lock taken.
 * What the call has done in part is forgotten: before the next call begins, every row of every tier is made unreadable,
-  and that is counted as ``interrupted_calls``. Rows may be missing then, none is wrong, and blocks stay in their lives.
-  A call that was interrupted before its first change, or after its last one, costs nothing.
-* A step whose beginning was interrupted has not begun. Where the exception came when ``begin_step`` had returned, and
-  before its caller had the answer, the step is in flight: whoever catches the exception aborts those in ``steps`` that
-  it does not know. A job that was interrupted while it began may be in ``jobs``, or not be.
-
-CPython runs signal handlers after calls and at jumps back, and so not between the end of a with statement's entering
-and its body, nor before the built-in method that leaves it. A second handler that raises while the exception of the
-first one is on its way can leave the lock taken.
+  and that is counted as ``interrupted_calls``. Blocks stay in their lives.
+* A step whose beginning was interrupted has not begun, unless ``begin_step`` had returned: whoever catches the
+  exception aborts those in ``steps`` that it does not know. A job may be in ``jobs``, or not be.
 """
 
 from __future__ import annotations
@@ -84,12 +80,11 @@ T = TypeVar("T", bound="Locked")
 
 
 class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
-    """A lock for the threads of the process that made it; taken twice by one thread it raises instead of hanging.
+    """A lock for the threads of the process that made it.
 
-    A finaliser or a signal handler may run in the middle of one of our own calls: it gets ``BlockBusyError``. A forked
-    child shares the memory of a shared region, but has generations of its own: it gets ``BlockStateError``; so does
-    everybody once ``closed`` is set. ``torn`` counts changes that have begun and not come to their end; whoever takes
-    the lock and finds it above 0 calls ``mend`` first.
+    A finaliser or a signal handler in the middle of one of our own calls gets ``BlockBusyError``; a forked child, and
+    everybody once it is ``closed``, ``BlockStateError``. ``torn`` counts changes that have begun and not come to their
+    end; whoever takes the lock and finds it above 0 calls ``mend`` first.
     """
 
     def __init__(self) -> None:
@@ -128,8 +123,6 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
 
 
 class Locked(Protocol):
-    """What changes under a lock."""
-
     lock: Lock
 
 
@@ -155,8 +148,7 @@ class Mistakes:
         self._logged: set[str] = set()
 
     def dropped(self, counter: str, n: int, call: str, error: KVRouteError, *, mistake: bool = True) -> None:
-        """So many things were dropped for ``error``: count them, and log the first of the kind; a strict set raises
-        what was somebody's ``mistake``."""
+        """``n`` things were dropped for ``error``; a strict set raises what was somebody's ``mistake``."""
         if self.strict and mistake:
             raise error
         with self._lock:

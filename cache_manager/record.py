@@ -25,7 +25,6 @@ START: Final = MAGIC + VERSION.to_bytes(2, "little")
 # magic, version, header bytes, payload bytes, fingerprint, key, generation, origin, payload xxh3, valid rows, bitmap
 # bytes
 _FIXED = struct.Struct("<4sHHQ16s32sQQQII")
-_CHECKED = struct.Struct("<8xQ16s32sQQQ4xI")  # the same without what only proves the header
 _CRC = struct.Struct("<I")
 HEADER_NBYTES_MIN: Final = align(_FIXED.size + _CRC.size)
 HEADER_NBYTES_MAX: Final = 65_472
@@ -59,16 +58,13 @@ class RecordHeader(msgspec.Struct, frozen=True, gc=False):
 
 checksum = xxhash.xxh3_64_intdigest
 """XXH3-64 of a payload."""
-RunningChecksum = xxhash.xxh3_64
-"""The same of a payload that comes in pieces: ``update`` and ``intdigest``."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedRecord:
     """A record that may be read where it lies for as long as its owner holds the block; not summed yet.
 
-    ``payload`` must not change before the block is let go. It is a view of the block or a snapshot; the taker drops it
-    together with the block. ``origin`` and ``valid`` are as in :class:`RecordHeader`.
+    ``payload`` must not change before the block is let go. ``origin`` and ``valid`` are as in :class:`RecordHeader`.
     """
 
     key: BlockKey
@@ -138,13 +134,6 @@ def unpack_header(buffer: Buffer) -> RecordHeader:
     if count != rows:
         raise RecordError("valid rows", rows, count)
     return RecordHeader(BlockKey(key), fingerprint, generation, origin, valid, payload_nbytes, xxh3)
-
-
-def unpack_checked_header(raw: bytes | bytearray) -> RecordHeader:
-    """The header in bytes that :func:`unpack_header` took once, by their sum; nothing is checked again."""
-    payload_nbytes, fingerprint, key, generation, origin, xxh3, valid_nbytes = _CHECKED.unpack_from(raw)
-    valid = bytes(raw[_FIXED.size : _FIXED.size + valid_nbytes])
-    return RecordHeader(key, fingerprint, generation, origin, valid, payload_nbytes, xxh3)
 
 
 def takes_the_place(offered: RecordHeader, stored: RecordHeader, *, replace: bool) -> bool:

@@ -238,6 +238,19 @@ COMMANDS: Final[dict[str, Command]] = {
             _flag("--invariants", action="store_true", help="list what is claimed"),
         ),
     ),
+    "verify": Command(
+        "judge the routed experts that a server hands out, with kvroute or without, row by row",
+        "kvroute.verify:main",
+        (
+            _flag("--url", required=True, metavar="URL", help="http://HOST:PORT of vLLM or SGLang"),
+            _flag("--model", type=Path, required=True, metavar="DIR", help="the checkpoint, or its config.json alone"),
+            _flag("--rollouts", default="", metavar="URL", help="the rollout store that the engine leaves routes in"),
+            _number("--requests", 48, "prompts that are asked"),
+            _number("--longest", None, "tokens of the longest prompt (512, or what the model takes)"),
+            _number("--new", 16, "tokens that are asked for"),
+            _number("--seed", 0, "of the prompts"),
+        ),
+    ),
     "doctor": Command(
         "what this machine lacks, and the command that helps",
         "kvroute.doctor:main",

@@ -105,12 +105,6 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
             case "response":
                 return "response:"
 
-    def without_store(self) -> Self:
-        """This configuration for an engine whose rollouts another one stores: they are handed over with its output."""
-        plain = {f.name: f.default for f in msgspec.structs.fields(self) if f.name in _BY_URL}
-        plain |= {"routing_store_type": "response", "rollout_store": "", "only_last_turn": False}
-        return msgspec.structs.replace(self, **plain)
-
     @classmethod
     def from_json(cls, value: str | Mapping[str, Any] | None) -> Self:
         """The configuration that a JSON text, or its content as a mapping, describes.

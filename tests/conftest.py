@@ -19,7 +19,9 @@ from hypothesis import HealthCheck, Phase, settings
 from own_shm import take_own_shm
 
 OWN_SHM = take_own_shm()
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by whichever test: kernels run on the CPU
+os.environ.setdefault(
+    "TRITON_INTERPRET", "1"
+)  # read when triton is first imported: kernels run on the CPU; tests/gpu say "0"
 
 # The machines these run on are shared, so that no example is failed for being slow.
 ALL = settings(deadline=None, max_examples=scaled(100), suppress_health_check=[HealthCheck.too_slow])

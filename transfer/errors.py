@@ -35,7 +35,7 @@ class NodeClosedError(TransferError):
 
 
 class NodeFullError(TransferError):
-    """More commands wait than the node takes; nothing was changed, try again."""
+    """A bound of a node, or of who lends by it, is reached; nothing was changed, try again later."""
 
-    def __init__(self, commands_max: int) -> None:
-        super().__init__(f"commands_max: wanted at most {commands_max} waiting commands, got one more")
+    def __init__(self, field: str, wanted: int, got: object) -> None:
+        super().__init__(f"{field}: wanted at most {wanted}, got {got}")

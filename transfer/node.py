@@ -35,7 +35,7 @@ from transfer.actions import (
     WantedBlock,
 )
 from transfer.commands import NodeCounters, ThreadCounters
-from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError, RemoteProtocolError
+from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError, RemoteProtocolError, TransferError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import Arrival, Link, PeerFound, PeerLost
@@ -201,7 +201,7 @@ class Node:
                 raise NodeClosedError("the node is closed")
             if len(self._commands) >= self._commands_max:
                 self._counters.commands_refused += 1
-                raise NodeFullError(self._commands_max)
+                raise NodeFullError("commands_max", self._commands_max, "one more command")
             if isinstance(command, commands.Offer):
                 if command.transfer in self._lent:
                     raise LocalProtocolError(f"transfer: wanted one that is not lent, got {command.transfer.hex()}")
@@ -245,42 +245,52 @@ class Node:
             self._attempt(partial(self._do, self._commands.popleft()))
 
     def _do(self, command: commands.Command) -> None:
-        self._act(self._begin(command, time.monotonic()))
+        try:
+            actions = self._begin(command, time.monotonic())
+        except Exception as error:
+            foreseen = isinstance(error, KVRouteError)
+            actions = self._refused(command, str(error) if foreseen else f"{type(error).__name__}: {error}")
+            self._act(actions)
+            if not (actions and foreseen):
+                raise
+        else:
+            self._act(actions)
 
     def _begin(self, command: commands.Command, now_s: float) -> Sequence[Action]:
-        """Do what the engine asked for; what it cannot have is told by ``poll``."""
+        """Do what the engine asked for."""
+        begun: Sequence[Action] | None
         match command:
             case commands.Offer(transfer, blocks, is_open, lease_s):
-                try:
-                    actions = self._offers.offer(transfer, blocks, now_s, is_open=is_open, lease_s=lease_s)
-                except LocalProtocolError as error:
-                    return [Release(transfer, Outcome.ABORTED, str(error))]
-                full = Release(transfer, Outcome.ABORTED, "transfers_max are in flight")
-                return [full] if actions is None else actions
+                begun = self._offers.offer(transfer, blocks, now_s, is_open=is_open, lease_s=lease_s)
             case commands.Grow(transfer, blocks):
-                try:
-                    return self._offers.grow(transfer, blocks, now_s)
-                except LocalProtocolError as error:  # no peer may wait for blocks that will not come
-                    ended = self._offers.withdraw(transfer)
-                    return [replace(a, detail=str(error)) if isinstance(a, Release) else a for a in ended]
+                begun = self._offers.grow(transfer, blocks, now_s)
             case commands.Seal(transfer):
-                return self._offers.seal(transfer, now_s)
+                begun = self._offers.seal(transfer, now_s)
             case commands.Withdraw(transfer):
-                return self._offers.withdraw(transfer)
+                begun = self._offers.withdraw(transfer)
             case commands.Pull(transfer, address, wanted):
-                try:
-                    begun = self._pulls.pull(self._link.connect(address), transfer, wanted, now_s)
-                    refused = "transfers_max or peers_max are in flight"
-                except KVRouteError as error:
-                    begun, refused = None, str(error)
-                if begun is not None:
-                    return begun
-                missing = tuple(Missing(part, b.index, Reason.ABORTED) for b in wanted for part in b.parts)
-                return [Finished(transfer, PullResult(0, missing, Reason.ABORTED, refused))]
+                begun = self._pulls.pull(self._link.connect(address), transfer, wanted, now_s)
             case commands.Abort(transfer):
-                return self._pulls.abort(transfer)
+                begun = self._pulls.abort(transfer)
             case commands.Reset(namespace):
-                return [*self._offers.reset(namespace), *self._pulls.reset(namespace)]
+                begun = [*self._offers.reset(namespace), *self._pulls.reset(namespace)]
+        if begun is None:
+            raise TransferError("transfers_max or peers_max are in flight")
+        return begun
+
+    def _refused(self, command: commands.Command, why: str) -> Sequence[Action]:
+        """What cannot be had is told by ``poll``, and no peer waits for blocks that will not come."""
+        match command:
+            case commands.Offer(transfer):
+                return [Release(transfer, Outcome.ABORTED, why)]
+            case commands.Grow(transfer):
+                ended = self._offers.withdraw(transfer)
+                return [replace(a, detail=why) if isinstance(a, Release) else a for a in ended]
+            case commands.Pull(transfer, _, wanted):
+                missing = tuple(Missing(part, b.index, Reason.ABORTED) for b in wanted for part in b.parts)
+                return [Finished(transfer, PullResult(0, missing, Reason.ABORTED, why))]
+            case _:
+                return []
 
     def _arrived(self, item: Arrival | PeerFound | PeerLost) -> None:
         if isinstance(item, PeerLost):

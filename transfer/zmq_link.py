@@ -117,10 +117,10 @@ class ZmqLink:
         :class:`TransferError` when ``servers_max`` others are connected (one that is not makes room), or when ZeroMQ
         cannot: it has an address for nobody, or no descriptor left.
         """
+        check_address(address, "address", curve=self.settings.curve_client is not None)
         peer = Peer(b"server " + address.encode())
         server = self._servers.get(peer)
         if server is None:
-            check_address(address, "address", curve=self.settings.curve_client is not None)
             self._open()
             if len(self._servers) >= self.settings.servers_max:
                 self._forget_server()

@@ -79,6 +79,8 @@ class ZmqSettings:
 
 def check_address(address: str, field: str, *, curve: bool) -> None:
     """Raise :class:`ConfigError` unless ``address`` can be bound or connected to, with or without ``curve`` keys."""
+    if not isinstance(address, str):
+        raise ConfigError(field, "ipc:///PATH or tcp://HOST:PORT", repr(address)[:80])
     if address.startswith("ipc://"):
         path = address.removeprefix("ipc://")
         if not PurePosixPath(path).is_absolute() or len(path.encode()) > IPC_PATH_NBYTES_MAX:

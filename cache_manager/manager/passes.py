@@ -97,11 +97,8 @@ class Passes:
         return first + done
 
     def slots(self, owner: str, start: int, stop: int) -> Ints:
-        """Device slots of the tokens ``[start, stop)``, to be written.
-
-        Raises :class:`BlockStateError` if one of their blocks is shared, or can be found by key, whoever has computed
-        it: what is only to be read is in :meth:`table`.
-        """
+        """Device slots of the tokens ``[start, stop)``, to be written; :class:`BlockStateError` if one of their blocks
+        is shared, or can be found by key: what is only to be read is in :meth:`table`."""
         s, size = self._sequences.ready(owner), self._tokens
         most = len(s.blocks) * size
         if not 0 <= start <= stop <= most:

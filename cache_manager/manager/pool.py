@@ -1,19 +1,20 @@
 """Which device blocks are free, which are cached, who has the others, and who gets the next one.
 
 A block is *had* by sequences, its readers, and by holders, its keepers; or *free*; or *cached*: nobody has it, and a
-key finds it; or *away*: nobody has it, and a forward pass in flight still writes its KV.
+key finds it; or *away*: nobody has it, and a forward pass in flight still writes its KV. Several blocks may have the
+content of one key: it is found at any of them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import BlockKey
-from cache_manager.manager.index import PrefixIndex
 
 
 class BlockPool:
@@ -21,29 +22,46 @@ class BlockPool:
 
     def __init__(self, aux: AuxBlocks, counts: Counter[str]) -> None:
         self._aux, self._counts = aux, counts
-        self.index = PrefixIndex()
         self.readers = [0] * aux.device_blocks
         self.keepers = [0] * aux.device_blocks
         self._free = list(range(aux.device_blocks - 1, -1, -1))  # the last one is given first
         self._away: list[int] = []
+        self._blocks: dict[BlockKey, list[int]] = {}  # where each key is found, the earliest first
+        self._keys: dict[int, BlockKey] = {}  # of all of these
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the one released longest ago first
 
     @property
     def room(self) -> int:
         """How many blocks :meth:`choose` could name: free ones, and cached ones."""
         self._come_back()
-        return len(self._free) + self.index.idle
+        return len(self._free) + len(self._cached)
 
     def others_use(self, block: int) -> bool:
         """Whether anybody but one sequence may read the block, now or when it is found by key: it is not written."""
-        return self.readers[block] > 1 or block in self.index
+        return self.readers[block] > 1 or block in self._keys
 
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
-        """The blocks of the longest cached run of ``keys``, as far as they have every required row."""
-        found = self.index.match(keys)
+        """The blocks of the longest run of ``keys`` that are found, as far as they have every required row."""
+        choices = []
+        for key in keys:
+            if (blocks := self._blocks.get(key)) is None:
+                break
+            choices.append(blocks)
+        found = [blocks[0] for blocks in choices]
         if found and not (complete := self._aux.complete(found)).all():
-            self._counts["hits_cut_for_missing_rows"] += 1
-            found = found[: int(np.argmin(complete))]
+            for at in np.flatnonzero(~complete).tolist():
+                if not (others := self._aux.complete(choices[at])).any():
+                    self._counts["hits_cut_for_missing_rows"] += 1
+                    return found[:at]
+                found[at] = choices[at][int(np.argmax(others))]
         return found
+
+    def publish(self, key: BlockKey, block: int) -> None:
+        """A block that is had is found by ``key`` from here on."""
+        if block not in self._keys:
+            self._keys[block] = key
+            self._blocks.setdefault(key, []).append(block)
+        assert self._keys[block] == key, f"block {block} is found by another key"
 
     # ---------------------------------------------------------------- giving
 
@@ -54,17 +72,22 @@ class BlockPool:
         """
         self._come_back()
         chosen = self._free[: -n - 1 : -1] if n else []
-        chosen += self.index.oldest(n - len(chosen), frozenset(without))
+        if len(chosen) < n:
+            chosen += islice((block for block in self._cached if block not in without), n - len(chosen))
         return chosen if len(chosen) == n else []
 
     def take(self, chosen: Sequence[int]) -> Sequence[int]:
         """Give a sequence the blocks that were chosen just now; they are to :meth:`begin` a new life."""
         for block in chosen:
-            if block in self.index:
-                self.index.remove(block)
-                self._counts["evicted_blocks"] += 1
-            else:
+            if (key := self._keys.pop(block, None)) is None:
                 assert self._free.pop() == block, "a block that choose() has not named"
+            else:
+                del self._cached[block]
+                blocks = self._blocks[key]
+                blocks.remove(block)
+                if not blocks:
+                    del self._blocks[key]
+                self._counts["evicted_blocks"] += 1
             self.readers[block] = 1
         return chosen
 
@@ -77,21 +100,20 @@ class BlockPool:
         had = self.keepers if keeps else self.readers
         for block in blocks:
             had[block] += 1
-        self.index.hold(blocks)
+            self._cached.pop(block, None)
 
     # ---------------------------------------------------------------- getting back
 
     def let_go(self, blocks: Sequence[int], *, keeps: bool = False) -> None:
         """A sequence (or a holder) has these blocks no longer, in token order: each is cached if a key finds it."""
-        had, gone = self.keepers if keeps else self.readers, []
+        had = self.keepers if keeps else self.readers
         for block in reversed(blocks):  # a chain loses its tail before its head
             had[block] -= 1
             if not (self.readers[block] or self.keepers[block]):
-                heir = self.index.heir(block)
-                if heir is not None and self._as_good(heir, block):
-                    self.index.promote(heir)
-                gone.append(block)
-        self._away += self.index.release(gone)
+                if block in self._keys:
+                    self._cached[block] = None
+                else:
+                    self._away.append(block)
         self._come_back()
 
     def _come_back(self) -> None:
@@ -101,23 +123,11 @@ class BlockPool:
             for block, written in zip(away, self._aux.writing(away).tolist(), strict=True):
                 (self._away if written else self._free).append(block)
 
-    def _as_good(self, block: int, other: int) -> bool:
-        """Whether ``block`` has every required row, or ``other`` misses one too."""
-        first, second = self._aux.complete([block, other]).tolist()
-        return first or not second
-
-    def publish(self, key: BlockKey, block: int) -> None:
-        """Let a block that is had be found under ``key``, also in place of another, unless that has rows that this
-        misses. The other is free then if nobody has it."""
-        before = self.index.insert(key, block)
-        if before is not None and self._as_good(block, before):
-            self.index.promote(block)
-            if not (self.readers[before] or self.keepers[before]):
-                self._free.append(before)
-
     def forget(self) -> None:
         """After a reset: nothing is found by key, and what was only cached is free."""
-        self._free += self.index.clear()
+        self._free += self._cached
+        for found in (self._blocks, self._keys, self._cached):
+            found.clear()
 
     def assert_consistent(self, read: Iterable[int], kept: Iterable[int]) -> None:
         """Raise ``AssertionError`` unless every block is free, cached, away or had, once.
@@ -125,9 +135,10 @@ class BlockPool:
         ``read`` are the blocks of all sequences on the device, ``kept`` those of all holders, as often as they have
         them.
         """
-        self.index.assert_consistent()
+        found = [(key, block) for key, blocks in self._blocks.items() for block in blocks]
+        assert sorted(found) == sorted((key, block) for block, key in self._keys.items()), "keys and blocks disagree"
         for had, counts in ((read, self.readers), (kept, self.keepers)):
             assert Counter(had) == {b: n for b, n in enumerate(counts) if n}, "counts differ from the sequences' blocks"
         held = [b for b, n in enumerate(self.readers) if n or self.keepers[b]]
-        parts = [*self._free, *self._away, *self.index.oldest(self.index.idle), *held]
+        parts = [*self._free, *self._away, *self._cached, *held]
         assert sorted(parts) == list(range(len(self.readers))), "a device block is lost or in two places"

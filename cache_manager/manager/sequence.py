@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
@@ -16,10 +16,6 @@ from cache_manager.numbers import count_in_range, integers
 from cache_manager.stored import RestoreJob
 
 Ints = NDArray[np.int64]
-Extra = bytes | Mapping[int, bytes]
-"""What decides content besides tokens, such as the digest of an image: of the prompt, or by index of a block."""
-
-
 NOTHING: Final[tuple[bytes, Ints]] = b"", np.empty(0, np.int64)
 
 
@@ -45,7 +41,6 @@ class Sequence:
     chain: KeyChain
     blocks: list[int] = field(default_factory=list)  # in token order, in the tier that it is in
     phase: Phase = Phase.READY
-    extra: Mapping[int, bytes] = field(default_factory=dict)
     keys: list[BlockKey] = field(default_factory=list)  # of its first full blocks
     asked: tuple[list[BlockKey], bytes] = ([], b"")  # keys by which it was admitted, and the token ids they are of
     job: RestoreJob | None = None  # which it waits for
@@ -59,10 +54,9 @@ class Sequence:
 
     def of(self, ids: Ints) -> list[BlockKey]:
         """The keys of the blocks of these tokens, from the first block on, that of a partial last one too."""
-        size, keys = self.chain.block_tokens, [] if self.extra else self.chain.keys(ids)
-        for at in range(len(keys) * size, ids.size, size):
-            extra = self.extra.get(len(keys), b"")
-            keys.append(self.chain.key(keys[-1] if keys else None, ids[at : at + size], extra))
+        keys = self.chain.keys(ids)
+        if (rest := ids[len(keys) * self.chain.block_tokens :]).size:
+            keys.append(self.chain.key(keys[-1] if keys else None, rest))
         return keys
 
     def add(self, index: int, ids: bytes) -> BlockKey:
@@ -75,7 +69,7 @@ class Sequence:
                 self.asked = [], b""
         else:
             self.asked = [], b""
-            key = self.chain.following(self.keys[-1] if index else None, ids, self.extra.get(index, b""))
+            key = self.chain.following(self.keys[-1] if index else None, ids)
         self.keys.append(key)
         return key
 
@@ -149,14 +143,3 @@ class Sequences:
     def enter(self, s: Sequence, phase: Phase) -> None:
         """The sequence is in another phase, or has other blocks: nothing is known of its next slot."""
         s.phase, self.limit[s.row], self._last = phase, 0, NOTHING
-
-
-def digests(extra: Extra) -> Mapping[int, bytes]:
-    """``extra`` by index of a block; a prompt's is its first block's, and so in every key after that."""
-    by_block = {0: extra} if isinstance(extra, bytes) else extra
-    if not isinstance(by_block, Mapping):
-        raise InvalidInputError("extra", "bytes, or bytes by index of a block", repr(extra))
-    for index, digest in by_block.items():
-        if not isinstance(index, int) or index < 0 or not isinstance(digest, bytes):
-            raise InvalidInputError("extra", "bytes, or bytes by index of a block", f"{digest!r} at {index!r}")
-    return {index: digest for index, digest in by_block.items() if digest}

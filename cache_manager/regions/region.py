@@ -111,8 +111,8 @@ class MappedRegion:
 class HeapRegion(MappedRegion):
     """A region that no other process sees; forked children inherit a copy.
 
-    The arrays are zero at first, page-backed already, in huge pages where there are any. Raises
-    :class:`~cache_manager.errors.NoSpaceError` when the machine, a cgroup or the process's address space has no room.
+    The arrays are zero at first, page-backed already, in huge pages where there are any. Raises :class:`NoSpaceError`
+    when the machine, a cgroup or the process's address space has no room.
     """
 
     __slots__ = ()

@@ -6,11 +6,10 @@ import contextlib
 import errno
 import mmap
 import os
+import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-
-import numpy as np
 
 from cache_manager.errors import NoSpaceError, RegionError
 
@@ -22,12 +21,13 @@ _POPULATE_CHUNK_NBYTES = 256 << 20  # madvise holds the interpreter lock: let ot
 def memory_free_nbytes(root: Path = Path("/")) -> tuple[str, int]:
     """The tightest bound on memory that this process can still touch, and what sets it.
 
-    The machine's available memory, and for every cgroup (v1 or v2) above this process its limit less what it uses,
-    where file pages that the kernel would give back first count as free.
+    The machine's available memory, and for every cgroup above this process its limit less what it uses, where file
+    pages that the kernel would give back first count as free.
     """
-    bounds = [("memory of this machine", nbytes) for nbytes in _meminfo(root)]
-    bounds += [(f"memory limit of cgroup {name}", nbytes) for name, nbytes in _cgroups(root)]
-    return min(bounds, key=lambda bound: bound[1], default=("memory", 1 << 62))
+    available = re.search(r"^MemAvailable: +(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
+    bounds = [("memory of this machine", int(available[1]) << 10 if available else 1 << 62)]
+    bounds += [(f"memory limit of cgroup {name}", nbytes) for name, nbytes in _cgroup_free_nbytes(root)]
+    return min(bounds, key=lambda bound: bound[1])
 
 
 def require_memory(nbytes: int) -> None:
@@ -85,44 +85,19 @@ def populate(memory: mmap.mmap, *, write: bool) -> None:
         if error.errno in (errno.EFAULT, errno.ENOMEM):
             where, free = memory_free_nbytes()
             raise NoSpaceError(where, len(memory), free, "ask for fewer blocks") from error
-        if error.errno != errno.EINVAL:
-            raise
-        if write:  # a kernel before 5.14; the pages of a new region hold zeros
-            np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
+        raise
 
 
-def _meminfo(root: Path) -> Iterator[int]:
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            yield int(line.split()[1]) << 10
-
-
-def _cgroups(root: Path) -> Iterator[tuple[str, int]]:
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0" and not controllers:
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            base = root / "sys/fs/cgroup/memory"
-        else:
+def _cgroup_free_nbytes(root: Path) -> Iterator[tuple[str, int]]:
+    """Every cgroup (v2) that limits this process, with what is free in it."""
+    path = next((line[3:] for line in (root / "proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"), "/")
+    # Inside a container the path may be that of the host: then only the root of the hierarchy is there to read.
+    for at in (Path(path), *Path(path).parents):
+        group = root / "sys/fs/cgroup" / at.relative_to("/")
+        try:
+            most, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+            cached = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+        except FileNotFoundError:
             continue
-        # Inside a container the path may be that of the host: then only the root of the hierarchy is there to read.
-        parts = Path(path.lstrip("/")).parts
-        for depth in range(len(parts), -1, -1):
-            group = "/".join(parts[:depth])
-            free = _cgroup_free_nbytes(base / group, *names)
-            if free is not None:
-                yield "/" + group, free
-
-
-def _cgroup_free_nbytes(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    try:
-        most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
-        stat = (group / "memory.stat").read_text()
-    except FileNotFoundError:
-        return None
-    if most == "max":
-        return None
-    cache = sum(int(line.split()[1]) for line in stat.splitlines() if line.split()[0] == reclaimable)
-    return max(0, int(most) - max(0, used - cache))
+        if most != "max":
+            yield str(at), max(0, int(most) - max(0, used - (int(cached[1]) if cached else 0)))

@@ -61,10 +61,9 @@ class SharedRegion(MappedRegion):
     def create(cls, layout: RecordLayout, blocks: int, *, tier: TierName, namespace: bytes) -> SharedRegion:
         """A new region under a name nobody else can have, zero, and backed by memory to the last page.
 
-        ``tier`` says whose blocks it mirrors: the device's (the host buffer) or the host's (the swap buffer).
-        ``namespace`` is :attr:`Namespace.fingerprint`; it changes with :meth:`renew`. Removes orphans first. Raises
-        :class:`~cache_manager.errors.NoSpaceError` with the numbers when ``/dev/shm``, a cgroup, the machine or the
-        process's address space has no room; nothing is left behind then.
+        ``tier`` says whose blocks it mirrors; ``namespace`` is :attr:`Namespace.fingerprint`, and changes with
+        :meth:`renew`. Removes orphans first. Raises :class:`NoSpaceError` with the numbers when ``/dev/shm``, a cgroup,
+        the machine or the process's address space has no room; nothing is left behind then.
         """
         extent = extent_of(layout, blocks)
         if tier not in directory.BUFFERS:
@@ -95,10 +94,8 @@ class SharedRegion(MappedRegion):
         """The region called ``name``, mapped only after everything about it was found right.
 
         Checked are the file (regular, not a link, this user's, 0600), its size, the header and its sum, and the
-        ``layout`` where one is given; else the region's own is taken. Raises
-        :class:`~cache_manager.errors.RegionMissingError` when there is none, else
-        :class:`~cache_manager.errors.RegionMismatchError` naming the first field that differs. Without ``writable``
-        the arrays refuse writes.
+        ``layout`` where one is given. Raises :class:`RegionMissingError` when there is none, else
+        :class:`RegionMismatchError` naming the first field that differs. Without ``writable`` the arrays refuse writes.
         """
         fd = _open(name, writable=writable)
         try:

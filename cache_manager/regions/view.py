@@ -22,14 +22,9 @@ GENERATION_END: Final = 1 << (64 - GENERATION_SHIFT)
 class RegionView:
     """A shared region attached to by name, read-only, for a process that does not own it.
 
-    A block's row is handed out only if it was written for the generation that the caller names. Without generations a
-    process that has not yet heard of a block's new owner would take the old owner's rows for valid ones.
-
-    What is of another namespace than the one attached to is missing: after a weight update, which :meth:`follow` tells
-    the view of. Rows stay readable when the owner has died or closed the region, because memory stays until its last
-    user is gone.
-
-    Reads from any thread; :meth:`close` it when no thread reads.
+    A block's row is handed out only if it was written for the generation that the caller names. What is of another
+    namespace than the one attached to is missing, until :meth:`follow` tells the view of a weight update. Rows stay
+    readable when the owner has died or closed the region. Reads from any thread; :meth:`close` it when no thread reads.
     """
 
     __slots__ = ("_namespace", "_region")
@@ -37,9 +32,8 @@ class RegionView:
     def __init__(self, name: str, *, namespace: bytes | None = None) -> None:
         """``namespace`` is the :attr:`Namespace.fingerprint` that the region is expected to have.
 
-        Raises :class:`~cache_manager.errors.RegionMissingError` when there is no such region,
-        :class:`~cache_manager.errors.RegionMismatchError` when it is not a sound one or of another namespace, and
-        :class:`~cache_manager.errors.RegionError` on a machine that does not order stores.
+        Raises :class:`RegionMissingError` when there is no such region, :class:`RegionMismatchError` when it is not a
+        sound one or of another namespace, and :class:`RegionError` on a machine that does not order stores.
         """
         require_ordered_stores("RegionView")
         self._region: SharedRegion | None = SharedRegion.attach(name)
@@ -72,8 +66,6 @@ class RegionView:
 
         No ``stop`` is the end of the last block. Missing are rows of a block that is now in another generation, rows
         not yet committed, all rows of another namespace, and rows of a block that kept changing under the copy.
-        Raises :class:`~cache_manager.errors.SpecError` for a name that no spec has and
-        :class:`~cache_manager.errors.InvalidInputError` for blocks, rows or generations that cannot be.
         """
         region = self._attached()
         index, tokens = region.layout.index(name), region.layout.block_tokens
@@ -110,9 +102,6 @@ class RegionView:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"<RegionView of {self._region!r}>"
 
     def _attached(self) -> SharedRegion:
         if self._region is None:

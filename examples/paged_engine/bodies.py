@@ -9,26 +9,24 @@ import msgspec
 from cache_manager.errors import InvalidInputError
 from paged_engine import text
 from paged_engine.request import SAMPLES_MAX, Request
+from paged_engine.sequence import Handover
 
 DRAW: Final = "completion"
 """What sampling noise depends on beside the seed: the same seed draws the same tokens on every server."""
 NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    "top_p": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "best_of": (1,),
+    **dict.fromkeys(("top_p", "best_of"), (1,)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
+    **dict.fromkeys(("logit_bias", "stream_options"), ({},)),
     "echo": (False,),
     "logprobs": (),
-    "logit_bias": ({},),
     "suffix": ("",),
     "stop": ("", []),
-    "stream_options": ({},),
 }
 """OpenAI's parameters that nothing is done with, and their values (or null) that ask for nothing."""
 
 
 class Handed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What prefill answers, and a request for decode has as ``handover``.
+    """What prefill answers when it has begun, and a request for decode has as ``handover``.
 
     ``transfer`` is 32 hex digits, or null where the blocks could not be lent.
     """
@@ -38,7 +36,25 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: str
     weights_version: int
     prompt_tokens: int
-    first_tokens: list[int]
+
+    def taken(self, mine: Handed, prefills: tuple[str, ...]) -> tuple[Handover | None, str]:
+        """What decode takes over, or none and why it computes the prompt itself. ``mine``: what decode would say.
+
+        Raises :class:`InvalidInputError` for one that is not of this request, or of none of the ``prefills``.
+        """
+        if self.transfer is None:
+            return None, "computed here: prefill could not lend it"
+        if self.address not in prefills:
+            known = " or ".join(prefills) or "none: this decode has no --prefill"
+            raise InvalidInputError("handover.address", known, repr(self.address)[:80])
+        if self.prompt_tokens != mine.prompt_tokens:
+            raise InvalidInputError("handover.prompt_tokens", mine.prompt_tokens, self.prompt_tokens)
+        if len(self.transfer) != 32 or set(self.transfer) - set("0123456789abcdef"):
+            raise InvalidInputError("handover.transfer", "32 hex digits", repr(self.transfer)[:80])
+        for name in ("model", "weights_version"):  # an update that one of the two has not seen yet
+            if (wanted := getattr(mine, name)) != (got := getattr(self, name)):
+                return None, f"computed here: {name}: wanted {wanted}, got {got}"
+        return Handover(bytes.fromhex(self.transfer), self.address), ""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,7 +77,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.model not in (None, model):
             raise InvalidInputError("model", model, repr(self.model))
         prompt = text.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
-        check_tokens("prompt", prompt)
+        if not prompt:
+            raise InvalidInputError("prompt", "at least 1 token", 0)
+        if wrong := [token for token in prompt if not 0 <= token < text.VOCAB_SIZE]:
+            raise InvalidInputError("prompt", f"token ids in [0, {text.VOCAB_SIZE})", wrong[0])
         for name, low, high in (("max_tokens", 1, 1 << 31), ("n", 1, SAMPLES_MAX), ("seed", 0, (1 << 63) - 1)):
             if not low <= getattr(self, name) <= high:
                 raise InvalidInputError(name, f"{low} to {high}", getattr(self, name))
@@ -84,13 +103,4 @@ def parse(body: bytes) -> Completion:
         raise InvalidInputError("body", "a completion as JSON", str(error)[:200]) from error
 
 
-def check_tokens(field: str, tokens: list[int]) -> None:
-    """Raise unless ``tokens`` are ids of the vocabulary, one at least."""
-    if not tokens:
-        raise InvalidInputError(field, "at least 1 token", 0)
-    if not 0 <= min(tokens) <= max(tokens) < text.VOCAB_SIZE:
-        wrong = next(token for token in tokens if not 0 <= token < text.VOCAB_SIZE)
-        raise InvalidInputError(field, f"token ids in [0, {text.VOCAB_SIZE})", wrong)
-
-
-__all__ = ["DRAW", "Completion", "Handed", "check_tokens", "parse"]
+__all__ = ["DRAW", "Completion", "Handed", "parse"]

@@ -1,12 +1,17 @@
-"""One engine goes on where another has stopped: prefill lends the blocks of a prompt, decode fetches them.
+"""One engine goes on where another has stopped: prefill lends the blocks of a prompt as it fills them, decode fetches.
 
-Rows and KV are lent from copies, so prefill keeps no block for it. A sequence with a handover gets its blocks like any
-other, what decode's own prefix cache has included, and fetches only the rest; it runs when the fetch is over. Whatever
-did not come is computed here, from the first gap on, so that rows and KV are decode's own.
+The id of a transfer is drawn when the first chunk of a prompt is admitted. Decode is told of it then, gives the
+sequence its blocks like any other, what its own prefix cache has included, and fetches the rest while prefill computes:
+after the last chunk one block is left. Whatever did not come is computed here, from the first gap on, so that rows and
+KV are decode's own; so is the last token of the prompt, whose logits the first sampled token comes from.
+
+Rows and KV are lent from copies, so prefill keeps no block for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +21,7 @@ from paged_engine.engine import Engine
 from paged_engine.request import FinishReason, Request
 from paged_engine.scheduler import Work
 from paged_engine.sequence import Event, Handover, Sequence, State
-from transfer import Release, TransferLimits, new_transfer
+from transfer import Release, TransferId, TransferLimits, new_transfer
 from transfer.link import Link
 
 
@@ -39,54 +44,82 @@ class PeerEngine(Engine):
         self.crossing.close()  # nothing is read or written for it from here on
         super().close()
 
+    def _span(self, sequence: Sequence, first: int, stop: int) -> tuple[dict[Any, int], list[int]]:
+        """The sequence's blocks ``[first, stop)`` by their keys, and their lives."""
+        keys = self.manager.keys(sequence.owner, sequence.request.prompt)[first:stop]
+        blocks = dict(zip(keys, self.manager.table(sequence.owner)[first:stop], strict=True))
+        return blocks, self.aux.generations(list(blocks.values())).tolist()
+
 
 class PrefillEngine(PeerEngine):
-    """Ends requests with the first token of each sample, and lends their blocks."""
+    """Computes prompts, and lends their blocks."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.lent: set[bytes] = set()
-        """Transfers that decode may still ask for."""
-        self._transfers: dict[str, bytes] = {}
+        self.lent: dict[bytes, str] = {}
+        """Transfers that decode may still ask for, and the requests that they are of."""
+        self._waiting: dict[str, Callable[[bytes | None], None]] = {}
+        self._filling: dict[str, tuple[bytes, int]] = {}  # by owner: as what, and how many blocks so far
 
-    def add(self, request: Request) -> None:
-        """Queue a prompt; whatever the request says about its end, one token a sample is generated.
+    def lend(self, request: Request, told: Callable[[bytes | None], None]) -> None:
+        """Queue a prompt; whatever the request says about its end, one token is generated.
 
-        A request that is too long as a whole is refused all the same: no decode could finish it.
+        ``told`` hears in a step, when the first chunk is admitted, what the blocks are lent as; ``None`` where they
+        cannot be. A request that is too long as a whole is refused all the same: no decode could finish it.
         """
         self.check_room(request)
-        super().add(replace(request, max_tokens=1, stop_tokens=frozenset(), stop_sequences=()))
-
-    def transfer_of(self, request_id: str) -> bytes | None:
-        """What a finished request's blocks are lent as, asked once; ``None`` where they could not be."""
-        return self._transfers.pop(request_id, None)
+        self.add(replace(request, max_tokens=1, n=1, stop_tokens=frozenset(), stop_sequences=()))
+        self._waiting[request.id] = told
 
     def _plan(self) -> list[Work]:
         for ended in self.crossing.poll():
-            if isinstance(ended, Release):
-                self.lent.discard(ended.transfer)
-                self._transfers = {name: mine for name, mine in self._transfers.items() if mine != ended.transfer}
-        return super()._plan()
+            if isinstance(ended, Release) and (request_id := self.lent.pop(ended.transfer, None)) is not None:
+                self.abort(request_id)  # nobody wants more of it; most have ended long ago
+        work = super()._plan()
+        for sequence in (item.sequence for item in work):
+            if (told := self._waiting.pop(sequence.request.id, None)) is not None:
+                transfer = new_transfer()
+                self._filling[sequence.owner] = transfer, 0
+                self.lent[transfer] = sequence.request.id
+                told(transfer if self._fill(sequence, sequence.computed) else None)
+        return work
+
+    def _advance(self, item: Work, logits: Any) -> None:
+        if item.sequence.owner in self._filling:
+            self._fill(item.sequence, item.stop)
+        super()._advance(item, logits)
+
+    def _fill(self, sequence: Sequence, computed: int) -> bool:
+        """Lend what has been ``computed`` and was not lent before: full blocks, and the last one. Whether it can be."""
+        transfer, first = self._filling[sequence.owner]
+        size, last = self.config.block_tokens, computed >= len(sequence.request.prompt)
+        stop = -(-computed // size) if last else max(first, computed // size)
+        self._filling[sequence.owner] = transfer, stop
+        try:
+            tokens = computed - first * size if last else (stop - first) * size
+            self.crossing.lender.lend(transfer, first, *self._span(sequence, first, stop), tokens, last=last)
+        except KVRouteError:  # the node takes nothing more: decode computes the rest
+            del self._filling[sequence.owner], self.lent[transfer]
+            with suppress(KVRouteError):
+                self.crossing.lender.withdraw(transfer, "it cannot be lent")
+            return False
+        return True
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        if reason is not FinishReason.ABORT and sequence.sample == 0:
-            prompt, transfer = sequence.request.prompt, new_transfer()
-            table = self.manager.table(sequence.owner)
-            blocks = dict(zip(self.manager.keys(sequence.owner, prompt), table, strict=False))
-            lives = self.aux.generations(list(blocks.values())).tolist()
-            try:
-                self.crossing.lender.lend(transfer, 0, blocks, lives, len(prompt))
-            except KVRouteError:
-                pass  # the node takes nothing more: decode computes the prompt
-            else:
-                self.lent.add(transfer)
-                self._transfers[sequence.request.id] = transfer
+        transfer, _ = self._filling.pop(sequence.owner, (b"", 0))
+        if reason is FinishReason.ABORT and self.lent.pop(transfer, None) is not None:
+            with suppress(KVRouteError):
+                self.crossing.lender.withdraw(transfer, "the request was aborted")
+        self._waiting.pop(sequence.request.id, None)
         super()._finish(sequence, reason)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCounters:
-    """Of prompts that were handed over: how many, what came, and how many of their tokens were computed here."""
+    """Of prompts that were handed over: how many, what came, and how many of their tokens were computed here as well.
+
+    The last token of each is computed here always, and does not count.
+    """
 
     handovers: int = 0
     transferred_blocks: int = 0
@@ -103,9 +136,7 @@ class DecodeEngine(PeerEngine):
         self._handovers = self._blocks = self._recomputed = 0
 
     def take_over(self, request: Request, handover: Handover) -> None:
-        """:meth:`add` a request whose prompt another engine has computed."""
-        if len(handover.first_tokens) != request.n:
-            raise InvalidInputError("first_tokens", f"{request.n}, one a sample", len(handover.first_tokens))
+        """:meth:`add` a request whose prompt another engine computes, or has computed."""
         waiting = (s.handover for s in self.scheduler.unfinished if s.handover is not None)
         if handover.transfer in {*self._under_way, *(each.transfer for each in waiting)}:
             raise InvalidInputError("transfer", "one that is not in use", handover.transfer.hex())
@@ -133,46 +164,42 @@ class DecodeEngine(PeerEngine):
         return work
 
     def _compute(self, work: list[Work]) -> None:
-        taken_over = (item for item in work if item.sequence.handover is not None)
-        self._recomputed += sum(max(0, min(w.stop, len(w.sequence.request.prompt)) - w.start) for w in taken_over)
+        for item in work:
+            if item.sequence.handover is not None:
+                self._recomputed += max(0, min(item.stop, len(item.sequence.request.prompt) - 1) - item.start)
         super()._compute(work)
 
     def _fetched(self, sequence: Sequence) -> bool:
         return any(mine is sequence for mine, _ in self._under_way.values())
 
     def _fetch(self, sequence: Sequence, handover: Handover) -> None:
-        owner, prompt, size = sequence.owner, sequence.request.prompt, self.config.block_tokens
-        first = sequence.computed // size
-        blocks = dict(zip(self.manager.keys(owner, prompt)[first:], self.manager.table(owner)[first:], strict=True))
-        lives = self.aux.generations(list(blocks.values())).tolist()
-        self.manager.hold(owner, _holder(handover.transfer), first)
+        first, tokens = sequence.computed // self.config.block_tokens, len(sequence.request.prompt) - 1
+        blocks, lives = self._span(sequence, first, -(-tokens // self.config.block_tokens))
+        self.manager.hold(sequence.owner, _holder(handover.transfer), first)
         self._under_way[handover.transfer] = sequence, first
-        tokens = len(prompt) - first * size
-        self.crossing.borrower.fetch(handover.transfer, handover.address, first, blocks, lives, tokens)
+        wanted = tokens - first * self.config.block_tokens
+        self.crossing.borrower.fetch(handover.transfer, handover.address, first, blocks, lives, wanted)
 
     def _land(self, came: Came) -> None:
         """Nothing more lands: the sequence runs with what is there, or has been told to end or to begin anew."""
         sequence, first = self._under_way.pop(came.transfer)
         self.manager.free(_holder(came.transfer))
         self._blocks += len(came.kv)
-        handover, prompt, size = sequence.handover, sequence.request.prompt, self.config.block_tokens
-        if sequence.state is not State.LANDING or handover is None:
+        if sequence.state is not State.LANDING:
             return
-        places = range(first, -(-len(prompt) // size))
+        size, tokens = self.config.block_tokens, len(sequence.request.prompt) - 1
+        places = range(first, -(-tokens // size))
         gap = next((i for i in places if i in came.why or i not in came.kv), places.stop)
         sequence.on(Event.LAND)
-        sequence.computed = min(len(prompt), gap * size)
-        self.manager.publish(sequence.owner, prompt[: sequence.computed])
-        if sequence.computed < len(prompt):  # the last prompt token is computed here, and sampled from
+        sequence.computed = min(tokens, gap * size)
+        self.manager.publish(sequence.owner, sequence.request.prompt[: sequence.computed])
+        if gap < places.stop:
             sequence.note = f"computed here from position {gap * size} on: {came.why.get(gap, 'it did not come')}"
-            return
-        for each, token in zip((sequence, *self._fork(sequence)), handover.first_tokens, strict=True):
-            if (reason := each.accept(token)) is not None:
-                self._finish(each, reason)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        if sequence.state is State.LANDING and self._fetched(sequence):
-            self.crossing.borrower.give_up(set(self.manager.table(sequence.owner)))
+        if sequence.state is State.LANDING and sequence.handover is not None and self._fetched(sequence):
+            with suppress(KVRouteError):  # of a node that is closed
+                self.crossing.node.abort(TransferId(sequence.handover.transfer), "aborted")  # prefill need not go on
         super()._finish(sequence, reason)
 
 

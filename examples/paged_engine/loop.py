@@ -1,7 +1,6 @@
-"""The thread that an engine lives in, and the way to it from others.
+"""The thread that an engine lives in. What is asked of it goes through a queue; what it answers comes back as futures.
 
-An engine belongs to one thread. What is asked of it goes through a queue; what it answers comes back as futures. When
-it fails, everything in flight fails with the cause, and so does whatever comes later.
+When it fails, everything in flight fails with the cause, and so does whatever comes later.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Final
 
 from cache_manager.errors import KVRouteError
 from paged_engine.engine import Engine
-from paged_engine.request import Output, Request
+from paged_engine.request import Output
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ WAITING_S: Final = 0.002
 """Pause of an engine whose sequences all wait for something outside."""
 
 Tell = Callable[[int, tuple[int, ...]], None]
-"""Hears, in the engine's thread, of new tokens: the sample's number, and what it got since the last call."""
+"""Hears, in the engine's thread, what a sample of this number has generated so far."""
 
 
 class EngineFailedError(KVRouteError):
@@ -37,26 +36,15 @@ class EngineFailedError(KVRouteError):
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    request: Request
+    request_id: str
     add: Callable[[], None]
     tell: Tell | None
     future: Future[tuple[Output, ...]] = field(default_factory=Future)
     outputs: dict[int, Output] = field(default_factory=dict)
-    told: dict[int, int] = field(default_factory=dict)
 
-    def hear(self, sample: int, generated: tuple[int, ...]) -> None:
-        told = self.told.get(sample, 0)
-        if self.tell is not None and len(generated) > told:
-            self.tell(sample, generated[told:])
-            self.told[sample] = len(generated)
-
-    def end(self, found: tuple[Output, ...] | BaseException) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        if isinstance(found, BaseException):
-            self.future.set_exception(found)
-        else:
-            self.future.set_result(found)
+    def fail(self, error: Exception) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
 
 
 class EngineThread:
@@ -82,20 +70,17 @@ class EngineThread:
         """Seconds since the engine's last step ended."""
         return time.monotonic() - self._turned_at_s
 
-    def submit(self, request: Request, add: Callable[[], None], tell: Tell | None = None) -> Future[tuple[Output, ...]]:
+    def submit(self, request_id: str, add: Callable[[], None], tell: Tell | None = None) -> Future[tuple[Output, ...]]:
         """``add`` the request in the engine's thread; the future has its samples, or what was wrong with it."""
-        job = _Job(request, add, tell)
+        job = _Job(request_id, add, tell)
         self._asked.put(job)
         if self.failure is not None:
             self._fail_all(self.failure)
         return job.future
 
-    def abort(self, request_id: str) -> None:
-        """End the request; its future has what there was. Nothing happens if it is not in flight."""
-        self._asked.put(request_id)
-
-    def abort_all(self) -> None:
-        for request_id in list(self._jobs):
+    def abort(self, *request_ids: str) -> None:
+        """End the requests, all if none is named; their futures have what there was. The ids may be unknown."""
+        for request_id in request_ids or list(self._jobs):
             self._asked.put(request_id)
 
     def close(self, within_s: float) -> bool:
@@ -123,9 +108,17 @@ class EngineThread:
             self._do(self._asked.get())
         steps, outputs = self._engine.steps, self._engine.step()
         for job in self._jobs.values():
-            for sequence in self._engine.scheduler.of(job.request.id) if job.tell else ():
-                job.hear(sequence.sample, sequence.generated)
-        self._take(outputs)
+            for sequence in self._engine.scheduler.of(job.request_id):
+                if job.tell is not None and sequence.generated:
+                    job.tell(sequence.sample, sequence.generated)
+        for output in outputs:
+            self._jobs[output.request.id].outputs[output.sample] = output
+        # A request that is aborted before its samples were forked ends with fewer outputs than it has samples.
+        for request_id in {output.request.id for output in outputs}:
+            if not self._engine.scheduler.of(request_id):
+                job = self._jobs.pop(request_id)
+                if job.future.set_running_or_notify_cancel():
+                    job.future.set_result(tuple(job.outputs[sample] for sample in sorted(job.outputs)))
         self._turned_at_s = time.monotonic()
         if self._engine.steps == steps and not outputs:
             with suppress(Empty):
@@ -138,27 +131,16 @@ class EngineThread:
         try:
             asked.add()
         except Exception as error:  # noqa: BLE001 - one request's trouble must not end the engine
-            asked.end(error)
+            asked.fail(error)
         else:
-            self._jobs[asked.request.id] = asked
-
-    def _take(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            job = self._jobs[output.request.id]
-            job.outputs[output.sample] = output
-            job.hear(output.sample, output.tokens)
-        # A request that is aborted before its samples were forked ends with fewer outputs than it has samples.
-        for request_id in {output.request.id for output in outputs}:
-            if not self._engine.scheduler.of(request_id):
-                job = self._jobs.pop(request_id)
-                job.end(tuple(job.outputs[sample] for sample in sorted(job.outputs)))
+            self._jobs[asked.request_id] = asked
 
     def _fail_all(self, error: Exception) -> None:
         while not self._asked.empty():
             if isinstance(asked := self._asked.get(), _Job):
-                asked.end(error)
+                asked.fail(error)
         while self._jobs:
-            self._jobs.popitem()[1].end(error)
+            self._jobs.popitem()[1].fail(error)
 
 
 __all__ = ["EngineFailedError", "EngineThread", "Tell"]

@@ -55,11 +55,10 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Another engine has computed the prompt: where its blocks are, and the token that each sample begins with."""
+    """Another engine computes the prompt: as what its blocks are lent, and where."""
 
     transfer: bytes
     address: str
-    first_tokens: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)

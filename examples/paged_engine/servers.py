@@ -1,8 +1,9 @@
 """Two small HTTP servers: prefill computes prompts and lends their blocks, decode goes on from them.
 
-What ``POST /v1/completions`` of prefill answers is what decode's takes as ``handover``; without one decode computes the
-prompt itself. ``GET /healthz`` and ``/counters`` are for whoever looks after them. Both run small models with seeded
-weights. A process whose engine fails ends with the cause, so that whatever started it can start it again.
+What ``POST /v1/completions`` of prefill answers, as soon as it has begun, is what decode's takes as ``handover``;
+without one decode computes the prompt itself. ``GET /healthz`` and ``/counters`` are for whoever looks after them. Both
+run small models with seeded weights. A process whose engine fails ends with the cause, so that whatever started it can
+start it again.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from aiohttp.http_exceptions import HttpProcessingError
 from cache_manager.errors import ConfigError, InvalidInputError, KVRouteError
 from cache_manager.keys import Namespace
 from paged_engine import text
-from paged_engine.bodies import Completion, Handed, check_tokens, parse
+from paged_engine.bodies import Completion, Handed, parse
 from paged_engine.findings import Traffic
 from paged_engine.handover import DecodeEngine, PrefillEngine
 from paged_engine.loop import EngineThread
 from paged_engine.models import build_model, weights_digest
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
-from paged_engine.sequence import Handover
 from transfer import TransferLimits, ZmqLink, ZmqSettings
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Settings:
 class Server:
     """One of the two, around an engine in a thread of its own."""
 
-    def __init__(self, settings: Settings, limits: TransferLimits = LIMITS) -> None:
+    def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(1)
         self.settings, self.url = settings, ""
         self.http = dict.fromkeys(("requests", "answered", "refused", "failed", "left", "in_flight"), 0)
@@ -86,7 +86,7 @@ class Server:
         link = ZmqLink(ZmqSettings(bind=settings.peers[0] if prefill else None))
         kind = PrefillEngine if prefill else DecodeEngine
         namespace = Namespace(self._model, settings.weights_version)
-        self.engine = kind(model, config, namespace, link=link, limits=limits)
+        self.engine = kind(model, config, namespace, link=link, limits=LIMITS)
         self.thread = EngineThread(self.engine, failed=self.end)
         self._app = web.Application(client_max_size=BODY_MAX_NBYTES, middlewares=[self._in_words])
         self._app.router.add_post("/v1/completions", self._complete)
@@ -99,8 +99,8 @@ class Server:
         if (http.content_length or 0) > BODY_MAX_NBYTES:
             raise web.HTTPRequestEntityTooLarge(BODY_MAX_NBYTES, http.content_length or 0)
         async with asyncio.timeout(BODY_S):
-            text_of_body = await http.read()  # before it counts: one who never ends it takes no place
-        body, request = await asyncio.to_thread(self._asked, text_of_body)  # to tokenise is work
+            sent = await http.read()  # before it counts: one who never ends it takes no place
+        body, request = await asyncio.to_thread(self._asked, sent)  # to tokenise is work
         if self._draining or self.http["in_flight"] >= REQUESTS_MAX:
             why = "the server is ending" if self._draining else f"{REQUESTS_MAX} requests are in flight already"
             raise web.HTTPServiceUnavailable(reason=why)
@@ -109,81 +109,63 @@ class Server:
             async with asyncio.timeout(REQUEST_S):
                 if isinstance(self.engine, PrefillEngine):
                     return await self._prefill(self.engine, request)
-                handover, note = self._handover(body.handover, request)
-                return await self._decode(self.engine, http, body, request, handover, note)
+                return await self._decode(self.engine, http, body, request)
         finally:
             self.http["in_flight"] -= 1
 
-    def _asked(self, text_of_body: bytes) -> tuple[Completion, Request]:
-        body = parse(text_of_body)
+    def _asked(self, sent: bytes) -> tuple[Completion, Request]:
+        body = parse(sent)
         return body, body.request(f"cmpl-{secrets.token_hex(16)}", self.settings.model)
 
-    async def _prefill(self, engine: PrefillEngine, request: Request) -> web.Response:
-        outputs = await self._generated(request, lambda: engine.add(request))
-        transfer = engine.transfer_of(request.id)
-        handed = Handed(
-            transfer=None if transfer is None else transfer.hex(),
-            address=engine.crossing.address,
+    def _handed(self, request: Request, transfer: str | None) -> Handed:
+        return Handed(
+            transfer=transfer,
+            address=self.engine.crossing.address,
             prompt_tokens=len(request.prompt),
-            first_tokens=[output.tokens[0] for output in outputs],
             model=self._model,
             weights_version=self.settings.weights_version,
         )
-        return _json(msgspec.to_builtins(handed))
 
-    def _handover(self, given: Handed | None, request: Request) -> tuple[Handover | None, str]:
-        """What decode takes over, or none and why it computes the prompt itself."""
-        if given is None or given.transfer is None:
-            return None, "" if given is None else "computed here: prefill could not lend it"
-        if given.address not in self.settings.peers:
-            known = " or ".join(self.settings.peers) or "none: this decode has no --prefill"
-            raise InvalidInputError("handover.address", known, repr(given.address)[:80])
-        if given.prompt_tokens != len(request.prompt) or len(given.first_tokens) != request.n:
-            wanted = f"{len(request.prompt)} prompt tokens and {request.n} first ones, as in this request"
-            raise InvalidInputError("handover", wanted, f"{given.prompt_tokens} and {len(given.first_tokens)}")
-        check_tokens("handover.first_tokens", given.first_tokens)
-        if len(given.transfer) != 32 or set(given.transfer) - set("0123456789abcdef"):
-            raise InvalidInputError("handover.transfer", "32 hex digits", repr(given.transfer)[:80])
-        for name, mine in (("model", self._model), ("weights_version", self.settings.weights_version)):
-            if getattr(given, name) != mine:  # an update that one of the two has not seen yet
-                return None, f"computed here: {name}: wanted {mine}, got {getattr(given, name)}"
-        return Handover(bytes.fromhex(given.transfer), given.address, tuple(given.first_tokens)), ""
+    async def _prefill(self, engine: PrefillEngine, request: Request) -> web.Response:
+        told: asyncio.Future[bytes | None] = self._loop.create_future()
+
+        def tell(transfer: bytes | None) -> None:
+            self._loop.call_soon_threadsafe(_give, told, transfer)
+
+        ended = asyncio.wrap_future(self.thread.submit(request.id, lambda: engine.lend(request, tell)))
+        ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # it has its answer by then
+        try:
+            await asyncio.wait((told, ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not told.done():
+                self.thread.abort(request.id)
+        if not told.done():
+            _whole(ended.result())  # raises: it has failed, or was aborted
+        transfer = await told
+        return _json(msgspec.to_builtins(self._handed(request, transfer.hex() if transfer else None)))
 
     async def _decode(
-        self,
-        engine: DecodeEngine,
-        http: web.Request,
-        body: Completion,
-        request: Request,
-        handover: Handover | None,
-        note: str,
+        self, engine: DecodeEngine, http: web.Request, body: Completion, request: Request
     ) -> web.StreamResponse:
+        handover, note = None, ""
+        if body.handover is not None:
+            handover, note = body.handover.taken(self._handed(request, None), tuple(self.settings.peers))
         add = (lambda: engine.add(request)) if handover is None else (lambda: engine.take_over(request, handover))
         stream = _Stream(http, request.id) if body.stream else None
+        future = asyncio.wrap_future(self.thread.submit(request.id, add, stream.tell if stream else None))
         try:
-            outputs = await self._generated(request, add, stream)
+            if stream is not None:
+                await stream.follow(future)
+            outputs = _whole(await future)
         except (KVRouteError, web.HTTPException) as error:
             if stream is None or not stream.begun:
                 raise
             return await stream.end({"error": {"message": str(error)}, "choices": []})
-        answer = await asyncio.to_thread(self._answer, body, request, outputs, note)  # to encode rows is work
-        return _json(answer) if stream is None else await stream.end(answer)
-
-    async def _generated(
-        self, request: Request, add: Callable[[], None], stream: _Stream | None = None
-    ) -> tuple[Output, ...]:
-        """The samples of a request; it is aborted when nobody waits for it any more."""
-        future = asyncio.wrap_future(self.thread.submit(request, add, stream.tell if stream is not None else None))
-        try:
-            if stream is not None:
-                await stream.send_until(future)
-            outputs = await future
         finally:
             if not future.done():
-                self.thread.abort(request.id)
-        if any(output.reason is FinishReason.ABORT for output in outputs):
-            raise web.HTTPServiceUnavailable(reason="the request was aborted: the server is ending")
-        return outputs
+                self.thread.abort(request.id)  # nobody waits for it any more
+        answer = await asyncio.to_thread(self._answer, body, request, outputs, note)  # to encode rows is work
+        return _json(answer) if stream is None else await stream.end(answer)
 
     def _answer(self, body: Completion, request: Request, outputs: tuple[Output, ...], note: str) -> dict[str, Any]:
         choices = []
@@ -272,7 +254,7 @@ class Server:
             await self._ended.wait()
             self._draining = True
             await _until(lambda: not self._cares, DRAIN_S)
-            self.thread.abort_all()
+            self.thread.abort()
             await _until(lambda: not self.http["in_flight"], DRAIN_S / 2)
         except OSError as error:
             at = f"{self.settings.host}:{self.settings.port} ({error.strerror})"
@@ -306,51 +288,60 @@ class Server:
 
 
 class _Stream:
-    """An answer in events: tokens as they come, then the whole answer with its routes."""
+    """An answer in events: tokens as they come, then the whole answer with its routes, without what has been said."""
 
     def __init__(self, http: web.Request, request_id: str) -> None:
         self._http, self._id = http, request_id
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, tuple[int, ...]] | None] = asyncio.Queue()  # as many as tokens
-        self._said: dict[int, list[int]] = {}
+        self._events: asyncio.Queue[tuple[int, tuple[int, ...]] | None] = asyncio.Queue()  # as many as steps
+        self._said: dict[int, tuple[int, ...]] = {}
         self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
 
     @property
     def begun(self) -> bool:
         return self._response.prepared
 
-    def tell(self, sample: int, tokens: tuple[int, ...]) -> None:
+    def tell(self, sample: int, generated: tuple[int, ...]) -> None:
         """In the engine's thread."""
-        self._loop.call_soon_threadsafe(self._events.put_nowait, (sample, tokens))
+        self._loop.call_soon_threadsafe(self._events.put_nowait, (sample, generated))
 
-    async def send_until(self, future: asyncio.Future[tuple[Output, ...]]) -> None:
+    async def follow(self, future: asyncio.Future[tuple[Output, ...]]) -> None:
         """What fails before a token has come is still an answer with a status of its own."""
         future.add_done_callback(lambda _: self._events.put_nowait(None))
         while (event := await self._events.get()) is not None:
-            sample, tokens = event
-            said = self._said.setdefault(sample, [])
-            before = text.decode_whole(said)
-            said += tokens
-            piece = text.decode_whole(said)[len(before) :]
-            choice = {"index": sample, "text": piece, "token_ids": tokens, "finish_reason": None}
-            await self._send({"id": self._id, "object": "text_completion", "choices": [choice]})
+            if len(event[1]) > len(self._said.get(event[0], ())):
+                choice = self._new(*event, text.decode_whole) | {"finish_reason": None}
+                await self._send({"id": self._id, "object": "text_completion", "choices": [choice]})
 
     async def end(self, answer: dict[str, Any]) -> web.StreamResponse:
-        for choice in answer["choices"]:  # what has been said is not said again
-            said = self._said.get(choice["index"], [])
-            choice |= {
-                "text": choice["text"][len(text.decode_whole(said)) :],
-                "token_ids": choice["token_ids"][len(said) :],
-            }
+        for choice in answer["choices"]:
+            choice |= self._new(choice["index"], choice["token_ids"], text.decode)
         await self._send(answer)
         await self._response.write(b"data: [DONE]\n\n")
         await self._response.write_eof()
         return self._response
 
+    def _new(self, sample: int, tokens: tuple[int, ...], decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+        said = self._said.get(sample, ())
+        self._said[sample] = tokens
+        piece = decode(tokens)[len(text.decode_whole(said)) :]
+        return {"index": sample, "text": piece, "token_ids": tokens[len(said) :]}
+
     async def _send(self, event: dict[str, Any]) -> None:
         if not self._response.prepared:
             await self._response.prepare(self._http)
         await self._response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+
+def _give(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():  # whoever waited may have left
+        future.set_result(value)
+
+
+def _whole(outputs: tuple[Output, ...]) -> tuple[Output, ...]:
+    if any(output.reason is FinishReason.ABORT for output in outputs):
+        raise web.HTTPServiceUnavailable(reason="the request was aborted: the server is ending")
+    return outputs
 
 
 async def _until(true: Callable[[], bool], within_s: float) -> None:

@@ -9,7 +9,7 @@ Needs Triton. The specification is ``naive.capture_rows``, of the same signature
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,22 +62,10 @@ def _sources(table, token, layer, inside, SOURCE: tl.constexpr):
 
 
 @triton.jit
-def _id(source, k, by_k, maps, layer, there, PHYSICAL: tl.constexpr):
-    """A value as it came, and the logical id of it where it is a physical one; outside the map both are the same."""
-    value = tl.load(source + k * by_k, mask=there, other=0)
-    stored = value
-    if PHYSICAL > 0:
-        known = there & (value >= 0) & (value < PHYSICAL)
-        stored = tl.where(known, tl.load(maps + layer * PHYSICAL + value, mask=known, other=0), value)
-    return value, stored
-
-
-@triton.jit
 def _store(
     table,  # [layers, 3] int64: address, elements from token to token, from value to value
     slots,  # [tokens] int64
     rows,  # uint8: the spec's first row
-    maps,  # [layers, PHYSICAL] int32, or anything
     slots_end,  # int64
     first,  # the group's first token, int64
     tokens,
@@ -92,24 +80,23 @@ def _store(
     ALIGN: tl.constexpr,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
-    PHYSICAL: tl.constexpr,
 ):
     """One spec's rows of a group of tokens, side by side: rows of neighbours leave in whole lines of memory."""
     EACH: tl.constexpr = L * K // WIDTH
     word = tl.arange(0, triton.next_power_of_2(GROUP * EACH))
     token, slot, inside, used = _places(slots, slots_end, first, tokens, word, EACH, GROUP)
     lane = word % EACH * WIDTH
-    layer, near = (lane // K)[:, None], tl.arange(0, WIDTH)[None, :]
+    near = tl.arange(0, WIDTH)[None, :]
     source, by_k, there = _sources(table, token, lane // K, inside, SOURCE)
     k = (lane % K)[:, None] + near
-    _, stored = _id(source[:, None], k, by_k[:, None], maps, layer, there[:, None], PHYSICAL)
+    value = tl.load(source[:, None] + k * by_k[:, None], mask=there[:, None], other=0)
     # The hint makes stores of several values a thread: a bus wants them side by side.
     if STAGED:
         at = token * RECORD
     else:
         at = (slot // BLOCK_TOKENS) * RECORD + (slot % BLOCK_TOKENS) * ROW
     row = (rows + tl.multiple_of(at, ALIGN)).to(tl.pointer_type(TARGET), bitcast=True)
-    tl.store((row + lane)[:, None] + near, stored.to(TARGET), mask=(used & there)[:, None])
+    tl.store((row + lane)[:, None] + near, value.to(TARGET), mask=(used & there)[:, None])
 
 
 @triton.jit
@@ -118,7 +105,6 @@ def _check(
     slots,
     checks,  # [7] int32
     bad,  # [tokens] int32
-    maps,
     slots_end,
     first,
     tokens,
@@ -129,7 +115,6 @@ def _check(
     GROUP: tl.constexpr,
     SOURCE: tl.constexpr,
     EXPERTS: tl.constexpr,
-    PHYSICAL: tl.constexpr,
 ):
     """What is bad in one spec's rows of a group of tokens, row by row; the rest is as for ``_store``."""
     row = tl.arange(0, triton.next_power_of_2(GROUP * L))
@@ -141,15 +126,14 @@ def _check(
     ranged, twice, zero = 0 * missing, 0 * missing, 0 * missing
     there = there & used
     if EXPERTS > 0:
-        LIMIT: tl.constexpr = PHYSICAL if PHYSICAL > 0 else EXPERTS
         any_id = 0 * missing
         for k in tl.static_range(K):  # the compiled program loads each value once, however often it stands here
-            value, stored = _id(source, k, by_k, maps, layer, there, PHYSICAL)
-            ranged += (there & ((value < 0) | (value >= LIMIT))).to(tl.int32)
-            any_id |= (stored != 0).to(tl.int32)
+            value = tl.load(source + k * by_k, mask=there, other=0)
+            ranged += (there & ((value < 0) | (value >= EXPERTS))).to(tl.int32)
+            any_id |= (value != 0).to(tl.int32)
             twin = layer < 0
             for later in tl.static_range(k + 1, K):
-                twin |= _id(source, later, by_k, maps, layer, there, PHYSICAL)[1] == stored
+                twin |= tl.load(source + later * by_k, mask=there, other=0) == value
             twice += (there & twin).to(tl.int32)
         if K > 1:
             zero = there.to(tl.int32) & (1 - any_id)
@@ -165,8 +149,8 @@ def _check(
         tl.store(bad + token, 1, mask=found != 0)
 
 
-@triton.jit(do_not_specialize=["slots_end", "tokens"], do_not_specialize_on_alignment=["table", "slots", "maps"])
-def _capture_all(table, slots, rows, checks, bad, maps, slots_end, tokens, SPECS: tl.constexpr, COMMON: tl.constexpr):
+@triton.jit(do_not_specialize=["slots_end", "tokens"], do_not_specialize_on_alignment=["table", "slots"])
+def _capture_all(table, slots, rows, checks, bad, slots_end, tokens, SPECS: tl.constexpr, COMMON: tl.constexpr):
     """Programs of one spec each, which take groups of tokens in turn."""
     GROUP: tl.constexpr = COMMON[3]
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -184,40 +168,36 @@ def _capture_all(table, slots, rows, checks, bad, maps, slots_end, tokens, SPECS
                     table + SPECS[number][0] * 3,
                     slots,
                     rows + SPECS[number][1],
-                    maps + SPECS[number][2],
                     slots_end,
                     first,
                     tokens,
+                    SPECS[number][2],
                     SPECS[number][3],
-                    SPECS[number][4],
                     GROUP,
-                    SPECS[number][5],
+                    SPECS[number][4],
                     COMMON[0],
                     COMMON[1],
                     COMMON[2],
+                    SPECS[number][5],
                     SPECS[number][6],
                     SPECS[number][7],
                     SPECS[number][8],
-                    SPECS[number][9],
-                    SPECS[number][11],
                 )
                 _check(
                     table + SPECS[number][0] * 3,
                     slots,
                     checks,
                     bad,
-                    maps + SPECS[number][2],
                     slots_end,
                     first,
                     tokens,
                     number,
                     len(SPECS),
+                    SPECS[number][2],
                     SPECS[number][3],
-                    SPECS[number][4],
                     GROUP,
-                    SPECS[number][8],
-                    SPECS[number][10],
-                    SPECS[number][11],
+                    SPECS[number][7],
+                    SPECS[number][9],
                 )
         first += tl.num_programs(0) * GROUP
 
@@ -230,15 +210,14 @@ class Launch:
     """
 
     def __init__(self, plan: Plan, sources: Sequence[torch.dtype], address: int, device: torch.device, group: int):
-        specs, first, at, words = [], 0, 0, 1
+        specs, first, words = [], 0, 1
         for spec, source in zip(plan.specs, sources, strict=True):
             count = spec.layers * spec.top_k
             width = math.gcd(spec.top_k, STORE_NBYTES * count // spec.row_nbytes)
-            numbers = (first, spec.offset, at, spec.layers, spec.top_k, width, spec.row_nbytes)
+            numbers = (first, spec.offset, spec.layers, spec.top_k, width, spec.row_nbytes)
             align = alignment(spec, plan.record_nbytes, address)
-            specs.append((*numbers, align, SOURCES[source], _TARGETS[spec.dtype], spec.experts, spec.physical))
+            specs.append((*numbers, align, SOURCES[source], _TARGETS[spec.dtype], spec.experts))
             first += spec.layers
-            at += spec.layers * spec.physical
             words = max(words, triton.next_power_of_2(group * count // width))
         self.constants = tuple(specs), (plan.block_tokens, plan.record_nbytes, plan.staged, group)
         self.warps = min(max(words // 32, 1), 8)
@@ -255,7 +234,6 @@ class Launch:
         slots_end: int,
         checks: torch.Tensor,  # [7] int32 that the device reaches
         bad: torch.Tensor,  # [>= tokens] int32 that the device reaches
-        maps: torch.Tensor,  # int32, the specs' maps one behind the other
     ) -> None:
         """The launch alone: nothing is looked up, allocated or waited for, so that a CUDA graph can hold it."""
         tokens = len(slots)
@@ -263,7 +241,7 @@ class Launch:
             return
         programs = tokens if self._group == 1 else min(triton.cdiv(tokens, self._group), self._programs)
         grid = (programs, len(self.constants[0]), 1)
-        given = (table, slots, rows, checks, bad, maps, slots_end, tokens, *self.constants)
+        given = (table, slots, rows, checks, bad, slots_end, tokens, *self.constants)
         if self._compiled is None:
             self._compiled = _capture_all[grid](*given, num_warps=self.warps)
         else:  # without Triton's look at each argument
@@ -288,7 +266,6 @@ def capture_rows(
     slots_end: int,
     checks: torch.Tensor,
     bad: torch.Tensor,
-    maps: Mapping[str, torch.Tensor],
     group: int = 1,
 ) -> None:
     """As ``naive.capture_rows``: the table is made and sent each time. ``LayerCapture`` keeps what does not change."""
@@ -297,13 +274,7 @@ def capture_rows(
     dtypes = [next((s.dtype for s in layers if s is not None), torch.int32) for layers in sources]
     table = torch.tensor(words, dtype=torch.int64).to(device)
     launch = Launch(plan, dtypes, rows.data_ptr(), device, group)
-    launch(table, slots, rows, slots_end, checks, bad, joined(maps, plan).to(device))
+    launch(table, slots, rows, slots_end, checks, bad)
 
 
-def joined(maps: Mapping[str, torch.Tensor], plan: Plan) -> torch.Tensor:
-    """The specs' maps ``int32``, one behind the other; one word where there is none."""
-    parts = [maps[spec.name].reshape(-1).to(torch.int32) for spec in plan.specs if spec.physical]
-    return torch.cat(parts) if parts else torch.zeros(1, dtype=torch.int32)
-
-
-__all__ = ["GROUP_TOKENS", "SOURCES", "Launch", "capture_rows", "group_of", "joined", "source_words"]
+__all__ = ["GROUP_TOKENS", "SOURCES", "Launch", "capture_rows", "group_of", "source_words"]

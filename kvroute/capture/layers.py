@@ -20,7 +20,7 @@ from kvroute.capture import kernel
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.hooks import Form, Hooks, Values
 from kvroute.capture.host_memory import StagedRows, rows_of
-from kvroute.capture.plan import NOTHING, Check, Plan, SpecPlan, check_words
+from kvroute.capture.plan import NOTHING, Check, Plan, check_words
 
 GRAPHS_MAX: Final = 128
 RING: Final = 8
@@ -54,15 +54,14 @@ class LayerCapture:
     they kept in one launch, and ``clear()`` forgets it. Meant for a step begun with ``in_place=True``: ``wrote(name)``
     for each of ``names``, and once the launch has completed ``step.commit(capture.verdict(tokens).keep)``.
 
-    ``maps`` brings, by spec name, ``int32 [layers, physical]`` tables of logical ids where routers answer physical
-    ones. A capture serves one stream and at most two launches in flight; micro-batches that overlap have one each. It
+    A capture serves one stream and at most two launches in flight; micro-batches that overlap have one each. It
     keeps a registration of the region's memory: close it before the region.
 
     Where the driver refuses registration, rows are ``staged``: the launch stores them in device memory, a copy behind
     it brings them to pinned memory, and ``verdict`` puts them at their slots. The same bytes; one launch in flight.
     ``staged=True`` asks for that, ``staged=False`` refuses it: then the constructor raises ``RegistrationError``.
 
-    Raises :class:`CaptureError` for specs or maps that do not fit.
+    Raises :class:`CaptureError` for specs that do not fit.
     """
 
     def __init__(
@@ -72,23 +71,16 @@ class LayerCapture:
         device: torch.device | str,
         *,
         names: Sequence[str] | None = None,
-        maps: Mapping[str, torch.Tensor] | None = None,
         staged: bool | None = None,
     ) -> None:
         self._device = torch.device(device)
         self._max_tokens = max_tokens
-        maps = maps or {}
-        self.plan = Plan.of(region.layout, names, {name: table.shape[-1] for name, table in maps.items()})
+        self.plan = Plan.of(region.layout, names)
         self.names = tuple(spec.name for spec in self.plan.specs)
-        for spec in self.plan.specs:
-            _check_map(spec, maps.get(spec.name))
-        if set(maps) - set(self.names):
-            raise CaptureError("maps", f"of {self.names}", sorted(maps))
         on_gpu = self._device.type == "cuda"
         self._hooks = Hooks([Values(s.name, s.layer_ids, s.top_k, _dtypes(s.dtype)) for s in self.plan.specs])
         self.hook, self.clear = self._hooks.hook, self._hooks.clear
         layers = sum(spec.layers for spec in self.plan.specs)
-        self._maps = kernel.joined(maps, self.plan).to(self._device)
         self._checks = torch.from_numpy(check_words())
         self._bad = torch.zeros(max_tokens, dtype=torch.int32)
         self._sent = torch.zeros(RING + GRAPHS_MAX, layers, 3, dtype=torch.int64)
@@ -139,7 +131,7 @@ class LayerCapture:
         if (launch := self._launches.get(looks)) is None:
             launch = kernel.Launch(self._rows.plan, looks[0], rows.data_ptr(), self._device, looks[1])
             self._launches[looks] = launch
-        launch(table, slots, rows, self._slots_end, self._checks, self._bad, self._maps)
+        launch(table, slots, rows, self._slots_end, self._checks, self._bad)
         self._rows.send(tokens)
 
     def expect(self) -> None:
@@ -237,17 +229,6 @@ def _check_slots(slots: torch.Tensor, tokens_max: int) -> None:
         raise CaptureError("slots", "int64 [tokens], contiguous", f"{slots.dtype} of shape {tuple(slots.shape)}")
     if slots.numel() > tokens_max:
         raise CaptureError("slots", f"at most {tokens_max} tokens", slots.numel())
-
-
-def _check_map(spec: SpecPlan, table: torch.Tensor | None) -> None:
-    """A map of physical to logical ids names a logical expert everywhere."""
-    if table is None:
-        return
-    wanted = f"int32 [{spec.layers}, physical] of ids in [0, {spec.experts})"
-    if table.dtype != torch.int32 or table.dim() != 2 or len(table) != spec.layers:
-        raise CaptureError(f"map of {spec.name}", wanted, f"{table.dtype} {tuple(table.shape)}")
-    if bool(((table < 0) | (table >= spec.experts)).any()):
-        raise CaptureError(f"map of {spec.name}", wanted, "others")
 
 
 __all__ = ["LayerCapture", "Verdict"]

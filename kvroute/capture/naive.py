@@ -21,7 +21,6 @@ def capture_rows(
     slots_end: int,  # blocks * block_tokens of the host buffer
     checks: torch.Tensor,  # [7] int32: see Check
     bad: torch.Tensor,  # [>= tokens] int32: more than before if a row of the token is bad
-    maps: Mapping[str, torch.Tensor],  # by spec name [layers, physical] int32: logical ids
 ) -> None:
     """Store each token's values at its slot, narrowed to the rows' dtype, and count what is bad among them.
 
@@ -52,11 +51,7 @@ def capture_rows(
                 values = source[token].reshape(-1).tolist()
                 found: dict[Check, int] = {}
                 if spec.experts:
-                    limit = spec.physical or spec.experts
-                    found[Check.RANGE] = sum(not 0 <= v < limit for v in values)
-                    if spec.physical:
-                        table = maps[spec.name][layer].tolist()
-                        values = [table[v] if 0 <= v < limit else v for v in values]
+                    found[Check.RANGE] = sum(not 0 <= v < spec.experts for v in values)
                     found[Check.DUPLICATE] = sum(v in values[k + 1 :] for k, v in enumerate(values))
                     found[Check.ZERO] = int(spec.top_k > 1 and not any(values))
                 row[layer] = np.array(values, np.float32 if spec.dtype == "float32" else np.int64).astype(spec.dtype)

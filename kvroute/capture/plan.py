@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final
@@ -49,7 +49,6 @@ class SpecPlan:
     offset: int  # bytes from the record's beginning to the spec's first row
     row_nbytes: int
     experts: int  # ids are in [0, experts), each once in a row; 0: not ids, and nothing is checked
-    physical: int  # ids come as physical ones in [0, physical) and are mapped; 0: they are logical ones
 
     @property
     def layers(self) -> int:
@@ -70,9 +69,7 @@ class Plan:
     staged: bool = False
 
     @classmethod
-    def of(
-        cls, layout: RecordLayout, names: Sequence[str] | None = None, physical: Mapping[str, int] | None = None
-    ) -> Plan:
+    def of(cls, layout: RecordLayout, names: Sequence[str] | None = None) -> Plan:
         """The plan for the specs ``names`` of ``layout`` (all of them). Raises :class:`CaptureError`."""
         chosen = [spec.name for spec in layout.specs] if names is None else list(names)
         if not 1 <= len(chosen) <= SPECS_MAX or len(set(chosen)) != len(chosen):
@@ -80,7 +77,7 @@ class Plan:
         specs = []
         for name in chosen:
             index = layout.index(name)
-            specs.append(_spec_plan(layout.specs[index], layout.offsets[index], (physical or {}).get(name, 0)))
+            specs.append(_spec_plan(layout.specs[index], layout.offsets[index]))
         return cls(tuple(specs), layout.block_tokens, layout.nbytes)
 
     def packed(self) -> Plan:
@@ -98,7 +95,7 @@ class Plan:
         return token, self.specs[spec], self.specs[spec].layer_ids[layer]
 
 
-def _spec_plan(spec: AuxBlockDataSpec, offset: int, physical: int) -> SpecPlan:
+def _spec_plan(spec: AuxBlockDataSpec, offset: int) -> SpecPlan:
     if spec.dtype not in DTYPES:
         raise CaptureError(f"{spec.name} rows", "one of " + ", ".join(DTYPES), spec.dtype)
     layers, top_k = {0: (1, 1), 1: (1, *spec.row_shape), 2: spec.row_shape}.get(len(spec.row_shape), (0, 0))
@@ -109,9 +106,7 @@ def _spec_plan(spec: AuxBlockDataSpec, offset: int, physical: int) -> SpecPlan:
     experts = int(spec.attrs.get("num_experts", 0))
     if experts > np.iinfo(np.int32).max:
         raise CaptureError(f"{spec.name} num_experts", "at most 2**31 - 1", experts)
-    if physical and not experts:
-        raise CaptureError(f"{spec.name} map", "a spec with num_experts", "one without")
-    return SpecPlan(spec.name, layer_ids, top_k, spec.dtype, offset, spec.row_nbytes, experts, physical)
+    return SpecPlan(spec.name, layer_ids, top_k, spec.dtype, offset, spec.row_nbytes, experts)
 
 
 def check_words() -> NDArray[np.int32]:

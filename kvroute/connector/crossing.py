@@ -26,8 +26,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import secrets
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -54,10 +56,13 @@ from transfer import (
     WantedBlock,
     part_of,
 )
+from transfer.errors import NodeFullError
 from transfer.link import Link
 
 LEASE_S: Final = 300.0
 """How long rows are lent at most before somebody asks for them: a decode engine may have a queue."""
+LENT_NBYTES_MAX: Final = 4 << 30
+"""Of copies, rows and KV, that are lent and not fetched yet: what is more is refused."""
 LIMITS: Final = TransferLimits()
 ROWS: Final = 0
 KV: Final = 1
@@ -94,11 +99,18 @@ def link_of(address: str, keys: str = "") -> Link:
 class Crossing:
     """Both ends beside the ``blocks`` of one engine, over one node of ``link``, which it owns.
 
-    With ``kv`` a block has two parts, its rows and its KV. All but :meth:`close` return at once.
+    With ``kv`` a block has two parts, its rows and its KV. Copies of at most ``lent_nbytes_max`` bytes are lent at a
+    time. All but :meth:`close` return at once.
     """
 
     def __init__(
-        self, blocks: AuxBlocks, link: Link, *, kv: KVBlocks | None = None, limits: TransferLimits | None = None
+        self,
+        blocks: AuxBlocks,
+        link: Link,
+        *,
+        kv: KVBlocks | None = None,
+        limits: TransferLimits | None = None,
+        lent_nbytes_max: int = LENT_NBYTES_MAX,
     ) -> None:
         parts = [part_of("rows", blocks.layout, replicated=True)]
         if kv is not None:
@@ -107,7 +119,7 @@ class Crossing:
         self.node = Node(
             link, Identity(BootId(secrets.token_bytes(16)), self._namespace, tuple(parts)), limits or LIMITS
         )
-        self.lender, self.borrower = Lender(blocks, self.node, kv), Borrower(blocks, self.node, kv)
+        self.lender, self.borrower = Lender(blocks, self.node, kv, lent_nbytes_max), Borrower(blocks, self.node, kv)
 
     @property
     def address(self) -> str:
@@ -135,9 +147,21 @@ class Crossing:
 class Lender:
     """Offers what device blocks hold, as steps fill them: rows, and KV where there is a port for it."""
 
-    def __init__(self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None = None) -> None:
+    def __init__(
+        self, blocks: AuxBlocks, node: Node, kv: KVBlocks | None = None, lent_nbytes_max: int = LENT_NBYTES_MAX
+    ) -> None:
         self._blocks, self._node, self._kv = blocks, node, kv
+        self._block_nbytes = blocks.layout.nbytes + (RecordLayout((kv.spec,)).nbytes if kv else 0)
+        self._lent_nbytes_max = lent_nbytes_max
+        self._lent: dict[TransferId, int] = {}  # the bytes of each until it is released
         self._open: set[TransferId] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def lent_nbytes(self) -> int:
+        """Of the copies that are lent."""
+        with self._lock:
+            return sum(self._lent.values())
 
     def lend(
         self,
@@ -151,19 +175,30 @@ class Lender:
     ) -> None:
         """Offer ``blocks``, in these ``lives``, as the request's blocks ``first`` and on; copied when this returns.
 
-        They have so many ``tokens`` from the start of the first one. ``last``: there will be no more. What a block does
-        not hold is absent. Raises :class:`KVRouteError` where the node takes nothing more.
+        They have so many ``tokens`` from the start of the first one. ``last``: there will be no more. No blocks, and
+        not the last: they will come. What a block does not hold is absent.
+
+        Raises :class:`KVRouteError` where the node takes nothing more, or copies would fill more than
+        ``lent_nbytes_max``: then nothing of the transfer is lent any more, and decode is told.
         """
-        name, offered = TransferId(transfer), self._offered(transfer, first, blocks, lives, tokens)
-        if name not in self._open:
-            self._node.offer(name, offered, is_open=not last, lease_s=LEASE_S)
-            self._open.add(name)
-        else:
-            self._node.grow(name, offered)
-            if last:
-                self._node.seal(name)
-        if last:
-            self._open.discard(name)
+        name, nbytes = TransferId(transfer), len(blocks) * self._block_nbytes
+        try:
+            if self.lent_nbytes + nbytes > self._lent_nbytes_max:
+                raise NodeFullError("lent_nbytes_max", self._lent_nbytes_max, self.lent_nbytes + nbytes)
+            offered = self._offered(transfer, first, blocks, lives, tokens)
+            with self._lock:  # another thread may hear that the offer has ended
+                if name not in self._open:
+                    self._node.offer(name, offered, is_open=not last, lease_s=LEASE_S)
+                else:
+                    self._node.grow(name, offered)
+                    if last:
+                        self._node.seal(name)
+                self._lent[name] = self._lent.get(name, 0) + nbytes
+                (self._open.discard if last else self._open.add)(name)
+        except KVRouteError as error:
+            if name in self._open:
+                self.withdraw(transfer, str(error))
+            raise
 
     def withdraw(self, transfer: bytes, why: str) -> None:
         """The computation is not the one that goes over; harmless when nothing is on offer."""
@@ -171,7 +206,9 @@ class Lender:
         self._node.withdraw(TransferId(transfer), why)
 
     def ended(self, release: Release) -> None:
-        self._open.discard(release.transfer)
+        with self._lock:
+            self._open.discard(release.transfer)
+            self._lent.pop(release.transfer, None)
 
     def _offered(
         self, transfer: bytes, first: int, blocks: Mapping[BlockKey, int], lives: Sequence[int], tokens: int
@@ -244,9 +281,13 @@ class Borrower:
             self._refused.append(landing.nothing(str(error)))
 
     def give_up(self, blocks: set[int]) -> None:
-        """The KV of these blocks has not come: rows that are on their way to them are of no use."""
+        """Nothing that is on its way to these blocks is of use. A fetch of which all are given up is over at once."""
         for landing in list(self._under_way.values()):
-            landing.given_up = landing.given_up.union(blocks.intersection(landing.ids))
+            if now := blocks.intersection(landing.ids):
+                landing.given_up |= now
+                if landing.given_up.issuperset(landing.ids):
+                    with suppress(KVRouteError):  # a node that takes nothing now, or is closed, ends it by itself
+                        self._node.abort(TransferId(landing.transfer), "its blocks are given up")
 
     def refused(self) -> list[Release | Came]:
         return [self._refused.popleft() for _ in range(len(self._refused))]

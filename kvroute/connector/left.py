@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cache_manager.errors import KVRouteError
 from kvroute.connector.answers import ERROR, FIELD, LEFT, MISSING, UNSEEN
 from kvroute.connector.tickets import Gap
 from kvroute.rollout import RolloutStore
+from kvroute.rollout.response import ResponseRollouts
 from kvroute.routes import Routes
 
 logger = logging.getLogger(__name__)
@@ -34,11 +39,27 @@ class Tokens(NamedTuple):
         return [count for count in {self.prompt, stop, *range(first, stop)} if count <= stop]
 
 
+def settled(routes: Routes, by_kv: NDArray[np.bool_], *, flagged: bool) -> tuple[Routes, list[list[int]]]:
+    """What is answered where rows ``by_kv`` ``[n]`` went by their KV, which the last router is behind.
+
+    The routes, without what that router chose there or, where the operator wants it ``flagged``, with it; and then the
+    positions ``[start, stop)`` at which it is taken on trust.
+    """
+    if not (trusted := by_kv & routes.known[:, -1]).any():
+        return routes, []
+    if flagged:
+        edges = np.flatnonzero(np.diff(trusted.astype(np.int8), prepend=0, append=0)) + routes.start
+        return routes, edges.reshape(-1, 2).tolist()
+    return routes.without(routes.layer_ids[-1:], trusted), []
+
+
 class LeftRoutes:
-    """Puts routes into a store, which it owns, and says what goes to the client beside an answer."""
+    """Puts routes into a store, which it owns, and says what goes to the client beside an answer. Of any thread."""
 
     def __init__(self, store: RolloutStore) -> None:
         self._store = store
+        self.keeps = not isinstance(store, ResponseRollouts)  # else rows are in the answer alone
+        self._lock = threading.Lock()
         self._siblings: OrderedDict[str, dict[str, dict[str, Any]]] = OrderedDict()
 
     def make_room(self, name: str, group: str | None) -> None:
@@ -47,8 +68,9 @@ class LeftRoutes:
         Its tokens may be the same and its weights others. An answer without a handle is looked for by its name as soon
         as a front end has ended it, which is before the engine knows.
         """
-        for kind, told in (found := self._siblings.get(group or "", {})).items():
-            found[kind] = {other: each for other, each in told.items() if other != name}
+        with self._lock:
+            for kind, told in (found := self._siblings.get(group or "", {})).items():
+                found[kind] = {other: each for other, each in told.items() if other != name}
         try:
             if (left := self._store.find(name)) is not None:
                 self._store.delete(left)
@@ -86,16 +108,17 @@ class LeftRoutes:
     def _told(self, told: dict[str, dict[str, Any]], group: str | None) -> dict[str, Any]:
         if group is None:
             return {FIELD: told}
-        found = self._siblings.setdefault(group, {})
-        for kind, each in told.items():
-            found[kind] = found.get(kind, {}) | each
-        self._siblings.move_to_end(group)
-        if len(self._siblings) > SIBLINGS_MAX:
-            self._siblings.popitem(last=False)
-        return {FIELD: dict(found)}
+        with self._lock:
+            found = self._siblings.setdefault(group, {})
+            for kind, each in told.items():
+                found[kind] = found.get(kind, {}) | each
+            self._siblings.move_to_end(group)
+            if len(self._siblings) > SIBLINGS_MAX:
+                self._siblings.popitem(last=False)
+            return {FIELD: dict(found)}
 
     def close(self) -> None:
         self._store.close()
 
 
-__all__ = ["LeftRoutes", "Tokens"]
+__all__ = ["LeftRoutes", "Tokens", "settled"]

@@ -10,31 +10,28 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 import kvroute
-from cache_manager.errors import KVRouteError, RowError
+from cache_manager.errors import KVRouteError
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
-from cache_manager.publish import Rows
+from kvroute.connector.ends import End, Ends
 from kvroute.connector.left import LeftRoutes, Tokens
-from kvroute.connector.settings import VERSION, Engine, Handshake, StepMeta
+from kvroute.connector.meter import Meter
+from kvroute.connector.settings import Engine, Handshake, StepMeta
 from kvroute.connector.stores import opened
-from kvroute.connector.tickets import Tickets, gaps_of
+from kvroute.connector.tickets import Tickets
 from kvroute.connector.versions import Versions
 from kvroute.rollout import open_rollouts
-from kvroute.routes import Routes
 from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
 
-LATE_S: Final = 1.0
-"""How long rows of a request that is done are waited for, of a worker that waits for a device."""
-POLL_S: Final = 50e-6
 SENT_MAX: Final = 4
 """Steps of a request that are remembered; more are not under way at once."""
 
@@ -94,7 +91,7 @@ class SchedulerRows:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.feed = kvroute.BlockFeed(engine.blocks)
+        self.feed = kvroute.BlockFeed(engine.spares.stop)
         self.view: kvroute.RegionView | None = None
         self.keys = kvroute.KeyChain(engine.namespace, engine.layout)
         given, named = engine.settings.weights_version, bool(engine.settings.weights)
@@ -103,10 +100,11 @@ class SchedulerRows:
         self.hits_cut = 0
         self._late = False
         self._steps = 0  # that were sent
-        self._stuck_at = -1  # the step that a late worker was through with when it was waited for in vain
         self._reader: StorageBackend | None = None
         rollouts = engine.settings.rollouts
-        self._left = LeftRoutes(open_rollouts(rollouts)) if rollouts else None
+        self.meter = Meter(dict)  # of times; what is counted is counted by the worker
+        self._ends = Ends(engine, LeftRoutes(open_rollouts(rollouts)), self.feed) if rollouts else None
+        self._rooms: dict[str, Future[None]] = {}  # by request that has not been admitted
         self._given: dict[int, None] = {}  # since the last step was sent
         self._asked: dict[str, tuple[int, bool]] = {}  # by request: blocks that were hit locally, KV comes later
         self._running: dict[str, _Running] = {}
@@ -124,6 +122,8 @@ class SchedulerRows:
         assert worker.region is not None, "of the rank that has rows"
         before, self._late, self._tickets.address = self.view, worker.late, worker.address
         self.view = kvroute.RegionView(worker.region, namespace=self.keys.namespace.fingerprint)
+        if self._ends is not None:
+            self._ends.attach(self.view, late=worker.late)
         if before is not None:
             before.close()
 
@@ -133,10 +133,16 @@ class SchedulerRows:
 
     # ---------------------------------------------------------------- admission
 
-    def arrived(self, name: str, group: str | None = None) -> None:
-        """A request has come that will be :meth:`finished` under this name; before it can have an answer."""
-        if self._left is not None:
-            self._left.make_room(name, group)
+    def arrived(self, request_id: str, name: str, group: str | None = None) -> None:
+        """A request has come that will be :meth:`finished` under this ``name``; before it can have an answer."""
+        if self._ends is not None:
+            self._rooms[request_id] = self._ends.make_room(name, group)
+
+    def ready(self, request_id: str) -> bool:
+        """Whether the request may be :meth:`matched`: what an earlier one has left under its name is gone."""
+        if (room := self._rooms.get(request_id)) is not None and room.done():
+            del self._rooms[request_id]
+        return request_id not in self._rooms
 
     def matched(self, request: Request, local: int, found: int, *, later: bool) -> int:
         """How many of ``found`` tokens to take from outside, beyond ``local`` ones: as many as have rows."""
@@ -202,6 +208,8 @@ class SchedulerRows:
     def step(self, scheduled: Mapping[str, int], inner: Any = None) -> StepMeta:
         """What the worker has to know of a step that computes so many tokens of each request."""
         if given := list(self._given):
+            if self._ends is not None:
+                self._ends.given(given, self._steps + 1)
             self.feed.renew(given)
             self._given.clear()
         loads, self._loads = self._loads, {}
@@ -282,7 +290,8 @@ class SchedulerRows:
         """The request has ended, in whatever way; for :meth:`finished`."""
         found = [known.pop(request_id, None) for known in (self._loads, self._later, self._landed)]
         tokens = min((load.run.start for load in found if load is not None), default=sys.maxsize)
-        self._asked.pop(request_id, None)
+        for each in (self._asked, self._rooms):
+            each.pop(request_id, None)
         running, why = self._running.pop(request_id, None), self._tickets.end(request_id)
         if running is None or not running.sent:
             return Ended(tokens, [], why)
@@ -302,70 +311,32 @@ class SchedulerRows:
         *,
         group: str | None = None,
         ended: Ended | None = None,
-    ) -> dict[str, Any] | None:
+    ) -> Future[dict[str, Any]] | None:
         """What goes to the client beside the answer; ``blocks`` are still the request's, ``tokens`` were computed.
+
+        It is there when the rows have been left, which a thread of ours does: nothing is waited for here.
 
         ``name`` is what the client calls it, and what a rollout store finds it by. ``of`` are its tokens: routes that
         are not bound to them are handed out with answers that have no token ids only. With what :meth:`forget` said no
         step is waited for that has written nothing of this. Each of a ``group`` of requests, the completions of one
         prompt, is told with all that are done, for engines that send on what comes with the last one only.
         """
-        if self._left is None:
+        if self._ends is None:
             return None
-        try:
-            ids = np.array(blocks, np.int64)
-            lives = self.feed.generations[ids]
-            stop = max(0, min(tokens, len(ids) * self.engine.tokens, ended.tokens if ended else tokens))
-            wrote = [number for number, start in ended.steps if start < stop] if ended else []
-            rows = self._read(ids, lives, stop, max(wrote, default=self._steps))
-            versions = self._versions(rows, ids, lives)
-            routes = kvroute.Routes.from_rows(self.engine.spec, rows, weights_version=versions, checked=True)
+        ids = np.array(blocks, np.int64)
+        lives = self.feed.generations[ids]
+        stop = max(0, min(tokens, len(ids) * self.engine.tokens, ended.tokens if ended else tokens))
+        wrote = [number for number, start in ended.steps if start < stop] if ended else []
+        end = End(name, group, of, ids, lives, 0, stop, max(wrote, default=self._steps))
+        end.version, end.mixed = self.weights.version, self.weights.mixed
+        if self.engine.unseen:
             by_kv = np.arange(self.engine.tokens) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]
-            routes, unseen = self._settled(routes, by_kv.reshape(-1)[: len(routes)])
-            gaps = gaps_of(routes.missing, ended.why, self.engine.tokens) if ended else []
-            return self._left.leave(name, routes, of, group, unseen, gaps)
-        except KVRouteError as error:
-            return self._left.fail(name, error, group)
-
-    def _read(self, blocks: NDArray[np.int64], lives: NDArray[np.int64], stop: int, step: int) -> Rows:
-        """The first ``stop`` rows of ``blocks`` in these lives, of a late worker when it is through with ``step``.
-
-        Its device is done with that, since what it sampled is here, unless the request is aborted: the worker hears of
-        it when we do. A row that is there already says nothing: a draft's was, before that of the token which took its
-        place. After :data:`LATE_S` it is a :class:`RowError`, and at once for others until the worker has got on.
-        """
-        assert self.view is not None, "the handshake comes before the first request"
-        give_up_s = time.monotonic() + LATE_S
-        while self._late and stop and (through := int(self.view.generations([self.engine.clock])[0])) < step:
-            if through == self._stuck_at or time.monotonic() > give_up_s:
-                self._stuck_at = through
-                raise RowError("rows", f"written by the worker within {LATE_S} s", "a worker that is behind")
-            time.sleep(POLL_S)
-        return self.view.read(self.engine.spec.name, blocks, 0, stop, generations=lives)
-
-    def _versions(self, rows: Rows, blocks: NDArray[np.int64], lives: NDArray[np.int64]) -> Rows | int | None:
-        """The weights versions of ``rows``, or one for all; ``None``: none is known. A row that is missing has none."""
-        version, all_of_now = self.weights.version, not self.weights.mixed
-        if all_of_now and (version is None or rows.valid.all()):
-            return version
-        if all_of_now:
-            return Rows(np.full(rows.valid.size, version, np.uint32), rows.valid)
-        assert self.view is not None, "the rows were read"
-        stop = len(rows.valid)
-        return self.view.read(VERSION, blocks, 0, stop, generations=lives) if self.engine.labelled else None
-
-    def _settled(self, routes: Routes, by_kv: NDArray[np.bool_]) -> tuple[Routes, list[list[int]]]:
-        """What is answered where rows ``by_kv`` ``[n]`` went by their KV, which the last router is behind.
-
-        The routes, without what that router chose there or, where the operator said so, with it; and then the positions
-        ``[start, stop)`` at which it is taken on trust.
-        """
-        if not (trusted := by_kv & routes.known[:, -1]).any():
-            return routes, []
-        if self.engine.witness == "flagged":
-            edges = np.flatnonzero(np.diff(trusted.astype(np.int8), prepend=0, append=0))
-            return routes, edges.reshape(-1, 2).tolist()
-        return routes.without(routes.layer_ids[-1:], trusted), []
+            end.by_kv = by_kv.reshape(-1)[:stop]
+        if ended:
+            end.why = ended.why
+        begun_s, answer = time.monotonic(), self._ends.begin(end)
+        answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))
+        return answer
 
     def reset(self) -> None:
         """The pool has forgotten all blocks: nothing from before is readable, in no tier."""
@@ -373,13 +344,15 @@ class SchedulerRows:
 
     def _renamed(self, namespace: Namespace) -> None:
         """Rows are of this namespace from here on; there are none yet, or they are to be forgotten."""
+        if self._ends is not None:
+            self._ends.forgotten()
         self.keys = kvroute.KeyChain(namespace, self.engine.layout)
         self.feed.reset(namespace.weights_version)
         if self.view is not None:
             self.view.follow(namespace.fingerprint)
 
     def close(self) -> None:
-        for each in (self.view, self._reader, self._left):
+        for each in (self._ends, self.view, self._reader):
             if each is not None:
                 each.close()
 

@@ -17,6 +17,7 @@ from kvroute.witness import Run
 
 VERSION: Final = "weights_version"
 """The spec of the rows' labels; see :func:`kvroute.weights_version_spec`."""
+SPARES: Final = 64
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # where the connector moves whole requests, else the layer where there is no store, and model and connector can.
     carrier: Literal["transfer", "connector", "layer", "auto"] = "auto"
     lend: str = "tcp://127.0.0.1:*"  # where rows are lent to other engines: ipc:///path or tcp://HOST:PORT
+    lent_nbytes_max: Annotated[int, msgspec.Meta(ge=1)] = 4 << 30  # of copies of rows that nobody has fetched yet
     keys: str = ""  # the secret key file that all engines of a deployment have; other hosts are let in with one only
     strict: bool = False  # mistakes of bookkeeping raise: for tests
     untested: str = ""  # go on with this version of the engine, which was not tested: "0.34"
@@ -93,6 +95,11 @@ class Engine:
     def clock(self) -> int:
         """A block of rows that no request ever has: its generation is the number of the last step that has its rows."""
         return self.blocks
+
+    @property
+    def spares(self) -> range:
+        """Blocks of rows that no request ever has, to which rows are copied that are still to be read."""
+        return range(self.clock + 1, self.clock + 1 + SPARES)
 
     @property
     def unseen(self) -> bool:

@@ -12,6 +12,7 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import BlockKey
 from kvroute.connector.crossing import Came, Crossing, link_of
+from kvroute.connector.meter import Meter
 from kvroute.connector.settings import Settings, StepMeta
 from kvroute.connector.tickets import Fetch, Lend
 
@@ -29,9 +30,13 @@ class Transfers:
     the one that writes their rows.
     """
 
-    def __init__(self, blocks: AuxBlocks, settings: Settings, miss: Callable[[str, int], None]) -> None:
-        self.crossing = Crossing(blocks, link_of(settings.lend, settings.keys))
-        self._blocks, self._miss = blocks, miss
+    def __init__(self, blocks: AuxBlocks, settings: Settings, miss: Callable[[str, int], None], meter: Meter) -> None:
+        link = link_of(settings.lend, settings.keys)
+        self.crossing = Crossing(blocks, link, lent_nbytes_max=settings.lent_nbytes_max)
+        self.not_lent = 0
+        """Blocks whose rows could not be lent."""
+        self._blocks, self._miss, self._meter = blocks, miss, meter
+        self._since_s: dict[bytes, float] = {}  # by transfer that is under way
         self._under_way: dict[bytes, Fetch] = {}
         self._waiting: dict[str, float] = {}  # requests whose KV has come, and until when they wait for rows
         self._why: dict[str, Mapping[int, str]] = {}  # of which the scheduler has not been told
@@ -39,6 +44,7 @@ class Transfers:
     def expect(self, step: StepMeta) -> None:
         """A step begins: from now on its requests wait for what it fetches."""
         self._under_way |= {fetch.transfer: fetch for fetch in step.fetches}
+        self._since_s |= {fetch.transfer: time.monotonic() for fetch in step.fetches}
 
     def begin(self, step: StepMeta) -> None:
         """The step's blocks are in the lives that it means."""
@@ -56,7 +62,9 @@ class Transfers:
                 keys = self._keys(each)
                 self.crossing.lender.lend(each.transfer, each.first, keys, each.lives, each.tokens, last=each.last)
             except KVRouteError as error:
-                logger.warning("rows of %d blocks are not lent: %s", len(each.blocks), error)
+                if not self.not_lent:
+                    logger.warning("rows of %d blocks are not lent: %s; others are counted", len(each.blocks), error)
+                self.not_lent += len(each.blocks)
 
     def _keys(self, of: Lend | Fetch) -> dict[BlockKey, int]:
         """Names for a transfer's blocks, which say nothing of tokens: its ticket does."""
@@ -68,6 +76,7 @@ class Transfers:
         """Which requests may go on, of these whose KV has come, or has ``failed`` to, and of those that waited."""
         for each in self.crossing.poll():
             if isinstance(each, Came) and (fetch := self._under_way.pop(each.transfer, None)):
+                self._meter.took("transfer", time.monotonic() - self._since_s.pop(each.transfer))
                 self._why[fetch.request] = each.why
                 for reason in each.why.values():
                     self._miss(reason, self._blocks.block_tokens)

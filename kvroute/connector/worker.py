@@ -21,6 +21,7 @@ from cache_manager.stored import AnyJob, RestoreJob
 from kvroute.capture.step_ids import StepIds
 from kvroute.connector.behind import Behind
 from kvroute.connector.folds import to_host
+from kvroute.connector.meter import Meter
 from kvroute.connector.pages import Got, Pages, slots_of
 from kvroute.connector.settings import VERSION, Engine, Handshake, StepMeta, Told
 from kvroute.connector.stores import opened
@@ -35,6 +36,7 @@ RESTORE_S: Final = 30.0
 NO_IDS: Final = "ids that no router can choose, or KV that could not be loaded"
 NO_SLOTS: Final = "the engine did not say where a step's tokens are"
 NO_CARRIER: Final = "KV that was loaded and whose rows nothing brings: no store, or a part of a block"
+OTHER: Final = "rows of other KV than was loaded"
 NO_ANSWER: Final = f"the store of rows has not answered within {RESTORE_S} s"
 NOT_RESTORED: Final = {
     "absent_blocks_not_restored": "the store of rows does not have them",
@@ -73,7 +75,7 @@ class WorkerRows:
         self.store = opened(settings.store) if settings.store else None
         self.blocks = kvroute.AuxBlocks(
             engine.layout.specs,
-            blocks=engine.clock + 1,
+            blocks=engine.spares.stop,
             namespace=engine.namespace,
             store=self.store,
             required=[engine.spec.name],
@@ -84,7 +86,8 @@ class WorkerRows:
         if engine.witness != "off":
             folder = KvFolder(witnessing(kv_caches, engine.spec.attrs["layer_ids"]), join=joined)
             self.witness = KvWitness(self.blocks, folder, engine.blocks)
-        self.transfers = Transfers(self.blocks, settings, self._miss) if engine.transfer else None
+        self.meter = Meter(self._counters)
+        self.transfers = Transfers(self.blocks, settings, self._miss, self.meter) if engine.transfer else None
         self.ids = StepIds(engine.spec, engine.max_tokens, self._device)
         self.missing: Counter[str] = Counter()  # tokens without rows, by reason
         self.store_failures = 0  # jobs that the store has failed, of persists too
@@ -271,7 +274,8 @@ class WorkerRows:
                 self._miss(NO_ANSWER, len(job.blocks) * self.engine.tokens)
 
     def _tell(self, job: AnyJob) -> None:
-        """Count what a job that has landed did not do."""
+        """Count what a job that has landed did not do, and what it took."""
+        self.meter.took(job.name, time.monotonic() - job.begun_s)
         if job.failure is not None:
             if not self.store_failures:
                 logger.warning("the store of rows has failed, %s: %s; further times are counted", job.name, job.failure)
@@ -297,7 +301,7 @@ class WorkerRows:
     def _compare(self, come: _Come) -> None:
         """The KV of blocks is there, and so are the rows that the store has for them."""
         if self.witness and come.folds is not None and (refused := self.witness.refused(come.runs, come.folds)):
-            self._miss("rows of other KV than was loaded", len(refused) * self.engine.tokens)
+            self._miss(OTHER, len(refused) * self.engine.tokens)
 
     def _miss(self, reason: str, tokens: int) -> None:
         if not tokens:
@@ -305,6 +309,12 @@ class WorkerRows:
         if reason not in self.missing:
             logger.warning("%d tokens have no rows: %s; further ones are counted", tokens, reason)
         self.missing[reason] += tokens
+        self.meter.miss(reason, tokens)
+
+    def _counters(self) -> dict[str, Any]:
+        """The counters of each tier, as they stand."""
+        node = self.transfers and self.transfers.crossing.node.counters
+        return {"blocks": self.blocks.counters, "store": self.blocks.store_counters or {}, "transfer": node or {}}
 
     def _then(self, call: Callable[[], None]) -> None:
         """Do this when the device has done what was launched until now: on a CPU at once."""

@@ -16,51 +16,32 @@ from pybase64 import b64encode_as_string
 from cache_manager.errors import InvalidInputError, SpecError
 from kvroute.rollout.cut import PART_NBYTES_MAX
 from kvroute.rollout.ids import checked_id
-from kvroute.routes import Layout
-from kvroute.routes.parts import Grid
-from kvroute.routes.wire import FIXED_NBYTES, ROWS_MAX, Header
+from kvroute.routes.wire import FIXED_NBYTES, HEADER_NBYTES_MAX, Extent, Header
 
 FORMAT: Final = "kvroute.rollout/3"
 PUT_ID_NBYTES: Final = 16
-IDS_MAX: Final = 1 << 36
-HEADER_NBYTES_MAX: Final = 65 << 20
 
 
-class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class RolloutHandle(Extent, frozen=True, kw_only=True, omit_defaults=True):
     """One put of one rollout. ``put_id`` is 32 lower-case hex digits, new for every put.
 
     ``store`` is the scheme of the store that it was put to. ``inline`` is the record itself, where that store keeps
-    none. Rows are of the positions ``[start, start + rows)``. A part has ``part_layers`` of the layers (the last one of
-    a rollout may have fewer) and ``part_tokens`` rows. ``header_nbytes`` are those of a record before its parts.
+    none. ``header_nbytes`` are those of a record before its parts.
     """
 
     format: Literal["kvroute.rollout/3"] = FORMAT
     store: str
     rollout_id: str
     put_id: Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * PUT_ID_NBYTES}}}\Z")]
-    layout: Layout
-    start: Annotated[int, Meta(ge=0, lt=1 << 62)]
-    rows: Annotated[int, Meta(ge=0, le=ROWS_MAX)]
-    part_layers: Annotated[int, Meta(ge=1)]
-    part_tokens: Annotated[int, Meta(ge=1)]
-    header_nbytes: Annotated[int, Meta(ge=FIXED_NBYTES, le=HEADER_NBYTES_MAX)]
+    header_nbytes: Annotated[int, Meta(ge=FIXED_NBYTES, le=FIXED_NBYTES + HEADER_NBYTES_MAX)]
     inline: bytes = b""
 
     @classmethod
     def of(cls, store: str, header: Header, header_nbytes: int) -> Self:
         """The handle of a stored record; its name is what :attr:`name` says."""
         put_id, _, rollout_id = header.name.partition(" ")
-        return cls(
-            store=store,
-            rollout_id=rollout_id,
-            put_id=put_id,
-            layout=header.layout,
-            start=header.start,
-            rows=header.rows,
-            part_layers=header.part_layers,
-            part_tokens=header.part_tokens,
-            header_nbytes=header_nbytes,
-        )
+        fields = {name: getattr(header, name) for name in Extent.__struct_fields__}
+        return cls(store=store, rollout_id=rollout_id, put_id=put_id, header_nbytes=header_nbytes, **fields)
 
     @classmethod
     def from_json(cls, given: str | bytes | Mapping[str, Any]) -> Self:
@@ -74,9 +55,9 @@ class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 handle = msgspec.json.decode(given, type=cls)
             else:
                 handle = msgspec.convert(given, cls)
+            handle.check()
         except (msgspec.MsgspecError, UnicodeError, RecursionError, SpecError, InvalidInputError) as error:
             raise InvalidInputError("rollout handle", f"an object of {FORMAT}", error) from error
-        handle.check()
         return handle
 
     def to_json(self) -> str:
@@ -88,30 +69,15 @@ class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def check(self) -> None:
         """Raise :class:`InvalidInputError` unless the fields, each possible by itself, are possible together."""
         checked_id(self.rollout_id, "rollout handle rollout_id")
-        layers = len(self.layout.layer_ids)
-        if self.part_layers > layers:
-            raise InvalidInputError("rollout handle part_layers", f"1 to {layers}", self.part_layers)
+        super().check()
         if self.part_tokens > 1 and self.grid.part_nbytes > PART_NBYTES_MAX:
             wanted = f"parts of at most {PART_NBYTES_MAX} bytes"
             raise InvalidInputError("rollout handle part_tokens", wanted, self.part_tokens)
-        if self.rows > ROWS_MAX or self.rows * layers * self.layout.top_k > IDS_MAX:
-            raise InvalidInputError("rollout handle rows", f"at most {ROWS_MAX}, of at most {IDS_MAX} ids", self.rows)
 
     @property
     def name(self) -> str:
         """What the record is called that this handle is of."""
         return f"{self.put_id} {self.rollout_id}"
-
-    @property
-    def grid(self) -> Grid:
-        """How the rows are cut."""
-        cell_nbytes = self.layout.top_k * self.layout.dtype.itemsize
-        return Grid(self.rows, len(self.layout.layer_ids), cell_nbytes, self.part_layers, self.part_tokens)
-
-    @property
-    def stop(self) -> int:
-        """The position after the last row."""
-        return self.start + self.rows
 
 
 __all__ = ["FORMAT", "PUT_ID_NBYTES", "RolloutHandle"]

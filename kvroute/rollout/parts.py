@@ -117,22 +117,14 @@ class PartStore(ABC):
 
     def put(self, rollout_id: str, routes: Routes) -> RolloutHandle:
         self._check_open()
-        grid = self._cut.grid(routes)
-        handle = RolloutHandle(
-            store=self.scheme,
-            rollout_id=checked_id(rollout_id),
-            put_id=os.urandom(PUT_ID_NBYTES).hex(),
-            layout=routes.layout,
-            start=routes.start,
-            rows=grid.rows,
-            part_layers=grid.part_layers,
-            part_tokens=grid.part_tokens,
-            header_nbytes=FIXED_NBYTES,
-        )
-        handle.check()
+        grid, put_id = self._cut.grid(routes), os.urandom(PUT_ID_NBYTES).hex()
+        name = f"{put_id} {checked_id(rollout_id)}"
         try:
-            header, *parts = record(routes, grid, handle.name)
-            handle = self._write(with_fields(handle, header_nbytes=len(header)), [header, *parts])
+            header, parts = record(routes, grid, name)
+            packed = header.pack()
+            handle = RolloutHandle.of(self.scheme, header, len(packed))
+            handle.check()
+            handle = self._write(handle, [packed, *parts])
         except BaseException:
             self._count(put_failures=1)
             raise

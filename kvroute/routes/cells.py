@@ -124,8 +124,10 @@ class Cells:
     @property
     def end(self) -> int:
         """The position after the last row of which anything is known; 0 when there is none."""
-        back = self.some[::-1]
-        return self.stop - int(back.argmax()) if back.any() else 0
+        some = self.some
+        if len(some) and some[-1]:
+            return self.stop
+        return self.start + int(there[-1]) + 1 if len(there := np.flatnonzero(some)) else 0
 
     @property
     def unknown(self) -> tuple[UnknownSpan, ...]:

@@ -39,10 +39,12 @@ class Plan:
     """How rows of one model become rows of ``layers`` and ``dtype``: which layers go where, and what fills the rest.
 
     Made once for many pieces of one array, or for many sequences. Raises :class:`RowError` for a layer that is not
-    there, and a dtype that cannot hold the ids.
+    there, for a spelling that there is not, and for a dtype that cannot hold it or the ids.
     """
 
-    def __init__(self, layout: Layout, layers: Layers, dtype: np.dtype[Any], ep: int = 1) -> None:
+    def __init__(
+        self, layout: Layout, layers: Layers, dtype: np.dtype[Any], ep: int, missing: Missing, pad: Filler
+    ) -> None:
         experts = layout.num_experts
         if dtype.kind not in "iu" or np.iinfo(dtype).max < experts - 1:
             raise RowError("dtype", f"an integer that holds {experts - 1}", dtype)
@@ -50,20 +52,17 @@ class Plan:
             raise RowError("ep", f"a divisor of {experts} experts", ep)
         self.layers = layout.chosen(layers)
         self.dtype, self._experts, self._top_k, self._ep = dtype, experts, layout.top_k, ep
-
-    def check(self, missing: Missing, pad: Filler) -> None:
-        """Raise :class:`RowError` for a spelling that there is not, or that the dtype cannot hold."""
         for name, word, words in (("missing", missing, ("error", *FILLERS)), ("pad", pad, FILLERS)):
             if word not in words:
                 raise RowError(name, ", ".join(words), repr(word))
-            if word == "minus1" and self.dtype.kind == "u":
-                raise RowError("dtype", "a signed integer, for rows of -1", self.dtype)
+            if word == "minus1" and dtype.kind == "u":
+                raise RowError("dtype", "a signed integer, for rows of -1", dtype)
 
     def fill(self, out: NDArray[Any], routes: Cells, first: int, missing: Missing) -> None:
         """Put positions ``first ..`` into ``out`` ``[n, layers, top_k]``; what is not there as ``missing`` says.
 
         :class:`RowError` naming the first such position, and layer, when that is ``"error"``; ``out`` is as it was
-        then. The spelling has been checked.
+        then.
         """
         last = first + len(out)
         if missing == "error" and (gap := routes.first_gap(last, first, self.layers)) is not None:
@@ -72,8 +71,9 @@ class Plan:
         if a >= b:
             self.filler(out, missing, first)
             return
-        self.filler(out[: a - first], missing, first)
-        self.filler(out[b - first :], missing, b)
+        if (a, b) != (first, last):
+            self.filler(out[: a - first], missing, first)
+            self.filler(out[b - first :], missing, b)
         columns = _columns(self.layers, routes.layout.layer_ids, routes.layout.missing_layers)
         here, at = out[a - first : b - first], slice(a - routes.start, b - routes.start)
         for to, of in columns.copies:

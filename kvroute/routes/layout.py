@@ -18,7 +18,7 @@ Layers = Literal["all", "moe"] | Sequence[int]
 _MODEL: Final = ("routed_layers", "num_experts", "num_layers", "top_k")
 
 
-class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields=True):
     """A layer of the model is in ``layer_ids`` (its ids are there), in ``missing_layers`` (it has a router, and no ids
     are there), or dense. All others are in neither.
 

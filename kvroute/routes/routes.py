@@ -325,7 +325,6 @@ class Routes(Cells):
         hold the ids.
         """
         rows = whole("rows", rows, error=RowError)
-        plan = Plan(self.layout, layers, np.dtype(dtype), ep)
         needed = rows if required is None else whole("required", required, error=RowError)
         if needed > rows:
             raise RowError("required", f"0 to {rows} rows", required)
@@ -333,7 +332,7 @@ class Routes(Cells):
             if missing == "error" and needed < rows:
                 raise RowError("pad", f"a spelling for the rows [{needed}, {rows}): " + ", ".join(FILLERS), None)
             pad = "zero" if missing == "error" else missing
-        plan.check(missing, pad)
+        plan = Plan(self.layout, layers, np.dtype(dtype), ep, missing, pad)
         shape = (rows, len(plan.layers), self.top_k)
         if out is None:
             out = np.empty(shape, plan.dtype)
@@ -347,7 +346,8 @@ class Routes(Cells):
 
     def to_bytes(self) -> bytes:
         """These routes as one record that says all about itself, with checksums: :mod:`kvroute.routes.wire`."""
-        return b"".join(wire.record(self))
+        header, parts = wire.record(self)
+        return b"".join((header.pack(), *parts))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, *, checked: bool = False) -> Routes:

@@ -14,7 +14,7 @@ from kvroute.checks import whole
 from kvroute.routes.cells import Cells
 from kvroute.routes.fill import Filler, Missing, Plan
 from kvroute.routes.layout import Layers, Layout, check_alike
-from kvroute.routes.split import TAIL, Shard, Split
+from kvroute.routes.split import TAIL, Shard, Split, places
 
 Side = Literal["left", "right"]
 Order = Literal["sequence", "batch"]
@@ -41,18 +41,16 @@ def shard_packed(
     Raises :class:`RowError` for what is missing when ``missing`` is ``"error"``, naming the sequence, the position and
     the layer; and for sequences of unlike layers, experts or top-k.
     """
-    plan = _plan(parts, tokens, split, layers, dtype, ep)
-    plan.check(missing, pad)
+    plan = _plan(parts, tokens, split, layers, dtype, ep, missing, pad)
     shards = split.packed(tokens)
-    out = np.empty((sum(map(len, shards)), len(plan.layers), parts[0].layout.top_k), plan.dtype)
+    out = np.empty((places(shards), len(plan.layers), parts[0].layout.top_k), plan.dtype)
     at = 0
     for shard in shards:
-        here = out[at : at + len(shard)]
+        here = out[at : (at := at + shard.stop - shard.start)]
         if shard.sequence == TAIL:
             plan.filler(here, pad, shard.start)
         else:
             _fill(plan, here, parts, tokens, shard, missing, pad)
-        at += len(shard)
     return out
 
 
@@ -79,10 +77,9 @@ def shard_padded(
     for name, word, words in (("side", side, get_args(Side)), ("order", order, get_args(Order))):
         if word not in words:
             raise InvalidInputError(name, " or ".join(words), repr(word))
-    plan = _plan(parts, tokens, split, layers, dtype, ep)
-    plan.check(missing, pad)
+    plan = _plan(parts, tokens, split, layers, dtype, ep, missing, pad)
     columns = split.columns(width)
-    out = np.empty((len(parts), sum(map(len, columns)), len(plan.layers), parts[0].layout.top_k), plan.dtype)
+    out = np.empty((len(parts), places(columns), len(plan.layers), parts[0].layout.top_k), plan.dtype)
     if order == "sequence":
         out = np.empty((out.shape[1], len(parts), *out.shape[2:]), plan.dtype)
     for i, (count, mine) in enumerate(zip(tokens, out.swapaxes(0, 1) if order == "sequence" else out, strict=True)):
@@ -90,12 +87,11 @@ def shard_padded(
             raise InvalidInputError(f"tokens of sequence {i}", f"{width} at most, the width of the batch", count)
         left, at = width - count if side == "left" else 0, 0
         for column in columns:
-            here = mine[at : at + len(column)]
-            before = min(max(left - column.start, 0), len(column))
+            here = mine[at : (at := at + column.stop - column.start)]
+            before = min(max(left - column.start, 0), len(here))
             plan.filler(here[:before], pad, column.start)
             shard = Shard(i, column.start + before - left, column.stop - left)
             _fill(plan, here[before:], parts, tokens, shard, missing, pad)
-            at += len(column)
     return out
 
 
@@ -125,21 +121,19 @@ def _fill(
 
 
 def _plan(
-    parts: Sequence[Cells], tokens: Sequence[int], split: Split, layers: Layers, dtype: DTypeLike, ep: int
+    parts: Sequence[Cells], tokens: Sequence[int], split: Split, layers: Layers, dtype: DTypeLike, *more: Any
 ) -> Plan:
     if not parts or len(parts) != len(tokens):
         raise RowError("tokens", f"one number for each of {len(parts)} routes, at least one", len(tokens))
     check_alike([part.layout for part in parts])
     wanted = layers if isinstance(layers, str) else tuple(layers)
-    return _plan_of(parts[0].layout, split, wanted, np.dtype(dtype), ep)
+    return _plan_of(parts[0].layout, split, wanted, np.dtype(dtype), *more)
 
 
 @lru_cache(maxsize=64)
-def _plan_of(
-    layout: Layout, split: Split, layers: Literal["all", "moe"] | tuple[int, ...], dtype: np.dtype[Any], ep: int
-) -> Plan:
+def _plan_of(layout: Layout, split: Split, layers: Layers, *more: Any) -> Plan:
     """A rank's plan, which is the same for every batch."""
     if isinstance(layers, str):
         chosen = set(layout.chosen(layers))
         layers = tuple(layer for layer in split.layers(layout.num_layers) if layer in chosen)
-    return Plan(layout, layers, dtype, ep)
+    return Plan(layout, layers, *more)

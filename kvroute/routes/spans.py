@@ -60,9 +60,9 @@ def clipped(versions: Iterable[WeightsSpan], start: int, stop: int) -> tuple[Wei
 
 
 def by_position(spans: Iterable[WeightsSpan], start: int, stop: int) -> NDArray[np.int64]:
-    """The version of each position in ``[start, stop)``, or :data:`UNKNOWN`; ``spans`` lie inside."""
+    """The version of each position in ``[start, stop)``, or :data:`UNKNOWN`."""
     versions = np.full(stop - start, UNKNOWN, np.int64)
-    for a, b, version in spans:
+    for a, b, version in clipped(spans, start, stop):
         versions[a - start : b - start] = version
     return versions
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 from cache_manager.errors import InvalidInputError
 from kvroute.checks import whole
@@ -27,16 +26,12 @@ TAIL: Final = -1
 """The sequence of a span that is padding of the whole buffer and belongs to none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """Positions ``[start, stop)`` of sequence number ``sequence``; behind its tokens they are padding."""
 
     sequence: int
     start: int
     stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +112,7 @@ Shard(sequence=1, start=3, stop=4)]
             every = [Shard(i, 0, n) for i, n in enumerate(padded) if n]
             every += [Shard(TAIL, 0, part * self.cp - total)] if part * self.cp > total else []
             mine = _cut(every, part * self.cp_rank, part * (self.cp_rank + 1))
-        if tail := -sum(map(len, mine)) % self.tail_align:
+        if tail := -places(mine) % self.tail_align:
             mine.append(Shard(TAIL, 0, tail))
         return self._scattered(mine)
 
@@ -145,7 +140,7 @@ Shard(sequence=1, start=3, stop=4)]
     def _scattered(self, mine: list[Shard]) -> list[Shard]:
         """The part of ``mine`` that sequence parallelism leaves to this tensor-parallel rank; neighbours joined."""
         if self.sp and self.tp > 1:
-            total = sum(map(len, mine))
+            total = places(mine)
             if total % self.tp:
                 raise InvalidInputError("local tokens", f"a multiple of tp={self.tp}; see tail_align", total)
             part = total // self.tp
@@ -161,12 +156,17 @@ Shard(sequence=1, start=3, stop=4)]
         return joined
 
 
+def places(shards: Sequence[Shard]) -> int:
+    """How many positions they have together."""
+    return sum([stop - start for _, start, stop in shards])
+
+
 def _cut(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
     """The places ``[start, stop)`` of ``shards`` laid end to end."""
-    found = []
-    for shard, end in zip(shards, accumulate(map(len, shards)), strict=True):
-        at = end - len(shard)
-        a, b = max(start, at), min(stop, end)
+    found, at = [], 0
+    for sequence, first, last in shards:
+        a, b = max(start, at), min(stop, at + last - first)
         if a < b:
-            found.append(Shard(shard.sequence, shard.start + a - at, shard.start + b - at))
+            found.append(Shard(sequence, first + a - at, first + b - at))
+        at += last - first
     return found

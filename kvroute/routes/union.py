@@ -23,7 +23,7 @@ from cache_manager.errors import RowError
 from kvroute.routes import spans
 from kvroute.routes.cells import Cells, Mask, some
 from kvroute.routes.layout import check_alike
-from kvroute.routes.spans import UNKNOWN
+from kvroute.routes.spans import UNKNOWN, WeightsSpan
 from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, token_hash
 
 C = TypeVar("C", bound=Cells)
@@ -118,25 +118,31 @@ def union(parts: Sequence[C]) -> C:
     start, stop = ordered[0].start, max(p.stop for p in ordered)
     ids = np.empty((stop - start, len(layout.layer_ids), layout.top_k), layout.dtype)
     mask = np.zeros(ids.shape[:2] if cellwise else stop - start, np.bool_)
-    versions = np.full(stop - start, UNKNOWN, np.int64)
-    reached = 0  # rows before it have been filled
+    told: tuple[WeightsSpan, ...] = ()
+    reached = start  # what is before it has been filled
     for part in ordered:
-        first, last = part.start - start, part.stop - start
         its_ids, its = _in_columns(part, layout.layer_ids) if cellwise else (part.ids, part.valid)
-        its_versions = spans.by_position(part.weights_versions, part.start, part.stop)
-        if first > reached:
-            ids[reached:first] = np.iinfo(ids.dtype).max
-            reached = first
-        both = min(reached, last) - first  # how many of its rows are there already
-        here = slice(first, first + both)
+        first = part.start - start
+        if part.start > reached:
+            ids[reached - start : first] = np.iinfo(ids.dtype).max
+            reached = part.start
+        both = min(reached, part.stop) - part.start  # how many of its rows are there already
+        here, middle = slice(first, first + both), part.start + both
         if both:
-            _settle(versions[here], some(mask[here]), its_versions[:both], some(its[:both]), part.start)
+            versions = spans.by_position(told, part.start, middle)
+            its_versions = spans.by_position(part.weights_versions, part.start, middle)
+            _settle(versions, some(mask[here]), its_versions, some(its[:both]), part.start)
+            settled = spans.from_positions(versions, part.start)
+            told = (*spans.clipped(told, start, part.start), *settled, *spans.clipped(told, middle, reached))
             _join(ids[here], mask[here], its_ids[:both], its[:both], layout.layer_ids, part.start)
-        if last > reached:
-            ids[reached:last], mask[reached:last] = its_ids[both:], its[both:]
-            versions[reached:last] = its_versions[both:]
-            reached = last
-    told = spans.from_positions(versions, start)
+        if part.stop > reached:
+            ids[reached - start : part.stop - start], mask[reached - start : part.stop - start] = (
+                its_ids[both:],
+                its[both:],
+            )
+            told += spans.clipped(part.weights_versions, reached, part.stop)
+            reached = part.stop
+    told = spans.checked_versions(told, start, stop)
     return parts[0]._with(layout=layout, ids=ids, mask=mask, start=start, weights_versions=told)
 
 

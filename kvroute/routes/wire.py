@@ -21,11 +21,12 @@ from __future__ import annotations
 import binascii
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Self
 
 import msgspec
 import numpy as np
 import xxhash
+from msgspec import Meta
 from numpy.typing import NDArray
 from pybase64 import b64decode, b64encode_as_string
 
@@ -47,20 +48,46 @@ _FIXED = struct.Struct("<8sHHI")
 FIXED_NBYTES: Final = _FIXED.size + 16
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything but the ids.
+class Extent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which rows a record has, of the positions ``[start, start + rows)``, and how they are cut into parts.
 
-    Rows are of the positions from ``start`` on, cut into parts as a ``Grid`` of ``part_layers`` and ``part_tokens`` has
-    it. ``sums`` are the XXH3-64 of the parts, 8 bytes each. ``valid`` has one bit a row, lowest bit first: whether
-    anything of it is known; it is empty where that is so of all. ``unknown`` are ``(layer id, start, stop)``: where
-    other layers of a row are known but not this one, maximal and in order. ``name`` is for who keeps the record.
+    A part has ``part_layers`` of the layers (the last one may have fewer) and ``part_tokens`` rows.
     """
 
     layout: Layout
-    rows: int
-    start: int
-    part_layers: int
-    part_tokens: int
+    rows: Annotated[int, Meta(ge=0, le=ROWS_MAX)]
+    start: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    part_layers: Annotated[int, Meta(ge=1)]
+    part_tokens: Annotated[int, Meta(ge=1)]
+
+    def check(self) -> None:
+        """Raise :class:`RowError` unless the fields, each possible by itself, are possible together."""
+        layers = len(self.layout.layer_ids)
+        if self.part_layers > layers:
+            raise RowError("part_layers", f"1 to {layers}", self.part_layers)
+        if (ids := self.rows * layers * self.layout.top_k) > IDS_MAX:
+            raise RowError("rows", f"at most {IDS_MAX} ids", ids)
+
+    @property
+    def stop(self) -> int:
+        """The position after the last row."""
+        return self.start + self.rows
+
+    @property
+    def grid(self) -> Grid:
+        """How the rows are cut."""
+        cell_nbytes = self.layout.top_k * self.layout.dtype.itemsize
+        return Grid(self.rows, len(self.layout.layer_ids), cell_nbytes, self.part_layers, self.part_tokens)
+
+
+class Header(Extent, frozen=True, kw_only=True):
+    """Everything but the ids.
+
+    ``sums`` are the XXH3-64 of the parts, 8 bytes each. ``valid`` has one bit a row, lowest bit first: whether anything
+    of it is known; it is empty where that is so of all. ``unknown`` are ``(layer id, start, stop)``: where other layers
+    of a row are known but not this one, maximal and in order. ``name`` is for who keeps the record.
+    """
+
     sums: bytes
     valid: bytes = b""
     unknown: tuple[UnknownSpan, ...] = ()
@@ -94,36 +121,17 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return b"".join((fixed, _sum(fixed, text), text))
 
     def check(self) -> None:
-        """Raise :class:`RowError` unless every field can be what it says; nothing is made room for."""
-        layers = len(self.layout.layer_ids)
-        for field, most in (("rows", ROWS_MAX), ("start", 1 << 62)):
-            if not 0 <= getattr(self, field) <= most:
-                raise RowError(f"routes record {field}", f"0 to {most}", getattr(self, field))
-        if (ids := self.rows * layers * self.layout.top_k) > IDS_MAX:
-            raise RowError("routes record rows", f"at most {IDS_MAX} ids", ids)
-        if not 1 <= self.part_layers <= layers or self.part_tokens < 1:
-            got = f"{self.part_layers} layers, {self.part_tokens} tokens"
-            raise RowError("routes record part", f"1 to {layers} layers and 1 token or more", got)
+        """Raise :class:`RowError` unless the fields are possible together; nothing is made room for."""
+        super().check()
         if len(self.sums) != SUM_NBYTES * self.grid.parts:
             raise RowError("routes record sums", f"{SUM_NBYTES * self.grid.parts} bytes", len(self.sums))
         if self.valid and len(self.valid) != -(-self.rows // 8):
             raise RowError("routes record valid", f"{-(-self.rows // 8)} bytes, or none", len(self.valid))
 
     @property
-    def stop(self) -> int:
-        """The position after the last row."""
-        return self.start + self.rows
-
-    @property
     def dtype(self) -> np.dtype[Any]:
         """Of an id, little endian."""
         return self.layout.dtype.newbyteorder("<")
-
-    @property
-    def grid(self) -> Grid:
-        """How the rows are cut."""
-        cell_nbytes = self.layout.top_k * self.dtype.itemsize
-        return Grid(self.rows, len(self.layout.layer_ids), cell_nbytes, self.part_layers, self.part_tokens)
 
     @property
     def mask(self) -> Mask:
@@ -160,14 +168,14 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return found
 
 
-def record(routes: Cells, grid: Grid | None = None, name: str = "") -> list[Buffer]:
-    """The record of ``routes``: header, then the parts of ``grid`` (one of everything); whole parts share memory."""
+def record(routes: Cells, grid: Grid | None = None, name: str = "") -> tuple[Header, list[Buffer]]:
+    """The header of ``routes``, and the parts of ``grid`` (one of everything); whole parts share memory."""
     if grid is None:
         rows, layers, top_k = routes.ids.shape
         grid = Grid(rows, layers, top_k * routes.ids.itemsize, layers, max(rows, 1))
     cells = cells_of(routes.ids.astype(routes.ids.dtype.newbyteorder("<"), copy=False))
     parts: list[Buffer] = [grid.cut(cells, part) for part in range(grid.parts)]
-    return [Header.of(routes, grid, parts, name).pack(), *parts]
+    return Header.of(routes, grid, parts, name), parts
 
 
 def header_nbytes(fixed: Buffer) -> int:
@@ -194,9 +202,9 @@ def unpack(fixed: Buffer, text: Buffer) -> Header:
         raise RowError("routes record header checksum", found.hex(), given.hex())
     try:
         header = msgspec.json.decode(text, type=Header)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        header.check()
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, RowError) as error:
         raise RowError("routes record header", "a header of routes", error) from error
-    header.check()
     return header
 
 
@@ -232,4 +240,4 @@ def _sum(*parts: Buffer) -> bytes:
     return running.digest()
 
 
-__all__ = ["FIXED_NBYTES", "ROWS_MAX", "Header", "from_base64", "header_nbytes", "read", "record", "unpack"]
+__all__ = ["FIXED_NBYTES", "HEADER_NBYTES_MAX", "Extent", "Header", "header_nbytes", "read", "record", "unpack"]

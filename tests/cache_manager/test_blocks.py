@@ -4,38 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from blocks_house import SPEC, TOKENS, House, slots
+from blocks_house import TOKENS, House, slots
 from kv import SlotKV
 from origins_of import origins_of
 
 from cache_manager.errors import InvalidInputError, StorageError
-
-# ---------------------------------------------------------------- devices that write late
-
-
-@pytest.mark.parametrize("ends", ["before the commit", "after the commit"])
-@pytest.mark.parametrize("renewed", [True, False])
-def test_a_late_device_write_is_never_taken_for_a_row_of_the_next_step(house, ends: str, renewed: bool) -> None:
-    """Goal: `no_late_device_write_lands_among_valid_rows`. Method: the device writes over what the next step copied."""
-    engine, raw = house.engine, house.engine.region("device").rows
-    engine.renew([1])
-    late = engine.begin_step(slots(1)[:2], in_place=True)
-    late.wrote("routing")
-    if renewed:
-        engine.renew([1])
-    step = engine.begin_step(slots(1))
-    step.write("routing", house.rows("mine"))
-    raw[1, : 2 * SPEC.row_nbytes] = 0xEE  # the device is late
-    if ends == "before the commit":
-        late.commit()
-    assert step.commit() == 2
-    if ends == "after the commit":
-        assert late.commit() == 0
-    read = engine.read("routing", [1])
-    assert read.valid.tolist() == [False, False, True, True]
-    assert np.array_equal(read.values[2:], house.rows("mine")[2:])
-    assert engine.counters.late_writes_dropped == 4
-    house.fill(1, "afterwards")
 
 
 def test_a_step_in_place_waits_for_the_device_of_the_one_before_it(house) -> None:
@@ -49,25 +22,6 @@ def test_a_step_in_place_waits_for_the_device_of_the_one_before_it(house) -> Non
     assert step.commit() == 2
     assert house.valid(1) == [False, False, True, True]
     assert late.commit() == 0
-
-
-def test_nothing_is_filled_while_a_device_may_write_it(house) -> None:
-    """Goal: the same for copies, swaps and restores. Method: each of them into a block of a step in place."""
-    engine = house.engine
-    engine.renew([0, 1])
-    house.fill(0, "source")
-    key = engine.keys.key(None, [1])
-    engine.persist({key: 0}, engine.generations([0]))
-    engine.swap_out([(0, 2)])
-    late = engine.begin_step(slots(1)[:1], in_place=True)
-    engine.renew([1])
-    engine.copy([(0, 1)])
-    engine.swap_in([(2, 1)])
-    assert engine.restore({key: 1}, engine.generations([1])) == {key: False}
-    assert house.valid(1) == [False] * TOKENS
-    assert engine.counters.bad_moves_dropped == 2
-    late.commit()
-    assert engine.restore({key: 1}, engine.generations([1])) == {key: True}
 
 
 def test_a_value_that_does_not_fit_is_an_error_and_never_another_value(house) -> None:
@@ -84,9 +38,6 @@ def test_a_value_that_does_not_fit_is_an_error_and_never_another_value(house) ->
         assert not engine.read("routing", [0]).valid.any()
 
 
-# ---------------------------------------------------------------- moves beside steps
-
-
 def test_rejected_rows_are_not_late_ones(house) -> None:
     house.engine.renew([0])
     step = house.engine.begin_step(slots(0))
@@ -96,20 +47,7 @@ def test_rejected_rows_are_not_late_ones(house) -> None:
     assert (counters.rows_committed, counters.rows_rejected, counters.late_writes_dropped) == (2, 2, 0)
 
 
-def test_a_row_that_is_committed_while_its_block_is_copied_does_not_come_along(house) -> None:
-    """Goal: a valid row at the target is one that was copied. Method: a step commits when the bytes are copied; of a
-    source that changes nothing arrives. Then the copy is made again."""
-    engine = house.engine
-    engine.renew([0, 1])
-    engine.write_step(slots(0)[:2], {"routing": house.rows("early", 2)})
-    step = engine.begin_step(slots(0)[2:])
-    step.write("routing", house.rows("late", 2))
-    with house.when_copied(step.commit):
-        engine.copy([(0, 1)])
-    assert house.valid(0) == [True] * TOKENS
-    assert house.valid(1) == [False] * TOKENS
-    engine.copy([(0, 1)])
-    assert house.valid(1) == [True] * TOKENS
+# ---------------------------------------------------------------- moves beside steps
 
 
 @pytest.mark.parametrize("change", ["renew", "write", "forget", "reset", "gone"])
@@ -181,21 +119,6 @@ def test_a_second_move_into_a_block_is_dropped(house) -> None:
     assert house.holds(1, rows[1])
 
 
-def test_kv_moves_with_its_rows_and_without_them() -> None:
-    """Goal: where KV is moved here, no pair of it is left out. Method: one of two targets was never given out."""
-    kv = SlotKV(6, 3, TOKENS)
-    house = House(kv=kv)
-    house.engine.renew([0, 1])
-    rows = house.fill(0, "mine")
-    house.engine.copy([(0, 1), (0, 4)])
-    assert kv.copies == [("device", "device", [(0, 1), (0, 4)])]
-    assert house.holds(1, rows)
-    assert not any(house.valid(4))
-    with pytest.raises(InvalidInputError, match="pairs"):
-        house.engine.copy([(0, 0)])
-    house.close()
-
-
 def test_a_move_that_fails_brings_nothing_and_keeps_nothing() -> None:
     """Goal: a move succeeds whole or leaves its targets without rows. Method: the KV's copy fails; then all goes on."""
     kv = SlotKV(6, 3, TOKENS)
@@ -228,19 +151,6 @@ def test_a_backup_leaves_the_source_as_it_is(house) -> None:
 
 
 # ---------------------------------------------------------------- the store
-
-
-def test_a_block_of_another_life_is_not_stored_under_the_key_of_the_first(house) -> None:
-    engine = house.engine
-    engine.renew([0])
-    life = engine.generations([0])
-    house.fill(0, "a")
-    engine.renew([0])
-    house.fill(0, "b")
-    key = engine.keys.key(None, [1])
-    assert engine.persist({key: 0}, life) == {key: 0}
-    assert house.store.contains([key]) == [False]
-    assert engine.counters.stale_blocks == 1
 
 
 def test_rows_of_another_computation_do_not_come_beside_loaded_kv(house) -> None:

@@ -42,6 +42,7 @@ class BlocksMachine(BlocksStored):
         self.feed.renew(blocks)
         self.deliver()
         self.learn(blocks)
+        assert self.filling or not self.engine.read("routing", blocks).valid.any(), ROW
         if bad:  # ids that are none, and generations that are not larger
             assert self.engine.renew([DEVICE, -1, blocks[0]], [9, 9, self.known[blocks[0]]]).tolist() == [0, 0, 0]
 

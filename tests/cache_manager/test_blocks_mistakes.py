@@ -35,45 +35,6 @@ def test_a_mistake_inside_a_forward_pass_is_dropped_counted_and_logged_once(hous
     assert engine.in_flight == 0
 
 
-@pytest.mark.parametrize("limits", [[1], [1, 2, 3], [0.5, 1.5], 1])
-def test_limits_that_do_not_fit_a_move_s_pairs_are_dropped_though_a_pair_is_dropped_too(house, limits) -> None:
-    """Goal: nothing raises in a forward pass. Method: one target was never given out, and the limits are wrong."""
-    house.engine.renew([0, 1])
-    rows = house.fill(0, "mine")
-    house.fill(1, "copied over")
-    house.engine.copy([(0, 1), (0, 4)], limits)
-    assert house.engine.counters.bad_moves_dropped == 2
-    assert house.holds(0, rows)
-    assert not house.engine.read("routing", [1]).valid.any()
-    with pytest.raises(InvalidInputError, match="rows: wanted"):
-        House(strict=True).engine.copy([(0, 1), (0, 4)], limits)
-
-
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (lambda e: e.write_step(np.array([999]), {}), KVRouteError),
-        (lambda e: e.renew([9]), InvalidInputError),
-        (lambda e: e.renew([0], [1]), InvalidInputError),
-        (lambda e: e.renew([], [1]), InvalidInputError),
-        (lambda e: e.copy([(5, 1)]), InvalidInputError),
-        (lambda e: e.copy([(0, 0)]), InvalidInputError),
-    ],
-)
-def test_a_strict_set_raises_and_changes_nothing(call, error) -> None:
-    house = House(strict=True)
-    house.engine.renew([0])
-    rows = house.fill(0, "mine")
-    with pytest.raises(error):
-        call(house.engine)
-    assert house.holds(0, rows)
-    with pytest.raises(KVRouteError):
-        house.engine.write_step(slots(0)[:1], {"nothing": np.zeros(1)})
-    assert house.valid(0) == [False, True, True, True], "whose KV the pass has written"
-    assert house.engine.in_flight == 0
-    house.engine.close()
-
-
 def test_what_a_strict_set_raises_names_the_blocks() -> None:
     """Goal: who debugs an engine sees which block it was. Method: bad ids, old lives, sources never given out."""
     engine = House(strict=True).engine

@@ -91,32 +91,6 @@ def test_moves_of_several_threads_meet() -> None:
     engine.close()
 
 
-def test_a_reader_beside_the_scheduler_never_sees_a_foreign_row(house) -> None:
-    """Goal: a thread reads while the scheduler gives blocks out. Method: real threads, rows name their life."""
-    engine, wrong, seen, done = house.engine, [], [], threading.Event()
-    expected = {life: house.rows(f"life {life}") for life in range(1, 302)}
-
-    def read() -> None:
-        while not done.is_set():
-            (life,) = engine.generations([0]).tolist()
-            rows = engine.read("routing", [0], generations=[life])
-            if life and not np.array_equal(rows.values[rows.valid], expected[life][rows.valid]):
-                wrong.append(life)
-            seen.append(int(rows.valid.sum()))
-
-    readers = [threading.Thread(target=read, daemon=True) for _ in range(2)]
-    for thread in readers:
-        thread.start()
-    for _ in range(300):
-        (life,) = engine.renew([0]).tolist()
-        house.fill(0, f"life {life}")
-    done.set()
-    for thread in readers:
-        thread.join()
-    assert not wrong
-    assert len(seen) > 10
-
-
 def test_a_call_inside_another_is_refused_and_one_of_another_thread_waits(house) -> None:
     """Goal: no deadlock with oneself, nothing half done. Method: a finaliser and a signal handler in the middle of a
     call; another thread's call in the same place."""
@@ -348,15 +322,6 @@ def test_a_call_that_races_with_close_ends_well_or_says_that_it_is_closed(memory
     finally:
         sys.setswitchinterval(before)
     assert {type(error) for error in ended} == {BlockStateError}, ended
-
-
-def test_close_waits_for_views_and_can_be_called_again(house) -> None:
-    """Goal: a view that somebody keeps must not leave a half-closed object. Method: keep one, close, drop it, close."""
-    view = house.engine.region("host").rows[0]
-    with pytest.raises(BufferError):
-        house.engine.close()
-    del view
-    house.engine.close()
 
 
 def test_a_reset_reaches_readers_in_other_processes() -> None:

@@ -12,13 +12,11 @@ from canary import canary_rows
 from gate import Gate, GatedStore
 from hypothesis import given
 from hypothesis import strategies as st
-from region_children import Child
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError, FeedGapError, InvalidInputError
 from cache_manager.feed import VERSION, Batch, BlockFeed, Copied, Persist, Renew, Reset, Restore
 from cache_manager.keys import Namespace
-from cache_manager.regions.view import RegionView
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 from cache_manager.stored import JobLimits
@@ -42,81 +40,6 @@ def state(engine: AuxBlocks) -> tuple[object, ...]:
     """What a batch that is refused must not change."""
     regions = [engine.region(tier) for tier in ("device", "host")]
     return tuple(array.tobytes() for r in regions for array in (r.words, r.valid, r.rows)), engine.namespace
-
-
-def test_every_operation_does_what_the_call_of_its_name_does() -> None:
-    """Goal: a worker that is fed has what a worker that is called has. Method: both, side by side, same steps."""
-    store = open_store("memory:")
-    with new_engine(store=store) as fed, new_engine(store=open_store("memory:")) as called:
-        feed = BlockFeed(blocks=BLOCKS)
-        assert feed.renew([0, 1, 2]).tolist() == [1, 1, 1]
-        done = fed.apply(feed.take())
-        assert [type(operation) for operation in done] == [Renew]
-        called.renew([0, 1, 2])
-        for engine in (fed, called):
-            rows = fill(engine, 0, "mine")
-        key = fed.keys.key(None, [1])
-        feed.copy([(0, 1)], [2])
-        feed.swap_out([(0, 1)])
-        feed.persist({key: 0})
-        feed.renew([2])
-        feed.swap_in([(1, 2)])
-        fed.apply(feed.take())
-        assert fed.wait(60.0)
-        fed.poll()
-        called.copy([(0, 1)], [2])
-        called.swap_out([(0, 1)])
-        called.persist({key: 0}, called.generations([0]))
-        called.renew([2])
-        called.swap_in([(1, 2)])
-        feed.renew([3, 4])
-        feed.restore({key: 3}, {key: fed.origins([0])[0]})
-        feed.restore({key: 4}, {key: 77})
-        fed.apply(feed.take())
-        while fed.jobs:
-            assert fed.wait(60.0)
-            fed.poll()
-        called.renew([3, 4])
-        lives = called.generations([3])
-        assert called.restore({key: 3}, lives, {key: called.origins([0])[0]}) == {key: True}
-        assert called.restore({key: 4}, called.generations([4]), {key: 77}) == {key: False}
-        assert state(fed)[0][:2] == state(called)[0][:2], "device words and validity"
-        assert np.array_equal(fed.generations(range(BLOCKS)), feed.generations)
-        for block in (0, 2, 3):
-            read = fed.read("routing", [block], generations=feed.generations[[block]])
-            assert read.valid.all()
-            assert np.array_equal(read.values, rows)
-        assert fed.read("routing", [1]).valid.tolist() == [True, True, False, False]
-        feed.reset(7)
-        fed.apply(feed.take())
-        assert fed.namespace.weights_version == 7
-        assert not fed.read("routing", range(BLOCKS)).valid.any()
-
-
-def test_a_feed_without_operations_is_no_batch() -> None:
-    feed = BlockFeed(blocks=BLOCKS)
-    with new_engine() as engine:
-        assert feed.take() == b""
-        assert engine.apply(b"") == []
-        feed.renew([0])
-        engine.apply(feed.take())
-        assert feed.take() == b""
-        assert (engine.counters.feed_gaps, engine.counters.feed_repetitions) == (0, 0)
-
-
-def test_a_repetition_does_nothing_and_is_counted() -> None:
-    """Goal: a batch is applied once. Method: send one twice, with rows written in between."""
-    with new_engine() as engine:
-        feed = BlockFeed(blocks=BLOCKS)
-        feed.renew([0])
-        feed.copy([(1, 0)])
-        batch = feed.take()
-        engine.apply(batch)
-        fill(engine, 0, "mine")
-        before = state(engine)
-        assert engine.apply(batch) == []
-        assert state(engine) == before
-        assert engine.counters.feed_repetitions == 1
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -283,67 +206,6 @@ def test_any_bytes_are_a_batch_or_a_typed_error(packed: bytes) -> None:
 
 
 # ---------------------------------------------------------------- two processes
-
-
-WORKER = """
-from canary import canary_rows
-from cache_manager.blocks import AuxBlocks
-from cache_manager.keys import Namespace
-spec = AuxBlockDataSpec("routing", (3, 2), "uint8", 4)
-rows = lambda who: canary_rows(spec, [(who, i) for i in range(4)])
-with AuxBlocks([spec], blocks=5, namespace=Namespace("m", 1), memory="shared") as engine:
-    say(engine.region("device").name)
-    while line := sys.stdin.readline().split():
-        engine.apply(bytes.fromhex(line[0]))
-        for block in map(int, line[1:]):
-            who = f"{block}.{engine.generations([block])[0]}"
-            engine.write_step(np.arange(block * 4, block * 4 + 4), {"routing": rows(who)})
-        say(engine.counters.feed_gaps)
-"""
-
-
-def test_a_scheduler_reads_what_a_worker_wrote_for_the_lives_that_it_gave_out() -> None:
-    """Goal: rows of the generations that the scheduler knows, or missing. Method: two processes, a view, a lost batch.
-
-    The scheduler knows what its feed says; the worker is behind it when a batch has not come or was lost. Rows say for
-    which block and life the worker wrote them.
-    """
-    worker = Child(WORKER)
-    try:
-        with RegionView(worker.heard()[0], namespace=NAMESPACE.fingerprint) as view:
-            feed = BlockFeed(blocks=BLOCKS)
-
-            def has_rows(block: int) -> bool:
-                """Whether the rows of the block's life are there; any other row is a failure."""
-                life = int(feed.generations[block])
-                read = view.read("routing", [block], generations=[life])
-                expected = canary_rows(SPEC, [(f"{block}.{life}", i) for i in range(TOKENS)])
-                assert np.array_equal(read.values[read.valid], expected[read.valid])
-                return bool(read.valid.all())
-
-            def send(*written: int) -> int:
-                """The next batch, then a step of the worker's that writes these blocks; how many gaps it has found."""
-                worker.process.stdin.write(" ".join([feed.take().hex(), *map(str, written)]) + "\n")
-                worker.process.stdin.flush()
-                return int(worker.heard()[0])
-
-            feed.renew([0, 1, 2])
-            assert not any(map(has_rows, range(BLOCKS)))
-            assert send(0, 1) == 0
-            assert [has_rows(b) for b in range(BLOCKS)] == [True, True, False, False, False]
-            feed.renew([1])
-            assert [has_rows(b) for b in (0, 1)] == [True, False], "before the worker has heard of it"
-            assert send(1) == 0
-            assert has_rows(1)
-            feed.renew([0])
-            feed.take()  # lost
-            assert not has_rows(0)
-            feed.renew([2])
-            assert send(2) == 1, "the worker has found the gap"
-            assert [has_rows(b) for b in (0, 1, 2)] == [False, False, True]
-    finally:
-        code, said = worker.finish()
-    assert (code, said.count("feed_gaps")) == (0, 1), "logged once"
 
 
 def test_a_scheduler_that_is_started_anew_is_heard() -> None:

@@ -17,7 +17,6 @@ from cache_manager.keys import Namespace
 from cache_manager.record import RecordHeader, check_record
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.step import Step
-from cache_manager.storage import open_store
 
 SPECS = (AuxBlockDataSpec("routing", (3, 2), "uint8", 4), AuxBlockDataSpec("weights_version", (), "uint32", 4))
 P_BLOCK, D_BLOCK = 2, 1
@@ -325,20 +324,3 @@ def test_nothing_to_export_is_none() -> None:
         for arguments in ((lives[1:], [1, 2]), ([1, 2],)):
             with pytest.raises(InvalidInputError):
                 p.export({old: 1}, *arguments)
-
-
-def test_optional_rows_that_are_completed_later_are_stored() -> None:
-    """Goal: more valid rows of one origin replace fewer. Method: persist, an optional spec by installation, again."""
-    store = open_store("memory:?capacity=1MiB")
-    with AuxBlocks(SPECS, blocks=3, namespace=Namespace("m", 1), store=store, required=["routing"]) as d:
-        header, payload = exported(range(4))
-        words = len(header.valid) // 2
-        part = {name: getattr(header, name) for name in header.__struct_fields__}
-        only = RecordHeader(**{**part, "valid": header.valid[:words] + bytes(words)})
-        life, key = renewed(d), d.keys.key(None, [1])
-        d.bind_origin(D_BLOCK, life, header.origin, 4)
-        for record in (only, header):
-            assert d.install(D_BLOCK, life, record, payload) == 4
-            assert d.persist({key: D_BLOCK}, [life]) == {key: header.origin}
-        assert d.restore({key: 2}, [renewed(d, 2)]) == {key: True}
-        assert rows(d, 2) == ["P"] * 4

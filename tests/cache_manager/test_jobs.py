@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
 
-import msgspec
 import numpy as np
 import pytest
 from blocks_house import SPEC, TOKENS, House, slots
@@ -18,8 +16,7 @@ from cache_manager.errors import BlockStateError, ConfigError, StorageError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from cache_manager.storage import open_store
-from cache_manager.stored import Job, JobLimits, PersistJob, Phase, RestoreJob
-from cache_manager.testing.faults import FaultyStore
+from cache_manager.stored import JobLimits, PersistJob, Phase, RestoreJob
 
 NBYTES = RecordLayout((SPEC,)).nbytes
 
@@ -123,18 +120,6 @@ def test_a_cancelled_job_brings_nothing(house, cancelled: str) -> None:
     assert engine.in_flight == 0
 
 
-def test_a_job_that_is_dropped_lands_when_somebody_polls_and_a_listed_one_can_be_cancelled(full) -> None:
-    full.begin_persist(0)
-    gc.collect()
-    full.settle()
-    (job,) = full.engine.jobs
-    job.cancel()
-    full.gate.open()
-    assert full.engine.wait(60.0)
-    assert full.engine.poll() == [job]
-    assert (full.engine.in_flight, full.engine.counters.jobs_cancelled) == (0, 1)
-
-
 def test_an_answer_names_the_origin_that_is_stored(house) -> None:
     """Goal: nothing is said to be stored that is not. Method: two blocks of one key, then a store without room."""
     engine = house.engine
@@ -171,50 +156,7 @@ def test_what_a_reader_needs_decides_whether_a_record_will_do() -> None:
         assert reader.restore({key: 1}, [1]) == {key: True}
 
 
-def test_blocks_of_one_job_are_stored_under_their_own_keys(full) -> None:
-    """Goal: content goes under its key. Method: three blocks in one job, brought back one by one."""
-    engine = full.engine
-    keys = {engine.keys.key(None, [n]): block for n, block in enumerate((2, 0, 1))}
-    origins = engine.origins([2, 0, 1])
-    assert list(engine.persist(keys, [1] * 3).values()) == origins
-    for (key, block), origin in zip(keys.items(), origins, strict=True):
-        assert full.brings(5, origin, key)
-        assert full.holds(5, full.rows(f"block {block}"))
-
-
 # ---------------------------------------------------------------- stores without a contract
-
-
-class HalfAnswer(FaultyStore):
-    """A foreign backend that is not sound: forgets an answer, or answers with a header of another shape."""
-
-    header_valid: bytes | None = None
-
-    def get_into(self, keys, buffers):
-        found = super().get_into(keys, buffers)
-        if self.header_valid is None:
-            return found[:-1]
-        return [msgspec.structs.replace(h, valid=self.header_valid) for h in found]
-
-
-@pytest.mark.parametrize("valid", [None, b"", b"\xff" * 8, b"\xff" * 16])
-def test_a_backend_that_breaks_its_contract_makes_nothing_readable(valid) -> None:
-    """Method: a backend that answers nonsense, then the right record."""
-    store = HalfAnswer(open_store("memory:"))
-    store.header_valid = valid
-    with AuxBlocks([SPEC], blocks=3, namespace=Namespace("m", 1), store=store) as engine:
-        engine.renew([0, 1])
-        engine.write_step(slots(0), {"routing": np.ones((TOKENS, 3, 2), np.uint8)})
-        key = engine.keys.key(None, [1])
-        engine.persist({key: 0}, [1])
-        if valid is None:
-            with pytest.raises(StorageError, match="answered 0 of 1 keys"):
-                engine.restore({key: 1}, [1])
-            assert engine.counters.failed_blocks_not_restored == 1
-        else:
-            assert engine.restore({key: 1}, [1]) == {key: False}
-        assert engine.in_flight == 0
-        assert not engine.read("routing", [1]).valid.any()
 
 
 @pytest.mark.parametrize("call", ["put", "get_into"])
@@ -229,33 +171,6 @@ def test_a_store_that_answers_fewer_keys_than_it_was_asked_for_has_failed(house,
         job.result()
     assert house.engine.in_flight == 0
     assert not any(house.valid(1))
-
-
-def test_a_bug_in_a_store_reaches_whoever_asks_for_the_result(house) -> None:
-    def bug(*_):
-        raise AssertionError("a bug in the store")
-
-    house.store.get_into = bug
-    house.engine.renew([0])
-    job = house.begin_restore(0)
-    if not job.over:
-        with pytest.raises(BlockStateError, match="job: wanted one that has landed"):
-            job.result()
-    assert job.wait(60.0)
-    with pytest.raises(AssertionError, match="a bug in the store"):
-        job.result()
-    house.fill(0, "afterwards")
-
-
-def test_a_job_whose_landing_fails_is_over(full, monkeypatch) -> None:
-    """Goal: a bug costs what it breaks, and neither the room of its job nor the way out."""
-    full.begin_persist(0)
-    full.let_go()
-    monkeypatch.setattr(PersistJob, "land", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        full.engine.poll()
-    assert full.engine.jobs == []
-    assert full.engine.wait(0.0), "nothing is left to wait for"
 
 
 def test_without_a_thread_a_job_fails_and_the_next_one_tries_again(full, monkeypatch) -> None:
@@ -319,30 +234,6 @@ def test_close_waits_and_then_says_that_jobs_hang() -> None:
     house.engine.close()
     assert threads
     assert not any(t.is_alive() for t in threads)
-
-
-def test_close_lands_what_another_thread_restores(house, monkeypatch) -> None:
-    """Goal: no landing without its memory. Method: close between the store's answer and the landing of a restore."""
-    house.store_block(0)
-    house.gate.open()
-    lives = house.engine.renew([1])
-    carried, go_on = threading.Event(), threading.Event()
-    poll, results = Job.poll, []
-
-    def late(self):
-        if threading.current_thread() is thread:
-            carried.set()
-            assert go_on.wait(60.0)
-        return poll(self)
-
-    monkeypatch.setattr(Job, "poll", late)
-    thread = threading.Thread(target=lambda: results.append(house.engine.restore({house.key: 1}, lives)), daemon=True)
-    thread.start()
-    assert carried.wait(60.0)
-    house.engine.close()
-    go_on.set()
-    thread.join()
-    assert results == [{house.key: True}]
 
 
 def test_close_inside_a_job_of_its_own_thread_does_not_wait_for_it(full, monkeypatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 from kv import SlotKV
 
 from cache_manager.blocks import AuxBlocks
-from cache_manager.errors import SpecError, StorageError
+from cache_manager.errors import StorageError
 from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
@@ -43,30 +43,6 @@ def test_rows_alone_and_rows_with_kv_have_other_keys() -> None:
         both.reset(weights_version=2)
         alone.reset(weights_version=2)
         assert both.keys.key(None, [1, 2, 3]) != alone.keys.key(None, [1, 2, 3])
-
-
-def test_the_name_of_kv_is_no_other_specs() -> None:
-    kv = SlotKV(4, 4, TOKENS)
-    with pytest.raises(SpecError, match="distinct names"):
-        AuxBlocks(
-            [ROUTING, AuxBlockDataSpec("kv", (1,), "uint8", TOKENS)], blocks=4, namespace=Namespace("m", 1), kv=kv
-        )
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_copy_of_kv_that_fails_is_told_and_nothing_has_arrived(strict: bool) -> None:
-    """Goal: nobody takes KV for moved that was not. Method: a copy that raises, of an engine that is told of mistakes
-    and of one that is not; then the same copy again."""
-    kv = SlotKV(4, 4, TOKENS)
-    with blocks_of(kv, strict=strict) as aux:
-        filled(aux, 0)
-        kv.fail_after = StorageError
-        with pytest.raises(StorageError, match="half way"):
-            aux.swap_out([(0, 2)])
-        assert not aux.read("routing", [2], tier="host").valid.any()
-        assert aux.read("routing", [0]).valid.all()
-        aux.swap_out([(0, 2)])
-        assert aux.read("routing", [2], tier="host").valid.all()
 
 
 def test_kv_goes_along_where_rows_cannot() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from canary import canary_rows
-from gate import GatedStore
 from house import PROMPT, SPEC, House
 
 from cache_manager.errors import BlockBusyError, BlockStateError, InvalidInputError
 from cache_manager.manager import BlockManager
-from cache_manager.storage import open_store
 
 
 @pytest.fixture
@@ -42,18 +40,6 @@ def test_what_is_published_is_found_by_its_own_tokens(house) -> None:
         for tokens, cached in ((asked, 4 * n), (computed, 8)):
             assert house.manager.allocate("again", tokens).cached_tokens == cached
             house.manager.free("again")
-
-
-def test_images_separate_what_they_and_all_after_them_make(house) -> None:
-    """Goal: equal placeholders of other images never hit. Method: a digest in the second block; blocks before hit."""
-    tokens = list(range(13))
-    house.run("a", tokens, extra={1: b"cat"})
-    keys = house.manager.keys("a", tokens)
-    assert keys[0] == house.aux.keys.keys(tokens)[0]
-    assert keys[1] == house.aux.keys.key(keys[0], tokens[4:8], extra=b"cat")
-    for extra, cached in (({1: b"cat"}, 12), ({1: b"dog"}, 4), (b"", 4), (b"cat", 0), ({2: b"cat"}, 4)):
-        assert house.manager.allocate("b", tokens, extra=extra).cached_tokens == cached
-        house.manager.free("b")
 
 
 def test_a_complete_block_takes_the_place_of_one_that_misses_rows(house) -> None:
@@ -183,21 +169,6 @@ def test_room_goes_to_the_first_that_ask() -> None:
     house.close()
 
 
-@pytest.mark.parametrize("n", [1, 5])
-def test_a_block_that_a_fork_fills_is_found_under_all_of_its_tokens(n) -> None:
-    """Goal: tokens from before the fork are in the key. Method: fork in mid-block, fill it, ask."""
-    house = House(device=14)
-    owners = forks(house, n + 1)[1:]
-    for token in (10, 11):
-        assert all(house.decode(owners, [token] * n))
-    house.manager.free("s0")
-    for other in ([0, 0], [9, 8]):
-        assert house.manager.allocate("other", [*PROMPT[:8], *other, 10, 11, 12]).cached_tokens == 8
-        house.manager.free("other")
-    assert house.manager.allocate("same", [*PROMPT, 10, 11, 12]).cached_tokens == 12
-    house.close()
-
-
 @pytest.mark.parametrize("change", ["preempt", "free", "fork"])
 def test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed(house, change) -> None:
     """Goal: an answer from before is not kept too long. Method: the very same array before and after a change."""
@@ -233,9 +204,6 @@ def test_the_same_numbers_are_judged_anew_when_a_sequence_has_changed(house, cha
         (lambda m: m.allocate("", PROMPT), InvalidInputError, "owner: wanted a non-empty string, got ''"),
         (lambda m: m.allocate(5, PROMPT), InvalidInputError, "owner: wanted a non-empty string, got 5"),
         (lambda m: m.allocate("b", PROMPT, salt="lora"), InvalidInputError, "salt: wanted bytes, got 'lora'"),
-        (lambda m: m.allocate("b", PROMPT, extra="cat"), InvalidInputError, "extra: wanted bytes, .*, got 'cat'"),
-        (lambda m: m.allocate("b", PROMPT, extra={-1: b"cat"}), InvalidInputError, "extra: .*, got b'cat' at -1"),
-        (lambda m: m.allocate("b", PROMPT, extra={0: "cat"}), InvalidInputError, "extra: .*, got 'cat' at 0"),
         (lambda m: m.table("b"), BlockStateError, "owner 'b': wanted an owner with a sequence, got one without"),
         (lambda m: m.slots("a", 3, 99), InvalidInputError, "start, stop: wanted 0 <= start <= stop <= 12, got 3, 99"),
         (lambda m: m.slots("a", -1, 9), InvalidInputError, "start, stop: wanted 0 <= start <= stop <= 12, got -1, 9"),
@@ -278,21 +246,6 @@ def test_no_room_for_a_further_sequence_is_no_room() -> None:
 
 
 # ---------------------------------------------------------------- the store
-
-
-def test_what_the_store_has_after_a_gap_is_not_given() -> None:
-    """Goal: a hit is a prefix. Method: the second of three stored blocks goes."""
-    store, tokens = open_store("memory:?capacity=1MiB"), list(range(13))
-    house = House(GatedStore(store))
-    house.run("a", tokens)
-    assert house.persist("a") == 3
-    store.delete(house.manager.keys("a", tokens)[1:2])
-    again = House(house.store)
-    admission = again.manager.allocate("a", tokens)
-    assert admission.restored_tokens == admission.cached_tokens == 4
-    assert not again.manager.read("routing", "a", 4, 12).valid.any()
-    for each in (house, again):
-        each.close()
 
 
 def test_a_flipped_bit_is_a_miss_and_is_counted(house) -> None:

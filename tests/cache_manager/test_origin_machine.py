@@ -260,6 +260,8 @@ class OriginMachine(RuleBasedStateMachine):
             return
         if sender.aux.namespace != receiver.aux.namespace:
             return
+        if not sender.kv.device[source, :tokens].any(axis=-1).all():
+            return  # nobody sends KV that was not computed
         limit = None if tokens == TOKENS else [tokens]
         (record,) = sender.aux.export({sender.key(n): source}, [life], limit)
         if record is not None:

@@ -7,8 +7,7 @@ life, must not come back beside it.
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from blocks_house import House, slots
+from blocks_house import House
 from origins_of import origins_of
 
 
@@ -48,16 +47,3 @@ def test_late_rows_land_beside_no_kv_that_was_computed_here(house) -> None:
     assert house.valid(0) == [True, False, False, False]
     assert engine.bind_origin(0, life, header.origin, 1), "which is known"
     assert house.valid(0) == [True, False, False, False]
-
-
-@pytest.mark.parametrize("written", [0, 1])
-def test_what_is_written_after_a_copy_is_another_computation_s(house, written: int) -> None:
-    """Goal: a copy and its source part when one of them is written. Method: copy it, and write either."""
-    engine = house.engine
-    engine.renew([0, 1])
-    rows = house.fill(0, "first")
-    engine.copy([(0, 1)])
-    assert origins_of(engine, [0]) == origins_of(engine, [1])
-    engine.write_step(slots(written)[:1], {"routing": house.rows("second", 1)})
-    assert origins_of(engine, [0]) != origins_of(engine, [1])
-    assert house.holds(1 - written, rows)

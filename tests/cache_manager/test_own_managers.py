@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import own_managers
 import pytest
 
-from cache_manager.blocks import AuxBlocks
-from cache_manager.keys import Namespace
-from cache_manager.manager import BlockManager
-from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.testing.life import BlockManagerMachine, replay
 
 RARE = ("store", "restart", "drafts", "lost_step", "failing_moves", "swap")
@@ -20,59 +15,14 @@ class TestGated(BlockManagerMachine):
     adapter = own_managers.Gated
 
 
-class TestMasked(BlockManagerMachine):
-    adapter = own_managers.Masked
-
-
 class TestStored(BlockManagerMachine):
     adapter = own_managers.Stored
-    rare = RARE
-
-
-class TestStoredMasked(BlockManagerMachine):
-    adapter = own_managers.StoredMasked
     rare = RARE
 
 
 class TestBehind(BlockManagerMachine):
     adapter = own_managers.Behind
     rare = RARE
-
-
-class TestEngine(BlockManagerMachine):
-    adapter = own_managers.Engine
-
-
-def test_gate_never_counts_a_block_without_rows_as_a_hit() -> None:
-    """Goal: KV without rows is cut from a hit. Method: compute KV without rows, free, ask for the same tokens."""
-    spec = AuxBlockDataSpec("routing", (1,), "uint8", 3)
-    for required, expected in ((None, 0), ((), 3)):
-        aux = AuxBlocks([spec], blocks=4, namespace=Namespace("m", 0), required=required)
-        manager = BlockManager(aux)
-        manager.allocate("a", [1, 2, 3, 4])
-        aux.begin_step(manager.slots("a", 0, 4)).commit()
-        manager.publish("a", [1, 2, 3, 4])
-        manager.free("a")
-        admission = manager.allocate("b", [1, 2, 3, 4])
-        assert admission is not None
-        assert admission.cached_tokens == expected
-        rows = manager.read("routing", "b", 0, expected)
-        assert not rows.valid.any()
-        assert np.all(rows.values == 0xFF)
-        aux.close()
-
-
-def test_a_key_passes_to_the_duplicate_that_a_running_sequence_holds() -> None:
-    """Goal: what the kit has found stays mended: d finds what b holds. Method: its story, in its operations."""
-    story = [
-        ("admit", "a", [0, 0], 14, "", True, False),
-        ("free", "a", False),
-        ("admit", "b", [0, 0], 14, "", True, False),
-        ("admit", "c", [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 14, "", True, False),
-        ("free", "c", False),
-        ("admit", "d", [0, 0, 0], 14, "", True, False),
-    ]
-    replay(type("Small", (own_managers.Gated,), {"blocks": range(8)}), story)
 
 
 def test_a_key_passes_to_the_duplicate_with_rows() -> None:
@@ -96,7 +46,7 @@ def test_a_key_passes_to_the_duplicate_with_rows() -> None:
     replay(own_managers.Gated, story)
 
 
-@pytest.mark.parametrize("adapter", [own_managers.Stored, own_managers.StoredMasked, own_managers.Behind])
+@pytest.mark.parametrize("adapter", [own_managers.Stored, own_managers.Behind])
 def test_what_was_stored_comes_back_after_a_restart(adapter) -> None:
     """Goal: the kit sees a restore, and its rows. Method: a story; settling is nothing where nothing is behind."""
     settle = [("settle", False)] * 6

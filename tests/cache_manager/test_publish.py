@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from life_canary import Writer, layout_of, wrong
-from watched_region import Watched, WatchedRegion
+from watched_region import WatchedRegion
 
-from cache_manager import publish as publishing
-from cache_manager.errors import RegionError
 from cache_manager.numbers import full_bits, unpack_bits
 from cache_manager.publish import (
     GENERATION_SHIFT,
     READ_RETRIES_MAX,
     add,
-    bits_of,
     clear,
     gather,
-    publish,
-    put_bits,
 )
 from cache_manager.regions import HeapRegion
 
@@ -65,23 +58,6 @@ def test_a_block_that_never_holds_still_has_no_valid_row_and_ends(change: str) -
     assert wrong(region, 0, IDS, found, bits, words) == (200, 0)
 
 
-def test_only_the_blocks_that_changed_are_copied_again() -> None:
-    """Goal: one busy block does not make a reader of many copy them all again. Method: count the items of a retry."""
-    writer, region = make()
-    sizes: list[int] = []
-
-    class Counted(Watched):
-        def __getitem__(self, key: Any) -> Any:
-            if isinstance(key, np.ndarray):
-                sizes.append(len(key))
-            return super().__getitem__(key)
-
-    region.rows = region.rows.view(Counted)
-    region.after_load = lambda n: writer.rewrite(IDS[1:2], np.ones(100, np.bool_)) if n == 3 else None
-    gather(region, 0, IDS)
-    assert sizes == [3, 1]
-
-
 # ---- what the writer's side promises ---------------------------------------------------------------------------------
 
 
@@ -115,19 +91,6 @@ def test_bits_of_cells_are_those_rows_and_no_others(tokens: int, data: st.DataOb
         assert not (region.valid & ~full_bits(tokens)).any()
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 65, 200])
-def test_bits_that_are_put_are_the_bits_that_are_there(tokens: int) -> None:
-    """Goal: whole blocks' words go where they belong. Method: one or many words a block, in any order of blocks."""
-    region = HeapRegion(layout_of(tokens, words=2), BLOCKS)
-    made = np.arange(1, 1 + region.valid.size, dtype=np.uint64).reshape(region.valid.shape)
-    ids = np.array([2, 0, 1])
-    put_bits(region, ids, made)
-    assert np.array_equal(region.valid[ids], made)
-    assert np.array_equal(bits_of(region, np.array([1, 1, 2])), region.valid[[1, 1, 2]])
-    put_bits(region, ids[:0], made[:0])
-    assert np.array_equal(region.valid[1], made[2])
-
-
 def test_the_sequence_goes_round_within_its_sixteen_bits() -> None:
     """Goal: a change of sequence is never a change of generation. Method: the last sequence there is."""
     writer, region = make(4)
@@ -136,35 +99,4 @@ def test_the_sequence_goes_round_within_its_sixteen_bits() -> None:
     assert int(region.words[0]) == 7 << GENERATION_SHIFT
 
 
-def test_a_new_life_has_sequence_zero_its_generation_and_no_row() -> None:
-    region = HeapRegion(layout_of(70, words=2), BLOCKS)
-    region.valid[:] = 5
-    region.words[:] = 9
-    publish(region, np.array([2, 0]), np.array([(1 << 48) - 1, 3]))
-    assert region.words.tolist() == [3 << 16, 9, ((1 << 48) - 1) << 16]
-    assert (region.valid == 0).all(axis=(1, 2)).tolist() == [True, False, True]
-
-
-def test_reading_without_a_lock_is_refused_where_stores_are_not_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: never wrong on a machine that cannot keep the order. Method: say that this is one."""
-    monkeypatch.setattr(publishing, "STORES_ARE_ORDERED", False)
-    _, region = make(4)
-    with pytest.raises(RegionError, match="orders stores"):
-        gather(region, 0, IDS)
-
-
 # ---- block size 1 ----------------------------------------------------------------------------------------------------
-
-
-def test_blocks_of_one_row_are_read_in_one_gather() -> None:
-    """Goal: SGLang's page is one token. Method: 65,536 of them in any order, some of them given to others."""
-    region = HeapRegion(layout_of(1, words=4), 1 << 16)
-    writer, every = Writer(region), np.ones(1, np.bool_)
-    ids = np.random.default_rng(1).permutation(1 << 16)
-    writer.begin_lives(ids)
-    writer.rewrite(ids, every)
-    writer.begin_lives(ids[:1000])
-    found, bits, words = gather(region, 0, ids)
-    assert (found.shape, bits.shape, words.shape) == ((1 << 16, 32), (1 << 16, 1), (1 << 16,))
-    assert wrong(region, 0, ids, found, bits, words) == ((1 << 16) - 1000, 0)
-    assert not bits[:1000].any()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from life_canary import Writer, layout_of, wrong
 from numpy.typing import NDArray
 from watched_region import WatchedRegion, Who, interleave
@@ -75,23 +73,6 @@ def test_every_order_of_loads_and_stores(what: str) -> None:
         assert writers[0].region.stores == stores, "all orders are only all if this is how many there are"
         if what == "rows beside others":
             assert unpack_bits(bits, TOKENS)[:, 0].all(), "one change costs one retry and no row that stays"
-
-
-@given(
-    turns=st.lists(st.sampled_from(("reader", "writer")), max_size=60),
-    works=st.lists(st.sampled_from(sorted(WORK)), min_size=1, max_size=5),
-)
-def test_long_work_beside_a_copy_that_begins_again(turns: Sequence[Who], works: list[str]) -> None:
-    """Goal: retries keep the order that the first copy keeps. Method: several pieces of work, turns as drawn."""
-    region = region_with(EVERY)
-
-    def write(watched: WatchedRegion) -> None:
-        writer = Writer(watched, round=1)
-        for what in works:
-            WORK[what][1](writer)
-
-    rows, bits, words = interleave(turns, region, lambda watched: gather(watched, 0, IDS), write)
-    assert wrong(region, 0, IDS, rows, bits, words)[1] == 0
 
 
 @pytest.mark.parametrize("second", WORK)

@@ -74,36 +74,6 @@ def test_where_the_slots_of_a_pass_cannot_be_read_no_row_of_before_is(house, giv
     house.fill(0, "third")
 
 
-def test_a_step_in_flight_does_not_count_where_a_refused_pass_has_written(house) -> None:
-    """Goal: as above, of rows that are committed later. Method: a step begins, and a pass over half of its slots is
-    refused before it commits."""
-    engine = house.engine
-    engine.renew([0])
-    rows = house.rows("first")
-    with engine.begin_step(slots(0)) as step:
-        step.write("routing", rows)
-        assert engine.write_step(slots(0)[:2].astype(np.float64), {"routing": house.rows("second", 2)}) == 0
-        assert step.commit() == 2
-    read = engine.read("routing", [0])
-    assert read.valid.tolist() == [False, False, True, True]
-    assert np.array_equal(read.values[2:], rows[2:])
-
-
-def test_a_refused_pass_is_another_computation(house) -> None:
-    """Goal: KV that left before a refused pass and KV that leaves after it have two names. Method: the origin of the
-    rows of a block beside a backup's, and what a restore by the first name brings."""
-    engine = house.engine
-    lives = engine.renew([0, 1])
-    house.fill(0, "first")
-    key = engine.keys.key(None, [1])
-    (origin,) = engine.origins([0])
-    assert engine.persist({key: 0}, lives[:1]) == {key: origin}
-    assert engine.write_step(slots(0)[:1].astype(np.float64), {}) == 0
-    engine.copy([(0, 1)])
-    assert house.valid(1) == [False, True, True, True]
-    assert engine.origins([1]) == engine.origins([0]) != [origin]
-
-
 def test_steps_in_place_that_never_end_cost_the_rows_of_other_passes_until_they_are_ended(full) -> None:
     """Goal: what happens then is known: rows are missing and counted, none is wrong, and it can be mended. Method:
     passes while both steps are open; one of them is ended by way of `steps` when its device is done."""
@@ -149,46 +119,3 @@ def test_a_dropped_slot_that_a_device_writes_is_fenced_until_its_step_has_ended(
     else:
         late.abort()
     house.fill(1, "afterwards")
-
-
-def test_of_a_slot_that_is_given_twice_no_row_is_known(house) -> None:
-    """Goal: nobody knows which of the two tokens has its KV there. Method: rows of a pass before, a pass that copies,
-    and one whose device writes."""
-    engine = house.engine
-    engine.renew([0])
-    rows = house.fill(0, "first")
-    twice = np.array([1, 2, 1])
-    assert engine.write_step(twice, {"routing": house.rows("second", 3)}) == 1
-    read = engine.read("routing", [0])
-    assert read.valid.tolist() == [True, False, True, True]
-    assert np.array_equal(read.values[[0, 2, 3]], [rows[0], house.rows("second", 3)[1], rows[3]])
-    step = engine.begin_step(np.array([3, 3]), in_place=True)
-    house.device_writes(np.array([3, 3]), house.rows("device", 2))
-    step.wrote("routing")
-    assert step.commit() == 0
-    assert house.valid(0) == [True, False, True, False]
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("written", ["source", "target"])
-def test_a_pass_over_a_block_in_motion_leaves_no_row_that_was_moved(house, written: str, in_place: bool) -> None:
-    """Goal: a row that arrives is beside KV that was copied, and one that stays beside KV of its pass. Method: a pass
-    begins over the block that is copied from, or into, when bytes are copied; there its slots are dropped."""
-    engine, at, began = house.engine, slots({"source": 0, "target": 1}[written])[:1], []
-    engine.renew([0, 1, 2, 3])
-    moved, other = house.fill(0, "moved"), house.fill(2, "moved too")
-
-    def passes() -> None:
-        began.append(engine.begin_step(at, in_place=in_place))
-        house.device_writes(at, house.rows("pass", 1))
-
-    with house.when_copied(passes):
-        engine.copy([(2, 3), (0, 1)])
-    assert house.valid(1) == [False] * TOKENS
-    assert house.valid(0) == [written == "target", True, True, True]
-    assert np.array_equal(engine.read("routing", [0]).values[1:], moved[1:])
-    assert house.holds(3, other), "what nobody wrote has arrived"
-    assert engine.origins([1]) == [0]
-    began[0].abort()
-    house.fill(1, "afterwards")
-    engine.assert_consistent()

@@ -83,20 +83,15 @@ def test_keys_do_not_depend_on_the_integer_type(tokens) -> None:
     assert chain.keys([np.int64(t) for t in tokens]) == expected
 
 
-def test_no_salt_and_extra_share_a_byte_string() -> None:
+def test_no_salt_is_taken_for_the_blocks_behind_it() -> None:
     """Goal: a hostile salt reaches no other tenant. Method: a salt made of the bytes that follow none."""
 
     def part(tag: bytes, value: bytes) -> bytes:
         return bytes([len(tag)]) + tag + len(value).to_bytes(8, "little") + value
 
-    def block(tokens: list[int], extra: bytes) -> bytes:
-        ids = np.array(tokens, "<i8").tobytes()
-        return part(b"parent", b"") + part(b"tokens", ids) + part(b"extra", extra)
-
-    plain, theirs, mine = KeyChain(Namespace("m", 1), LAYOUT), [1, 2, 3, 4], [5, 6, 7, 8]
-    extra = block(mine, b"")
-    salt = block(theirs, extra)[: -len(extra)]
-    assert plain.salted(salt).key(None, mine) != plain.key(None, theirs, extra)
+    plain, parent = KeyChain(Namespace("m", 1), LAYOUT), KeyChain(Namespace("m", 1), LAYOUT).key(None, [1, 2, 3, 4])
+    salt = part(b"parent", parent) + part(b"tokens", np.array([5, 6, 7, 8], "<i8").tobytes())
+    assert plain.salted(salt).key(None, [5, 6, 7, 8]) != plain.key(parent, [5, 6, 7, 8])
     assert plain.salted(b"") is plain
     with pytest.raises(InvalidInputError, match="salt: wanted bytes, got 'x'"):
         plain.salted("x")  # type: ignore[arg-type]
@@ -123,11 +118,10 @@ def test_no_two_inputs_share_a_byte_string() -> None:
     keys = {
         chain.key(parent, [5]),
         chain.key(None, [5]),
-        chain.key(parent, [5], b"x"),
         chain.key(parent, [5, 0]),
         chain.key(parent, [5, 0, 0]),
     }
-    assert len(keys) == 5
+    assert len(keys) == 4
 
 
 HEADERS = st.builds(
@@ -159,13 +153,6 @@ def test_the_bytes_of_a_header_are_pinned() -> None:
     assert pack_header(header) == body + zlib.crc32(body).to_bytes(4, "little")
 
 
-def test_a_header_of_version_1_is_refused_by_name() -> None:
-    """Version 1 had no origin: nobody can say which computation its rows are of."""
-    body = (b"KVRR" + b"\1\0" + b"\x80\0" + bytes(80)).ljust(124, b"\0")
-    with pytest.raises(RecordError, match="version: wanted 2, got 1"):
-        unpack_header(body + zlib.crc32(body).to_bytes(4, "little"))
-
-
 @given(HEADERS, st.data())
 def test_a_flipped_bit_in_a_header_is_an_error(header, data) -> None:
     packed = bytearray(pack_header(header))
@@ -180,12 +167,6 @@ def test_a_cut_header_is_an_error(header, data) -> None:
     packed = pack_header(header)
     with pytest.raises(RecordError):
         unpack_header(packed[: data.draw(st.integers(0, len(packed) - 1))])
-
-
-@given(st.binary(max_size=300))
-def test_random_bytes_are_never_a_header(raw) -> None:
-    with pytest.raises(RecordError):
-        unpack_header(raw)
 
 
 def test_a_record_is_checked_whole() -> None:
@@ -282,9 +263,3 @@ def test_rows_of_any_byte_order_are_the_same_rows(dtype) -> None:
         values[0, 0] = bad
         with pytest.raises(RowError, match=f"got {bad}"):
             LAYOUT.specs[0].rows(values, tokens=2)
-
-
-def test_a_dtype_object_is_a_dtype() -> None:
-    spec = AuxBlockDataSpec("routing", (2,), np.dtype("uint8"), 4)
-    assert spec == LAYOUT.specs[0]
-    assert spec.to_json() == LAYOUT.specs[0].to_json()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planted import Fault
 from planted_jobs import JOB_FAULTS
-from planted_origins import ORIGIN_FAULTS
+from planted_origins import LANDS, ORIGIN_FAULTS, ROW
 
 MACHINE = "tests/cache_manager/test_blocks_machine.py::TestBlocksHeap"
 BLOCKS = "tests/cache_manager/test_blocks.py::"
@@ -13,9 +13,7 @@ MISTAKES = "tests/cache_manager/test_blocks_mistakes.py::"
 MOVED = "test_what_changes_in_mid_move_does_not_arrive"
 REFUSED = "tests/cache_manager/test_refused_steps.py::"
 
-ROW = "a_row_read_is_the_row_written_or_missing"
 FENCE = "a step lands where no device may still write"
-LANDS = "a restore lands in what is as it was"
 
 CORE_FAULTS = [
     Fault(
@@ -64,39 +62,39 @@ CORE_FAULTS = [
         "    bits[ids] = np.zeros(1, bits.dtype)\n",
         "",
         MACHINE,
-        "a_restore_comes_late",
+        ROW,
     ),
     Fault(
         "a row being rewritten stays readable",
         "publish.py",
         "        if hit.tobytes() != bytes(hit.nbytes):  # some readable",
         "        if False:  #",
-        "tests/cache_manager/test_publish.py::test_bits_of_cells_are_those_rows_and_no_others",
-        "test_bits_of_cells_are_those_rows_and_no_others",
+        MACHINE,
+        ROW,
     ),
     Fault(
         "a reset leaves rows readable",
         "table.py",
         "        republish(self.region, self.generations)\n",
         "        pass\n",
-        "tests/cache_manager/test_read_meanwhile.py::test_rows_that_are_gone_when_a_read_ends_are_not_handed_out",
-        "test_rows_that_are_gone_when_a_read_ends_are_not_handed_out",
+        MACHINE,
+        ROW,
     ),
     Fault(
         "a fork copies more rows than it may",
         "moves.py",
         "                valid &= limits[good]\n",
         "                pass\n",
-        "tests/cache_manager/test_install.py::test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows",
-        "test_kv_that_is_copied_over_what_was_to_come_gets_none_of_its_rows",
+        MACHINE,
+        ROW,
     ),
     Fault(
         "a block in motion may be written",
         "table.py",
         "        return given & ~self.fenced(ids) if self.fences else given\n",
         "        return given\n",
-        REFUSED + "test_a_pass_over_a_block_in_motion_leaves_no_row_that_was_moved",
-        "test_a_pass_over_a_block_in_motion_leaves_no_row_that_was_moved",
+        MACHINE,
+        "bad_writes_dropped",
     ),
     Fault(
         "a block into which bytes are copied is given out",
@@ -127,24 +125,24 @@ CORE_FAULTS = [
         "moves.py",
         "            same &= source.origin.take(sources) == origins",
         "            same &= True\n",
-        BLOCKS + "test_a_source_without_rows_that_changes_in_mid_move_names_nothing",
-        "test_a_source_without_rows_that_changes_in_mid_move_names_nothing",
+        MACHINE,
+        ROW,
     ),
     Fault(
         "a block that a pass has written meanwhile is filled by a move",
         "table.py",
         "same & (self.changes.take(fence.ids) == fence.changes)",
         "same & True",
-        BLOCKS + MOVED,
-        MOVED,
+        MACHINE,
+        ROW,
     ),
     Fault(
         "a move takes along what a step has committed meanwhile",
         "moves.py",
         "            arrived = target.arrive(fence, same, valid, origins)\n",
         "            arrived = target.arrive(fence, same | True, bits_of(source.region, sources), origins)\n",
-        BLOCKS + "test_a_row_that_is_committed_while_its_block_is_copied_does_not_come_along",
-        "test_a_row_that_is_committed_while_its_block_is_copied_does_not_come_along",
+        MACHINE,
+        ROW,
     ),
     Fault(
         "the rows of a block that was copied over stay",
@@ -177,32 +175,16 @@ CORE_FAULTS = [
         "table.py",
         "            claim.mine = self._outside_fences(claim)\n",
         "            pass\n",
-        BLOCKS + "test_a_late_device_write_is_never_taken_for_a_row_of_the_next_step",
-        "test_a_late_device_write_is_never_taken_for_a_row_of_the_next_step",
-    ),
-    Fault(
-        "a step at once goes over rows that are readable",
-        "step.py",
-        "            if bits[first + spec * words] & mark:\n",
-        "            if False:\n",
         MACHINE,
-        ROW,
-    ),
-    Fault(
-        "a step at once does not begin an origin",
-        "step.py",
-        "        if not own[block]:\n",
-        "        if not given[block]:\n",
-        MACHINE,
-        "rows of no origin",
+        FENCE,
     ),
     Fault(
         "a block that a device still writes is filled",
         "table.py",
         "step.blocks if step.in_place else step.blocks[present]",
         "step.blocks[present]",
-        BLOCKS + "test_nothing_is_filled_while_a_device_may_write_it",
-        "test_nothing_is_filled_while_a_device_may_write_it",
+        MACHINE,
+        LANDS,
     ),
     Fault(
         "slots that were dropped are not fenced",
@@ -225,8 +207,8 @@ CORE_FAULTS = [
         "table.py",
         "            self.lose(lost)\n",
         "            pass\n",
-        REFUSED + "test_of_a_slot_that_is_given_twice_no_row_is_known",
-        "test_of_a_slot_that_is_given_twice_no_row_is_known",
+        MACHINE,
+        ROW,
     ),
     Fault(
         "what lay at the slots of a refused pass stays readable",
@@ -249,16 +231,16 @@ CORE_FAULTS = [
         "table.py",
         "        self._take_away(at)\n",
         "",
-        REFUSED + "test_a_step_in_flight_does_not_count_where_a_refused_pass_has_written",
-        "test_a_step_in_flight_does_not_count_where_a_refused_pass_has_written",
+        MACHINE,
+        FENCE,
     ),
     Fault(
         "a refused pass goes on under the origin of the one before",
         "table.py",
         "        self.write_under_own_origin(np.unique(blocks[held]), at)\n",
         "",
-        REFUSED + "test_a_refused_pass_is_another_computation",
-        "test_a_refused_pass_is_another_computation",
+        MACHINE,
+        LANDS,
     ),
     *JOB_FAULTS,
 ]

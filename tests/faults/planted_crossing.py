@@ -95,4 +95,28 @@ CROSSING_FAULTS = [
         KV,
         "test_rows_of_kv_that_did_not_come_land_nowhere",
     ),
+    _fault(
+        "a fetch of which nothing is wanted goes on",
+        "crossing.py",
+        "if landing.given_up.issuperset(landing.ids):",
+        "if False:",
+        KV,
+        "test_a_fetch_that_is_given_up_as_a_whole_is_over",
+    ),
+    _fault(
+        "copies that are lent are bounded by nothing",
+        "crossing.py",
+        "if self.lent_nbytes + nbytes > self._lent_nbytes_max:",
+        "if False:",
+        KV,
+        "test_lent_copies_are_bounded_by_their_bytes",
+    ),
+    _fault(
+        "copies that are not lent any more count",
+        "crossing.py",
+        "            self._lent.pop(release.transfer, None)\n",
+        "",
+        KV,
+        "test_lent_copies_are_bounded_by_their_bytes",
+    ),
 ]

@@ -8,6 +8,8 @@ BLOCKS = "tests/cache_manager/test_blocks.py::"
 FEED = "tests/cache_manager/test_feed.py::"
 INTERRUPTED = "test_a_call_that_is_interrupted_leaves_nothing_wrong_and_nothing_taken"
 JOBS = "tests/cache_manager/test_jobs.py::"
+KV = "tests/cache_manager/test_kv.py::"
+MACHINE = "tests/cache_manager/test_blocks_machine.py::TestBlocksHeap"
 MEANWHILE = "tests/cache_manager/test_read_meanwhile.py::"
 SALTED = "tests/simulation/test_salted_passes.py::test_each_row_is_of_the_pass_that_made_the_kv_beside_it"
 THREADS = "tests/cache_manager/test_blocks_threads.py::"
@@ -23,8 +25,8 @@ JOB_FAULTS = [
     ),
     Fault(
         "a block is found under its old key when it has been given out",
-        "manager/index.py",
-        "        blocks.remove(block)\n        if not blocks:\n            del self._blocks[key]\n",
+        "manager/pool.py",
+        "                blocks.remove(block)\n",
         "",
         SALTED,
         "of another p",
@@ -34,16 +36,16 @@ JOB_FAULTS = [
         "stored.py",
         "    return ids, lives, live & ours\n",
         "    return ids, lives, ours\n",
-        BLOCKS + "test_a_block_of_another_life_is_not_stored_under_the_key_of_the_first",
-        "test_a_block_of_another_life_is_not_stored_under_the_key_of_the_first",
+        MACHINE,
+        "nothing_answers_true_for_what_was_not_stored",
     ),
     Fault(
         "rows are staged in another order",
         "stored.py",
         "= table.region.rows[self.ids]\n",
         "= table.region.rows[self.ids[::-1]]\n",
-        JOBS + "test_blocks_of_one_job_are_stored_under_their_own_keys",
-        "test_blocks_of_one_job_are_stored_under_their_own_keys",
+        "tests/cache_manager/test_own_managers.py::TestStored",
+        "rows_follow_kv",
     ),
     Fault(
         "a job is stored as the block is when the store gets to it",
@@ -90,8 +92,8 @@ JOB_FAULTS = [
         "moves.py",
         "            kv.copy(source.tier, target.tier, *both)\n",
         "            pass\n",
-        BLOCKS + "test_kv_moves_with_its_rows_and_without_them",
-        "test_kv_moves_with_its_rows_and_without_them",
+        KV + "test_kv_goes_along_where_rows_cannot",
+        "test_kv_goes_along_where_rows_cannot",
     ),
     # ---- the feed
     Fault(
@@ -107,8 +109,8 @@ JOB_FAULTS = [
         "feed.py",
         "        return number >= wanted\n",
         "        return True\n",
-        FEED + "test_a_repetition_does_nothing_and_is_counted",
-        "test_a_repetition_does_nothing_and_is_counted",
+        MACHINE,
+        "a_batch_comes_twice",
     ),
     Fault(
         "a scheduler that was started anew is taken for repetitions",
@@ -198,13 +200,5 @@ JOB_FAULTS = [
         "<= info.max",
         BLOCKS + "test_a_value_that_does_not_fit_is_an_error_and_never_another_value",
         "test_a_value_that_does_not_fit_is_an_error_and_never_another_value",
-    ),
-    Fault(
-        "keys forget what else decides the content",
-        "keys.py",
-        ' + _part(b"extra", extra))',
-        ")",
-        "tests/cache_manager/test_manager.py::test_images_separate_what_they_and_all_after_them_make",
-        "test_images_separate_what_they_and_all_after_them_make",
     ),
 ]

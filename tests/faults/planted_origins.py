@@ -13,6 +13,8 @@ OTHER = "test_what_was_to_come_for_other_kv_does_not_come"
 OUT = "tests/cache_manager/test_origins_handed_out.py::"
 SNAPSHOT = "test_an_export_is_a_snapshot_of_its_rows_and_of_nothing_else"
 
+ROW = "a_row_read_is_the_row_written_or_missing"
+LANDS = "a restore lands in what is as it was"
 ONE_CONTENT = "two computations under one origin"
 
 ORIGIN_FAULTS = [
@@ -29,8 +31,8 @@ ORIGIN_FAULTS = [
         "moves.py",
         "            source.seal(sources)\n",
         "",
-        OUT + "test_what_is_written_after_a_copy_is_another_computation_s",
-        "test_what_is_written_after_a_copy_is_another_computation_s",
+        MACHINE,
+        ROW,
     ),
     Fault(
         "a block whose content has crossed keeps its origin",
@@ -94,8 +96,8 @@ ORIGIN_FAULTS = [
         "table.py",
         "        self.origin[ids] = origins\n        self._end_origin(ids)\n",
         "        self.origin[ids] = origins\n        self.own[ids] = True\n",
-        "tests/cache_manager/test_origins_handed_out.py::test_what_is_written_after_a_copy_is_another_computation_s",
-        "test_what_is_written_after_a_copy_is_another_computation_s",
+        MACHINE,
+        ONE_CONTENT,
     ),
     Fault(
         "rows come back beside KV that the caller names by another origin",

@@ -7,6 +7,7 @@ from planted import Fault
 SESSIONS = "tests/transfer/test_sessions.py"
 ENDS = "tests/transfer/test_sessions_ends.py"
 EARLY = "tests/transfer/test_sessions_early.py"
+NODES = "tests/transfer/test_nodes.py"
 WORLD = "tests/simulation/test_transfer_simulation.py::test_every_claim_holds_under_every_fault"
 
 TRANSFER_FAULTS = (
@@ -152,6 +153,33 @@ TRANSFER_FAULTS = (
         "",
         WORLD,
         "every wanted record is in place or missing",
+        "transfer",
+    ),
+    Fault(
+        "garbage fills the log",
+        "node.py",
+        'if self._logs("bad"):',
+        "if True:",
+        f"{NODES}::test_hostile_lines_in_the_log_are_bounded",
+        "test_hostile_lines_in_the_log_are_bounded",
+        "transfer",
+    ),
+    Fault(
+        "a pull that cannot be begun is not told",
+        "node.py",
+        "            case commands.Pull(transfer, _, wanted):\n",
+        "            case commands.Pull(transfer, _, wanted) if not wanted:\n",
+        f"{NODES}::test_a_pull_from_what_is_no_address_is_told",
+        "test_a_pull_from_what_is_no_address_is_told",
+        "transfer",
+    ),
+    Fault(
+        "the first pull to a peer waits for its greeting's pause",
+        "pulls.py",
+        "        return self._say_again(peer, now_s)\n\n    def peer_lost",
+        "        return []\n\n    def peer_lost",
+        f"{EARLY}::test_the_first_pull_pays_no_pause",
+        "test_the_first_pull_pays_no_pause",
         "transfer",
     ),
 )

@@ -1,10 +1,12 @@
 """Capture on a GPU: every row right, in graphs, under resets, from late devices and on two streams.
 
-Without a CUDA GPU these are skipped; what the kernel computes is tested everywhere, through Triton's interpreter.
+``TRITON_INTERPRET=0 pytest tests/gpu``. Without a CUDA GPU these are skipped; what the kernel computes is tested
+everywhere, through Triton's interpreter, which knows no memory of a GPU.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -19,6 +21,8 @@ from kvroute.capture.plan import Check
 
 if not torch.cuda.is_available():
     pytest.skip("wanted a CUDA GPU, torch sees none here", allow_module_level=True)
+if os.environ["TRITON_INTERPRET"] != "0":
+    pytest.skip("wanted TRITON_INTERPRET=0, got 1, with which kernels run on the CPU", allow_module_level=True)
 
 from bench.gpu_capture import (
     BLOCK_TOKENS,

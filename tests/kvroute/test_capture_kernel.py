@@ -34,25 +34,23 @@ class World:
         self,
         specs: list[AuxBlockDataSpec],
         blocks: int,
-        physical: dict[str, int] | None = None,
         *,
         staged: bool = False,
     ) -> None:
         self.layout = RecordLayout(specs)
-        plan = Plan.of(self.layout, physical=physical)
+        plan = Plan.of(self.layout)
         self.plan = plan.packed() if staged else plan
         self.slots_end = blocks * BLOCK_TOKENS
         before = torch.randint(0, 256, (24 if staged else blocks, self.plan.record_nbytes), dtype=torch.uint8)
         self.rows = [before.clone() for _ in WAYS]
         self.checks = [torch.from_numpy(check_words()) for _ in WAYS]
         self.bad = [torch.zeros(64, dtype=torch.int32) for _ in WAYS]
-        self.maps: dict[str, torch.Tensor] = {}
 
     def capture(self, sources: list[list[torch.Tensor | None]], slots: torch.Tensor) -> None:
         """Every way, and that they agree."""
         for way, capture_rows in enumerate(WAYS):
             words = self.slots_end, self.checks[way], self.bad[way]
-            capture_rows(sources, slots, self.rows[way], self.plan, *words, self.maps)
+            capture_rows(sources, slots, self.rows[way], self.plan, *words)
             np.testing.assert_array_equal(self.rows[way].numpy(), self.rows[0].numpy())
             assert self.checks[way].tolist() == self.checks[0].tolist()
             assert self.bad[way].tolist() == self.bad[0].tolist()
@@ -143,19 +141,6 @@ def test_several_specs_in_one_launch() -> None:
     assert int(world.checks[1][Check.MISSING]) == 5
     token, spec, layer = world.plan.place(int(world.checks[1][Check.FIRST]))
     assert (token, spec.name, layer) == (0, "indexer_topk", 1)
-
-
-def test_physical_ids_are_mapped() -> None:
-    """Goal: rows hold logical ids where the router answers copies. Method: a map with two copies of each expert, an id
-    outside it, and two copies of one expert in a row, which is one expert twice."""
-    world = World([routing(4, 2, 2)], blocks=1, physical={"routing": 8})
-    world.maps["routing"] = torch.stack([torch.arange(8) % 4, torch.arange(8) // 2]).to(torch.int32)
-    ids = torch.tensor([[[6, 1], [2, 7]], [[7, 0], [8, 3]]])
-    world.capture([list(ids.unbind(0))], torch.tensor([3, 1]))
-    assert world.rows[1][:, :16].view(1, BLOCK_TOKENS, 2, 2)[0, 3].tolist() == [[2, 1], [3, 0]]
-    assert world.checks[1][: Check.FIRST].tolist() == [1, 0, 0, 0, 0]
-    world.capture([list(torch.tensor([[[6, 2]], [[0, 1]]]).unbind(0))], torch.tensor([0]))
-    assert int(world.checks[1][Check.DUPLICATE]) == 2
 
 
 def test_a_slot_outside_the_buffer_is_not_written() -> None:

@@ -12,7 +12,7 @@ import torch
 from toy_engine import Asked, Toy, admitted, computed, judge, seen
 
 from cache_manager.errors import RegionError
-from kvroute.connector import scheduler
+from kvroute.connector import ends, scheduler
 from kvroute.routes import Routes
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -31,7 +31,7 @@ def test_a_rejected_draft_is_not_taken_for_the_token_in_its_place(monkeypatch: p
     """Goal: an answer has its own last row. Method: a step computes a token and two drafts, which are rejected; the
     next one, the token in their place, which ends the request while the device is late.
     """
-    monkeypatch.setattr(scheduler, "LATE_S", 60.0)
+    monkeypatch.setattr(ends, "LATE_S", 60.0)
     toy, go = Toy(late=True), threading.Event()
     assert toy.worker._behind is not None
     draft, right = [3, 1, 4, 7, 7], [3, 1, 4, 2]
@@ -53,7 +53,7 @@ def test_a_step_that_began_before_it_was_thought_to_is_waited_for(monkeypatch: p
     """Goal: as above, of an engine that schedules ahead. Method: a step is sent before the drafts before it are
     rejected, and a third one after that; the second one ends the request.
     """
-    monkeypatch.setattr(scheduler, "LATE_S", 60.0)
+    monkeypatch.setattr(ends, "LATE_S", 60.0)
     toy, go = Toy(late=True), threading.Event()
     assert toy.worker._behind is not None
     right = PROMPT[:5]
@@ -80,7 +80,7 @@ def test_an_answer_waits_for_no_step_that_has_none_of_its_rows(monkeypatch: pyte
     """Goal: an engine that schedules ahead does not wait for what it scheduled. Method: the step behind the last row is
     held up for longer than the test takes, of a request with and without rejected drafts.
     """
-    monkeypatch.setattr(scheduler, "LATE_S", 0.05)
+    monkeypatch.setattr(ends, "LATE_S", 0.05)
     for rejected in (0, 2):
         toy, go = Toy(late=True), threading.Event()
         assert toy.worker._behind is not None
@@ -127,7 +127,7 @@ def test_an_aborted_request_waits_for_the_comparison_of_what_it_loads(tmp_path: 
     other.worker.end()
     assert landed.wait(60)
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as threads:
-        patch.setattr(scheduler, "LATE_S", 60.0)
+        patch.setattr(ends, "LATE_S", 60.0)
         answer = threads.submit(seen, other, 8, other.scheduler.forget("r"))
         threading.Event().wait(0.05)
         go.set()

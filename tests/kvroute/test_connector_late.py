@@ -12,7 +12,7 @@ import torch
 from toy_engine import Asked, Toy, judge
 
 from cache_manager.errors import RowError
-from kvroute.connector import routes, scheduler
+from kvroute.connector import ends, routes
 from kvroute.connector.behind import PENDING_MAX, Behind
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -40,7 +40,7 @@ def test_a_request_that_is_done_has_the_rows_of_a_device_that_is_late() -> None:
         return generations(blocks)
 
     with ThreadPoolExecutor(1) as threads, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "LATE_S", 60.0)
+        patch.setattr(ends, "LATE_S", 60.0)
         patch.setattr(type(view), "generations", lambda _self, blocks: seen(blocks))
         answer = threads.submit(toy.ask, "r", TOKENS, (3, 2))
         assert asked.wait(60)
@@ -54,12 +54,12 @@ def test_rows_that_a_device_does_not_come_to_are_missing(monkeypatch: pytest.Mon
     """Goal: nobody waits for ever, nothing is made up. Method: the worker is held up for longer than an answer waits,
     which says so; the next request has all of its rows, of the blocks of the first.
     """
-    monkeypatch.setattr(scheduler, "LATE_S", 0.01)
+    monkeypatch.setattr(ends, "LATE_S", 0.01)
     toy = Toy(late=True, blocks=4)
     go = hold(toy)
     with pytest.raises(RowError, match="a worker that is behind"):
         routes(toy.ask("r", TOKENS))
-    monkeypatch.setattr(scheduler, "LATE_S", 600.0)
+    monkeypatch.setattr(ends, "LATE_S", 600.0)
     with pytest.raises(RowError, match="a worker that is behind"):  # a worker that is stuck holds nobody up twice
         routes(toy.ask("stuck", TOKENS[1:]))
     go.set()
@@ -71,7 +71,7 @@ def test_rows_that_a_device_does_not_come_to_are_missing(monkeypatch: pytest.Mon
 
 def test_a_last_row_that_is_missing_holds_up_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: what was not captured is known as soon as the step is over. Method: a limit that would end the test."""
-    monkeypatch.setattr(scheduler, "LATE_S", 600.0)
+    monkeypatch.setattr(ends, "LATE_S", 600.0)
     toy = Toy(late=True)
     toy.loses = {len(TOKENS) - 1}
     assert judge(routes(toy.ask("r", TOKENS)), TOKENS) == {"right": len(TOKENS) - 1, "missing": 1}
@@ -105,7 +105,7 @@ def test_rows_of_a_store_are_compared_before_anybody_believes_them(tmp_path: Pat
 
     other.worker._compare = compared  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "LATE_S", 60.0)
+        patch.setattr(ends, "LATE_S", 60.0)
         patch.setattr(type(view), "generations", lambda _self, blocks: seen(blocks))
         assert judge(routes(other.ask("b", TOKENS)), TOKENS) == {"right": 7, "missing": 4}
     for each in (first, other):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from toy_engine import Toy, admitted, judge, row_of
 
 import kvroute
-from kvroute.connector import Tokens, routes, scheduler
+from kvroute.connector import Tokens, ends, routes
 from kvroute.rollout import RolloutStore, open_rollouts
 
 TOKENS = [3, 1, 4, 1, 5, 9]
@@ -36,6 +38,17 @@ def store(tmp_path: Path) -> Iterator[RolloutStore]:
         yield opened
 
 
+def arrive(toy: Toy, name: str, group: str | None = None) -> None:
+    toy.scheduler.arrived(name, name, group)
+    while not toy.scheduler.ready(name):
+        time.sleep(0.001)
+
+
+def told_of(begun: Future[dict[str, Any]] | None) -> dict[str, Any]:
+    assert begun is not None
+    return begun.result(60)
+
+
 def answered(tokens: list[int], **more: Any) -> dict[str, Any]:
     """What a front end that has ended request ``r`` by itself answers: the toy's prompts are all that has rows."""
     said = {"prompt_token_ids": tokens[:3], "token_ids": [*tokens[3:], 7]}
@@ -52,7 +65,7 @@ def test_rows_of_older_weights_are_not_those_of_the_same_tokens_again(
     engine(weights_version=1).ask("of another", TOKENS)
     assert routes(answered(TOKENS), rollouts=store, wait_s=0).weights_versions == ((0, 6, 1),)
     second = engine(weights_version=2)
-    second.scheduler.arrived("r")
+    arrive(second, "r")
     with pytest.raises(kvroute.RowError, match="nor one in the store"):
         routes(answered(TOKENS), rollouts=store, wait_s=0)
     told = second.ask("r", TOKENS)
@@ -67,13 +80,13 @@ def test_a_request_without_routes_leaves_no_older_ones(
     engine: Callable[..., Toy], store: RolloutStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Goal: a stream's client, who sees no error, finds nothing. Method: a worker is behind when its request ends."""
-    monkeypatch.setattr(scheduler, "LATE_S", 0.0)
+    monkeypatch.setattr(ends, "LATE_S", 0.0)
     engine().ask("r", TOKENS)
     toy = engine(late=True)
-    toy.scheduler.arrived("r")
+    arrive(toy, "r")
     admitted(toy, TOKENS, [5, 2])
     toy.scheduler.step({"r": 6})
-    told = toy.scheduler.finished("r", [5, 2], 6, Tokens(TOKENS, 3))
+    told = told_of(toy.scheduler.finished("r", [5, 2], 6, Tokens(TOKENS, 3)))
     with pytest.raises(kvroute.RowError, match="a worker that is behind"):
         routes(answered(TOKENS, kv_transfer_params=told), rollouts=store, wait_s=60)
     with pytest.raises(kvroute.RowError, match="nor one in the store"):
@@ -85,10 +98,10 @@ def test_a_store_that_fails_when_a_request_comes_is_told(
 ) -> None:
     """Goal: the request is served. Method: a store that was closed; an id that no rollout can have."""
     toy = engine()
-    toy.scheduler.arrived("x" * 999)
-    assert toy.scheduler._left is not None
-    toy.scheduler._left.close()
-    toy.scheduler.arrived("r")
+    assert toy.scheduler._ends is not None
+    toy.scheduler._ends.make_room("x" * 999, None).result(60)
+    toy.scheduler._ends._left.close()
+    toy.scheduler._ends.make_room("r", None).result(60)
     assert [each.getMessage().partition(" that may")[0] for each in caplog.records] == [
         f"a rollout {'x' * 999}",
         "a rollout r",
@@ -106,7 +119,7 @@ def test_what_is_left_is_bound_to_its_tokens(engine: Callable[..., Toy], store: 
     toy, answer = engine(), answered(TOKENS[:4])
     toy.ask("other", TOKENS)
     ended = toy.scheduler.forget("r")
-    toy.scheduler.finished("r", toy.table, 6, Tokens([*TOKENS, 7], 3, cut), ended=ended)
+    told_of(toy.scheduler.finished("r", toy.table, 6, Tokens([*TOKENS, 7], 3, cut), ended=ended))
     answer["choices"][0]["token_ids"] = TOKENS[3:5]
     if cut:
         found = routes(answer, rollouts=store, wait_s=0)
@@ -122,9 +135,13 @@ def test_each_of_a_group_is_told_with_all_that_are_done(engine: Callable[..., To
     toy = engine()
     toy.ask("before", TOKENS)
     calls = [("1_r", "r-1"), ("1_s", "s-1"), ("0_r", "r-1"), ("5_1", None)]
-    told = [toy.scheduler.finished(name, toy.table, 6, Tokens(TOKENS, 3), group=group) for name, group in calls]
-    assert [sorted(each["kvroute"]["rollouts"]) for each in told if each] == [["1_r"], ["1_s"], ["0_r", "1_r"], ["5_1"]]
-    toy.scheduler.arrived("1_r", "r-1")  # the same id again, in an engine whose ids have nothing random
+    begun = [toy.scheduler.finished(name, toy.table, 6, Tokens(TOKENS, 3), group=group) for name, group in calls]
+    assert [sorted(told_of(each)["kvroute"]["rollouts"]) for each in begun] == [
+        ["1_r"],
+        ["1_s"],
+        ["0_r", "1_r"],
+        ["5_1"],
+    ]
+    arrive(toy, "1_r", "r-1")  # the same id again, in an engine whose ids have nothing random
     again = toy.scheduler.finished("0_r", toy.table, 6, Tokens(TOKENS, 3), group="r-1")
-    assert again is not None
-    assert list(again["kvroute"]["rollouts"]) == ["0_r"]
+    assert list(told_of(again)["kvroute"]["rollouts"]) == ["0_r"]

@@ -14,12 +14,15 @@ from budget import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from kv import NBYTES, SlotKV, prefix_digest
+from transfer_nodes import until
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.keys import Namespace
+from cache_manager.spec import RecordLayout
 from kvroute.connector.crossing import Came, Crossing, link_of
 from kvroute.routing import routing_spec
-from transfer import Release
+from transfer import Outcome, Release
+from transfer.errors import NodeFullError
 
 SIZE, EXPERTS = 4, 16
 
@@ -31,11 +34,17 @@ def row_of(tokens: Sequence[int]) -> list[list[int]]:
 class Half:
     """An engine's blocks, with KV or without, and its end of the crossing."""
 
-    def __init__(self, *, kv: bool = True, **namespace: Any) -> None:
+    def __init__(self, *, kv: bool = True, lent_nbytes_max: int = 1 << 30, **namespace: Any) -> None:
         spec = routing_spec(EXPERTS, 2, range(2), num_layers=2, block_tokens=SIZE)
         self.kv = SlotKV(12, 0, SIZE) if kv else None
         self.rows = AuxBlocks([spec], blocks=12, namespace=Namespace("m", 1, **namespace), kv=self.kv, strict=True)
-        self.crossing = Crossing(self.rows, link_of("tcp://127.0.0.1:*"), kv=self.kv)
+        link = link_of("tcp://127.0.0.1:*")
+        self.crossing = Crossing(self.rows, link, kv=self.kv, lent_nbytes_max=lent_nbytes_max)
+
+    @property
+    def block_nbytes(self) -> int:
+        """Of a block's copies."""
+        return self.rows.layout.nbytes + RecordLayout((self.kv.spec,)).nbytes
 
     def compute(self, tokens: Sequence[int], blocks: Sequence[int], start: int, stop: int) -> None:
         slots = [blocks[i // SIZE] * SIZE + i % SIZE for i in range(start, stop)]
@@ -188,6 +197,62 @@ def test_rows_of_kv_that_did_not_come_land_nowhere() -> None:
     assert isinstance(came, Came)
     assert dict(came.why) == {1: "stale"}
     assert second.right(tokens, [5, 6]) == [0, 1, 2, 3]
+    first.close()
+    second.close()
+
+
+def test_a_fetch_that_is_given_up_as_a_whole_is_over(halves: tuple[Half, Half]) -> None:
+    """Goal: landing blocks of a request that was aborted are free at once. Method: prefill has opened its offer and
+    never goes on; decode gives up one of two blocks, then both.
+    """
+    first, second = halves
+    tokens, transfer = list(range(8)), secrets.token_bytes(16)
+    told = second.crossing.node.counters.pulls.told_later
+    first.crossing.lender.lend(transfer, 0, {}, [], 0, last=False)
+    lives = second.rows.renew([5, 6]).tolist()
+    wanted = second.keyed(tokens, [5, 6], 0)
+    second.crossing.borrower.fetch(transfer, first.crossing.address, 0, wanted, lives, 8)
+    node = second.crossing.node
+    until(lambda: node.counters.pulls.told_later, lambda now: now > told)
+    second.crossing.borrower.give_up({6, 9})
+    assert node.counters.pulls_in_flight == 1
+    second.crossing.borrower.give_up({5})
+    came = second.ended()
+    assert isinstance(came, Came)
+    assert (dict(came.why), came.kv) == (dict.fromkeys((0, 1), "aborted"), frozenset())
+    assert isinstance(first.ended(), Release)
+
+
+def test_lent_copies_are_bounded_by_their_bytes() -> None:
+    """Goal: rows and KV that nobody fetches fill no more memory than was said. Method: room for two blocks and a half;
+    the prompt that does not fit is refused whole, also where it was begun, and decode is told; what ends makes room.
+    """
+    second = Half()
+    nbytes = second.block_nbytes
+    first = Half(lent_nbytes_max=nbytes * 5 // 2)
+    tokens, names = list(range(12)), [secrets.token_bytes(16) for _ in range(4)]
+    first.rows.renew([0, 1, 2])
+    first.compute(tokens, [0, 1, 2], 0, 12)
+    first.lend(names[0], tokens, [0, 1, 2], 0, 4)
+    with pytest.raises(NodeFullError, match=f"lent_nbytes_max: wanted at most {nbytes * 5 // 2}, got {nbytes * 3}"):
+        first.lend(names[0], tokens, [0, 1, 2], 4, 12)
+    assert first.crossing.lender.lent_nbytes == nbytes
+    ended = first.ended()
+    assert isinstance(ended, Release)
+    assert (ended.transfer, ended.outcome, first.crossing.lender.lent_nbytes) == (names[0], Outcome.ABORTED, 0)
+    first.lend(names[1], tokens[:8], [0, 1], 0, 8)
+    with pytest.raises(NodeFullError):
+        first.lend(names[2], tokens[:4], [0], 0, 4)
+    lives = second.rows.renew([5, 6]).tolist()
+    wanted = second.keyed(tokens[:8], [5, 6], 0)
+    for name, why in ((names[0], {"gone: aborted"}), (names[1], set())):
+        second.crossing.borrower.fetch(name, first.crossing.address, 0, wanted, lives, 8)
+        came = second.ended()
+        assert isinstance(came, Came)
+        assert set(came.why.values()) == why
+    first.ended()
+    assert first.crossing.lender.lent_nbytes == 0
+    first.lend(names[3], tokens[:8], [0, 1], 0, 8)
     first.close()
     second.close()
 

@@ -139,27 +139,10 @@ def test_slots_of_another_kind_are_refused_and_the_next_pass_is_captured(slots: 
 
 def test_what_a_capture_cannot_be(aux: kvroute.AuxBlocks) -> None:
     region = aux.region("device")
-    with pytest.raises(CaptureError, match="map of routing"):
-        LayerCapture(region, 4, "cpu", maps={"routing": torch.full((2, 16), EXPERTS, dtype=torch.int32)})
-    with pytest.raises(CaptureError, match="maps"):
-        LayerCapture(region, 4, "cpu", maps={"other": torch.zeros(2, 16, dtype=torch.int32)})
     with LayerCapture(region, 4, "cpu") as capture, pytest.raises(CaptureError, match="layer"):
         capture.hook(2)
     with LayerCapture(region, 1, "cpu") as capture, pytest.raises(CaptureError, match="at most 1"):
         capture.commit(torch.tensor([0, 1]))
-
-
-def test_physical_ids_come_out_logical(aux: kvroute.AuxBlocks) -> None:
-    """Goal: an expert-parallel load balancer's copies do not show. Method: ids of copies, a map for each layer."""
-    maps = torch.stack([torch.arange(16) % EXPERTS, torch.arange(16) // 2]).to(torch.int32)
-    with LayerCapture(aux.region("device"), 4, "cpu", names=["routing"], maps={"routing": maps}) as capture:
-        step = aux.begin_step([9], in_place=True)
-        capture.hook(1)(torch.tensor([[15, 2]], dtype=torch.int16))
-        capture.hook(3)(torch.tensor([[15, 2]], dtype=torch.int16))
-        capture.commit(torch.tensor([9]))
-        step.wrote("routing")
-        step.commit(capture.verdict(1).keep)
-    assert aux.read("routing", [2]).values[1].tolist() == [[7, 2], [7, 1]]
 
 
 def test_staged_rows_land_once(aux: kvroute.AuxBlocks) -> None:

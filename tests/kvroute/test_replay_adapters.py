@@ -20,6 +20,7 @@ from kvroute import fetch_shard, open_rollouts
 from kvroute.replay import nemo_rl, prime_rl, skyrl, slime, transformers, verl
 from kvroute.replay.errors import ReplayError
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
+from kvroute.routes.split import places
 
 LAYERS, NUM_LAYERS, EXPERTS, TOP_K = (1, 2, 3), 4, 16, 4
 ROUTED = list(LAYERS)
@@ -67,18 +68,6 @@ def test_the_last_row_is_spelled_as_the_trainer_reads_it(trainer: str, last: lis
     assert row == last if last is not None else len(set(row)) == TOP_K
 
 
-@pytest.mark.parametrize("trainer", sorted(set(WHOLE) - {"NeMo-RL", "SkyRL"}))
-def test_a_hole_is_an_error_until_it_is_spelled(trainer: str) -> None:
-    """Goal: nothing reads as expert 0. Method: a hole, and routes that end too early, for trainers without a word for
-    a missing row; spread rows are distinct experts."""
-    with pytest.raises(RowError, match=r"row 2: wanted a row for each of the positions \[0, 4\), got none"):
-        make(trainer, made_routes(7, 4, holes=(2,)))
-    with pytest.raises(RowError, match="row 3: wanted a row"):
-        make(trainer, made_routes(7, 3))
-    row = torch.as_tensor(make(trainer, made_routes(7, 4, holes=(2,)), missing="spread"))[2, 1].tolist()
-    assert len(set(row)) == TOP_K
-
-
 def test_nemo_rl_asks_the_router_where_a_row_is_missing() -> None:
     """Goal: -1 throughout for holes, 0..top_k-1 behind the last row read, signed dtypes. Method: every corner."""
     got = nemo_rl.sequence(made_routes(7, 4, holes=(1,)), 6)
@@ -112,17 +101,10 @@ def test_skyrl_takes_a_prefix_in_the_narrowest_dtype_of_its_ids() -> None:
         assert np.array_equal(unpacked(packed), ids)
 
 
-def test_skyrl_prefix_holes() -> None:
-    """Goal: rows behind a hole are not lost in silence. Method: a hole in the middle, refused and cut; one at 0."""
-    holed = made_routes(7, 5, holes=(2,))
-    with pytest.raises(ReplayError, match="sample 0: wanted no row behind position 2, which has none, got one at 3"):
-        skyrl.rollout_expert_indices([holed], [6])
-    (got,) = skyrl.rollout_expert_indices([holed], [6], holes="cut")
-    assert len(got) == 2
+def test_skyrl_turns_and_samples() -> None:
+    """Goal: a turn's rows, and no row of turns before. Method: a part; rows held that are none; a hole in another."""
     with pytest.raises(ReplayError, match="sample 1: wanted a row at position 0"):
         skyrl.rollout_expert_indices([made_routes(7, 2), made_routes(7, 2, holes=(0,))], [3, 3])
-    with pytest.raises(ReplayError, match="tokens: wanted one number for each of 1 samples"):
-        skyrl.rollout_expert_indices([holed], [6, 6])
     assert skyrl.delta(made_routes(7, 5), 2, 6).shape == (3, NUM_LAYERS, TOP_K)
     with pytest.raises(ReplayError, match="held: wanted rows of earlier turns, fewer than 3 tokens, got 3"):
         skyrl.delta(made_routes(7, 5), 3, 3)
@@ -279,7 +261,7 @@ def test_slime_cuts_the_tail_as_it_pads_it() -> None:
     assert slime.split(data_pad_size_multiplier=1) == Split(align=1, tail_align=1)
     contiguous = slime.split(1, 0, 2, 1, allgather_cp=True, data_pad_size_multiplier=4)
     # Ten rows are padded to 2 * 4 * 2 and cut into halves of eight, before the tail is looked at.
-    assert sum(map(len, contiguous.packed([5, 5]))) == 8
+    assert places(contiguous.packed([5, 5])) == 8
     assert contiguous.packed([5, 5])[0].start == 3
 
 
@@ -340,3 +322,14 @@ def test_words_and_counts_that_cannot_be_are_refused_by_field(field: str, call: 
             call(word)
         assert refused.value.field == field
         assert str(refused.value).startswith(f"{field}: wanted ")
+
+
+def test_validate_sees_what_an_adapter_takes_for_a_cut_response() -> None:
+    """Goal: a response counted one short is seen. Method: an adapter leaves the row out, as of a response that was cut;
+    the routes, bound to all tokens, are not those of fewer."""
+    tokens = np.arange(5)
+    routes = SAMPLE.bind(tokens)
+    assert len(verl.agent_loop(routes, 3, 1)) == 3
+    with pytest.raises(RowError, match="tokens: wanted 5 or more, as the routes are bound to, got 4"):
+        routes.validate(tokens[:4])
+    routes.validate(tokens, rows=4)

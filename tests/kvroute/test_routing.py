@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_manager.errors import RowError, SpecError
+from cache_manager.errors import SpecError
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.checks import check_ids
 from kvroute.routing import logprob_spec, routing_spec, weights_version_spec
 
 LAYERS = st.integers(1, 64).flatmap(
@@ -77,38 +75,3 @@ def test_a_spec_that_cannot_be_is_refused_by_name(change: dict[str, Any], messag
 def test_the_other_specs_of_a_rollout() -> None:
     assert (weights_version_spec(16).dtype, weights_version_spec(16).row_shape) == ("uint32", ())
     assert (logprob_spec(16).dtype, logprob_spec(16).row_shape) == ("float32", ())
-
-
-def first_fault(rows: Sequence[Sequence[Sequence[int]]], num_experts: int) -> bool:
-    """The plain meaning of a sound row."""
-    return any(
-        any(not 0 <= i < num_experts for i in layer) or len(set(layer)) != len(layer) for row in rows for layer in row
-    )
-
-
-@given(st.data(), st.sampled_from(["int64", "int32", "uint8"]), st.integers(1, 3), st.integers(1, 4))
-def test_check_ids_refuses_what_no_router_can_choose(data: st.DataObject, dtype: str, layers: int, top_k: int) -> None:
-    low = 0 if dtype == "uint8" else -1
-    row = st.lists(st.lists(st.integers(low, 5), min_size=top_k, max_size=top_k), min_size=layers, max_size=layers)
-    rows = data.draw(st.lists(row, max_size=4))
-    ids = np.array(rows, dtype=dtype).reshape(len(rows), layers, top_k)
-    if first_fault(rows, 5):
-        with pytest.raises(RowError):
-            check_ids(ids, 5, range(layers))
-    else:
-        check_ids(ids, 5, range(layers))
-
-
-@pytest.mark.parametrize(
-    ("at", "value", "message"),
-    [
-        ((2, 1, 0), 8, r"row 12 layer 7: wanted ids in \[0, 8\), got 8"),
-        ((1, 0, 1), -1, r"row 11 layer 3: wanted ids in \[0, 8\), got -1"),
-        ((3, 1, 1), 0, r"row 13 layer 7: wanted distinct ids, got \[0, 0\]"),
-    ],
-)
-def test_an_unsound_row_is_named(at: tuple[int, int, int], value: int, message: str) -> None:
-    ids = np.tile(np.array([0, 1]), (4, 2, 1))
-    ids[at] = value
-    with pytest.raises(RowError, match=message):
-        check_ids(ids, 8, (3, 7), range(10, 14))

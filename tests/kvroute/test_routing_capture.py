@@ -20,8 +20,6 @@ from kvroute.routing import routing_spec, routing_spec_from_hf
 
 TOKENS = torch.tensor([[5, 9, 13, 21, 33, 47, 8], [60, 3, 3, 3, 17, 22, 41]])
 
-SOFTMAX_FAMILIES = ["granitemoe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
-
 
 def test_rows_are_what_the_experts_computed_with(tiny_moe: Any) -> None:
     """Goal: the captured row is the routing that was really used. Method: the experts' own arguments, all families."""
@@ -35,29 +33,6 @@ def test_rows_are_what_the_experts_computed_with(tiny_moe: Any) -> None:
     assert rows.dtype == spec.numpy_dtype
     assert np.array_equal(rows, seen.rows())
     assert len(np.unique(rows)) > 1
-
-
-@pytest.mark.parametrize("family", SOFTMAX_FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_rows_are_the_top_k_of_the_logits(build_moe: Any, family: str, dtype: torch.dtype) -> None:
-    """Goal: an account that shares nothing with the router's own ids. Method: top-k sets of its recorded logits."""
-    tiny = build_moe(family)
-    tiny.model.to(dtype)
-    spec = routing_spec_from_hf(tiny.config, block_tokens=16)
-    logits: list[torch.Tensor] = []
-    hooks = [
-        m.register_forward_hook(lambda _m, _i, out: logits.append(out[0].detach()))
-        for m in tiny.model.modules()
-        if type(m).__name__.endswith("TopKRouter")
-    ]
-    with RoutingCapture(tiny.model, spec) as capture:
-        tiny.forward(TOKENS)
-        rows = capture.rows()
-    for hook in hooks:
-        hook.remove()
-    for layer, scores in enumerate(logits):
-        expected = torch.topk(scores.double(), spec.row_shape[1], dim=-1).indices
-        assert np.array_equal(np.sort(rows[:, layer], axis=-1), expected.sort(dim=-1).values.numpy())
 
 
 def test_capture_changes_nothing_and_holds_no_graph(qwen: Any) -> None:
@@ -74,28 +49,6 @@ def test_capture_changes_nothing_and_holds_no_graph(qwen: Any) -> None:
         with torch.inference_mode():
             qwen.model(TOKENS, use_cache=False)
         assert np.array_equal(capture.rows(), first)
-
-
-def test_ids_are_kept_by_reference_until_they_are_asked_for(qwen: Any) -> None:
-    made: list[torch.Tensor] = []
-    routers = find_routers(qwen.model)
-    hooks = [r.register_forward_hook(lambda _m, _i, out: made.append(out[2])) for r in routers.values()]
-    with RoutingCapture(qwen.model, routing_spec_from_hf(qwen.config, 16)) as capture:
-        qwen.forward(TOKENS)
-        assert [t.data_ptr() for t in capture.topk_ids] == [t.data_ptr() for t in made]
-    for hook in hooks:
-        hook.remove()
-
-
-def test_passes_of_any_size_follow_each_other(qwen: Any) -> None:
-    spec = routing_spec_from_hf(qwen.config, 16)
-    with RoutingCapture(qwen.model, spec) as capture:
-        qwen.forward(TOKENS[:1])
-        whole = capture.rows()
-        for stop in (1, 3, 7):
-            capture.clear()
-            qwen.forward(TOKENS[:1, :stop])
-            assert np.array_equal(capture.rows(), whole[:stop])
 
 
 def test_close_takes_the_hooks_off(qwen: Any) -> None:
@@ -125,24 +78,6 @@ def test_a_failed_pass_is_not_mistaken_for_a_whole_one(qwen: Any) -> None:
         capture.clear()
         qwen.forward(TOKENS)
         assert capture.rows().shape == (14, 2, 2)
-
-
-def test_a_layer_that_bypasses_its_router_is_found(build_moe: Any) -> None:
-    """Goal: H17, a fused path that never calls the router is no silent zero. Method: replace one block's forward."""
-    tiny = build_moe("qwen3_moe")
-    tiny.model.model.layers[3].mlp.forward = lambda hidden_states: hidden_states
-    with RoutingCapture(tiny.model, routing_spec_from_hf(tiny.config, 16)) as capture:
-        tiny.forward(TOKENS)
-        with pytest.raises(CaptureError, match=r"router of layer 3: wanted a call in each pass, got 0 calls"):
-            capture.rows()
-
-
-def test_two_passes_without_clear_are_found(qwen: Any) -> None:
-    with RoutingCapture(qwen.model, routing_spec_from_hf(qwen.config, 16)) as capture:
-        qwen.forward(TOKENS)
-        qwen.forward(TOKENS)
-        with pytest.raises(CaptureError, match="got 2 calls"):
-            capture.rows()
 
 
 def rerouted(router: nn.Module, change: Any) -> Iterator[None]:

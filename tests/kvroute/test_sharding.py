@@ -181,19 +181,6 @@ def test_padding_of_a_shard_loads_every_expert_rank_alike(ep: int) -> None:
     assert (np.bincount(found.ravel() // (32 // ep), minlength=ep) == found.size // ep).all()
 
 
-def test_megatron_flattens_by_sequence_and_transformers_by_batch() -> None:
-    """Goal: SkyRL's order bug is told apart. Method: two sequences of three tokens, flattened both ways."""
-    parts = [SHAPE.whole(3, salt=s) for s in range(2)]
-    by_sequence = shard_padded(parts, [3, 3], Split(), width=3)
-    by_batch = shard_padded(parts, [3, 3], Split(), width=3, order="batch")
-    assert by_sequence.shape[:2] == (3, 2)
-    assert by_batch.shape[:2] == (2, 3)
-    k = SHAPE.top_k * len(SHAPE.layer_ids)
-    firsts = {SHAPE.ids([p], s).tobytes(): 3 * s + p for s in range(2) for p in range(3)}
-    for made, expected in ((by_sequence, [0, 3, 1, 4, 2, 5]), (by_batch, [0, 1, 2, 3, 4, 5])):
-        assert [firsts[row.tobytes()] for row in made.reshape(-1, k)] == expected
-
-
 # Layers ---------------------------------------------------------------------------------------------------------------
 
 

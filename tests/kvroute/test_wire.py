@@ -47,7 +47,7 @@ def header_of(record: bytes) -> wire.Header:
 
 def golden_with(**changes: Any) -> bytes:
     """The golden record with other claims, summed anew."""
-    _, *parts = wire.record(golden())
+    _, parts = wire.record(golden())
     header = msgspec.structs.replace(header_of(golden().to_bytes()), **changes)
     return b"".join((header.pack(), *parts))
 
@@ -70,7 +70,8 @@ def records(draw: st.DrawFn) -> tuple[Routes, bytes]:
     grid = Grid(
         len(made), layers, made.top_k * made.ids.itemsize, draw(st.integers(1, layers)), draw(st.integers(1, 9))
     )
-    return made, b"".join(wire.record(made, draw(st.none() | st.just(grid)), draw(st.sampled_from(["", "who"]))))
+    header, parts = wire.record(made, draw(st.none() | st.just(grid)), draw(st.sampled_from(["", "who"])))
+    return made, b"".join((header.pack(), *parts))
 
 
 @given(records())
@@ -98,7 +99,8 @@ def test_routes_come_back_as_they_were(given_record: tuple[Routes, bytes]) -> No
 
 def test_the_bytes_are_those_of_the_format() -> None:
     """Goal: no change of the format by accident. Method: every byte, written down."""
-    header, *parts = wire.record(golden(), Grid(3, 2, 2, 1, 2), "a")
+    made, parts = wire.record(golden(), Grid(3, 2, 2, 1, 2), "a")
+    header = made.pack()
     assert header.hex().startswith(GOLDEN_START)
     assert header[16:32].hex() == "e10e292f108424b5f77bbc4a716ebf0a"
     assert bytes(header[32:]).rstrip(b" ") == GOLDEN_HEADER
@@ -153,11 +155,11 @@ LAYOUT = golden().layout
         ({"unknown": ((3, 12, 13),)}, "routes.unknown"),
         ({"unknown": ((2, 12, 12),)}, "routes.unknown"),
         ({"rows": 2}, "routes record: wanted"),
-        ({"rows": 1 << 25}, "routes record rows"),
-        ({"rows": -1}, "routes record rows"),
-        ({"start": -1}, "routes record start"),
-        ({"part_layers": 3}, "routes record part"),
-        ({"part_tokens": 0}, "routes record part"),
+        ({"rows": 1 << 25}, r"at .*rows"),
+        ({"rows": -1}, r"at .*rows"),
+        ({"start": -1}, r"at .*start"),
+        ({"part_layers": 3}, "part_layers: wanted 1 to 2"),
+        ({"part_tokens": 0}, r"at .*part_tokens"),
         ({"sums": b""}, "routes record sums: wanted 8 bytes"),
         ({"sums": bytes(8)}, "routes record part 0 checksum"),
         ({"valid": b"\5\0"}, "routes record valid"),
@@ -182,7 +184,7 @@ def test_claims_that_cannot_be_are_refused_although_the_sum_is_right(changes: di
     ],
 )
 def test_a_header_that_is_none_is_refused_although_the_sum_is_right(given_text: bytes, message: str) -> None:
-    header, *_ = wire.record(golden())
+    header = wire.record(golden())[0].pack()
     text = bytes(header[32:]).replace(b'"missing_layers":[3]', given_text)
     fixed = bytes(header[:16])
     with pytest.raises(RowError, match=message):

@@ -145,15 +145,15 @@ def test_more_memory_than_there_is_is_refused_with_the_numbers(make: Callable[[R
         ),
         (
             {
-                "proc/self/cgroup": "4:cpu,memory:/host/path\n2:pids:/\n0::/\n",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9000\n",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": "9100\n",
-                "sys/fs/cgroup/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 50\n",
+                "proc/self/cgroup": "0::/path/of/the/host\n",
+                "sys/fs/cgroup/memory.max": "9000\n",
+                "sys/fs/cgroup/memory.current": "9100\n",
+                "sys/fs/cgroup/memory.stat": "inactive_file 50\n",
             },
             0,
         ),
     ],
-    ids=["no limit", "v2, a limit two levels up", "v1, from within a container"],
+    ids=["no limit", "a limit two levels up", "from within a container"],
 )
 def test_free_memory_is_the_tightest_of_machine_and_cgroups(tmp_path: Path, files: dict[str, str], free: int) -> None:
     for name, text in {**files, "proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 1000 kB\n"}.items():

@@ -76,18 +76,6 @@ def test_a_flipped_bit_of_the_header_is_found(bit: int) -> None:
         assert found.field == max((first, field) for first, field in starts if first <= bit // 8)[1]
 
 
-def test_a_flipped_bit_of_the_specs_is_found(region: SharedRegion) -> None:
-    """Goal: rows are never read in another shape. Method: flip each bit of the specs, and write it back."""
-    specs = json.dumps([s.to_json() for s in LAYOUT.specs], sort_keys=True, separators=(",", ":")).encode()
-    for bit in range(0, 8 * len(specs), 7):
-        raw = bytearray(specs)
-        raw[bit // 8] ^= 1 << bit % 8
-        rewrite(region, SPECS_OFFSET, bytes(raw))
-        assert refused(region.name).field == "specs"
-    rewrite(region, SPECS_OFFSET, specs)
-    SharedRegion.attach(region.name).close()
-
-
 def test_the_header_lies_byte_by_byte_as_documented(region: SharedRegion) -> None:
     """Goal: docs/format.md is true and the format does not change by accident. Method: read at its offsets."""
     raw = (DIRECTORY / region.name).read_bytes()
@@ -106,21 +94,6 @@ def test_the_header_lies_byte_by_byte_as_documented(region: SharedRegion) -> Non
     assert not any(raw[192 + len(specs) :])
     assert region.words.ctypes.data - region.rows.ctypes.data == 4096 - 8192
     assert region.valid.ctypes.data - region.words.ctypes.data == 64
-
-
-def test_specs_that_need_more_than_a_page_move_the_arrays() -> None:
-    """Goal: whatever fits the header is read back. Method: attributes of 5000 and of far too many bytes."""
-    long, longer = (
-        RecordLayout((AuxBlockDataSpec("routing", (2,), "uint8", 4, {"names": "x" * n}),)) for n in (5000, 1 << 16)
-    )
-    with SharedRegion.create(long, 2, tier="device", namespace=NAMESPACE) as region:
-        region.rows[:] = 7
-        with SharedRegion.attach(region.name) as reader:
-            assert (reader.layout, reader.layout.specs[0].attrs["names"]) == (long, "x" * 5000)
-            assert (reader.rows == 7).all()
-    with pytest.raises(InvalidInputError) as caught:
-        SharedRegion.create(longer, 2, tier="device", namespace=NAMESPACE)
-    assert caught.value.field == "region layout"
 
 
 def test_a_region_that_was_removed_before_the_lock_is_missing(region: SharedRegion) -> None:

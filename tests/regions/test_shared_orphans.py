@@ -75,13 +75,6 @@ SharedRegion.create(LAYOUT, 4, tier="device", namespace=NAMESPACE)
     assert names() <= before
 
 
-def test_an_empty_file_under_a_regions_name_is_removed(squatted: tuple[str, Path]) -> None:
-    name, path = squatted
-    path.write_bytes(bytes(5000))
-    assert not {info.name: info for info in list_regions()}[name].in_use
-    assert name in reap_orphans()
-
-
 def test_the_reaper_leaves_links_and_foreign_names_alone(squatted: tuple[str, Path], tmp_path: Path) -> None:
     target = tmp_path / "precious"
     target.write_text("kept")

@@ -35,15 +35,6 @@ region.close()
     assert not region.rows[3].any()
 
 
-def test_an_attaching_process_that_exits_does_not_remove_the_region(region: SharedRegion, child: Start) -> None:
-    """Goal: unlike multiprocessing.shared_memory below 3.13. Method: attach, leave without close, attach again."""
-    for _ in range(2):
-        leaver = child("region = SharedRegion.attach(sys.argv[1], LAYOUT); say('in')", region.name)
-        assert leaver.heard() == ["in"]
-        assert leaver.finish() == (0, "")
-    assert (DIRECTORY / region.name).exists()
-
-
 def test_a_reading_attacher_cannot_write(region: SharedRegion) -> None:
     with SharedRegion.attach(region.name, LAYOUT) as reader:
         with pytest.raises(ValueError, match="read-only"):
@@ -70,17 +61,6 @@ def test_an_owner_that_exits_without_close_removes_the_region(child: Start, endi
     (name,) = owner.heard()
     owner.finish()
     assert not (DIRECTORY / name).exists()
-
-
-def test_an_owner_leaves_a_file_that_has_taken_its_name() -> None:
-    """Goal: only what was made is removed. Method: another file under the owner's name, then close."""
-    owner = create()
-    path = DIRECTORY / owner.name
-    path.unlink()
-    path.write_bytes(b"another's")
-    owner.close()
-    assert path.read_bytes() == b"another's"
-    path.unlink()
 
 
 def test_a_forked_child_uses_the_region_but_never_removes_it(child: Start) -> None:

@@ -23,21 +23,6 @@ def test_more_than_dev_shm_has_is_refused_with_the_numbers_and_leaves_nothing() 
     assert names() <= before
 
 
-def test_a_file_size_limit_is_an_error_that_leaves_nothing(child: Start) -> None:
-    """Goal: whatever the allocation says, nothing is left. Method: a resource limit makes it fail after the open."""
-    limited = child("""
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-try:
-    SharedRegion.create(LAYOUT, 4, tier="device", namespace=NAMESPACE)
-except RegionError as error:
-    say(str(error).split()[1].rstrip(":"), "File too large" in str(error))
-""")
-    name, clear = limited.heard()
-    assert clear == "True"
-    assert not (DIRECTORY / name).exists()
-
-
 def private_dev_shm(options: str = "size=8m") -> tuple[str, ...]:
     """A command before another that gives it a file system of its own for regions."""
     inside = ("sh", "-c", f'mount -t tmpfs -o {options} tmpfs {DIRECTORY} && exec "$0" "$@"')
@@ -78,34 +63,6 @@ say(int(second.rows.sum()), int(third.rows.sum()) == third.rows.size)
     assert inside.heard() == ["0"]
     assert inside.heard() == ["True", "2"]
     assert inside.heard() == ["0", "True"]
-    assert inside.finish() == (0, "")
-
-
-def test_two_creators_race_for_the_last_room(child: Start) -> None:
-    """Goal: the loser gets an error, not a signal. Method: two processes each want 5 of 8 MiB, over and over."""
-    inside = child(
-        """
-def create():
-    return SharedRegion.create(LAYOUT, (5 << 20) // LAYOUT.nbytes, tier="device", namespace=NAMESPACE)
-other = os.fork()
-made = refused = 0
-for _ in range(150):
-    try:
-        region = create()
-        region.rows[:] = 1
-        made += 1
-        region.close()
-    except NoSpaceError as error:
-        assert error.where == str(DIRECTORY), error
-        refused += 1
-if other:
-    status = os.waitpid(other, 0)[1]
-    create().close()  # whoever won before, the room is there again
-    say(status, made + refused, len(os.listdir(DIRECTORY)))
-""",
-        before=private_dev_shm(),
-    )
-    assert inside.heard() == ["0", "150", "0"]
     assert inside.finish() == (0, "")
 
 

@@ -11,13 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from life_canary import Writer, layout_of, written
-from numpy.typing import NDArray
-from region_children import NAMESPACE, Start, create
+from region_children import NAMESPACE
 
-from cache_manager import publish
-from cache_manager.errors import InvalidInputError, RegionError, RegionMissingError, SpecError
+from cache_manager.errors import InvalidInputError, RegionError, RegionMissingError
 from cache_manager.regions import RegionView, SharedRegion
-from cache_manager.regions.directory import DIRECTORY
 
 BLOCKS, TOKENS = 6, 70
 IDS = np.arange(BLOCKS)
@@ -30,13 +27,6 @@ def shared() -> Iterator[SharedRegion]:
     with SharedRegion.create(layout, BLOCKS, tier="device", namespace=NAMESPACE) as region:
         yield region
         gc.collect()  # a writer's places
-
-
-def rows_of(writer: Writer, blocks: list[int], words: int = 4) -> NDArray[np.uint64]:
-    """The rows of the writer's last round ``[n * TOKENS, words]``."""
-    ids = np.array(blocks)
-    rounds = np.full((len(ids), TOKENS), writer.round, np.uint64)
-    return written(ids, writer.generations[ids], TOKENS, words, rounds).reshape(-1, words)
 
 
 @given(data=st.data(), tokens=st.sampled_from([1, 3, 64, 70]))
@@ -72,28 +62,6 @@ def test_rows_of_the_generations_asked_for_and_no_others(data: st.DataObject, to
             assert (found.values[~found.valid] == np.uint64(0xFFFF_FFFF_FFFF_FFFF)).all()
     del writer
     region.close()
-
-
-def test_rows_are_the_readers_own_copy_by_the_names_of_specs(shared: SharedRegion) -> None:
-    """Method: take the last row of one spec away, read both, and rewrite what was read."""
-    writer = Writer(shared)
-    writer.begin_lives(IDS)
-    writer.rewrite(IDS, EVERY)
-    shared.valid[2, 1, 1] &= ~np.uint64(1 << 5)  # row 69
-    with RegionView(shared.name) as view:
-        assert [spec.name for spec in view.layout.specs] == ["long", "short"]
-        assert view.blocks == BLOCKS
-        assert not view.read("short", [2], 69, generations=[1]).valid.any()
-        assert view.read("long", [2], 69, generations=[1]).valid.all()
-        with pytest.raises(SpecError):
-            view.read("none", [0], generations=[1])
-        found = view.read("long", [4, 0], generations=[1, 1])
-        assert found.valid.all()
-        expected = rows_of(writer, [4, 0])
-        writer.rewrite(IDS, EVERY)
-        assert (found.values == expected).all()
-        found.values[:] = 0
-        assert (view.read("long", [4, 0], generations=[1, 1]).values == rows_of(writer, [4, 0])).all()
 
 
 def test_after_a_weight_update_nothing_older_is_readable(shared: SharedRegion) -> None:
@@ -149,13 +117,6 @@ def test_what_cannot_be_is_refused(
         assert caught.value.field == field
 
 
-def test_a_view_is_refused_where_stores_are_not_ordered(shared: SharedRegion, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: never wrong on a machine that cannot keep the order. Method: say that this is one."""
-    monkeypatch.setattr(publish, "STORES_ARE_ORDERED", False)
-    with pytest.raises(RegionError, match="orders stores"):
-        RegionView(shared.name)
-
-
 # ---- the owner's end -------------------------------------------------------------------------------------------------
 
 
@@ -177,30 +138,3 @@ def test_a_view_outlives_its_owner() -> None:
     for ask in (lambda: view.read("long", ids, generations=[1, 1]), lambda: view.layout):
         with pytest.raises(RegionError, match="closed"):
             ask()
-
-
-def test_a_view_of_a_killed_owner(child: Start) -> None:
-    """Goal: what was committed stays readable, what was not stays missing. Method: SIGKILL in the middle of a write."""
-    owner = child("""
-from life_canary import Writer, layout_of
-region = SharedRegion.create(layout_of(70, 4), 6, tier="device", namespace=NAMESPACE)
-writer, ids = Writer(region), np.arange(6)
-writer.begin_lives(ids)
-writer.rewrite(ids, np.ones(70, bool))
-writer.clear(ids[3:], np.arange(70) < 40)
-writer.write(ids[3:], np.arange(70) < 40, (0,))
-say(region.name)
-wait()
-""")
-    (name,) = owner.heard()
-    with RegionView(name) as view:
-        owner.kill()
-        found = view.read("long", IDS, generations=np.ones(BLOCKS, np.int64))
-        assert found.valid.reshape(BLOCKS, TOKENS).sum(axis=1).tolist() == [70, 70, 70, 30, 30, 30]
-        rounds = np.ones((BLOCKS, TOKENS), np.uint64)
-        right = written(IDS, np.ones(BLOCKS, np.int64), TOKENS, 4, rounds).reshape(-1, 4)
-        assert (found.values[found.valid] == right[found.valid]).all()
-        create().close()  # whoever reads keeps others from removing it
-        assert (DIRECTORY / name).exists()
-    create().close()
-    assert not (DIRECTORY / name).exists()

@@ -5,18 +5,14 @@ The orders of loads and stores are tried one by one in ``test_publish_interleave
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
-from collections.abc import Iterator
 
 import numpy as np
-import pytest
-from life_canary import Writer, layout_of, written, wrong
+from life_canary import written
 from region_children import Child, Start
 
-from cache_manager.publish import Rows, gather
-from cache_manager.regions import HeapRegion, RegionView
+from cache_manager.publish import Rows
+from cache_manager.regions import RegionView
 
 BLOCKS, TOKENS, WORDS = 8, 70, 64
 IDS = np.arange(BLOCKS)
@@ -89,57 +85,4 @@ def test_a_view_never_takes_torn_or_foreign_rows(child: Start) -> None:
     assert valid > 100
 
 
-HURT = """
-write = writer.write
-def late(ids, rows, parts=(0, 1)):
-    writer.add(ids, rows)
-    time.sleep(0.002)
-    write(ids, rows, parts)
-writer.write = late
-"""
-
-
-def test_an_owner_that_sets_bits_before_bytes_is_caught(child: Start) -> None:
-    """Goal: the test above can fail. Method: plant that fault in the owner, and look a few times."""
-    assert any(count(child(WRITER.replace("WORK", HURT), seed))[1] for seed in range(5))
-
-
 # ---- the same in one process -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def eager_threads() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("eager_threads")
-def test_a_reader_in_a_thread_beside_the_writer() -> None:
-    """Goal: reads of the owner's own process take no lock, too. Method: the same work in a thread, as
-    many reads and rounds as it takes."""
-    region = HeapRegion(layout_of(TOKENS, WORDS), BLOCKS)
-    writer, every, ended = Writer(region), np.ones(TOKENS, np.bool_), threading.Event()
-    writer.begin_lives(IDS)
-    random = np.random.default_rng(3)
-
-    def write() -> None:
-        while not ended.is_set():
-            some = random.permutation(BLOCKS)[: random.integers(1, BLOCKS + 1)]
-            if random.random() < 0.5:
-                writer.begin_lives(some)
-            writer.rewrite(some, every)
-
-    thread = threading.Thread(target=write, daemon=True)
-    thread.start()
-    try:
-        counts = []
-        while len(counts) < 600 or writer.round < 20:
-            spec = len(counts) % 2
-            counts.append(wrong(region, spec, IDS, *gather(region, spec, IDS)))
-    finally:
-        ended.set()
-        thread.join()
-    assert sum(bad for _, bad in counts) == 0
-    assert sum(valid for valid, _ in counts) > 0

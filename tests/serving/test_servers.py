@@ -246,9 +246,7 @@ def test_decode_connects_to_configured_prefills_only(both: Both) -> None:
     assert status == 200
     for change, said in (
         ({"address": "tcp://10.0.0.1:1"}, "handover.address: wanted tcp://127.0.0.1:"),
-        ({"prompt_tokens": 4}, "handover: wanted 40 prompt tokens and 1 first ones"),
-        ({"first_tokens": []}, "got 40 and 0"),
-        ({"first_tokens": [512]}, "handover.first_tokens: wanted token ids"),
+        ({"prompt_tokens": 4}, "handover.prompt_tokens: wanted 40, got 4"),
         ({"transfer": "zz"}, "handover.transfer: wanted 32 hex digits"),
     ):
         status, refused = both.decode.ask("/v1/completions", body | {"handover": handover | change})

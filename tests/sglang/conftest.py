@@ -52,6 +52,17 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+def engine_environment(plugins: Path, *, kvroute: bool) -> dict[str, str]:
+    """Of an engine's process."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, HERE, HERE / "cpu", plugins])),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_PLUGINS": "kvroute,cpu" if kvroute else "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 @pytest.fixture
 def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """Run an engine with a plan, with kvroute or stock; what it answered."""
@@ -60,14 +71,7 @@ def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
         plan = tmp_path / f"plan-{len(list(tmp_path.glob('plan-*.json')))}.json"
         out = plan.with_suffix(".jsonl")
         plan.write_text(json.dumps({"model": str(model), "options": options, "do": do, "out": str(out)}))
-        paths = [ROOT, HERE, HERE / "cpu", plugins]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_PLUGINS": "kvroute,cpu" if kvroute else "cpu",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = engine_environment(plugins, kvroute=kvroute)
         done = subprocess.run(
             [sys.executable, HERE / "serve.py", plan], env=environment, capture_output=True, text=True, timeout=600
         )

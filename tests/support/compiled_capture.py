@@ -24,7 +24,7 @@ def ptx(layers: int, experts: int, *, staged: bool, group: int) -> str:
     launch = kernel.Launch(plan, [torch.int32], 4096, torch.device("cpu"), group)
     compiled = launch.constants
     function: Any = kernel._capture_all
-    types = ["*i64", "*i64", "*u8", "*i32", "*i32", "*i32", "i64", "i32", *["constexpr"] * len(compiled)]
+    types = ["*i64", "*i64", "*u8", "*i32", "*i32", "i64", "i32", *["constexpr"] * len(compiled)]
     first = len(types) - len(compiled)
     aligned = {(i,): [["tt.divisibility", 16]] for i in (2, 3, 4)}
     source = ASTSource(

@@ -190,29 +190,16 @@ class Gated(BlockManagerAdapter):
         self.aux.close()
 
 
-class Masked(Gated):
-    """``BlockManager``: KV counts as a hit whether its rows are there or not."""
-
-    hits_need_rows = False
-
-
 class Stored(Gated):
     """``BlockManager`` with a store that it waits for."""
 
     capabilities = (*CORE, "store", "restart")
 
 
-class StoredMasked(Stored):
-    """The same, and no rows are required."""
-
-    hits_need_rows = False
-
-
 class Behind(Stored):
     """``BlockManager`` with a store that it does not wait for: its calls stop at a gate until :meth:`settle`."""
 
     capabilities = (*Stored.capabilities, "background")
-    deterministic = False  # the order of free blocks depends on when somebody looks
 
     def start(self):
         super().start()
@@ -256,66 +243,3 @@ class Behind(Stored):
         self.aux.close()
         self.gate = self.store.gate = Gate()
         self.start()
-
-
-class Engine(Masked):
-    """``AuxBlocks``: a manager that knows of no rows owns the blocks, and its engine says what becomes of them."""
-
-    def start(self):
-        super().start()
-        self.engine = AuxBlocks(
-            [self.spec],
-            blocks=len(self.blocks),
-            host_blocks=len(self.host_blocks),
-            namespace=Namespace("m", self.version),
-            strict=True,
-        )
-        self.kv_copy, self.blocks_kv.copy = self.blocks_kv.copy, self._copy
-
-    def _copy(self, source, target, sources, targets) -> None:
-        self.kv_copy(source, target, sources, targets)
-        if target == "device":
-            self.engine.renew(targets)
-        self.engine.move(source, target, np.column_stack((sources, targets)))
-
-    def admit(self, seq, tokens, chunk, salt):
-        cached = super().admit(seq, tokens, chunk, salt)
-        if cached is not None:
-            self.engine.renew(self.table(seq)[cached // self.block_tokens :])
-        return cached
-
-    def grow(self, seq, tokens, upto):
-        had = len(self.table(seq))
-        fits = super().grow(seq, tokens, upto)
-        self.engine.renew(self.table(seq)[had:])
-        return fits
-
-    def grow_batch(self, tokens):
-        had = {seq: len(self.table(seq)) for seq in tokens}
-        fits = super().grow_batch(tokens)
-        for seq, n in had.items():
-            self.engine.renew(self.table(seq)[n:])
-        return fits
-
-    def reset(self):
-        super().reset()
-        self.engine.reset(weights_version=self.version)
-        return True
-
-    def write_rows(self, seq, start, rows):
-        with self.engine.begin_step(self.manager.slots(seq, start, start + len(rows))) as step:
-            if None not in rows:
-                step.write("row", np.array(rows, np.int32).reshape(-1, 1))
-
-    def read_rows(self, seq, start, stop):
-        tier = "host" if self.manager.is_swapped(seq) else "device"
-        rows = self.engine.read("row", self.table(seq), start, stop, tier=tier)
-        there = rows.valid & (np.arange(start, stop) < self.manager.computed(seq))
-        return [int(value[0]) if valid else None for value, valid in zip(rows.values, there, strict=True)]
-
-    def close(self):
-        self.engine.close()
-        super().close()
-
-
-OWN = (Gated, Masked, Stored, StoredMasked, Behind, Engine)

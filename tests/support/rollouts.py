@@ -140,12 +140,10 @@ def _handed_over(model: Any) -> list[Any]:
         DecodeEngine(model, room, namespace, link=connecting) as decode,
     ):
         for request in _requests():
-            prefill.add(request)
-            first = sorted(prefill.run(), key=lambda output: output.sample)
-            transfer = prefill.transfer_of(request.id)
-            assert transfer is not None
-            first_tokens = tuple(output.tokens[0] for output in first)
-            decode.take_over(request, Handover(transfer, prefill.crossing.address, first_tokens))
+            told = list[Any]()
+            prefill.lend(request, told.append)
+            prefill.run()
+            decode.take_over(request, Handover(told[0], prefill.crossing.address))
             _until(lambda: bool(outputs.extend(decode.step()) or not decode.busy))
         assert decode.decode_counters.transferred_rows > 0
     return outputs

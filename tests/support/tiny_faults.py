@@ -203,16 +203,6 @@ class ChecksItself(Sharing):
         assert len(self.free_list) > 5
 
 
-class RollsDice(Sharing):
-    breaks = "determinism"
-    made = 0
-
-    def __init__(self, kv) -> None:
-        super().__init__(kv)
-        RollsDice.made += 1
-        self.free_list = self.free_list[RollsDice.made % 8 :] + self.free_list[: RollsDice.made % 8]
-
-
 class Lies(Plain):
     """Loses a block with each sequence, and counts it as free."""
 

@@ -140,7 +140,9 @@ class Toy:
         ``lends``: another engine goes on from here, and the answer is for that. Here that brings KV of the first tokens
         that are not cached, up to ``brought``, and a ``ticket`` for their rows; ``more`` is said behind the prompt.
         """
-        self.scheduler.arrived(name)
+        self.scheduler.arrived(name, name)
+        while not self.scheduler.ready(name):
+            time.sleep(0.001)
         request, hashes = Asked(name, tokens), Asked(name, tokens).block_hashes
         most = (len(tokens) - 1) // TOKENS  # the last token is always computed
         local = next((i for i, each in enumerate(hashes[:most]) if each not in self.cached), most)
@@ -184,7 +186,7 @@ class Toy:
         told = self.scheduler.finished(name, self.table, len(tokens), Tokens(tokens, len(tokens)), ended=ended)
         self.free += self.table
         self.cached |= dict(zip(hashes, self.table, strict=False))
-        return {"kv_transfer_params": {"kvroute": left} if lends else told}
+        return {"kv_transfer_params": {"kvroute": left} if lends else told and told.result(60)}
 
     def _land(self, request: Asked, computed: int) -> None:
         """The KV has come; rows are waited for as long as the worker says."""
@@ -300,7 +302,9 @@ def admitted(toy: Toy, tokens: list[int], blocks: list[int], external: int = 0, 
 
 def seen(toy: Toy, n: int, ended: Ended | None = None) -> Any:
     """The routes that a client gets of the one request."""
-    return routes({"kv_transfer_params": toy.scheduler.finished("r", toy.table, n, ended=ended)})
+    told = toy.scheduler.finished("r", toy.table, n, ended=ended)
+    assert told is not None
+    return routes({"kv_transfer_params": told.result(60)})
 
 
 def makers(toy: Toy, tokens: Sequence[int]) -> list[int]:

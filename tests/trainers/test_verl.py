@@ -14,7 +14,6 @@ import torch
 from routes_of import expert_rows, made_routes
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
-from verl.trainer.ppo.metric_utils import compute_rollout_moe_load_balance_metrics
 from verl.utils.megatron import router_replay_patch as patch
 from verl.utils.megatron import router_replay_utils as engine
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
@@ -89,15 +88,6 @@ def numbered(*lengths: int) -> torch.Tensor:
     return torch.nested.as_nested_tensor([torch.arange(n) for n in lengths], layout=torch.jagged)
 
 
-def test_the_agent_loop_keeps_every_row() -> None:
-    """Goal: the last row, which verl adds, is the only one that is not the rollout's. Method: verl's own as_dict."""
-    kept = output(verl.agent_loop(made_routes(1, 8), 5, 4), 5, 4)["routed_experts"]
-    assert kept.shape == (9, 4, 4)
-    assert kept.dtype == torch.int16
-    assert torch.equal(kept[:8, 1:].long(), rows_of(1, 8))
-    assert not kept[8].any()
-
-
 def test_a_row_too_few_is_silent_in_verl_and_an_error_here() -> None:
     """Goal: the off-by-one of verl 9799 and slime 1045. Method: N-2 rows, given to verl as they are, read as expert 0
     in the last row that is replayed; here they are refused. The engine takes N and N-1 rows and no other number."""
@@ -159,16 +149,6 @@ def test_the_padded_batch_becomes_the_jagged_one() -> None:
     for got, other, sample, tokens in zip(unpadded.unbind(), aligned.unbind(), (1, 2), whole, strict=True):
         assert torch.equal(got, other)
         assert torch.equal(got[: tokens - 1, 1:].long(), rows_of(sample, tokens - 1))
-
-
-def test_the_last_row_is_not_counted_as_expert_zero() -> None:
-    """Goal: verl 7075: load metrics leave the last row out. Method: verl's own metrics of a padded batch, where every
-    token but that one goes to experts other than 0."""
-    ids = np.tile(np.array([1, 2, 3, 4]), (7, 3, 1))
-    batch = verl.padded([Routes(ids, np.ones(7, bool), LAYERS, 16, 4)], [4], [4], 4, 4)[:, :, 1:]
-    metrics = compute_rollout_moe_load_balance_metrics(batch, torch.ones(1, 4), 16)
-    # Of 16 experts four have an equal load: a quarter each, 16 / 4 - 1 above the mean, and expert 0 has none.
-    assert metrics["rollout/moe/max_vio/max"] == pytest.approx(3.0)
 
 
 @pytest.fixture

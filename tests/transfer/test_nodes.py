@@ -141,6 +141,60 @@ def test_what_cannot_begin_is_told_and_releases(tmp_path: Path) -> None:
         assert ended(decode, {first})[first].result.reason is Reason.ABORTED
 
 
+@pytest.mark.parametrize("address", [None, 7, b"tcp://127.0.0.1:9", ["ipc:///x"]])
+def test_a_pull_from_what_is_no_address_is_told(tmp_path: Path, address: object) -> None:
+    """Goal: every pull ends, whatever a client's hand-over has for an address. Method: values that JSON can be."""
+    with nodes(tmp_path) as (prefill, decode):
+        transfer = lend(prefill, 1, 2)
+        decode.pull(transfer, address, wanted(1, 2), CanarySink(1))  # type: ignore[arg-type]
+        result = ended(decode, {transfer})[transfer].result
+        assert (result.reason, len(result.missing)) == (Reason.ABORTED, 2)
+        assert "address" in result.detail
+        decode.pull(transfer, prefill.address, wanted(1, 2), CanarySink(1))
+        assert ended(decode, {transfer})[transfer].result.complete
+        assert decode.counters.node.errors == 0
+
+
+def test_an_offer_that_is_none_is_told(tmp_path: Path) -> None:
+    """Goal: every offer ends, whatever an engine's mistake. Method: a lease that is no number; the node goes on."""
+    with nodes(tmp_path) as (prefill, _):
+        transfer = lend(prefill, 1, 1, lease_s="soon")  # type: ignore[arg-type]
+        assert "TypeError" in released(prefill, {transfer})[transfer].detail
+        assert prefill.counters.node.errors == 1
+        assert prefill.alive
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"KVRT\x02\x04\x00\x00" + b"\xdb" + b"\xff" * 60_000])
+def test_hostile_lines_in_the_log_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture, garbage: bytes) -> None:
+    """Goal: who sends garbage does not fill the log, under however many names. Method: 300 of it under 30 names that
+    have line breaks in them; each is counted, and one short line is written.
+    """
+    with nodes(tmp_path) as (prefill, _):
+        for n in range(30):
+            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+                socket.setsockopt(zmq.ROUTING_ID, b"\n" * 60 + b"%d" % n)
+                socket.connect(prefill.address)
+                for _ in range(10):
+                    socket.send(garbage)
+                until(lambda: prefill.counters.node.bad_messages, (10 * n + 10).__eq__)
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert "what is no message" in line
+        assert len(line) < 500
+        assert "\n" not in line
+
+
+def test_the_first_pull_to_a_peer_waits_for_its_connection_alone(tmp_path: Path) -> None:
+    """Goal: a greeting that was refused before the link was connected is not said a pause later. Method: pauses and
+    retries that are longer than any patience, and two peers that are met for the first time.
+    """
+    patient = TransferLimits(lease_s=36_000, lease_max_s=360_000, retry_s=36_000, resend_s=36_000)
+    for n in range(2):
+        with nodes(tmp_path, patient) as (prefill, decode):
+            transfer = lend(prefill, n, 2)
+            decode.pull(transfer, prefill.address, wanted(n, 2), CanarySink(n))
+            assert ended(decode, {transfer})[transfer].result.complete
+
+
 def test_a_pull_that_nobody_answers_ends(tmp_path: Path) -> None:
     with nodes(tmp_path, HASTY) as (_, decode):
         decode.pull(TransferId(bytes(16)), "ipc:///nowhere/at/all", wanted(1, 2), CanarySink(1))

@@ -311,6 +311,7 @@ def test_full_tables_are_an_answer() -> None:
     for peer in (b"1", b"2", b"3"):  # who owns nothing is forgotten for a newcomer
         (answer,) = pair.prefill.receive(peer, Hello(D_RUN, space(), list(PARTS), 0, 999), 0.0)
         assert isinstance(answer.message, Welcome)
+    assert pair.prefill.counters.forgotten_peers == 1
     for t in names:
         pair.prefill.withdraw(t)
         pair.prefill.offer(t, blocks(1), 0.0) if t not in names[:2] else None

@@ -12,9 +12,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import models
@@ -24,6 +25,7 @@ from engines import BLOCK, prompts
 from fronts import in_a_session
 from nursery import Born
 
+from kvroute.cli import main
 from kvroute.integrations.vllm import routes, unseen
 from kvroute.rollout import open_rollouts
 
@@ -87,9 +89,6 @@ def serving(
     as_installed: bool = False,
 ) -> Iterator[Server]:
     """A server, until it is left; ``as_installed``: by its own command, whose engine and worker import everything."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     transfer = {
         "kv_connector": connector,
         "kv_connector_module_path": "kvroute.integrations.vllm",
@@ -103,11 +102,24 @@ def serving(
             },
         },
     }
+    more = ("--enforce-eager", "--kv-transfer-config", json.dumps(transfer), *more)
+    with running(home, log, *more, as_installed=as_installed) as server:
+        yield server
+
+
+@contextmanager
+def running(
+    home: Path, log: Path, *more: str, as_installed: bool = False, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Server]:
+    """A server with these arguments, until it is left."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     arguments = ["--model", str(home), "--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1"]
-    arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--num-gpu-blocks-override", "64"]
-    arguments += ["--block-size", str(BLOCK), "--kv-transfer-config", json.dumps(transfer)]
+    arguments += ["--dtype", "float32", "--max-model-len", "512", "--num-gpu-blocks-override", "64"]
+    arguments += ["--block-size", str(BLOCK)]
     arguments += ["--chat-template", "{% for each in messages %}{{ each.content }} {% endfor %}", *more]
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO", **environment}
     process: subprocess.Popen[bytes] | Born
     with log.open("wb") as out:
         if as_installed:
@@ -153,10 +165,14 @@ def quick_start(answer: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.timeout(900)
 def test_the_server_answers_routes_and_survives_a_kill(
-    model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Goal: routes through HTTP, for completions, several at once, chats, stop strings and trainers; after SIGKILL of
-    all processes another server over the same files hits KV with rows. Method: every row against transformers.
+    all processes another server over the same files hits KV with rows. Method: every row against transformers, and
+    what ``kvroute verify`` asks and judges.
     """
     monkeypatch.chdir(tmp_path)
     home, (asked,) = model("qwen3_moe"), prompts(50, 100)
@@ -174,5 +190,14 @@ def test_the_server_answers_routes_and_survives_a_kill(
         assert again["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
         assert unseen(again) == ((0, 96),)  # loaded from files that the first server wrote
         word = f"t{answer['choices'][0]['token_ids'][5]}"
+        command = ["verify", "--url", second.url, "--model", str(home), "--rollouts", where, "--longest", "200"]
+        assert main(command) == 0, capsys.readouterr().out
+        assert re.search(r"^all +[1-9][\d,]+ +0 +0 +0$", told := capsys.readouterr().out, re.MULTILINE), told
+        told = second.metrics()
+        for sample in (
+            'kvroute:events_total{.*event="rows_committed"',
+            *(f'kvroute:seconds_count{{.*what="{what}"' for what in ("persist", "restore", "answer")),
+        ):
+            assert re.search(rf"^{sample}.*}} [1-9]", told, re.MULTILINE), (sample, told)
         stopped = second.post("/v1/completions", prompt=asked, max_tokens=20, stop=[word])
         assert right(home, stopped, rollouts=left) <= 105

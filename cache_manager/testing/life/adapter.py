@@ -69,8 +69,6 @@ class BlockManagerAdapter:
     """Whether a full block that a running sequence holds is found by an equal prefix."""
     hits_need_rows: ClassVar[bool] = False
     """Whether a block without all of its rows is no hit."""
-    deterministic: ClassVar[bool] = True
-    """Whether the same calls give the same answers and the same blocks."""
     unclaimed: ClassVar[Mapping[str, str]] = {}
     """Invariants that the manager does not claim, by name, each with the reason; they are counted, and fail nothing."""
 

@@ -6,9 +6,7 @@ import importlib
 import logging
 import sys
 import time
-from collections import Counter
 from pathlib import Path
-from typing import TextIO
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.testing.life import INVARIANTS, BlockManagerAdapter, InvariantBroken, prove
@@ -24,16 +22,13 @@ def prove_adapter(where: str, *, examples: int, steps: int, seed: int) -> bool:
     adapter = find_adapter(where)
     logging.disable(logging.ERROR)  # what the manager says of faults that are meant is not what the reader looks for
     out, start_s = sys.stdout, time.perf_counter()
-    progress = Progress(sys.stderr, examples)
     try:
-        counts = prove(adapter, examples=examples, steps=steps, seed=seed, progress=progress)
+        counts = prove(adapter, examples=examples, steps=steps, seed=seed)
     except InvariantBroken as error:
-        progress.end()
         out.write(f"{error}\n")
         return False
     finally:
         logging.disable(logging.NOTSET)
-    progress.end()
     missing = unexercised(adapter, counts)
     out.write(f"{summary(adapter, counts)}\n  seed          {seed}, {time.perf_counter() - start_s:.1f} s\n")
     for what in missing:
@@ -77,28 +72,4 @@ def find_adapter(where: str) -> type[BlockManagerAdapter]:
     return found
 
 
-class Progress:
-    """Says how far the examples are: on a terminal in one line, elsewhere in a line every ten seconds."""
-
-    def __init__(self, out: TextIO, examples: int) -> None:
-        self.out, self.examples, self.operations = out, examples, 0
-        self._every_s, self._line = (0.5, "\r{}\033[K") if out.isatty() else (10.0, "{}\n")
-        self._start_s = self._told_s = time.monotonic()
-
-    def __call__(self, counts: Counter[str]) -> None:
-        self.operations, now_s = counts["operations"], time.monotonic()
-        if now_s - self._told_s >= self._every_s:
-            self._told_s = now_s
-            done, pace = min(counts["examples"], self.examples), self.operations / (now_s - self._start_s)
-            told = f"{done:,} of {self.examples:,} examples, {self.operations:,} operations, {pace:,.0f} a second"
-            self.out.write(self._line.format(told))
-            self.out.flush()
-
-    def end(self) -> None:
-        """Nothing more is said: the line gives way to what was found."""
-        if self.out.isatty():
-            self.out.write(self._line.format(""))
-            self.out.flush()
-
-
-__all__ = ["Progress", "find_adapter", "list_invariants", "main", "prove_adapter"]
+__all__ = ["find_adapter", "list_invariants", "main", "prove_adapter"]

@@ -43,7 +43,6 @@ INVARIANTS: Final[Mapping[str, str]] = {
     "copies_are_sound": "Copies go from blocks with an owner to distinct blocks that nobody else has.",
     "no_unexpected_error": "A call that the protocol allows does not raise.",
     "own_check": "The manager's own check passes.",
-    "determinism": "The same calls give the same answers and the same blocks, so that ranks agree.",
 }
 
 

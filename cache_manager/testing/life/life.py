@@ -7,6 +7,7 @@ something is taken out of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Final
 
 from cache_manager.testing.life import claims
@@ -33,7 +34,11 @@ class Life:
         method(*operation[1:])
 
     def close(self) -> None:
-        self.manager.close()
+        if self.world.failure is None:
+            self.world.ask("close")
+        else:
+            with suppress(Exception):  # which is not what was found first
+                self.manager.close()
 
     # ---------------------------------------------------------------- parts of operations
 
@@ -42,8 +47,6 @@ class Life:
 
     def _end(self, *touched: str) -> None:
         self._see()
-        if self.world.calls:
-            self.world.calls[-1].tables.update(self.world.after.tables)
         claims.check_all(self.world, *touched)
 
     def _refused(self, answer: object, needs: int | None, free: int | None) -> None:
@@ -67,7 +70,7 @@ class Life:
     def _grow(self, sequence: Sequence, upto: int, *, fail: bool = False) -> bool:
         """Have the manager make room for the positions below ``upto``."""
         world, name = self.world, sequence.name
-        answer = world.change("grow", name, list(sequence.tokens), upto, fail=fail)
+        answer = world.call("grow", name, list(sequence.tokens), upto, fail=fail)
         if answer is not True:
             self._refused(answer, self._needs(sequence, upto), world.after.free - world.adapter.slack)
             return False
@@ -86,8 +89,7 @@ class Life:
         """The forward pass of the positions up to ``upto``: KV at their slots, and rows beside it."""
         world, start = self.world, sequence.computed
         at = sequence.contents[-1] if sequence.contents else world.beginning(sequence.salt)
-        found = world.ask("slots", sequence.name, start, upto)
-        slots = [(int(block), int(offset)) for block, offset in found]
+        slots = world.ask("slots", sequence.name, start, upto)
         claims.check_written(world, sequence, start, slots)
         serials = []
         for (block, offset), token in zip(slots, sequence.tokens[start:upto], strict=True):
@@ -125,7 +127,6 @@ class Life:
         if cached is None or isinstance(cached, MoveFailed):
             self._refused(cached, -(-len(tokens) // world.size), free)
             return
-        cached = world.number("admit", cached)
         sequence = world.live[name] = Sequence(name, list(tokens), salt)
         sequence.waiting = world.can("background") and bool(world.ask("waits", name))
         self._see()
@@ -257,7 +258,7 @@ class Life:
         if parent is None or not parent.computed or child in world.live:
             return
         world.begin(f"fork {name} as {child}")
-        answer = world.change("fork", name, child)
+        answer = world.call("fork", name, child)
         if answer is not True:
             self._refused(answer, None, None)
             return
@@ -274,7 +275,7 @@ class Life:
             return
         method, table = "resume" if sequence.swapped else "preempt", world.after.tables[name]
         world.begin(f"{method} {name}{', a copy fails' if fail and world.can('failing_moves') else ''}")
-        answer = world.change(method, name, fail=fail)
+        answer = world.call(method, name, fail=fail)
         if answer is not True:
             free = world.after.free - world.adapter.slack if sequence.swapped else world.after.host_free
             self._refused(answer, len(table), free)
@@ -322,7 +323,7 @@ class Life:
         if end_first:
             self._end_all()
         world.begin("reset: new weights")
-        if world.change("reset") is True:
+        if world.call("reset") is True:
             world.version += 1
             world.counts["resets"] += 1
             self._end()
@@ -383,8 +384,3 @@ class Life:
         if len(set(world.after.tables["all"])) != world.capacity:
             world.fail("all_come_back", f"the sequence got {blocks(world.after.tables['all'])}")
         self.do_free("all", False)
-
-    def do_again(self) -> None:
-        """The same calls on a fresh manager give the same answers."""
-        if self.world.adapter.deterministic:
-            self.world.call_again()

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from random import Random
 from typing import ClassVar, Final
 
@@ -26,8 +26,6 @@ STEPS: Final = 50
 LIVE_MAX: Final = 6
 RESETS_APART: Final = 8
 """Operations between two of those that forget everything, or it were all that happens."""
-AGAIN_EVERY: Final = 8
-"""One example in so many is played again on a fresh manager."""
 LONG_EVERY: Final = 10
 """One example in so many has four times the operations: some faults need long lives."""
 LEFT_OUT: Final = 0.15
@@ -51,8 +49,6 @@ KINDS: Final[Mapping[str, str]] = {
     "restart": "restart",
 }
 """What may be chosen, with the capability that it takes."""
-
-Progress = Callable[[Counter[str]], None]
 
 
 class Chooser:
@@ -139,12 +135,11 @@ def prove(
     examples: int = EXAMPLES,
     steps: int = STEPS,
     seed: int = 0,
-    progress: Progress | None = None,
 ) -> Counter[str]:
     """Play ``examples`` of ``steps`` operations on fresh managers, or of more; the same ``seed`` gives the same ones.
 
-    What was exercised, by name. ``progress`` is called with it after each example. Raises :class:`InvariantBroken` with
-    the shortest story found, and :class:`InvalidInputError` for an adapter or a number that cannot be.
+    What was exercised, by name. Raises :class:`InvariantBroken` with the shortest story found, and
+    :class:`InvalidInputError` for an adapter or a number that cannot be.
     """
     check_adapter(adapter)
     for what, number in (("examples", examples), ("steps", steps)):
@@ -159,8 +154,6 @@ def prove(
             found = shortest(adapter, error)
             again = f"\n\nTo play it again: seed {seed}, examples {example + 1}, steps {steps}."
             raise InvariantBroken(found.name, found.what, found.program, f"{found}{again}") from None
-        if progress is not None:
-            progress(counts)
     return counts
 
 
@@ -180,8 +173,6 @@ def _play(adapter: type[BlockManagerAdapter], counts: Counter[str], random: Rand
         for name in list(world.live):
             play(("free", name, False))
         play(("finish",))
-        if counts["examples"] % AGAIN_EVERY == 1:
-            play(("again",))
     finally:
         life.close()
 

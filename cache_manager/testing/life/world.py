@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from inspect import signature
+from operator import index
+from typing import Any, Final, TypeAlias
 
 from cache_manager.errors import InvalidInputError
 from cache_manager.testing.life.adapter import CAPABILITIES, METHODS, BlockManagerAdapter
@@ -48,17 +50,6 @@ class Snapshot:
     refs: dict[int, int] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of the adapter with its answer, to be done again on a fresh manager."""
-
-    method: str
-    arguments: tuple[Any, ...]
-    failed: bool
-    answer: str
-    tables: dict[str, Table]
-
-
 class World:
     """The manager of one example and what surrounds it: calls, snapshots, holders, failures.
 
@@ -76,7 +67,6 @@ class World:
         self.version = self.serial = 0
         self.program: list[Operation] = []
         self.story: list[str] = []
-        self.calls: list[Call] = []
         self.failure: InvariantBroken | None = None
         self._beginnings: dict[str, Content] = {}
         self.kv = CanaryKV(self.size)
@@ -119,9 +109,11 @@ class World:
     # ---------------------------------------------------------------- asking the manager
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """The manager's answer; an exception is a finding, unless it is what became of ``MoveFailed``.
+        """The manager's answer, of the kind that :data:`ANSWERS` says; an exception is a finding, unless it is what
+        became of ``MoveFailed``.
 
         What the kit finds in the middle of a call, in its copies, is raised also where the manager has caught it.
+        Raises :class:`InvalidInputError` for an answer of another kind, which is the adapter's mistake.
         """
         answer: Any = None
         try:
@@ -134,63 +126,32 @@ class World:
                     raise
         if self.failure is not None:
             raise self.failure
-        return answer
+        return answer if isinstance(answer, MoveFailed) else self._read(method, answer, *arguments)
+
+    def _read(self, method: str, answer: Any, *arguments: Any) -> Any:
+        if method not in ANSWERS:
+            return answer
+        wanted, read = ANSWERS[method]
+        try:
+            return read(answer, *arguments)
+        except (TypeError, ValueError, AttributeError):
+            where = f", after: {self.story[-1]}" if self.story else ""
+            raise InvalidInputError(f"{self.adapter.__name__}.{method}()", wanted, f"{answer!r}{where}") from None
 
     def call(self, method: str, *arguments: Any, fail: bool = False) -> Any:
         """Like :meth:`ask`, of a call that changes something; ``fail``: its first copy of blocks fails."""
         self.kv.fail_next, self.kv.failed = fail and self.can("failing_moves"), False
         answer = self.ask(method, *arguments)
         self.kv.fail_next = False
-        shown = "MoveFailed" if isinstance(answer, MoveFailed) else repr(answer)
-        self.calls.append(Call(method, arguments, self.kv.failed, shown, {}))
         return answer
 
-    def change(self, method: str, *arguments: Any, fail: bool = False) -> Any:
-        """:meth:`call`, of a method that answers whether it has done it: True, False, or the failed move."""
-        answer = self.call(method, *arguments, fail=fail)
-        if isinstance(answer, MoveFailed) or type(answer).__name__ in ("bool", "bool_"):
-            return answer if isinstance(answer, MoveFailed) else bool(answer)
-        return self._wrong(method, "True or False", answer)
-
-    def number(self, method: str, answer: Any) -> int:
-        """The ``answer`` of a method that counts blocks or tokens."""
-        if isinstance(answer, bool) or not hasattr(answer, "__index__"):
-            self._wrong(method, "a number", answer)
-            return 0
-        return int(answer)
-
-    def _wrong(self, method: str, wanted: str, answer: object) -> Any:
-        return self.fail("no_unexpected_error", f"{method}() answered {answer!r}: wanted {wanted}")
-
     def look(self) -> Snapshot:
-        refs = self.ask("ref_counts")
         return Snapshot(
-            {name: [None if block is None else int(block) for block in self.ask("table", name)] for name in self.live},
-            self.number("free_blocks", self.ask("free_blocks")),
-            self.number("free_host_blocks", self.ask("free_host_blocks")) if self.can("swap") else None,
-            None if refs is None else {int(block): int(n) for block, n in refs.items() if n},
+            {name: self.ask("table", name) for name in self.live},
+            self.ask("free_blocks"),
+            self.ask("free_host_blocks") if self.can("swap") else None,
+            self.ask("ref_counts"),
         )
-
-    def call_again(self) -> None:
-        """Every call so far, on a fresh manager: it must answer the same, and give the same blocks."""
-        kv = CanaryKV(self.size)
-        manager = self.adapter(kv)
-        try:
-            for call in self.calls:
-                kv.fail_next = call.failed
-                try:
-                    answer = repr(getattr(manager, call.method)(*call.arguments))
-                except Exception as error:
-                    if not _on_purpose(error):
-                        raise
-                    answer = "MoveFailed"
-                kv.fail_next = False
-                tables = {name: [None if b is None else int(b) for b in manager.table(name)] for name in call.tables}
-                if (answer, tables) != (call.answer, call.tables):
-                    was, now = f"{call.answer} {call.tables}", f"{answer} {tables}"
-                    self.fail("determinism", f"{call.method}{_shown(call.arguments)}: {was}; done again: {now}")
-        finally:
-            manager.close()
 
     def holders(self, seen: Snapshot, tier: str = "device") -> dict[int, list[str]]:
         """Who holds each block of a tier."""
@@ -210,7 +171,60 @@ class World:
 
     def kept(self) -> set[int]:
         """Blocks that work in the background keeps."""
-        return {int(block) for block in self.ask("kept_blocks")} if self.can("background") else set()
+        return self.ask("kept_blocks") if self.can("background") else set()
+
+
+def _number(answer: Any, *_: Any) -> int:
+    if isinstance(answer, bool):
+        raise TypeError
+    return index(answer)
+
+
+def _room(answer: Any, *_: Any) -> int | None:
+    return None if answer is None else _number(answer)
+
+
+def _done(answer: Any, *_: Any) -> bool:
+    if type(answer).__name__ not in ("bool", "bool_"):
+        raise TypeError
+    return bool(answer)
+
+
+def _grown(answer: Any, tokens: Mapping[str, Any]) -> list[bool]:
+    return [_done(done) for done, _ in zip(answer, tokens, strict=True)]
+
+
+def _blocks(answer: Any, *_: Any) -> Table:
+    return [_room(block) for block in answer]
+
+
+def _slots(answer: Any, _seq: str, start: int, stop: int) -> list[tuple[int, int]]:
+    return [(index(block), index(offset)) for (block, offset), _ in zip(answer, range(start, stop), strict=True)]
+
+
+def _counts(answer: Any, *_: Any) -> dict[Any, int]:
+    return {key: _number(n) for key, n in answer.items()}
+
+
+_IDS: Final = "a list of block ids"
+_DONE: Final = "True, or False where nothing was done", _done
+ANSWERS: Final[Mapping[str, tuple[str, Callable[..., Any]]]] = {
+    "admit": ("a number of tokens, or None", _room),
+    **dict.fromkeys(("grow", "fork", "preempt", "resume", "reset", "waits"), _DONE),
+    **dict.fromkeys(("free_blocks", "free_host_blocks"), ("a number of blocks", _number)),
+    "table": (f"{_IDS}, None for one that the window has left", _blocks),
+    "slots": ("a pair (block, offset) for each position", _slots),
+    "grow_batch": ("True or False for each sequence", _grown),
+    "read_rows": ("a list of rows, None for one that is missing", _blocks),
+    "settle": ("a number of tokens by the name of each sequence that waits no longer", _counts),
+    "kept_blocks": (_IDS, lambda answer: {index(block) for block in answer}),
+    "free_ids": (f"{_IDS}, or None", lambda answer: None if answer is None else [index(block) for block in answer]),
+    "ref_counts": (
+        "a count by block id, or None",
+        lambda answer: None if answer is None else {index(b): n for b, n in _counts(answer).items() if n},
+    ),
+}
+"""What the methods answer, in words, and how the answer is read: what cannot be is a ``TypeError`` or its like."""
 
 
 def check_adapter(adapter: type[BlockManagerAdapter]) -> None:
@@ -219,14 +233,29 @@ def check_adapter(adapter: type[BlockManagerAdapter]) -> None:
         raise InvalidInputError("adapter", "a subclass of BlockManagerAdapter", repr(adapter))
     _known("capabilities", adapter.capabilities, CAPABILITIES)
     _known("unclaimed", adapter.unclaimed, INVARIANTS)
-    if len(adapter.blocks) < 2 or adapter.block_tokens < 1:
-        raise InvalidInputError("blocks", "two blocks of one token or more", f"{len(adapter.blocks)} blocks")
+    for name in ("blocks", "host_blocks"):
+        if not isinstance(found := getattr(adapter, name), Collection):
+            raise InvalidInputError(f"{adapter.__name__}.{name}", "a collection of block ids", repr(found))
+    if not isinstance(adapter.block_tokens, int) or adapter.block_tokens < 1 or len(adapter.blocks) < 2:
+        got = f"{len(adapter.blocks)} blocks of {adapter.block_tokens!r}"
+        raise InvalidInputError("blocks", "two blocks of one token or more", got)
     needed = [name for what in ("", *adapter.capabilities) for name in METHODS.get(what, ())]
     if lacking := [f"{name}()" for name in needed if getattr(adapter, name) is getattr(BlockManagerAdapter, name)]:
         raise InvalidInputError(adapter.__name__, f"a method of its own: {', '.join(lacking)}", "none")
+    for name in needed:
+        wanted, found = (signature(getattr(kind, name)) for kind in (BlockManagerAdapter, adapter))
+        try:
+            found.bind(*wanted.parameters)
+        except TypeError:
+            names = (", ".join(each.parameters) for each in (wanted, found))
+            raise InvalidInputError(
+                f"{adapter.__name__}.{name}()", *(f"the parameters {each}" for each in names)
+            ) from None
 
 
 def _known(what: str, given: Collection[str], known: Collection[str]) -> None:
+    if isinstance(given, str):
+        raise InvalidInputError(what, "a tuple of names", repr(given))
     if unknown := sorted(set(given) - set(known)):
         raise InvalidInputError(what, f"some of {', '.join(known)}", ", ".join(unknown))
 

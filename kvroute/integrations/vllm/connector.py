@@ -13,7 +13,7 @@ from kvroute.connector.answers import FIELD
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import Told
 from kvroute.connector.tickets import TRANSFER
-from kvroute.integrations.vllm import weights
+from kvroute.integrations.vllm import core
 from kvroute.integrations.vllm.config import engine_of
 from kvroute.integrations.vllm.routers import hook
 
@@ -128,7 +128,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Handshake]) -> None:
         self._scheduler_rows.attach(next(each for each in metadata.values() if each.region))
-        weights.follow(self._scheduler_rows.weights)
+        core.follow(self._scheduler_rows.weights)
         if inner := {rank: each.inner for rank, each in metadata.items() if each.inner is not None}:
             super().set_xfer_handshake_metadata_pp_aware(inner)
 
@@ -154,9 +154,11 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
-        self._scheduler_rows.arrived(*_names_of(request))
+        self._scheduler_rows.arrived(request.request_id, *_names_of(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if not self._scheduler_rows.ready(request.request_id):
+            return None, False  # to be asked again
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens) or (0, False)
         if found is None:  # to be asked again
             return None, later
@@ -202,8 +204,30 @@ class RowsWithKV(Base):  # type: ignore[misc]
         stops = request.sampling_params is not None and bool(request.sampling_params.stop)
         of = Tokens(list(request.all_token_ids), request.num_prompt_tokens, stops or status.endswith("ABORTED"))
         client, group = _names_of(request)
-        routes = rows.finished(client, blocks, tokens, of, group=group, ended=ended)
-        return keep, {**(params or {}), **routes} if routes else params
+        told = rows.finished(client, blocks, tokens, of, group=group, ended=ended)
+        return keep, {**(params or {}), FIELD: told} if told else params  # core.Answers waits for it
+
+    # ---------------------------------------------------------------- in both, and in the front end's
+
+    def get_kv_connector_stats(self) -> Any:
+        from kvroute.integrations.vllm.metrics import Stats
+
+        inside, rows = super().get_kv_connector_stats(), self._worker_rows or getattr(self, "_scheduler_rows", None)
+        taken = rows and rows.meter.take()
+        return Stats(taken or {}, inside) if taken or inside else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        from kvroute.integrations.vllm.metrics import INNER, OURS, Stats
+
+        data = data or {}
+        return Stats(data.get(OURS, {}), super().build_kv_connector_stats(data[INNER]) if data.get(INNER) else None)
+
+    @classmethod
+    def build_prom_metrics(cls, config: Any, types: Any, labels: list[str], engines: Any) -> Any:
+        from kvroute.integrations.vllm.metrics import PromMetrics
+
+        return PromMetrics(super().build_prom_metrics(config, types, labels, engines), config, types, labels, engines)
 
     def shutdown(self) -> None:
         super().shutdown()

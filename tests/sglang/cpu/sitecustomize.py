@@ -19,21 +19,24 @@ class _Anything(type):
 
 
 class _Kernels(types.ModuleType):
-    """In the place of ``sgl_kernel``, whose wheel is for CUDA: names can be imported, and nothing can be called."""
+    """In the place of ``sgl_kernel``, whose wheel is for CUDA, and of ``soundfile``, which its HTTP server imports.
+
+    Names can be imported; what they give has nothing in it.
+    """
 
     __version__ = "0.0.0"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(name, (), {})
+        return _Anything(name, (), {"__iter__": lambda _: iter(())})
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     library: Any = None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] == "sgl_kernel":
+        if name.partition(".")[0] in ("sgl_kernel", "soundfile"):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         if (
             name == "torchvision" and self.library is None

@@ -1,14 +1,18 @@
-"""What vLLM's engine core hears of weights. It tells a connector nothing, so its bound methods are wrapped."""
+"""What vLLM's engine core hears of weights, and when it answers. It asks no connector, so its methods are wrapped."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 from collections.abc import Callable
-from functools import wraps
+from concurrent.futures import Future
+from functools import partial, wraps
 from typing import Any, Final
 
+import msgspec
+
 from cache_manager.errors import ConfigError
+from kvroute.connector.answers import FIELD
 from kvroute.connector.versions import Versions, version_of
 
 logger = logging.getLogger(__name__)
@@ -57,6 +61,8 @@ def follow(weights: Versions) -> None:
     def resume_scheduler() -> None:
         weights.resumed()
 
+    for step in ("step", "step_with_batch_queue"):
+        setattr(core, step, _answering(core, getattr(core, step)))
     for hear in (set_weight_version, collective_rpc, add_lora, pause_scheduler, resume_scheduler):
         setattr(core, hear.__name__, _heard(hear, getattr(core, hear.__name__)))
 
@@ -70,3 +76,40 @@ def _heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[...,
         return call(*args, **kwargs)
 
     return heard
+
+
+def _answering(core: Any, step: Callable[[], Any]) -> Callable[[], Any]:
+    """``step`` of an engine core whose answers go out when what goes with them is there.
+
+    An answer that waits is sent by whoever brings it what it waits for, and holds up no other. An engine without a
+    queue of answers is in the process of its client, who waits here.
+    """
+
+    @wraps(step)
+    def stepped() -> Any:
+        by_client, executed = step()
+        for client, sent in (by_client or {}).items():
+            for output in [each for each in sent.outputs if each.kv_transfer_params and _awaited(each)]:
+                if (queue := getattr(core, "output_queue", None)) is None:
+                    _bring(output, _awaited(output))
+                    continue
+                sent.outputs.remove(output)
+                alone = msgspec.structs.replace(sent, outputs=[output], scheduler_stats=None, finished_requests=None)
+                _awaited(output).add_done_callback(partial(_send, queue, client, alone))
+        return by_client, executed
+
+    return stepped
+
+
+def _awaited(output: Any) -> Any:
+    told = output.kv_transfer_params.get(FIELD)
+    return told if isinstance(told, Future) else None
+
+
+def _bring(output: Any, told: Future[dict[str, Any]]) -> None:
+    output.kv_transfer_params = {**output.kv_transfer_params, **told.result()}
+
+
+def _send(queue: Any, client: int, sent: Any, told: Future[dict[str, Any]]) -> None:
+    _bring(sent.outputs[0], told)
+    queue.put_nowait((client, sent))

@@ -1,0 +1,247 @@
+"""The ends of requests, on threads of their own: rows are read, bound to their tokens and left for clients.
+
+The thread that schedules says which blocks a request had, and goes on: it waits neither for the worker nor for a store.
+Rows stay readable until their block is given out again. Of a request whose rows have not been read by then, they are
+read at that moment, or, where the worker has not written all of them yet, the worker copies its blocks to spare ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvroute
+from cache_manager.errors import KVRouteError, RowError
+from cache_manager.feed import BlockFeed
+from cache_manager.publish import Rows
+from kvroute.connector.left import LeftRoutes, Tokens, settled
+from kvroute.connector.settings import VERSION, Engine
+from kvroute.connector.tickets import gaps_of
+from kvroute.routes import Routes
+
+logger = logging.getLogger(__name__)
+
+LATE_S: Final = 10.0
+"""How long rows are waited for that a worker, which waits for a device, has not written yet."""
+POLL_S: Final = 100e-6
+ENDS_MAX: Final = 4096
+"""Requests that are done and have not left their rows yet; a further one has no rows."""
+
+Told = dict[str, Any]
+"""What goes to a client beside its answer."""
+
+
+@dataclass(slots=True, eq=False)
+class End:
+    """A request that is done. Its rows are those of the positions ``[start, stop)``, in ``blocks`` from position 0."""
+
+    name: str  # what the client calls it
+    group: str | None  # of requests that are told together
+    of: Tokens | None
+    blocks: NDArray[np.int64]
+    lives: NDArray[np.int64]
+    start: int
+    stop: int
+    step: int  # the rows are written when the worker is through with it
+    version: int | None = None  # of the weights, where all rows are of one
+    mixed: bool = False  # else the rows are labelled
+    by_kv: NDArray[np.bool_] | None = None  # [stop], which rows went by their KV, which the last router is behind
+    why: Mapping[int, str] = field(default_factory=dict)  # of blocks whose rows did not all come
+    told: Future[Told] = field(default_factory=Future)
+    rows: Rows | None = None
+    versions: Rows | int | None = None
+    spares: list[int] = field(default_factory=list)
+    void: bool = False  # another request of this name has begun: what is left is deleted
+
+
+class Ends:
+    """Leaves the rows of requests that are done in ``left``, which it owns; ``feed`` is the scheduler's.
+
+    :meth:`begin`, :meth:`given` and :meth:`forgotten` are called by the thread that schedules.
+    """
+
+    def __init__(self, engine: Engine, left: LeftRoutes, feed: BlockFeed) -> None:
+        self._engine, self._left, self._feed = engine, left, feed
+        self._view: kvroute.RegionView | None = None
+        self._late = False
+        self._stuck_at = -1.0  # the step that a late worker was through with when it was waited for in vain
+        self._changed = threading.Condition()
+        self._unread: dict[End, None] = {}
+        self._pending: dict[str, list[End]] = {}  # by name
+        self._spares = list(engine.spares)
+        self._ends, self._rooms = _Thread("kvroute-ends"), _Thread("kvroute-rooms")
+
+    def attach(self, view: kvroute.RegionView, *, late: bool) -> None:
+        """Rows are in ``view`` from here on; if ``late``, the worker may write them when their request is done."""
+        with self._changed:
+            self._view, self._late = view, late
+
+    def make_room(self, name: str, group: str | None) -> Future[None]:
+        """Delete what earlier requests of this name have left, and are leaving; done when it is."""
+        done = Future[None]()
+
+        def cleared() -> None:
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: name not in self._pending, 2 * LATE_S)
+                    for end in self._pending.get(name, ()):
+                        end.void = True
+                self._left.make_room(name, group)
+            finally:
+                done.set_result(None)
+
+        if self._left.keeps or name in self._pending:
+            self._rooms.calls.put(cleared)
+        else:
+            cleared()
+        return done
+
+    def begin(self, end: End) -> Future[Told]:
+        """The request is done: what its client is told, when its rows have been left or cannot be."""
+        with self._changed:
+            if full := len(self._pending) >= ENDS_MAX:
+                error = RowError("requests that are done", f"{ENDS_MAX} at most, for the rollout store to take", "more")
+                end.told.set_result(self._left.fail(end.name, error, end.group))
+            else:
+                self._pending.setdefault(end.name, []).append(end)
+                self._unread[end] = None
+        if not full:
+            self._ends.calls.put(lambda: self._leave(end))
+        return end.told
+
+    def given(self, blocks: Sequence[int], step: int) -> None:
+        """These blocks have other rows from here on. The worker hears of it with this ``step``, and of the copies."""
+        if not self._unread:
+            return
+        with self._changed:
+            for end in list(self._unread):
+                if not (hit := np.flatnonzero(np.isin(end.blocks, blocks))).size:
+                    continue
+                if self._through() >= end.step:
+                    self._read(end)
+                    continue
+                end.spares += (spares := [self._spares.pop() for _ in range(min(hit.size, len(self._spares)))])
+                if at := hit[: len(spares)].tolist():  # rows of the others are missing
+                    lives = self._feed.renew(spares)
+                    self._feed.copy(list(zip(end.blocks[at].tolist(), spares, strict=True)))
+                    end.blocks[at], end.lives[at], end.step = spares, lives, step
+
+    def forgotten(self) -> None:
+        """All rows are about to be forgotten: those that are written are read before."""
+        with self._changed:
+            for end in list(self._unread):
+                if self._through() >= end.step:
+                    self._read(end)
+
+    def close(self) -> None:
+        """Leave what is to be left, and close the store."""
+        for thread in (self._rooms, self._ends):
+            thread.close(2 * LATE_S)
+        self._left.close()
+
+    # ---------------------------------------------------------------- the thread
+
+    def _leave(self, end: End) -> None:
+        try:
+            self._wait(end)
+            assert end.rows is not None
+            engine = self._engine
+            routes = Routes.from_rows(engine.spec, end.rows, end.start, weights_version=end.versions, checked=True)
+            unseen = list[list[int]]()
+            if end.by_kv is not None:
+                routes, unseen = settled(routes, end.by_kv[end.start :], flagged=engine.witness == "flagged")
+            gaps = gaps_of(routes.missing, end.why, engine.tokens)
+            told = self._left.leave(end.name, routes, end.of, end.group, unseen, gaps)
+        except KVRouteError as error:
+            told = self._left.fail(end.name, error, end.group)
+        except Exception as error:  # an answer that waits for this must come
+            logger.exception("rows of request %s are lost", end.name)
+            told = self._left.fail(end.name, RowError("rows", "left for the client", repr(error)), end.group)
+        with self._changed:
+            self._over(end)
+            self._pending[end.name].remove(end)
+            if not self._pending[end.name]:
+                del self._pending[end.name]
+            self._changed.notify_all()
+        if end.void:
+            self._left.make_room(end.name, end.group)
+        end.told.set_result(told)
+
+    def _wait(self, end: End) -> None:
+        """Until the rows are read: when the worker is through with the step that wrote the last.
+
+        Its device is done with that, since what it sampled is here, unless the request is aborted: the worker hears of
+        it when we do. A row that is there already says nothing: a draft's was, before that of the token which took its
+        place. After :data:`LATE_S` it is a :class:`RowError`, and at once for others until the worker has got on.
+        """
+        give_up_s = time.monotonic() + LATE_S
+        while True:
+            with self._changed:
+                if end.rows is None and (through := self._through()) >= end.step:
+                    self._read(end)
+                if end.rows is not None:
+                    return
+            if through == self._stuck_at or time.monotonic() > give_up_s:
+                self._stuck_at = through
+                raise RowError("rows", f"written by the worker within {LATE_S} s", "a worker that is behind")
+            time.sleep(POLL_S)
+
+    # ---------------------------------------------------------------- held: _changed
+
+    def _through(self) -> float:
+        """The last step that the worker is through with."""
+        assert self._view is not None, "the handshake comes before the first request"
+        return int(self._view.generations([self._engine.clock])[0]) if self._late else float("inf")
+
+    def _read(self, end: End) -> None:
+        assert self._view is not None
+
+        def read(name: str) -> Rows:
+            assert self._view is not None
+            return self._view.read(name, end.blocks, end.start, end.stop, generations=end.lives)
+
+        end.rows, end.versions = read(self._engine.spec.name), end.version
+        if end.mixed:
+            end.versions = read(VERSION) if self._engine.labelled else None
+        elif end.version is not None and not end.rows.valid.all():  # a row that is missing has none
+            end.versions = Rows(np.full(end.rows.valid.size, end.version, np.uint32), end.rows.valid)
+        self._over(end)
+
+    def _over(self, end: End) -> None:
+        """Nothing is read of its blocks any more."""
+        self._unread.pop(end, None)
+        self._spares += end.spares
+        end.spares = []
+
+
+class _Thread:
+    """Does calls in order; one that hangs keeps no interpreter from ending. What a call raises is logged."""
+
+    def __init__(self, name: str) -> None:
+        self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (call := self.calls.get()) is not None:
+            try:
+                call()
+            except Exception:
+                logger.exception("an end of a request is lost")
+            del call  # a thread without work keeps nothing alive
+
+    def close(self, timeout_s: float) -> None:
+        self.calls.put(None)
+        self._thread.join(timeout_s)
+
+
+__all__ = ["LATE_S", "End", "Ends"]

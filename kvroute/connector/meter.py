@@ -1,0 +1,89 @@
+"""What is counted and timed in an engine's processes, on its way to whoever exports it. Pure, but for the clock."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any, Final
+
+EVENTS: Final = "kvroute:events_total"
+MISSING: Final = "kvroute:tokens_without_rows_total"
+SECONDS: Final = "kvroute:seconds"
+METRICS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    EVENTS: ("What kvroute has counted, by tier: blocks, store or transfer.", ("tier", "event")),
+    MISSING: ("Tokens whose rows are missing, by cause.", ("cause",)),
+    SECONDS: ("Seconds of a persist, a restore, a transfer, and of an answer's wait for its rows.", ("what",)),
+}
+"""The name of each metric, what it says, and its labels beside the engine's own."""
+WHAT: Final = ("persist", "restore", "transfer", "answer")
+BUCKETS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+EVERY_S: Final = 1.0
+"""Counters are looked at so often at most: there are a hundred."""
+CAUSES_MAX: Final = 32
+"""Causes that have a label of their own; later ones are ``other``."""
+TIMES_MAX: Final = 4096
+"""Times that wait to be taken; older ones are dropped."""
+
+Taken = dict[str, dict[str, Any]]
+"""By metric: of counters what they have grown by, by their labels joined with ``/``; of times a list by ``what``."""
+
+
+class Meter:
+    """``look()`` gives the counters of each tier as they stand, a number or a dataclass of numbers by name."""
+
+    def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
+        self._look, self._missing, self._causes = look, Counter[str](), set[str]()
+        self._before: dict[str, int] = {}
+        self._times: deque[tuple[str, float]] = deque(maxlen=TIMES_MAX)
+        self._next_s = 0.0
+
+    def took(self, what: str, seconds: float) -> None:
+        self._times.append((what, seconds))
+
+    def miss(self, cause: str, tokens: int) -> None:
+        """``cause`` in words; details behind a colon are left out."""
+        cause = cause.partition(":")[0]
+        if cause not in self._causes and len(self._causes) >= CAUSES_MAX:
+            cause = "other"
+        self._causes.add(cause)
+        self._missing[cause] += tokens
+
+    def take(self) -> Taken | None:
+        """What has happened since the last time; ``None`` where that was a moment ago, or nothing has."""
+        if (now_s := time.monotonic()) < self._next_s:
+            return None
+        self._next_s = now_s + EVERY_S
+        counted = {f"{tier}/{name}": n for tier, of in self._look().items() for name, n in _flat(of)}
+        grown = {name: n - self._before.get(name, 0) for name, n in counted.items() if n > self._before.get(name, 0)}
+        times: dict[str, list[float]] = {}
+        while self._times:
+            what, seconds = self._times.popleft()
+            times.setdefault(what, []).append(seconds)
+        missing, self._before, self._missing = dict(self._missing), counted, Counter()
+        taken: Taken = {EVENTS: grown, MISSING: missing, SECONDS: times}
+        return taken if any(taken.values()) else None
+
+
+def merged(first: Taken, second: Taken) -> Taken:
+    """What was taken at two times or in two processes."""
+    found: Taken = {}
+    for name in METRICS:
+        found[name] = dict(first.get(name, {}))
+        for label, more in second.get(name, {}).items():
+            found[name][label] = found[name][label] + more if label in found[name] else more
+    return found
+
+
+def _flat(of: Any, name: str = "") -> list[tuple[str, int]]:
+    """The whole numbers in a dataclass and in those that it has, by name; what is true of a moment is none of them."""
+    if is_dataclass(of) and not isinstance(of, type):
+        of = asdict(of)
+    if isinstance(of, Mapping):
+        return [each for key, value in of.items() for each in _flat(value, f"{name}.{key}" if name else key)]
+    return [(name, of)] if isinstance(of, int) and not name.endswith("in_flight") else []
+
+
+__all__ = ["BUCKETS_S", "EVENTS", "METRICS", "MISSING", "SECONDS", "WHAT", "Meter", "Taken", "merged"]

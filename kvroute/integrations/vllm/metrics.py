@@ -1,0 +1,76 @@
+"""kvroute's numbers among vLLM's own at ``/metrics``, and beside those of the connector inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # type: ignore[import-not-found]
+    Counter,
+    Histogram,
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from kvroute.connector.meter import BUCKETS_S, METRICS, MISSING, SECONDS, Taken, merged
+
+OURS, INNER = "kvroute", "inner"
+
+
+class Stats(KVConnectorStats):  # type: ignore[misc]
+    """``data``: what a meter has taken, and what the connector ``inside`` says as its own class has it."""
+
+    data: dict[str, Any]
+
+    def __init__(self, ours: Taken, inside: Any = None) -> None:
+        super().__init__({OURS: ours, INNER: inside})
+
+    def to_dict(self) -> dict[str, Any]:
+        inside = self.data[INNER]
+        return {OURS: self.data[OURS], INNER: inside and inside.to_dict()}
+
+    def reset(self) -> None:
+        self.data = {OURS: {}, INNER: None}
+
+    def aggregate(self, other: KVConnectorStats) -> Stats:
+        mine, theirs = self.data[INNER], other.data[INNER]
+        both = mine.aggregate(theirs) if mine and theirs else mine or theirs
+        return Stats(merged(self.data[OURS], other.data[OURS]), both)
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log: tokens without rows alone; the rest is at ``/metrics``."""
+        inside = self.data[INNER]
+        mine = {f"tokens without rows ({why})": n for why, n in self.data[OURS].get(MISSING, {}).items()}
+        return {**mine, **(inside.reduce() if inside and not inside.is_empty() else {})}
+
+    def is_empty(self) -> bool:
+        return not any(self.data[OURS].values()) and (not self.data[INNER] or self.data[INNER].is_empty())
+
+
+class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """Registered where vLLM registers its own."""
+
+    def __init__(
+        self, inner: Any, config: Any, types: Any, labels: list[str], engines: dict[int, list[object]]
+    ) -> None:
+        super().__init__(config, types, labels, engines)
+        self._inner, self._metrics = inner, dict[str, Any]()
+        for name, (what, more) in METRICS.items():
+            kind = {"buckets": BUCKETS_S} if name == SECONDS else {}
+            made = types[Histogram if kind else Counter]
+            self._metrics[name] = made(name=name, documentation=what, labelnames=[*labels, *more], **kind)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        if self._inner is not None and transfer_stats_data.get(INNER):
+            self._inner.observe(transfer_stats_data[INNER], engine_idx)
+        engine = self.per_engine_labelvalues[engine_idx]
+        for name, found in transfer_stats_data[OURS].items():
+            for label, grown in found.items():
+                metric = self._metrics[name].labels(*engine, *label.split("/", len(METRICS[name][1]) - 1))
+                if name == SECONDS:
+                    for seconds in grown:
+                        metric.observe(seconds)
+                else:
+                    metric.inc(grown)
+
+
+__all__ = ["PromMetrics", "Stats"]

@@ -1,0 +1,79 @@
+"""``kvroute verify``: what routed experts anybody's server hands out, judged row by row.
+
+The server is asked over HTTP and has kvroute or not. ``asking`` asks, ``judging`` judges, ``weights`` knows what is
+right.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Final
+
+from cache_manager.errors import InvalidInputError
+from kvroute.rollout import open_rollouts
+from kvroute.routing import routing_spec_from_hf
+from kvroute.verify.asking import NOTHING, Answer, Server, ServerError, played
+from kvroute.verify.judging import Findings, judge
+
+LONGEST: Final = 512
+"""Tokens of the longest prompt, unless the model takes fewer."""
+COLUMNS: Final = ("right", "wrong", "missing", "unjudged")
+
+
+def main(*, url: str, model: Path, rollouts: str, requests: int, longest: int | None, new: int, seed: int) -> int:
+    """``kvroute verify``; 1 where a row is wrong or a request has no answer."""
+    spec = routing_spec_from_hf(model, block_tokens=1)
+    vocabulary, context = _limits(model)
+    longest = min(LONGEST, context - 2 * new) if longest is None else longest
+    for name, number, least in (("--requests", requests, 1), ("--longest", longest, 16), ("--new", new, 1)):
+        if number < least:
+            raise InvalidInputError(name, f"{least} or more", number)
+    with ExitStack() as stack:
+        left = stack.enter_context(closing(open_rollouts(rollouts))) if rollouts else None
+        server = Server(url, spec, left, new, seed)
+        told = list(played(server, requests, longest, vocabulary))
+    answers = [answer for each in told if not isinstance(each, ServerError) for answer in each]
+    failed = [each for each in told if isinstance(each, ServerError)]
+    if answers and all(answer.refused == NOTHING for answer in answers):
+        wanted = "a server that returns them: --enable-return-routed-experts, or kvroute's connector"
+        raise ServerError("routed_experts", wanted, NOTHING)
+    from kvroute.verify.weights import Weights
+
+    weights, by = Weights.where_they_fit(model, spec)
+    found = judge(answers, spec, weights)
+    sys.stdout.write(f"{server.url}: {server.engine}, {len(told)} requests, judged by {by}\n")
+    sys.stdout.write(report(found, failed))
+    return int(bool(found.of("wrong") or failed))
+
+
+def _limits(model: Path) -> tuple[int, int]:
+    """How many token ids there are, and how many tokens the model takes."""
+    config = json.loads((model / "config.json" if model.is_dir() else model).read_text())
+    fields = {**config, **config.get("text_config", {})}
+    return int(fields.get("vocab_size", 1000)), int(fields.get("max_position_embeddings", 1 << 20))
+
+
+def report(found: Findings, failed: list[ServerError]) -> str:
+    """A table of rows, what is wrong with the wrong ones, and the shortest prompt that shows one."""
+    lines = [f"{'rows':<22}" + "".join(f"{column:>10}" for column in COLUMNS)]
+    for what, count in found.rows.items():
+        lines.append(f"{what:<22}" + "".join(f"{count[column]:>10,}" for column in COLUMNS))
+    lines.append(f"{'all':<22}" + "".join(f"{found.of(column):>10,}" for column in COLUMNS))
+    lines += [f"{count} answers have no rows: {why}" for why, count in found.refused.most_common()]
+    if failed:
+        lines.append(f"{len(failed)} requests have no answer; the first: {failed[0]}")
+    if found.faults:
+        lines.append("wrong rows: " + ", ".join(f"{count:,} {fault}" for fault, count in found.faults.most_common()))
+    if (wrong := found.shortest) is not None:
+        wanted = "" if wrong.wanted[0] < 0 else f"wanted experts {list(wrong.wanted)}, "
+        lines.append(f"shortest prompt with a wrong row: {wrong.answer.prompt} tokens, {wrong.answer.what}")
+        lines.append(f"  {list(wrong.answer.tokens[: wrong.answer.prompt])}")
+        lines.append(f"  and {len(wrong.answer.tokens) - wrong.answer.prompt} new ones; position {wrong.position}, ")
+        lines[-1] += f"router {wrong.layer}: {wanted}got {list(wrong.got)}: {wrong.fault}"
+    return "\n".join(lines) + "\n"
+
+
+__all__ = ["Answer", "Findings", "main", "report"]

@@ -1,0 +1,191 @@
+"""A server is asked, and its answers are read: SGLang's ``/generate`` or the OpenAI completions of vLLM."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_manager.errors import InvalidInputError, MismatchError, RowError
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.connector.answers import routes
+from kvroute.encodings import FIELD
+from kvroute.rollout import RolloutStore
+from kvroute.routes.wire import from_base64
+
+AT_ONCE: Final = 4
+"""Requests that are sent together."""
+WAIT_S: Final = 600
+HEAD: Final = 4
+"""Prompts that begin alike have one part in so many of the longest prompt in common."""
+
+Ids = NDArray[np.int32]
+Mask = NDArray[np.bool_]
+
+NOTHING: Final = "neither routed_experts nor a handle of kvroute's"
+
+
+class ServerError(MismatchError):
+    """The server gave no answer that can be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt, what it is asked for, and how many completions are wanted."""
+
+    what: str
+    prompt: tuple[int, ...]
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One completion. ``tokens`` are the prompt's and the answer's; the last one has no row."""
+
+    what: str
+    prompt: int
+    tokens: tuple[int, ...]
+    ids: Ids  # [tokens - 1, layers, top_k]  sorted; below 0 where nothing came
+    refused: str = ""  # why no row came
+
+    @property
+    def known(self) -> Mask:
+        """The cells that came: ``[tokens - 1, layers]``."""
+        return np.asarray((self.ids >= 0).all(axis=2))
+
+
+class Server:
+    """A server at ``url`` that serves the model of ``spec``."""
+
+    def __init__(self, url: str, spec: AuxBlockDataSpec, rollouts: RolloutStore | None, new: int, seed: int) -> None:
+        self.url, self.spec, self.new, self.seed = url.rstrip("/"), spec, new, seed
+        self._rollouts = rollouts
+        if not self.url.startswith(("http://", "https://")):
+            raise InvalidInputError("--url", "http://HOST:PORT", repr(url))
+        models = self._sent("/v1/models")
+        try:
+            served = models["data"][0]
+            self.model, self.engine = served["id"], "SGLang" if served.get("owned_by") == "sglang" else "vLLM"
+        except (TypeError, LookupError, AttributeError) as error:
+            raise ServerError(f"{self.url}/v1/models", "the models that are served", repr(models)[:200]) from error
+
+    def ask(self, questions: Sequence[Question]) -> Iterator[list[Answer] | ServerError]:
+        """The completions of each question, in order, or why there are none."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            yield from pool.map(self._answers, questions)
+
+    def _answers(self, asked: Question) -> list[Answer] | ServerError:
+        try:
+            given = self._generated(asked) if self.engine == "SGLang" else self._completed(asked)
+            return [self._read(asked, *each) for each in given]
+        except ServerError as error:
+            return error
+        except (TypeError, LookupError, AttributeError) as error:
+            return ServerError("answer", f"one of {self.engine}'s", repr(error))
+
+    def _generated(self, asked: Question) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
+        """Tokens of each completion, the answer that has its routes, its number there, and SGLang's own field."""
+        sampling = {"max_new_tokens": self.new, "n": asked.n, "temperature": float(asked.n > 1), "ignore_eos": True}
+        body = {"input_ids": list(asked.prompt), "sampling_params": sampling, "return_routed_experts": True}
+        found = self._sent("/generate", body)
+        for each in found if isinstance(found, list) else [found]:
+            yield each["output_ids"], {**each, "prompt_token_ids": list(asked.prompt)}, 0, each["meta_info"]
+
+    def _completed(self, asked: Question) -> Iterator[tuple[Sequence[int], Any, int, Any]]:
+        body = {"model": self.model, "prompt": list(asked.prompt), "max_tokens": self.new, "n": asked.n}
+        body |= {"temperature": float(asked.n > 1), "seed": self.seed, "ignore_eos": True, "return_token_ids": True}
+        found = self._sent("/v1/completions", body)
+        for each in found["choices"]:
+            yield each["token_ids"], found, each["index"], each
+
+    def _read(self, asked: Question, new: Sequence[int], answer: Any, index: int, field: Any) -> Answer:
+        tokens, refused = (*asked.prompt, *new), ""
+        ids = np.full((len(tokens) - 1, *self.spec.row_shape), -1, np.int32)
+        ours = (answer.get("kv_transfer_params") or answer.get("meta_info") or {}).get("kvroute")
+        try:
+            if ours:
+                found = routes(answer, index, rollouts=self._rollouts)
+                ids = found.materialize(len(ids), self.spec.attrs["layer_ids"], missing="minus1")
+            elif (told := field.get("routed_experts")) is None:
+                refused = NOTHING
+            else:
+                rows = rows_of(told, self.spec, len(ids))
+                ids[: len(rows)] = rows
+        except RowError as error:
+            refused = str(error)
+        return Answer(asked.what, len(asked.prompt), tokens, np.sort(ids, axis=2), refused)
+
+    def _sent(self, path: str, body: Any = None) -> Any:
+        given = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, given, {"Content-Type": "application/json"})  # noqa: S310
+        try:
+            with urllib.request.urlopen(request, timeout=WAIT_S) as answer:  # noqa: S310 - http or https, see above
+                return msgspec.json.decode(answer.read())
+        except urllib.error.HTTPError as error:
+            raise ServerError(self.url + path, "an answer", f"status {error.code}: {error.read(200)!r}") from error
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ServerError(self.url + path, "an answer", error) from error
+
+
+def rows_of(told: object, spec: AuxBlockDataSpec, due: int) -> Ids:
+    """An engine's own field as it is, unjudged: ids ``[rows, layers, top_k]`` of the layers with a router.
+
+    vLLM's is a ``.npy``, SGLang's the bytes of int32. Raises :class:`RowError` for what is no array of such rows.
+    """
+    content, (moe, top_k), every = from_base64(FIELD, told), spec.row_shape, spec.attrs["num_layers"]
+    try:
+        npy = content.startswith(b"\x93NUMPY")
+        found = np.load(io.BytesIO(content), allow_pickle=False) if npy else np.frombuffer(content, "<i4")
+    except (ValueError, OSError, MemoryError) as error:
+        raise RowError(FIELD, "a .npy, or the bytes of int32", error) from error
+    layers = found.shape[1] if found.ndim == 3 else found.size // (due * top_k)
+    if layers not in (every, moe) or found.dtype.kind not in "iu" or found.size % (layers * top_k):
+        wanted = f"integers of {due} rows, {every} layers, top {top_k}"
+        raise RowError(FIELD, wanted, f"{found.dtype} of shape {found.shape}")
+    rows: Ids = found.reshape(-1, layers, top_k)[:due].astype(np.int32)
+    return rows if layers == moe else rows[:, list(spec.attrs["layer_ids"])]
+
+
+def played(server: Server, requests: int, longest: int, vocabulary: int) -> Iterator[list[Answer] | ServerError]:
+    """Everything that a server is asked: ``requests`` of prompts of at most ``longest`` tokens, by the server's seed.
+
+    In turns prompts with a common head, further turns behind their answers, several completions of one prompt and long
+    prompts; at the end the first ones again, when the server may have put their KV away and brought it back.
+    """
+    source, first, asked = random.Random(server.seed), list[Question](), 0  # noqa: S311 - no secret
+
+    def tokens(most: int) -> tuple[int, ...]:
+        return tuple(source.randrange(3, vocabulary) for _ in range(max(1, most)))
+
+    def ask(questions: list[Question]) -> Iterator[list[Answer] | ServerError]:
+        nonlocal asked
+        asked += len(questions)
+        return server.ask(questions)
+
+    while asked + len(first) < requests:
+        head = tokens(longest // HEAD)
+        alike = [Question("common heads", head + tokens(source.randrange(longest // HEAD))) for _ in range(AT_ONCE)]
+        turns: list[Question] = []
+        for answers in ask(alike):
+            yield answers
+            if not isinstance(answers, ServerError):
+                turns.append(Question("further turns", answers[0].tokens + tokens(longest // 16)))
+        yield from ask(turns[: AT_ONCE // 2])
+        long = Question("long prompts", tokens(longest))
+        yield from ask([Question("several completions", head + tokens(longest // HEAD), 3), long])
+        first = first or [*alike, long]
+    for each in first:  # one by one, the earliest first
+        yield from ask([Question("asked again", each.prompt)])
+
+
+__all__ = ["NOTHING", "Answer", "Question", "Server", "ServerError", "played", "rows_of"]

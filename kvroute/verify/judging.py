@@ -1,0 +1,134 @@
+"""Each row that came is right, wrong, missing or cannot be judged. Pure: no server, no model.
+
+With weights a pass of theirs says what a row is. Without, rows are compared with those that came first for the same
+tokens, and with what no router can choose.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.verify.asking import Answer, Ids, Mask
+
+if TYPE_CHECKING:
+    from kvroute.verify.weights import Weights
+
+Names = NDArray[np.str_]
+
+ZEROS: Final = "zeros"
+RANGE: Final = "no such expert"
+TWICE: Final = "an expert twice"
+SHIFTED: Final = "of another position of the same tokens"
+FOREIGN: Final = "of other tokens"
+OTHER: Final = "other experts"
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """A row that is wrong: of which answer, where, what was wanted and what came."""
+
+    answer: Answer
+    position: int
+    layer: int
+    wanted: tuple[int, ...]  # -1: what came says by itself that it is wrong
+    got: tuple[int, ...]
+    fault: str
+
+
+@dataclass(slots=True)
+class Findings:
+    """Rows by what was asked and what they were found to be, and wrong ones by fault; ``shortest``: of all prompts."""
+
+    rows: dict[str, Counter[str]] = field(default_factory=dict)
+    faults: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    shortest: Wrong | None = None
+
+    def of(self, verdict: str) -> int:
+        return sum(count[verdict] for count in self.rows.values())
+
+
+def judge(answers: Sequence[Answer], spec: AuxBlockDataSpec, weights: Weights | None) -> Findings:
+    """Every row of every answer, which are in the order in which they came."""
+    found, earlier, marked = Findings(), _Earlier(), list[tuple[Answer, Ids, Mask, Mask, Names]]()
+    for answer in answers:
+        impossible = _impossible(answer, spec)
+        if weights is None:
+            wanted, there = earlier.of(answer, impossible == "")
+            differs = answer.known & there[:, None] & (answer.ids != wanted).any(axis=2)
+            wrong = (differs.sum(axis=1) * 2 > answer.known.sum(axis=1)) | (impossible != "")
+            unsure = (differs.any(axis=1) | ~there) & ~wrong
+        else:
+            wanted = weights.routed(answer.tokens[:-1])
+            differs = answer.known & (answer.ids != wanted).any(axis=2)
+            close = weights.close(answer.ids, differs) & differs if differs.any() else differs
+            # What a row's later layers choose stands on a choice that was as good.
+            wrong = (differs & ~np.logical_or.accumulate(close, axis=1)).any(axis=1) | (impossible != "")
+            unsure = differs.any(axis=1) & ~wrong
+        marked.append((answer, wanted, differs, wrong, impossible))
+        missing = ~answer.known.all(axis=1) & ~wrong
+        count = found.rows.setdefault(answer.what, Counter())
+        unjudged = unsure & ~missing
+        right = len(wrong) - int((wrong | missing | unjudged).sum())
+        count.update(right=right, wrong=int(wrong.sum()), missing=int(missing.sum()), unjudged=int(unjudged.sum()))
+        if answer.refused:
+            found.refused[answer.refused] += 1
+    elsewhere = {row.tobytes() for _, wanted, *_ in marked for row in wanted}
+    for each in marked:
+        _name(*each, elsewhere, found)
+    return found
+
+
+class _Earlier:
+    """The first sound row that came for each prefix."""
+
+    def __init__(self) -> None:
+        self._rows: dict[bytes, Ids] = {}
+
+    def of(self, answer: Answer, sound: Mask) -> tuple[Ids, Mask]:
+        wanted, there, running = np.full_like(answer.ids, -1), np.zeros(len(answer.ids), np.bool_), xxhash.xxh3_128()
+        for at, token in enumerate(answer.tokens[:-1]):
+            running.update(token.to_bytes(8, "little"))
+            row = self._rows.get(key := running.digest())
+            if row is not None:
+                wanted[at], there[at] = row, True
+            elif sound[at] and answer.known[at].all():
+                self._rows[key] = answer.ids[at]
+        return wanted, there
+
+
+def _impossible(answer: Answer, spec: AuxBlockDataSpec) -> Names:
+    """What is wrong with each row by itself ``[due]``: nothing, or what no router chooses."""
+    ids, known = answer.ids, answer.known
+    found = np.full(len(ids), "", "U16")
+    found[(((ids[..., 1:] == ids[..., :-1]).any(axis=2)) & known).any(axis=1)] = TWICE
+    found[((ids >= spec.attrs["num_experts"]).any(axis=2) & known).any(axis=1)] = RANGE
+    if spec.row_shape[1] > 1:
+        found[known.any(axis=1) & ((ids == 0).all(axis=2) | ~known).all(axis=1)] = ZEROS
+    return found
+
+
+def _name(
+    answer: Answer, wanted: Ids, differs: Mask, wrong: Mask, impossible: Names, elsewhere: set[bytes], found: Findings
+) -> None:
+    """What each wrong row is; the one of the shortest prompt is kept. ``elsewhere`` are the rows of all answers."""
+    own = {row.tobytes() for row in wanted}
+    for at in np.flatnonzero(wrong).tolist():
+        row = answer.ids[at].tobytes()
+        fault = str(impossible[at]) or (SHIFTED if row in own else FOREIGN if row in elsewhere else OTHER)
+        found.faults[fault] += 1
+        if found.shortest is None or answer.prompt < found.shortest.answer.prompt:
+            layer = int((differs if differs[at].any() else answer.known)[at].argmax())
+            due, got = (tuple(ids[at, layer].tolist()) for ids in (wanted, answer.ids))
+            found.shortest = Wrong(answer, at, layer, due, got, fault)
+
+
+__all__ = ["FOREIGN", "OTHER", "RANGE", "SHIFTED", "TWICE", "ZEROS", "Findings", "Wrong", "judge"]

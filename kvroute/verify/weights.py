@@ -1,0 +1,90 @@
+"""What transformers' own forward pass of a checkpoint routes, on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cache_manager.errors import InvalidInputError
+from cache_manager.spec import AuxBlockDataSpec
+from kvroute.capture.capture import find_routers
+from kvroute.verify.asking import Ids, Mask
+
+NOISE: Final = {torch.float32: 2**-14, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+"""How much of a router's input may be rounding in an engine that computes in such numbers."""
+DRAWS: Final = 32
+HEADROOM: Final = 1.25
+"""So many times the weights have to be free."""
+
+
+class Weights:
+    """A checkpoint, computed in float32 where there is memory for that, else as it is."""
+
+    def __init__(self, home: Path, spec: AuxBlockDataSpec, dtype: torch.dtype, computed: torch.dtype) -> None:
+        self._noise = NOISE.get(dtype, NOISE[torch.bfloat16])
+        self._model: Any = AutoModelForCausalLM.from_pretrained(home, dtype=computed).eval()
+        self._routers = find_routers(self._model)
+        if tuple(self._routers) != spec.attrs["layer_ids"]:
+            raise InvalidInputError("layers with a router", list(spec.attrs["layer_ids"]), list(self._routers))
+        self._heard: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._listening = True
+        for layer, router in self._routers.items():
+            router.register_forward_hook(self._listener(layer))
+
+    @classmethod
+    def where_they_fit(cls, home: Path, spec: AuxBlockDataSpec) -> tuple[Self | None, str]:
+        """Weights to judge by, or none, and what judges in words."""
+        nbytes = sum(each.stat().st_size for each in home.glob("*.safetensors")) if home.is_dir() else 0
+        if not nbytes:
+            return None, f"equal prefixes and what no router chooses: there are no weights (*.safetensors) in {home}"
+        dtype = getattr(AutoConfig.from_pretrained(home), "dtype", None) or torch.float32
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+        for computed, wanted in ((torch.float32, nbytes * 4 // dtype.itemsize), (dtype, nbytes)):
+            if wanted * HEADROOM < free:
+                return cls(home, spec, dtype, computed), f"a pass of {home} in {str(computed).removeprefix('torch.')}"
+        return (
+            None,
+            f"equal prefixes and what no router chooses: {nbytes >> 20:,} MiB of weights, {free >> 20:,} are free",
+        )
+
+    def _listener(self, layer: int) -> Any:
+        def listen(_router: Any, given: tuple[torch.Tensor, ...], answer: tuple[torch.Tensor, ...]) -> None:
+            if self._listening:
+                self._heard[layer] = given[0].reshape(-1, given[0].shape[-1]), answer[2]
+
+        return listen
+
+    def routed(self, tokens: Sequence[int]) -> Ids:
+        """The experts of each token, sorted: ``[tokens, layers, top_k]``."""
+        with torch.no_grad():
+            self._model(torch.tensor([list(tokens)]), use_cache=False)
+        found = torch.stack([ids.reshape(len(tokens), -1) for _, ids in self._heard.values()], dim=1)
+        return np.sort(found.numpy().astype(np.int32), axis=2)
+
+    def close(self, ids: Ids, at: Mask) -> Mask:
+        """Whether some input of a router that differs by rounding from that of the last pass chooses these experts."""
+        found, self._listening = np.zeros_like(at), False
+        noise = torch.Generator().manual_seed(0)
+        try:
+            for index, (layer, router) in enumerate(self._routers.items()):
+                rows = np.flatnonzero(at[:, index])
+                if not len(rows):
+                    continue
+                given = self._heard[layer][0][rows].repeat(DRAWS, 1)
+                size = given.float().pow(2).mean(dim=1, keepdim=True).sqrt() * self._noise
+                given = given + (torch.randn(given.shape, generator=noise) * size).to(given.dtype)
+                with torch.no_grad():
+                    drawn = router(given)[2].reshape(DRAWS, len(rows), 1, -1).numpy()
+                found[rows, index] = (drawn == ids[rows, index][None, :, :, None]).any(axis=(0, 3)).all(axis=1)
+        finally:
+            self._listening = True
+        return found
+
+
+__all__ = ["Weights"]

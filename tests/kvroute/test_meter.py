@@ -1,0 +1,78 @@
+"""What is counted in an engine, on its way to Prometheus; the dashboard and the page name what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from cache_manager.lock import AuxCounters
+from cache_manager.ports import RecordCounters
+from kvroute.connector import meter, pages, worker
+from kvroute.connector.meter import EVENTS, METRICS, MISSING, SECONDS, WHAT, Meter, merged
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@dataclass
+class Counters:
+    rows: int = 0
+    pulls_in_flight: int = 0
+
+
+def test_what_is_taken_is_what_has_grown(monkeypatch) -> None:
+    """Goal: each count and time is taken once, causes are few. Method: a meter that is taken three times."""
+    monkeypatch.setattr(meter, "EVERY_S", 0.0)
+    node = Counters()
+    found = Meter(lambda: {"blocks": Counters(3), "transfer": {"node": node}})
+    found.took("persist", 0.5)
+    for at in range(meter.CAUSES_MAX + 5):
+        found.miss(f"cause {at}: detail", 2)
+    first = found.take()
+    assert first[EVENTS] == {"blocks/rows": 3}
+    assert first[SECONDS] == {"persist": [0.5]}
+    assert len(first[MISSING]) == meter.CAUSES_MAX + 1
+    assert (first[MISSING]["cause 0"], first[MISSING]["other"]) == (2, 10)
+    assert found.take() is None
+    node.rows = 4
+    found.took("persist", 1.0)
+    second = found.take()
+    assert second == {EVENTS: {"transfer/node.rows": 4}, MISSING: {}, SECONDS: {"persist": [1.0]}}
+    both = merged(first, second)
+    assert (both[EVENTS], both[SECONDS]) == ({"blocks/rows": 3, "transfer/node.rows": 4}, {"persist": [0.5, 1.0]})
+
+
+def test_it_is_taken_now_and_then_only() -> None:
+    found = Meter(dict)
+    found.miss("one", 1)
+    assert found.take()
+    found.miss("one", 1)
+    assert found.take() is None
+
+
+def test_the_dashboard_asks_for_what_is_exported() -> None:
+    """Goal: no panel is empty for a name that does not exist. Method: metrics, labels and their values by name."""
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    events = {each.name for kind in (AuxCounters, RecordCounters) for each in fields(kind)}
+    seen = set()
+    for text in asked:
+        for name, chosen in re.findall(r"(kvroute:\w+)(?:\{([^}]*)\})?", text):
+            metric = SECONDS if name in (f"{SECONDS}_bucket", f"{SECONDS}_count") else name
+            seen.add(metric)
+            labels = dict(re.findall(r'(\w+)=~?"([^"]*)"', chosen))
+            assert set(labels) <= set(METRICS[metric][1]), text
+            for value in labels.get("event", "").split("|") if "event" in labels else ():
+                assert value in events, text
+    assert seen == set(METRICS)
+
+
+def test_the_page_has_every_cause_and_every_time() -> None:
+    """Goal: who reads a cause finds a remedy. Method: the constants that name causes are rows of the page."""
+    page = (DOCS / "missing-rows.md").read_text()
+    causes = [worker.NO_IDS, worker.NO_SLOTS, worker.NO_CARRIER, worker.NO_ANSWER, *worker.NOT_RESTORED.values()]
+    causes += [pages.NO_ROW, pages.OTHER_WEIGHTS, pages.OTHER_KV, worker.OTHER]
+    told = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert [cause for cause in causes if cause.partition(":")[0] not in told] == []
+    assert all(f"`{name}`" in page for name in (*METRICS, *WHAT))

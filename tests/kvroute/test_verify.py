@@ -1,0 +1,203 @@
+"""``kvroute verify`` against a server that answers as vLLM or SGLang does, with faults planted in its rows."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pybase64
+import pytest
+import torch
+from experts_seen import experts_of
+from salted_moe import small_moe
+
+from kvroute.cli import FAILED, USAGE, main
+
+EXPERTS, NEW = 16, 4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("checkpoint")
+    small_moe(0).save_pretrained(home)
+    return home
+
+
+class Engine:
+    """Answers over a model of its own, whose rows go through ``fault``, called with each request's number."""
+
+    def __init__(self, kind: str, fault: Any) -> None:
+        self.kind, self.fault, self.model, self.lock = kind, fault, small_moe(0), threading.Lock()
+        self.rows: list[np.ndarray] = []
+
+    def answer(self, path: str, asked: dict[str, Any]) -> Any:
+        if path == "/v1/models":
+            return {"data": [{"id": "small", "owned_by": self.kind}]}
+        prompt = asked["input_ids"] if self.kind == "sglang" else asked["prompt"]
+        n = asked["sampling_params"]["n"] if self.kind == "sglang" else asked["n"]
+        with self.lock:
+            found = [self.completion(prompt, i) for i in range(n)]
+        if self.kind == "sglang":
+            return [{"output_ids": new, "meta_info": {"routed_experts": rows}} for new, rows in found]
+        choices = [{"index": i, "token_ids": new, "routed_experts": r} for i, (new, r) in enumerate(found)]
+        if self.kind == "vllm":
+            return {"id": "cmpl-1", "choices": choices, "prompt_token_ids": prompt}
+        told = {"missing": {}, "error": {"cmpl-1": "rows were not kept"}}
+        return {"id": "cmpl-1", "choices": choices, "kv_transfer_params": {"kvroute": told}}
+
+    def completion(self, prompt: list[int], index: int) -> tuple[list[int], str | None]:
+        new = [(prompt[-1] + 7 * i + index) % 100 + 3 for i in range(NEW)]
+        tokens = torch.tensor([[*prompt, *new][:-1]])
+        rows = self.fault(experts_of(self.model, tokens).astype(np.int64), len(self.rows), self.rows)
+        if rows is None:
+            return new, None
+        self.rows.append(rows)
+        if self.kind == "sglang":
+            return new, pybase64.b64encode_as_string(rows.astype("<i4").tobytes())
+        np.save(file := io.BytesIO(), rows.astype(np.uint8))
+        return new, pybase64.b64encode_as_string(file.getvalue())
+
+
+@contextmanager
+def serving(engine: Engine) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            length = int(self.headers.get("Content-Length", 0))
+            found = engine.answer(self.path, json.loads(self.rfile.read(length) or "{}"))
+            content = json.dumps(found).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_GET  # noqa: N815 - the standard library's name
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def verify(url: str, model: Path, *more: str) -> int:
+    return main(
+        ["verify", "--url", url, "--model", str(model), "--requests", "16", "--longest", "48", "--new", "4", *more]
+    )
+
+
+def none(rows: np.ndarray, _number: int, _earlier: list[np.ndarray]) -> np.ndarray:
+    return rows
+
+
+def late(change: Any) -> Any:
+    """The fault, in the twelfth answer and later: those that were asked before."""
+    return lambda rows, number, earlier: change(rows.copy(), earlier) if number >= 12 else rows
+
+
+def shifted(rows: np.ndarray, _: Any) -> np.ndarray:
+    rows[1:8] = rows[:7].copy()
+    return rows
+
+
+def zeros(rows: np.ndarray, _: Any) -> np.ndarray:
+    rows[2:5] = 0
+    return rows
+
+
+def foreign(rows: np.ndarray, earlier: list[np.ndarray]) -> np.ndarray:
+    rows[-3:] = earlier[3][5:8]
+    return rows
+
+
+def twice(rows: np.ndarray, _: Any) -> np.ndarray:
+    rows[1, 0, 0] = rows[1, 0, 1]
+    return rows
+
+
+def beyond(rows: np.ndarray, _: Any) -> np.ndarray:
+    rows[1, 0, 0] = EXPERTS
+    return rows
+
+
+FAULTS = {
+    "shifted": (shifted, "of another position of the same tokens"),
+    "zeros": (zeros, "zeros"),
+    "foreign": (foreign, "of other tokens"),
+    "twice": (twice, "an expert twice"),
+    "beyond": (beyond, "no such expert"),
+}
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("by", ["weights", "itself"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_and_named(
+    kind: str, by: str, fault: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Goal: each fault is counted by its name, and a prompt shows it. Method: a server that answers well at first."""
+    change, name = FAULTS[fault]
+    with serving(Engine(kind, late(change))) as url:
+        status = verify(url, checkpoint if by == "weights" else checkpoint / "config.json")
+    told = capsys.readouterr().out
+    assert status == FAILED
+    assert f" {name}" in next(line for line in told.splitlines() if line.startswith("wrong rows:")), told
+    assert "shortest prompt with a wrong row: " in told
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_right_rows_are_right(kind: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Goal: no false alarm. Method: a sound server, judged by weights and by itself: nothing is wrong or missing."""
+    with serving(Engine(kind, none)) as url:
+        assert verify(url, checkpoint) == 0
+        *_, whole = capsys.readouterr().out.splitlines()
+        assert verify(url, checkpoint / "config.json") == 0
+        *_, alone = capsys.readouterr().out.splitlines()
+    right, *rest = map(int, whole.replace(",", "").split()[1:])
+    assert (right > 400, rest) == (True, [0, 0, 0])
+    compared, wrong, missing, unjudged = map(int, alone.replace(",", "").split()[1:])
+    assert (wrong, missing, compared + unjudged) == (0, 0, right)
+    assert compared > 150
+
+
+def test_close_choices_are_not_judged(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Goal: rounding is no wrong row. Method: the server's routers are a little off, as another kernel's."""
+    engine = Engine("vllm", none)
+    with torch.no_grad():
+        for layer in engine.model.model.layers:
+            layer.mlp.gate.weight.mul_(1 + 1e-5 * torch.randn(layer.mlp.gate.weight.shape))
+    with serving(engine) as url:
+        assert verify(url, checkpoint) == 0
+    assert " 0 " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_what_does_not_come_is_missing(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Goal: missing rows are no wrong ones. Method: answers without the field, -1 as SGLang has it, kvroute's error,
+    a server without rows at all, and none that listens."""
+    with serving(Engine("sglang", late(lambda rows, _: rows * 0 - 1))) as url:
+        assert verify(url, checkpoint) == 0
+    *_, missing, unjudged = capsys.readouterr().out.splitlines()[-1].split()
+    assert (int(missing) > 100, unjudged) == (True, "0")
+    with serving(Engine("vllm", late(lambda *_: None))) as url:
+        assert verify(url, checkpoint) == 0
+        assert "answers have no rows: neither routed_experts" in capsys.readouterr().out
+    with serving(Engine("kvroute", none)) as url:
+        assert verify(url, checkpoint) == 0
+        assert "rows were not kept" in capsys.readouterr().out
+    with serving(Engine("vllm", lambda *_: None)) as url:
+        assert verify(url, checkpoint) == USAGE
+        assert "--enable-return-routed-experts" in capsys.readouterr().err
+    assert verify(url, checkpoint) == USAGE
+    assert "/v1/models: wanted an answer" in capsys.readouterr().err
