@@ -115,12 +115,12 @@ def _fsck(directory: Path, json: Path | None, **how: Any) -> int:
 
 
 def _inspect(directory: Path, json: Path | None) -> int:
-    from cache_manager.storage.inventory import inventory, stores_in, to_json, to_text
+    from cache_manager.storage.inventory import inventory, stores_in, to_json
 
     found = [inventory(store, time.time()) for store in stores_in(directory)]
     if json is not None:
         json.write_text(to_json(found))
-    sys.stdout.write(to_text(found))
+    sys.stdout.write("\n".join(each.to_text() for each in found))
     return 0
 
 
