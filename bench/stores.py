@@ -39,7 +39,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from statistics import median
 
-from bench.blocks import Files, KVRoute, Lmdb, Load, Slab, scratch
+from bench.contestants import Files, KVRoute, Lmdb, Load, Slab, scratch
 from bench.harness import ROOT, Contestant, Peer, PeerError, Table, Took, Turn, machine, take
 from bench.peers import VENVS
 from cache_manager.ports import StorageBackend

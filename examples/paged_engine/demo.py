@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -100,7 +99,7 @@ class Demo(Driver):
         self.clients = Clients(conversations(options.requests, options.seed), self.checker)
 
     def run(self) -> Findings:
-        options, clients, started_s = self.options, self.clients, time.perf_counter()
+        options, clients = self.options, self.clients
         with ExitStack() as stack:
             url = options.store
             if url == MOONCAKE:
@@ -123,24 +122,8 @@ class Demo(Driver):
             asking = conversations(options.requests, options.seed)[:CONVERSATIONS_MAX]
             tell, config = self.tell("weight update", sum(c.samples for c in asking)), options.plain_engine
             update = across_update(self.build(), replace(config, caching=True), asking, tell)
-        outputs = clients.outputs
-        return Findings(
-            title="kvroute demo",
-            model=options.model,
-            seed=options.seed,
-            store=url,
-            requests=len({request for request, _ in outputs}),
-            samples=len(outputs),
-            aborted=sum(output.reason is FinishReason.ABORT for output in outputs.values()),
-            tokens=sum(len(output.tokens) for output in outputs.values()),
-            verdict=verdict,
-            prefixes_routed_differently=self.checker.prefixes_routed_differently,
-            traffic=traffic,
-            tokens_match=tokens_match,
-            device_blocks=options.engine.device_blocks,
-            host_blocks=options.engine.host_blocks,
-            seconds=round(time.perf_counter() - started_s, 2),
-            update=update,
+        return self.found(
+            "kvroute demo", clients.outputs, verdict, traffic, store=url, tokens_match=tokens_match, update=update
         )
 
     def _serve(self, url: str, title: str, turns: Callable[[Conversation], int]) -> Traffic:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.client
 import json
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +39,7 @@ class DemoPD(Driver):
         self.gone: list[Request] = []
 
     def run(self) -> Findings:
-        options, started_s = self.options, time.perf_counter()
+        options = self.options
         config = options.engine
         sizes = {"--device-blocks": config.device_blocks, "--host-blocks": config.host_blocks}
         flags = {"--model": options.model, "--seed": options.seed, **sizes}
@@ -61,28 +60,16 @@ class DemoPD(Driver):
             tokens_match = self.plainly(self.outputs, watched=True, draw=DRAW)
             verdict = self.judge(self.outputs, rows_of)
         counts = Counter(prefill["traffic"]) + Counter(decode["traffic"])
-        return Findings(
-            title="kvroute demo-pd",
-            model=options.model,
-            seed=options.seed,
+        crossed = Crossed(
+            **decode["decode"], clients_left=decode["http"]["left"], blocks_returned=returned, exit_statuses=statuses
+        )
+        return self.found(
+            "kvroute demo-pd",
+            *(self.outputs, verdict, Traffic(**counts)),
+            gone=len(self.gone),
             store="none",
-            requests=len({request for request, _ in self.outputs}) + len(self.gone),
-            samples=len(self.outputs) + len(self.gone),
-            aborted=len(self.gone),
-            tokens=sum(len(output.tokens) for output in self.outputs.values()),
-            verdict=verdict,
-            prefixes_routed_differently=self.checker.prefixes_routed_differently,
-            traffic=Traffic(**counts),
             tokens_match=tokens_match,
-            device_blocks=config.device_blocks,
-            host_blocks=config.host_blocks,
-            seconds=round(time.perf_counter() - started_s, 2),
-            crossed=Crossed(
-                **decode["decode"],
-                clients_left=decode["http"]["left"],
-                blocks_returned=returned,
-                exit_statuses=statuses,
-            ),
+            crossed=crossed,
         )
 
     def _talk(self, pair: Pair, conversation: Conversation, tell: Callable[[], None]) -> None:

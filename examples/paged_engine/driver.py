@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cache_manager.keys import Namespace
 from paged_engine import text
 from paged_engine.engine import Engine
+from paged_engine.findings import Findings, Traffic
 from paged_engine.judge import Checker, SecondRun, Verdict
 from paged_engine.models import build_model
 from paged_engine.options import Options
@@ -36,6 +38,7 @@ class Driver:
     def __init__(self, options: Options, console: Console) -> None:
         torch.set_num_threads(1)  # more would wait for each other: the matrices are small
         self.options, self.console, self.checker = options, console, Checker()
+        self.started_s = time.perf_counter()
         status = TextColumn("{task.fields[status]}", style="dim")
         columns = TextColumn("{task.description}"), BarColumn(bar_width=10), MofNCompleteColumn(), TimeElapsedColumn()
         self.progress = Progress(*columns, status, console=console)
@@ -86,6 +89,28 @@ class Driver:
             )
             tell(1, f"{verdict.rows_expected} rows, {verdict.rows_wrong} wrong, {verdict.rows_missing} missing")
         return verdict
+
+    def found(
+        self, title: str, outputs: Outputs, verdict: Verdict, traffic: Traffic, *, gone: int = 0, **more: Any
+    ) -> Findings:
+        """What a run comes to. ``gone`` requests of one sample were not waited for; ``more`` are other fields."""
+        options, aborted = self.options, sum(output.reason is FinishReason.ABORT for output in outputs.values())
+        return Findings(
+            title=title,
+            model=options.model,
+            seed=options.seed,
+            requests=len({request for request, _ in outputs}) + gone,
+            samples=len(outputs) + gone,
+            aborted=aborted + gone,
+            tokens=sum(len(output.tokens) for output in outputs.values()),
+            verdict=verdict,
+            prefixes_routed_differently=self.checker.prefixes_routed_differently,
+            traffic=traffic,
+            device_blocks=options.engine.device_blocks,
+            host_blocks=options.engine.host_blocks,
+            seconds=round(time.perf_counter() - self.started_s, 2),
+            **more,
+        )
 
 
 def rows_of(output: Output) -> int:

@@ -10,8 +10,6 @@ row is for.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ from kvroute.journal import RequestJournal
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec_from_hf, weights_version_spec
 from paged_engine.attention import PagedBatch
-from paged_engine.kv import KVShape, PagedKV
+from paged_engine.kv import PagedKV
 from paged_engine.models import BATCH_MULTIPLE
 from paged_engine.probe import kv_shape
 from paged_engine.replay import EngineReplay
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
     from kvroute.capture.launched import LaunchedCapture
 
 STORE_WAIT_S: Final = 0.05
-KVMaker = Callable[[KVShape, EngineConfig, torch.device], PagedKV]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +73,7 @@ class Engine:
     """Generates for requests over ``config.device_blocks`` KV blocks, and hands out routes with every sample.
 
     ``namespace`` must name the weights: with a ``store``, KV and rows that an earlier engine of the same namespace
-    stored are reused; it stays the caller's. ``kv_of`` makes the KV blocks, which may be others than the engine's own:
-    a move of theirs that fails costs time, for what could not be moved is computed again.
+    stored are reused; it stays the caller's.
 
     Raises :class:`InvalidInputError` for a model without routers, and by its name for one whose tokens know of each
     other by more than paged attention (:func:`~paged_engine.probe.kv_shape`): recurrent state is in no block.
@@ -96,7 +92,6 @@ class Engine:
         store: StorageBackend | None = None,
         observer: Observer | None = None,
         replay: RoutingReplayConfig | None = None,
-        kv_of: KVMaker = PagedKV,
     ) -> None:
         self.config = config
         spec = routing_spec_from_hf(model.config, config.block_tokens)  # type: ignore[arg-type]
@@ -108,7 +103,7 @@ class Engine:
         closing = ExitStack()
         closing.callback(self.replay.close)
         with closing:
-            self.kv = kv_of(kv_shape(model), config, next(model.parameters()).device)
+            self.kv = PagedKV(kv_shape(model), config, next(model.parameters()).device)
             self.aux = AuxBlocks(
                 [*routed, weights_version_spec(config.block_tokens)],
                 blocks=config.device_blocks,
@@ -128,7 +123,7 @@ class Engine:
         self._observer = observer
         self._arrivals = 0
         self._done: list[Output] = []
-        self._idle_steps = self._wait_steps = 0
+        self._idle_steps = 0
         self.steps = 0
         self.computed_tokens = 0
 
@@ -181,22 +176,15 @@ class Engine:
 
         The store is not waited for while there is anything to compute, and ``STORE_WAIT_S`` at most when there is not.
         """
-        failed = self.manager.counters.moves_failed
         work = self._plan()
         if work:
-            self._idle_steps = self._wait_steps = 0
+            self._idle_steps = 0
             self._compute(work)
             self.steps += 1
         elif len(self.scheduler) and not self.waits:
             if self.manager.in_flight:  # nothing to compute until the store has answered
                 self.aux.wait(STORE_WAIT_S)
                 self._idle_steps = 0
-            elif self.manager.counters.moves_failed > failed:  # what was swapped out cannot come back yet
-                time.sleep(STORE_WAIT_S)
-                self._wait_steps += 1
-                self._idle_steps = 0
-                if self._wait_steps * STORE_WAIT_S > self.config.restore_wait_s:
-                    self.scheduler.drop_swapped()
             self._idle_steps += 1  # a lone sequence that swapped itself out comes back in the next step
             if self._idle_steps > 1:
                 raise AssertionError(f"nothing can run: {self.scheduler.counts()}")

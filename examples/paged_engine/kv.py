@@ -64,28 +64,15 @@ class KVLayer:
 class PagedKV:
     """Device and host KV blocks of one model, a :class:`~cache_manager.ports.KVBlocks`.
 
-    Content of a block that nobody wrote is undefined. Device blocks lie on ``device``, the CPU if not given. With
-    ``tiers``, device and host blocks as rows of bytes or numbers, they lie there.
+    Content of a block that nobody wrote is undefined. Device blocks lie on ``device``, the CPU if not given.
     """
 
-    def __init__(
-        self,
-        shape: KVShape,
-        config: EngineConfig,
-        device: torch.device | None = None,
-        tiers: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
+    def __init__(self, shape: KVShape, config: EngineConfig, device: torch.device | None = None) -> None:
         row = (config.block_tokens, shape.layers, shape.width)  # of both: [blocks, block_tokens, layers, width]
         self.shape = shape
         self.spec = shape.spec(config.block_tokens)
-        if tiers is None:
-            self.device = torch.zeros((config.device_blocks, *row), dtype=shape.dtype, device=device)
-            self.host = torch.zeros((config.host_blocks, *row), dtype=shape.dtype)
-        else:
-            self.device, self.host = (
-                tier.view(shape.dtype).view(blocks, *row)
-                for tier, blocks in zip(tiers, (config.device_blocks, config.host_blocks), strict=True)
-            )
+        self.device = torch.zeros((config.device_blocks, *row), dtype=shape.dtype, device=device)
+        self.host = torch.zeros((config.host_blocks, *row), dtype=shape.dtype)
         slots = self.device.view(-1, shape.layers, shape.width)
         split = shape.heads * shape.k_dim
         self._layers = tuple(

@@ -117,12 +117,6 @@ class Scheduler:
         """Sequences that run, or hold the blocks to do so and wait for something."""
         return len(self._in(State.RUNNING, State.RESTORING, State.LANDING))
 
-    def drop_swapped(self) -> None:
-        """Give up what was swapped out; it is computed again."""
-        for sequence in self._in(State.SWAPPED):
-            self._drop(sequence)
-            self.dropped += 1
-
     def drop_all(self) -> None:
         """Give up all that has been computed, and all that is on its way."""
         for sequence in self._in(State.RUNNING, State.SWAPPED, State.RESTORING, State.LANDING):

@@ -20,29 +20,41 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 
 import kvroute
 
+SCENARIOS: dict[str, tuple[dict[str, Any], list[list[int]], int, dict[str, int]]] = {
+    "plain batches, prompts end within and at a block": (
+        {"num_blocks": 64, "max_batch_tokens": 256}, prompts([5, 33, 8, 17, 64]), 127 + 5 * 19, {},
+    ),
+    "prompts in chunks of 24, decodes beside them": (
+        {"num_blocks": 96, "max_batch_tokens": 24}, prompts([100, 37, 3, 90]), 230 + 4 * 19, {},
+    ),
+    "a common prefix, two at a time: some duplicate each other's blocks, later ones hit them": (
+        {"num_blocks": 48, "max_batch_tokens": 256, "max_requests_per_batch": 2},
+        prompts([9, 14, 4, 8, 30, 1], shared=40), 6 * 40 + 66 + 6 * 19, {"hit": 80, "duplicate": 2},
+    ),
+    "three answers a prompt: the last block of a prompt is full, or not, when they part": (
+        {"returns": 3, "num_blocks": 128, "max_batch_tokens": 128},
+        prompts([13, 17, 42, 90]), 3 * (162 + 4 * 19), {"copied": 2},
+    ),
+    "16 blocks for 8 requests that each grow to 8: swapped to the CPU and back": (
+        {"new": 40, "num_blocks": 16, "max_batch_tokens": 128, "cpu_offload_space": 0.01},
+        prompts([20] * 8), 8 * 59, {"swapped": 2},
+    ),
+    "the same with nowhere to swap to: computed again": (
+        {"new": 40, "num_blocks": 16, "max_batch_tokens": 128}, prompts([20] * 8), 8 * 59, {"soft reset": 2},
+    ),
+}  # fmt: skip
+"""Of each: the engine, what it is asked, how many rows are due, and what must have happened how often at least."""
 
-def test_plain_batches(moe: SaltedMoe) -> None:
-    """Goal: every row of a batch is right. Method: ragged prompts, room for all; prompts end within and at a block."""
-    with served(moe, num_blocks=64, max_batch_tokens=256) as engine:
-        engine.ask(prompts([5, 33, 8, 17, 64]))
-        all_right(engine.verdict(), due=127 + 5 * 19)
 
-
-def test_prompts_in_chunks(moe: SaltedMoe) -> None:
-    """Goal: rows of a prompt that takes many passes fit together. Method: 24 tokens a pass, decodes beside them."""
-    with served(moe, num_blocks=96, max_batch_tokens=24) as engine:
-        engine.ask(prompts([100, 37, 3, 90]))
-        all_right(engine.verdict(), due=230 + 4 * 19)
-
-
-def test_prefix_hits_and_duplicates(moe: SaltedMoe) -> None:
-    """Goal: a request that did not compute its prefix has the rows of the KV that it reads. Method: prompts with a
-    common prefix, two at a time, so that some duplicate each other's blocks and later ones hit them."""
-    with served(moe, num_blocks=48, max_batch_tokens=256, max_requests_per_batch=2) as engine:
-        engine.ask(prompts([9, 14, 4, 8, 30, 1], shared=40))
-        assert engine.seen["hit"] >= 80
-        assert engine.seen["duplicate"] >= 2
-        all_right(engine.verdict(), due=6 * 40 + 66 + 6 * 19)
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_every_row_is_of_the_pass_that_made_its_kv(moe: SaltedMoe, scenario: str) -> None:
+    """Goal: no row is wrong or missing, whatever becomes of blocks. Method: the scenarios above, judged row by row."""
+    engine_of, asked, due, happened = SCENARIOS[scenario]
+    with served(moe, **engine_of) as engine:
+        engine.ask(asked)
+        assert all(engine.seen[what] >= count for what, count in happened.items()), engine.seen
+        assert "swapped" not in happened or engine.seen["soft reset"] == 0
+        all_right(engine.verdict(), due=due)
 
 
 def test_the_next_turn_hits_generated_blocks(moe: SaltedMoe) -> None:
@@ -54,32 +66,6 @@ def test_the_next_turn_hits_generated_blocks(moe: SaltedMoe) -> None:
         engine.ask([[*tokens, 5, 6, 7]])
         assert engine.seen["hit"] == 39 // PAGE * PAGE
         all_right(engine.verdict(), due=42 + 19)
-
-
-def test_forks(moe: SaltedMoe) -> None:
-    """Goal: children have their parent's rows as far as they are its copy. Method: three answers a prompt, sampled; the
-    last block of a prompt is full, or not, when they part."""
-    with served(moe, returns=3, num_blocks=128, max_batch_tokens=128) as engine:
-        engine.ask(prompts([13, 17, 42, 90]))
-        assert engine.seen["copied"] >= 2
-        all_right(engine.verdict(), due=3 * (162 + 4 * 19))
-
-
-def test_swap_to_the_cpu_and_back(moe: SaltedMoe) -> None:
-    """Goal: rows go to the CPU with their KV and come back. Method: 16 blocks for 8 requests that each grow to 8."""
-    with served(moe, new=40, num_blocks=16, max_batch_tokens=128, cpu_offload_space=0.01) as engine:
-        engine.ask(prompts([20] * 8))
-        assert engine.seen["swapped"] >= 2
-        assert engine.seen["soft reset"] == 0
-        all_right(engine.verdict(), due=8 * 59)
-
-
-def test_soft_reset(moe: SaltedMoe) -> None:
-    """Goal: a request that is computed again has the rows of its new KV. Method: as above, with nowhere to swap to."""
-    with served(moe, new=40, num_blocks=16, max_batch_tokens=128) as engine:
-        engine.ask(prompts([20] * 8))
-        assert engine.seen["soft reset"] >= 2
-        all_right(engine.verdict(), due=8 * 59)
 
 
 def test_cancelled_requests_leave_their_blocks_to_others(moe: SaltedMoe) -> None:

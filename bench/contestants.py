@@ -1,35 +1,26 @@
-"""How fast are records stored and read back, beside a memcpy and beside what else one could use?
+"""What keeps records, as :mod:`bench.stores` asks it: it puts and gets records that were prepared, a batch at a time.
 
-Records of four sizes are put and got one by one and in batches of 32, in memory and through the file system:
-
-* ``slab``: a dict and a prefaulted memcpy slab, without checks: the floor. ``slab + xxh3`` seals and verifies as well;
-* ``kvroute memory:`` and ``kvroute file:``: ``RecordStore`` over each store, sealed and verified;
-* ``lmdb``: a transaction a batch, values copied into the caller's buffers, not verified; ``lmdb + xxh3`` stores the
-  same header as kvroute and verifies it; ``lmdb, writemap`` is lmdb in its faster and less safe mode;
-* ``files``: one file a record, written to a temporary name and renamed, not verified.
-
-Every contestant copies from sources that were prepared beforehand and into the caller's buffers, and every record
-that is read is compared with its stamp (16 bytes at its head and 16 at its tail) within the timed loop. ``put`` is the
-loop until the last byte was handed over, ``put+flush`` the loop and then what puts it on stable storage. Stores are
-new in every round, contestants take turns, and the best round counts.
+* ``Slab``: a dict and a prefaulted memcpy slab, without checks: the floor. ``verify`` seals and verifies as well;
+* ``KVRoute``: ``RecordStore`` over a store, sealed and verified;
+* ``Lmdb``: a transaction a batch, values copied into the caller's buffers, not verified; ``verify`` stores the same
+  header as kvroute and verifies it;
+* ``Files``: one file a record, written to a temporary name and renamed, not verified.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
 import numpy as np
 
-from bench.harness import STAMP_NBYTES, Contestant, Table, machine, take
+from bench.harness import STAMP_NBYTES
 from cache_manager.keys import BlockKey
 from cache_manager.record import RecordHeader, check_record, checksum, pack_header, unpack_header
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
@@ -37,7 +28,7 @@ from cache_manager.storage import open_store
 from cache_manager.storage.memory import prefaulted
 from cache_manager.storage.records import RecordStore
 
-BATCHES = (1, 32)
+BATCH_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +52,7 @@ class Load:
         memory = np.frombuffer(prefaulted(total_nbytes), np.uint8).reshape(records, record_nbytes)
         memory[:] = rng.integers(0, 256, memory.shape, np.uint8)
         sources = [row.data for row in memory]
-        target = np.frombuffer(prefaulted(BATCHES[-1] * record_nbytes), np.uint8).reshape(-1, record_nbytes)
+        target = np.frombuffer(prefaulted(BATCH_MAX * record_nbytes), np.uint8).reshape(-1, record_nbytes)
         return cls(
             layout,
             [BlockKey(rng.bytes(32)) for _ in range(records)],
@@ -192,33 +183,6 @@ class Files:
     def close(self) -> None: ...
 
 
-MEMORY: dict[str, Callable[[Load], Contestant]] = {
-    "slab": Slab,
-    "slab + xxh3": lambda load: Slab(load, verify=True),
-    "kvroute memory:": lambda load: KVRoute(load, f"memory:?capacity={len(load.keys) * load.layout.nbytes}"),
-}
-
-FILE: dict[str, Callable[[Load, Path], Contestant]] = {
-    "kvroute file:": lambda load, directory: KVRoute(load, f"file://{directory}?quota=4GiB"),
-    "lmdb": Lmdb,
-    "lmdb + xxh3": lambda load, directory: Lmdb(load, directory, verify=True),
-    "lmdb, writemap": lambda load, directory: Lmdb(load, directory, writemap=True),
-    "files": Files,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """GB/s of the best round."""
-
-    what: str
-    record_nbytes: int
-    batch: int
-    put: float
-    put_flush: float
-    get: float
-
-
 @contextmanager
 def scratch(parent: Path | None) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="blocks-", dir=parent))
@@ -226,73 +190,3 @@ def scratch(parent: Path | None) -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory)
-
-
-def measure(load: Load, batch: int, rounds: int, parent: Path | None) -> list[Result]:
-    names = [*MEMORY, *FILE]
-    best = {name: (float("inf"),) * 3 for name in names}
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            with ExitStack() as stack:
-                if name in MEMORY:
-                    contestant = MEMORY[name](load)
-                else:
-                    contestant = FILE[name](load, stack.enter_context(scratch(parent)))
-                stack.callback(contestant.close)
-                took = astuple(take(contestant, load.stamps, load.buffers, batch))
-            before = best[name]
-            best[name] = (min(before[0], took[0]), min(before[1], took[1]), min(before[2], took[2]))
-    nbytes = len(load.keys) * load.layout.nbytes
-    return [
-        Result(name, load.layout.nbytes, batch, *(nbytes / seconds / 1e9 for seconds in best[name])) for name in names
-    ]
-
-
-def show(results: Sequence[Result]) -> None:
-    by_name = {result.what: result for result in results}
-    slab, peer = by_name["slab"], by_name["lmdb"]
-    first = results[0]
-    table = Table(
-        f"{first.record_nbytes >> 10} KiB records in batches of {first.batch}, GB/s",
-        ["what", "put", "x slab", "x lmdb", "put+flush", "x lmdb", "get", "x slab", "x lmdb"],
-    )
-    for r in results:
-        table.row(
-            r.what,
-            f"{r.put:.2f}",
-            f"{r.put / slab.put:.2f}",
-            f"{r.put / peer.put:.2f}",
-            f"{r.put_flush:.2f}",
-            f"{r.put_flush / peer.put_flush:.2f}",
-            f"{r.get:.2f}",
-            f"{r.get / slab.get:.2f}",
-            f"{r.get / peer.get:.2f}",
-        )
-    table.print()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kib", type=int, nargs="+", default=[8, 32, 128, 1024], help="record sizes")
-    parser.add_argument("--total-mib", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dir", type=Path, help="where files go (default: the system's place for temporary files)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="32 MiB, 2 rounds: seconds, and noisier")
-    parser.add_argument("--json", type=Path, help="write the results there, too")
-    args = parser.parse_args()
-    total_mib, rounds = (32, 2) if args.quick else (args.total_mib, args.rounds)
-    everything: list[Result] = []
-    for kib in args.kib:
-        load = Load.prepare(kib << 10, total_mib << 20, args.seed)
-        for batch in BATCHES:
-            print(f"{kib} KiB records, batches of {batch}, {total_mib} MiB, best of {rounds} ...", flush=True)
-            results = measure(load, batch, rounds, args.dir)
-            show(results)
-            everything += results
-    if args.json:
-        args.json.write_text(json.dumps({"machine": machine(), "results": [asdict(r) for r in everything]}, indent=1))
-
-
-if __name__ == "__main__":
-    main()
