@@ -61,13 +61,15 @@ class Case:
         return str(self.options.get("dtype", "bfloat16"))
 
 
+NAMED = {"weights": "bench", "weights_version": 0}  # after a reset rows are found by these
+
+
 def stored(home: Path) -> dict[str, Any]:
-    named = {"weights": "bench", "weights_version": 0}  # after a reset rows are found by these
-    return {"store": f"file://{home}/rows", "witness": "flagged", **named}
+    return {"store": f"file://{home}/rows", "witness": "flagged", **NAMED}
 
 
 def in_pages(_: Path) -> dict[str, Any]:
-    return {"carrier": "layer"}
+    return {"carrier": "layer", **NAMED}
 
 
 FLOAT32, EAGER, TWO = {"dtype": "float32"}, {"enforce_eager": True}, {"tensor_parallel_size": 2}

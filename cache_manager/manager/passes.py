@@ -133,13 +133,13 @@ class Passes:
         rows = all_.ready_rows(seqs)
         ids = integers(tokens, "tokens", "one integer for each sequence", n=rows.size)
         done = all_.computed.take(rows)
-        if count(short := done >= all_.limit.take(rows)):
+        left = all_.limit.take(rows) - done  # in the block of the next token, where that is known
+        if count(short := left <= 0):
             owner = f"owner {all_.by_row[int(rows[int(np.argmax(short))])].owner!r}"
             raise BlockStateError(owner, "append_batch() before it is written", "no room of its own for a token")
-        at = done % size
-        all_.filling.reshape(-1)[rows * size + at] = ids
+        all_.filling.reshape(-1)[(rows + 1) * size - left] = ids
         all_.computed[rows] = done + 1
-        for row in rows[at == size - 1].tolist():
+        for row in rows[left == 1].tolist():
             self._full(all_.by_row[row], all_.computed_at[row] // size - 1, all_.filling[row].tobytes())
 
     def _full(self, s: Sequence, column: int, ids: bytes) -> None:

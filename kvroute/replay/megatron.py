@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import checked_ids
+from kvroute.replay.rows import checked_ids, replaying
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
 from kvroute.routes.fill import Filler, Missing
 from kvroute.routes.shards import Side
@@ -237,21 +237,14 @@ def _count(router: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 def _routers(model: Model) -> dict[int, Any]:
     """The routers with a replay object by layer id, in increasing order, without those of multi-token prediction."""
-    found: dict[int, tuple[str, Any]] = {}
     chunks = [model] if isinstance(model, nn.Module) else list(model)
-    for number, chunk in enumerate(chunks):
-        for name, module in chunk.named_modules():
-            if getattr(module, "router_replay", None) is None or "mtp" in name.split("."):
-                continue
-            path = f"{number}.{name}" if len(chunks) > 1 else name
-            if (layer_number := getattr(module, "layer_number", None)) is None:
-                raise ReplayError(path, "a layer number, as Megatron's layers set it", None)
-            if layer_number - 1 in found:
-                raise ReplayError(f"layer {layer_number - 1}", "one router", f"{found[layer_number - 1][0]} and {path}")
-            found[layer_number - 1] = (path, module)
-    if not found:
-        raise ReplayError("model", "routers with a replay object: moe_enable_routing_replay", "none")
-    return {layer: found[layer][1] for layer in sorted(found)}
+    return replaying(chunks, _layer_of, "router", "moe_enable_routing_replay")
+
+
+def _layer_of(path: str, router: Any) -> int:
+    if (number := getattr(router, "layer_number", None)) is None:
+        raise ReplayError(path, "a layer number, as Megatron's layers set it", None)
+    return int(number) - 1
 
 
 def _set_action(routers: dict[int, Any], name: str) -> None:

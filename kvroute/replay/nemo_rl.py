@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import check_batch, checked_ids, counted, cut, read_rows
+from kvroute.replay.rows import check_batch, checked_ids, counted, cut, read_rows, replaying
 from kvroute.routes import Routes
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def automodel(model: nn.Module, rows: torch.Tensor) -> Iterator[None]:
     Raises :class:`ReplayError` for rows that do not fit, and for a model that was built without
     ``enable_routing_replay``.
     """
-    gates = _gates(model)
+    gates = replaying([model], _layer_of, "gate", "enable_routing_replay")
     ids = checked_ids(rows, "rows", tuple(gates))
     replays = [gate.router_replay for gate in gates.values()]
     mode = sys.modules[type(replays[0]).__module__].RouterReplayMode.REPLAY
@@ -76,19 +76,10 @@ def automodel(model: nn.Module, rows: torch.Tensor) -> Iterator[None]:
             replay.clear()
 
 
-def _gates(model: nn.Module) -> dict[int, Any]:
-    found: dict[int, tuple[str, Any]] = {}
-    for name, module in model.named_modules():
-        if getattr(module, "router_replay", None) is None or "mtp" in name.split("."):
-            continue
-        if (layer := _LAYER.search(name)) is None:
-            raise ReplayError("model", "gates inside numbered layers", name or "one at the top")
-        if int(layer[1]) in found:
-            raise ReplayError(f"layer {layer[1]}", "one gate", f"{found[int(layer[1])][0]} and {name}")
-        found[int(layer[1])] = (name, module)
-    if not found:
-        raise ReplayError("model", "gates with enable_routing_replay", "none")
-    return {layer: found[layer][1] for layer in sorted(found)}
+def _layer_of(path: str, _gate: object) -> int:
+    if (layer := _LAYER.search(path)) is None:
+        raise ReplayError("model", "gates inside numbered layers", path or "one at the top")
+    return int(layer[1])
 
 
 def _rows(routes: Routes, tokens: int, width: int, layers: Literal["moe", "all"]) -> NDArray[Any]:

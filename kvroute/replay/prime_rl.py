@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from pybase64 import b64encode_as_string
-
 from kvroute.replay.errors import ReplayError
-from kvroute.replay.rows import counted, cut, read_rows
+from kvroute.replay.rows import cut, read_rows
 from kvroute.routes import Routes
 from kvroute.routes.fill import Missing
 
@@ -28,20 +25,6 @@ def routed_experts(routes: Routes, tokens: int, *, missing: Missing = "error") -
         tokens, "all", _dtype(routes), missing, required=read_rows(tokens), pad="spread"
     )
     return {"data": rows.tobytes(), "shape": list(rows.shape), "dtype": rows.dtype.name}
-
-
-def http(routes: Routes, tokens: int, start: int = 0, *, missing: Missing = "error") -> dict[str, Any]:
-    """What prime-rl's inference server answers for the positions from ``start`` on, as JSON: ``data`` in base64,
-    ``shape``, ``start`` and ``dtype``; without a row for the last token.
-
-    The dtype is uint8 or uint16, by the largest id in these rows.
-    """
-    if not counted("start", start) < counted("tokens", tokens):
-        raise ReplayError("start", f"a position before the last of {tokens} tokens", start)
-    rows = routes.materialize(read_rows(tokens), "all", _dtype(routes), missing)[start:]
-    rows = np.ascontiguousarray(rows, np.uint8 if rows.max(initial=0) < 1 << 8 else np.uint16)
-    data = b64encode_as_string(rows.data)
-    return {"data": data, "shape": list(rows.shape), "start": start, "dtype": rows.dtype.name}
 
 
 def _dtype(routes: Routes) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -17,9 +17,30 @@ from kvroute.routes.spans import UNKNOWN, by_position
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 MISSING: Final = -1
 """All ids of a missing row in a layer, where a router then chooses for itself."""
+
+
+def replaying(chunks: Sequence[nn.Module], layer_of: Callable[[str, Any], int], what: str, flag: str) -> dict[int, Any]:
+    """The modules with a replay object by layer id, in increasing order, without those of multi-token prediction.
+
+    ``layer_of`` says a module's layer by its name and itself. :class:`ReplayError` for two of ``what`` in one layer,
+    and where there are none: the model was built without ``flag``.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+    for number, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            if getattr(module, "router_replay", None) is None or "mtp" in name.split("."):
+                continue
+            path = f"{number}.{name}" if len(chunks) > 1 else name
+            if (layer := layer_of(path, module)) in found:
+                raise ReplayError(f"layer {layer}", f"one {what}", f"{found[layer][0]} and {path}")
+            found[layer] = path, module
+    if not found:
+        raise ReplayError("model", f"{what}s with a replay object: {flag}", "none")
+    return {layer: found[layer][1] for layer in sorted(found)}
 
 
 def read_rows(tokens: int, field: str = "tokens") -> int:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 from numpy.typing import NDArray
-from pybase64 import b64encode_as_string
 
 from kvroute.replay.errors import ReplayError
 from kvroute.replay.rows import check_batch, of_turn, read_rows
@@ -43,13 +41,6 @@ def delta(routes: Routes, held: int, tokens: int) -> NDArray[Any]:
     ``tokens`` counts prompt and generated tokens up to the end of this turn.
     """
     return _narrowed(of_turn(routes, held, tokens, "int32"))
-
-
-def pack(rows: NDArray[Any]) -> dict[str, Any]:
-    """SkyRL's ``{"data", "shape", "dtype"}`` of such an array, as its ``/skyrl/v1/generate`` answers it."""
-    rows = np.ascontiguousarray(_narrowed(rows))
-    data = b64encode_as_string(rows.data)
-    return {"data": data, "shape": list(rows.shape), "dtype": rows.dtype.name}
 
 
 def _prefix(routes: Routes, tokens: int, sample: int, holes: str) -> NDArray[Any]:

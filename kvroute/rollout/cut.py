@@ -1,15 +1,14 @@
-"""What of a rollout is wanted, and how a store cuts it for that, as its URL says. Pure."""
+"""How a store cuts rollouts, as its URL says. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Self
 
-from cache_manager.errors import ConfigError, InvalidInputError
+from cache_manager.errors import ConfigError
 from cache_manager.storage.url import StoreUrl
 from kvroute.routes import Routes
-from kvroute.routes.parts import Grid, Range
+from kvroute.routes.parts import Grid
 
 PART_NBYTES: Final = 64 << 10
 """Of a part at most, where nothing else is said."""
@@ -17,37 +16,6 @@ LAYERS_MAX: Final = 1024
 """Of a part: all layers of any model."""
 PART_NBYTES_MIN: Final = 64
 PART_NBYTES_MAX: Final = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """What of a rollout is wanted: layers, by index, and ranges of rows, by index."""
-
-    layers: tuple[int, ...]
-    rows: tuple[Range, ...]
-
-    @classmethod
-    def of(
-        cls,
-        layer_ids: Sequence[int],
-        positions: Range,
-        layers: Sequence[int] | None,
-        spans: Sequence[Range] | None,
-    ) -> Self:
-        """``layers`` are layer ids (those without a router do not count), ``spans`` ranges of positions.
-
-        Raises :class:`InvalidInputError` for positions outside ``positions``, and when no layer is left.
-        """
-        wanted = set(layer_ids if layers is None else layers)
-        chosen = tuple(i for i, layer in enumerate(layer_ids) if layer in wanted)
-        if not chosen:
-            raise InvalidInputError("layers", f"one or more of {tuple(layer_ids)}", sorted(wanted))
-        start, stop = positions
-        given = (positions,) if spans is None else tuple(spans)
-        for span in given:
-            if not (len(span) == 2 and start <= span[0] <= span[1] <= stop):
-                raise InvalidInputError("spans", f"ranges of positions inside [{start}, {stop}]", span)
-        return cls(chosen, tuple((a - start, b - start) for a, b in given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +53,4 @@ class CutSettings:
         return Grid.fit(rows, layers, cell_nbytes, part_layers=self.layers, part_nbytes=self.part_nbytes)
 
 
-__all__ = ["LAYERS_MAX", "PART_NBYTES", "PART_NBYTES_MAX", "PART_NBYTES_MIN", "CutSettings", "Selection"]
+__all__ = ["LAYERS_MAX", "PART_NBYTES", "PART_NBYTES_MAX", "PART_NBYTES_MIN", "CutSettings"]

@@ -21,7 +21,7 @@ from cache_manager.errors import InvalidInputError, StorageError, StoreClosedErr
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer
 from cache_manager.storage.batch import chunks
-from kvroute.rollout.cut import CutSettings, Selection
+from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.handle import PUT_ID_NBYTES, RolloutHandle
 from kvroute.rollout.ids import checked_id
 from kvroute.rollout.port import RolloutCounters
@@ -149,16 +149,14 @@ class PartStore(ABC):
         self, handle: RolloutHandle, layers: Sequence[int] | None = None, spans: Sequence[Range] | None = None
     ) -> list[Routes] | Absence:
         self._check_open()
-        layout, grid = handle.layout, handle.grid
-        wanted = Selection.of(layout.layer_ids, (handle.start, handle.stop), layers, spans)
-        numbers = grid.needed(wanted.layers, wanted.rows)
+        grid, (chosen, rows) = handle.grid, _wanted(handle, layers, spans)
+        numbers = grid.needed(chosen, rows)
         try:
             with self._opened(handle) as reader:
                 header = _checked(handle, *header_of(reader.header))
                 # Only now is the handle known to be one that was put, and what it claims made room for.
-                ids = header.ids(reader.parts(numbers), wanted.layers, wanted.rows)
-            of_rows = zip(ids, wanted.rows, strict=True)
-            found = [Routes.of_record(header, each, first, wanted.layers) for each, (first, _) in of_rows]
+                ids = header.ids(reader.parts(numbers), chosen, rows)
+            found = [Routes.of_record(header, each, first, chosen) for each, (first, _) in zip(ids, rows, strict=True)]
         except GoneError:
             self._count(misses=1)
             return Absence.MISS
@@ -196,6 +194,22 @@ class PartStore(ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"{self._name} is closed")
+
+
+def _wanted(
+    handle: RolloutHandle, layers: Sequence[int] | None, spans: Sequence[Range] | None
+) -> tuple[tuple[int, ...], tuple[Range, ...]]:
+    """Indices of the layers with these ids, and ranges of rows; :class:`InvalidInputError` for what there is not."""
+    layer_ids, start, stop = handle.layout.layer_ids, handle.start, handle.stop
+    asked = set(layer_ids if layers is None else layers)
+    chosen = tuple(i for i, layer in enumerate(layer_ids) if layer in asked)
+    if not chosen:
+        raise InvalidInputError("layers", f"one or more of {layer_ids}", sorted(asked))
+    given = ((start, stop),) if spans is None else tuple(spans)
+    for span in given:
+        if not (len(span) == 2 and start <= span[0] <= span[1] <= stop):
+            raise InvalidInputError("spans", f"ranges of positions inside [{start}, {stop}]", span)
+    return chosen, tuple((a - start, b - start) for a, b in given)
 
 
 def _checked(handle: RolloutHandle, header: Header, nbytes: int) -> Header:

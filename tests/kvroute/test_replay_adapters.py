@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from itertools import product
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters import WHOLE, unpacked
+from adapters import WHOLE
 from hypothesis import given
 from hypothesis import strategies as st
 from routes_of import expert_rows, made_routes
@@ -33,7 +32,6 @@ MADE = {
     "slime": (4, "int32"),
     "miles": (4, "int32"),
     "prime-rl": (5, "uint8"),
-    "prime-rl http": (4, "uint8"),
     "NeMo-RL": (5, "int8"),
     "SkyRL": (4, "uint8"),
 }
@@ -96,9 +94,6 @@ def test_skyrl_takes_a_prefix_in_the_narrowest_dtype_of_its_ids() -> None:
         ids = np.array([[[0, top]]])
         routes = Routes(ids, np.array([True]), (0,), 1 << 16, 1)
         assert skyrl.rollout_expert_indices([routes], [2])[0].dtype == dtype
-        packed = json.loads(json.dumps(skyrl.pack(ids)))
-        assert (packed["dtype"], packed["shape"]) == (dtype, [1, 1, 2])
-        assert np.array_equal(unpacked(packed), ids)
 
 
 def test_skyrl_turns_and_samples() -> None:
@@ -141,10 +136,6 @@ def test_verl_batches() -> None:
 def test_prime_rl_widens_for_many_experts() -> None:
     assert prime_rl.routed_experts(made_routes(1, 2, experts=256), 3)["dtype"] == "uint8"
     assert prime_rl.routed_experts(made_routes(1, 2, experts=257), 3)["dtype"] == "uint16"
-    part = prime_rl.http(made_routes(1, 4), 5, start=3)
-    assert (part["start"], part["shape"]) == (3, [1, NUM_LAYERS, TOP_K])
-    with pytest.raises(ReplayError, match="start: wanted a position before the last of 5 tokens, got 5"):
-        prime_rl.http(made_routes(1, 4), 5, start=5)
     with pytest.raises(ReplayError, match="at most 65536"):
         prime_rl.routed_experts(made_routes(1, 1, experts=70000), 2)
 
@@ -305,7 +296,6 @@ REFUSED: list[tuple[str, Any, list[Any]]] = [
     ("width", lambda w: nemo_rl.batch([SAMPLE], [5], w), [-1, 4, 8.0]),
     ("tokens", lambda w: prime_rl.routed_experts(SAMPLE, w), [-1, 0]),
     ("missing", lambda w: prime_rl.routed_experts(SAMPLE, 5, missing=w), ["zeros"]),
-    ("start", lambda w: prime_rl.http(SAMPLE, 5, w), [-1, 5, 1.0]),
     ("tokens", lambda w: slime.sample(SAMPLE, w), [-1, 0]),
     ("missing", lambda w: slime.miles_sample(SAMPLE, 5, missing=w), ["-1"]),
     ("tail_align", lambda w: slime.split(data_pad_size_multiplier=w), [0, -1]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,7 @@ from kvroute.replay import nemo_rl, prime_rl, skyrl, slime, verl
 
 
 def unpacked(packed: dict[str, Any]) -> np.ndarray[Any, Any]:
-    data = packed["data"] if isinstance(packed["data"], bytes) else base64.b64decode(packed["data"])
-    return np.frombuffer(bytearray(data), packed["dtype"]).reshape(packed["shape"])
+    return np.frombuffer(bytearray(packed["data"]), packed["dtype"]).reshape(packed["shape"])
 
 
 # Of a sample with so many tokens of prompt and of response: its rows at the front, on the layer axis of all layers.
@@ -24,7 +22,6 @@ WHOLE: dict[str, Callable[..., Any]] = {
     "slime": lambda r, p, n, **k: slime.sample(r, p + n, **k),
     "miles": lambda r, p, n, **k: slime.miles_sample(r, p + n, **k),
     "prime-rl": lambda r, p, n, **k: unpacked(prime_rl.routed_experts(r, p + n, **k)),
-    "prime-rl http": lambda r, p, n, **k: unpacked(prime_rl.http(r, p + n, **k)),
     "NeMo-RL": lambda r, p, n: nemo_rl.sequence(r, p + n, layers="all"),
     "SkyRL": lambda r, p, n: skyrl.rollout_expert_indices([r], [p + n])[0],
 }

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import base64
 import os
 import sys
 import typing
@@ -201,23 +200,6 @@ def prime_rl_batches(root: Path) -> str:
     return f"{cells} cells"
 
 
-def prime_rl_answers(root: Path) -> str:
-    """What its inference server answers, byte for byte; and what its orchestrator makes of rows for fewer tokens."""
-    vllm = code_of(
-        root / "src/prime_rl/inference/vllm/routed_experts.py",
-        "serialize_routed_experts",
-        np=np,
-        pybase64=SimpleNamespace(b64encode=base64.b64encode),
-    )["serialize_routed_experts"]
-    for routes, n in zip(ROUTES, TOKENS, strict=True):
-        rows = routes.materialize(n - 1, "all", "int32")
-        for start in (0, 2):
-            assert vllm(rows[start:], start) == prime_rl.http(routes, n, start)
-    wide = made_routes(3, 8, experts=512)
-    assert vllm(wide.materialize(8, "all", "int32")) == prime_rl.http(wide, 9)
-    return "5 answers"
-
-
 # NeMo-RL --------------------------------------------------------------------------------------------------------------
 
 
@@ -275,7 +257,7 @@ def nemo_rl_routers(root: Path) -> str:
 
 CHECKS: dict[str, tuple[tuple[str, ...], tuple[Callable[[Path], str], ...]]] = {
     "slime": ((".",), (slime_samples, slime_ranks)),
-    "prime-rl": (("src",), (prime_rl_batches, prime_rl_answers)),
+    "prime-rl": (("src",), (prime_rl_batches,)),
     "nemo-rl": ((".",), (nemo_rl_strings, nemo_rl_routers)),
 }
 

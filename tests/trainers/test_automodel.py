@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,16 @@ from kvroute.replay.errors import ReplayError
 EXPERTS, TOP_K, HIDDEN = 16, 4, 8
 
 
+def gates(**changes: Any) -> MoEConfig:
+    """What Automodel's gates are made of."""
+    made = MoEConfig(
+        n_routed_experts=EXPERTS, n_shared_experts=0, n_activated_experts=TOP_K, n_expert_groups=1, n_limited_groups=1,
+        train_gate=True, gate_bias_update_factor=0.0, aux_loss_coeff=0.0, score_func="softmax", route_scale=1.0,
+        dim=HIDDEN, inter_dim=8, moe_inter_dim=8, norm_topk_prob=False, dtype=torch.float32, enable_routing_replay=True,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
 class Layer(nn.Module):
     def __init__(self, gate: Gate | None) -> None:
         super().__init__()
@@ -30,25 +41,7 @@ class Model(nn.Module):
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
-        settings: dict[str, Any] = {
-            "n_routed_experts": EXPERTS,
-            "n_shared_experts": 0,
-            "n_activated_experts": TOP_K,
-            "n_expert_groups": 1,
-            "n_limited_groups": 1,
-            "train_gate": True,
-            "gate_bias_update_factor": 0.0,
-            "aux_loss_coeff": 0.0,
-            "score_func": "softmax",
-            "route_scale": 1.0,
-            "dim": HIDDEN,
-            "inter_dim": 8,
-            "moe_inter_dim": 8,
-            "norm_topk_prob": False,
-            "dtype": torch.float32,
-            "enable_routing_replay": True,
-        }
-        made = MoEConfig(**{**settings, **changes})
+        made = gates(**changes)
         self.layers = nn.ModuleList([Layer(None), *(Layer(Gate(made)) for _ in range(3))])
         for parameter in self.parameters():
             nn.init.normal_(parameter)
@@ -125,7 +118,7 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ReplayError, match=message), nemo_rl.automodel(model, wrong):
             pytest.fail("the block was entered")
     with (
-        pytest.raises(ReplayError, match="gates with enable_routing_replay, got none"),
+        pytest.raises(ReplayError, match="gates with a replay object: enable_routing_replay, got none"),
         nemo_rl.automodel(Model(enable_routing_replay=False), rows()),
     ):
         pytest.fail("the block was entered")

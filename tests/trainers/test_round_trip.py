@@ -12,12 +12,12 @@ import pytest
 import ranks
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
-from nemo_automodel.components.moe.config import MoEConfig
 from nemo_automodel.components.moe.layers import Gate
 from rollouts import FAMILIES, Rollout, load
 from skyrl.backends.skyrl_train.distributed.megatron import token_metadata
 from skyrl.backends.skyrl_train.utils import replay_utils as skyrl_replay
 from skyrl.train.dataset import preprocess
+from test_automodel import gates
 from torch import nn
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.utils.megatron import router_replay_patch as verl_patch
@@ -148,12 +148,7 @@ def test_skyrl(made: list[Rollout]) -> None:
 def test_automodel(made: list[Rollout]) -> None:
     """Goal: rollout to gate. Method: gates of as many experts, in the layers that had them."""
     routes = made[0].routes
-    config = MoEConfig(
-        n_routed_experts=routes.num_experts, n_shared_experts=0, n_activated_experts=routes.top_k, n_expert_groups=1,
-        n_limited_groups=1, train_gate=True, gate_bias_update_factor=0.0, aux_loss_coeff=0.0, score_func="softmax",
-        route_scale=1.0, dim=mcore.HIDDEN, inter_dim=8, moe_inter_dim=8, norm_topk_prob=False, dtype=torch.float32,
-        enable_routing_replay=True,
-    )  # fmt: skip
+    config = gates(n_routed_experts=routes.num_experts, n_activated_experts=routes.top_k, dim=mcore.HIDDEN)
     layers = nn.ModuleList(Gate(config) if n in routes.layer_ids else nn.Identity() for n in range(routes.num_layers))
     model = nn.ModuleDict({"layers": layers})
     for parameter in model.parameters():

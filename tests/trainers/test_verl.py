@@ -107,25 +107,6 @@ def test_a_row_too_few_is_silent_in_verl_and_an_error_here() -> None:
         )
 
 
-def test_a_resumed_rollout_has_each_row_once() -> None:
-    """Goal: verl 6029: an aborted request resumes and answers all its rows again. Method: laid end to end, which is
-    what verl did, every row behind the abort is another token's; merged by position, the first computation stays."""
-    first = made_routes(1, 5)  # aborted behind 6 tokens
-    again = made_routes(2, 8)  # under other weights, so the rows differ
-    wrong = np.concatenate([first.materialize(5, "all", "int16"), again.materialize(8, "all", "int16")])
-    kept = output(wrong, 5, 4)["routed_experts"]
-    assert torch.equal(kept[5, 1:].long(), rows_of(2, 1)[0])  # position 5 got the row of position 0
-
-    resumed = first.append(again.slice(5, 8), tokens=range(8))
-    kept = output(verl.agent_loop(resumed, 5, 4), 5, 4)["routed_experts"]
-    assert torch.equal(kept[:5, 1:].long(), rows_of(1, 5))
-    assert torch.equal(kept[5:8, 1:].long(), rows_of(2, 8)[5:])
-    sent_twice = first.merge(made_routes(1, 8))  # the same rows again, and more
-    assert sent_twice == made_routes(1, 8)
-    with pytest.raises(RowError, match="0"):
-        first.merge(again)  # other rows for the same positions
-
-
 def test_the_padded_batch_becomes_the_jagged_one() -> None:
     """Goal: one meaning of both forms. Method: verl takes the padding off, and aligns the jagged one; they agree."""
     routes, prompts, responses = [made_routes(1, 8), made_routes(2, 4)], [5, 2], [4, 3]

@@ -84,7 +84,6 @@ TRAINERS: dict[str, Trainer] = {
     ),
     "skyrl.delta": Trainer(delta, ("error",)),
     "prime_rl": Trainer(lambda r, p, n, word: unpacked(prime_rl.routed_experts(r, p + n, missing=word)), UNSIGNED),
-    "prime_rl.http": Trainer(lambda r, p, n, word: unpacked(prime_rl.http(r, p + n, missing=word)), UNSIGNED),
     "nemo_rl.sequence": Trainer(lambda r, p, n, _: nemo_rl.sequence(r, p + n), ("minus1",), True),
     "nemo_rl.sequence, all": Trainer(lambda r, p, n, _: nemo_rl.sequence(r, p + n, layers="all"), ("minus1",)),
     "nemo_rl.batch": Trainer(lambda r, p, n, _: nemo_rl.batch([r] * 2, [p + n] * 2, p + n + 3)[1], ("minus1",), True),

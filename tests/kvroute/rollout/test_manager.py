@@ -260,30 +260,6 @@ def test_routes_of_another_model_are_refused(tmp_path: Path) -> None:
     manager.close()
 
 
-@pytest.mark.parametrize(
-    ("keys", "kind"),
-    [
-        ({}, "LocalRollouts"),
-        ({"use_fused_put": True}, "LocalRollouts"),
-        ({"routing_store_type": "response"}, "ResponseRollouts"),
-    ],
-)
-def test_the_configuration_names_the_store(tmp_path: Path, keys: dict[str, Any], kind: str) -> None:
-    """Goal: ``routing_store_type``, ``local_store_dir``, ``use_fused_put`` drive. Method: what a put looks like."""
-    config = RoutingReplayConfig(enable_routing_replay=True, **keys)
-    if kind == "LocalRollouts":
-        config = RoutingReplayConfig(enable_routing_replay=True, local_store_dir=str(tmp_path / "here"), **keys)
-    with RoutingReplayManager(config, SPEC) as manager:
-        assert type(manager.store).__name__ == kind
-        handle = manager.submit("x", routes_of(1)).result()
-        assert fetch_routes(manager.store, handle) == routes_of(1)
-        assert bool(handle.inline) == (kind == "ResponseRollouts")
-    assert handle.part_layers == (6 if handle.inline or keys.get("use_fused_put") else 1)
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.routes")] == (
-        [] if handle.inline else ["here/x.routes"]
-    )
-
-
 # ---------------------------------------------------------------- debug mode
 
 
