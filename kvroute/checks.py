@@ -17,6 +17,8 @@ from cache_manager.errors import InvalidInputError, RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routing import id_dtype
 
+_TINY: Final = 64
+"""Layers of tokens up to which plain integers cost less than calls of numpy."""
 _FEW: Final = 512
 """Layers of tokens up to which ids are sorted: a decode step of few sequences, where calls are what costs."""
 _CHUNK: Final = 1 << 16
@@ -75,17 +77,23 @@ def valid_rows(spec: AuxBlockDataSpec, ids: NDArray[Any]) -> NDArray[np.bool_]:
     if ids.dtype.kind not in "iu" or ids.ndim != 3 or ids.shape[1:] != spec.row_shape:
         wanted = f"integers of shape (n, {', '.join(map(str, spec.row_shape))})"
         raise RowError(f"{spec.name} rows", wanted, f"{ids.dtype} of shape {ids.shape}")
+    experts: int = spec.attrs["num_experts"]
+    if ids.shape[0] * ids.shape[1] <= _TINY:
+        top_k, few = ids.shape[2], ids.tolist()
+        return np.array(
+            [all(len({*each}) == top_k and min(each) >= 0 and max(each) < experts for each in row) for row in few],
+            np.bool_,
+        )
+    if ids.shape[0] * ids.shape[1] <= _FEW:
+        ordered = np.sort(ids.view(ids.dtype.str.replace("i", "u")))  # a negative id is larger than any other then
+        end = experts if ids.dtype.kind == "u" else min(experts, 1 << (8 * ids.itemsize - 1))
+        rises, inside = ordered[..., :-1] < ordered[..., 1:], ordered[..., -1] < end
+        if np.count_nonzero(rises) == rises.size and np.count_nonzero(inside) == inside.size:
+            return np.ones(len(ids), np.bool_)
+        return np.asarray(rises.all(axis=(1, 2)) & inside.all(axis=1))
     sound = np.ones(len(ids), np.bool_)
     if not ids.size:
         return sound
-    experts: int = spec.attrs["num_experts"]
-    if ids.shape[0] * ids.shape[1] <= _FEW:
-        ordered = ids.astype(np.uint64)  # a negative id is larger than any other then
-        ordered.sort()
-        rises, inside = ordered[..., :-1] < ordered[..., 1:], ordered[..., -1] < experts
-        if np.count_nonzero(rises) == rises.size and np.count_nonzero(inside) == inside.size:
-            return sound
-        return np.asarray(rises.all(axis=(1, 2)) & inside.all(axis=1))
     flat = ids.reshape(-1, ids.shape[2])
     if _may_leave_range(flat, experts):
         sound &= ((ids >= 0) & (ids < experts)).all(axis=(1, 2))

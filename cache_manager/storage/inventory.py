@@ -1,13 +1,12 @@
 """What is in a file store: by namespace, age and size, with what is damaged.
 
-Only heads are read, nothing is locked and nothing is written, so that a writer may go on, or start. What it changes
-meanwhile may be counted as it was or as it is. ``fsck`` says whether payloads are sound; this does not look.
+Only heads are read and nothing is locked or written. What a writer changes meanwhile may be counted as it was or is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,9 +18,8 @@ from cache_manager.storage.disk import SystemDisk
 from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.fsck import ExtentReport, read_extents
 
-AGES_S: Final = {"1 min": 60, "1 h": 3_600, "6 h": 21_600, "1 day": 86_400, "7 days": 604_800}
+AGES_S: Final = {"1 min": 60, "1 h": 3_600, "6 h": 21_600, "1 day": 86_400, "7 days": 604_800, "older": float("inf")}
 """Up to how old the records of a line are, by its name."""
-OLDER: Final = "older"
 
 
 @dataclass(slots=True)
@@ -47,18 +45,12 @@ class Inventory:
 
     directory: str
     now_s: float
+    records: int
+    nbytes: int
     namespaces: tuple[Share, ...]
     ages: tuple[Share, ...]
     sizes: tuple[Share, ...]
     extents: tuple[ExtentReport, ...]
-
-    @property
-    def records(self) -> int:
-        return sum(share.records for share in self.namespaces)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(share.nbytes for share in self.namespaces)
 
     def to_text(self) -> str:
         """Tables for people."""
@@ -72,55 +64,45 @@ class Inventory:
                 age = f"{_age(self.now_s, share.newest_s)} to {_age(self.now_s, share.oldest_s)}"
                 lines.append(f"{share.name:{width}}{share.records:>12,}{share.nbytes:>18,}  {age}")
         for extent in self.extents:
-            if extent.refused:
-                lines.append(f"{extent.name}: left alone: {extent.refused}")
-            elif not extent.sound:
-                lines.append(f"{extent.name}: {extent.damaged_heads:,} heads, {extent.damaged_pages} pages damaged")
+            damage = f"{extent.damaged_heads:,} heads, {extent.damaged_pages} pages damaged"
+            if not extent.sound:
+                lines.append(f"{extent.name}: " + (f"left alone: {extent.refused}" if extent.refused else damage))
         return "\n".join(lines) + "\n"
 
 
 def inventory(directory: Path, now_s: float) -> Inventory:
-    """Look through the store in ``directory``; ``now_s`` is wall-clock time.
-
-    :class:`StoreMissingError` and :class:`StoreFormatError` when there is no store.
-    """
-    namespaces: dict[str, Share] = {}
-    sizes: dict[int, Share] = {}
-    ages = {name: Share(name) for name in (*AGES_S, OLDER)}
+    """What is in the store in ``directory`` at ``now_s``; :class:`StoreMissingError`, :class:`StoreFormatError`."""
+    kinds: tuple[dict[str, Share], ...] = {}, {}, {}
     reports = []
-    try:
-        with closing(StoreDirectory.existing(directory)) as opened:
-            for report, extent, served in read_extents(opened, SystemDisk()):
-                reports.append(report)
-                for local in served if extent is not None else ():
-                    assert extent is not None, "only of an extent anything is served"
-                    scope, nbytes = extent.key_of(local)[:SCOPE_NBYTES].hex(), extent.shape.layout[1]
-                    created_s, up_to = extent.created_ms(local) / 1000, 1 << max(nbytes - 1, 1).bit_length()
-                    age = next((name for name, limit_s in AGES_S.items() if now_s - created_s <= limit_s), OLDER)
-                    of_scope = namespaces.setdefault(scope, Share(scope))
-                    of_size = sizes.setdefault(up_to, Share(f"up to {_size(up_to)}"))
-                    for share in (of_scope, of_size, ages[age]):
-                        share.add(nbytes, created_s)
-    except OSError as error:
-        raise StorageError(f"{directory}: cannot look through the store: {error}") from error
+    with closing(StoreDirectory.existing(directory)) as opened:
+        for report, extent, served in read_extents(opened, SystemDisk()):
+            reports.append(report)
+            if extent is not None:
+                nbytes = extent.shape.layout[1]
+                size = f"up to {(1 << max(nbytes - 1, 1).bit_length()) / 1024:g} KiB"
+                for local in served:
+                    created_s = int(extent.created_ms[local]) / 1000
+                    age = next(name for name, limit_s in AGES_S.items() if now_s - created_s <= limit_s)
+                    for shares, name in zip(kinds, (extent.key_of(local)[:SCOPE_NBYTES].hex(), age, size), strict=True):
+                        shares.setdefault(name, Share(name)).add(nbytes, created_s)
+    namespaces, ages, sizes = kinds
     return Inventory(
         str(directory),
         now_s,
+        sum(share.records for share in ages.values()),
+        sum(share.nbytes for share in ages.values()),
         tuple(sorted(namespaces.values(), key=lambda share: -share.nbytes)),
-        tuple(share for share in ages.values() if share.records),
-        tuple(sizes[size] for size in sorted(sizes)),
+        tuple(ages[name] for name in AGES_S if name in ages),
+        tuple(sorted(sizes.values(), key=lambda share: share.nbytes / share.records)),
         tuple(reports),
     )
 
 
 def stores_in(directory: Path) -> list[Path]:
-    """The store in ``directory``, or those below it, as a store of rows and one of KV are; never none.
-
-    :class:`StoreMissingError` where there is none.
-    """
+    """The store in ``directory``, or those below it; :class:`StoreMissingError` where there is none."""
     found: list[Path] = []
     with suppress(OSError):
-        for path in (directory, *sorted(path for path in directory.glob("*") if path.is_dir())):
+        for path in (directory, *sorted(filter(Path.is_dir, directory.glob("*")))):
             with suppress(StorageError):
                 StoreDirectory.existing(path).close()
                 found.append(path)
@@ -132,13 +114,8 @@ def stores_in(directory: Path) -> list[Path]:
 
 
 def to_json(inventories: Sequence[Inventory]) -> str:
-    """A JSON array with an object for each store: its fields, ``records`` and ``nbytes``."""
-    found = [{"records": each.records, "nbytes": each.nbytes, **asdict(each)} for each in inventories]
-    return json.dumps(found, indent=2) + "\n"
-
-
-def to_text(inventories: Iterable[Inventory]) -> str:
-    return "\n".join(each.to_text() for each in inventories)
+    """A JSON array with an object for each store."""
+    return json.dumps([asdict(each) for each in inventories], indent=2) + "\n"
 
 
 def _age(now_s: float, when_s: float) -> str:
@@ -151,17 +128,3 @@ def _age(now_s: float, when_s: float) -> str:
         if age_s >= 2 * seconds:
             return f"{age_s / seconds:.1f} {unit}"
     return f"{age_s:.0f} s"
-
-
-def _size(nbytes: int) -> str:
-    """
-    >>> _size(512), _size(32 << 10), _size(1 << 20)
-    ('512 B', '32 KiB', '1 MiB')
-    """
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes // size} {unit}"
-    return f"{nbytes} B"
-
-
-__all__ = ["Inventory", "Share", "inventory", "stores_in", "to_json", "to_text"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Final
 
 from cache_manager.errors import ConfigError, RecordError, StorageError
@@ -73,19 +74,24 @@ class RecordStore:
         have been copied when this returns. :class:`RecordError` when one does not fit the layout (nothing is stored
         then) and :class:`StorageError` when the backend fails.
         """
-        fingerprint, nbytes, valid_nbytes = self._fingerprint, self._nbytes, self._valid_nbytes
-        headers = []
-        for key, payload, bits, generation, origin in zip(keys, payloads, valid, generations, origins, strict=True):
-            if (found := payload.nbytes if isinstance(payload, memoryview) else len(payload)) != nbytes:
-                raise RecordError("payload size", nbytes, found)
-            if len(bits) != valid_nbytes:
-                raise RecordError("bitmap size", valid_nbytes, len(bits))
-            if not 0 <= origin <= ORIGIN_MAX:
-                raise RecordError("origin", f"0 to {ORIGIN_MAX}", origin)
-            headers.append(RecordHeader(key, fingerprint, generation, origin, bits, nbytes, checksum(payload)))
+        fingerprint, nbytes = self._fingerprint, self._nbytes
+        for field, wanted, sizes in (
+            ("payload size", nbytes, {memoryview(payload).nbytes for payload in payloads}),
+            ("bitmap size", self._valid_nbytes, set(map(len, valid))),
+        ):
+            if sizes - {wanted}:
+                raise RecordError(field, wanted, max(sizes - {wanted}))
+        if origins and not 0 <= min(origins) <= max(origins) <= ORIGIN_MAX:
+            raise RecordError("origin", f"0 to {ORIGIN_MAX}", f"{min(origins)} to {max(origins)}")
+        headers = [
+            RecordHeader(key, fingerprint, generation, origin, bits, nbytes, checksum(payload))
+            for key, payload, bits, generation, origin in zip(keys, payloads, valid, generations, origins, strict=True)
+        ]
         answers = one_each(self.backend.put(headers, payloads, replace=replace), keys)
         stored = kept = conflicts = 0
-        for i, (offered, answer) in enumerate(zip(headers, answers, strict=True)):
+        if all(map(is_, answers, headers)):
+            stored = len(headers)
+        for i, (offered, answer) in enumerate(zip(headers, answers, strict=True)) if stored < len(headers) else ():
             if answer is offered:
                 stored += 1
             elif answer is None or answer.fingerprint != fingerprint:
@@ -131,22 +137,17 @@ class RecordStore:
 
     def _read(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence | None]:
         """Each record verified in its buffer; ``None`` for one that is corrupt though the backend did not say so."""
-        found = one_each(getattr(self.backend, self._get)(keys, buffers), keys)
-        return [
-            header if not isinstance(header, RecordHeader) or self._is_sound(header, key, buffer) else None
-            for header, key, buffer in zip(found, keys, buffers, strict=True)
-        ]
-
-    def _is_sound(self, header: RecordHeader, key: BlockKey, payload: memoryview) -> bool:
-        """Whether this is the record of ``key`` in this layout, whole, and with no row more than a block has."""
-        valid = header.valid
-        return (
-            header.fingerprint == self._fingerprint
-            and payload.nbytes == self._nbytes
-            and len(valid) == self._valid_nbytes
-            and not (self._no_row and int.from_bytes(valid, "little") & self._no_row)
-            and is_sound(header, key, payload)
-        )
+        found: list[RecordHeader | Absence | None] = [*one_each(getattr(self.backend, self._get)(keys, buffers), keys)]
+        fingerprint, valid_nbytes, no_row = self._fingerprint, self._valid_nbytes, self._no_row
+        for i, (header, key, buffer) in enumerate(zip(found, keys, buffers, strict=True)):
+            if isinstance(header, RecordHeader) and not (
+                header.fingerprint == fingerprint
+                and len(header.valid) == valid_nbytes
+                and not (no_row and int.from_bytes(header.valid, "little") & no_row)
+                and is_sound(header, key, buffer)
+            ):
+                found[i] = None  # another key's, another layout's, not whole, or with rows more than a block has
+        return found
 
     def _quarantine(self, keys: Sequence[BlockKey]) -> None:
         try:

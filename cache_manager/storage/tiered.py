@@ -136,9 +136,8 @@ class TieredStore(ClosingStore):
         try:
             headers, payloads = list(hits.values()), [buffers[i] for i in hits]
             for front in fronts if deletions == self._deletions else ():
-                answers = front.ask(
-                    "failed_writes", range(len(hits)), partial(front.backend.put, headers, payloads), {}
-                )
+                put = partial(front.backend.put, headers, payloads)
+                answers = front.ask("failed_writes", range(len(hits)), put, {})
                 front.count(promoted=sum(map(is_, answers.values(), headers)))
         finally:
             self._deleting.release()
@@ -171,9 +170,9 @@ class TieredStore(ClosingStore):
         _raise(errors)
 
     def usage(self) -> Mapping[str, int]:
-        """Sums over the tiers, in which a record counts once for each copy, and each tier's own: ``tier0_records`` and
-        so on, with ``hits``, ``written``, ``promoted`` from a later tier, ``corrupt`` (deleted there), ``failed_reads``
-        and ``failed_writes``, all records. ``stale_tiers`` did not answer: theirs are older numbers."""
+        """Sums over the tiers, in which a record counts once a copy, and each tier's own, ``tier0_records`` and so on,
+        with its ``hits``, ``written``, ``promoted``, ``corrupt``, ``failed_reads`` and ``failed_writes``, all records.
+        ``stale_tiers`` did not answer: theirs are older numbers."""
         self._open.check()
         total = Counter(stale_tiers=0)
         for depth, tier in enumerate(self._tiers):

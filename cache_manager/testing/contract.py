@@ -41,11 +41,8 @@ offers = st.lists(st.tuples(st.integers(0, 5) | st.integers(0, KEYS - 1), conten
 
 
 class StorageMachine(RuleBasedStateMachine):
-    """Any sequence of calls, against what each key may hold.
-
-    ``roomy``: the store has room for all, so that nothing may be missing. ``contract.exact``: a key holds the one
-    record that was answered last; otherwise any that was put and not deleted since.
-    """
+    """Any sequence of calls, against what each key may hold. ``roomy``: nothing may be missing for want of room.
+    ``contract.exact``: a key holds the record that was answered last; otherwise any that was put and not deleted."""
 
     contract: StorageContract
     open_backend: Callable[[], StorageBackend]

@@ -34,8 +34,7 @@ def after(stored: Content | None, offered: Content, *, replace: bool) -> Content
         return offered
     if stored.origin != offered.origin:
         return offered if replace else stored
-    more = stored.specs | offered.specs == offered.specs
-    return offered if more else stored
+    return offered if stored.specs | offered.specs == offered.specs else stored
 
 
 def header(n: int, content: Content) -> RecordHeader:
@@ -52,9 +51,8 @@ def offer(backend: StorageBackend, batch: Sequence[tuple[int, Content]], *, repl
 
 
 def content_of(n: int, found: RecordHeader) -> Content:
-    content = Content(
-        found.origin, next((each for each in (FIRST, SECOND, BOTH) if found.valid == valid_of(n, each)), 0)
-    )
+    specs = next((each for each in (FIRST, SECOND, BOTH) if found.valid == valid_of(n, each)), 0)
+    content = Content(found.origin, specs)
     assert found == header(n, content), f"{found} was never offered"
     return content
 
@@ -86,11 +84,8 @@ def together(works: Sequence[Callable[[], object]], wait_s: float = 120.0) -> No
 
 
 def race(backends: Sequence[StorageBackend], rounds: int, *, replace: bool) -> list[dict[int, list[Content | None]]]:
-    """Every backend has a thread that puts its own origin's records of the same keys, and reads what is there.
-
-    With ``replace`` now and then, and other rows then. What each writer was told, by key. A record that was not offered
-    is an ``AssertionError``.
-    """
+    """Every backend has a thread that puts its own origin's records of the same keys, and reads what is there; with
+    ``replace`` now and then, and other rows then. What each writer was told, by key."""
     specs = (FIRST, SECOND, BOTH) if replace else (BOTH,)
     answers: list[dict[int, list[Content | None]]] = [{n: [] for n in range(NUMBERS)} for _ in backends]
 

@@ -40,7 +40,7 @@ class Form(NamedTuple):
     looks: Looks
     tokens: int  # the fewest that one layer has
     strides: NDArray[np.int64]  # [layers, 2]: elements from token to token, from value to value
-    extents: NDArray[np.int64]  # [layers]: bytes from the first value to behind the last of so many tokens
+    extents: list[int]  # [layers]: bytes from the first value to behind the last of so many tokens
     dtypes: tuple[torch.dtype, ...]  # of each spec's values
 
 
@@ -58,6 +58,7 @@ class Hooks:
         self.calls = [0] * len(self._names)
         self._form: Form | None = None
         self._seen: tuple[Form, NDArray[np.int64]] | None = None
+        self._places: list[int] = []  # their addresses
         self._apart = 0  # tokens for which those are known to be in memory of their own
 
     def hook(self, layer_id: int, name: str | None = None) -> Callable[..., None]:
@@ -100,9 +101,9 @@ class Hooks:
         """
         sources, form = self._checked(tokens)
         tokens = form.tokens if tokens is None else tokens
-        addresses = np.fromiter(map(torch.Tensor.data_ptr, sources), np.int64, len(sources))
-        if self._seen is None or form is not self._seen[0] or addresses.tobytes() != self._seen[1].tobytes():
-            self._seen, self._apart = (form, addresses), 0
+        places = [source.data_ptr() for source in sources]
+        if self._seen is None or form is not self._seen[0] or places != self._places:
+            self._seen, self._places, self._apart = (form, np.array(places, np.int64)), places, 0
         if tokens > self._apart:
             self._check_apart(sources, tokens)
             self._apart = tokens
@@ -137,15 +138,18 @@ class Hooks:
         strides = np.array([source.stride() for source in sources])
         fewest = min(map(len, sources))
         reach = (fewest - 1) * strides[:, 0] + (self._widths - 1) * strides[:, 1] + 1
-        self._form = Form(looks, fewest, strides, reach * sizes * (fewest > 0), tuple(firsts))
+        self._form = Form(looks, fewest, strides, (reach * sizes * (fewest > 0)).tolist(), tuple(firsts))
         return sources, self._form
 
     def _check_apart(self, sources: list[torch.Tensor], tokens: int) -> None:
         """Whether the first ``tokens`` values of each lie in memory of their own."""
         assert self._seen is not None
-        form, addresses = self._seen
-        order = addresses.argsort()  # each behind the other, as an allocator lays them
-        if ((addresses + form.extents)[order[:-1]] <= addresses[order[1:]]).all():
+        ends = 0  # of what was looked at: each lies behind the other, as an allocator lays them
+        for place, extent in sorted(zip(self._places, self._seen[0].extents, strict=True)):
+            if place < ends:
+                break
+            ends = place + extent
+        else:
             return
         if (pair := overlapping([source[:tokens] for source in sources])) is not None:
             first, second = (self._names[i][1] for i in pair)

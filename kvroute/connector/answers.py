@@ -25,15 +25,18 @@ LEFT: Final = "rollouts"
 UNSEEN: Final = "unseen"
 MISSING: Final = "missing"
 ERROR: Final = "error"
+START: Final = "start"
+"""What a request may say under :data:`FIELD`: the position of the first row that its answer is to have."""
 POLL_S: Final = 0.01
 
 
 def routes(output: Any, index: int = 0, *, rollouts: RolloutStore | None = None, wait_s: float = 5.0) -> Routes:
     """The routes of completion ``index`` of ``output``: a ``RequestOutput``, or the response of the OpenAI server.
 
-    They cover the tokens that were given to the model, which the last one never was. Where ``output`` has token ids,
-    the hashes that the engine has left with the routes say that they are of these tokens, and they are bound to the
-    prompt and to exactly the tokens that have rows. Else they are bound as the engine has bound them.
+    They cover the tokens that were given to the model, which the last one never was; where the request has said a
+    ``start``, from that position on: :meth:`Routes.merge` puts them behind those of an earlier turn. Where ``output``
+    has token ids, the hashes that the engine has left with the routes say that they are of these tokens, and they are
+    bound to the prompt and to exactly the tokens that have rows. Else they are bound as the engine has bound them.
 
     ``rollouts`` is the store that the engine was configured to leave routes in. It is the only way to routes of an
     answer without a handle: of a stream, of the second and later prompts of a list, of a request that the front end has
@@ -178,7 +181,7 @@ class _Asked:
             return found
         rows = self._rows(found)
         return found.slice(found.start, max(found.start, rows)).bind(
-            self.tokens, [count for count in {self.prompt, rows} if count <= rows]
+            self.tokens, [count for count in {found.start or rows, self.prompt, rows} if count <= rows]
         )
 
     def _rows(self, found: Routes) -> int:
@@ -248,4 +251,16 @@ def _mapping(given: Any) -> Mapping[str, Any]:
     return given if isinstance(given, Mapping) else {}
 
 
-__all__ = ["ERROR", "FIELD", "LEFT", "MISSING", "UNSEEN", "answers_of", "field_of", "missing", "routes", "unseen"]
+__all__ = [
+    "ERROR",
+    "FIELD",
+    "LEFT",
+    "MISSING",
+    "START",
+    "UNSEEN",
+    "answers_of",
+    "field_of",
+    "missing",
+    "routes",
+    "unseen",
+]

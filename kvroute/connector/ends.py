@@ -45,13 +45,15 @@ class End:
     """A request that is done. Its rows are those of the positions ``[start, stop)``, in ``blocks`` from position 0."""
 
     name: str  # what the client calls it
-    group: str | None  # of requests that are told together
-    of: Tokens | None
     blocks: NDArray[np.int64]
     lives: NDArray[np.int64]
     start: int
     stop: int
-    step: int  # the rows are written when the worker is through with it
+    steps: list[tuple[int, int]]  # of the worker that write rows: number, and the first position that it may write
+    weights: int  # a number that is another one when the weights may be others
+    group: str | None = None  # of requests that are told together
+    of: Tokens | None = None
+    kept: Sequence[End] = ()  # what tokens were sampled with before it was preempted, in order
     version: int | None = None  # of the weights, where all rows are of one
     mixed: bool = False  # else the rows are labelled
     by_kv: NDArray[np.bool_] | None = None  # [stop], which rows went by their KV, which the last router is behind
@@ -61,6 +63,11 @@ class End:
     versions: Rows | int | None = None
     spares: list[int] = field(default_factory=list)
     void: bool = False  # another request of this name has begun: what is left is deleted
+
+    @property
+    def step(self) -> int:
+        """All rows are written when the worker is through with it."""
+        return max((number for number, _ in self.steps), default=0)
 
 
 class Ends:
@@ -99,24 +106,33 @@ class Ends:
             finally:
                 done.set_result(None)
 
-        if self._left.keeps or name in self._pending:
-            self._rooms.calls.put(cleared)
+        if name not in self._pending and self._left.has_room(name):
+            cleared()  # which asks no store of another process, and takes no lock of another's
         else:
-            cleared()
+            self._rooms.calls.put(cleared)
         return done
 
     def begin(self, end: End) -> Future[Told]:
         """The request is done: what its client is told, when its rows have been left or cannot be."""
         with self._changed:
-            if full := len(self._pending) >= ENDS_MAX:
+            if len(self._pending) >= ENDS_MAX:
                 error = RowError("requests that are done", f"{ENDS_MAX} at most, for the rollout store to take", "more")
-                end.told.set_result(self._left.fail(end.name, error, end.group))
-            else:
-                self._pending.setdefault(end.name, []).append(end)
-                self._unread[end] = None
-        if not full:
-            self._ends.calls.put(lambda: self._leave(end))
+                return self.refused(end.name, error, end.group)
+            self._pending.setdefault(end.name, []).append(end)
+            self._unread[end] = None
+        self._ends.calls.put(lambda: self._leave(end))
         return end.told
+
+    def keep(self, end: End) -> None:
+        """The request will be computed again, and :meth:`begin` names this among what it has ``kept``."""
+        with self._changed:
+            self._unread[end] = None
+
+    def refused(self, name: str, error: RowError, group: str | None) -> Future[Told]:
+        """The request is done, and its client is told why it has no routes."""
+        told = Future[Told]()
+        told.set_result(self._left.fail(name, error, group))
+        return told
 
     def given(self, blocks: Sequence[int], step: int) -> None:
         """These blocks have other rows from here on. The worker hears of it with this ``step``, and of the copies."""
@@ -133,14 +149,21 @@ class Ends:
                 if at := hit[: len(spares)].tolist():  # rows of the others are missing
                     lives = self._feed.renew(spares)
                     self._feed.copy(list(zip(end.blocks[at].tolist(), spares, strict=True)))
-                    end.blocks[at], end.lives[at], end.step = spares, lives, step
+                    end.blocks[at], end.lives[at] = spares, lives
+                    end.steps.append((step, 0))
 
     def forgotten(self) -> None:
-        """All rows are about to be forgotten: those that are written are read before."""
+        """All rows are about to be forgotten: those that are written are read before, and others are missing."""
         with self._changed:
             for end in list(self._unread):
-                if self._through() >= end.step:
-                    self._read(end)
+                through = self._through()
+                self._read(end)
+                assert end.rows is not None
+                unsure = min((start for number, start in end.steps if number > through), default=end.stop)
+                for rows in (end.rows, end.versions):
+                    if isinstance(rows, Rows):
+                        rows.valid[max(0, unsure - end.start) :] = False
+                        rows.values[~rows.valid] = np.array(-1).astype(rows.values.dtype)  # as what is missing is
 
     def close(self) -> None:
         """Leave what is to be left, and close the store."""
@@ -152,14 +175,8 @@ class Ends:
 
     def _leave(self, end: End) -> None:
         try:
-            self._wait(end)
-            assert end.rows is not None
-            engine = self._engine
-            routes = Routes.from_rows(engine.spec, end.rows, end.start, weights_version=end.versions, checked=True)
-            unseen = list[list[int]]()
-            if end.by_kv is not None:
-                routes, unseen = settled(routes, end.by_kv[end.start :], flagged=engine.witness == "flagged")
-            gaps = gaps_of(routes.missing, end.why, engine.tokens)
+            routes, unseen = self._routes(end)
+            gaps = gaps_of(routes.missing, end.why, self._engine.tokens)
             told = self._left.leave(end.name, routes, end.of, end.group, unseen, gaps)
         except KVRouteError as error:
             told = self._left.fail(end.name, error, end.group)
@@ -175,6 +192,32 @@ class Ends:
         if end.void:
             self._left.make_room(end.name, end.group)
         end.told.set_result(told)
+
+    def _routes(self, end: End) -> tuple[Routes, list[list[int]]]:
+        """The routes of the request, and the positions at which its last router is taken on trust.
+
+        A position that a token was sampled with before the request was preempted has its row of then; where that is
+        missing, the one that was computed again, if by the same weights.
+        """
+        self._wait(end)
+        assert end.rows is not None
+        found, unseen = (
+            Routes.from_rows(self._engine.spec, end.rows, end.start, weights_version=end.versions, checked=True),
+            list[list[int]](),
+        )
+        if end.by_kv is not None:
+            found, unseen = settled(found, end.by_kv[end.start :], flagged=self._engine.witness == "flagged")
+        for kept in reversed(end.kept):
+            assert end.of is not None, "who asks by tokens says them"
+            if kept.stop <= found.start:
+                continue
+            before, trusted = self._routes(kept)
+            before = before.slice(found.start, min(kept.stop, found.stop))
+            again = list(before.missing) if kept.weights == end.weights else []
+            parts = [(start, stop) for start, stop in [*again, (before.stop, found.stop)] if start < stop]
+            unseen = _within(trusted, [(before.start, before.stop)]) + _within(unseen, parts)
+            found = before.merge(*(found.slice(*part) for part in parts), tokens=end.of.ids)
+        return found, unseen
 
     def _wait(self, end: End) -> None:
         """Until the rows are read: when the worker is through with the step that wrote the last.
@@ -221,6 +264,12 @@ class Ends:
         self._unread.pop(end, None)
         self._spares += end.spares
         end.spares = []
+
+
+def _within(spans: Sequence[Sequence[int]], parts: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """What of ``spans`` of positions lies in ``parts``."""
+    both = ([max(a, start), min(b, stop)] for start, stop in parts for a, b in spans)
+    return [[start, stop] for start, stop in both if start < stop]
 
 
 class _Thread:

@@ -15,6 +15,7 @@ from cache_manager.errors import KVRouteError
 from kvroute.connector.answers import ERROR, FIELD, LEFT, MISSING, UNSEEN
 from kvroute.connector.tickets import Gap
 from kvroute.rollout import RolloutStore
+from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.response import ResponseRollouts
 from kvroute.routes import Routes
 
@@ -33,10 +34,10 @@ class Tokens(NamedTuple):
     prompt: int  # how many of them are the prompt's
     cut: bool = False  # its front end may have answered fewer: it was aborted, or has stop strings
 
-    def counts(self, stop: int) -> list[int]:
-        """Of how many first tokens the hashes are wanted beside rows of the first ``stop``."""
+    def counts(self, stop: int, start: int = 0) -> list[int]:
+        """Of how many first tokens the hashes are wanted beside rows of the positions ``[start, stop)``."""
         first = max(self.prompt, stop - CUTS_MAX + 1) if self.cut else stop
-        return [count for count in {self.prompt, stop, *range(first, stop)} if count <= stop]
+        return [count for count in {start or stop, self.prompt, stop, *range(first, stop)} if count <= stop]
 
 
 def settled(routes: Routes, by_kv: NDArray[np.bool_], *, flagged: bool) -> tuple[Routes, list[list[int]]]:
@@ -58,9 +59,16 @@ class LeftRoutes:
 
     def __init__(self, store: RolloutStore) -> None:
         self._store = store
-        self.keeps = not isinstance(store, ResponseRollouts)  # else rows are in the answer alone
+        self._near = isinstance(store, (ResponseRollouts, LocalRollouts))  # else others are asked
         self._lock = threading.Lock()
         self._siblings: OrderedDict[str, dict[str, dict[str, Any]]] = OrderedDict()
+
+    def has_room(self, name: str) -> bool:
+        """Whether nothing is left under this name, as far as that is known without asking anybody."""
+        try:
+            return self._near and self._store.find(name) is None
+        except KVRouteError:
+            return False
 
     def make_room(self, name: str, group: str | None) -> None:
         """A request of this name begins: what an earlier one has left under it is neither found nor told any more.
@@ -92,7 +100,7 @@ class LeftRoutes:
         what the store raises.
         """
         if tokens is not None:
-            routes = routes.bind(tokens.ids, tokens.counts(routes.stop))
+            routes = routes.bind(tokens.ids, tokens.counts(routes.stop, routes.start))
         told: dict[str, dict[str, Any]] = {LEFT: {name: self._store.put(name, routes).to_json()}}
         if unseen:
             told[UNSEEN] = {name: unseen}

@@ -17,9 +17,10 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 
 import kvroute
-from cache_manager.errors import KVRouteError
+from cache_manager.errors import KVRouteError, RowError
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.ports import StorageBackend
+from kvroute.connector.answers import FIELD, START
 from kvroute.connector.ends import End, Ends
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.meter import Meter
@@ -79,6 +80,7 @@ class Ended(NamedTuple):
     tokens: int  # that have rows at most: KV of others has not come, and nobody will ever compare their rows with it
     steps: list[tuple[int, int]]  # that computed some, or joined it: number, and the first position that it may write
     why: Mapping[int, str]  # of blocks whose rows were lent by another engine and did not all come
+    kept: Sequence[End] = ()  # rows that were kept when it was preempted
 
 
 class SchedulerRows:
@@ -108,6 +110,7 @@ class SchedulerRows:
         self._given: dict[int, None] = {}  # since the last step was sent
         self._asked: dict[str, tuple[int, bool]] = {}  # by request: blocks that were hit locally, KV comes later
         self._running: dict[str, _Running] = {}
+        self._kept: dict[str, list[End]] = {}  # by request that was preempted
         self._loads: dict[str, _Load] = {}  # since the last step was sent
         self._later: dict[str, _Load] = {}  # of which the worker's store was told
         self._landed: dict[str, _Load] = {}  # since the last step was sent
@@ -293,14 +296,34 @@ class SchedulerRows:
         for each in (self._asked, self._rooms):
             each.pop(request_id, None)
         running, why = self._running.pop(request_id, None), self._tickets.end(request_id)
-        if running is None or not running.sent:
-            return Ended(tokens, [], why)
-        steps, rejected, after = list[tuple[int, int]](), 0, running.request.num_computed_tokens
-        for number, start, n in reversed(running.sent):
-            rejected += max(0, start + n - after)  # drafts, that was not known yet: it began so much earlier
-            steps.append((number, start - rejected))
-            after = start
-        return Ended(tokens, [*steps[:-1], (steps[-1][0], 0)], why)  # before the first one others may have written
+        return Ended(tokens, _steps_of(running) if running else [], why, self._kept.pop(request_id, ()))
+
+    def preempted(self, request: Request) -> None:
+        """The request is about to lose its blocks, and begins again later: rows that tokens were sampled with are kept.
+
+        The last token of a request was not read, and what is computed of a prompt without an answer is nothing yet.
+        """
+        name, said = request.request_id, len(request.all_token_ids) - request.num_prompt_tokens
+        running, kept = self._running.get(name), self._kept.get(name, [])
+        stop = min(len(request.all_token_ids) - 1, request.num_computed_tokens) if said > 0 else 0
+        if self._ends is None or running is None or stop <= max((each.stop for each in kept), default=0):
+            return
+        blocks = self.blocks_of(name, 0, -(-stop // self.engine.tokens))
+        self._ends.keep(end := self._end(name, blocks, 0, stop, _steps_of(running)))
+        self._kept[name] = [*kept, end]
+
+    def _end(self, name: str, blocks: Sequence[int], start: int, stop: int, steps: Sequence[tuple[int, int]]) -> End:
+        """Rows of the positions ``[start, stop)``, of which steps that wrote none are not waited for."""
+        ids, size = np.array(blocks, np.int64), self.engine.tokens
+        lives = self.feed.generations[ids]
+        stop = max(0, min(stop, len(ids) * size))
+        wrote = [(number, first) for number, first in steps if first < stop] or [(self._steps, 0)]
+        end = End(name, ids, lives, min(start, stop), stop, wrote, self.weights.changes)
+        end.version, end.mixed = self.weights.version, self.weights.mixed
+        if self.engine.unseen:
+            by_kv = np.arange(size) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]
+            end.by_kv = by_kv.reshape(-1)[:stop]
+        return end
 
     def finished(
         self,
@@ -311,6 +334,7 @@ class SchedulerRows:
         *,
         group: str | None = None,
         ended: Ended | None = None,
+        start: Any = 0,
     ) -> Future[dict[str, Any]] | None:
         """What goes to the client beside the answer; ``blocks`` are still the request's, ``tokens`` were computed.
 
@@ -319,21 +343,20 @@ class SchedulerRows:
         ``name`` is what the client calls it, and what a rollout store finds it by. ``of`` are its tokens: routes that
         are not bound to them are handed out with answers that have no token ids only. With what :meth:`forget` said no
         step is waited for that has written nothing of this. Each of a ``group`` of requests, the completions of one
-        prompt, is told with all that are done, for engines that send on what comes with the last one only.
+        prompt, is told with all that are done, for engines that send on what comes with the last one only. Rows before
+        ``start`` the client has already; an answer with another one than a position of its prompt has an error.
         """
         if self._ends is None:
             return None
-        ids = np.array(blocks, np.int64)
-        lives = self.feed.generations[ids]
-        stop = max(0, min(tokens, len(ids) * self.engine.tokens, ended.tokens if ended else tokens))
-        wrote = [number for number, start in ended.steps if start < stop] if ended else []
-        end = End(name, group, of, ids, lives, 0, stop, max(wrote, default=self._steps))
-        end.version, end.mixed = self.weights.version, self.weights.mixed
-        if self.engine.unseen:
-            by_kv = np.arange(self.engine.tokens) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]
-            end.by_kv = by_kv.reshape(-1)[:stop]
+        most = of.prompt if of else tokens
+        if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= most:
+            error = RowError(f"{FIELD}.{START}", f"a position of the prompt, from 0 to {most}", repr(start))
+            return self._ends.refused(name, error, group)
+        stop, steps = (min(tokens, ended.tokens), ended.steps) if ended else (tokens, [])
+        end = self._end(name, blocks, start, stop, steps)
+        end.group, end.of = group, of
         if ended:
-            end.why = ended.why
+            end.why, end.kept = ended.why, ended.kept
         begun_s, answer = time.monotonic(), self._ends.begin(end)
         answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))
         return answer
@@ -355,6 +378,16 @@ class SchedulerRows:
         for each in (self._ends, self.view, self._reader):
             if each is not None:
                 each.close()
+
+
+def _steps_of(running: _Running) -> list[tuple[int, int]]:
+    """The last steps to a late worker: the number of each, and the first position that it may write."""
+    steps, rejected, after = list[tuple[int, int]](), 0, running.request.num_computed_tokens
+    for number, start, n in reversed(running.sent):
+        rejected += max(0, start + n - after)  # drafts, that was not known yet: it began so much earlier
+        steps.append((number, start - rejected))
+        after = start
+    return [*steps[:-1], (steps[-1][0], 0)] if steps else []  # before the first one others may have written
 
 
 __all__ = ["Request", "SchedulerRows"]

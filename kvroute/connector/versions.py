@@ -52,6 +52,8 @@ class Versions:
         Otherwise all rows that there are were made by the weights of now."""
         self._namespace, self._renamed, self._named, self._draw = namespace, renamed, named, draw
         self._as_loaded = True  # the weights are those that the engine began with
+        self.changes = 0
+        """How often the weights may have become others."""
         self._sure = True  # nothing was computed, and nothing was paused, since the version was given
         self._empty = True  # nothing was computed since all KV was forgotten
 
@@ -88,6 +90,7 @@ class Versions:
 
     def _change(self, version: int | None) -> None:
         self.version, self._sure, self._as_loaded = version, version is not None, False
+        self.changes += 1
 
     def _rename(self) -> None:
         if not self._as_loaded:

@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import distributed
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError
 from kvroute.connector.folds import GATHER_NBYTES_MAX, by_layer, folded_on_device, keys_on, to_host
-from kvroute.connector.settings import StepMeta
 from kvroute.witness import ROOT, UNKNOWN, WORD_NBYTES, Run, chained
 
 Join = Callable[[torch.Tensor], object]
@@ -131,29 +129,6 @@ class KvWitness:
         return blocks, lives[: len(blocks)], witnesses
 
 
-class OtherRank:
-    """Of a rank that has no rows: its part of every fold, when the first rank asks for it."""
-
-    def __init__(self, folder: KvFolder) -> None:
-        self._folder = folder
-        self._step: StepMeta | None = None
-
-    def begin(self, step: StepMeta) -> None:
-        """As :meth:`WorkerRows.begin`."""
-        self._step = step
-        self._fold(step.landed)
-
-    def end(self) -> None:
-        """As :meth:`WorkerRows.end`."""
-        step, self._step = self._step, None
-        if step is not None:
-            self._fold(step.loads)
-            self._fold(step.full)
-
-    def _fold(self, runs: Sequence[Run]) -> None:
-        self._folder.folds([block for run in runs for block in run.blocks])
-
-
 def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int]) -> list[torch.Tensor]:
     """The layers to fold, of ``kv_caches`` by names with the layer's number: the last one.
 
@@ -169,12 +144,4 @@ def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int])
     return list(layers.values()) if layers[last].element_size() == 1 else [layers[last]]
 
 
-def agree(folds: torch.Tensor, group: distributed.ProcessGroup) -> None:
-    """Leave the folds that all ranks have; where they differ, one that stands for no KV."""
-    least = folds.clone()
-    distributed.all_reduce(least, distributed.ReduceOp.MIN, group)
-    distributed.all_reduce(folds, distributed.ReduceOp.MAX, group)
-    folds[least != folds] ^= 1
-
-
-__all__ = ["Join", "KvFolder", "KvWitness", "OtherRank", "agree", "witnessing"]
+__all__ = ["Join", "KvFolder", "KvWitness", "witnessing"]

@@ -14,11 +14,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import distributed
 
 import kvroute
 from cache_manager.stored import AnyJob, RestoreJob
 from kvroute.capture.step_ids import StepIds
+from kvroute.checks import valid_rows
 from kvroute.connector.behind import Behind
 from kvroute.connector.folds import to_host
 from kvroute.connector.meter import Meter
@@ -26,7 +26,7 @@ from kvroute.connector.pages import Got, Pages, slots_of
 from kvroute.connector.settings import VERSION, Engine, Handshake, StepMeta, Told
 from kvroute.connector.stores import opened
 from kvroute.connector.transfers import Transfers
-from kvroute.connector.witness import Join, KvFolder, KvWitness, OtherRank, agree, witnessing
+from kvroute.connector.witness import Join, KvFolder, KvWitness, witnessing
 from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,8 @@ class WorkerRows:
     ``kv_caches`` are the layers' KV by name, as :func:`witnessing` wants them; ``pages`` are among them where rows go
     into the KV. The routers call the hooks of :attr:`ids`. Each step is :meth:`begin`, its slots in :attr:`slots`
     (int64 ``[tokens]``, negative: padding; copied when they are set), and :meth:`end`; one that computes nothing has no
-    slots. Blocks whose KV could not be loaded are named to :meth:`fail` before it. See :func:`part_of` for ``joined``.
+    slots. Blocks whose KV could not be loaded are named to :meth:`fail` before it. See
+    :func:`kvroute.connector.ranks.part_of` for ``joined``.
 
     Both calls launch what they want of the device and wait for nothing. What is then to be done on the host is done at
     once on a CPU; if ``late``, as beside any other device, it is done behind the device, on a thread of its own.
@@ -170,12 +171,12 @@ class WorkerRows:
         if failed:  # what was computed from KV that had not come will be computed again
             touched = [block for table in step.joined if not set(failed).isdisjoint(table) for block in table]
         ids: torch.Tensor | str = NO_SLOTS
-        if self.slots is not None:
-            ids = self.ids.take(len(self.slots))
+        if (slots := self._slots) is not None:
+            ids = self.ids.take(slots.shape[0])
             if self.pages:
-                self._put(self.pages, self.slots, ids, step.namespace, touched)
-            ids = ids if isinstance(ids, str) else to_host(ids)
-        slots = None if self.slots is None else to_host(self.slots)
+                self._put(self.pages, slots, ids, step.namespace, touched)
+            if self._device.type != "cpu":  # else both are this step's own
+                slots, ids = to_host(slots), ids if isinstance(ids, str) else to_host(ids)
         come, full = self._come(step.loads, step.namespace, failed), None
         if self.witness and step.full:
             full = self.witness.look(step.full)
@@ -196,8 +197,9 @@ class WorkerRows:
             self._land()
         if failed:
             self.blocks.forget(failed)
-        self._unpack(come)
-        self._compare(come)  # before the step counts as over: who sees that believes what is before it
+        if come.runs:
+            self._unpack(come)
+            self._compare(come)  # before the step counts as over: who sees that believes what is before it
         if slots is not None or step.tokens:
             self._write(slots, ids, step, touched)
         if self.transfers:
@@ -234,7 +236,7 @@ class WorkerRows:
             self.blocks.write_step(slots, {})
             return
         ids = given.numpy()
-        keep = kvroute.valid_rows(spec, ids)
+        keep = valid_rows(spec, ids)
         rows = ids.astype(spec.dtype, copy=False)  # those that do not fit are not kept
         if without:
             keep &= ~np.isin(slots // self.engine.tokens, without)
@@ -249,15 +251,17 @@ class WorkerRows:
 
     def _come(self, runs: Sequence[Run], namespace: bytes, lost: Sequence[int] = ()) -> _Come:
         """Look at the KV of these blocks, which was loaded; of those ``lost`` nothing came."""
+        if not runs:
+            return _NONE
         paged = folds = None
-        if runs and self.pages:
+        if self.pages:
             each = [slots_of(np.asarray(run.blocks), self.engine.tokens, run.tokens) for run in runs]
             places = [np.arange(run.start, run.start + run.tokens) for run in runs]
             slots, tokens = np.concatenate(each), np.concatenate([np.asarray(run.token_ids, np.int64) for run in runs])
             came = ~np.isin(slots // self.engine.tokens, lost)
             slots = slots[came]
             paged = _Paged(slots, self.pages.get(slots), tokens[came], np.concatenate(places)[came], namespace)
-        if runs and self.witness:
+        if self.witness:
             folds = self.witness.look(runs)
         return _Come(runs, paged, folds)
 
@@ -291,7 +295,7 @@ class WorkerRows:
         if self.pages is None or (paged := come.paged) is None:
             return
         ids, sound, lost = self.pages.rows(paged.got, paged.token_ids, paged.positions, paged.namespace)
-        good = sound & kvroute.valid_rows(self.engine.spec, ids)
+        good = sound & valid_rows(self.engine.spec, ids)
         if impossible := int(np.count_nonzero(sound & ~good)):
             lost[NO_IDS] = impossible
         for reason, tokens in lost.items():
@@ -362,6 +366,9 @@ class _Come:
     folds: torch.Tensor | None  # of all blocks
 
 
+_NONE: Final = _Come((), None, None)
+
+
 @dataclass(frozen=True, slots=True)
 class _Paged:
     """Rows that came in pages, and what they ought to be of."""
@@ -379,28 +386,4 @@ def _after(done: torch.Event | None, call: Callable[[], None]) -> None:
     call()
 
 
-def part_of(
-    engine: Engine,
-    kv_caches: Mapping[str, torch.Tensor],
-    group: distributed.ProcessGroup,
-    *,
-    divided: bool,
-    pages: Pages | None = None,
-) -> WorkerRows | OtherRank | None:
-    """What a tensor-parallel rank has: the first one the rows, since routers of all ranks choose the same.
-
-    The others fold what they have of the KV: some heads, or, where ranks do not divide those, a copy of all. ``group``
-    are all ranks, on the device of the KV.
-    """
-    rank, joined = distributed.get_rank(group), None
-    if distributed.get_world_size(group) > 1:
-        joined = partial(distributed.all_reduce if divided else agree, group=group)
-    if not rank:
-        return WorkerRows(engine, kv_caches, joined, pages=pages)
-    if engine.witness == "off":
-        return None
-    layers = witnessing(kv_caches, engine.spec.attrs["layer_ids"])
-    return OtherRank(KvFolder(layers, rank * layers[0].shape[1] if divided else 0, joined))
-
-
-__all__ = ["WorkerRows", "part_of"]
+__all__ = ["WorkerRows"]

@@ -55,6 +55,14 @@ ANSWER_FAULTS = [
         "test_a_cut_answer_has_the_rows_of_its_own_tokens",
     ),
     _fault(
+        "an answer's part is not bound to what lies before it",
+        "connector/left.py",
+        "{start or stop, self.prompt, stop, *range(first, stop)}",
+        "{self.prompt, stop, *range(first, stop)}",
+        "tests/kvroute/test_connector_ends.py::",
+        "test_a_client_gets_the_rows_that_it_lacks",
+    ),
+    _fault(
         "what an earlier request has left stays under its name",
         "connector/left.py",
         "                self._store.delete(left)\n",

@@ -10,6 +10,7 @@ IDS = "tests/kvroute/test_step_ids.py::"
 PAGES = "tests/kvroute/test_pages.py::"
 MISSES = "tests/kvroute/test_connector_misses.py::"
 ENDS = "tests/kvroute/test_connector.py::"
+ENDS_LATE = "tests/kvroute/test_connector_ends.py::"
 LATE = "tests/kvroute/test_connector_late.py::"
 ENDED = "tests/kvroute/test_connector_ended.py::"
 WORKER = "tests/kvroute/test_connector_worker.py::"
@@ -158,23 +159,39 @@ CONNECTOR_FAULTS = [
         "connector/ends.py",
         "(through := self._through()) >= end.step:",
         "(through := self._through()) >= 0:",
-        LATE,
-        "test_a_request_that_is_done_has_the_rows_of_a_device_that_is_late",
+        ENDS_LATE,
+        "test_nobody_waits_for_a_worker_that_is_behind",
     ),
     _fault(
         "blocks are given out again before their rows are read",
         "connector/scheduler.py",
         "                self._ends.given(given, self._steps + 1)\n",
         "                pass\n",
-        "tests/kvroute/test_connector_ends.py::",
+        ENDS_LATE,
         "test_nobody_waits_for_a_worker_that_is_behind",
+    ),
+    _fault(
+        "what is computed again takes the place of what a token was sampled with",
+        "connector/ends.py",
+        "            if kept.stop <= found.start:\n",
+        "            if kept.stop >= 0:\n",
+        ENDS_LATE,
+        "test_a_token_keeps_the_row_that_it_was_sampled_with",
+    ),
+    _fault(
+        "rows of other weights take the place of those that were lost",
+        "connector/ends.py",
+        "if kept.weights == end.weights else []",
+        "if kept.weights >= 0 else []",
+        ENDS_LATE,
+        "test_rows_that_could_not_be_kept",
     ),
     _fault(
         "rows that were left too late stay under the name of another request",
         "connector/ends.py",
         "        if end.void:\n",
         "        if False:\n",
-        "tests/kvroute/test_connector_ends.py::",
+        ENDS_LATE,
         "test_a_store_that_stays_stuck_bounds_what_waits",
     ),
     _fault(
@@ -182,7 +199,7 @@ CONNECTOR_FAULTS = [
         "connector/scheduler.py",
         "        return request_id not in self._rooms\n",
         "        return True\n",
-        "tests/kvroute/test_connector_ends.py::",
+        ENDS_LATE,
         "test_a_name_is_used_again_when_its_rows_are_gone",
     ),
     _fault(
@@ -220,7 +237,7 @@ CONNECTOR_FAULTS = [
     _fault(
         "rows of a store are there before they are compared",
         "connector/worker.py",
-        "        self._compare(come)  # before the step counts as over: who sees that believes what is before it\n"
+        "            self._compare(come)  # before the step counts as over: who sees that believes what is before it\n"
         "        if slots is not None or step.tokens:\n"
         "            self._write(slots, ids, step, touched)\n"
         "        if self.transfers:\n"
@@ -232,8 +249,8 @@ CONNECTOR_FAULTS = [
         "        if self._behind is not None:\n"
         "            self.blocks.renew([self.engine.clock], [step.number])\n"
         "        self._compare(come)\n",
-        LATE,
-        "test_rows_of_a_store_are_compared_before_anybody_believes_them",
+        ENDED,
+        "test_an_aborted_request_waits_for_the_comparison_of_what_it_loads",
     ),
     _fault(
         "what a step left half done is readable",

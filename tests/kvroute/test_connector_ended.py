@@ -3,59 +3,53 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from toy_engine import Asked, Toy, admitted, computed, judge, seen
+from toy_engine import Asked, Toy, admitted, begun, computed, held, judge, seen
 
 from cache_manager.errors import RegionError
-from kvroute.connector import ends, scheduler
+from kvroute.connector import ends, routes
 from kvroute.routes import Routes
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
-def seen_late(toy: Toy, tokens: int, ended: scheduler.Ended, go: threading.Event) -> Routes:
-    """What is answered when the device goes on only after it was asked for."""
-    with ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(seen, toy, tokens, ended)
-        threading.Event().wait(0.05)
-        go.set()
-        return answer.result(60)
+def seen_late(toy: Toy, tokens: int, go: threading.Event) -> Routes:
+    """What is answered when the device goes on only after the request has ended."""
+    told = begun(toy, tokens, toy.scheduler.forget("r"))
+    threading.Event().wait(0.02)
+    assert not told.done()
+    go.set()
+    return routes({"kv_transfer_params": told.result(60)})
 
 
-def test_a_rejected_draft_is_not_taken_for_the_token_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejected_draft_is_not_taken_for_the_token_in_its_place() -> None:
     """Goal: an answer has its own last row. Method: a step computes a token and two drafts, which are rejected; the
     next one, the token in their place, which ends the request while the device is late.
     """
-    monkeypatch.setattr(ends, "LATE_S", 60.0)
-    toy, go = Toy(late=True), threading.Event()
-    assert toy.worker._behind is not None
+    toy = Toy(late=True)
     draft, right = [3, 1, 4, 7, 7], [3, 1, 4, 2]
     request = admitted(toy, draft, [5, 2])
     computed(toy, request, 5)
     toy.worker.end()
     toy.worker.settle()
     request.tokens, request.num_computed_tokens = right, 3
-    toy.worker._behind.put(lambda: go.wait(60) and None)
+    go = held(toy)
     computed(toy, request, 1)
     toy.worker.end()
     request.num_computed_tokens = 4
-    ended = toy.scheduler.forget("r")
-    assert judge(seen_late(toy, 4, ended, go), right) == {"right": 4}
+    assert judge(seen_late(toy, 4, go), right) == {"right": 4}
     toy.close()
 
 
-def test_a_step_that_began_before_it_was_thought_to_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_began_before_it_was_thought_to_is_waited_for() -> None:
     """Goal: as above, of an engine that schedules ahead. Method: a step is sent before the drafts before it are
     rejected, and a third one after that; the second one ends the request.
     """
-    monkeypatch.setattr(ends, "LATE_S", 60.0)
-    toy, go = Toy(late=True), threading.Event()
-    assert toy.worker._behind is not None
+    toy = Toy(late=True)
     right = PROMPT[:5]
     request = admitted(toy, [*right[:4], 7, 7, 7], [5, 2])
     computed(toy, request, 7)
@@ -64,15 +58,14 @@ def test_a_step_that_began_before_it_was_thought_to_is_waited_for(monkeypatch: p
     request.num_computed_tokens = 7
     second = toy.scheduler.step({"r": 1})
     request.num_computed_tokens = 8 - 3
-    toy.worker._behind.put(lambda: go.wait(60) and None)
+    go = held(toy)
     request.tokens, request.num_computed_tokens = right, 4  # as the worker knows
     computed(toy, request, 1, second)
     toy.worker.end()
     request.num_computed_tokens = 5
     toy.scheduler.step({"r": 1})
     request.num_computed_tokens = 6
-    ended = toy.scheduler.forget("r")
-    assert judge(seen_late(toy, 5, ended, go), right) == {"right": 5}
+    assert judge(seen_late(toy, 5, go), right) == {"right": 5}
     toy.close()
 
 
@@ -82,14 +75,13 @@ def test_an_answer_waits_for_no_step_that_has_none_of_its_rows(monkeypatch: pyte
     """
     monkeypatch.setattr(ends, "LATE_S", 0.05)
     for rejected in (0, 2):
-        toy, go = Toy(late=True), threading.Event()
-        assert toy.worker._behind is not None
+        toy = Toy(late=True)
         request = admitted(toy, PROMPT, [5, 2, 3])
         computed(toy, request, 4 + rejected)
         toy.worker.end()
         request.num_computed_tokens += 4 + rejected  # as far as is known when the next step is sent
         toy.worker.settle()
-        toy.worker._behind.put(lambda go=go: go.wait(60) and None)  # type: ignore[misc]
+        go = held(toy)
         meta = toy.scheduler.step({"r": 1})
         request.num_computed_tokens = 4
         computed(toy, request, 1, meta)
@@ -126,12 +118,7 @@ def test_an_aborted_request_waits_for_the_comparison_of_what_it_loads(tmp_path: 
             other.kv[name][block] = page
     other.worker.end()
     assert landed.wait(60)
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as threads:
-        patch.setattr(ends, "LATE_S", 60.0)
-        answer = threads.submit(seen, other, 8, other.scheduler.forget("r"))
-        threading.Event().wait(0.05)
-        go.set()
-        assert judge(answer.result(60), PROMPT[:8]) == {"right": 4, "missing": 4}
+    assert judge(seen_late(other, 8, go), PROMPT[:8]) == {"right": 4, "missing": 4}
     for each in (first, other):
         each.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_engine import Asked, Toy, admitted, computed, judge
+from toy_engine import Asked, Toy, admitted, computed, held, judge
 
 from cache_manager.errors import RowError
 from kvroute.connector import Tokens, ends, routes, settings
@@ -47,14 +47,6 @@ def end(toy: Toy, tokens: list[int], name: str = "r") -> Future[dict[str, Any]]:
 
 def of(told: Future[dict[str, Any]], store: RolloutStore | None = None) -> Routes:
     return routes({"kv_transfer_params": told.result(60)}, rollouts=store)
-
-
-def held(toy: Toy) -> threading.Event:
-    """The worker's host is behind its device, until the event is set."""
-    go = threading.Event()
-    assert toy.worker._behind is not None
-    toy.worker._behind.put(lambda: go.wait(60) and None)
-    return go
 
 
 def test_nobody_waits_for_a_worker_that_is_behind(start: Callable[..., Toy]) -> None:
@@ -186,3 +178,150 @@ def test_an_answer_comes_whatever_happens(start: Callable[..., Toy], monkeypatch
     monkeypatch.setattr(Routes, "from_rows", lambda *_, **__: 1 // 0)
     with pytest.raises(RowError, match="ZeroDivisionError"):
         of(end(toy, FIRST))
+
+
+def test_a_client_gets_the_rows_that_it_lacks(start: Callable[..., Toy]) -> None:
+    """Goal: a conversation's turn is sent once. Method: the second turn of one is asked for from where the first
+    ends, in the middle of a block; what came is put together, and with another conversation's first turn it is not.
+    """
+    toy, both = start(), [*FIRST, 7, *SECOND]
+    toy.ask("first", FIRST)
+    first = routes({"kv_transfer_params": told_from(toy, FIRST, 0).result(60)})
+    toy.ask("second", both)
+    told = told_from(toy, both, len(first))
+    second = routes({"kv_transfer_params": told.result(60)})
+    assert (second.start, second.stop) == (6, 13)
+    assert judge(first.merge(second), both) == {"right": 13}
+    said = {"index": 0, "prompt_token_ids": both[:9], "token_ids": [*both[9:], 5]}
+    answer = routes({"id": "r", "choices": [said], "kv_transfer_params": told.result(60)})
+    assert judge(answer.merge(first), both) == {"right": 13}
+    other = routes({"kv_transfer_params": told_from(toy, [*SECOND, *both[6:]], 6).result(60)})
+    with pytest.raises(RowError, match="hash of the first 6 tokens"):
+        other.merge(first)
+
+
+def told_from(toy: Toy, tokens: list[int], at: Any) -> Future[dict[str, Any]]:
+    told = toy.scheduler.finished("r", toy.table, len(tokens), Tokens([*tokens, 5], min(9, len(tokens))), start=at)
+    assert told is not None
+    return told
+
+
+@pytest.mark.parametrize("wrong", [-1, 7, True, "3", 2.0, None])
+def test_a_start_that_is_no_position_of_the_prompt_is_refused(start: Callable[..., Toy], wrong: Any) -> None:
+    """Goal: the client hears what was wanted. Method: values of other kinds, and beyond the prompt's six tokens."""
+    toy = start()
+    toy.ask("r", FIRST)
+    with pytest.raises(RowError, match=f"kvroute.start: wanted a position of the prompt, from 0 to 6, got {wrong!r}"):
+        of(told_from(toy, FIRST, wrong))
+
+
+SAID = [*FIRST, 7, 2, 8]
+"""A prompt of four tokens and an answer of five."""
+
+
+def preempted(toy: Toy, read: int) -> Asked:
+    """The engine has read so many tokens of a request, sampled one more, and takes its blocks away."""
+    request = admitted(toy, SAID, [5, 2, 3])
+    request.all_token_ids, request.num_prompt_tokens = SAID[: read + 1], 4
+    computed(toy, request, read)
+    toy.worker.end()
+    request.num_computed_tokens = read
+    toy.scheduler.preempted(request)
+    return request
+
+
+def again(toy: Toy, blocks: list[int]) -> Routes:
+    """It is computed from its first token, in other blocks, to its end."""
+    request = admitted(toy, SAID, blocks)
+    computed(toy, request, len(SAID))
+    toy.worker.end()
+    request.num_computed_tokens = len(SAID)
+    ended = toy.scheduler.forget("r")
+    told = toy.scheduler.finished("r", blocks, len(SAID), Tokens([*SAID, 5], 4), ended=ended)
+    assert told is not None
+    return of(told)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("happens", ["reset", "changed", "nothing"])
+def test_a_token_keeps_the_row_that_it_was_sampled_with(start: Callable[..., Toy], late: bool, happens: str) -> None:
+    """Goal: an answer whose request is computed again by other weights has, of what was read before, the rows of then.
+    Method: two preemptions; behind the first the weights change, and all KV is forgotten or kept; blocks come again.
+    """
+    toy = start(late=late, weights_version=1)
+    preempted(toy, 6)
+    toy.worker.settle()
+    if happens != "nothing":
+        toy.weights = 1
+        toy.scheduler.weights.changed(2)
+    if happens == "reset":
+        toy.scheduler.reset()
+    preempted(toy, 8)
+    found = again(toy, [5, 2, 3])
+    if happens == "nothing":
+        assert (judge(found, SAID), found.weights_versions) == ({"right": 9}, ((0, 9, 1),))
+    else:
+        assert found.weights_versions == ((0, 6, 1), (6, 9, 2))
+        assert judge(found, SAID, [0] * 6 + [1] * 3) == {"right": 9}
+
+
+@pytest.mark.parametrize(("changed", "due"), [(True, {"missing": 6, "right": 3}), (False, {"right": 9})])
+def test_rows_that_could_not_be_kept(
+    start: Callable[..., Toy], monkeypatch: pytest.MonkeyPatch, changed: bool, due: dict[str, int]
+) -> None:
+    """Goal: a row of other weights does not take the place of one that was lost; one of the same weights does. Method:
+    the blocks of a preempted request are given out while the worker is behind, and nothing is spare.
+    """
+    monkeypatch.setattr(settings, "SPARES", 0)
+    toy = start(late=True, weights_version=1)
+    go = held(toy)
+    preempted(toy, 6)
+    if changed:
+        toy.weights = 1
+        toy.scheduler.weights.changed(2)
+    admitted(toy, SAID, [5, 2, 3])
+    toy.worker.begin(toy.scheduler.step({}))
+    toy.worker.end()
+    go.set()
+    assert judge(again(toy, [5, 2, 3]), SAID, [int(changed)] * 9) == due
+
+
+def test_of_what_is_forgotten_only_the_last_steps_are_lost(start: Callable[..., Toy]) -> None:
+    """Goal: a reset does not wait for the worker, and loses no more than it has not written. Method: a request's second
+    step is held up, it is preempted, and all is forgotten for other weights.
+    """
+    toy = start(late=True, weights_version=1)
+    request = admitted(toy, SAID, [5, 2, 3])
+    request.all_token_ids, request.num_prompt_tokens = SAID[:7], 4
+    for n in (4, 2):
+        go = held(toy) if n == 2 else None
+        computed(toy, request, n)
+        toy.worker.end()
+        request.num_computed_tokens += n
+        if go is None:
+            toy.worker.settle()
+    toy.scheduler.preempted(request)
+    toy.weights = 1
+    toy.scheduler.weights.changed(2)
+    toy.scheduler.reset()
+    assert go is not None
+    go.set()
+    found = again(toy, [5, 2, 3])
+    assert judge(found, SAID, [0] * 4 + [1] * 5) == {"right": 7, "missing": 2}
+    assert found.weights_versions == ((0, 4, 1), (6, 9, 2))
+
+
+def test_nothing_is_kept_of_a_prompt_without_an_answer(start: Callable[..., Toy]) -> None:
+    """Goal: the rows of a token are of the pass that it was sampled with. Method: preempted in the middle of a prompt,
+    before new weights.
+    """
+    toy = start(weights_version=1)
+    request = admitted(toy, SAID, [5, 2, 3])
+    request.num_prompt_tokens = len(SAID)
+    computed(toy, request, 6)
+    toy.worker.end()
+    request.num_computed_tokens = 6
+    toy.scheduler.preempted(request)
+    toy.weights = 1
+    toy.scheduler.weights.changed(2)
+    assert again(toy, [1, 6, 0]).weights_versions == ((0, 9, 2),)

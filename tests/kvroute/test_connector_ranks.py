@@ -14,8 +14,9 @@ from torch import distributed
 from cache_manager.keys import Namespace
 from cache_manager.spec import RecordLayout
 from kvroute.connector import Engine, Settings
+from kvroute.connector.ranks import OtherRank, part_of
 from kvroute.connector.settings import StepMeta
-from kvroute.connector.worker import OtherRank, WorkerRows, part_of
+from kvroute.connector.worker import WorkerRows
 from kvroute.routing import routing_spec
 from kvroute.witness import ROOT, Run, chained, fold_reference
 

@@ -47,7 +47,7 @@ def opened(directory: Path, disk: Disk | None = None, **options: Any) -> Iterato
 @contextmanager
 def reading(directory: Path, **options: Any) -> Iterator[RecordStore]:
     """A reader that looks again whenever a key is missing, unless ``options`` say otherwise."""
-    backend = FileReader(directory, **{"refresh_s": 0.0, **options})
+    backend = FileReader(directory, **options)
     try:
         yield RecordStore(backend, LAYOUT)
     finally:

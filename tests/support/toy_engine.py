@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,11 @@ from cache_manager.keys import Namespace
 from cache_manager.spec import RecordLayout
 from kvroute.connector import Engine, SchedulerRows, Settings, Tokens, routes
 from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
+from kvroute.connector.ranks import OtherRank
 from kvroute.connector.scheduler import Ended
 from kvroute.connector.settings import StepMeta
 from kvroute.connector.versions import AS_LOADED
-from kvroute.connector.witness import KvFolder, OtherRank, witnessing
+from kvroute.connector.witness import KvFolder, witnessing
 from kvroute.connector.worker import WorkerRows
 from kvroute.routes import Routes
 from kvroute.routing import routing_spec, weights_version_spec
@@ -300,11 +301,24 @@ def admitted(toy: Toy, tokens: list[int], blocks: list[int], external: int = 0, 
     return request
 
 
-def seen(toy: Toy, n: int, ended: Ended | None = None) -> Any:
-    """The routes that a client gets of the one request."""
+def begun(toy: Toy, n: int, ended: Ended | None = None) -> Future[dict[str, Any]]:
+    """What a client will be told of the one request, of which so many tokens were computed."""
     told = toy.scheduler.finished("r", toy.table, n, ended=ended)
     assert told is not None
-    return routes({"kv_transfer_params": told.result(60)})
+    return told
+
+
+def seen(toy: Toy, n: int, ended: Ended | None = None) -> Any:
+    """The routes that a client gets of the one request."""
+    return routes({"kv_transfer_params": begun(toy, n, ended).result(60)})
+
+
+def held(toy: Toy) -> threading.Event:
+    """The worker's host is behind its device, until the event is set."""
+    go = threading.Event()
+    assert toy.worker._behind is not None
+    toy.worker._behind.put(lambda: go.wait(60) and None)
+    return go
 
 
 def makers(toy: Toy, tokens: Sequence[int]) -> list[int]:

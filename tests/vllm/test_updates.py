@@ -88,9 +88,9 @@ class Running:
             self.engine.llm.update_weight_version(version)
         self.core.resume_scheduler()
 
-    def assert_right(self, outputs: Sequence[Any], cuts: Sequence[int] | None = None) -> None:
+    def assert_right(self, outputs: Sequence[Any], cuts: Sequence[int] | None = None, *, again: bool = False) -> None:
         """Every row is there. Without ``cuts`` its version says of which weights; otherwise those before the cut are of
-        the first, and others of the second.
+        the first, and others of the second, over the KV of the first or over their own, computed ``again``.
         """
         for i, output in enumerate(outputs):
             tokens, found = tokens_of(output), routes(output)
@@ -99,7 +99,7 @@ class Running:
                 continue
             parts = [(cuts[i], self.homes[0]), (len(tokens) - 1, self.homes[1])]
             assert found.complete
-            expected = updates.due([part for part in parts if part[0]], tokens[:-1])
+            expected = (updates.due_again if again else updates.due)([each for each in parts if each[0]], tokens[:-1])
             assert (np.sort(found.ids.astype(np.int64), axis=-1) == expected).all()
 
 
@@ -151,8 +151,9 @@ def test_an_update_that_nobody_told_of_has_no_version(running: Running) -> None:
 
 @pytest.mark.parametrize("connector", [False, True])
 def test_a_reset_with_requests_running(running: Running, connector: bool) -> None:
-    """Goal: all is computed again, by the new weights, and nothing has the old version. Method: vLLM preempts what
-    runs; with a version that was told before the reset, and without one; the connector is told of the reset, or not.
+    """Goal: all is computed again, by the new weights, and each token keeps the row that it was sampled with. Method:
+    vLLM preempts what runs; with a version that was told before the reset, and without one; the connector is told of
+    the reset, or not. The same prompts again are of the new weights alone.
     """
     core, nobody = running.engine.llm.llm_engine.engine_core, list[str]()
     for told in (["1"], nobody):
@@ -165,9 +166,11 @@ def test_a_reset_with_requests_running(running: Running, connector: bool) -> Non
 
         running.begin()
         outputs = running.interrupted(happens)
-        spans = [((0, len(tokens_of(output)) - 1, 1),) if told else () for output in outputs]
+        ends = [len(tokens_of(output)) - 1 for output in outputs]
+        spans = [((0, cut, 0), (cut, end, 1)) if told else ((0, cut, 0),) for cut, end in zip(CUTS, ends, strict=True)]
         assert [routes(output).weights_versions for output in outputs] == spans
-        running.assert_right(outputs, [0] * len(ASKED))
+        running.assert_right(outputs, CUTS, again=True)
+        running.assert_right(running.engine.ask(ASKED), [0] * len(ASKED))
 
 
 def test_a_reset_that_is_refused_changes_nothing(running: Running) -> None:
@@ -234,7 +237,7 @@ def test_the_recipes_work_with_requests_running(
         ThreadPoolExecutor(len(asked)) as threads,
     ):
         server.post("/update_weight_version", new_version="0")
-        for calls in recipes():
+        for number, calls in enumerate(recipes()):
             before = answered(server)
             answers = [
                 threads.submit(server.post, "/v1/completions", prompt=prompt, max_tokens=400) for prompt in asked
@@ -249,10 +252,10 @@ def test_the_recipes_work_with_requests_running(
                     server.post("/collective_rpc", method="put", args=[str(homes[now])])
             for answer in (each.result(300) for each in answers):
                 choice, found = answer["choices"][0], routes(answer)
-                assert updates.right(found, [*choice["prompt_token_ids"], *choice["token_ids"]], homes)
+                tokens = [*choice["prompt_token_ids"], *choice["token_ids"]]
+                assert updates.right(found, tokens, homes, again=number == 1)
                 spans.append([version for _, _, version in found.weights_versions])
     kept, computed_again = spans[: len(asked)], spans[len(asked) :]
-    assert kept.count([0, 1]) == 1, "one was running, those before it had ended, and those behind it had not begun"
-    assert all(each in ([0], [0, 1], [1]) for each in kept)
-    assert [0] in computed_again
-    assert all(each in ([1], [0]) for each in computed_again), "what was running is of the new weights alone"
+    for each, (old, new) in ((kept, (0, 1)), (computed_again, (1, 0))):
+        assert each.count([old, new]) == 1, "one was running, those before it had ended, and others had not begun"
+        assert all(versions in ([old], [old, new], [new]) for versions in each)

@@ -61,12 +61,22 @@ def due(parts: Sequence[tuple[int, Path]], tokens: list[int]) -> NDArray[np.int6
     return np.sort(np.concatenate(rows).astype(np.int64), axis=-1)
 
 
-def right(found: kvroute.Routes, tokens: list[int], homes: dict[int, Path]) -> bool:
-    """Whether every row is there, has a version, and is that of transformers with the weights that it names."""
+def due_again(parts: Sequence[tuple[int, Path]], tokens: list[int]) -> NDArray[np.int64]:
+    """As :func:`due`, where each part's weights have computed all tokens again."""
+    whole = [due([(len(tokens), home)], tokens) for _, home in parts]
+    starts = [0, *(stop for stop, _ in parts)]
+    return np.concatenate([each[a:b] for each, a, (b, _) in zip(whole, starts, parts, strict=False)])
+
+
+def right(found: kvroute.Routes, tokens: list[int], homes: dict[int, Path], *, again: bool = False) -> bool:
+    """Whether every row is there, has a version, and is that of transformers with the weights that it names.
+
+    Those compute over the KV of others, or all tokens ``again``.
+    """
     assert found.complete
     assert len(found) == len(tokens) - 1
     spans = found.weights_versions
     assert [start for start, _, _ in spans] == [0, *(stop for _, stop, _ in spans[:-1])]
     assert spans[-1][1] == len(found)
-    expected = due([(stop, homes[version]) for _, stop, version in spans], tokens[:-1])
+    expected = (due_again if again else due)([(stop, homes[version]) for _, stop, version in spans], tokens[:-1])
     return bool((np.sort(found.ids.astype(np.int64), axis=-1) == expected).all())

@@ -8,30 +8,16 @@ no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cache_manager.storage.file.extent import UNSURE, USES_MAX, Extent
+from cache_manager.storage.file.extent import UNSURE, USES_MAX, Extent, runs_of
 
 _WINDOW_MIN: Final = 1024
 
 Run = tuple[Extent, int, int]
 """An extent, the first of some slots in it that are neighbours, and how many."""
-
-
-def runs_of(slots: Sequence[int] | NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Ascending slots as runs of neighbours: the first, and how many.
-
-    >>> runs_of([3, 4, 5, 9])
-    [(3, 3), (9, 1)]
-    """
-    found = np.asarray(slots, np.int64)
-    cuts = [0, *(np.flatnonzero(np.diff(found) != 1) + 1).tolist(), len(found)]
-    return [(int(found[start]), stop - start) for start, stop in pairwise(cuts) if stop > start]
 
 
 class Clock:
@@ -41,17 +27,16 @@ class Clock:
         self.extents: list[Extent] = []
         self.turned, self.turned_at = False, 0  # in calls
         self.free: list[Run] = []  # the next to be taken comes last
-        self._hand = (0, 0)  # the place of an extent, and a slot in it
+        self.hand = (0, 0)  # the place of an extent, and a slot in it
 
     def join(self, extent: Extent) -> None:
         """One extent more, with the slots in it that hold nothing."""
         self.extents.append(extent)
-        unused = np.flatnonzero(np.frombuffer(extent.uses, np.uint8) >= UNSURE)
-        self.free[:0] = [(extent, *run) for run in reversed(runs_of(unused))]
+        self.free[:0] = [(extent, *run) for run in reversed(runs_of(np.flatnonzero(extent.uses >= UNSURE)))]
 
     def leave(self, extent: Extent) -> None:
         """Take no slot of an extent any more."""
-        self._hand = (0, 0)
+        self.hand = (0, 0)
         self.extents.remove(extent)
         self.free = [run for run in self.free if run[0] is not extent]
 
@@ -70,13 +55,13 @@ class Clock:
     def take_unused(self, count: int) -> list[Run]:
         """So many slots of the records that are used least, or all that there are; they still hold their records."""
         taken: list[Run] = []
-        place, at = self._hand
+        place, at = self.hand
         for _ in range((USES_MAX + 1) * len(self.extents) + 1):
             if place >= len(self.extents):
                 place, at, self.turned = 0, 0, True
             extent = self.extents[place]
             while count and at < extent.slots:
-                uses = np.frombuffer(extent.uses, np.uint8)[at : at + max(_WINDOW_MIN, 2 * count)]
+                uses = extent.uses[at : at + max(_WINDOW_MIN, 2 * count)]
                 found = np.flatnonzero(uses == 0)[:count]
                 uses = uses[: found[-1] + 1] if len(found) == count else uses
                 uses[(uses > 0) & (uses < UNSURE)] -= 1
@@ -87,10 +72,5 @@ class Clock:
             if not count:
                 break
             place, at = place + 1, 0
-        self._hand = (place, at)
+        self.hand = (place, at)
         return taken
-
-    def begin_after_newest(self) -> None:
-        """Put the hand behind what was written last, where the life before had it."""
-        place = int(np.argmax([extent.all_ticks().max() for extent in self.extents]))
-        self._hand = (place, int(np.argmax(self.extents[place].all_ticks())) + 1)

@@ -12,22 +12,23 @@ these writes may be missing: then the payload is not the one of the head's sum.
 from __future__ import annotations
 
 import os
-import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.errors import StoreFormatError
+from cache_manager.errors import StorageError, StoreFormatError
 from cache_manager.keys import BlockKey
 from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.spec import align
-from cache_manager.storage.disk import Disk, read_all
+from cache_manager.storage.disk import Disk, read_all, write_all
+from cache_manager.storage.file.directory import TEMP_SUFFIX, LockedDirectory, StoreDirectory, parse_name
 
 PAGE_NBYTES: Final = 4096
 VERSION: Final = 5
@@ -36,37 +37,25 @@ GROUP: Final = 64
 """Slots that have one tick, which changes after any of their heads has."""
 SLOTS_MAX: Final = 1 << 20
 TICK_MAX: Final = 1 << 62
+EXTENTS_MAX: Final = 512
+"""Each has a descriptor open."""
 FREE, UNSURE, USES_MAX = 255, 254, 3
 """In place of a slot's uses: its head is zeros; nothing is served from it, but its head on the disk may be another."""
 KEY_AT: Final = 40
 """Of a head."""
 
-_NAME = re.compile(r"extent-([0-9a-f]{8})\.kvr")
 _PAGE = struct.Struct("<8sHHIQQQ16s")  # magic, version, zero, bitmap bytes, number, slots, payload bytes, fingerprint
 _SECTOR_NBYTES: Final = 512
 _HEAD_NBYTES: Final = 80  # without its bitmaps
 _HEAD_NBYTES_MAX: Final = 1 << 16
-_HEADS_NBYTES_MAX: Final = 1 << 28
-"""Of an extent: what a page may make whoever believes it read and hold."""
+_HEADS_NBYTES_MAX: Final = 1 << 28  # of an extent: what a page may make whoever believes it read and hold
 _PIECE_SLOTS: Final = 1 << 14
 _FACTORS: Final = np.cumprod(np.full(_HEAD_NBYTES_MAX // 4, 0x9E3779B97F4A7C15, np.uint64))
 
 Layout = tuple[bytes, int, int]
 """Fingerprint, bytes of a payload, bytes of its validity bitmaps: what all records of an extent have in common."""
-
-
-def extent_name(number: int) -> str:
-    """
-    >>> extent_name(26), parse_name("extent-0000001a.kvr"), parse_name("notes.txt")
-    ('extent-0000001a.kvr', 26, None)
-    """
-    return f"extent-{number:08x}.kvr"
-
-
-def parse_name(name: str) -> int | None:
-    """The number in an extent's name; ``None`` for any other name."""
-    match = _NAME.fullmatch(name)
-    return int(match[1], 16) if match else None
+Heads = NDArray[np.uint8]
+"""``[n, head_nbytes]``"""
 
 
 class Shape:
@@ -93,43 +82,31 @@ class Shape:
         return shape
 
     @classmethod
-    def unpack(cls, raw: Buffer, path: str) -> Shape:
-        """What a page says; :class:`StoreFormatError` names the first field that is not right."""
-        if len(raw) != PAGE_NBYTES:
-            raise StoreFormatError(path, "page", f"{PAGE_NBYTES} bytes", len(raw))
+    def read(cls, disk: Disk, fd: int, at: int, path: str) -> Shape:
+        """What the page at ``at`` says; ``OSError``; :class:`StoreFormatError` names the first field that is wrong."""
+        raw = bytearray(PAGE_NBYTES)
+        found = read_all(disk, fd, [raw], at, PAGE_NBYTES)
         magic, version, _, valid_nbytes, number, slots, payload_nbytes, fingerprint = _PAGE.unpack_from(raw)
-        if magic != MAGIC:
-            raise StoreFormatError(path, "magic", MAGIC, magic)
-        if (found := zlib.crc32(raw[:-4])) != (wanted := int.from_bytes(raw[-4:], "little")):
-            raise StoreFormatError(path, "page sum", wanted, found)
-        if version != VERSION:
-            raise StoreFormatError(path, "version", VERSION, version)
         shape = cls(number, slots, (fingerprint, payload_nbytes, valid_nbytes))
-        if not slots or shape.slots != slots:
-            raise StoreFormatError(path, "slots", f"1 to {shape.slots}", slots)
+        for field, wanted, got in (
+            ("page", f"{PAGE_NBYTES} bytes", f"{found} bytes"),
+            ("magic", MAGIC, magic),
+            ("page sum", zlib.crc32(raw[:-4]), int.from_bytes(raw[-4:], "little")),
+            ("version", VERSION, version),
+            ("slots", shape.slots or "1 or more", slots),
+            ("number", parse_name(os.path.basename(path)), number),
+        ):
+            if wanted != got:
+                raise StoreFormatError(path, field, wanted, got)
         return shape
 
-    def pack(self) -> bytes:
+    @cached_property
+    def page(self) -> bytes:
         """The first page, and the last one."""
         fingerprint, payload_nbytes, valid_nbytes = self.layout
         fixed = _PAGE.pack(MAGIC, VERSION, 0, valid_nbytes, self.number, self.slots, payload_nbytes, fingerprint)
         body = fixed.ljust(PAGE_NBYTES - 4, b"\0")
         return body + zlib.crc32(body).to_bytes(4, "little")
-
-    @cached_property
-    def seed(self) -> np.uint64:
-        """What the sums of heads begin with: one that was copied out of another extent is not believed."""
-        return np.uint64(checksum(self.pack()))
-
-    def sums(self, heads: NDArray[np.uint8]) -> NDArray[np.uint64]:
-        """What the sums of heads ``[n, head_nbytes]`` have to be: ``[n]``.
-
-        32-bit words times powers of an odd constant, modulo 2^64. It finds every change within one word and every pair
-        of flipped bits.
-        """
-        words = heads[:, :-8].view("<u4").astype(np.uint64)
-        sums: NDArray[np.uint64] = np.add(words @ _FACTORS[: words.shape[1]], self.seed, dtype=np.uint64)
-        return sums
 
 
 class Extent:
@@ -141,40 +118,107 @@ class Extent:
     def __init__(self, name: str, fd: int, shape: Shape) -> None:
         self.name, self.fd, self.shape = name, fd, shape
         self.slots, self.head_nbytes = shape.slots, shape.head_nbytes
-        self.ordinal = self.living = 0
+        self.ordinal = 0
         self.used_at = 0  # when a record in it was used last, in calls
         self.damaged = 0  # heads that were not sound when they were read
         self.dirty = True  # was written since the last sync; of what is found nobody knows
-        self.heads = bytearray(shape.slots * shape.head_nbytes)
-        self.uses = bytearray(b"\xff") * shape.slots
-        self.ticks = bytearray(8 * -(-shape.slots // GROUP))  # of the groups
+        self.unsure = False  # slots that were given back may have heads on the disk
+        self.raw = bytearray(shape.slots * shape.head_nbytes)
+        self.heads: Heads = np.frombuffer(self.raw, np.uint8).reshape(
+            shape.slots, -1
+        )  # this and what follows are views
+        self.ticks, self.created_ms = _column(self.heads, 0), _column(self.heads, 8, "<i8")
+        self.tags = _column(self.heads, KEY_AT + 24)  # the last eight bytes of keys
+        self.use_bytes = bytearray(bytes([FREE])) * shape.slots
+        self.uses = np.frombuffer(self.use_bytes, np.uint8)
+        self.group_ticks = bytearray(8 * -(-shape.slots // GROUP))
         # tick, created (ms of a wall clock), generation, origin, payload's sum, key, bitmaps, sum
         self._head = struct.Struct(f"<QqQQQ32s{shape.layout[2]}sQ")
+        self._seed = np.uint64(checksum(shape.page))  # so that a head of another extent is not believed
 
     def __del__(self) -> None:
         os.close(self.fd)
 
-    def rows(self, start: int = 0, stop: int | None = None) -> NDArray[np.uint8]:
-        """Heads as bytes, ``[n, head_nbytes]``; a view."""
-        return np.frombuffer(self.heads, np.uint8).reshape(-1, self.head_nbytes)[start:stop]
+    @property
+    def living(self) -> int:
+        """Records that are served."""
+        return int(np.count_nonzero(self.uses < UNSURE))
 
-    def all_ticks(self) -> NDArray[Any]:
-        """The heads' ticks, ``uint64[slots]``; 0 where there is none."""
-        return np.ndarray((self.slots,), "<u8", self.heads, 0, (self.head_nbytes,))
-
-    def tick(self, local: int) -> int:
-        at = local * self.head_nbytes
-        return int.from_bytes(self.heads[at : at + 8], "little")
-
-    def created_ms(self, local: int) -> int:
-        at = local * self.head_nbytes + 8
-        return int.from_bytes(self.heads[at : at + 8], "little", signed=True)
+    @property
+    def newest(self) -> int:
+        """The highest tick."""
+        ticks = int(self.ticks.max()), int(np.frombuffer(self.group_ticks, "<u8").max())
+        return max(tick if tick < TICK_MAX else 0 for tick in ticks)
 
     def key_of(self, local: int) -> BlockKey:
-        at = local * self.head_nbytes + KEY_AT
-        return BlockKey(bytes(self.heads[at : at + 32]))
+        return BlockKey(self.heads[local, KEY_AT : KEY_AT + 32].tobytes())
 
-    def headers(self, heads: Buffer) -> list[RecordHeader]:
+    def packed(self, start: int, count: int) -> bytearray:
+        """A copy of heads."""
+        return self.raw[start * self.head_nbytes : (start + count) * self.head_nbytes]
+
+    def use(self, local: int) -> None:
+        """Count that a record was asked for, or put again."""
+        if (count := self.use_bytes[local]) < USES_MAX:
+            self.use_bytes[local] = count + 1
+
+    def forget(self, start: int, count: int) -> None:
+        """Serve what is in these slots no more; their heads are zeros in memory."""
+        self.heads[start : start + count] = 0
+        self.uses[start : start + count] = UNSURE
+
+    def hide(self, local: int) -> None:
+        """Serve what is in a slot no more: its head in memory has no key."""
+        self.heads[local, KEY_AT : KEY_AT + 32] = 0
+        self.uses[local] = UNSURE
+
+    def payload_at(self, local: int) -> int:
+        return self.shape.payloads_at + local * self.shape.step
+
+    def read_heads(self, disk: Disk, start: int, count: int) -> bytearray:
+        """Heads as they are on the disk now."""
+        heads = bytearray(count * self.head_nbytes)
+        read_all(disk, self.fd, [heads], self.shape.heads_at + start * self.head_nbytes, len(heads))
+        return heads
+
+    def write(self, disk: Disk, start: int, heads: Heads, payloads: Sequence[Buffer], tick: int) -> None:
+        """Store records in slots: zeros where there may be heads, payloads, heads, ticks; in memory nothing yet."""
+        count, step = len(heads), self.shape.step
+        if (self.uses[start : start + count] != FREE).any():
+            self._write_heads(disk, start, np.zeros_like(heads))
+        pad = bytes(step - self.shape.layout[1])
+        vector = [part for payload in payloads for part in (payload, pad)] if pad else payloads
+        write_all(disk, self.fd, vector, self.payload_at(start), count * step)
+        self.uses[start : start + count] = UNSURE
+        self._write_heads(disk, start, heads)
+        self._tell(disk, start, count, tick)
+
+    def erase_unsure(self, disk: Disk, tick: int) -> None:
+        """Let nothing come back that was forgotten: zeros for heads that may be on the disk."""
+        for start, count in runs_of(np.flatnonzero(self.uses == UNSURE)):
+            self._write_heads(disk, start, np.zeros((count, self.head_nbytes), np.uint8))
+            self.uses[start : start + count] = FREE
+            self._tell(disk, start, count, tick)
+        self.unsure = False
+
+    def tell_late(self, disk: Disk, tick: int) -> None:
+        """Let readers know of heads whose writer has ended before it did."""
+        newest = np.maximum.reduceat(self.ticks, np.arange(0, self.slots, GROUP))
+        for group, groups in runs_of(np.flatnonzero(newest > np.frombuffer(self.group_ticks, "<u8"))):
+            self._tell(disk, group * GROUP, groups * GROUP, tick)
+
+    def _write_heads(self, disk: Disk, start: int, heads: Heads) -> None:
+        write_all(disk, self.fd, [heads.data], self.shape.heads_at + start * self.head_nbytes, heads.nbytes)
+        self.dirty = True  # at last: a sync that is on its way may not see them
+
+    def _tell(self, disk: Disk, start: int, count: int, tick: int) -> None:
+        """Let readers know that heads have changed."""
+        first, last = start // GROUP, (start + count - 1) // GROUP
+        ticks = tick.to_bytes(8, "little") * (last - first + 1)
+        write_all(disk, self.fd, [ticks], PAGE_NBYTES + 8 * first, len(ticks))
+        self.dirty = True
+
+    def headers(self, heads: bytearray) -> list[RecordHeader]:
         """What packed heads say."""
         fingerprint, nbytes, _ = self.shape.layout
         return [
@@ -182,79 +226,114 @@ class Extent:
             for _, _, generation, origin, sum_, key, valid, _ in self._head.iter_unpack(heads)
         ]
 
-    def pack(self, headers: Sequence[RecordHeader], tick: int, created_ms: int) -> bytearray:
+    def pack(self, headers: Sequence[RecordHeader], tick: int, created_ms: int) -> Heads:
         """Heads for records, the first with ``tick``, the next with one more, and so on."""
         pack = self._head.pack
         parts = [
             pack(at, created_ms, h.generation, h.origin, h.payload_xxh3, h.key, h.valid, 0)
             for at, h in enumerate(headers, tick)
         ]
-        heads = bytearray().join(parts)
-        rows = np.frombuffer(heads, np.uint8).reshape(len(headers), -1)
-        rows[:, -8:].view("<u8")[:, 0] = self.shape.sums(rows)
+        heads = np.frombuffer(bytearray().join(parts), np.uint8).reshape(len(parts), -1)
+        _column(heads, self.head_nbytes - 8)[:] = self._sums(heads)
         return heads
 
-    def packed(self, start: int, count: int) -> bytearray:
-        """A copy of heads."""
-        return self.heads[start * self.head_nbytes : (start + count) * self.head_nbytes]
+    def load(self, disk: Disk) -> None:
+        """Read ticks and heads, and serve what they say; those that the disk does not give are lost."""
+        for room, at in ((self.group_ticks, PAGE_NBYTES), (self.raw, self.shape.heads_at)):
+            view = memoryview(room)
+            for start in range(0, len(room), PAGE_NBYTES):
+                with suppress(OSError):
+                    page = view[start : start + PAGE_NBYTES]
+                    read_all(disk, self.fd, [page], at + start, len(page))
+        self.damaged = self.clean(self.heads)
+        self.uses[self.ticks > 0] = 1
 
-    def set(self, start: int, heads: Buffer) -> None:
-        """Hold these as heads."""
-        self.heads[start * self.head_nbytes : start * self.head_nbytes + len(heads)] = heads
-
-    def head_at(self, local: int) -> int:
-        return self.shape.heads_at + local * self.head_nbytes
-
-    def payload_at(self, local: int) -> int:
-        return self.shape.payloads_at + local * self.shape.step
-
-    def clean(self, heads: bytearray) -> int:
+    def clean(self, heads: Heads) -> int:
         """Turn the heads that are not sound into zeros, in place; how many of them were not zeros before."""
-        damaged, rows = 0, np.frombuffer(heads, np.uint8).reshape(-1, self.head_nbytes)
-        for first in range(0, len(rows), _PIECE_SLOTS):
-            some = rows[first : first + _PIECE_SLOTS]
-            sums, ticks = some[:, -8:].view("<u8")[:, 0], some[:, :8].view("<u8")[:, 0]
-            bad = (sums != self.shape.sums(some)) | (ticks == 0) | (ticks >= TICK_MAX)
+        damaged = 0
+        for first in range(0, len(heads), _PIECE_SLOTS):
+            some = heads[first : first + _PIECE_SLOTS]
+            sums, ticks = _column(some, self.head_nbytes - 8), _column(some, 0)
+            bad = (sums != self._sums(some)) | (ticks == 0) | (ticks >= TICK_MAX)
             if bad.any():
                 damaged += int(some[bad].any(axis=1).sum())
                 some[bad] = 0
         return damaged
 
+    def _sums(self, heads: Heads) -> NDArray[np.uint64]:
+        """What the sums of heads have to be, ``[n]``: 32-bit words times powers of an odd constant, modulo 2^64.
 
-def open_extent(disk: Disk, fd: int, name: str, path: str) -> Extent:
-    """The extent in an open file, with its heads; either page will do, and heads that the disk does not give are lost.
+        It finds every change within one word and every pair of flipped bits.
+        """
+        words = heads[:, :-8].view("<u4").astype(np.uint64)
+        sums: NDArray[np.uint64] = np.add(words @ _FACTORS[: words.shape[1]], self._seed, dtype=np.uint64)
+        return sums
 
-    :class:`StoreFormatError` for anything else than an extent of that name; ``OSError``. The descriptor is the
-    extent's, or closed.
+
+def runs_of(slots: Sequence[int] | NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Ascending slots as runs of neighbours: the first, and how many.
+
+    >>> runs_of([3, 4, 5, 9])
+    [(3, 3), (9, 1)]
     """
-    try:
-        try:
-            shape = read_page(disk, fd, 0, path)
-        except (StoreFormatError, OSError) as error:
-            try:
-                shape = read_page(disk, fd, disk.size(fd) - PAGE_NBYTES, path)
-            except (StoreFormatError, OSError, ValueError):
-                raise error from None
-        if shape.number != parse_name(name):
-            raise StoreFormatError(path, "number", parse_name(name), shape.number)
-    except BaseException:
-        os.close(fd)
-        raise
+    found = np.asarray(slots, np.int64)
+    cuts = [0, *(np.flatnonzero(np.diff(found) != 1) + 1).tolist(), len(found)]
+    return [(int(found[start]), stop - start) for start, stop in pairwise(cuts) if stop > start]
+
+
+def _column(heads: Heads, at: int, dtype: str = "<u8") -> NDArray[Any]:
+    """A field of each head, ``[n]``; a view."""
+    return heads[:, at : at + 8].view(dtype)[:, 0]
+
+
+def make_extent(disk: Disk, directory: LockedDirectory, name: str, shape: Shape) -> Extent:
+    """A new extent; nothing is there when that fails with an ``OSError``."""
+    fd = directory.open(name + TEMP_SUFFIX, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     extent = Extent(name, fd, shape)
-    for room, at in ((extent.ticks, PAGE_NBYTES), (extent.heads, shape.heads_at)):
-        view = memoryview(room)
-        for start in range(0, len(room), PAGE_NBYTES):
-            with suppress(OSError):
-                page = view[start : start + PAGE_NBYTES]
-                read_all(disk, fd, [page], at + start, len(page))
-    extent.damaged = extent.clean(extent.heads)
-    served = extent.all_ticks() > 0
-    extent.living = int(served.sum())
-    extent.uses[:] = np.where(served, 1, FREE).astype(np.uint8).tobytes()
+    try:
+        disk.allocate(fd, shape.nbytes)
+        for at in (0, shape.nbytes - PAGE_NBYTES):
+            write_all(disk, fd, [shape.page], at, PAGE_NBYTES)
+        disk.sync(fd)  # so that no power cut leaves a file that does not say what it is
+        directory.finish(name)
+    except OSError:
+        with suppress(OSError):  # the failure that is on its way out says more
+            directory.unlink(name + TEMP_SUFFIX)
+        raise
     return extent
 
 
-def read_page(disk: Disk, fd: int, at: int, path: str) -> Shape:
-    """What the page at ``at`` says; ``OSError``, :class:`StoreFormatError`."""
-    raw = bytearray(PAGE_NBYTES)
-    return Shape.unpack(raw[: read_all(disk, fd, [raw], at, PAGE_NBYTES)], path)
+def open_extents(
+    disk: Disk, directory: StoreDirectory, flags: int, refused: dict[str, str], known: Container[str] = ()
+) -> list[Extent]:
+    """The extents of a directory that are not known yet, by name, without their heads; ``refused`` gets why others are
+    none, or cannot be read now. :class:`StorageError` when the directory cannot be read."""
+    found: list[Extent] = []
+    try:
+        names = [name for name in sorted(directory.names()) if parse_name(name) is not None and name not in known]
+    except OSError as error:
+        raise StorageError(f"{directory.path}: cannot read the store: {error}") from error
+    for name in names:
+        path = str(directory.path / name)
+        try:
+            if len(found) == EXTENTS_MAX:
+                raise StoreFormatError(path, "extents", f"{EXTENTS_MAX} at most", len(names))
+            found.append(_open_extent(disk, directory.open(name, flags), path))
+            refused.pop(name, None)
+        except FileNotFoundError:
+            continue  # a writer has dropped it
+        except (StoreFormatError, OSError) as error:
+            refused[name] = str(error)
+    return found
+
+
+def _open_extent(disk: Disk, fd: int, path: str) -> Extent:
+    """The extent in an open file, which is its own then, or closed; either page will do."""
+    try:
+        return Extent(os.path.basename(path), fd, Shape.read(disk, fd, 0, path))
+    except (StoreFormatError, OSError):
+        with suppress(StoreFormatError, OSError):
+            copy_at = max(disk.size(fd) - PAGE_NBYTES, 0)
+            return Extent(os.path.basename(path), fd, Shape.read(disk, fd, copy_at, path))
+        os.close(fd)
+        raise

@@ -9,7 +9,7 @@ from typing import Any
 
 from cache_manager.errors import ConfigError
 from kvroute.connector import Handshake, SchedulerRows, StepMeta, Tokens
-from kvroute.connector.answers import FIELD
+from kvroute.connector.answers import FIELD, START
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import Told
 from kvroute.connector.tickets import TRANSFER
@@ -41,7 +41,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
         from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
 
-        from kvroute.connector.worker import part_of
+        from kvroute.connector.ranks import part_of
         from kvroute.integrations.vllm.models import pages_of
 
         group, divided = get_tp_group(), not self._vllm_config.model_config.use_mla
@@ -50,6 +50,8 @@ class RowsWithKV(Base):  # type: ignore[misc]
         if group.rank_in_group == 0:
             self._worker_rows = self._rank
             self._bind(self._rank.ids)
+        if not getattr(self._vllm_config, "use_v2_model_runner", True):  # which alone has no slots before its layers
+            setattr(self, "save_kv_layer", super().save_kv_layer)  # noqa: B010 - a call a layer less
 
     def _bind(self, ids: Any) -> None:
         """Hook what chooses in each layer; a draft model's layers are others."""
@@ -149,6 +151,13 @@ class RowsWithKV(Base):  # type: ignore[misc]
                 rows.reset()
             return bool(done)
 
+        def freed(free: Any, request: Any) -> Any:
+            if not request.is_finished():
+                rows.preempted(request)
+            return free(request)
+
+        for name in ("free", "pop_blocks_for_free"):
+            setattr(kv_cache_manager, name, partial(freed, getattr(kv_cache_manager, name)))
         pool.get_new_blocks, rows.blocks_of = partial(get_new_blocks, pool.get_new_blocks), blocks_of
         pool.reset_prefix_cache = partial(reset_prefix_cache, pool.reset_prefix_cache)
 
@@ -204,8 +213,10 @@ class RowsWithKV(Base):  # type: ignore[misc]
         stops = request.sampling_params is not None and bool(request.sampling_params.stop)
         of = Tokens(list(request.all_token_ids), request.num_prompt_tokens, stops or status.endswith("ABORTED"))
         client, group = _names_of(request)
-        told = rows.finished(client, blocks, tokens, of, group=group, ended=ended)
-        return keep, {**(params or {}), FIELD: told} if told else params  # core.Answers waits for it
+        said = (request.kv_transfer_params or {}).get(FIELD)
+        start = said.get(START, 0) if isinstance(said, Mapping) else 0
+        told = rows.finished(client, blocks, tokens, of, group=group, ended=ended, start=start)
+        return keep, {**(params or {}), FIELD: told} if told else params  # the answer waits for it: core
 
     # ---------------------------------------------------------------- in both, and in the front end's
 

@@ -88,12 +88,15 @@ def _answering(core: Any, step: Callable[[], Any]) -> Callable[[], Any]:
     @wraps(step)
     def stepped() -> Any:
         by_client, executed = step()
+        queue = getattr(core, "output_queue", None)
         for client, sent in (by_client or {}).items():
-            for output in [each for each in sent.outputs if each.kv_transfer_params and _awaited(each)]:
-                if (queue := getattr(core, "output_queue", None)) is None:
+            waiting = {id(each): each for each in sent.outputs if each.kv_transfer_params and _awaited(each)}
+            if waiting and queue is not None:
+                sent.outputs = [each for each in sent.outputs if id(each) not in waiting]
+            for output in waiting.values():
+                if queue is None:
                     _bring(output, _awaited(output))
                     continue
-                sent.outputs.remove(output)
                 alone = msgspec.structs.replace(sent, outputs=[output], scheduler_stats=None, finished_requests=None)
                 _awaited(output).add_done_callback(partial(_send, queue, client, alone))
         return by_client, executed

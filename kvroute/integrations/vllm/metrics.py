@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from prometheus_client import REGISTRY  # type: ignore[import-not-found,unused-ignore]
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (  # type: ignore[import-not-found]
     Counter,
     Histogram,
@@ -54,6 +55,9 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(config, types, labels, engines)
         self._inner, self._metrics = inner, dict[str, Any]()
+        for earlier in list(REGISTRY._collector_to_names):  # an engine's that this process had, as vLLM does
+            if getattr(earlier, "_name", "").startswith(f"{OURS}:"):
+                REGISTRY.unregister(earlier)
         for name, (what, more) in METRICS.items():
             kind = {"buckets": BUCKETS_S} if name == SECONDS else {}
             made = types[Histogram if kind else Counter]
