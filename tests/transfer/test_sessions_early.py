@@ -45,7 +45,7 @@ def test_a_pull_before_its_offer_waits_for_it() -> None:
     pair = Pair()
     pair.pull(3)
     assert [type(m) for m in pair.said if isinstance(m, (Later, Gone))] == [Later]
-    pair.now_s = LIMITS.early_s - 0.1
+    pair.pass_time(LIMITS.early_s - 0.1)
     pair.do(P, pair.prefill.offer(T, blocks(3), pair.now_s))
     pair.talk()
     assert pair.finished[0].result.complete
