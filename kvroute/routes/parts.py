@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,9 @@ from cache_manager.record import Buffer
 
 Range = tuple[int, int]
 """Indices ``[start, stop)``, of rows or of layers."""
+
+PART_NBYTES_LEAST: Final = 2 << 10
+"""A part is not made smaller so that ranks read less; one of few rows, or of an operator who says so, is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +48,14 @@ class Grid:
     def fit(cls, rows: int, layers: int, cell_nbytes: int, *, part_layers: int, part_nbytes: int) -> Grid:
         """As many tokens a part as ``part_nbytes`` have room for, one at least, and twice the root of ``rows`` at most.
 
-        A rank reads a part too much where its tokens end, and the sums of all parts: a root's worth of both. Whoever
-        puts all layers into a part does not read in part.
+        A rank reads a part too much where its tokens end, and the sums of all parts: a root's worth of both. A part of
+        less than :data:`PART_NBYTES_LEAST` is not worth its sum. Whoever puts all layers into a part does not read in
+        part.
         """
         part_layers = min(part_layers, layers)
-        room = part_nbytes // (part_layers * cell_nbytes)
-        most = rows if part_layers == layers else min(rows, 2 * isqrt(rows))
+        row_nbytes = part_layers * cell_nbytes
+        room, least = part_nbytes // row_nbytes, PART_NBYTES_LEAST // row_nbytes
+        most = rows if part_layers == layers else min(rows, max(2 * isqrt(rows), least))
         return cls(rows, layers, cell_nbytes, part_layers, max(1, min(room, most)))
 
     @property
@@ -102,10 +107,15 @@ class Grid:
 
     # ---------------------------------------------------------------- bytes
 
-    def cut(self, cells: NDArray[Any], part: int) -> memoryview:
-        """The bytes of a part: its cells, row by row; ``cells`` are as :func:`cells_of` has them."""
-        (a, b), (first, last) = self.row_range(part), self.layer_range(part)
-        return np.ascontiguousarray(cells[a:b, first:last]).reshape(-1).view(np.uint8).data
+    def cut(self, cells: NDArray[Any]) -> list[memoryview]:
+        """The bytes of each part: its cells, row by row; ``cells`` are as :func:`cells_of` has them."""
+        parts = list[memoryview]()
+        for first in range(0, self.layers, self.part_layers):  # a copy for each group of layers, which its parts share
+            group = np.ascontiguousarray(cells[:, first : first + self.part_layers])
+            step = self.part_tokens * group.shape[1] * self.cell_nbytes
+            whole = group.reshape(-1).view(np.uint8).data
+            parts += [whole[at : at + step] for at in range(0, len(whole), step)]
+        return parts
 
     def paste(
         self,

@@ -174,7 +174,7 @@ def record(routes: Cells, grid: Grid | None = None, name: str = "") -> tuple[Hea
         rows, layers, top_k = routes.ids.shape
         grid = Grid(rows, layers, top_k * routes.ids.itemsize, layers, max(rows, 1))
     cells = cells_of(routes.ids.astype(routes.ids.dtype.newbyteorder("<"), copy=False))
-    parts: list[Buffer] = [grid.cut(cells, part) for part in range(grid.parts)]
+    parts: list[Buffer] = [*grid.cut(cells)]
     return Header.of(routes, grid, parts, name), parts
 
 
