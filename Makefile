@@ -7,7 +7,7 @@ KVROUTE_EXAMPLES ?= 0.5
 WORKERS ?= 2
 export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
 
-.PHONY: demo demo-pd test quick test-trainers test-vllm test-vllm-fronts test-vllm-engines test-sglang test-managers nightly check lint bench bench-peers bench-vllm clean setup libraries help
+.PHONY: dist demo demo-pd test quick test-trainers test-vllm test-vllm-fronts test-vllm-engines test-sglang test-managers nightly check lint bench bench-peers bench-vllm clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench   print the benchmark tables, steps beside vLLM's (2.9 GB; TRACE=FILE replays a Mooncake trace)"
 	@echo "make bench-peers   stores and steps beside LMCache and two versions of vLLM, each in an environment (6 GB)"
 	@echo "make bench-vllm    inside vLLM: what stock vLLM loses, tokens a second, parts of a step (5 GB)"
+	@echo "make dist    a source distribution and the wheel that is built from it, in dist/"
 	@echo "make clean   remove the environment and what the commands above wrote"
 
 setup: $(READY)
@@ -41,6 +42,12 @@ libraries:
 		apt-get update -qq; \
 		apt-get install -qq -y --no-install-recommends libibverbs1 libnuma1 libcurl4 >/dev/null; \
 	fi || true
+
+# A source distribution, a wheel that is built from it alone, and what that wheel says where it is installed.
+dist: $(READY)
+	@rm -rf dist && $(BIN)/python -m build --outdir dist . >/dev/null
+	@rm -rf dist/site && $(BIN)/python -m pip install --quiet --no-deps --target dist/site dist/*.whl
+	cd dist && PYTHONPATH=site ../$(BIN)/python -m kvroute --version && ls *.whl *.tar.gz
 
 demo: $(READY)
 	$(BIN)/kvroute demo --json demo-output/demo.json $(if $(STORE),--store '$(STORE)') $(ARGS)

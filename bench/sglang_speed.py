@@ -71,7 +71,7 @@ class Engine:
 
 def main() -> None:
     args = asked(
-        __doc__, rounds=8, width=(2, "of the model: 8 has 420 M weights"), sequences=([8, 32], "that run at once")
+        __doc__, rounds=6, width=(4, "of the model: 8 has 420 M weights"), sequences=([8, 32], "that run at once")
     )
     rng, rates = np.random.default_rng(1), dict[str, list[float]]()
     with tempfile.TemporaryDirectory() as home:

@@ -1,8 +1,27 @@
 """Auxiliary rows that follow KV blocks: never wrong, never silent."""
 
 from importlib import import_module
+from importlib.util import find_spec
 
 __version__ = "0.1.0"
+
+
+def _foreign(name):
+    """The file that ``import NAME`` would load where that is not kvroute's own; ``None`` where it is."""
+    found = find_spec(name)
+    if found is None or found.origin is None:
+        return "none"
+    with open(found.origin, "rb") as file:
+        return None if b'__distribution__ = "kvroute"' in file.read() else found.origin
+
+
+for _name in ("cache_manager", "transfer"):
+    if (_found := _foreign(_name)) is not None:
+        raise ImportError(
+            f"{_name}: wanted kvroute's own package of this name, got {_found}. Where another distribution brought it "
+            f"(pip list shows {_name.replace('_', '-')}): pip uninstall -y {_name.replace('_', '-')}, and install "
+            "kvroute again with --force-reinstall --no-deps. Where it is a file of yours: give it another name"
+        )
 
 # A module is loaded when one of its names is first asked for, so that importing kvroute costs next to nothing, numpy
 # not included. Type checkers read __init__.pyi, which has the same names.

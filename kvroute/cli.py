@@ -11,23 +11,31 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
 from cache_manager.errors import KVRouteError
+from kvroute import __version__
 
 FAILED, USAGE = 1, 2
 """Exit statuses: the job ran and found something wrong; it could not be started as asked."""
 
-REMEDIES: Final = {
-    **dict.fromkeys(("hypothesis", "pytest"), "pip install 'kvroute[testing]'"),
-    **dict.fromkeys(("torch", "transformers", "tokenizers", "rich"), "pip install 'kvroute[engine]'"),
-    "matplotlib": "pip install 'kvroute[plot]'",
-    "aiohttp": "pip install 'kvroute[serve]'",
-    "paged_engine": "install kvroute, or put examples/ of its source on PYTHONPATH",
+EXTRAS: Final = {
+    "engine": ("torch", "transformers", "tokenizers", "rich"),
+    "serve": ("aiohttp",),
+    "testing": ("hypothesis", "pytest"),
+    "plot": ("matplotlib",),
 }
-"""What brings the packages that commands import."""
+"""What commands import, by the extra that brings it."""
+INSTALL: Final = "in a clone of kvroute: pip install '.[{}]'"
+
+
+def remedy_for(package: str) -> str:
+    """The command that brings a package which a command has not found."""
+    if package == "paged_engine":
+        return "install kvroute, or put examples/ of its source on PYTHONPATH"
+    extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+    return INSTALL.format(extra) if extra else "no part of kvroute brings it"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,8 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "kvroute").partition(".")[0]
         if package in ("kvroute", "cache_manager", "transfer"):
             raise
-        remedy = REMEDIES.get(package, "no part of kvroute brings it")
-        sys.stderr.write(f"kvroute {name}: needs {error.name}; {remedy}\n")
+        sys.stderr.write(f"kvroute {name}: needs {error.name}; {remedy_for(package)}\n")
     except KeyboardInterrupt:
         sys.stderr.write(f"kvroute {name}: interrupted\n")
         return 130
@@ -63,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kvroute", description="Routing rows that follow KV blocks: never wrong, never silent.")
-    parser.add_argument("--version", action="version", version=f"kvroute {_version()}")
+    parser.add_argument("--version", action="version", version=f"kvroute {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         mine = commands.add_parser(name, help=command.what, description=command.what)
@@ -74,33 +81,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _version() -> str:
-    try:
-        return version("kvroute")
-    except PackageNotFoundError:
-        return "not installed: run from its source"
-
-
 def _shm(action: str) -> int:
     from cache_manager.regions import list_regions, reap_orphans
 
     if action == "reap":
         told = [f"removed {name}" for name in reap_orphans()] or ["no orphans"]
     else:
-        told = [
-            f"{region.name}  mirrors {region.tier} blocks  {region.nbytes:,} bytes  "
-            f"{'in use' if region.in_use else 'orphan'}"
-            for region in list_regions()
-        ] or ["no regions"]
-    sys.stdout.write("".join(f"{line}\n" for line in told))
+        line = "{0.name}  mirrors {0.tier} blocks  {0.nbytes:,} bytes  {1}"
+        told = [line.format(each, "in use" if each.in_use else "orphan") for each in list_regions()] or ["no regions"]
+    sys.stdout.write("\n".join([*told, ""]))
     return 0
 
 
 def _keys(directory: Path, name: str) -> int:
     from transfer.curve import make_keys, read_public
 
+    made = "" if directory.is_dir() else f"made {directory}\n"
     public, secret = make_keys(directory, name)
-    sys.stdout.write(f"{public}  {read_public(public).decode()}\n{secret}  keep it where it is: for its owner alone\n")
+    sys.stdout.write(
+        f"{made}{public}  {read_public(public).decode()}\n{secret}  keep it where it is: for its owner alone\n"
+    )
     return 0
 
 
@@ -122,6 +122,10 @@ def _inspect(directory: Path, json: Path | None) -> int:
         json.write_text(to_json(found))
     sys.stdout.write("\n".join(each.to_text() for each in found))
     return 0
+
+
+def _directory(text: str) -> Path:
+    return Path(text.removeprefix("file://"))
 
 
 def _integer(text: str) -> int:
@@ -217,7 +221,7 @@ COMMANDS: Final[dict[str, Command]] = {
         "check a file store: every page, every head",
         _fsck,
         (
-            _flag("directory", type=Path, metavar="DIR", help="of the store, as in file:///DIR"),
+            _flag("directory", type=_directory, metavar="DIR", help="of the store, also as file:///DIR"),
             _flag("--payloads", action="store_true", help="read every payload, too"),
             _JSON,
         ),
@@ -225,7 +229,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "inspect": Command(
         "what is in a file store, by namespace, age and size",
         _inspect,
-        (_flag("directory", type=Path, metavar="DIR", help="of the store, or of the stores below it"), _JSON),
+        (_flag("directory", type=_directory, metavar="DIR", help="of the store, or of the stores below it"), _JSON),
     ),
     "prove": Command(
         "play random lives of sequences against a paged-KV block manager",

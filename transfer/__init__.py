@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from transfer.zmq_link import ZmqLink
     from transfer.zmq_settings import ZmqSettings
 
+__distribution__ = "kvroute"  # an index has another package of this name: `import kvroute` looks for this line
+
 
 def __getattr__(name: str) -> Any:
     """ZeroMQ is imported by who uses it."""

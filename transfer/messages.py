@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from enum import Enum
-from typing import Annotated, Final, Literal, NewType
+from typing import Annotated, Final, NewType
 
 import msgspec
 from msgspec import Meta
@@ -57,16 +57,7 @@ _Header = Annotated[bytes, Meta(min_length=HEADER_NBYTES_MIN, max_length=HEADER_
 
 
 class Outcome(Enum):
-    """How a transfer ended at the prefill side."""
-
-    ACKED = "acked"
-    ABORTED = "aborted"
-    EXPIRED = "expired"
-    RESET = "reset"
-
-
-class GoneReason(Enum):
-    """Why the prefill side has nothing for this peer under an id: it ended, or was never this peer's."""
+    """How an offer ended; the last two: there never was one, or it is another peer's."""
 
     ACKED = "acked"
     ABORTED = "aborted"
@@ -138,7 +129,6 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     parts: _Parts
     minor: _Count
     frame_nbytes_max: _Nbytes
-    role: Literal["decode"] = "decode"
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -150,7 +140,6 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
     minor: _Count
     lease_ms: Annotated[int, Meta(ge=1, lt=1 << 31)]
     to: _Id
-    role: Literal["prefill"] = "prefill"
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -173,7 +162,10 @@ class Pull(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
-    """All that P may send in this epoch, counted from its beginning: a lost one is made up for by the next."""
+    """All that P may send in this epoch, counted from its beginning: a lost one is made up for by the next.
+
+    The same again says that D is still there and still wants the transfer.
+    """
 
     boot_id: _Id
     transfer: _Id
@@ -181,14 +173,7 @@ class Credit(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
     nbytes: _Nbytes
 
 
-class Renew(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
-    """D is still there and still wants the transfer."""
-
-    boot_id: _Id
-    transfer: _Id
-
-
-class Ack(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
     """D will ask for nothing more: so many records are in place, so many it does without."""
 
     boot_id: _Id
@@ -198,7 +183,7 @@ class Ack(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
     missing: _Count
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
     """D gives the transfer up."""
 
     boot_id: _Id
@@ -206,7 +191,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
     reason: _Text
 
 
-class Records(msgspec.Struct, frozen=True, array_like=True, tag=9):
+class Records(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """Records of a transfer; their payloads, in order, are in the bulk frames: one each, or several whole ones."""
 
     transfer: _Id
@@ -214,7 +199,7 @@ class Records(msgspec.Struct, frozen=True, array_like=True, tag=9):
     entries: Annotated[list[Entry], Meta(min_length=1, max_length=ENTRIES_MAX)]
 
 
-class Absent(msgspec.Struct, frozen=True, array_like=True, tag=10):
+class Absent(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """Wanted records that P does not have, or has under another key."""
 
     transfer: _Id
@@ -222,40 +207,33 @@ class Absent(msgspec.Struct, frozen=True, array_like=True, tag=10):
     entries: Annotated[list[Place], Meta(min_length=1, max_length=PARTS_MAX * BLOCKS_MAX)]
 
 
-class Gone(msgspec.Struct, frozen=True, array_like=True, tag=11, gc=False):
-    """P has nothing for this peer under that id."""
-
-    transfer: _Id
-    reason: GoneReason
-
-
-class Released(msgspec.Struct, frozen=True, array_like=True, tag=12, gc=False):
-    """P heard the ack."""
+class Gone(msgspec.Struct, frozen=True, array_like=True, tag=10, gc=False):
+    """P has nothing (more) for this peer under that id; so an ack is answered, too."""
 
     transfer: _Id
     outcome: Outcome
 
 
-class Bye(msgspec.Struct, frozen=True, array_like=True, tag=13, gc=False):
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag=11, gc=False):
     """The run ends; what it owned or offered is over."""
 
     boot_id: _Id
 
 
-class Later(msgspec.Struct, frozen=True, array_like=True, tag=14, gc=False):
+class Later(msgspec.Struct, frozen=True, array_like=True, tag=12, gc=False):
     """P may have more of what the epoch asked for: it is still to be offered, or to be computed."""
 
     transfer: _Id
     epoch: _Epoch
 
 
-OfTransfer = Pull | Credit | Renew | Ack | Abort
+OfTransfer = Pull | Credit | Ack | Abort
 ToOffers = Hello | OfTransfer
-ToPulls = Welcome | Refuse | Records | Absent | Gone | Released | Later
+ToPulls = Welcome | Refuse | Records | Absent | Gone | Later
 Message = ToOffers | ToPulls | Bye
 
 KINDS: Final[tuple[type[Message], ...]] = (
-    Hello, Welcome, Refuse, Pull, Credit, Renew, Ack, Abort, Records, Absent, Gone, Released, Bye, Later,
+    Hello, Welcome, Refuse, Pull, Credit, Ack, Abort, Records, Absent, Gone, Bye, Later,
 )  # fmt: skip
 _DECODERS: Final = {kind.__struct_config__.tag: msgspec.msgpack.Decoder(kind) for kind in KINDS}
 _PREFIXES: Final = {kind: PREFIX.pack(MAGIC, MAJOR, kind.__struct_config__.tag, 0) for kind in KINDS}

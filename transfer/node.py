@@ -14,31 +14,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
-import transfer.commands as commands
+import transfer.actions as does
 from cache_manager.errors import BlockBusyError, KVRouteError
 from cache_manager.keys import Namespace
 from cache_manager.record import RecordHeader
-from transfer.actions import (
-    Action,
-    Cut,
-    Finished,
-    Install,
-    Missing,
-    OfferedBlock,
-    PullResult,
-    Reason,
-    Release,
-    Send,
-    WantedBlock,
-)
-from transfer.commands import NodeCounters, ThreadCounters
+from transfer.actions import Finished, Install, OfferedBlock, Reason, Release, Send, WantedBlock
+from transfer.counters import NodeCounters, ThreadCounters
 from transfer.errors import LocalProtocolError, NodeClosedError, NodeFullError, RemoteProtocolError, TransferError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
-from transfer.link import Arrival, Link, PeerFound, PeerLost
+from transfer.link import Arrival, Came, Link, PeerFound, PeerLost
 from transfer.messages import Bye, Outcome, Records, ToOffers, TransferId, decode, encode
 from transfer.offers import Offers
 from transfer.pulls import Pulls
@@ -57,6 +44,7 @@ LOG_PAUSE_S: Final = 60.0
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 def new_transfer() -> TransferId:
@@ -73,6 +61,14 @@ class BlockSink(Protocol):
         ``False``: the block has another generation now; the record is dropped and reported missing. A
         :class:`~cache_manager.errors.BlockBusyError` has it sent again later.
         """
+
+
+class _Command(NamedTuple):
+    """What an engine's thread asks of the node's: one of its verbs, for which transfer, and what it says besides."""
+
+    verb: str
+    transfer: TransferId
+    said: tuple[Any, ...] = ()
 
 
 class Node:
@@ -101,7 +97,7 @@ class Node:
         self._counters = ThreadCounters()
         self._ended: deque[Release | Finished] = deque()  # bounded by what is in flight, while the engine polls
         self._lock = threading.Lock()  # for what the engine's threads touch, below
-        self._commands: deque[commands.Command] = deque()
+        self._commands: deque[_Command] = deque()
         self._commands_max = commands_max
         self._lent: set[TransferId] = set()
         self._sinks: dict[TransferId, BlockSink] = {}
@@ -139,20 +135,20 @@ class Node:
         :class:`LocalProtocolError` for an id that is being lent, :class:`NodeFullError` or :class:`NodeClosedError`;
         then there will be none.
         """
-        self._submit(commands.Offer(transfer, tuple(blocks), is_open, lease_s))
+        self._submit(_Command("offer", transfer, (tuple(blocks), is_open, lease_s)))
 
     def grow(self, transfer: TransferId, blocks: Sequence[OfferedBlock]) -> None:
         """Add blocks to an open offer; harmless when it has ended."""
-        self._submit(commands.Grow(transfer, tuple(blocks)))
+        self._submit(_Command("grow", transfer, (tuple(blocks),)))
 
     def seal(self, transfer: TransferId) -> None:
         """No more blocks come; harmless when the offer has ended."""
-        self._submit(commands.Seal(transfer))
+        self._submit(_Command("seal", transfer))
 
     def withdraw(self, transfer: TransferId, why: str) -> None:
         """Give an offer up; harmless when it has ended."""
         log.debug("offer %s withdrawn: %s", transfer.hex(), why)
-        self._submit(commands.Withdraw(transfer))
+        self._submit(_Command("withdraw", transfer))
 
     def pull(self, transfer: TransferId, address: str, wanted: Sequence[WantedBlock], sink: BlockSink) -> None:
         """Pull what is ``wanted`` of the node at ``address`` into ``sink``, until :class:`Finished` is told.
@@ -162,16 +158,16 @@ class Node:
         reason. Raises :class:`LocalProtocolError` for a transfer that is being pulled, :class:`NodeFullError` or
         :class:`NodeClosedError`, and then there will be none.
         """
-        self._submit(commands.Pull(transfer, address, tuple(wanted)), sink)
+        self._submit(_Command("pull", transfer, (address, tuple(wanted))), sink)
 
     def abort(self, transfer: TransferId, why: str) -> None:
         """Give a pull up; harmless when it has ended. Its :class:`Finished` comes as ever."""
         log.debug("pull %s aborted: %s", transfer.hex(), why)
-        self._submit(commands.Abort(transfer))
+        self._submit(_Command("abort", transfer))
 
     def reset(self, namespace: Namespace) -> None:
         """Rows belong to this namespace from here on; every offer and every pull ends."""
-        self._submit(commands.Reset(namespace))
+        self._submit(_Command("reset", TransferId(b""), (namespace,)))
 
     def poll(self) -> list[Release | Finished]:
         """What ended since the last call."""
@@ -192,25 +188,25 @@ class Node:
         self._thread.join(linger_s + CLOSE_S)
         return not self._thread.is_alive()
 
-    def _submit(self, command: commands.Command, sink: BlockSink | None = None) -> None:
+    def _submit(self, command: _Command, sink: BlockSink | None = None) -> None:
         # First: a fork may not wait for a lock, as it may be held.
         if not self.alive:
             raise NodeClosedError(f"the node is closed, has ended or was forked; {self.last_error or 'no error'}")
+        verb, transfer, _ = command
         with self._lock:
             if self._stopping:
                 raise NodeClosedError("the node is closed")
             if len(self._commands) >= self._commands_max:
                 self._counters.commands_refused += 1
                 raise NodeFullError("commands_max", self._commands_max, "one more command")
-            if isinstance(command, commands.Offer):
-                if command.transfer in self._lent:
-                    raise LocalProtocolError(f"transfer: wanted one that is not lent, got {command.transfer.hex()}")
-                self._lent.add(command.transfer)
-            elif isinstance(command, commands.Pull):
-                if command.transfer in self._sinks:
-                    raise LocalProtocolError(f"transfer: wanted one that is not pulled, got {command.transfer.hex()}")
-                assert sink is not None
-                self._sinks[command.transfer] = sink
+            if verb == "offer":
+                if transfer in self._lent:
+                    raise LocalProtocolError(f"transfer: wanted one that is not lent, got {transfer.hex()}")
+                self._lent.add(transfer)
+            elif sink is not None:
+                if transfer in self._sinks:
+                    raise LocalProtocolError(f"transfer: wanted one that is not pulled, got {transfer.hex()}")
+                self._sinks[transfer] = sink
             self._commands.append(command)
         self._link.wake()
 
@@ -226,25 +222,25 @@ class Node:
                 self._stopping = True
             self._commands_now()
             self._attempt(lambda: self._act([*self._offers.close(), *self._pulls.close()]))
-            self._attempt(lambda: self._link.close(self._linger_s))
+            self._attempt(self._link.close, self._linger_s)
 
     def _once(self, timeout_s: float) -> float:
         """One round; how long the next may wait for something to happen."""
-        came = self._attempt(lambda: self._link.poll(timeout_s, ARRIVALS_MAX))
+        came = self._attempt(self._link.poll, timeout_s, ARRIVALS_MAX)
         if came is None:  # the link itself failed: no faster than this
             time.sleep(TURN_MAX_S)
         self._commands_now()  # first: a message may be about what the engine asked for just before
         for item in came or ():
-            self._attempt(partial(self._arrived, item))
+            self._attempt(self._arrived, item)
         due_s = self._attempt(self._turn)
         return TURN_MAX_S if due_s is None else min(max(due_s - time.monotonic(), 0.0), TURN_MAX_S)
 
     def _commands_now(self) -> None:
         for _ in range(len(self._commands)):
             self._counters.commands += 1
-            self._attempt(partial(self._do, self._commands.popleft()))
+            self._attempt(self._do, self._commands.popleft())
 
-    def _do(self, command: commands.Command) -> None:
+    def _do(self, command: _Command) -> None:
         try:
             actions = self._begin(command, time.monotonic())
         except Exception as error:
@@ -256,50 +252,43 @@ class Node:
         else:
             self._act(actions)
 
-    def _begin(self, command: commands.Command, now_s: float) -> Sequence[Action]:
+    def _begin(self, command: _Command, now_s: float) -> Sequence[does.Action]:
         """Do what the engine asked for."""
-        begun: Sequence[Action] | None
+        offers, pulls, begun = self._offers, self._pulls, None
         match command:
-            case commands.Offer(transfer, blocks, is_open, lease_s):
-                begun = self._offers.offer(transfer, blocks, now_s, is_open=is_open, lease_s=lease_s)
-            case commands.Grow(transfer, blocks):
-                begun = self._offers.grow(transfer, blocks, now_s)
-            case commands.Seal(transfer):
-                begun = self._offers.seal(transfer, now_s)
-            case commands.Withdraw(transfer):
-                begun = self._offers.withdraw(transfer)
-            case commands.Pull(transfer, address, wanted):
-                begun = self._pulls.pull(self._link.connect(address), transfer, wanted, now_s)
-            case commands.Abort(transfer):
-                begun = self._pulls.abort(transfer)
-            case commands.Reset(namespace):
-                begun = [*self._offers.reset(namespace), *self._pulls.reset(namespace)]
+            case _Command("offer", transfer, (blocks, is_open, lease_s)):
+                begun = offers.offer(transfer, blocks, now_s, is_open=is_open, lease_s=lease_s)
+            case _Command("grow", transfer, (blocks,)):
+                begun = offers.grow(transfer, blocks, now_s)
+            case _Command("seal", transfer):
+                begun = offers.seal(transfer, now_s)
+            case _Command("withdraw", transfer):
+                begun = offers.withdraw(transfer)
+            case _Command("pull", transfer, (address, wanted)):
+                begun = pulls.pull(self._link.connect(address), transfer, wanted, now_s)
+            case _Command("abort", transfer):
+                begun = pulls.abort(transfer)
+            case _Command("reset", _, (namespace,)):
+                begun = [*offers.reset(namespace), *pulls.reset(namespace)]
         if begun is None:
             raise TransferError("transfers_max or peers_max are in flight")
         return begun
 
-    def _refused(self, command: commands.Command, why: str) -> Sequence[Action]:
+    def _refused(self, command: _Command, why: str) -> Sequence[does.Action]:
         """What cannot be had is told by ``poll``, and no peer waits for blocks that will not come."""
         match command:
-            case commands.Offer(transfer):
+            case _Command("offer", transfer):
                 return [Release(transfer, Outcome.ABORTED, why)]
-            case commands.Grow(transfer):
+            case _Command("grow", transfer):
                 ended = self._offers.withdraw(transfer)
                 return [replace(a, detail=why) if isinstance(a, Release) else a for a in ended]
-            case commands.Pull(transfer, _, wanted):
-                missing = tuple(Missing(part, b.index, Reason.ABORTED) for b in wanted for part in b.parts)
-                return [Finished(transfer, PullResult(0, missing, Reason.ABORTED, why))]
-            case _:
-                return []
+            case _Command("pull", transfer, (_, wanted)):
+                missing = tuple(does.Missing(part, b.index, Reason.ABORTED) for b in wanted for part in b.parts)
+                return [Finished(transfer, does.PullResult(0, missing, Reason.ABORTED, why))]
+        return []
 
-    def _arrived(self, item: Arrival | PeerFound | PeerLost) -> None:
-        if isinstance(item, PeerLost):
-            self._counters.peers_lost += 1
-            self._offers.peer_lost(item.peer)
-            self._pulls.peer_lost(item.peer)
-        elif isinstance(item, PeerFound):
-            self._act(self._pulls.peer_found(item.peer, time.monotonic()))
-        else:
+    def _arrived(self, item: Came) -> None:
+        if isinstance(item, Arrival):
             self._counters.arrivals += 1
             try:
                 self._act(self._heard(item, time.monotonic()))
@@ -309,8 +298,15 @@ class Node:
                     log.warning("%r and perhaps others send what is no message: %s", item.peer[:80], error)
             finally:
                 item.release()
+        elif isinstance(item, PeerFound):
+            self._act(self._pulls.peer_found(item.peer, time.monotonic()))
+        else:
+            assert isinstance(item, PeerLost)
+            self._counters.peers_lost += 1
+            self._offers.peer_lost(item.peer)
+            self._pulls.peer_lost(item.peer)
 
-    def _heard(self, arrival: Arrival, now_s: float) -> list[Action]:
+    def _heard(self, arrival: Arrival, now_s: float) -> list[does.Action]:
         message, peer = decode(arrival.control), arrival.peer
         if arrival.bulk and not isinstance(message, Records):
             raise RemoteProtocolError(f"{type(message).__name__}: wanted no bulk, got {len(arrival.bulk)} frames")
@@ -321,33 +317,35 @@ class Node:
     def _turn(self) -> float | None:
         """Do what is due, and a bounded part of what can be done; when the next turn is wanted, at the latest."""
         now_s = time.monotonic()
-        self._act(self._offers.tick(now_s))
-        self._act(self._pulls.tick(now_s))
+        offers, pulls = self._offers, self._pulls
+        for session in (offers, pulls):
+            due_s = session.next_due_s()
+            if due_s is not None and due_s <= now_s:
+                self._act(session.tick(now_s))
         for _ in range(SENDS_A_TURN):
-            send = self._offers.next_records()
+            send = offers.next_records()
             if send is None:
                 break
             self._send(send)
         else:
             return now_s
-        if self._offers.sum_ahead(SUMS_A_TURN):
+        if offers.sum_ahead(SUMS_A_TURN):
             return now_s
-        return min((s for s in (self._offers.next_due_s(), self._pulls.next_due_s()) if s is not None), default=None)
+        return min((s for s in (offers.next_due_s(), pulls.next_due_s()) if s is not None), default=None)
 
     # ---------------------------------------------------------------- what sessions answer
 
-    def _act(self, actions: Iterable[Action]) -> None:
-        installs = [action for action in actions if isinstance(action, Install)]
-        if installs:  # first: what a session says about records comes after them
-            self._install(installs)
+    def _act(self, actions: Iterable[does.Action]) -> None:
+        if installs := [action for action in actions if isinstance(action, Install)]:
+            self._install(installs)  # first: what a session says about records comes after them
         for action in actions:
             match action:
                 case Send():
                     self._send(action)
-                case Cut(peer):
-                    self._link.cut(peer)
                 case Release() | Finished():
                     self._tell(action)
+                case does.Cut(peer):
+                    self._link.cut(peer)
 
     def _send(self, send: Send) -> None:
         if not self._link.send(send.peer, encode(send.message), send.bulk):
@@ -386,9 +384,9 @@ class Node:
             if self._logs("notify"):
                 log.exception("the notify callback of a node failed")
 
-    def _attempt(self, act: Callable[[], _T]) -> _T | None:
+    def _attempt(self, act: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
         try:
-            return act()
+            return act(*args, **kwargs)
         except Exception as error:
             self._counters.errors += 1
             self.last_error = f"{type(error).__name__}: {error}"
@@ -403,6 +401,3 @@ class Node:
         if due:
             self._logged_s[kind] = now_s + LOG_PAUSE_S
         return due
-
-
-__all__ = ["BlockSink", "Node", "NodeClosedError", "NodeCounters", "NodeFullError", "ThreadCounters", "new_transfer"]

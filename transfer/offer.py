@@ -3,6 +3,7 @@
 The law: an offer's blocks are released once, after an ack, an abort, a reset or the end of its lease. Until it is
 sealed, a block that it has not is on its way; from then on it is absent.
 
+    EXPECTED -- it was pulled, and was not offered yet
     OPEN ------ blocks may still be added
     SEALED ---- every block is there
     RELEASED -- over
@@ -43,54 +44,25 @@ FIRST_MESSAGE: Final = 8
 
 
 class State(StrEnum):
+    EXPECTED = "expected"
     OPEN = "open"
     SEALED = "sealed"
     RELEASED = "released"
 
 
 class Event(StrEnum):
+    OFFER = "it is offered"
     GROW = "blocks are added"
     SEAL = "no more blocks come"
     END = "end"
 
 
 TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
+    State.EXPECTED: {Event.OFFER: State.OPEN, Event.END: State.RELEASED},
     State.OPEN: {Event.GROW: State.OPEN, Event.SEAL: State.SEALED, Event.END: State.RELEASED},
     State.SEALED: {Event.END: State.RELEASED},
     State.RELEASED: {},
 }
-
-
-@dataclass(slots=True)
-class OfferCounters:
-    """What :class:`~transfer.offers.Offers` has seen so far; every number only grows.
-
-    ``early_pulls`` came before their offer. ``late_messages`` came for a transfer that had ended, ``foreign_messages``
-    from a peer that does not own it, ``stale_messages`` belong to an epoch that is over, ``stranger_messages`` came
-    without a hello. ``slow_peers`` were cut off, as they let a lease end; ``forgotten_peers`` were the idlest of too
-    many.
-    """
-
-    offered: int = 0
-    pulled: int = 0
-    acked: int = 0
-    aborted: int = 0
-    expired: int = 0
-    reset: int = 0
-    attempts: int = 0
-    early_pulls: int = 0
-    records_sent: int = 0
-    records_absent: int = 0
-    key_mismatches: int = 0
-    sends_refused: int = 0
-    late_messages: int = 0
-    foreign_messages: int = 0
-    stale_messages: int = 0
-    stranger_messages: int = 0
-    unknown_transfers: int = 0
-    refused_peers: int = 0
-    slow_peers: int = 0
-    forgotten_peers: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -98,9 +70,10 @@ class Offer:
     """What is kept for an offer. ``peer`` and ``boot_id`` own it; times are monotonic seconds."""
 
     id: TransferId
-    expires_s: float
-    expires_max_s: float
-    state: State = State.OPEN
+    expires_s: float = 0.0
+    expires_max_s: float = 0.0
+    asked: Pull | None = None  # before it was offered
+    state: State = State.EXPECTED
     blocks: dict[int, OfferedBlock] = field(default_factory=dict)
     peer: Peer | None = None
     boot_id: bytes = b""

@@ -9,7 +9,6 @@ Sans-IO: no clock, thread, socket or randomness. Times are monotonic seconds of 
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,12 +16,12 @@ from dataclasses import replace
 import transfer.messages as wire
 from cache_manager.keys import Namespace
 from transfer.actions import Action, Cut, OfferedBlock, Release, Send
-from transfer.early import EarlyPulls
+from transfer.counters import OfferCounters
 from transfer.errors import IncompatiblePeerError, LocalProtocolError
 from transfer.identity import Identity, check_peer
 from transfer.limits import TransferLimits
 from transfer.link import Peer
-from transfer.offer import Ended, Event, Offer, OfferCounters, State, check_blocks
+from transfer.offer import Ended, Event, Offer, State, check_blocks
 
 
 class Offers:
@@ -37,7 +36,7 @@ class Offers:
         self.counters = OfferCounters()  # its own: who keeps it copies it
         self._offers: dict[wire.TransferId, Offer] = {}
         self._ended: OrderedDict[wire.TransferId, Ended] = OrderedDict()
-        self._early = EarlyPulls(limits.transfers_max, limits.early_s)
+        self._expected: dict[wire.TransferId, None] = {}  # of these, those that were pulled only; the oldest first
         self._peers: OrderedDict[Peer, wire.Hello] = OrderedDict()  # who said hello; the one heard last at the end
         self._owners: Counter[Peer] = Counter()  # offers by owner, also by one that was lost; no zeros
         self._ready: OrderedDict[wire.TransferId, None] = OrderedDict()  # with something to send and credit for it
@@ -51,7 +50,7 @@ class Offers:
     @property
     def in_flight(self) -> int:
         """Offers that are not over yet."""
-        return len(self._offers)
+        return len(self._offers) - len(self._expected)
 
     def offer(
         self,
@@ -67,27 +66,32 @@ class Offers:
         ``is_open``: more blocks come, until :meth:`seal`. Raises :class:`LocalProtocolError` for an id that is not new,
         or blocks that do not have the session's parts.
         """
-        if len(transfer) != 16 or transfer in self._offers or transfer in self._ended:
+        found = self._offers.get(transfer)
+        if len(transfer) != 16 or transfer in self._ended or not (found is None or found.state is State.EXPECTED):
             raise LocalProtocolError(f"transfer: wanted 16 bytes that are new, got {transfer.hex()}")
         check_blocks(blocks, self.identity.parts)
-        if len(self._offers) >= self.limits.transfers_max:
+        if self.in_flight >= self.limits.transfers_max:
             return None
         lease_s = self.limits.lease_s if lease_s is None else lease_s
         end_s = now_s + self.limits.lease_max_s
-        found = Offer(transfer, min(now_s + lease_s, end_s), end_s)
-        self._offers[transfer] = found
-        if len(self._expiries) > 2 * self.limits.transfers_max:  # most are of offers that ended early
-            self._expiries = [entry for entry in self._expiries if entry[1] in self._offers]
-            heapq.heapify(self._expiries)
-        heapq.heappush(self._expiries, (found.expires_s, transfer))
+        if found is None:
+            found = self._offers[transfer] = Offer(transfer)
+        else:
+            del self._expected[transfer]
+        self._expire_at(found, min(now_s + lease_s, end_s), end_s)
+        found.apply(Event.OFFER)
         self.counters.offered += 1
         self._grown(found, found.grow(blocks))
         if not is_open:
             found.seal()
-        early = self._early.take(transfer)
-        if early is None or not self.greeted(early[0], early[1].boot_id):
-            return []
-        return self._on_transfer_message(*early, now_s)
+        return [] if found.asked is None else self._owned(found, found.asked)
+
+    def _expire_at(self, found: Offer, expires_s: float, expires_max_s: float) -> None:
+        found.expires_s, found.expires_max_s = expires_s, expires_max_s
+        if len(self._expiries) > 4 * self.limits.transfers_max:  # most are of offers that ended early
+            self._expiries = [entry for entry in self._expiries if entry[1] in self._offers]
+            heapq.heapify(self._expiries)
+        heapq.heappush(self._expiries, (expires_s, found.id))
 
     def grow(self, transfer: wire.TransferId, blocks: Sequence[OfferedBlock], now_s: float) -> list[Action]:
         """Add blocks to an open offer, which renews its lease. Harmless when it has ended."""
@@ -104,12 +108,12 @@ class Offers:
     def withdraw(self, transfer: wire.TransferId) -> list[Action]:
         """Give an offer up; harmless when it has ended."""
         found = self._offers.get(transfer)
-        return self._end(found, wire.Outcome.ABORTED) if found else []
+        return self._end(found, wire.Outcome.ABORTED) if found and transfer not in self._expected else []
 
     def reset(self, namespace: Namespace) -> list[Action]:
         """This side's rows belong to another namespace from here on: every offer ends, every peer must say hello."""
         self.identity = replace(self.identity, namespace=namespace)
-        actions = self._end_all(wire.Outcome.RESET) + self._refuse_early(math.inf)
+        actions = self._end_all(wire.Outcome.RESET)
         self._peers.clear()
         return actions
 
@@ -120,7 +124,7 @@ class Offers:
 
     def _open(self, transfer: wire.TransferId, now_s: float) -> Offer | None:
         found = self._offers.get(transfer)
-        if found is None and transfer not in self._ended:
+        if transfer in self._expected or (found is None and transfer not in self._ended):
             raise LocalProtocolError(f"transfer: wanted one that was offered, got {transfer.hex()}")
         if found is not None and found.state is not State.OPEN:
             raise LocalProtocolError(f"transfer {transfer.hex()}: wanted an open offer, got one that is sealed")
@@ -163,8 +167,6 @@ class Offers:
         due = [expiry_s for expiry_s, _ in self._expiries[:1]]
         if self._stalled:
             due.append(self._resend_s)
-        if (early_s := self._early.due_s()) is not None:
-            due.append(early_s)
         return min(due, default=None)
 
     def next_records(self) -> Send | None:
@@ -220,7 +222,7 @@ class Offers:
             check_peer(own, hello.namespace, hello.parts)
             if hello.frame_nbytes_max < own.nbytes_max:
                 raise IncompatiblePeerError("frame_nbytes_max", f"at least {own.nbytes_max}", hello.frame_nbytes_max)
-            if not self._enter(peer, hello):
+            if not self._remember(peer, hello):
                 raise IncompatiblePeerError("peers", f"at most {self.limits.peers_max} with transfers", "one more")
         except IncompatiblePeerError as error:
             self._peers.pop(peer, None)
@@ -230,7 +232,7 @@ class Offers:
         welcome = wire.Welcome(own.boot_id, own.space, list(own.parts), wire.MINOR, self.limits.lease_ms, hello.boot_id)
         return [Send(peer, welcome)]
 
-    def _enter(self, peer: Peer, hello: wire.Hello) -> bool:
+    def _remember(self, peer: Peer, hello: wire.Hello) -> bool:
         """Remember ``peer``; of too many, the one that was silent longest and owns no offer is forgotten."""
         if peer not in self._peers and len(self._peers) >= self.limits.peers_max:
             idle = next((known for known in self._peers if known not in self._owners), None)
@@ -265,15 +267,13 @@ class Offers:
                 return []
         elif (found.peer, found.boot_id) != (peer, message.boot_id):
             self.counters.foreign_messages += 1
-            return [Send(peer, wire.Gone(message.transfer, wire.GoneReason.FOREIGN))]
+            return [Send(peer, wire.Gone(message.transfer, wire.Outcome.FOREIGN))]
         self._renew(found, now_s)
         match message:
             case wire.Pull():
                 return self._on_pull(peer, found, message)
             case wire.Credit():
                 return self._on_credit(found, message)
-            case wire.Renew():
-                return []
             case wire.Ack():
                 return self._on_ack(peer, found, message)
             case wire.Abort():
@@ -283,15 +283,27 @@ class Offers:
         if pull.epoch <= found.epoch:
             self.counters.stale_messages += 1
             return []
-        if found.peer is None:
-            found.peer, found.boot_id = peer, pull.boot_id
-            self._owners[peer] += 1
-            self.counters.pulled += 1
+        is_new, found.peer, found.boot_id = found.peer is None, peer, pull.boot_id
+        if found.state is State.EXPECTED:
+            found.epoch, found.asked = pull.epoch, pull
+            return [Send(peer, wire.Later(found.id, pull.epoch))]
+        return self._owned(found, pull) if is_new else self._wanted(found, pull)
+
+    def _owned(self, found: Offer, pull: wire.Pull) -> list[Action]:
+        """Its first pull makes a peer the owner of an offer."""
+        assert found.peer is not None, "somebody has pulled it"
+        found.asked = None
+        self._owners[found.peer] += 1
+        self.counters.pulled += 1
+        return self._wanted(found, pull)
+
+    def _wanted(self, found: Offer, pull: wire.Pull) -> list[Action]:
         absent, mismatches = found.want(pull)
         self.counters.attempts += 1
         self.counters.key_mismatches += mismatches
         self._ready.pop(found.id, None)
-        later: list[Action] = [Send(peer, wire.Later(found.id, found.epoch))] if found.later else []
+        assert found.peer is not None, "somebody has pulled it"
+        later: list[Action] = [Send(found.peer, wire.Later(found.id, found.epoch))] if found.later else []
         return self._grown(found, absent) + later
 
     def _on_credit(self, found: Offer, credit: wire.Credit) -> list[Action]:
@@ -308,47 +320,29 @@ class Offers:
         if found.peer is None:  # nothing was wanted; an ack again is then heard from this peer only
             found.peer, found.boot_id = peer, ack.boot_id
             self._owners[peer] += 1
-        released = Send(peer, wire.Released(found.id, wire.Outcome.ACKED))
-        return [released, *self._end(found, wire.Outcome.ACKED, tell=False)]
+        return self._end(found, wire.Outcome.ACKED)
 
     def _on_absent_offer(self, peer: Peer, message: wire.OfTransfer, now_s: float) -> list[Action]:
         transfer = wire.TransferId(message.transfer)
         ended = self._ended.get(transfer)
+        if ended is None and isinstance(message, wire.Pull):  # it may come: the pull waits for it, for a bounded time
+            self.counters.early_pulls += 1
+            self._expected[transfer] = None
+            found = self._offers[transfer] = Offer(transfer)
+            self._expire_at(found, now_s + self.limits.early_s, now_s + self.limits.early_s)
+            oldest = self._offers[next(iter(self._expected))]
+            gone = [] if len(self._expected) <= self.limits.transfers_max else self._end(oldest, wire.Outcome.UNKNOWN)
+            return self._on_pull(peer, found, message) + gone
         if ended is None:
-            return self._on_early(peer, transfer, message, now_s)
-        if ended.peer is not None and (ended.peer, ended.boot_id) != (peer, message.boot_id):
+            self.counters.unknown_transfers += 1
+            outcome = wire.Outcome.UNKNOWN
+        elif ended.peer is not None and (ended.peer, ended.boot_id) != (peer, message.boot_id):
             self.counters.foreign_messages += 1
-            reason = wire.GoneReason.FOREIGN
+            outcome = wire.Outcome.FOREIGN
         else:
             self.counters.late_messages += 1
-            if isinstance(message, wire.Ack) and ended.outcome is wire.Outcome.ACKED:
-                return [Send(peer, wire.Released(transfer, wire.Outcome.ACKED))]
-            reason = wire.GoneReason(ended.outcome.value)
-        return [] if isinstance(message, (wire.Abort, wire.Credit)) else [Send(peer, wire.Gone(transfer, reason))]
-
-    def _on_early(self, peer: Peer, transfer: wire.TransferId, message: wire.OfTransfer, now_s: float) -> list[Action]:
-        """A pull of an id that was never offered waits for the offer, for a bounded time."""
-        owner, run = self._early.owner(transfer), (peer, message.boot_id)
-        if not isinstance(message, wire.Pull):
-            if owner == run and isinstance(message, wire.Ack | wire.Abort):
-                self._early.take(transfer)
-            if owner == run:
-                return []
-            self.counters.unknown_transfers += 1
-            told = isinstance(message, wire.Renew | wire.Ack)
-            return [Send(peer, wire.Gone(transfer, wire.GoneReason.UNKNOWN))] if told else []
-        if owner not in (None, run):
-            self.counters.foreign_messages += 1
-            return [Send(peer, wire.Gone(transfer, wire.GoneReason.FOREIGN))]
-        self._early.enter(peer, message, now_s)
-        self.counters.early_pulls += owner is None
-        return [Send(peer, wire.Later(transfer, message.epoch)), *self._refuse_early(now_s)]
-
-    def _refuse_early(self, now_s: float) -> list[Action]:
-        """Answer the early pulls that have waited long enough: there is no such offer."""
-        gone = self._early.give_up(now_s)
-        self.counters.unknown_transfers += len(gone)
-        return [Send(peer, wire.Gone(transfer, wire.GoneReason.UNKNOWN)) for peer, transfer in gone]
+            outcome = ended.outcome
+        return [] if isinstance(message, wire.Abort) else [Send(peer, wire.Gone(transfer, outcome))]
 
     def _on_bye(self, peer: Peer, bye: wire.Bye) -> list[Action]:
         if not self.greeted(peer, bye.boot_id):
@@ -362,7 +356,7 @@ class Offers:
         found.expires_s = max(found.expires_s, min(now_s + self.limits.lease_s, found.expires_max_s))
 
     def _expire(self, now_s: float) -> list[Action]:
-        actions = self._refuse_early(now_s)
+        actions: list[Action] = []
         while self._expiries and self._expiries[0][0] <= now_s:
             _, transfer = heapq.heappop(self._expiries)
             found = self._offers.get(transfer)
@@ -370,6 +364,9 @@ class Offers:
                 continue
             if found.expires_s > now_s:
                 heapq.heappush(self._expiries, (found.expires_s, transfer))
+                continue
+            if transfer in self._expected:
+                actions += self._end(found, wire.Outcome.UNKNOWN)
                 continue
             actions += self._end(found, wire.Outcome.EXPIRED)
             if found.peer is not None:  # the link may still have messages for it, which it does not read
@@ -381,20 +378,24 @@ class Offers:
         return [a for o in list(self._offers.values()) for a in self._end(o, outcome)]
 
     def _end(self, found: Offer, outcome: wire.Outcome, *, tell: bool = True) -> list[Action]:
-        """The offer is over. Its owner is told unless it knows."""
+        """The offer is over. Its owner is told unless it knows. One that was never made is not remembered."""
         found.apply(Event.END)
-        setattr(self.counters, outcome.value, getattr(self.counters, outcome.value) + 1)
         del self._offers[found.id]
         self._ready.pop(found.id, None)
         self._unsummed.pop(found.id, None)
+        told: list[Action] = []
+        if found.peer is not None and tell and self.greeted(found.peer, found.boot_id):
+            told.append(Send(found.peer, wire.Gone(found.id, outcome)))
+        if found.id in self._expected:
+            del self._expected[found.id]
+            self.counters.unknown_transfers += outcome is wire.Outcome.UNKNOWN
+            return told
+        setattr(self.counters, outcome.value, getattr(self.counters, outcome.value) + 1)
         self._ended[found.id] = Ended(outcome, found.peer, found.boot_id)
         while len(self._ended) > self.limits.remembered_max:
             self._ended.popitem(last=False)
-        actions: list[Action] = []
         if found.peer is not None:
             self._owners[found.peer] -= 1
             if not self._owners[found.peer]:
                 del self._owners[found.peer]
-            if tell and self.greeted(found.peer, found.boot_id):
-                actions.append(Send(found.peer, wire.Gone(found.id, wire.GoneReason(outcome.value))))
-        return [*actions, Release(found.id, outcome)]
+        return [*told, Release(found.id, outcome)]

@@ -19,11 +19,12 @@ from cache_manager.errors import RecordError
 from cache_manager.keys import BlockKey
 from cache_manager.record import check_record, unpack_header
 from transfer.actions import Install, Missing, Reason, WantedBlock
+from transfer.counters import PullCounters
 from transfer.errors import LocalProtocolError, RemoteProtocolError
 from transfer.frames import split
 from transfer.limits import TransferLimits
 from transfer.link import Peer
-from transfer.messages import BLOCKS_MAX, Absent, Ack, BootId, Credit, Part, Pull, Range, Records, Renew, TransferId
+from transfer.messages import BLOCKS_MAX, Absent, Ack, BootId, Credit, Part, Pull, Range, Records, TransferId
 
 
 class State(StrEnum):
@@ -37,8 +38,7 @@ class Event(StrEnum):
     RETRY = "nothing came"
     ALL_SETTLED = "every wanted record was settled"
     FAIL = "fail"
-    HEARD = "prefill knows"
-    GIVE_UP = "nobody can tell whether prefill knows"
+    GIVE_UP = "prefill knows, or nobody can tell"
 
 
 TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
@@ -50,7 +50,6 @@ TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
     },
     State.ACKING: {
         Event.RETRY: State.ACKING,
-        Event.HEARD: State.ENDED,
         Event.GIVE_UP: State.ENDED,
     },
     State.ENDED: {},
@@ -81,34 +80,6 @@ def payloads_of(records: Records, bulk: Sequence[memoryview], parts: Sequence[Pa
     except IndexError as error:
         raise RemoteProtocolError(f"part: wanted one of {len(parts)}, got a later one") from error
     return split(bulk, sizes)
-
-
-@dataclass(slots=True)
-class PullCounters:
-    """What :class:`~transfer.pulls.Pulls` has seen so far; every number only grows.
-
-    ``duplicate_records`` were in place already, ``stale_messages`` belong to a pull that is over or an epoch that is,
-    ``foreign_messages`` came from a peer that was not asked, ``corrupt_records`` failed a check and were asked for
-    again.
-    """
-
-    pulls: int = 0
-    done: int = 0
-    failed: int = 0
-    attempts: int = 0
-    retries: int = 0
-    told_later: int = 0
-    records_installed: int = 0
-    records_stale: int = 0
-    records_absent: int = 0
-    corrupt_records: int = 0
-    duplicate_records: int = 0
-    postponed_records: int = 0
-    sends_refused: int = 0
-    foreign_messages: int = 0
-    stale_messages: int = 0
-    refusals: int = 0
-    forgotten_peers: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -168,11 +139,11 @@ class Pulling:
     def unsettled(self) -> bool:
         return bool(self.outstanding or self.installing)
 
-    def next_message(self, boot_id: BootId, credit_nbytes: int, now_s: float) -> Pull | Ack | Renew:
+    def next_message(self, boot_id: BootId, credit_nbytes: int, now_s: float) -> Pull | Ack | Credit:
         """What the state asks for, taken to be sent: a pull begins the next epoch; where all was said, a renewal."""
         self.spoken_s = now_s
         if self.asked:
-            return Renew(boot_id, self.id)
+            return Credit(boot_id, self.id, max(1, self.epoch), self.granted_nbytes)
         self.asked = True
         if self.state is State.ACKING:
             return Ack(boot_id, self.id, max(1, self.epoch), self.installed, len(self.missing))

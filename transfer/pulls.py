@@ -22,11 +22,12 @@ import transfer.messages as wire
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from transfer.actions import Action, Finished, Install, Missing, PullResult, Reason, Send, WantedBlock
+from transfer.counters import PullCounters
 from transfer.errors import IncompatiblePeerError, LocalProtocolError
 from transfer.identity import Identity, check_peer
 from transfer.limits import TransferLimits
 from transfer.link import Peer
-from transfer.pull import Event, Greeting, PullCounters, Pulling, State, payloads_of, places_of
+from transfer.pull import Event, Greeting, Pulling, State, payloads_of, places_of
 
 RENEWALS_A_LEASE: Final = 3
 RENEW_S_MIN: Final = 0.02
@@ -191,10 +192,10 @@ class Pulls:
         if isinstance(message, wire.Hello):
             known.hello_s = None
             known.unsaid.update(known.pulls)
-        elif isinstance(message, (wire.Pull, wire.Ack, wire.Renew)) and (
+        elif isinstance(message, (wire.Pull, wire.Ack, wire.Credit)) and (
             pull := self._pulls.get(wire.TransferId(message.transfer))
         ):
-            pull.asked = pull.asked and isinstance(message, wire.Renew)
+            pull.asked = pull.asked and isinstance(message, wire.Credit)
             known.unsaid[pull.id] = None
         if known.unsaid:
             known.refused(now_s, self.limits)
@@ -251,25 +252,19 @@ class Pulls:
     def _on_pull_message(
         self,
         pull: Pulling,
-        message: wire.Records | wire.Absent | wire.Gone | wire.Released | wire.Later,
+        message: wire.Records | wire.Absent | wire.Gone | wire.Later,
         payloads: Sequence[memoryview],
         now_s: float,
     ) -> list[Action]:
         match message:
             case wire.Gone():
-                return self._fail(pull, Reason.GONE, message.reason.value)
+                return self._fail(pull, Reason.GONE, message.outcome.value)
             case wire.Later():
                 if message.epoch != pull.epoch or pull.state is State.ACKING:
                     self.counters.stale_messages += 1
                     return []
                 self.counters.told_later += 1
                 pull.retries = 0
-                return []
-            case wire.Released():
-                if pull.state is State.ACKING and message.outcome is wire.Outcome.ACKED:
-                    self._close(pull, Event.HEARD)
-                    return []
-                self.counters.stale_messages += 1
                 return []
             case wire.Absent():
                 if message.epoch != pull.epoch:

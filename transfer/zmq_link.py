@@ -26,21 +26,22 @@ from transfer.zmq_sockets import dealer
 
 _LAST: Final = int(zmq.NOBLOCK)  # as numbers: the library's flags cost more than a small copy
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
 
 
 @dataclass(frozen=True, slots=True)
 class ZmqCounters:
     """What a link has met since it was made.
 
-    ``dropped_messages`` had too many frames or none; ``forgotten_peers`` and ``evicted_connections`` were the idlest of
-    too many, ``cut_connections`` sent what nobody may or did not read; ``refused_keys`` are not on the list. ``peers``
-    and ``connections`` are those of this moment.
+    ``dropped_messages`` had too many frames or none; ``evicted_connections`` were the idlest of too many,
+    ``cut_connections`` sent what nobody may or did not read; ``refused_keys`` are not on the list. ``peers`` and
+    ``connections`` are those of this moment.
     """
 
     received_messages: int = 0
     dropped_messages: int = 0
     lost_peers: int = 0
-    forgotten_peers: int = 0
     evicted_connections: int = 0
     cut_connections: int = 0
     refused_keys: int = 0
@@ -103,12 +104,11 @@ class ZmqLink:
             return counters
         return replace(
             counters,
-            forgotten_peers=server.forgotten_peers,
-            evicted_connections=server.connections.evicted,
-            cut_connections=server.connections.cut,
+            evicted_connections=server.evicted,
+            cut_connections=server.cut,
             refused_keys=server.refused_keys,
             peers=server.peers,
-            connections=len(server.connections),
+            connections=server.connections,
         )
 
     def connect(self, address: str) -> Peer:
@@ -117,10 +117,10 @@ class ZmqLink:
         :class:`TransferError` when ``servers_max`` others are connected (one that is not makes room), or when ZeroMQ
         cannot: it has an address for nobody, or no descriptor left.
         """
-        check_address(address, "address", curve=self.settings.curve_client is not None)
-        peer = Peer(b"server " + address.encode())
+        peer = Peer(b"server " + address.encode()) if isinstance(address, str) else Peer(b"")
         server = self._servers.get(peer)
         if server is None:
+            check_address(address, "address", curve=self.settings.curve_client is not None)
             self._open()
             if len(self._servers) >= self.settings.servers_max:
                 self._forget_server()
@@ -235,12 +235,8 @@ class ZmqLink:
 
     def _take(self, socket: zmq.Socket[bytes], peer: Peer | None, came: list[Came], limit: int) -> None:
         """Add the messages that are there to ``came``, up to ``limit``."""
-        while len(came) < limit:
-            try:
-                frame = socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            frames = [frame]
+        while len(came) < limit and int(socket.getsockopt(_EVENTS)) & _POLLIN:
+            frames = [frame := socket.recv(_LAST, copy=False)]
             while frame.more:
                 frame = socket.recv(copy=False)
                 if len(frames) <= self.settings.frames_max:  # the rest is only taken out of the queue
@@ -294,6 +290,3 @@ def _arrival(peer: Peer, frames: list[zmq.Frame]) -> Arrival:
     """The message in ``frames``, which are kept until its receiver lets go."""
     control, *bulk = frames
     return Arrival(peer, control.bytes, [frame.buffer for frame in bulk], frames.clear)
-
-
-__all__ = ["ZmqCounters", "ZmqLink"]

@@ -1,10 +1,17 @@
-"""The serving half of a ZeroMQ link: a ROUTER, who is connected to it, and whom it lets in."""
+"""The serving half of a ZeroMQ link: a ROUTER, who is connected to it, and whom it lets in.
+
+ZeroMQ has no limit for connections. Of too many, one that has not said anything yet makes room, the oldest first, and
+then the one that was silent longest. The file descriptors are libzmq's: one is touched only by way of a duplicate that
+was seen to be a connection of our listener, so that a number which has been used again is left alone.
+"""
 
 from __future__ import annotations
 
 import logging
+import socket as system
 from collections import OrderedDict
-from dataclasses import dataclass
+from contextlib import suppress
+from os import dup
 from typing import Final
 
 import zmq
@@ -12,7 +19,6 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from transfer.link import Peer
-from transfer.zmq_connections import Connections
 from transfer.zmq_settings import ZmqSettings
 from transfer.zmq_sockets import ZAP_DOMAIN, BoundPath, bind, router
 
@@ -24,21 +30,18 @@ log = logging.getLogger(__name__)
 Socket = zmq.Socket[bytes]
 
 
-@dataclass(slots=True)
-class _Client:
-    routing_id: bytes
-    fd: int
-
-
 class ZmqServer:
-    """A bound ROUTER and the table of the clients that it can answer; the idlest one of too many is forgotten."""
+    """A bound ROUTER and its connections by file descriptor; who spoke by one can be answered."""
 
     def __init__(self, context: zmq.Context[Socket], settings: ZmqSettings, address: str) -> None:
         self.settings = settings
-        self.forgotten_peers = 0
         self.refused_keys = 0
-        self._clients: OrderedDict[Peer, _Client] = OrderedDict()
-        self._by_fd: dict[int, Peer] = {}
+        self.evicted = 0
+        self.cut = 0
+        self._silent: OrderedDict[int, None] = OrderedDict()  # those that said nothing yet, the oldest first
+        self._spoke: OrderedDict[int, Peer] = OrderedDict()  # the others, the one heard last at the end
+        self._clients: dict[Peer, tuple[int, bytes]] = {}  # who is at which of them, and how the ROUTER names it
+        self._cut: set[int] = set()  # shut down, and not seen to be gone yet
         self.zap: Socket | None = None
         if settings.curve_server is not None:  # bind ZAP first: nobody enters unchecked
             self.zap = context.socket(zmq.ROUTER)
@@ -52,7 +55,6 @@ class ZmqServer:
         except BaseException:
             self.close(0)
             raise
-        self.connections = Connections(self.address, settings.connections_max)
 
     @property
     def sockets(self) -> tuple[Socket, ...]:
@@ -63,10 +65,13 @@ class ZmqServer:
     def peers(self) -> int:
         return len(self._clients)
 
+    @property
+    def connections(self) -> int:
+        return len(self._silent) + len(self._spoke)
+
     def routing_id(self, peer: Peer) -> bytes | None:
         """How the ROUTER names ``peer``, if that is connected."""
-        client = self._clients.get(peer)
-        return None if client is None else client.routing_id
+        return self._clients.get(peer, (0, None))[1]
 
     def sender(self, routing_id: bytes, frame: zmq.Frame, lost: list[Peer]) -> Peer | None:
         """Who sent ``frame``, noted as somebody who can be answered; ``None`` for one that speaks an ancient ZMTP."""
@@ -76,34 +81,78 @@ class ZmqServer:
         except zmq.ZMQError:  # ZMTP 1 and 2 have no handshake that says anything
             return None
         peer = Peer(b"client " + user + b" " + routing_id)
-        known = self._clients.get(peer)
-        if known is None or known.fd != fd:
-            if fd not in self.connections:
-                lost += self.watch()  # its arrival was reported before its message, but not seen yet
-            if fd not in self.connections:
-                return peer  # it has gone already: heard, but not noted
-            self._note(peer, _Client(routing_id, fd))
-        self._clients.move_to_end(peer)
-        self.connections.spoke(fd)
+        if self._spoke.get(fd) == peer:
+            self._spoke.move_to_end(fd)
+            return peer
+        if fd not in self._silent:
+            lost += self.watch()  # its arrival was reported before its message, but not seen yet
+        if fd in self._silent:  # else it has gone already: heard, but not noted
+            del self._silent[fd]
+            if (before := self._clients.get(peer)) is not None:  # restarted, and the old connection is still there
+                del self._spoke[before[0]]
+                self._silent[before[0]] = None
+            self._spoke[fd] = peer
+            self._clients[peer] = fd, routing_id
         return peer
 
     def watch(self) -> list[Peer]:
         """Note who came and who went; the peers that went."""
         lost = []
         for event, fd in events(self.monitor):
+            if event not in (zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED):
+                continue
+            self._cut.discard(fd)
+            self._silent.pop(fd, None)
+            if (peer := self._spoke.pop(fd, None)) is not None:
+                del self._clients[peer]
+                lost.append(peer)
             if event == zmq.EVENT_ACCEPTED:
-                self.connections.accepted(fd)
-            elif event == zmq.EVENT_DISCONNECTED:
-                self.connections.disconnected(fd)
-                if (peer := self._by_fd.pop(fd, None)) is not None:
-                    self._clients.pop(peer, None)
-                    lost.append(peer)
+                lost += self._make_room()
+                self._silent[fd] = None
         return lost
 
+    def _make_room(self) -> list[Peer]:
+        """Shut the idlest connection down if there are too many; the peer that is lost by that."""
+        if self.connections < self.settings.connections_max:
+            return []
+        self.evicted += 1
+        if self._silent:
+            self._shut_down(self._silent.popitem(last=False)[0])
+            return []
+        fd, peer = self._spoke.popitem(last=False)
+        del self._clients[peer]
+        self._shut_down(fd)
+        return [peer]
+
     def cut_off(self, peer: Peer) -> None:
-        """Shut the connection of ``peer`` down for what came by it."""
-        if (client := self._clients.get(peer)) is not None:
-            self.connections.cut_off(client.fd)
+        """Shut the connection of ``peer`` down for what came by it, or did not; once, until it is gone."""
+        fd, _ = self._clients.get(peer, (-1, b""))
+        if fd >= 0 and fd not in self._cut:
+            self.cut += 1
+            self._shut_down(fd)
+
+    def _shut_down(self, fd: int) -> None:
+        self._cut.add(fd)
+        if (ours := self._ours(fd)) is not None:
+            with ours, suppress(OSError):  # it has just gone by itself
+                ours.shutdown(system.SHUT_RDWR)
+
+    def _ours(self, fd: int) -> system.socket | None:
+        """A duplicate of ``fd``, if that is still a connection which our listener accepted."""
+        try:
+            duplicate = system.socket(fileno=dup(fd))
+        except OSError:
+            return None
+        try:
+            name = duplicate.getsockname()
+            end = f":{name[1]}" if isinstance(name, tuple) else f"//{name}"
+            if self.address.endswith(end) and duplicate.type == system.SOCK_STREAM:
+                duplicate.getpeername()  # not the listener itself
+                return duplicate
+        except OSError:
+            pass
+        duplicate.close()
+        return None
 
     def admit(self) -> None:
         """Answer ZAP requests (RFC 27): a client whose public key is on the list has it as its user id."""
@@ -131,18 +180,6 @@ class ZmqServer:
         self._path.remove()
         self._clients.clear()
 
-    def _note(self, peer: Peer, client: _Client) -> None:
-        if (known := self._clients.get(peer)) is not None:
-            self._by_fd.pop(known.fd, None)
-        elif len(self._clients) >= self.settings.peers_max:
-            _, forgotten = self._clients.popitem(last=False)
-            self._by_fd.pop(forgotten.fd, None)
-            self.forgotten_peers += 1
-        if (before := self._by_fd.pop(client.fd, None)) is not None:
-            self._clients.pop(before, None)
-        self._clients[peer] = client
-        self._by_fd[client.fd] = peer
-
 
 def monitored(socket: Socket) -> Socket:
     """A socket that tells of the connections of ``socket``."""
@@ -153,14 +190,8 @@ def monitored(socket: Socket) -> Socket:
 
 def events(monitor: Socket) -> list[tuple[int, int]]:
     """What a monitor has to tell, as (event, file descriptor)."""
-    found = []
-    for _ in range(EVENTS_MAX):
-        try:
-            event = recv_monitor_message(monitor, zmq.NOBLOCK)
-        except zmq.Again:
-            break
+    found: list[tuple[int, int]] = []
+    while len(found) < EVENTS_MAX and int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        event = recv_monitor_message(monitor, zmq.NOBLOCK)
         found.append((int(event["event"]), int(event["value"])))
     return found
-
-
-__all__ = ["ZmqServer", "events", "monitored"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -14,17 +14,8 @@ from transfer.curve import CurveClient, CurveServer
 IPC_PATH_NBYTES_MAX: Final = 107
 _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.*_-]{1,253}):([0-9]{1,5}|\*)")
 
-_COUNTS: Final = (
-    "sent_messages_max",
-    "received_messages_max",
-    "served_messages_max",
-    "frames_max",
-    "peers_max",
-    "connections_max",
-    "servers_max",
-)
-_SIZES: Final = ("served_frame_nbytes_max", "frame_nbytes_max", "zero_copy_nbytes")
-_DURATIONS: Final = ("silence_ms", "reconnect_ms", "reconnect_max_ms", "handshake_ms")
+_MOST: Final = {"_nbytes": 1 << 40, "_ms": 3_600_000, "_max": 1 << 20}
+"""By what a name has in it, the first that it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,6 @@ class ZmqSettings:
     received_messages_max: int = 16
     served_messages_max: int = 8
     frames_max: int = 1026
-    peers_max: int = 1024
     connections_max: int = 256
     servers_max: int = 256
     served_frame_nbytes_max: int = 1 << 20
@@ -68,11 +58,11 @@ class ZmqSettings:
             check_address(self.bind, "bind", curve=self.curve_server is not None)
         if self.identity is not None and (not 1 <= len(self.identity) <= 64 or self.identity[0] == 0):
             raise ConfigError("identity", "1 to 64 bytes, the first not 0", repr(self.identity))
-        for names, most in ((_COUNTS, 1 << 20), (_SIZES, 1 << 40), (_DURATIONS, 3_600_000)):
-            for name in names:
-                value = getattr(self, name)
-                if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                    raise ConfigError(name, f"an integer from 1 to {most}", repr(value))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            most = next((most for unit, most in _MOST.items() if unit in field.name), None)
+            if most and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
+                raise ConfigError(field.name, f"an integer from 1 to {most}", repr(value))
         if self.frames_max < 2:
             raise ConfigError("frames_max", "at least 2", self.frames_max)
 
@@ -105,6 +95,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-__all__ = ["ZmqSettings", "check_address", "is_loopback"]

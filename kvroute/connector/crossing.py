@@ -18,6 +18,8 @@ very lives whose KV goes over, and is fetched once. The law, whatever fails:
 | weights change at prefill and KV is kept | missing: they have no one name; prefill says so in its answer |
 | KV came, rows did not | missing, with the reason; decode waits for them up to a limit before it goes on |
 | rows came, KV did not | they are dropped with the block, and computed here with it |
+| copies that nobody fetches fill ``lent_nbytes_max`` | missing: ``gone``; what is lent already stays |
+| a request is aborted while it waits | its fetch ends at once, and its blocks are free |
 | prefill hangs | missing after that limit; what comes later still lands until the request has ended |
 """
 

@@ -133,8 +133,8 @@ CORE_FAULTS = [
         "table.py",
         "same & (self.changes.take(fence.ids) == fence.changes)",
         "same & True",
-        MACHINE,
-        ROW,
+        BLOCKS + MOVED,
+        MOVED,
     ),
     Fault(
         "a move takes along what a step has committed meanwhile",

@@ -6,6 +6,7 @@ from planted import Fault
 
 ROWS = "tests/kvroute/test_sglang_rows.py::"
 LAW = "test_a_row_is_of_the_pass_that_made_the_kv_or_missing"
+KEPT = "test_rows_go_by_kv_that_others_keep"
 HOST = "test_what_follows_to_the_host_goes_where_pages_are_still_what_they_were"
 
 
@@ -19,23 +20,23 @@ SGLANG_FAULTS = [
     ),
     _fault("the rest of a page begins its life anew", "at[at % self.page == 0]", "at", LAW),
     _fault(
-        "rows of a page that was given out again go to the host",
-        "            same = self.aux.generations(early.pairs[:, 0]) == early.generations\n",
-        "            same = np.ones(len(early.pairs), np.bool_)\n",
-        HOST,
+        "rows of a page that was given out again go to the host", "== lives).all(axis=1)]", "== lives)[:, 1]]", HOST
     ),
-    _fault(
-        "rows go to a page of the host that has another's",
-        "            same &= self._moved_at[early.pairs[:, 1]] == early.move\n",
-        "",
-        HOST,
-    ),
+    _fault("rows go to a page of the host that has another's", "== lives).all(axis=1)]", "== lives)[:, 0]]", HOST),
     _fault(
         "what a pass writes late stays behind",
-        "            self.aux.swap_out(early.pairs[same])\n",
+        "            self._then(self.launched, partial(self._back_up, pairs, lives))\n",
         "            pass\n",
         "test_pages_that_went_to_the_host_before_their_pass_was_over_have_its_rows_when_it_is",
     ),
+    _fault(
+        "rows land beside KV of another computation",
+        "        wrong = witness.refused(runs, witness.look(runs))\n",
+        "        wrong: list[int] = []\n",
+        KEPT,
+    ),
+    _fault("rows are handed out before their KV was seen", "rows.valid[come == COMING] = False", "pass", KEPT),
+    _fault("rows that came are named after what came beside them", "(self._from[pages] == COMPUTED)", "True", KEPT),
     _fault(
         "what is missing is expert 0",
         ".astype(np.int32), -1)",

@@ -27,8 +27,12 @@ def ran(where: Path, without: list[str], *arguments: str) -> subprocess.Complete
 @pytest.mark.parametrize(
     ("without", "arguments", "said"),
     [
-        ("torch", ("demo",), "kvroute demo: needs torch; pip install 'kvroute[engine]'"),
-        ("aiohttp", ("decode", "--port", "0"), "kvroute decode: needs aiohttp; pip install 'kvroute[serve]'"),
+        ("torch", ("demo",), "kvroute demo: needs torch; in a clone of kvroute: pip install '.[engine]'"),
+        (
+            "aiohttp",
+            ("decode", "--port", "0"),
+            "kvroute decode: needs aiohttp; in a clone of kvroute: pip install '.[serve]'",
+        ),
         (
             "paged_engine",
             ("demo",),
@@ -58,3 +62,18 @@ def test_prove_wants_no_torch() -> None:
     found = ran(SUPPORT, without, "prove", "tiny_managers:Plain", "--examples", "20")
     assert "operations" in found.stdout, found.stderr
     assert found.returncode == (FAILED if "not proved" in found.stdout else 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("fsck", "file:///no/such"), "kvroute fsck: /no/such: there is no store; a writer makes one"),
+        (("prove",), "kvroute prove: adapter: wanted MODULE:ADAPTER, or --invariants, which lists what is claimed"),
+        (("verify", "--url", "x", "--model", "/no/such"), "kvroute verify: config: wanted a readable JSON file at"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    found = ran(tmp_path, [], *arguments)
+    assert (found.returncode, found.stdout) == (USAGE, "")
+    assert found.stderr.startswith(said)
+    assert found.stderr.count("\n") == 1

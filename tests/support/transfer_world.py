@@ -34,8 +34,8 @@ from transfer.messages import (
     Abort,
     Ack,
     Bye,
+    Credit,
     Hello,
-    Renew,
     decode,
     encode,
 )
@@ -93,7 +93,9 @@ class World:
             run, own = self.decode.session.identity.boot_id, self.prefill.session.identity
             name = dice.choice(self.prefill.known).id
             hello = Hello(run, own.space, list(own.parts), 0, 1 << 20)
-            forged = dice.choice((Ack(run, name, 1 << 20, 3, 0), Abort(run, name, ""), Bye(run), Renew(run, name)))
+            forged = dice.choice(
+                (Ack(run, name, 1 << 20, 3, 0), Abort(run, name, ""), Bye(run), Credit(run, name, 1, 1 << 40))
+            )
             for message in (hello, forged):
                 self.eve.send(self.prefill.link.name, encode(message), ())
             self.happened["forged"] += 1
@@ -102,7 +104,7 @@ class World:
         if kind < 0.2 or not self.captured:
             frame = self.random_bytes(dice.randint(1, 60))
         elif kind < 0.3:
-            frame = PREFIX.pack(MAGIC, MAJOR, dice.randint(1, 14), 0) + self.random_bytes(dice.randint(1, 40))
+            frame = PREFIX.pack(MAGIC, MAJOR, dice.randint(1, 12), 0) + self.random_bytes(dice.randint(1, 40))
         else:
             frame = dice.choice(self.captured)
             message = decode(frame)
@@ -133,13 +135,13 @@ class World:
             self.a_row_read_is_the_row_written_or_missing()
         prefill, decode = self.prefill.session, self.decode.session
         bounded = (
-            len(prefill._offers) <= LIMITS.transfers_max
-            and len(prefill._early) <= LIMITS.transfers_max
+            prefill.in_flight <= LIMITS.transfers_max
+            and len(prefill._expected) <= LIMITS.transfers_max
             and len(prefill._ended) <= LIMITS.remembered_max
             and len(prefill._peers) <= LIMITS.peers_max
             and len(prefill._owners) <= LIMITS.transfers_max
             and len(prefill._ready) <= LIMITS.transfers_max
-            and len(prefill._expiries) <= 2 * LIMITS.transfers_max + 1
+            and len(prefill._expiries) <= 4 * LIMITS.transfers_max + 1
             and len(decode._pulls) <= 2 * LIMITS.transfers_max
             and len(decode._ended) <= LIMITS.remembered_max
             and len(decode._peers) <= LIMITS.peers_max
@@ -197,7 +199,7 @@ class World:
             self.prefill.pump(1000)
             self.decode.pump(1000)
             self.eve.poll(0.0, 1000)
-            busy = self.prefill.session._offers or self.prefill.session._early or self.decode.session._pulls
+            busy = self.prefill.session._offers or self.decode.session._pulls
             if not (busy or self.network.flying()):
                 break
         name = "quiescent_means_nothing_in_flight"

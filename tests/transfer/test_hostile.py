@@ -27,12 +27,11 @@ from transfer.messages import (
     Bye,
     Credit,
     Gone,
-    GoneReason,
     Hello,
     Later,
+    Outcome,
     Pull,
     Refuse,
-    Renew,
     Welcome,
     encode,
 )
@@ -205,11 +204,11 @@ def test_forged_and_replayed_messages_end_nothing(prefill: PeerProcess) -> None:
         for message in (
             Pull(thief.boot_id, transfer, 9, want, 1 << 30),
             Ack(thief.boot_id, transfer, 9, 2, 0),
-            Renew(thief.boot_id, transfer),
+            Credit(thief.boot_id, transfer, 9, 1 << 30),
             Abort(thief.boot_id, transfer, "forged"),
         ):
             thief.say(encode(message))
-            assert thief.hear() == Gone(transfer, GoneReason.FOREIGN) if not isinstance(message, Abort) else True
+            assert thief.hear() == Gone(transfer, Outcome.FOREIGN) if not isinstance(message, Abort) else True
         thief.say(encode(Bye(thief.boot_id)))
         mimic.boot_id = owner.boot_id  # knows even the owner's run, but is not at the owner's connection
         for message in (
@@ -229,9 +228,9 @@ def test_forged_and_replayed_messages_end_nothing(prefill: PeerProcess) -> None:
             owner.say(encode(Pull(owner.boot_id, transfer, epoch, want, 1 << 30)))
         for _ in range(5):
             owner.say(ack)
-        assert sum(owner.hear().__class__.__name__ == "Released" for _ in range(5)) == 5
+        assert [owner.hear() for _ in range(5)] == 5 * [Gone(transfer, Outcome.ACKED)]
         owner.say(encode(Pull(owner.boot_id, transfer, 6, want, 1 << 30)))
-        assert owner.hear() == Gone(transfer, GoneReason.ACKED)
+        assert owner.hear() == Gone(transfer, Outcome.ACKED)
         counters = settled(prefill, lambda got: got["offers"]["late_messages"] >= 5)
         assert counters["offers"]["acked"] == 1
         assert counters["offers"]["stale_messages"] >= 2
@@ -257,7 +256,7 @@ def test_transfers_that_are_not_there_and_credit_without_end(prefill: PeerProces
         owner.say(encode(Credit(owner.boot_id, transfer, 1, (1 << 62) - 1)))
         owner.say(encode(Pull(owner.boot_id, transfer, (1 << 31) - 1, ranges(1, 1) * 16_000, (1 << 62) - 1)))
         other.say(encode(Pull(other.boot_id, transfer, 1, [], 0)))
-        while (heard := other.hear()) != Gone(transfer, GoneReason.FOREIGN):
+        while (heard := other.hear()) != Gone(transfer, Outcome.FOREIGN):
             assert isinstance(heard, (Later, Gone))
         assert resident_nbytes(prefill.pid) - before < GROWTH_NBYTES_MAX + (64 << 20)  # one credit's worth in sockets
     serves(prefill)
@@ -276,5 +275,5 @@ def test_more_names_than_seats(prefill: PeerProcess) -> None:
                     assert isinstance(client.hello(), Welcome)
         assert prefill.ask("table_sizes")["peers"] <= LIMITS["peers_max"]
         owner.say(encode(Ack(owner.boot_id, transfer, 1, 1, 0)))
-        assert owner.hear().__class__.__name__ == "Released"
+        assert owner.hear() == Gone(transfer, Outcome.ACKED)
     serves(prefill)

@@ -26,7 +26,7 @@ from session_pair import (
 )
 
 from cache_manager.record import pack_header
-from transfer.actions import Install, Missing, Reason, Send, WantedBlock
+from transfer.actions import Install, Missing, Reason, Send
 from transfer.errors import RemoteProtocolError
 from transfer.limits import TransferLimits
 from transfer.messages import (
@@ -53,15 +53,6 @@ def test_a_transfer_crosses() -> None:
     assert (finished.result.installed, finished.result.reason) == (9, None)
     assert outcomes(pair) == [Outcome.ACKED]
     assert pair.prefill.in_flight == pair.decode.in_flight == 0
-
-
-def test_decode_asks_only_for_what_it_wants() -> None:
-    pair = Pair()
-    pair.prefill.offer(T, blocks(4), 0.0)
-    pair.do(D, pair.decode.pull(P, T, [WantedBlock(2, blocks(4)[2].key, (1,))], 0.0))
-    pair.talk()
-    assert pair.installed == [(1, 2, payload(1, 2))]
-    assert outcomes(pair) == [Outcome.ACKED]
 
 
 def test_the_ack_follows_the_last_installation() -> None:
@@ -123,14 +114,6 @@ def test_a_lost_record_starts_a_new_epoch_with_new_credit() -> None:
     assert pair.decode.counters.attempts > 1
 
 
-def test_a_lost_credit_is_made_up_for_by_the_next() -> None:
-    pair = Pair(lose=lambda message: isinstance(message, Credit) and message.nbytes < 300)
-    pair.prefill.offer(T, blocks(5), 0.0)
-    pair.pull(5)
-    pair.pass_time(30)
-    assert pair.finished[0].result.complete
-
-
 def test_records_of_an_older_epoch_earn_no_credit() -> None:
     """Goal: credit is of the epoch that granted it. Method: late records of the first in the second, then own ones.
 
@@ -188,17 +171,6 @@ def test_doubled_records_and_welcomes_cost_nothing() -> None:
     assert pair.decode.counters.duplicate_records == 16
 
 
-def test_a_block_of_another_prompt_is_absent() -> None:
-    """Goal: rows of other tokens do not even travel. Method: ask under a key that prefill's block does not have."""
-    pair = Pair()
-    pair.prefill.offer(T, blocks(2), 0.0)
-    pair.do(D, pair.decode.pull(P, T, [WantedBlock(0, blocks(2)[1].key, (0,)), wanted(2)[1]], 0.0))
-    pair.talk()
-    assert pair.finished[0].result.missing == (Missing(0, 0, Reason.ABSENT),)
-    assert pair.prefill.counters.key_mismatches == 1
-    assert pair.decode.counters.corrupt_records == 0
-
-
 def test_an_older_pull_or_credit_changes_nothing() -> None:
     pair = Pair()
     pair.prefill.offer(T, blocks(3), 0.0)
@@ -213,24 +185,6 @@ def test_an_older_pull_or_credit_changes_nothing() -> None:
     assert not pair.said
     assert not pair.released
     assert pair.prefill.counters.stale_messages == 4
-
-
-def test_a_record_of_an_older_epoch_is_as_good_but_moves_no_credit() -> None:
-    pair = Pair(lose=lambda message: isinstance(message, Records) and message.epoch == 1)
-    pair.prefill.offer(T, blocks(2), 0.0)
-    pair.pull(2)
-    first = next(m for m in pair.said if isinstance(m, Records))
-    pair.lose = lambda message: isinstance(message, Records)
-    pair.pass_time(LIMITS.retry_s + 0.5)
-    bulk = [memoryview(payload(e.part, e.index)) for e in first.entries]
-    before = len(pair.said)
-    pair.hear(D, P, first, bulk)
-    assert len(pair.installed) == len(first.entries)
-    assert not [m for m in pair.said[before:] if isinstance(m, Credit)]
-    pair.lose = lambda _: False
-    pair.pass_time(10)
-    assert pair.finished[0].result.complete
-    assert len(pair.installed) == 4
 
 
 def test_a_damaged_record_is_asked_for_again() -> None:

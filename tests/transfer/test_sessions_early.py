@@ -8,7 +8,7 @@ from session_pair import D_RUN, LIMITS, PARTS, D, E, P, Pair, T, blocks, outcome
 from transfer.actions import Missing, OfferedBlock, Reason
 from transfer.errors import LocalProtocolError
 from transfer.limits import TransferLimits
-from transfer.messages import Ack, Gone, GoneReason, Hello, Later, Outcome, Pull, Records, Renew, TransferId
+from transfer.messages import Ack, Credit, Gone, Hello, Later, Outcome, Pull, Records, TransferId
 
 
 def grow(pair: Pair, *indices: int) -> None:
@@ -45,7 +45,7 @@ def test_a_pull_before_its_offer_waits_for_it() -> None:
     pair = Pair()
     pair.pull(3)
     assert [type(m) for m in pair.said if isinstance(m, (Later, Gone))] == [Later]
-    pair.now_s = LIMITS.early_s - 0.1
+    pair.pass_time(LIMITS.early_s - 0.1)
     pair.do(P, pair.prefill.offer(T, blocks(3), pair.now_s))
     pair.talk()
     assert pair.finished[0].result.complete
@@ -63,7 +63,7 @@ def test_an_id_that_is_never_offered_is_gone_in_time() -> None:
     assert (finished.result.reason, finished.result.detail) == (Reason.GONE, "unknown")
     assert len(finished.result.missing) == 4
     pair.pass_time(2 * limits.early_s)
-    assert not pair.prefill._early
+    assert not pair.prefill._expected
 
 
 def test_early_pulls_are_bounded_and_of_their_peer() -> None:
@@ -75,12 +75,13 @@ def test_early_pulls_are_bounded_and_of_their_peer() -> None:
     names = [TransferId(bytes([i]) * 16) for i in range(3)]
     said = [pair.prefill.receive(D, Pull(D_RUN, name, 1, want(1), 99), 0.0) for name in names]
     assert [[type(a.message) for a in actions] for actions in said] == [[Later], [Later], [Later, Gone]]
-    assert said[2][1].message == Gone(names[0], GoneReason.UNKNOWN)
+    assert said[2][1].message == Gone(names[0], Outcome.UNKNOWN)
     (foreign,) = pair.prefill.receive(E, Pull(D_RUN, names[2], 9, want(1), 99), 0.0)
-    assert foreign.message == Gone(names[2], GoneReason.FOREIGN)
-    assert pair.prefill.receive(D, Renew(D_RUN, names[2]), 0.0) == []
-    assert pair.prefill.receive(D, Ack(D_RUN, names[2], 1, 0, 2), 0.0) == []
-    assert list(pair.prefill._early._pulls) == [names[1]]
+    assert foreign.message == Gone(names[2], Outcome.FOREIGN)
+    assert pair.prefill.receive(D, Credit(D_RUN, names[2], 1, 99), 0.0) == []
+    (heard,) = pair.prefill.receive(D, Ack(D_RUN, names[2], 1, 0, 2), 0.0)
+    assert heard.message == Gone(names[2], Outcome.ACKED)
+    assert list(pair.prefill._expected) == [names[1]]
     assert pair.prefill.in_flight == 0
 
 

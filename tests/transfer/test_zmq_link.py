@@ -118,7 +118,7 @@ def test_an_address_that_is_none_names_its_field(address: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("identity", b""), ("identity", b"\0x"), ("peers_max", 0), ("silence_ms", True), ("frames_max", 1)],
+    [("identity", b""), ("identity", b"\0x"), ("servers_max", 0), ("silence_ms", True), ("frames_max", 1)],
 )
 def test_settings_that_cannot_be_are_named(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
@@ -301,18 +301,6 @@ def test_idle_servers_make_room(tmp_path: Path) -> None:
     client.close()
     for server in servers:
         server.close()
-
-
-def test_peers_are_bounded_and_the_idlest_is_forgotten(tmp_path: Path) -> None:
-    server = ZmqLink(ZmqSettings(bind=f"ipc://{tmp_path}/p", peers_max=2))
-    contract = TestZmqIpc()
-    clients = [ZmqLink() for _ in range(3)]
-    names = [contract.meet(server, client)[1] for client in clients]
-    assert [server.send(name, b"x") for name in names] == [False, True, True]
-    assert server.counters.peers == 2
-    assert server.counters.forgotten_peers == 1
-    for link in (*clients, server):
-        link.close()
 
 
 def test_a_peer_that_dies_while_its_messages_wait_is_no_end_of_ours(tmp_path: Path) -> None:

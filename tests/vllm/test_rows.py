@@ -151,10 +151,10 @@ def test_a_reset_makes_every_row_unreadable(qwen: Engine) -> None:
     (asked,) = prompts(10, 80)
     all_right(qwen, qwen.ask([asked]))
     blocks = np.arange(64)
-    before = qwen.sent.view.read("routing", blocks, generations=qwen.sent.feed.generations).valid
+    before = qwen.sent.view.read("routing", blocks, generations=qwen.sent.feed.generations[blocks]).valid
     assert before.any()
     assert qwen.llm.llm_engine.engine_core.reset_prefix_cache(False, True)
-    assert not qwen.sent.view.read("routing", blocks, generations=qwen.sent.feed.generations).valid.any()
+    assert not qwen.sent.view.read("routing", blocks, generations=qwen.sent.feed.generations[blocks]).valid.any()
     (output,) = qwen.ask([asked])
     assert output.num_cached_tokens == 0
     all_right(qwen, [output])

@@ -39,10 +39,12 @@ def prove_adapter(where: str, *, examples: int, steps: int, seed: int) -> bool:
 
 
 def main(adapter: str | None, *, invariants: bool, **budget: int) -> int:
-    """``kvroute prove``; 1 where something is wrong or not proved, 2 where no adapter is named."""
-    if invariants or adapter is None:
+    """``kvroute prove``; 1 where something is wrong or not proved."""
+    if invariants:
         list_invariants()
-        return 0 if invariants else 2
+        return 0
+    if adapter is None:
+        raise InvalidInputError("adapter", "MODULE:ADAPTER, or --invariants, which lists what is claimed", "none")
     return 0 if prove_adapter(adapter, **budget) else 1
 
 

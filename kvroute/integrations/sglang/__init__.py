@@ -2,7 +2,8 @@
 
 SGLang calls :func:`register` in each of its processes (entry point group ``sglang.srt.plugins``); with
 ``--enable-return-routed-experts`` the rows of its tokens are kept by kvroute then. ``KvrouteLinker`` is an external
-linker that keeps KV pages and their rows in a store of kvroute, each page with its rows as one record.
+linker that keeps KV pages and their rows in a store of kvroute, each page with its rows as one record. Where another
+linker or a storage of SGLang's keeps the KV, kvroute keeps the rows, and compares when both have come back.
 
 A client needs :func:`routes`, and neither SGLang nor torch.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvroute.connector import routes
+from kvroute.connector import missing, routes, unseen
 
 
 def register() -> None:
@@ -29,4 +30,4 @@ def __getattr__(name: str) -> Any:
     return KvrouteLinker
 
 
-__all__ = ["register", "routes"]
+__all__ = ["missing", "register", "routes", "unseen"]

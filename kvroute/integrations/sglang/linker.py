@@ -1,10 +1,8 @@
-"""KV pages and their rows in a store of kvroute, each page as one record: SGLang's external linker, of ours alone."""
+"""SGLang's external linker: KV pages and their rows in a store of kvroute, or rows beside a linker that keeps KV."""
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -13,24 +11,23 @@ from numpy.typing import NDArray
 from sglang.srt.mem_cache.hicache_storage import PoolName  # type: ignore[import-not-found]
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker  # type: ignore[import-not-found]
 
-import kvroute
 from cache_manager.errors import ConfigError, KVRouteError
-from cache_manager.keys import BlockKey
 from cache_manager.ports import TierName
 from cache_manager.spec import AuxBlockDataSpec
-from cache_manager.stored import PersistJob
+from kvroute.connector.witness import KvFolder
 from kvroute.integrations.sglang.plugin import capturer
-
-logger = logging.getLogger(__name__)
+from kvroute.integrations.sglang.rows import Kept, logger
 
 CLOSE_S: Final = 5.0
 
 
 class PoolKV:
-    """SGLang's device pool as the KV of blocks: a page's keys and values of every layer, one after the other."""
+    """The KV of blocks: a page's keys and values, layer by layer."""
 
     def __init__(self, pool: Any, page: int) -> None:
-        buffers = [*pool.k_buffer, *pool.v_buffer] if hasattr(pool, "k_buffer") else list(pool.kv_buffer)
+        halves = [pool.k_buffer, pool.v_buffer] if hasattr(pool, "k_buffer") else [pool.kv_buffer]
+        layers = [list(layer) for layer in zip(*halves, strict=True)]
+        buffers = [each for layer in layers for each in layer]
         # [slots, ...] each, as [pages, bytes of a page]
         self._pages = [each.view(torch.uint8).reshape(each.shape[0] // page, -1) for each in buffers]
         nbytes = sum(each.shape[1] for each in self._pages)
@@ -38,6 +35,12 @@ class PoolKV:
         self.spec = AuxBlockDataSpec(
             "kv", row_shape=(nbytes // page,), dtype="uint8", block_tokens=page, attrs={"buffers": shapes}
         )
+        # One layer of 8 bits a value tells too little.
+        self._witness = self._pages if buffers[0].element_size() == 1 else self._pages[-len(layers[-1]) :]
+
+    def folder(self) -> KvFolder:
+        """Of what witnesses: the last layer."""
+        return KvFolder(self._witness)
 
     def copy(self, source: TierName, target: TierName, sources: NDArray[Any], targets: NDArray[Any]) -> None:
         raise ConfigError("SGLang's pages", "no moves between tiers of kvroute's", f"{source} to {target}")
@@ -64,24 +67,22 @@ class _Loaded:
     def wait_until(self, layer: int) -> None: ...
 
 
-@dataclass(slots=True)
-class _Offload:
-    """Pages to store when the passes that were launched before are over, and their rows are there."""
-
-    blocks: dict[BlockKey, int]
-    generations: NDArray[np.int64]
-    after: int
-    job: PersistJob | None = None
-    over: bool = False
-
-
 class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
-    """One for each rank; it is called by the scheduler's thread alone."""
+    """It is called by the scheduler's thread alone.
 
-    layer_done_counter = _Loaded()
+    With an ``inner`` linker that one keeps the KV, and says what is loaded and stored, as on ranks that have no rows;
+    rows that do not come are missing. Without one KV and rows of a page are one record in the store.
+    """
 
     def __init__(
-        self, server_args: Any, params: Any, *, components: Any, extra_config: Any, forward_stream: Any = None
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Any,
+        extra_config: Any,
+        forward_stream: Any = None,
+        inner: Any = None,
     ) -> None:
         found = capturer()
         if found is None:
@@ -91,96 +92,86 @@ class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 "KvrouteLinker", "a model whose layers all attend to all tokens", sorted(map(str, components))
             )
         pool = params.token_to_kv_pool_allocator.get_kvcache()
-        self.rows, self.page, self.forward_stream = found.rows, params.page_size, forward_stream
-        self.pools = {PoolName.KV: pool}
-        self._store = kvroute.open_store(found.rows.settings.store)
-        self.aux = found.rows.attach(self._store, PoolKV(pool, params.page_size))
-        self._offloads: deque[_Offload] = deque()
-
-    def _blocks(self, transfers: list[Any], device: bool) -> dict[BlockKey, int]:
-        (transfer,) = transfers
-        keys = [self.aux.keys.adopt(str(each).encode()) for each in transfer.keys]
-        slots = transfer.device_indices.cpu().numpy()[:: self.page] if device else np.zeros(len(keys), np.int64)
-        return dict(zip(keys, (slots // self.page).tolist(), strict=True))
+        kv = PoolKV(pool, params.page_size)
+        self.rows, self.inner, self.forward_stream = found.rows, inner, forward_stream
+        self.pools = {PoolName.KV: pool} if inner is None else inner.pools
+        self.layer_done_counter = _Loaded() if inner is None else inner.layer_done_counter
+        self.rows.attach(kv=kv if inner is None else None, folder=None if inner is None else kv.folder())
+        self._offloads: deque[Kept | None] = deque()  # None: of rows that are not stored
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        """Prefixes, in pages, of which every page seems to be stored; only loading says whether it is sound."""
-        if self.rows.weights.mixed:
-            return []
-        try:
-            there = self.aux.stored(list(self._blocks(transfers, device=False)))
-        except KVRouteError as error:
-            logger.warning("the store cannot be asked for pages of %s: %s", rid, error)
-            return []
-        first = there.index(False) if False in there else len(there)
-        return list(range(1, first + 1))
+        """Prefixes, in pages, whose KV seems to be stored, and whose rows; only loading says whether it is sound."""
+        (transfer,) = transfers
+        theirs = range(1, len(transfer.keys) + 1) if self.inner is None else self.inner.lookup(rid, transfers)
+        if self.inner is not None and not self.rows.settings.rows:
+            return list(theirs)
+        stored = self.rows.stored(transfer.keys) if theirs else 0
+        return [pages for pages in theirs if pages <= stored]
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """Fill these pages now; ``False``, and SGLang computes them, unless every page has come with its rows."""
+        """Fill these pages; ``False``, and SGLang computes them: without an inner linker, unless every one has come."""
+        (transfer,) = transfers
         self.rows.settle()
-        blocks = self._blocks(transfers, device=True)
-        if self.rows.weights.mixed:
-            return False
-        try:
-            with torch.cuda.stream(self.forward_stream):  # behind the passes that may still write these slots
-                came = self.aux.restore(blocks, self.aux.generations(list(blocks.values())))
-        except KVRouteError as error:
-            logger.warning("pages of %s were not loaded: %s", rid, error)
-            return False
-        return all(came.values())
+        pages = self.rows.pages_of(transfer.device_indices)
+        with torch.cuda.stream(self.forward_stream):  # behind the passes that may still write these slots
+            came = self.rows.fetch(transfer.keys, pages)
+        if self.inner is None:
+            return came
+        self.rows.loaded(pages)
+        return bool(self.inner.load(rid, transfers))
 
     def start_layer_wise_loading(self) -> int:
-        return -1
+        return -1 if self.inner is None else int(self.inner.start_layer_wise_loading())
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        return True
+        return self.inner is None or bool(self.inner.finish_layer_wise_loading(counter_index))
 
     def cancel_queued_load(self, rid: str) -> bool:
-        return False
+        return self.inner is not None and bool(self.inner.cancel_queued_load(rid))
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """The pages are held by SGLang until the offload is over."""
-        if self.rows.weights.mixed:
+        (transfer,) = transfers
+        mixed = self.rows.weights.mixed
+        if mixed if self.inner is None else not self.inner.offload(transfers, session_id):
             return False
         self.rows.settle()
-        blocks = self._blocks(transfers, device=True)
-        self._offloads.append(_Offload(blocks, self.aux.generations(list(blocks.values())), self.rows.launched))
+        pages = self.rows.pages_of(transfer.device_indices)
+        self._offloads.append(None if mixed else self.rows.keep(transfer.keys, pages))
         return True
 
     def num_completed_offloads(self) -> int:
         """How many are over, the earliest first; the store works on copies, in threads."""
-        self.aux.poll()
-        done = 0
-        for each in self._offloads:
-            if not each.over and each.job is None and each.after <= self.rows.ended:
-                each.job = self.aux.begin_persist(each.blocks, each.generations)
-            each.over = each.over or (each.job is not None and each.job.poll())
-            if not each.over:
-                break
-            done += 1
-        return done
+        self.rows.store_kept()
+        over = [kept is None or (kept.job is not None and kept.job.poll()) for kept in self._offloads]
+        ours = over.index(False) if False in over else len(over)
+        return ours if self.inner is None else min(ours, int(self.inner.num_completed_offloads()))
 
     def pop_completed_offload(self) -> bool:
         """Whether the pages are stored now."""
-        job = self._offloads.popleft().job
+        theirs, kept = self.inner is None or bool(self.inner.pop_completed_offload()), self._offloads.popleft()
         try:
-            return job is not None and all(job.result().values())
+            return theirs and (kept is None or (kept.job is not None and all(kept.job.result().values())))
         except KVRouteError as error:
             logger.warning("pages were not stored: %s", error)
             return False
 
     def reset(self) -> None:
         """SGLang forgets its pages: what was not begun is not stored."""
-        for each in self._offloads:
-            if each.job is not None:
-                each.job.cancel()
-                each.job.wait(CLOSE_S)
+        self.rows.drop_kept()
+        for kept in self._offloads:
+            if kept is not None and kept.job is not None:
+                kept.job.cancel()
+                kept.job.wait(CLOSE_S)
         self._offloads.clear()
+        if self.inner is not None:
+            self.inner.reset()
 
     def close(self) -> None:
         self.reset()
-        self.aux.close()
-        self._store.close()
+        if self.inner is not None:
+            self.inner.close()
+        self.rows.close()
 
 
 __all__ = ["KvrouteLinker", "PoolKV"]

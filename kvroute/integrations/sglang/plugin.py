@@ -33,6 +33,13 @@ def register_hooks() -> None:
         f"{CONTROLLER}.__init__": (_hosted, HookType.AFTER),
         f"{CONTROLLER}.write": (_backed_up, HookType.AFTER),
         f"{CONTROLLER}.load": (_brought_back, HookType.AFTER),
+        f"{CONTROLLER}.write_storage": (_stored, HookType.AFTER),
+        f"{CONTROLLER}._storage_hit_query": (_found, HookType.AFTER),
+        f"{SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache._handle_prefetch_result": (
+            _prefetched,
+            HookType.BEFORE,
+        ),
+        f"{SRT}.mem_cache.unified_cache.linker_factory.create_unified_cache_linker": (_linked, HookType.AFTER),
         f"{managers}.scheduler.Scheduler.flush_cache": (_flushed, HookType.AFTER),
         f"{managers}.scheduler.Scheduler.handle_update_weight_version": (_named, HookType.AFTER),
         f"{managers}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
@@ -53,19 +60,18 @@ def capturer() -> Capturer | None:
 
 
 def _created(theirs: Any, *_: Any, model_config: Any, num_tokens: int, **__: Any) -> Capturer | None:
-    """In the place of ``RoutedExpertsCapturer.create``; nothing where SGLang returns no routed experts."""
-    if theirs is None:
-        return None
+    """In the place of ``RoutedExpertsCapturer.create``, where SGLang returns routed experts: of the first rank's."""
     from sglang.srt.runtime_context import get_model, get_parallel, get_schedule
+
+    if theirs is None or get_parallel().tp_rank:
+        return None
 
     settings, page = settings_of_engine(), get_schedule().page_size
     spec = routing_spec_from_hf(model_config.hf_text_config, page)
     weights = settings.weights or weights_digest(model_config.model_path, str(model_config.revision or ""))
     name = f"{weights}/{model_config.dtype}/{get_model().kv_cache_dtype}/{model_config.quantization}"
-    parallel = get_parallel()
-    namespace = Namespace(name, AS_LOADED, rank=parallel.tp_rank, world=parallel.tp_size)
     pages = -(-num_tokens // page) + 1
-    return Capturer(theirs, RoutedRows(spec, pages, namespace, settings))
+    return Capturer(theirs, RoutedRows(spec, pages, Namespace(name, AS_LOADED), settings))
 
 
 def _given(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
@@ -87,10 +93,13 @@ def _told(slots: Any, allocator: Any, *, whole: bool) -> None:
 
 
 def _hosted(_: Any, controller: Any, *__: Any, **___: Any) -> None:
-    """There are pages on the host."""
+    """There are pages on the host, and maybe a storage behind them."""
+    from kvroute.integrations.sglang.linker import PoolKV
+
     if (found := capturer()) is not None:
-        pool = controller.mem_pool_host
-        found.rows.attach(host_pages=-(-pool.size // pool.page_size) + 1)
+        pool, kv = controller.mem_pool_host, controller.mem_pool_device_allocator.get_kvcache()
+        folder = PoolKV(kv, pool.page_size).folder() if controller.enable_storage else None
+        found.rows.attach(folder=folder, host_pages=-(-pool.size // pool.page_size) + 1)
 
 
 def _backed_up(host_slots: Any, _: Any, device_indices: Any, *__: Any, **___: Any) -> None:
@@ -101,6 +110,38 @@ def _backed_up(host_slots: Any, _: Any, device_indices: Any, *__: Any, **___: An
 def _brought_back(slots: Any, _: Any, host_indices: Any, *__: Any, **___: Any) -> None:
     if slots is not None and len(slots) and (found := capturer()) is not None:
         found.rows.brought_back(host_indices, slots)
+
+
+def _stored(_: Any, _controller: Any, host_slots: Any, _tokens: Any, keys: Any = None, *__: Any, **___: Any) -> None:
+    """Pages of the host go to the storage."""
+    if (found := capturer()) is not None and found.rows.witness is not None and not found.rows.weights.mixed:
+        found.rows.keep(keys, found.rows.pages_of(host_slots, host=True))
+
+
+def _found(hit: Any, controller: Any, *_: Any) -> Any:
+    """The storage has KV; what has no rows is cut off. Called by a thread of the controller's."""
+    if (found := capturer()) is None or found.rows.witness is None or not found.rows.settings.rows:
+        return hit
+    keys, tokens = hit
+    n = found.rows.stored(keys)
+    return keys[:n], min(tokens, n * controller.page_size)
+
+
+def _prefetched(tree: Any, operation: Any) -> None:
+    """Pages have come to the host from the storage."""
+    if (found := capturer()) is not None:
+        n, slots = operation.completed_tokens, tree.ongoing_prefetch[operation.handle].host_indices
+        found.rows.prefetched(operation.hash_value[: n // tree.page_size], slots[:n])
+
+
+def _linked(linker: Any, *args: Any, config: Any, components: Any, forward_stream: Any = None, **_: Any) -> Any:
+    """In the place of a linker that keeps KV only: one that keeps the rows beside it."""
+    from kvroute.integrations.sglang.linker import KvrouteLinker
+
+    if capturer() is None or isinstance(linker, KvrouteLinker):
+        return linker
+    more = {"components": components, "extra_config": config, "forward_stream": forward_stream}
+    return KvrouteLinker(*args, **more, inner=linker)
 
 
 def _collected(original: Any, processor: Any, req: Any) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -20,33 +21,47 @@ from numpy.typing import NDArray
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
-from cache_manager.keys import Namespace
+from cache_manager.keys import BlockKey, Namespace
 from cache_manager.limits import JobLimits
 from cache_manager.ports import KVBlocks, StorageBackend
 from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.stored import PersistJob
+from kvroute import open_store
 from kvroute.connector.answers import FIELD
-from kvroute.connector.left import LeftRoutes, Tokens
+from kvroute.connector.left import LeftRoutes, Tokens, settled
+from kvroute.connector.tickets import Gap, gaps_of
 from kvroute.connector.versions import Versions
+from kvroute.connector.witness import KvFolder, KvWitness
 from kvroute.integrations.sglang.settings import Settings
 from kvroute.rollout import open_rollouts
 from kvroute.routes import Routes
 from kvroute.routing import weights_version_spec
+from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Early:
-    """A move to the host's pages before the passes were over that write what is moved."""
+COMPUTED, COMING, BY_KV, OTHER_KV, ABSENT = range(5)
+"""Where a page's rows are from: passes here; the store, for KV that nobody has compared yet, or that was found to be
+theirs; and why none came from there."""
+WHY: Final = {OTHER_KV: "rows of other KV than was loaded", ABSENT: "the store of rows does not have them"}
 
-    after: int  # so many passes
-    pairs: NDArray[np.int64]  # [n, 2] device, host
-    generations: NDArray[np.int64]  # [n] of the device pages
-    move: int
+
+@dataclass(slots=True)
+class Kept:
+    """Pages on their way to the store, from when the passes launched before are over, and their rows are there."""
+
+    blocks: dict[BlockKey, int]
+    generations: NDArray[np.int64]
+    after: int
+    job: PersistJob | None = None
 
 
 class RoutedRows:
-    """The rows of ``pages`` pages, of the engine whose weights ``namespace`` names."""
+    """The rows of ``pages`` pages, of the engine whose weights ``namespace`` names.
+
+    SGLang's pages on the host are numbered behind those of the device.
+    """
 
     def __init__(self, spec: AuxBlockDataSpec, pages: int, namespace: Namespace, settings: Settings) -> None:
         self.spec, self.pages, self.page, self.settings = spec, pages, spec.block_tokens, settings
@@ -57,31 +72,39 @@ class RoutedRows:
         self._given_at = np.zeros(pages, np.int64)  # how many passes had been launched when a page was given out last
         self._left = LeftRoutes(open_rollouts(settings.rollouts)) if settings.rollouts else None
         self._namespace = namespace
-        self._moved_at = np.zeros(1, np.int64)  # host pages: which move filled each last
-        self._moves = 0
-        self._early: deque[_Early] = deque()
+        self._store: StorageBackend | None = None
+        self.witness: KvWitness | None = None
+        """Where others keep the KV: binds rows to it."""
         self.aux = self._made()
         self.weights = Versions(namespace, None, self._renamed, named=bool(settings.weights))
 
-    def _made(self, store: StorageBackend | None = None, kv: KVBlocks | None = None, host_pages: int = 0) -> AuxBlocks:
+    def _made(self, kv: KVBlocks | None = None, host_pages: int = 0) -> AuxBlocks:
+        pages = self.pages + host_pages
+        self._from = np.zeros(pages, np.int8)
+        self._late: list[tuple[int, Callable[[], None]]] = []  # when so many passes are over
+        self._kept: deque[Kept] = deque()
         return AuxBlocks(
             [self.spec, weights_version_spec(self.page)],
-            blocks=self.pages,
-            host_blocks=host_pages,
+            blocks=pages,
             namespace=self._namespace,
-            store=store,
+            store=self._store,
             kv=kv,
             required=[self.spec.name] if self.settings.rows else [],
             jobs=JobLimits(nbytes_max=self.settings.nbytes_max),
             strict=self.settings.strict,
         )
 
-    def attach(self, store: StorageBackend | None = None, kv: KVBlocks | None = None, host_pages: int = 0) -> AuxBlocks:
-        """Pages are stored from here on, or go to ``host_pages`` pages of the host and back; before the first pass."""
+    def attach(self, *, kv: KVBlocks | None = None, folder: KvFolder | None = None, host_pages: int = 0) -> None:
+        """KV goes elsewhere and comes back from here on; called before the first pass.
+
+        To the store, with its rows, where ``kv`` is given; to a store of others, where ``folder`` folds the KV of the
+        device; to ``host_pages`` pages of the host.
+        """
         self.aux.close()
-        self._moved_at = np.zeros(host_pages + 1, np.int64)
-        self.aux = self._made(store, kv, host_pages)
-        return self.aux
+        if self._store is None and (kv is not None or folder is not None):
+            self._store = open_store(self.settings.store)
+        self.aux = self._made(kv, host_pages)
+        self.witness = None if folder is None else KvWitness(self.aux, folder, self.pages)
 
     def _renamed(self, namespace: Namespace) -> None:
         self._namespace = namespace
@@ -99,8 +122,12 @@ class RoutedRows:
         for launched, slots, whole in given:
             at = slots.cpu().numpy()
             pages = (at[:: self.page] if whole else at[at % self.page == 0]) // self.page
-            self.aux.renew(pages)
+            self._renew(pages)
             self._given_at[pages] = launched
+
+    def _renew(self, pages: NDArray[np.int64]) -> None:
+        self.aux.renew(pages)
+        self._from[pages] = COMPUTED
 
     def write(self, number: int, version: int | None, slots: NDArray[np.int64], ids: NDArray[np.int32]) -> None:
         """Pass ``number`` is over: ``ids [T, layers of the model, top_k]`` are of the tokens at ``slots [T]``."""
@@ -111,11 +138,17 @@ class RoutedRows:
             rows["weights_version"] = np.full(len(slots), version, np.uint32)
         self.aux.write_step(slots, rows)
         self.ended = number
-        while self._early and self._early[0].after <= number:
-            early = self._early.popleft()
-            same = self.aux.generations(early.pairs[:, 0]) == early.generations
-            same &= self._moved_at[early.pairs[:, 1]] == early.move
-            self.aux.swap_out(early.pairs[same])
+        late, self._late = self._late, []
+        for after, call in late:
+            self._then(after, call)
+        self.store_kept()
+
+    def _then(self, after: int, call: Callable[[], None]) -> None:
+        """Do this when so many passes are over."""
+        if after <= self.ended:
+            call()
+        else:
+            self._late.append((after, call))
 
     # ---------------------------------------------------------------- the host's pages
 
@@ -126,32 +159,136 @@ class RoutedRows:
         are still what they are.
         """
         self.settle()
-        pairs = np.stack([self._pages_of(slots), self._pages_of(host_slots)], axis=1)
-        self._moves += 1
-        self._moved_at[pairs[:, 1]] = self._moves
-        self.aux.swap_out(pairs)
+        pairs = np.stack([self.pages_of(slots), self.pages_of(host_slots, host=True)], axis=1)
+        self._renew(pairs[:, 1])
+        lives = self.aux.generations(pairs.reshape(-1)).reshape(-1, 2)
+        self._back_up(pairs, lives)
         if self.launched > self.ended:
-            self._early.append(_Early(self.launched, pairs, self.aux.generations(pairs[:, 0]), self._moves))
+            self._then(self.launched, partial(self._back_up, pairs, lives))
+
+    def _back_up(self, pairs: NDArray[np.int64], lives: NDArray[np.int64]) -> None:
+        pairs = pairs[(self.aux.generations(pairs.reshape(-1)).reshape(-1, 2) == lives).all(axis=1)]
+        self._name(pairs[:, 0])
+        self._copy(pairs)
 
     def brought_back(self, host_slots: Any, slots: Any) -> None:
         """SGLang copies pages of the host to pages that it has just given out."""
         self.settle()
-        self.aux.swap_in(np.stack([self._pages_of(host_slots), self._pages_of(slots)], axis=1))
+        pairs = np.stack([self.pages_of(host_slots, host=True), self.pages_of(slots)], axis=1)
+        self._copy(pairs)
+        self.loaded(pairs[:, 1])
 
-    def _pages_of(self, slots: Any) -> NDArray[np.int64]:
+    def prefetched(self, keys: Sequence[str], host_slots: Any) -> None:
+        """Pages of the host were filled with KV from a store of others."""
+        pages = self.pages_of(host_slots, host=True)
+        self._renew(pages)
+        if self.witness is not None:
+            self.fetch(keys, pages)
+
+    def _copy(self, pairs: NDArray[np.int64]) -> None:
+        self.aux.copy(pairs)
+        self._from[pairs[:, 1]] = self._from[pairs[:, 0]]
+
+    def pages_of(self, slots: Any, *, host: bool = False) -> NDArray[np.int64]:
+        """The pages that these slots ``[n * page]`` fill."""
         pages: NDArray[np.int64] = slots.cpu().numpy()[:: self.page] // self.page
-        return pages
+        return pages + self.pages if host else pages
+
+    # ---------------------------------------------------------------- the store
+
+    def blocks(self, keys: Sequence[str], pages: NDArray[np.int64] | None = None) -> dict[BlockKey, int]:
+        """Pages by what SGLang calls their content: the hash of all tokens until their end."""
+        adopted = [self.aux.keys.adopt(str(each).encode()) for each in keys]
+        return dict(zip(adopted, [0] * len(adopted) if pages is None else pages.tolist(), strict=True))
+
+    def stored(self, keys: Sequence[str]) -> int:
+        """Of how many of these pages, from the first on, the rows seem to be stored; only loading says it for sure."""
+        if self.weights.mixed:
+            return 0
+        try:
+            there = self.aux.stored(list(self.blocks(keys)))
+        except KVRouteError as error:
+            logger.warning("the store cannot be asked: %s", error)
+            return 0
+        return there.index(False) if False in there else len(there)
+
+    def keep(self, keys: Sequence[str], pages: NDArray[np.int64]) -> Kept:
+        """Store these pages when the passes that were launched are over: as long as they are what they are now."""
+        blocks = self.blocks(keys, pages)
+        kept = Kept(blocks, self.aux.generations(pages), self.launched)
+        self._kept.append(kept)
+        self.store_kept()
+        return kept
+
+    def drop_kept(self) -> None:
+        """What was not begun is not stored."""
+        self._kept.clear()
+
+    def store_kept(self) -> None:
+        """Begin what can be begun."""
+        self.aux.poll()
+        while self._kept and (kept := self._kept[0]).after <= self.ended:
+            self._name(np.array(list(kept.blocks.values()), np.int64))
+            kept.job = self.aux.begin_persist(kept.blocks, kept.generations)
+            if kept.job is None:  # there is no room
+                return
+            self._kept.popleft()
+
+    def fetch(self, keys: Sequence[str], pages: NDArray[np.int64]) -> bool:
+        """Fill these pages with rows, and where it is ours with KV, from the store; whether all came."""
+        came: dict[BlockKey, bool] = {}
+        blocks = self.blocks(keys, pages)
+        if not self.weights.mixed:
+            try:
+                came = self.aux.restore(blocks, self.aux.generations(pages))
+            except KVRouteError as error:
+                logger.warning("pages were not loaded: %s", error)
+        arrived = np.array([came.get(key, False) for key in blocks], np.bool_)
+        if self.witness is not None:
+            self._from[pages] = np.where(arrived, COMING, ABSENT)
+        return bool(arrived.all())
+
+    def _name(self, pages: NDArray[np.int64]) -> None:
+        """Rows that passes here have made go by their KV, where they are whole and it is on the device."""
+        if self.witness is not None:
+            pages = pages[(pages < self.pages) & (self._from[pages] == COMPUTED)]
+            runs = [Run(-1, [page]) for page in pages[self.aux.complete(pages)].tolist()]
+            self.witness.name(runs, self.witness.look(runs))
+
+    def loaded(self, pages: NDArray[np.int64]) -> None:
+        """KV comes into these pages of the device before the next pass reads it."""
+        pages = pages[self._from[pages] == COMING]
+        if self.witness is not None and len(pages):
+            self._then(self.launched + 1, partial(self._compare, self.witness, pages, self.aux.generations(pages)))
+
+    def _compare(self, witness: KvWitness, pages: NDArray[np.int64], lives: NDArray[np.int64]) -> None:
+        pages = pages[self.aux.generations(pages) == lives]
+        runs = [Run(-1, [page]) for page in pages.tolist()]
+        wrong = witness.refused(runs, witness.look(runs))
+        self._from[pages], self._from[wrong] = BY_KV, OTHER_KV
+        if wrong:
+            logger.warning("%d pages have no rows: %s", len(wrong), WHY[OTHER_KV])
 
     # ---------------------------------------------------------------- answers
 
-    def routes(self, slots: NDArray[np.int64], start: int) -> Routes:
-        """The routes of a request's positions from ``start`` on; ``slots`` are those of all from position 0."""
+    def routes(self, slots: NDArray[np.int64], start: int) -> tuple[Routes, list[list[int]], list[Gap]]:
+        """The routes of a request's positions from ``start`` on; ``slots`` are those of all from position 0.
+
+        Then the positions where the last router is taken on trust, and why rows are missing, as far as that is known.
+        """
         self.settle()
         first, stop = start // self.page, len(slots)
         pages = slots[first * self.page :: self.page] // self.page
         low, high = start - first * self.page, stop - first * self.page
         rows, versions = (self.aux.read(name, pages, low, high) for name in (self.spec.name, "weights_version"))
-        return Routes.from_rows(self.spec, rows, start, weights_version=versions)
+        come = self._from[slots[start:] // self.page]
+        rows.valid[come == COMING] = False
+        found = Routes.from_rows(self.spec, rows, start, weights_version=versions)
+        behind = self.layers[-1] == self.spec.attrs["num_layers"] - 1  # all KV
+        found, unseen = settled(found, (come == BY_KV) & behind, flagged=self.settings.witness == "flagged")
+        each = enumerate(self._from[slots[:: self.page] // self.page].tolist())
+        why = {at: WHY[come] for at, come in each if come in WHY}
+        return found, unseen, gaps_of(found.missing, why, self.page)
 
     def answer(self, rid: str, slots: NDArray[np.int64], start: int, tokens: Tokens) -> tuple[torch.Tensor, Any]:
         """SGLang's own field int32 ``[n, layers of the model, top_k]``, and what kvroute says beside it.
@@ -160,9 +297,9 @@ class RoutedRows:
         """
         field = np.zeros((max(0, len(slots) - start), self.spec.attrs["num_layers"], self.spec.row_shape[1]), np.int32)
         try:
-            routes = self.routes(slots, start)
+            routes, unseen, gaps = self.routes(slots, start)
             field[:, self.layers] = np.where(routes.known[:, :, None], routes.ids.astype(np.int32), -1)
-            told = self._left.leave(rid, routes, tokens, None, ()) if self._left else {}
+            told = self._left.leave(rid, routes, tokens, None, unseen, gaps) if self._left else {}
         except KVRouteError as error:
             field[:, self.layers] = -1
             told = self._left.fail(rid, error, None) if self._left else {}
@@ -171,6 +308,9 @@ class RoutedRows:
     def close(self) -> None:
         if self._left is not None:
             self._left.close()
+        self.aux.close()
+        if self._store is not None:
+            self._store.close()
 
 
 @dataclass
@@ -229,4 +369,4 @@ def slots_of(req_to_token_pool: Any, req_pool_idx: int, stop: int) -> NDArray[np
     return found.cpu().numpy().astype(np.int64)
 
 
-__all__ = ["Capturer", "Launched", "RoutedRows", "slots_of"]
+__all__ = ["Capturer", "Kept", "Launched", "RoutedRows", "slots_of"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 import msgspec
 
@@ -16,12 +16,14 @@ LINKER: Final = "KvrouteLinker"
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``linker_extra_config`` of the linker, or without one the JSON in the environment variable KVROUTE_SGLANG."""
+    """``linker_extra_config`` of KvrouteLinker, or without it the JSON in the environment variable KVROUTE_SGLANG."""
 
-    store: str = ""  # URL of the store where the linker keeps pages: KV and rows
+    store: str = ""  # URL of the store: of KV and rows with KvrouteLinker, of rows where others keep the KV
     rollouts: str = "response:"  # URL of the rollout store where routes are left; "": nowhere
     weights: str = ""  # names the weights; by default a digest of where they are, their sizes, times and samples
     rows: bool = True  # a page without all of its rows is neither stored nor a hit; false: it is, and they are missing
+    # The last router's choices for KV that others kept, which a comparison with the KV cannot vouch for.
+    witness: Literal["missing", "flagged"] = "missing"
     nbytes_max: int = 1 << 30  # of copies of pages on their way to and from the store
     strict: bool = False  # mistakes of bookkeeping raise: for tests
     untested: str = ""  # go on with this version of SGLang, which was not tested
@@ -51,17 +53,18 @@ def settings_of_engine() -> Settings:
     memory, parallel, version = context.get_memory(), context.get_parallel(), sglang.__version__
     linker = memory.unified_cache_external_linker_config if memory.enable_unified_cache_external_linker else None
     settings = Settings.of(linker)
+    loads = memory.enable_unified_cache_external_linker or memory.hicache_storage_backend is not None
     for wanted, got in {
         f"SGLang {TESTED}, or untested={version!r}": version not in (TESTED, settings.untested),
         "no speculative decoding": context.get_spec().speculative_algorithm is not None,
         "no data parallelism": parallel.dp_size > 1,
         "no pipeline parallelism": parallel.pp_size > 1,
         "no context parallelism": parallel.attn_cp_size > 1,
-        "no storage behind the host's pages (hicache_storage_backend)": memory.hicache_storage_backend is not None,
+        "pages on the host that are kept (hicache_host_memory_mode)": memory.hicache_host_memory_mode == "buffer_only",
+        f"no tensor parallelism with {LINKER}": parallel.tp_size > 1 and _ours(linker),
         "no disaggregation": context.get_disagg().disaggregation_mode not in (None, "null"),
         "no sparse attention from the host": memory.enable_hisparse,
-        f"the linker {LINKER}, or none": memory.enable_unified_cache_external_linker and not _ours(linker),
-        f"a store for the linker {LINKER}": _ours(linker) and not settings.store,
+        f"a store for the rows of KV that is loaded, in {VARIABLE} or for {LINKER}": loads and not settings.store,
     }.items():
         if got:
             raise ConfigError("SGLang with kvroute", wanted, f"SGLang {version} as it is configured")

@@ -19,4 +19,10 @@ def register() -> None:
 
     place = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
     HookRegistry.register(place, lambda *_, **__: None, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _pageable, HookType.AFTER)
     host_pool.transfer_kv_direct = transfer_kv_direct
+
+
+def _pageable(_: None, pool: Any, *__: Any, **___: Any) -> None:
+    """Pages that storages fill are memory as it is, too."""
+    pool.pin_memory = False

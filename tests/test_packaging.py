@@ -1,0 +1,24 @@
+"""What a distribution says of itself. `make dist` builds one, and CI runs that."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import kvroute
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_version_is_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited
+    assert {project["version"], kvroute.__version__, cited[1]} == {kvroute.__version__}
+
+
+def test_an_index_shows_no_dead_link() -> None:
+    """Method: the page that an index shows has no link that is relative to the source."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert re.findall(r"\]\((?!https?://)", (ROOT / project["readme"]).read_text()) == []
