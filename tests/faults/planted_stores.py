@@ -182,8 +182,8 @@ STORE_FAULTS = (
     Fault(
         "a deletion leaves what failed writes left",
         "storage/file/store.py",
-        "                self._erase_unsure()\n",
-        "",
+        "                self._free(places)\n                self._erase_unsure()\n",
+        "                self._free(places)\n",
         FILES + "::test_a_deleted_record_does_not_come_back_though_writes_have_failed",
         "test_a_deleted_record_does_not_come_back_though_writes_have_failed",
     ),
