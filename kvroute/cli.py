@@ -182,7 +182,7 @@ COMMANDS: Final[dict[str, Command]] = {
         "paged_engine.demo:main",
         (
             *(_SEED, _number("--requests", 96, _REQUESTS), _MODEL, _JSON),
-            _number("--device-blocks", None, "KV blocks on the device (too few for all)"),
+            _number("--device-blocks", None, "KV blocks on the device (by default fewer than needed, on purpose)"),
             _number("--host-blocks", None, "KV blocks to swap to (as many)"),
             _flag("--store", metavar="URL", help=_STORE),
             _flag("--device", default="cpu", help="where model and KV lie: cpu or cuda"),
