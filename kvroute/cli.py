@@ -190,7 +190,7 @@ COMMANDS: Final[dict[str, Command]] = {
         ),
     ),
     "demo-pd": Command(
-        "the demo through prefill and decode, a process each",
+        "the demo, a small model with seeded weights, through prefill and decode, a process each",
         "paged_engine.demo_pd:main",
         (_SEED, _number("--requests", 16, _REQUESTS), _MODEL, _JSON),
     ),
@@ -200,7 +200,7 @@ COMMANDS: Final[dict[str, Command]] = {
         (*_SERVER, _LENDS),
     ),
     "decode": Command(
-        "demonstration server: go on from prompts that prefill has computed",
+        "demonstration server: go on from prompts of prefill, with the same small model of seeded weights",
         "paged_engine.servers:decode",
         (*_SERVER, _FETCHES),
     ),
