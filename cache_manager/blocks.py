@@ -168,7 +168,7 @@ class AuxBlocks(Landing, Fed):
     def renew(self, blocks: Blocks, generations: Blocks | None = None) -> Ints:
         """The engine has given these blocks out: nothing in them is readable. The generations they begin, ``[n]``.
 
-        ``generations`` are chosen by whoever tells readers about them; each must be larger than the one before. A block
+        ``generations`` are chosen by the caller, which tells readers; each must be larger than the one before. A block
         that cannot be given out is dropped and counted: its generation is 0 in the answer.
         """
         table = self._device

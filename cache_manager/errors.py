@@ -95,7 +95,7 @@ class StoreFormatError(StorageError, MismatchError):
 
 
 class StoreMissingError(StorageError):
-    """There is no store at that place, and whoever asks may not make one."""
+    """There is no store at that place, and the caller may not make one."""
 
 
 class StoreReadOnlyError(StorageError):

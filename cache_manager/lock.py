@@ -84,7 +84,7 @@ class Lock(RLock):  # type: ignore[misc]  # final for mypy alone
 
     A finaliser or a signal handler in the middle of one of our own calls gets ``BlockBusyError``; a forked child, and
     everybody once it is ``closed``, ``BlockStateError``. ``torn`` counts changes that have begun and not come to their
-    end; whoever takes the lock and finds it above 0 calls ``mend`` first.
+    end; a thread that takes the lock and finds it above 0 calls ``mend`` first.
     """
 
     def __init__(self) -> None:

@@ -143,7 +143,7 @@ class KVBlocks(Protocol):
     * ``take`` copies the bytes of device blocks out and ``fill`` copies them in, ``[n, spec.block_nbytes]``; both are
       called between two of the engine's own uses of these blocks, and have ended when they return.
 
-    What they raise is raised to whoever called for the move or the store: nothing has arrived then.
+    What they raise is raised to the caller of the move or the store: nothing has arrived then.
     """
 
     @property

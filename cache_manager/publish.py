@@ -127,7 +127,7 @@ def add(region: Region, spec: int, cells: NDArray[np.int64], bits: NDArray[np.ui
 
 
 def bits_of(region: Region, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The validity words ``[n, specs, W]`` of blocks ``ids [n]``: a copy, for whoever holds the writer's lock."""
+    """The validity words ``[n, specs, W]`` of blocks ``ids [n]``: a copy, for the holder of the writer's lock."""
     return region.valid.take(ids, axis=0)
 
 

@@ -9,7 +9,7 @@ from typing import NewType, Protocol
 from cache_manager.record import Buffer
 
 Peer = NewType("Peer", bytes)
-"""Who is at the other end, as the link names it: never taken from a message, and kept over that peer's restart."""
+"""The name that the link gives the other end: never taken from a message, and kept over that peer's restart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class Node:
         is_open: bool = False,
         lease_s: float | None = None,
     ) -> None:
-        """Lend ``blocks`` to whoever pulls ``transfer``; ``is_open``: more come by :meth:`grow`, until :meth:`seal`.
+        """Lend ``blocks`` to the puller of ``transfer``; ``is_open``: more come by :meth:`grow`, until :meth:`seal`.
 
         :class:`Release` is told once; it also comes, with a detail, when there was no room. Raises
         :class:`LocalProtocolError` for an id that is being lent, :class:`NodeFullError` or :class:`NodeClosedError`;

@@ -61,7 +61,7 @@ class Offers:
         is_open: bool = False,
         lease_s: float | None = None,
     ) -> list[Action] | None:
-        """Lend ``blocks`` to whoever pulls ``transfer`` within ``lease_s``; ``None``: no room, nothing changed.
+        """Lend ``blocks`` to the peer that pulls ``transfer`` within ``lease_s``; ``None``: no room, nothing changed.
 
         ``is_open``: more blocks come, until :meth:`seal`. Raises :class:`LocalProtocolError` for an id that is not new,
         or blocks that do not have the session's parts.

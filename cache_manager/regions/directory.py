@@ -6,7 +6,7 @@ became of pids. Three rules make removal free of races:
 
 * a region gets its name when it is whole and locked; a creator that is killed before leaves nothing;
 * only the owner and a holder of ``LOCK_EX`` unlink a region;
-* whoever attaches gets ``LOCK_SH`` first, then looks whether the file still has its name.
+* a process that attaches gets ``LOCK_SH`` first, then looks whether the file still has its name.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class RecordStore:
             if answer is offered:
                 stored += 1
             elif answer is None or answer.fingerprint != fingerprint:
-                answers[i] = None  # a record of another layout is corrupt for whoever reads this one
+                answers[i] = None  # a record of another layout is corrupt for a reader of this one
             elif answer.key != offered.key:
                 raise StorageError(f"the backend answered {offered.key.hex()} with a record of {answer.key.hex()}")
             elif answer.origin == offered.origin:

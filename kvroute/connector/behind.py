@@ -56,7 +56,7 @@ class Behind:
                 logger.exception("rows of a step are lost")
                 try:
                     self._on_failure(error)
-                except Exception:  # without this thread whoever puts would wait for ever
+                except Exception:  # without this thread callers of put would wait for ever
                     logger.exception("what a step left half done could not be undone")
 
 

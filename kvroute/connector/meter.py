@@ -1,4 +1,4 @@
-"""What is counted and timed in an engine's processes, on its way to whoever exports it. Pure, but for the clock."""
+"""What is counted and timed in an engine's processes, on its way to an exporter. Pure, but for the clock."""
 
 from __future__ import annotations
 

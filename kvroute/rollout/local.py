@@ -6,7 +6,7 @@
     DIR/.<rollout id, percent-encoded>.partial    what a running or killed writer has so far
 
 A put is written into the second file and renamed to the first when it is whole. The second one is also the lock:
-whoever holds it (``flock``) may change what the rollout's name stands for. What a killed writer has left is overwritten
+its holder (``flock``) may change what the rollout's name stands for. What a killed writer has left is overwritten
 by the next put of that rollout, or removed with it.
 """
 

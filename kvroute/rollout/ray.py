@@ -36,7 +36,7 @@ class Owner:
         self._last: dict[str, tuple[str, Any]] = {}  # a handle's JSON, and the reference to the record
 
     def put(self, rollout_id: str, handle: str, record: NDArray[np.uint8]) -> None:
-        # Whoever calls ray.put owns the object: the caller's array is its own, and gone with it.
+        # The caller of ray.put owns the object: the caller's array is its own, and gone with it.
         self._last[rollout_id] = handle, ray.put(record)
 
     def find(self, rollout_id: str) -> str | None:

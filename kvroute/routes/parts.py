@@ -49,7 +49,7 @@ class Grid:
         """As many tokens a part as ``part_nbytes`` have room for, one at least, and twice the root of ``rows`` at most.
 
         A rank reads a part too much where its tokens end, and the sums of all parts: a root's worth of both. A part of
-        less than :data:`PART_NBYTES_LEAST` is not worth its sum. Whoever puts all layers into a part does not read in
+        less than :data:`PART_NBYTES_LEAST` is not worth its sum. A writer of all layers into one part does not read in
         part.
         """
         part_layers = min(part_layers, layers)

@@ -173,7 +173,7 @@ class LinkContract:
         waker.join()
 
     def test_a_peer_that_goes_is_reported(self, server: Link, client: Link) -> None:
-        """Goal: whoever sends to a peer that went is told so. Method: the client closes."""
+        """Goal: a sender to a peer that went is told so. Method: the client closes."""
         _, here = self.meet(server, client)
         self.lose(client)
         came = poll_until(server, lambda came: PeerLost(here) in came)

@@ -122,7 +122,7 @@ class LockedDirectory(StoreDirectory):
 
     Opening creates the directory where there is none, and refuses one that holds anything else than a store
     (:class:`StoreFormatError`, nothing is changed) or that another store object writes (:class:`StoreLockedError`, with
-    its process id). New files have ``file_mode``; a new directory may also be searched by whoever may read its files.
+    its process id). New files have ``file_mode``; a new directory may also be searched by users who may read its files.
 
     The lock is ``flock`` on the directory itself: it ends with the process, however that ends, and no file of it can be
     removed. A forked child lets go of it at once, so that it does not outlive the writer in a child.

@@ -4,7 +4,7 @@ An extent belongs to one layout, so all of its records have one size, and where 
 head and a payload. A head says which record the payload is, and has a sum that the extent's identity is part of; a head
 of zeros is a free slot. The layout is in ``docs/format.md`` byte by byte.
 
-Whoever uses a slot again writes its head as zeros, then the payload, then the head, then the tick of its group. So a
+To use a slot again, its head is written as zeros, then the payload, then the head, then the tick of its group. So a
 head that is the same before and after its payload was read is that payload's, in any process. After a power cut any of
 these writes may be missing: then the payload is not the one of the head's sum.
 """
@@ -48,7 +48,7 @@ _PAGE = struct.Struct("<8sHHIQQQ16s")  # magic, version, zero, bitmap bytes, num
 _SECTOR_NBYTES: Final = 512
 _HEAD_NBYTES: Final = 80  # without its bitmaps
 _HEAD_NBYTES_MAX: Final = 1 << 16
-_HEADS_NBYTES_MAX: Final = 1 << 28  # of an extent: what a page may make whoever believes it read and hold
+_HEADS_NBYTES_MAX: Final = 1 << 28  # of an extent: what a page may make its reader read and hold
 _PIECE_SLOTS: Final = 1 << 14
 _FACTORS: Final = np.cumprod(np.full(_HEAD_NBYTES_MAX // 4, 0x9E3779B97F4A7C15, np.uint64))
 

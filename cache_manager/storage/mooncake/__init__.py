@@ -91,7 +91,7 @@ class MooncakeStore(ApartStore):
         return Put(headers, offsets, replace, groups)
 
     get_unsummed = ApartStore.get_into
-    """For whoever sums payloads. A transfer that the native client gave up may write into the arena later."""
+    """For code that sums payloads. A transfer that the native client gave up may write into the arena later."""
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
         """Whole records only. One whose sum is wrong is read once more: it is corrupt when the same bytes come again,

@@ -41,7 +41,7 @@ def check_ready(admin: tuple[str, int]) -> None:
 
 
 def pool_usage(admin: tuple[str, int]) -> Mapping[str, int]:
-    """Objects and bytes of the whole pool, whoever stored them."""
+    """Objects and bytes of the whole pool, those of all clients."""
     body = _body(admin, "/metrics")
     if body is None:
         raise StorageError(f"no Mooncake admin port at {admin[0]}:{admin[1]} (parameter admin)")

@@ -5,7 +5,7 @@ after ``fork`` and has no deadlines. Here it may (:mod:`cache_manager.storage.ap
 
 An object is a record: its packed header, then the payload, which lies so in the arena: the header is written into the
 margin in front of the payload. An object's name is the key's; it is written once and never changed: a record that takes
-another's place is put when the older object has been removed, by force. Whoever reads the older one just then may get
+another's place is put when the older object has been removed, by force. A reader of the older one may just then get
 bytes of whatever took its memory, so that what is read counts when its sums are right, never because of a result code:
 its header's here, its payload's where it is used. What is no record of its key is read once more: when the same bytes
 come again it is corrupt, otherwise it is a miss.

@@ -81,7 +81,7 @@ def _heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[...,
 def _answering(core: Any, step: Callable[[], Any]) -> Callable[[], Any]:
     """``step`` of an engine core whose answers go out when what goes with them is there.
 
-    An answer that waits is sent by whoever brings it what it waits for, and holds up no other. An engine without a
+    An answer that waits is sent by the thread that brings what it waits for, and holds up no other. An engine without a
     queue of answers is in the process of its client, who waits here.
     """
 
