@@ -113,7 +113,7 @@ ROUTES_FAULTS = (
     Fault(
         "parts are as long as spans",
         "routes/parts.py",
-        "        most = rows if part_layers == layers else min(rows, 2 * isqrt(rows))\n",
+        "        most = rows if part_layers == layers else min(rows, max(2 * isqrt(rows), least))\n",
         "        most = rows\n",
         "tests/kvroute/rollout/test_stores.py::test_ranks_read_little_beside_their_rows",
         "test_ranks_read_little_beside_their_rows",
