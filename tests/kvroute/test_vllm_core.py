@@ -69,7 +69,7 @@ def test_answers_that_are_ready_together_go_out_together(monkeypatch: pytest.Mon
     assert names(at_once) == ["other"]
     assert (at_once.scheduler_stats, at_once.finished_requests) == ("stats", {"gone"})
     bring(told, 2, 0, 1)
-    client, sent = made.get(timeout=60)
+    client, sent = made.get(timeout=20)
     assert client == 3
     assert names(sent) == ["2", "0", "1"]
     assert [each.kv_transfer_params for each in sent.outputs] == [
@@ -85,12 +85,12 @@ def test_an_answer_that_waits_long_holds_up_no_other() -> None:
     """
     told, _, made = of_one_step(3)
     bring(told, 0, 1)
-    came = names(made.get(timeout=60)[1])
+    came = names(made.get(timeout=20)[1])
     while len(came) < 2:
-        came += names(made.get(timeout=60)[1])
+        came += names(made.get(timeout=20)[1])
     assert came == ["0", "1"]
     bring(told, 2)
-    assert names(made.get(timeout=60)[1]) == ["2"]
+    assert names(made.get(timeout=20)[1]) == ["2"]
 
 
 def test_a_process_without_room_for_a_thread_sends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
