@@ -7,7 +7,7 @@ KVROUTE_EXAMPLES ?= 0.5
 WORKERS ?= 2
 export HYPOTHESIS_PROFILE KVROUTE_EXAMPLES
 
-.PHONY: dist demo demo-pd test quick test-trainers test-vllm test-vllm-fronts test-vllm-engines test-sglang test-managers nightly check lint bench bench-peers bench-vllm clean setup libraries help
+.PHONY: dist docs demo demo-pd test quick test-trainers test-vllm test-vllm-fronts test-vllm-engines test-sglang test-managers nightly check lint bench bench-peers bench-vllm clean setup libraries help
 
 help:
 	@echo "make demo    run the main job: a MoE model on a paged engine with every routing row checked"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-peers   stores and steps beside LMCache and two versions of vLLM, each in an environment (6 GB)"
 	@echo "make bench-vllm    inside vLLM: what stock vLLM loses, tokens a second, parts of a step (5 GB)"
 	@echo "make dist    a source distribution and the wheel that is built from it, in dist/"
+	@echo "make docs    the pages as a site, in docs-output/site; every link is checked"
 	@echo "make clean   remove the environment and what the commands above wrote"
 
 setup: $(READY)
@@ -48,6 +49,19 @@ dist: $(READY)
 	@rm -rf dist && $(BIN)/python -m build --outdir dist . >/dev/null
 	@rm -rf dist/site && $(BIN)/python -m pip install --quiet --no-deps --target dist/site dist/*.whl
 	cd dist && PYTHONPATH=site ../$(BIN)/python -m kvroute --version && ls *.whl *.tar.gz
+
+# Of a copy of the files that git knows or would add, so that links into the source lead there.
+DOCS := .ci/.venv
+docs: $(DOCS)/.ready
+	@rm -rf docs-output && mkdir -p docs-output/source
+	@git ls-files -z -co --exclude-standard | xargs -0 cp --parents -t docs-output/source
+	$(DOCS)/bin/zensical build --strict
+
+$(DOCS)/.ready: .ci/zensical.txt
+	@echo "== setting up $(DOCS) (once; some seconds)"
+	@rm -rf $(DOCS) && $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
 
 demo: $(READY)
 	$(BIN)/kvroute demo --json demo-output/demo.json $(if $(STORE),--store '$(STORE)') $(ARGS)
@@ -153,4 +167,4 @@ bench/.venvs/%/.ready: bench/peers/%.txt
 		else echo "== $(@D) cannot be installed; the table is printed without it"; rm -rf $(@D); fi
 
 clean:
-	rm -rf .venv bench/.venvs $(TRAINERS) $(SGLANG) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output bench-output replay-study
+	rm -rf .venv bench/.venvs $(TRAINERS) $(SGLANG) $(DOCS) docs-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output bench-output replay-study

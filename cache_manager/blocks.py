@@ -231,7 +231,7 @@ class AuxBlocks(Landing, Fed):
         """Begin a forward pass that writes rows at ``slots`` ``[T]``: ``block * block_tokens + offset``; -1 is padding.
 
         Rows at these slots are unreadable until the step commits. Steps may overlap in time; of two that write one slot
-        the later one counts. With ``in_place`` a device writes the rows into the host buffer by itself: see
+        the later one counts. With ``in_place`` a device writes the rows into the device tier's region by itself: see
         :mod:`cache_manager.step`. Bad slots are dropped and counted, unless strict.
 
         Raises ``BlockBusyError`` for one step too many, :class:`SlotError` for slots that are no integers. The pass

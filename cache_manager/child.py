@@ -251,11 +251,11 @@ class AskedChild(Generic[_T]):
         try:
             number, answer = self._decoded(body)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            return "it said what is no answer"
+            return "its message was no answer"
         with self._lock:
             _, future = self._waiting.pop(number, (0.0, None))
         if future is None:
-            return "it answered what it was not asked"
+            return "it answered a question that was not asked"
         if isinstance(answer, Exception):
             future.set_exception(answer)
         else:

@@ -182,7 +182,7 @@ COMMANDS: Final[dict[str, Command]] = {
         "paged_engine.demo:main",
         (
             *(_SEED, _number("--requests", 96, _REQUESTS), _MODEL, _JSON),
-            _number("--device-blocks", None, "KV blocks on the device (too few for all)"),
+            _number("--device-blocks", None, "KV blocks on the device (by default fewer than needed, on purpose)"),
             _number("--host-blocks", None, "KV blocks to swap to (as many)"),
             _flag("--store", metavar="URL", help=_STORE),
             _flag("--device", default="cpu", help="where model and KV lie: cpu or cuda"),
@@ -190,7 +190,7 @@ COMMANDS: Final[dict[str, Command]] = {
         ),
     ),
     "demo-pd": Command(
-        "the demo through prefill and decode, a process each",
+        "the demo, a small model with seeded weights, through prefill and decode, a process each",
         "paged_engine.demo_pd:main",
         (_SEED, _number("--requests", 16, _REQUESTS), _MODEL, _JSON),
     ),
@@ -200,7 +200,7 @@ COMMANDS: Final[dict[str, Command]] = {
         (*_SERVER, _LENDS),
     ),
     "decode": Command(
-        "demonstration server: go on from prompts that prefill has computed",
+        "demonstration server: go on from prompts of prefill, with the same small model of seeded weights",
         "paged_engine.servers:decode",
         (*_SERVER, _FETCHES),
     ),

@@ -5,14 +5,21 @@ from __future__ import annotations
 import ast
 import os
 import re
+import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 from all_planted import ALL
 from nursery import THIRD_PARTY, nursery
 
+from kvroute.connector.settings import Settings as InVllm
+from kvroute.integrations.sglang.settings import Settings as InSglang
+
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("bench/results/**/*.md")]
+)
 EXAMPLES = [
     (page, i, code)
     for page in PAGES
@@ -33,10 +40,30 @@ def test_an_example_runs_as_it_stands(page: Path, i: int, code: str, tmp_path: P
     assert ran.returncode == 0, f"{page.name}, example {i}:\n{ran.stderr}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name}: {target}"
+    """Also to a heading of the page, by the name that both a source browser and the site give it."""
+    for target, anchor in _links(page):
+        there = page.parent / target if target else page
+        assert there.exists(), f"{page.name}: {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in _anchors(there), f"{page.name}: {target}#{anchor}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Each once, of the site and of the page of pages; a page of the site that is gone would be a dead entry."""
+    pages = sorted(page.relative_to(ROOT).as_posix() for page in PAGES)
+    assert sorted(_entries(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"])) == pages
+    index = ROOT / "docs" / "index.md"
+    listed = {(index.parent / target).resolve() for target, _ in _links(index) if target}
+    assert [page for page in PAGES if page.is_relative_to(index.parent) and page != index and page not in listed] == []
+
+
+@pytest.mark.parametrize("settings", [InVllm, InSglang])
+def test_every_setting_is_on_its_page(settings: type[msgspec.Struct]) -> None:
+    keys = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "settings.md").read_text(), re.MULTILINE)
+    assert len(keys) == len(set(keys))
+    assert set(settings.__struct_fields__) <= set(keys) <= {*InVllm.__struct_fields__, *InSglang.__struct_fields__}
 
 
 def test_the_fault_table_is_the_faults() -> None:
@@ -53,9 +80,32 @@ def test_the_page_of_faults_names_tests_that_exist() -> None:
     functions = {file: _functions(ROOT / file) for _, file in named}
     assert [f"{file}::{name}" for name, file in named if name not in functions[file]] == []
     matrix = [name for file in (ROOT / "tests" / "fault_matrix").glob("test_*.py") for name in _functions(file)]
-    numbered = sorted(name for name in matrix if re.match(r"test_r\d\d_", name))
+    several = re.compile(r"(?:(?<=test_)|(?<=\d_))r(\d\d)_")
+    numbered = sorted((int(each), name) for name in matrix for each in several.findall(name))
     rows = re.findall(r"^\| R(\d+) \| [^|]+\|[^|]+\|[^|]+\|[^|]+\| \[`(\w+)`\]", page, re.MULTILINE)
-    assert [(int(name[6:8]), name) for name in numbered] == [(int(row), name) for row, name in rows]
+    assert numbered == [(int(row), name) for row, name in rows]
+
+
+def _text(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def _links(page: Path) -> list[tuple[str, str]]:
+    """Those that are relative: file, or nothing for the page itself, and heading."""
+    return re.findall(r"\]\((?![a-z]+:)([^)#\s]*)#?([^)\s]*)\)", _text(page))
+
+
+def _anchors(page: Path) -> set[str]:
+    names = {
+        re.sub(r"[^\w\s-]", "", title.lower()).strip() for title in re.findall(r"^#+ (.+)$", _text(page), re.MULTILINE)
+    }
+    return {name.replace(" ", "-") for name in names} & {re.sub(r"[-\s]+", "-", name) for name in names}
+
+
+def _entries(nav: object) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [page for entry in (nav.values() if isinstance(nav, dict) else nav) for page in _entries(entry)]
 
 
 def _functions(file: Path) -> set[str]:

@@ -341,7 +341,7 @@ class Pulls:
         return [a for t in unsaid if (pull := self._pulls.get(t)) for a in self._send_next(pull, now_s)]
 
     def _schedule(self, pull: Pulling) -> None:
-        """See to it that the pull is looked at when it has something to do, be that earlier than thought before."""
+        """Wake for the pull when it has something to do: earlier than planned, if needed."""
         known = self._peers[pull.peer]
         wake_s = pull.due_s if known.boot_id is None else min(pull.due_s, pull.spoken_s + known.renew_s)
         if pull.id in self._pulls and wake_s < pull.wake_s:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 from cache_manager.errors import InvalidInputError, RegionError
 from cache_manager.ports import TierName
@@ -28,10 +28,9 @@ from cache_manager.ports import TierName
 DIRECTORY: Final = Path(os.environ.get("KVROUTE_SHM", "/dev/shm"))  # noqa: S108 - names are random, files 0600, O_NOFOLLOW
 """A tmpfs, read from the environment when this module is imported. Processes that share regions have the same one;
 processes with another neither see nor reap those regions."""
-BUFFERS: Final[dict[TierName, str]] = {"device": "host", "host": "swap"}
-"""What a region is called by the tier whose blocks it mirrors: the host buffer, in CPU memory, mirrors device blocks;
-the swap buffer mirrors the blocks on the host."""
-_NAME = re.compile(rf"kvroute-(\d+)-([0-9a-f]{{32}})-({'|'.join(BUFFERS.values())})")
+TIERS: Final[tuple[TierName, ...]] = get_args(TierName)
+"""A region is named after the tier whose KV blocks it mirrors. All regions are in CPU memory."""
+_NAME = re.compile(rf"kvroute-(\d+)-([0-9a-f]{{32}})-({'|'.join(TIERS)})")
 _LOCK_TRIES_MAX = 200
 _LOCK_PAUSE_MS = 1
 
@@ -47,7 +46,7 @@ class RegionInfo:
     @property
     def tier(self) -> TierName:
         """Whose blocks it mirrors."""
-        return next(tier for tier, buffer in BUFFERS.items() if self.name.endswith(f"-{buffer}"))
+        return next(tier for tier in TIERS if self.name.endswith(f"-{tier}"))
 
 
 def unnamed_file() -> int:
@@ -62,7 +61,7 @@ def unnamed_file() -> int:
 
 def name_of(unique: bytes, tier: TierName) -> str:
     """The name of this user's region with these random 16 bytes."""
-    return f"kvroute-{os.geteuid()}-{unique.hex()}-{BUFFERS[tier]}"
+    return f"kvroute-{os.geteuid()}-{unique.hex()}-{tier}"
 
 
 def give_name(fd: int, name: str) -> None:
@@ -127,7 +126,7 @@ def list_regions() -> list[RegionInfo]:
 def region_path(name: str) -> Path:
     """Where the region called ``name`` is; :class:`InvalidInputError` for what cannot be a region's name."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        wanted = f"kvroute-<uid>-<32 hex digits>-<{'|'.join(BUFFERS.values())}>"
+        wanted = f"kvroute-<uid>-<32 hex digits>-<{'|'.join(TIERS)}>"
         raise InvalidInputError("region name", wanted, repr(name))
     return DIRECTORY / name
 

@@ -1,4 +1,4 @@
-"""Rows in memory that other processes of the same user can map: the host buffer and the swap buffer.
+"""Rows in memory that other processes of the same user can map: of the device tier and of the host tier.
 
 Not ``multiprocessing.shared_memory``: its resource tracker removes a region when any process that attached to it exits,
 and its ``close`` unmaps memory that numpy still points to. Here a region is a file in ``/dev/shm`` that is opened,
@@ -66,8 +66,8 @@ class SharedRegion(MappedRegion):
         the machine or the process's address space has no room; nothing is left behind then.
         """
         extent = extent_of(layout, blocks)
-        if tier not in directory.BUFFERS:
-            raise InvalidInputError("region tier", " or ".join(map(repr, directory.BUFFERS)), repr(tier))
+        if tier not in directory.TIERS:
+            raise InvalidInputError("region tier", " or ".join(map(repr, directory.TIERS)), repr(tier))
         owner = pack_namespace(namespace)
         if not directory.DIRECTORY.is_dir():
             raise RegionError(f"{directory.DIRECTORY}: not there: this system has no POSIX shared memory")

@@ -1,4 +1,4 @@
-"""Where records live for good: a store is opened by its URL, and the URL's scheme picks the adapter.
+"""Where records are stored: a store is opened by its URL, and the URL's scheme picks the adapter.
 
 ==================================================  =================================================
 ``memory:?capacity=64MiB``                          :class:`cache_manager.storage.memory.MemoryStore`

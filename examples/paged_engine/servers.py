@@ -32,6 +32,7 @@ from paged_engine.loop import EngineThread
 from paged_engine.models import build_model, weights_digest
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
 from transfer import TransferLimits, ZmqLink, ZmqSettings
+from transfer.zmq_settings import check_address
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +67,12 @@ class Settings:
     host_blocks: int = 0
 
     def __post_init__(self) -> None:
-        for name, high in (("port", 65_535), ("seed", (1 << 63) - 1), ("weights_version", (1 << 32) - 1)):
-            if not 0 <= getattr(self, name) <= high:
-                raise ConfigError(f"--{name.replace('_', '-')}", f"0 to {high}", getattr(self, name))
+        numbers = (("port", 0, 65_535), ("seed", 0, (1 << 63) - 1), ("weights_version", 0, (1 << 32) - 1))
+        for name, low, high in (*numbers, ("device_blocks", 1, 1 << 20), ("host_blocks", 0, 1 << 20)):
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(f"--{name.replace('_', '-')}", f"{low} to {high}", getattr(self, name))
+        for address in self.peers:
+            check_address(address, "--transfer-address" if self.role == "prefill" else "--prefill", curve=False)
 
 
 class Server:

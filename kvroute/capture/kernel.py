@@ -41,7 +41,7 @@ _TARGETS = {"uint8": tl.uint8, "uint16": tl.uint16, "int32": tl.int32, "uint32":
 def _places(slots, slots_end, first, tokens, index, EACH: tl.constexpr, GROUP: tl.constexpr):
     """Token and slot of each of ``index``, ``EACH`` of which belong to one token: whether there is one, and is stored.
 
-    A slot of -1 is nobody's.
+    A slot of -1 is padding.
     """
     token = first + index // EACH
     inside = (index < GROUP * EACH) & (token < tokens)

@@ -1,4 +1,4 @@
-"""Capture of a whole forward pass by one launch, straight into the host buffer. Needs Triton.
+"""Capture of a whole forward pass by one launch, straight into the device tier's region. Needs Triton.
 
 During the pass the hooks keep references and launch nothing; ``commit`` launches once. In a CUDA graph the launch is
 part of the graph, and the tensors that the hooks were given at capture time are those of every replay.

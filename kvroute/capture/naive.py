@@ -16,9 +16,9 @@ from kvroute.capture.plan import LAYERS_MAX, Check, Plan
 def capture_rows(
     sources: Sequence[Sequence[torch.Tensor | None]],  # specs x layers x [>= tokens, top_k]; None: not recorded
     slots: torch.Tensor,  # [tokens] int64; negative: padding
-    rows: torch.Tensor,  # [blocks, record_nbytes] uint8: the host buffer; a staged plan's: [>= tokens, record_nbytes]
+    rows: torch.Tensor,  # [blocks, record_nbytes] uint8: of the tier; a staged plan's: [>= tokens, record_nbytes]
     plan: Plan,
-    slots_end: int,  # blocks * block_tokens of the host buffer
+    slots_end: int,  # blocks * block_tokens of the device tier's region
     checks: torch.Tensor,  # [7] int32: see Check
     bad: torch.Tensor,  # [>= tokens] int32: more than before if a row of the token is bad
 ) -> None:

@@ -42,7 +42,7 @@ class StepIds:
         self.hook = self._hooks.hook
 
     def begin(self) -> None:
-        """A step begins: what was recorded before, to warm an engine up say, is nobody's."""
+        """A step begins: what was recorded before, by a warm-up say, is discarded."""
         self._hooks.clear()
         self._passes = 0
         if self._buffer is not None:

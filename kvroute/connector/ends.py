@@ -56,7 +56,9 @@ class End:
     kept: Sequence[End] = ()  # what tokens were sampled with before it was preempted, in order
     version: int | None = None  # of the weights, where all rows are of one
     mixed: bool = False  # else the rows are labelled
-    by_kv: NDArray[np.bool_] | None = None  # [stop], which rows went by their KV, which the last router is behind
+    by_kv: NDArray[np.bool_] | None = (
+        None  # [stop], rows that were matched by KV, which cannot prove the last router's choice
+    )
     why: Mapping[int, str] = field(default_factory=dict)  # of blocks whose rows did not all come
     told: Future[Told] = field(default_factory=Future)
     rows: Rows | None = None

@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
 
 
 def settled(routes: Routes, by_kv: NDArray[np.bool_], *, flagged: bool) -> tuple[Routes, list[list[int]]]:
-    """What is answered where rows ``by_kv`` ``[n]`` went by their KV, which the last router is behind.
+    """The answer where rows ``by_kv`` ``[n]`` were matched by KV, which cannot prove the last router's choice.
 
     The routes, without what that router chose there or, where the operator wants it ``flagged``, with it; and then the
     positions ``[start, stop)`` at which it is taken on trust.

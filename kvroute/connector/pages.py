@@ -1,4 +1,4 @@
-"""Rows as one more layer of paged KV: whatever moves the KV of a block moves its rows with it, unknowing.
+"""Rows as one more layer of paged KV: whatever moves the KV of a block moves its rows with it, without knowing of them.
 
 A page has, for each token of a block, a sum, the name of the weights and the row. The sum covers the row, the name, the
 token, its position and the K and V that the last layer has of it. So a page that comes back says of each row that it is

@@ -49,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return msgspec.convert(given, cls)
         except msgspec.ValidationError as error:
-            raise ConfigError("kv_connector_extra_config.kvroute", "settings of docs/vllm.md", str(error)) from error
+            raise ConfigError("kv_connector_extra_config.kvroute", "those of docs/settings.md", str(error)) from error
 
     @property
     def reads(self) -> str:

@@ -334,7 +334,7 @@ class WorkerRows:
         self._behind.put(partial(_after, done, call))
 
     def _lose(self, error: Exception) -> None:
-        """What was to be done for a step was not: nobody knows what is in its blocks."""
+        """A step's work on the host has failed: what is in its blocks is unknown."""
         self._lost = error
         self.blocks.forget()
 

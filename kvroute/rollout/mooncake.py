@@ -3,8 +3,8 @@
 The header of a rollout's record and every part are objects of their own, named by the put and a number. They are
 written before anybody learns the put's id, and never change; the header proves the parts. A pointer, an object of fixed
 size under the rollout's name, says which put is the last one: that of the largest number. A number has one of few
-places, taken by who writes there first; the pointer before goes when the next one is there. Who was handed a handle
-needs no pointer.
+places, taken by the first writer; the pointer before goes when the next one is there. A caller that has a handle needs
+no pointer.
 """
 
 from __future__ import annotations

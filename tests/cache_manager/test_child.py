@@ -82,8 +82,8 @@ def test_messages_arrive_whole_and_in_order(bodies: list[bytes]) -> None:
     [
         ("half", "it has ended"),
         ("too long", "it has ended"),
-        ("garbage", "it said what is no answer"),
-        ("unknown", "it answered what it was not asked"),
+        ("garbage", "its message was no answer"),
+        ("unknown", "it answered a question that was not asked"),
         ("end", r"it has ended \(status 3\)|it has ended \(status -9\)"),
     ],
 )

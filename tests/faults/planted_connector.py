@@ -33,8 +33,8 @@ CONNECTOR_FAULTS = [
     ),
     _ids(
         "half a pass before a step is half of its own",
-        before='is nobody\'s."""\n        self._hooks.clear()\n',
-        after='is nobody\'s."""\n',
+        before='is discarded."""\n        self._hooks.clear()\n',
+        after='is discarded."""\n',
         claim="test_what_was_called_before_a_step_is_not_of_it",
     ),
     _law(

@@ -328,7 +328,7 @@ def test_an_answer_has_both_fields() -> None:
 def test_settings_that_are_none_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvroute import ConfigError
 
-    with pytest.raises(ConfigError, match=r"wanted settings of docs/sglang\.md, got .*unknown field `stor`"):
+    with pytest.raises(ConfigError, match=r"wanted those of docs/settings\.md, got .*unknown field `stor`"):
         Settings.of({"linker": "KvrouteLinker", "linker_extra_config": {"stor": "x"}})
     monkeypatch.setenv("KVROUTE_SGLANG", '{"weights": 3}')
     with pytest.raises(ConfigError, match=r"KVROUTE_SGLANG: wanted .*`\$\.weights`"):

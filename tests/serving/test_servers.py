@@ -275,6 +275,19 @@ def test_an_address_that_is_taken_is_named(both: Both) -> None:
         asyncio.run(server.serve(signals=False))
 
 
+@pytest.mark.parametrize(
+    ("role", "flag", "given"),
+    [
+        ("prefill", "--transfer-address", {"peers": ["here"]}),
+        ("decode", "--prefill", {"peers": ["tcp://127.0.0.1"]}),
+        ("decode", "--device-blocks", {"device_blocks": 0}),
+    ],
+)
+def test_what_is_wrong_is_told_by_its_flag(role: Any, flag: str, given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag}: wanted"):
+        Settings(role, port=0, **given)
+
+
 def test_health_says_what_is_wrong(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     assert both.decode.ask("/healthz") == (200, {"status": "live"})
     monkeypatch.setattr(servers, "STALLED_S", -1.0)

@@ -14,7 +14,7 @@ ROOT = HERE.parents[1]
 EXAMPLES = [
     (page, code)
     for page in sorted(ROOT.glob("docs/**/*.md"))
-    for code in re.findall(r"^```python trainers\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for code in re.findall(r'^```python title="trainers"\n(.*?)^```', page.read_text(), flags=re.DOTALL | re.MULTILINE)
 ]
 
 

@@ -96,7 +96,7 @@ class StoreDirectory:
         return False
 
     def read_lock(self) -> tuple[str, int | None]:
-        """Who has written last, and a number that changes whenever a writer has changed anything; ``None``: unknown."""
+        """The last writer, and a number that changes whenever a writer has changed anything; ``None``: unknown."""
         try:
             fd = self.open(LOCK_NAME, os.O_RDONLY)
             try:

@@ -104,7 +104,7 @@ class FileReader(Shelf):
     def _looked_again(self, changed: Sequence[int]) -> bool:  # noqa: ARG002 - what is missing is looked for, too
         """Look if the writer has changed anything since the last look; whether that was so, here or in another thread.
 
-        Who has a reason waits for another thread's look, which may be past what this one wants.
+        A caller that has a reason waits for another thread's look, which may be past what this one wants.
         """
         looks = self._looks
         if self._has_news():

@@ -9,7 +9,7 @@ from typing import Final
 from cache_manager.testing.life.adapter import BlockManagerAdapter
 
 EXAMPLES_MIN: Final = 50
-"""With fewer examples something may well be missing, and nothing is said about it."""
+"""With fewer examples much may be missing by chance, and the summary does not warn of it."""
 
 EXERCISED_BY: Final[Mapping[str, tuple[str, str]]] = {
     "prefix": ("hits", "no admission hit anything"),

@@ -15,8 +15,7 @@ from cache_manager.errors import ConfigError, KVRouteError
 from cache_manager.ports import TierName
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.connector.witness import KvFolder
-from kvroute.integrations.sglang.plugin import capturer
-from kvroute.integrations.sglang.rows import Kept, logger
+from kvroute.integrations.sglang.rows import Kept, capturer, logger
 
 CLOSE_S: Final = 5.0
 

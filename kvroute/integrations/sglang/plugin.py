@@ -9,7 +9,7 @@ from cache_manager.keys import Namespace
 from kvroute.connector.answers import FIELD
 from kvroute.connector.left import Tokens
 from kvroute.connector.versions import AS_LOADED, version_of
-from kvroute.integrations.sglang.rows import Capturer, RoutedRows, slots_of
+from kvroute.integrations.sglang.rows import Capturer, RoutedRows, capturer, slots_of
 from kvroute.integrations.sglang.settings import settings_of_engine
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import weights_digest
@@ -51,17 +51,9 @@ def register_hooks() -> None:
         HookRegistry.register(place, hook, kind)
 
 
-def capturer() -> Capturer | None:
-    """This process's, where it has one."""
-    from sglang.srt.runtime_context import get_resources  # type: ignore[import-not-found]
-
-    found = get_resources().experts_capturer
-    return found if isinstance(found, Capturer) else None
-
-
 def _created(theirs: Any, *_: Any, model_config: Any, num_tokens: int, **__: Any) -> Capturer | None:
     """In the place of ``RoutedExpertsCapturer.create``, where SGLang returns routed experts: of the first rank's."""
-    from sglang.srt.runtime_context import get_model, get_parallel, get_schedule
+    from sglang.srt.runtime_context import get_model, get_parallel, get_schedule  # type: ignore[import-not-found]
 
     if theirs is None or get_parallel().tp_rank:
         return None
@@ -184,4 +176,4 @@ def _flushed(done: Any, *_: Any, **__: Any) -> None:
         found.rows.weights.forgotten()
 
 
-__all__ = ["capturer", "register_hooks"]
+__all__ = ["register_hooks"]

@@ -369,4 +369,12 @@ def slots_of(req_to_token_pool: Any, req_pool_idx: int, stop: int) -> NDArray[np
     return found.cpu().numpy().astype(np.int64)
 
 
-__all__ = ["Capturer", "Kept", "Launched", "RoutedRows", "slots_of"]
+def capturer() -> Capturer | None:
+    """This process's, where it has one."""
+    from sglang.srt.runtime_context import get_resources  # type: ignore[import-not-found]
+
+    found = get_resources().experts_capturer
+    return found if isinstance(found, Capturer) else None
+
+
+__all__ = ["Capturer", "Kept", "Launched", "RoutedRows", "capturer", "slots_of"]

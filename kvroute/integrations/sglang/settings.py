@@ -39,7 +39,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return msgspec.convert(linker.get("linker_extra_config") or {}, cls)
             return msgspec.convert(json.loads(os.environ.get(VARIABLE, "{}")), cls)
         except (msgspec.ValidationError, ValueError) as error:
-            raise ConfigError(f"linker_extra_config or {VARIABLE}", "settings of docs/sglang.md", str(error)) from error
+            raise ConfigError(f"linker_extra_config or {VARIABLE}", "those of docs/settings.md", str(error)) from error
 
 
 def settings_of_engine() -> Settings:
