@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 LATE_S: Final = 10.0
 """How long rows are waited for that a worker, which waits for a device, has not written yet."""
-POLL_S: Final = 100e-6
+POLL_S: Final = 500e-6
 ENDS_MAX: Final = 4096
 """Requests that are done and have not left their rows yet; a further one has no rows."""
 
@@ -82,6 +82,7 @@ class Ends:
         self._engine, self._left, self._feed = engine, left, feed
         self._view: kvroute.RegionView | None = None
         self._late = False
+        self._known = -1.0  # a step that the worker is through with
         self._stuck_at = -1.0  # the step that a late worker was through with when it was waited for in vain
         self._changed = threading.Condition()
         self._unread: dict[End, None] = {}
@@ -92,7 +93,7 @@ class Ends:
     def attach(self, view: kvroute.RegionView, *, late: bool) -> None:
         """Rows are in ``view`` from here on; if ``late``, the worker may write them when their request is done."""
         with self._changed:
-            self._view, self._late = view, late
+            self._view, self._late, self._known = view, late, -1.0
 
     def make_room(self, name: str, group: str | None) -> Future[None]:
         """Delete what earlier requests of this name have left, and are leaving; done when it is."""
@@ -140,13 +141,15 @@ class Ends:
         """These blocks have other rows from here on. The worker hears of it with this ``step``, and of the copies."""
         if not self._unread:
             return
+        new = set(blocks)
         with self._changed:
             for end in list(self._unread):
-                if not (hit := np.flatnonzero(np.isin(end.blocks, blocks))).size:
+                if new.isdisjoint(end.blocks.tolist()):
                     continue
-                if self._through() >= end.step:
+                if self._written(end):
                     self._read(end)
                     continue
+                hit = np.flatnonzero(np.isin(end.blocks, blocks))
                 end.spares += (spares := [self._spares.pop() for _ in range(min(hit.size, len(self._spares)))])
                 if at := hit[: len(spares)].tolist():  # rows of the others are missing
                     lives = self._feed.renew(spares)
@@ -231,16 +234,22 @@ class Ends:
         give_up_s = time.monotonic() + LATE_S
         while True:
             with self._changed:
-                if end.rows is None and (through := self._through()) >= end.step:
+                if end.rows is None and self._written(end):
                     self._read(end)
                 if end.rows is not None:
                     return
-            if through == self._stuck_at or time.monotonic() > give_up_s:
-                self._stuck_at = through
+            if self._known == self._stuck_at or time.monotonic() > give_up_s:
+                self._stuck_at = self._known
                 raise RowError("rows", f"written by the worker within {LATE_S} s", "a worker that is behind")
             time.sleep(POLL_S)
 
     # ---------------------------------------------------------------- held: _changed
+
+    def _written(self, end: End) -> bool:
+        """Whether the worker is through with all that it writes of the rows."""
+        if self._known < end.step:
+            self._known = self._through()
+        return self._known >= end.step
 
     def _through(self) -> float:
         """The last step that the worker is through with."""

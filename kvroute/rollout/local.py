@@ -54,7 +54,7 @@ class LocalRollouts(PartStore):
         self._sync = sync
         self._disk: Disk = disk or SystemDisk()
         self._lock = threading.Lock()
-        self._unsynced: dict[Path, None] = {}
+        self._unsynced: dict[str, None] = {}
         with _translated(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
 
@@ -64,7 +64,7 @@ class LocalRollouts(PartStore):
             write_all(self._disk, fd, record, 0, sum(map(len, record)))
             if self._sync:
                 self._disk.sync(fd)
-            partial.replace(place)
+            os.replace(partial, place)
             if self._sync:
                 self._sync_path(self.directory)
         if not self._sync:
@@ -86,33 +86,38 @@ class LocalRollouts(PartStore):
 
     def _delete(self, handle: RolloutHandle) -> None:
         place = self._place(handle.rollout_id)
-        with _translated(place), self._alone(place), suppress(GoneError, InvalidInputError):
-            with self._reading(place) as read:
-                header, _ = header_of(read)  # a damaged one may be of another put, and stays
-            if header.name == handle.name:
-                place.unlink()
+        with _translated(place), self._alone(place) as (_, partial):
+            with suppress(GoneError, InvalidInputError):
+                with self._reading(place) as read:
+                    header, _ = header_of(read)  # a damaged one may be of another put, and stays
+                if header.name == handle.name:
+                    os.unlink(place)
+            os.unlink(partial)
 
     @contextmanager
-    def _alone(self, place: Path) -> Iterator[tuple[int, Path]]:
-        """The empty file that becomes ``place``, while nobody else changes that name; it goes if it is not renamed."""
-        partial = place.with_name(f".{place.name.removesuffix('.routes')}.partial")
+    def _alone(self, place: str) -> Iterator[tuple[int, str]]:
+        """The empty file that may become ``place``, while nobody else changes that name; who fails leaves none."""
+        directory, name = os.path.split(place)
+        partial = f"{directory}/.{name.removesuffix('.routes')}.partial"
         while True:
             fd = open_regular(partial, os.O_WRONLY | os.O_CREAT)
             try:
                 _lock(fd)
                 if _is_called(fd, partial):  # else it was renamed or removed while this one waited
-                    os.ftruncate(fd, 0)
+                    if os.fstat(fd).st_size:
+                        os.ftruncate(fd, 0)
                     try:
                         yield fd, partial
-                    finally:
+                    except BaseException:
                         if _is_called(fd, partial):
-                            partial.unlink()
+                            os.unlink(partial)
+                        raise
                     return
             finally:
                 os.close(fd)
 
     @contextmanager
-    def _reading(self, place: Path) -> Iterator[Read]:
+    def _reading(self, place: str) -> Iterator[Read]:
         """Reads a file, which stays the same whatever becomes of its name."""
         with _translated(place):
             fd = open_regular(place, os.O_RDONLY)
@@ -128,8 +133,8 @@ class LocalRollouts(PartStore):
             finally:
                 os.close(fd)
 
-    def _place(self, rollout_id: str) -> Path:
-        return self.directory / f"{file_name(rollout_id)}.routes"
+    def _place(self, rollout_id: str) -> str:
+        return f"{self.directory}/{file_name(rollout_id)}.routes"
 
     # ---------------------------------------------------------------- durability
 
@@ -147,7 +152,7 @@ class LocalRollouts(PartStore):
                 self._unsynced |= dict.fromkeys(places)
             raise
 
-    def _sync_path(self, path: Path) -> None:
+    def _sync_path(self, path: str | Path) -> None:
         """Of a directory its entries, of a file its bytes."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -169,16 +174,16 @@ def _lock(fd: int) -> None:
             time.sleep(LOCK_POLL_S)
 
 
-def _is_called(fd: int, path: Path) -> bool:
+def _is_called(fd: int, path: str) -> bool:
     """Whether ``path`` is the name of this open file."""
     try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
     except FileNotFoundError:
         return False
 
 
 @contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def _translated(path: str | Path) -> Iterator[None]:
     """``OSError`` becomes :class:`StorageError`, and :class:`GoneError` where there is no such file."""
     try:
         yield

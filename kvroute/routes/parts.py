@@ -109,12 +109,15 @@ class Grid:
 
     def cut(self, cells: NDArray[Any]) -> list[memoryview]:
         """The bytes of each part: its cells, row by row; ``cells`` are as :func:`cells_of` has them."""
-        parts = list[memoryview]()
-        for first in range(0, self.layers, self.part_layers):  # a copy for each group of layers, which its parts share
-            group = np.ascontiguousarray(cells[:, first : first + self.part_layers])
-            step = self.part_tokens * group.shape[1] * self.cell_nbytes
-            whole = group.reshape(-1).view(np.uint8).data
-            parts += [whole[at : at + step] for at in range(0, len(whole), step)]
+        whole = self.layers // self.part_layers  # groups of layers; the rest is another one
+        rest = whole * self.part_layers
+        groups = cells[:, :rest].reshape(self.rows, whole, self.part_layers).swapaxes(0, 1)
+        bands, parts = [self.row_range(band) for band in range(self.bands)], list[memoryview]()
+        for several, layers in ((groups, self.part_layers), (cells[None, :, rest:], self.layers - rest)):
+            copy = np.ascontiguousarray(several).reshape(-1).view(np.uint8).data  # which its parts share
+            row = layers * self.cell_nbytes
+            for first in range(0, len(copy), max(1, self.rows * row)):
+                parts += [copy[first + a * row : first + b * row] for a, b in bands]
         return parts
 
     def paste(

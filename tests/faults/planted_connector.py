@@ -157,10 +157,18 @@ CONNECTOR_FAULTS = [
     _fault(
         "an answer does not wait for a late device",
         "connector/ends.py",
-        "(through := self._through()) >= end.step:",
-        "(through := self._through()) >= 0:",
+        "return self._known >= end.step",
+        "return self._known >= 0",
         ENDS_LATE,
         "test_nobody_waits_for_a_worker_that_is_behind",
+    ),
+    _fault(
+        "an answer that waits holds up the others of its step",
+        "integrations/vllm/core.py",
+        "        if not (later and self._timed()):\n",
+        "        if not later:\n",
+        "tests/kvroute/test_vllm_core.py::",
+        "test_an_answer_that_waits_long_holds_up_no_other",
     ),
     _fault(
         "blocks are given out again before their rows are read",

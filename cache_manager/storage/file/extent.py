@@ -4,7 +4,7 @@ An extent belongs to one layout, so all of its records have one size, and where 
 head and a payload. A head says which record the payload is, and has a sum that the extent's identity is part of; a head
 of zeros is a free slot. The layout is in ``docs/format.md`` byte by byte.
 
-Where a slot is used again its head is written as zeros, then the payload, then the head, then the tick of its group. So a
+Where a slot is used again its head is written as zeros, then the payload, the head, and the tick of its group. So a
 head that is the same before and after its payload was read is that payload's, in any process. After a power cut any of
 these writes may be missing: then the payload is not the one of the head's sum.
 """

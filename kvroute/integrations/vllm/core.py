@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial, wraps
@@ -25,6 +26,8 @@ HARMLESS: Final = (
 )
 """Calls to all workers that leave the weights as they are. Any other may change them: a name says little, and a
 function nothing."""
+TOGETHER_S: Final = 0.005
+"""How long an answer that is ready waits at most for others of its step, so that they go out together."""
 
 
 def follow(weights: Versions) -> None:
@@ -81,8 +84,8 @@ def _heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[...,
 def _answering(core: Any, step: Callable[[], Any]) -> Callable[[], Any]:
     """``step`` of an engine core whose answers go out when what goes with them is there.
 
-    An answer that waits is sent by the thread that brings what it waits for, and holds up no other. An engine without a
-    queue of answers is in the process of its client, who waits here.
+    An answer that waits holds up no other. An engine without a queue of answers is in the process of its client, who
+    waits here.
     """
 
     @wraps(step)
@@ -90,18 +93,59 @@ def _answering(core: Any, step: Callable[[], Any]) -> Callable[[], Any]:
         by_client, executed = step()
         queue = getattr(core, "output_queue", None)
         for client, sent in (by_client or {}).items():
-            waiting = {id(each): each for each in sent.outputs if each.kv_transfer_params and _awaited(each)}
+            waiting = [each for each in sent.outputs if each.kv_transfer_params and _awaited(each)]
             if waiting and queue is not None:
-                sent.outputs = [each for each in sent.outputs if id(each) not in waiting]
-            for output in waiting.values():
+                ids = set(map(id, waiting))
+                sent.outputs = [each for each in sent.outputs if id(each) not in ids]
+                answers = _Answers(queue, client, sent, len(waiting))
+            for output in waiting:
                 if queue is None:
                     _bring(output, _awaited(output))
-                    continue
-                alone = msgspec.structs.replace(sent, outputs=[output], scheduler_stats=None, finished_requests=None)
-                _awaited(output).add_done_callback(partial(_send, queue, client, alone))
+                else:
+                    _awaited(output).add_done_callback(partial(answers.ready, output))
         return by_client, executed
 
     return stepped
+
+
+class _Answers:
+    """The answers of a step to one client that wait. Those that are ready go out together: a client handles hundreds
+    of messages much slower than one with as many answers, and so does the thread that sends them.
+    """
+
+    def __init__(self, queue: Any, client: int, sent: Any, waiting: int) -> None:
+        self._queue, self._client, self._waiting = queue, client, waiting
+        self._sent = msgspec.structs.replace(sent, outputs=[], scheduler_stats=None, finished_requests=None)
+        self._lock = threading.Lock()
+        self._ready: list[Any] = []
+
+    def ready(self, output: Any, told: Future[dict[str, Any]]) -> None:
+        """What this answer waits for is there: it goes out with the last one, or within :data:`TOGETHER_S`."""
+        _bring(output, told)
+        with self._lock:
+            self._waiting -= 1
+            self._ready.append(output)
+            later = self._waiting > 0
+            if later and len(self._ready) > 1:  # and goes with the first
+                return
+        if not (later and self._timed()):
+            self._send()
+
+    def _timed(self) -> bool:
+        """Whether a timer sends what is ready."""
+        timer = threading.Timer(TOGETHER_S, self._send)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError:  # a process may have no more threads
+            return False
+        return True
+
+    def _send(self) -> None:
+        with self._lock:  # so that they go out in the order in which they were ready
+            ready, self._ready = self._ready, []
+            if ready:
+                self._queue.put_nowait((self._client, msgspec.structs.replace(self._sent, outputs=ready)))
 
 
 def _awaited(output: Any) -> Any:
@@ -111,8 +155,3 @@ def _awaited(output: Any) -> Any:
 
 def _bring(output: Any, told: Future[dict[str, Any]]) -> None:
     output.kv_transfer_params = {**output.kv_transfer_params, **told.result()}
-
-
-def _send(queue: Any, client: int, sent: Any, told: Future[dict[str, Any]]) -> None:
-    _bring(sent.outputs[0], told)
-    queue.put_nowait((client, sent))

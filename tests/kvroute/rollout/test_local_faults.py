@@ -76,8 +76,8 @@ def test_a_writer_killed_beside_the_rename_leaves_one_put(tmp_path: Path, when: 
     store.put("task:1:0:0", routes_of(1))
 
     def at_the_rename(_: FaultyDisk, die: Callable[..., None]) -> None:
-        original = Path.replace
-        setattr(Path, "replace", die if when == "before" else lambda *names: die(original(*names)))  # noqa: B010
+        original = os.replace
+        setattr(os, "replace", die if when == "before" else lambda *names: die(original(*names)))  # noqa: B010
 
     killed_in_a_put(tmp_path, at_the_rename)
     handle = store.find("task:1:0:0")
