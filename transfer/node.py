@@ -91,8 +91,7 @@ class Node:
         self.address = link.address
         self.last_error = ""
         self._link = link
-        self._offers = Offers(identity, limits)
-        self._pulls = Pulls(identity, limits)
+        self._offers, self._pulls = Offers(identity, limits), Pulls(identity, limits)
         self._notify = notify
         self._counters = ThreadCounters()
         self._ended: deque[Release | Finished] = deque()  # bounded by what is in flight, while the engine polls
@@ -116,9 +115,8 @@ class Node:
 
     @property
     def counters(self) -> NodeCounters:
-        offers, pulls = self._offers, self._pulls
+        offers, pulls, link = self._offers, self._pulls, getattr(self._link, "counters", None)
         mine, lent, borrowed = replace(self._counters), replace(offers.counters), replace(pulls.counters)
-        link = getattr(self._link, "counters", None)
         return NodeCounters(mine, lent, borrowed, link, offers.in_flight, pulls.in_flight)
 
     def offer(
@@ -397,7 +395,6 @@ class Node:
     def _logs(self, kind: str) -> bool:
         """Whether a line of this kind may be written: the others are counted only."""
         now_s = time.monotonic()
-        due = now_s >= self._logged_s.get(kind, now_s)
-        if due:
+        if due := now_s >= self._logged_s.get(kind, now_s):
             self._logged_s[kind] = now_s + LOG_PAUSE_S
         return due

@@ -198,9 +198,7 @@ class Offers:
         return bool(self._unsummed)
 
     def unsent(self, send: Send, now_s: float) -> None:
-        """The link refused ``send``, which is said before anything else. Records are tried again after a
-        :meth:`tick`; for whatever else it was, the peer asks again.
-        """
+        """The link refused ``send``. Records are tried again after a :meth:`tick`; for anything else the peer asks."""
         self.counters.sends_refused += 1
         message = send.message
         if not isinstance(message, wire.Records):

@@ -199,7 +199,7 @@ class Sglang(BlockManagerAdapter):
             self.rows.write(number, self.rows.weights.version, slots, ids)
         size = self.block_tokens
         pages = np.array(self.table(seq), np.int64)[:, None]
-        routes = self.rows.routes((pages * size + np.arange(size)).reshape(-1)[:stop], start)
+        routes, _, _ = self.rows.routes((pages * size + np.arange(size)).reshape(-1)[:stop], start)
         found = zip(routes.ids[:, 0, 0].tolist(), routes.known.all(axis=1).tolist(), strict=True)
         return [row if known else None for row, known in found]
 

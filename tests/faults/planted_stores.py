@@ -208,7 +208,7 @@ STORE_FAULTS = (
         "storage/file/store.py",
         "            extent.tell_late(self._disk, self._tick)\n",
         "",
-        FILES + "::test_a_reader_finds_what_its_writer_found_when_it_was_opened",
+        "tests/storage/test_file_readers.py::test_a_reader_finds_what_its_writer_found_when_it_was_opened",
         "test_a_reader_finds_what_its_writer_found_when_it_was_opened",
     ),
     Fault(
