@@ -112,7 +112,6 @@ CALLS = {
     "persist's generations": lambda e, x: e.persist({e.keys.key(None, [1]): 0}, x),
     "persist's block": lambda e, x: e.persist({e.keys.key(None, [1]): x}, [1]),
     "persist's blocks": lambda e, x: e.persist(x, [1]),
-    "restore's origins": lambda e, x: e.restore({e.keys.key(None, [1]): 1}, [1], {e.keys.key(None, [1]): x}),
     "export's rows": lambda e, x: e.export({e.keys.key(None, [1]): 0}, [1], [9] if x is None else x),
     "apply": lambda e, x: e.apply(x),
     "the feed's renew": lambda _, x: BlockFeed(4).renew(x),
