@@ -58,8 +58,8 @@ JOB_FAULTS = [
     Fault(
         "bytes of jobs in flight have no bound",
         "stored.py",
-        "(n and nbytes + job.nbytes > self._limits.nbytes_max)",
-        "False",
+        "(not n or nbytes <= self._limits.nbytes_max)",
+        "True",
         JOBS + "test_bytes_in_flight_are_bounded_but_one_job_always_fits",
         "test_bytes_in_flight_are_bounded_but_one_job_always_fits",
     ),
@@ -90,7 +90,7 @@ JOB_FAULTS = [
     Fault(
         "KV stays where its rows do not",
         "moves.py",
-        "            kv.copy(source.tier, target.tier, *both)\n",
+        "            kv.copy(source.tier, target.tier, *pairs_of_kv)\n",
         "            pass\n",
         KV + "test_kv_goes_along_where_rows_cannot",
         "test_kv_goes_along_where_rows_cannot",
