@@ -118,13 +118,6 @@ def test_a_sync_that_fails_is_reported_and_tried_again(tmp_path: Path) -> None:
     store.close()
 
 
-def test_short_transfers_are_finished(tmp_path: Path) -> None:
-    disk = FaultyDisk()
-    disk.call_nbytes_max = 7
-    store = store_at(tmp_path, disk)
-    assert fetch_routes(store, store.put("x", routes_of(1))) == routes_of(1)
-
-
 def test_a_read_error_is_a_failure_and_no_absence(tmp_path: Path) -> None:
     disk = FaultyDisk()
     store = store_at(tmp_path, disk)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from mooncake_pool import Master, Owner, running_master, running_owner
 
@@ -19,17 +18,12 @@ from cache_manager.ports import Absence, StorageBackend
 from cache_manager.record import RecordHeader
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
-from kvroute.config import RoutingReplayConfig
-from kvroute.rollout import RolloutHandle, open_rollouts
+from kvroute.rollout import open_rollouts
 from kvroute.rollout.cut import CutSettings
-from kvroute.rollout.manager import RoutingReplayManager
 from kvroute.rollout.mooncake import HEADER, PLACES, MooncakeRollouts, keys_of, pointers_of
-from kvroute.rollout.shard import fetch_routes, fetch_shard
-from kvroute.routes import Split, shard_packed
-from kvroute.routing import routing_spec
+from kvroute.rollout.shard import fetch_routes
 from kvroute.testing.rollouts import routes_of
 
-SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=range(1, 12, 2), num_layers=12, block_tokens=8)
 SEGMENT_NBYTES = 16 << 20
 
 WRITER = """
@@ -70,30 +64,6 @@ def url(pool: tuple[Master, Owner, Path], request: pytest.FixtureRequest) -> str
     return pool[0].url(f"t-{abs(hash(request.node.name))}", arena="4MiB", timeout_ms=6000)
 
 
-def test_a_trainer_gets_keys_and_fetches_its_share(url: str) -> None:
-    """Goal: keys in place of bytes. Method: an engine's manager submits; a trainer that has nothing but the text of the
-    handle fetches a shard from another client, and reads the parts of that and no other."""
-    server = url.partition("?")[0].removeprefix("mooncake://")
-    admin = url.partition("?")[2]
-    config = RoutingReplayConfig(
-        enable_routing_replay=True, rollout_store=f"mooncake://{server}?layers=2&part=1KiB&{admin}"
-    )
-    routes = routes_of(1, 4096)
-    with RoutingReplayManager(config, SPEC) as manager:
-        text = manager.submit("task:1:0:0", routes).result(30).to_json()
-    assert len(text) < 500
-    store = open_rollouts(url)
-    try:
-        handle = RolloutHandle.from_json(text)
-        split = Split(pp=3, pp_rank=1, cp=2, cp_rank=1)
-        mine = fetch_shard(store, [handle], [4097], split)
-        assert np.array_equal(mine, shard_packed([routes], [4097], split))
-        assert store.counters.get_nbytes <= routes.ids.nbytes // 6 + handle.header_nbytes + 8 * handle.grid.part_nbytes
-        assert store.find("task:1:0:0") == handle
-    finally:
-        store.close()
-
-
 @pytest.mark.parametrize("puts", range(4))
 def test_a_killed_writer_leaves_the_put_before(url: str, puts: int) -> None:
     """Goal: nothing that was not whole is read. Method: SIGKILL before the parts, the header or the pointer."""
@@ -122,19 +92,6 @@ def test_a_put_that_does_not_fit_is_a_failure_and_leaves_nothing(url: str) -> No
         assert store.counters.put_failures == 1
         handle = store.put("small", routes_of(2))
         assert fetch_routes(store, handle) == routes_of(2)
-    finally:
-        store.close()
-
-
-def test_what_the_pool_has_lost_is_a_miss(url: str, pool: tuple[Master, Owner, Path]) -> None:
-    """Goal: eviction is an absence. Method: the owner of the memory lends another segment."""
-    store = open_rollouts(url)
-    try:
-        handle = store.put("x", routes_of(1))
-        pool[1].segment(pool[2].with_suffix(".next"), SEGMENT_NBYTES)
-        assert store.get(handle) is Absence.MISS
-        assert store.find("x") is None
-        assert store.counters.misses == 1
     finally:
         store.close()
 
