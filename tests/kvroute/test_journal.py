@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from budget import examples
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sample_routes import Shape
@@ -175,18 +174,6 @@ def journal_of(*parts: tuple[Routes, list[int]]) -> RequestJournal:
         journal.record(routes)
         journal.settle(tokens)
     return journal
-
-
-@given(st.integers(1, 20), st.integers(1, 20), st.booleans())
-def test_an_aborted_rollout_that_is_resumed_keeps_its_first_rows(first: int, more: int, repeats_all: bool) -> None:
-    """Goal: verl 6029 and 6046. Method: a second answer with new weights, whole or only what is new."""
-    tokens = list(range(first + more + 1))
-    old = SHAPE.routes(0, [True] * first, salt=0, versions=((0, first, 1),))
-    new = SHAPE.routes(0, [True] * (first + more), salt=1, versions=((0, first + more, 2),))
-    again = new if repeats_all else new.slice(first, new.stop)
-    journal = journal_of((old, tokens[: first + 1]), (again, tokens), (again, tokens), (old.slice(0, 0), tokens[:3]))
-    assert journal.routes() == old.merge(new.slice(first, new.stop), tokens=tokens)
-    assert journal.routes(start=first).weights_versions == ((first, first + more, 2),)
 
 
 def test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_kept() -> None:

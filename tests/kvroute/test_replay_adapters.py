@@ -70,27 +70,6 @@ def test_nemo_rl_asks_the_router_where_a_row_is_missing() -> None:
         nemo_rl.batch([made_routes(7, 4)], [6], 5)
 
 
-def test_skyrl_takes_a_prefix_in_the_narrowest_dtype_of_its_ids() -> None:
-    """Goal: SkyRL's canonical dtypes, which follow the largest id and not the number of experts. Method: each width."""
-    (got,) = skyrl.rollout_expert_indices([made_routes(7, 3)], [9])
-    assert got.shape == (3, NUM_LAYERS, TOP_K)  # the tail is SkyRL's to fill and to mask
-    assert got.flags.c_contiguous
-    assert got.flags.writeable
-    for top, dtype in [(255, "uint8"), (256, "int16"), ((1 << 15) - 1, "int16"), (1 << 15, "int32")]:
-        ids = np.array([[[0, top]]])
-        routes = Routes(ids, np.array([True]), (0,), 1 << 16, 1)
-        assert skyrl.rollout_expert_indices([routes], [2])[0].dtype == dtype
-
-
-def test_skyrl_turns_and_samples() -> None:
-    """Goal: a turn's rows, and no row of turns before. Method: a part; rows held that are none; a hole in another."""
-    with pytest.raises(ReplayError, match="sample 1: wanted a row at position 0"):
-        skyrl.rollout_expert_indices([made_routes(7, 2), made_routes(7, 2, holes=(0,))], [3, 3])
-    assert skyrl.delta(made_routes(7, 5), 2, 6).shape == (3, NUM_LAYERS, TOP_K)
-    with pytest.raises(ReplayError, match="held: wanted rows of earlier turns, fewer than 3 tokens, got 3"):
-        skyrl.delta(made_routes(7, 5), 3, 3)
-
-
 def test_verl_batches() -> None:
     """Goal: prompts end where responses begin, whatever their lengths. Method: two samples in one padded batch."""
     routes, prompts, responses = [made_routes(1, 4), made_routes(2, 6)], [3, 2], [2, 5]
@@ -260,7 +239,13 @@ REFUSED: list[tuple[str, Any, list[Any]]] = [
     ("tokens", lambda w: slime.sample(SAMPLE, w), [-1, 0]),
     ("missing", lambda w: slime.miles_sample(SAMPLE, 5, missing=w), ["-1"]),
     ("tail_align", lambda w: slime.split(data_pad_size_multiplier=w), [0, -1]),
-    ("mask", lambda w: transformers.padded([SAMPLE], w), [[[1, 2, 0]], [1, 0], [[0.5]]]),
+    ("mask", lambda w: transformers.padded([SAMPLE], w), [[[1, 2, 0]], [1, 0], [[0.5]], [[1], [1]]]),
+    ("mask of sample 0", lambda w: transformers.padded([SAMPLE] * 2, w), [[[1, 0, 1], [1, 1, 1]]]),
+    (
+        "mask of sample 1",
+        lambda w: transformers.padded([SAMPLE] * 2, w),
+        [[[1, 1, 0], [0, 1, 1]], [[1, 1, 1], [0, 1, 0]]],
+    ),
     ("tokens of sequence 0", lambda w: transformers.packed([SAMPLE], [w]), [-1]),
 ]
 

@@ -272,36 +272,6 @@ def test_a_router_without_a_top_k_is_an_error(build_moe: Any) -> None:
         tiny.forward(TOKENS)
 
 
-def test_samples_must_fit_the_batch(qwen: Any) -> None:
-    """Goal: a batch that the routes are not of is refused. Method: too narrow, too few lengths, other layers."""
-    spec = spec_of(qwen)
-    routes = Routes(random_targets(qwen, 4).numpy(), np.ones(4, bool), spec.attrs["layer_ids"], 8, 4)
-    other = Routes(random_targets(qwen, 4).numpy(), np.ones(4, bool), (0, 1), 8, 4)
-    for make, message in [
-        (lambda: padded([routes], RIGHT), r"mask: wanted 1 for tokens and 0 for padding, \[1 samples, width\]"),
-        (lambda: padded([routes], RIGHT[0]), "mask: wanted 1 for tokens"),
-        (lambda: padded([routes], [5]), "mask: wanted 1 for tokens"),  # type: ignore[arg-type]
-        (lambda: padded([routes] * 2, 2 * RIGHT), "mask: wanted 1 for tokens"),
-        (lambda: padded([routes] * 2, RIGHT.float()), "mask: wanted 1 for tokens"),
-        (
-            lambda: padded([routes] * 2, torch.stack([RIGHT[1], RIGHT[1].flip(0)])),
-            "mask of sample 1: wanted tokens side",
-        ),
-        (
-            lambda: padded([routes] * 2, torch.stack([RIGHT[0], RIGHT[1].roll(1)])),
-            "mask of sample 1: .* got .0, 1, 1, 1",
-        ),
-        (lambda: padded([routes] * 2, RIGHT * torch.tensor([1, 0, 1, 1, 1, 1, 1])), "mask of sample 0"),
-        (lambda: packed([routes], [5, 5]), "tokens: wanted one number for each of 1 routes"),
-        (
-            lambda: packed([routes, other], [5, 5]),
-            r"sample 1 routed_layers: wanted \(1, 3\), as sample 0 has, got \(0, 1\)",
-        ),
-    ]:
-        with pytest.raises(KVRouteError, match=message):
-            make()
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint16], ids=str)
 def test_targets_come_in_any_integer_dtype(qwen: Any, dtype: torch.dtype) -> None:
     """Goal: torch.uint16 knows no max, sort or gather; it must not matter. Method: each carriage dtype."""

@@ -52,18 +52,6 @@ def test_another_prompts_rows_are_refused(length: int, known_from: int, order: i
     verl.agent_loop(right, len(PROMPT), len(ANSWER), missing="error")
 
 
-def test_rows_beside_each_other_need_tokens() -> None:
-    """Goal: adjacent is no proof. Method: parts that are not bound, beside each other and apart, and with tokens."""
-    whole = SHAPE.whole(12)
-    for first, second in ((whole.slice(0, 6), whole.slice(6, 12)), (whole.slice(0, 4), whole.slice(7, 12))):
-        for parts in ((first, second), (second, first)):
-            with pytest.raises(RowError, match=f"{UNTIED}.*hash of the first {first.stop} tokens"):
-                parts[0].merge(parts[1])
-            joined = parts[0].merge(parts[1], tokens=TOKENS)
-            joined.validate(TOKENS)
-            assert len(joined) == 12
-
-
 def test_rows_of_unbound_parts_tie_them_by_the_last_row_of_the_first_to_end() -> None:
     """Goal: what has no hashes is joined where rows say so. Method: overlaps that do and do not have that row; a shared
     beginning, as of a system prompt, says nothing of what comes behind."""

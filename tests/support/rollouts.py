@@ -1,7 +1,6 @@
 """Rollouts of each family after every way a row can travel, beside what transformers alone routes.
 
-The small engine makes them where it can. It refuses models whose tokens know of each other by more than paged
-attention, and those transformers generates by itself, its rows in blocks that kvroute follows.
+The small engine makes them. It refuses models whose tokens know of each other by more than paged attention.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from kvroute.routes import Routes
 
 FAMILIES = tuple(sorted(tiny_moe.FAMILIES))
-GENERATED = ("gemma4_text", "jamba", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text")
+REFUSED = ("gemma4_text", "jamba", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text")
 """What the engine refuses: keys and values of several shapes, and recurrent states."""
 DEADLINE_S = 60.0
 
@@ -53,11 +52,8 @@ def unpaged(model: Any) -> Any:
 def rollouts(family: str, folder: Path) -> list[Rollout]:
     """Sequences that were swapped, shared and copied; that went on from a store; that went from prefill to decode."""
     model = model_of(family, seed=0)
-    if family in GENERATED:
-        found = _generated(unpaged(model), folder)
-    else:
-        outputs = {"swap": _swapped(model, folder), "store": _swapped(model, folder), "decode": _handed_over(model)}
-        found = [(way, o.sequence, o.routes) for way, made in outputs.items() for o in made]
+    outputs = {"swap": _swapped(model, folder), "store": _swapped(model, folder), "decode": _handed_over(model)}
+    found = [(way, o.sequence, o.routes) for way, made in outputs.items() for o in made]
     unpaged(model)
     return [Rollout(way, tuple(tokens), routes, _native(model, tokens)) for way, tokens, routes in found]
 
@@ -66,16 +62,6 @@ def _prompts() -> list[list[int]]:
     from paged_engine import text
 
     return [text.opening(text.paragraphs()[i % 2])[:40] + text.turn(text.questions()[i]) for i in range(4)]
-
-
-def _generated(model: Any, folder: Path) -> list[tuple[str, list[int], Routes]]:
-    import generated
-
-    prompts = _prompts()
-    made = [("swap", each) for each in generated.swapped(model, prompts[:2])]
-    made.append(("store", generated.stored(model, prompts[2], folder)))
-    made.append(("decode", generated.handed_over(model, prompts[3])))
-    return [(way, each.tokens, each.routes) for way, each in made]
 
 
 def _requests() -> list[Any]:

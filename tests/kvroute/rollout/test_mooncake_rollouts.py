@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from mooncake_pool import Master, Owner, running_master, running_owner
 
 from cache_manager.errors import StorageError
-from cache_manager.keys import BlockKey
-from cache_manager.ports import Absence, StorageBackend
-from cache_manager.record import RecordHeader
+from cache_manager.ports import Absence
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
 from kvroute.rollout import open_rollouts
 from kvroute.rollout.cut import CutSettings
-from kvroute.rollout.mooncake import HEADER, PLACES, MooncakeRollouts, keys_of, pointers_of
+from kvroute.rollout.mooncake import PLACES, MooncakeRollouts, pointers_of
 from kvroute.rollout.shard import fetch_routes
 from kvroute.testing.rollouts import routes_of
 
@@ -116,50 +113,6 @@ def test_a_store_that_fails_is_no_absence(url: str) -> None:
         assert fetch_routes(store, handle) == routes_of(1)
         counters = store.counters
         assert (counters.hits, counters.corrupt, counters.put_failures) == (1, 1, 1)
-    finally:
-        store.close()
-
-
-class MixedUp(FaultyStore):
-    """A pool that answers for some keys another record, sound in itself, as if it were that of the key."""
-
-    def __init__(self, backend: StorageBackend) -> None:
-        super().__init__(backend)
-        self.instead: dict[BlockKey, tuple[RecordHeader, bytearray]] = {}
-
-    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        found = super().get_into(keys, buffers)
-        for i, key in enumerate(keys):
-            if key in self.instead:
-                header, buffers[i][:] = self.instead[key]
-                found[i] = msgspec.structs.replace(header, key=key)
-        return found
-
-    def record(self, key: BlockKey, nbytes: int) -> tuple[RecordHeader, bytearray]:
-        content = bytearray(nbytes)
-        (header,) = super().get_into([key], [memoryview(content)])
-        assert not isinstance(header, Absence)
-        return header, content
-
-
-def test_a_part_of_another_put_is_never_taken(url: str) -> None:
-    """Goal: every part is bound to its very put. Method: two puts of one rollout, of one shape; the pool answers
-    each record of the first, its header too, for the second's: a sound header of another put is none of this one.
-    """
-    backend = MixedUp(open_store(url))
-    store = MooncakeRollouts(backend, CutSettings(part_nbytes=64))
-    try:
-        first = store.put("task:1:0:0", routes_of(1, 20))
-        numbers = [HEADER, *range(first.grid.parts)]
-        nbytes = [first.header_nbytes, *map(first.grid.nbytes_of, numbers[1:])]
-        records = [backend.record(key, n) for key, n in zip(keys_of(first, numbers), nbytes, strict=True)]
-        second = store.put("task:1:0:0", routes_of(2, 20))
-        (header,) = keys_of(second, [HEADER])
-        for key, record in zip(keys_of(second, numbers), records, strict=True):
-            backend.instead = {key: record}
-            assert store.get(second) is (Absence.MISS if key == header else Absence.CORRUPT)
-        backend.instead = {}
-        assert store.get(second) == [routes_of(2, 20)]
     finally:
         store.close()
 
