@@ -177,6 +177,3 @@ def _settle(
         raise RowError(f"weights version of row {start + row}", int(held[row]), int(new[row]))
     takes = (new_there & ~there) | ((new_there == there) & (held == UNKNOWN))
     held[takes] = new[takes]
-
-
-__all__ = ["of_one_sequence", "union"]
