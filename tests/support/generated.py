@@ -149,7 +149,7 @@ def handed_over(model: Any, prompt: Sequence[int]) -> Generated:
         offers.offer(transfer, [OfferedBlock(i, key, (record_of(prefill, i, key),)) for i, key in enumerate(keys)])
         wanted = [WantedBlock(i, key, (0,)) for i, key in enumerate(keys)]
         pulls.pull(transfer, offers.address, wanted, decode)
-        assert ended(pulls, {transfer})[transfer].result.complete
+        assert ended(pulls, {transfer})[transfer].complete
         released(offers, {transfer})
     decode.cache, decode.computed = prefill.cache, prefill.computed
     decode.more(NEW - 1)
