@@ -17,8 +17,6 @@ from cache_manager.errors import InvalidInputError, RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.routing import id_dtype
 
-_TINY: Final = 64
-"""Layers of tokens up to which plain integers cost less than calls of numpy."""
 _FEW: Final = 512
 """Layers of tokens up to which ids are sorted: a decode step of few sequences, where calls are what costs."""
 _CHUNK: Final = 1 << 16
@@ -78,12 +76,6 @@ def valid_rows(spec: AuxBlockDataSpec, ids: NDArray[Any]) -> NDArray[np.bool_]:
         wanted = f"integers of shape (n, {', '.join(map(str, spec.row_shape))})"
         raise RowError(f"{spec.name} rows", wanted, f"{ids.dtype} of shape {ids.shape}")
     experts: int = spec.attrs["num_experts"]
-    if ids.shape[0] * ids.shape[1] <= _TINY:
-        top_k, few = ids.shape[2], ids.tolist()
-        return np.array(
-            [all(len({*each}) == top_k and min(each) >= 0 and max(each) < experts for each in row) for row in few],
-            np.bool_,
-        )
     if ids.shape[0] * ids.shape[1] <= _FEW:
         ordered = np.sort(ids.view(ids.dtype.str.replace("i", "u")))  # a negative id is larger than any other then
         end = experts if ids.dtype.kind == "u" else min(experts, 1 << (8 * ids.itemsize - 1))

@@ -106,10 +106,10 @@ def test_an_aborted_request_waits_for_the_comparison_of_what_it_loads(tmp_path: 
     request = admitted(other, PROMPT, [5, 2, 3], external=8)
     compare, landed, go = other.worker._compare, threading.Event(), threading.Event()
 
-    def compared(come: Any) -> None:
+    def compared(*come: Any) -> None:
         landed.set()
         assert go.wait(60)
-        compare(come)
+        compare(*come)
 
     other.worker._compare = compared  # type: ignore[method-assign]
     computed(other, request, 3)

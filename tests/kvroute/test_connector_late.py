@@ -63,7 +63,7 @@ def test_calls_are_done_in_order_and_room_is_waited_for() -> None:
     from a thread that is held up in between; then a close that cannot wait.
     """
     done, failed, go = list[int](), list[Exception](), threading.Event()
-    behind = Behind(failed.append)
+    behind = Behind("behind", failed.append, PENDING_MAX)
     behind.put(lambda: go.wait(60) and None)
     with ThreadPoolExecutor(1) as threads:
         putting = threads.submit(

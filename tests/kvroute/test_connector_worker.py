@@ -102,7 +102,7 @@ def test_a_thread_behind_outlives_what_undoes_a_failure() -> None:
     def undone(_: Exception) -> None:
         raise ValueError("again")
 
-    behind, done = Behind(undone), list[int]()
+    behind, done = Behind("behind", undone, PENDING_MAX), list[int]()
     behind.put(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
     with ThreadPoolExecutor(1) as threads:
         putting = threads.submit(lambda: [behind.put(lambda i=i: done.append(i)) for i in range(2 * PENDING_MAX)])  # type: ignore[misc]
