@@ -12,8 +12,8 @@ MISSES = "tests/kvroute/test_connector_misses.py::"
 ENDS = "tests/kvroute/test_connector.py::"
 ENDS_LATE = "tests/kvroute/test_connector_ends.py::"
 LATE = "tests/kvroute/test_connector_late.py::"
-ENDED = "tests/kvroute/test_connector_ended.py::"
-WORKER = "tests/kvroute/test_connector_worker.py::"
+ENDED = "tests/kvroute/test_connector_late.py::"
+WORKER = "tests/kvroute/test_connector_late.py::"
 VERSIONS = "tests/kvroute/test_connector_versions.py::"
 
 

@@ -189,36 +189,6 @@ def test_an_aborted_rollout_that_is_resumed_keeps_its_first_rows(first: int, mor
     assert journal.routes(start=first).weights_versions == ((first, first + more, 2),)
 
 
-def test_the_last_token_of_a_turn_gets_its_row_from_the_next() -> None:
-    """Goal: NeMo-RL's repair is not needed. Method: position 4 was sampled in one turn and read in the next."""
-    tokens = list(range(12))
-    journal = journal_of((SHAPE.whole(4), tokens[:5]), (SHAPE.whole(11), tokens))
-    assert journal.routes() == SHAPE.whole(11).bind(tokens)
-    assert journal.lost == ()
-
-
-def test_a_row_that_came_too_late_is_no_sampled_row() -> None:
-    """Goal: a row that was computed later never stands for one that was lost. Method: rows lost for good."""
-    tokens = list(range(7))
-    journal = journal_of((SHAPE.routes(0, [True, False, True]), tokens[:5]), (SHAPE.whole(6, salt=1), tokens))
-    assert journal.lost == ((1, 2), (3, 4))
-    assert journal.routes().missing == ((1, 2), (3, 4))
-    assert rows_of(journal.routes())[2] == row(2, 0)
-
-
-def test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_kept() -> None:
-    """Goal: no row of a computation that was given up stands in for one that is missing. Found by the machine."""
-    journal = RequestJournal(SPEC)
-    journal.record(SHAPE.routes(0, [True] * 5, versions=((0, 5, 1),)))
-    journal.discard_unsettled()
-    assert (journal.stop, len(journal.routes())) == (0, 0)
-    journal.record(SHAPE.routes(0, [False, True, True], salt=1, versions=((0, 3, 2),)))
-    journal.settle([5, 6, 7, 8])
-    assert journal.lost == ((0, 1),)
-    assert rows_of(journal.routes()) == {1: row(1, 1), 2: row(2, 1)}
-    assert journal.routes().weights_versions == ((1, 3, 2),)
-
-
 def test_equal_rows_of_other_weights_do_not_change_whose_a_row_is() -> None:
     """Goal: a row's version is that of its sampling. Method: an update that happens to change no expert."""
     tokens = list(range(5))
