@@ -25,8 +25,8 @@ ROUTES_FAULTS = (
         "journal.py",
         "self._valid[self.settled :] = False",
         "pass",
-        f"{HISTORY}::test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_kept",
-        "test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_kept",
+        JOURNAL,
+        "rows_are_those_that_tokens_were_sampled_with",
         package="kvroute",
     ),
     Fault(
