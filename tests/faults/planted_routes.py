@@ -25,8 +25,8 @@ ROUTES_FAULTS = (
         "journal.py",
         "self._valid[self.settled :] = False",
         "pass",
-        JOURNAL,
-        "rows_are_those_that_tokens_were_sampled_with",
+        f"{HISTORY}::test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_kept",
+        "test_rows_of_a_prompt_that_is_computed_again_before_the_first_token_are_not_kept",
         package="kvroute",
     ),
     Fault(
@@ -122,8 +122,8 @@ ROUTES_FAULTS = (
     Fault(
         "parts that are read together are told apart wrongly",
         "rollout/parts.py",
-        "                    view, at = memoryview(content), 0\n",
-        "                    view, at = memoryview(content), int(len(run) > 1)\n",
+        "                view, at = memoryview(content), 0\n",
+        "                view, at = memoryview(content), int(len(run) > 1)\n",
         "tests/kvroute/rollout/test_stores.py::test_ranks_read_little_beside_their_rows",
         "test_ranks_read_little_beside_their_rows",
         package="kvroute",
