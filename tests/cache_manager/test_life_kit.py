@@ -143,22 +143,6 @@ class FailsAtOnce(Plain):
         raise OSError("no device")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"capabilities": ("teleport",)}, "capabilities: wanted some of"),
-        ({"unclaimed": {"no_luck": ""}}, "unclaimed: wanted some of"),
-        ({"blocks": range(1)}, "blocks: wanted two blocks"),
-        ({"capabilities": ("swap", "rows")}, r"a method of its own: preempt\(\), .*read_rows\(\)"),
-        ({"__init__": FailsAtOnce.__init__}, "no device"),
-    ],
-    ids=["capability", "invariant", "blocks", "method", "init"],
-)
-def test_an_adapter_that_cannot_be_is_named(wrong, said) -> None:
-    with pytest.raises(InvalidInputError, match=said):
-        prove(type("Wrong", (Plain,), wrong), examples=1)
-
-
 def test_an_adapter_without_methods_and_a_run_of_nothing_are_named() -> None:
     with pytest.raises(InvalidInputError, match=r"admit\(\), grow\(\), commit\(\)"):
         prove(type("Empty", (BlockManagerAdapter,), {}))
@@ -200,6 +184,11 @@ ODD = {
     "size": ({"block_tokens": "2"}, r"blocks: wanted two blocks of one token or more, got 8 blocks of '2'"),
     "pool": ({"blocks": 5}, r"blocks: wanted a collection of block ids, got 5"),
     "word": ({"capabilities": "prefix"}, r"capabilities: wanted a tuple of names, got 'prefix'"),
+    "capability": ({"capabilities": ("teleport",)}, "capabilities: wanted some of"),
+    "invariant": ({"unclaimed": {"no_luck": ""}}, "unclaimed: wanted some of"),
+    "few blocks": ({"blocks": range(1)}, "blocks: wanted two blocks"),
+    "method": ({"capabilities": ("swap", "rows")}, r"a method of its own: preempt\(\), .*read_rows\(\)"),
+    "init": ({"__init__": FailsAtOnce.__init__}, "no device"),
 }
 
 
