@@ -88,20 +88,16 @@ class RecordStore:
             for key, payload, bits, generation, origin in zip(keys, payloads, valid, generations, origins, strict=True)
         ]
         answers = one_each(self.backend.put(headers, payloads, replace=replace), keys)
-        stored = kept = conflicts = 0
-        if all(map(is_, answers, headers)):
-            stored = len(headers)
+        stored = sum(map(is_, answers, headers))
+        kept = conflicts = 0
         for i, (offered, answer) in enumerate(zip(headers, answers, strict=True)) if stored < len(headers) else ():
-            if answer is offered:
-                stored += 1
-            elif answer is None or answer.fingerprint != fingerprint:
+            if answer is None or answer.fingerprint != fingerprint:
                 answers[i] = None  # a record of another layout is corrupt for a reader of this one
             elif answer.key != offered.key:
                 raise StorageError(f"the backend answered {offered.key.hex()} with a record of {answer.key.hex()}")
-            elif answer.origin == offered.origin:
-                kept += 1
-            else:
-                conflicts += 1
+            elif answer is not offered:
+                kept += answer.origin == offered.origin
+                conflicts += answer.origin != offered.origin
         refused = len(answers) - stored - kept - conflicts
         self._count(stored=stored, kept=kept, conflicts=conflicts, refused=refused)
         return answers
