@@ -53,7 +53,7 @@ def parse_name(name: str) -> int | None:
 class StoreDirectory:
     """The directory of a store, for reading. ``OSError`` when there is none at ``path``."""
 
-    fd = -1
+    fd = lock_fd = -1
     file_mode = 0o600
 
     def __init__(self, path: Path) -> None:
@@ -81,12 +81,7 @@ class StoreDirectory:
         return open_regular(name, flags, mode=self.file_mode, dir_fd=self.fd)
 
     def names(self) -> list[str]:
-        # of a descriptor of its own: threads that list by one share its place in the directory, and each sees a part
-        listing = os.open(".", _OPEN, dir_fd=self.fd)
-        try:
-            return os.listdir(listing)
-        finally:
-            os.close(listing)
+        return os.listdir(f"/proc/self/fd/{self.fd}")  # not by the descriptor: threads would share a place in it
 
     def is_in_place(self) -> bool:
         """Whether the directory is still the one at its path; else it was moved, removed or made anew."""
@@ -107,16 +102,13 @@ class StoreDirectory:
 
     def read_lock(self) -> bytes:
         """What is in the lock file; nothing where there is none."""
-        try:
+        with suppress(OSError):
             fd = self.open(LOCK_NAME, os.O_RDONLY)
-        except OSError:
-            return b""
-        try:
-            return os.pread(fd, _CHANGES_AT + CHANGES_MAX * _CHANGE.size, 0)
-        except OSError:
-            return b""
-        finally:
-            os.close(fd)
+            try:
+                return os.pread(fd, _CHANGES_AT + CHANGES_MAX * _CHANGE.size, 0)
+            finally:
+                os.close(fd)
+        return b""
 
     def changes(self, seen: Seen | None) -> tuple[Seen | None, list[Change] | None]:
         """Up to where a reader that had ``seen`` something sees now, and the changes since; ``None``: nobody knows."""
@@ -135,10 +127,10 @@ class StoreDirectory:
         return (opening, last), [(n, run >> 32, run & 0xFFFFFFFF) for _, n, run, _ in rows] if known else None
 
     def close(self) -> None:
-        """Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Close the descriptors; idempotent."""
+        for fd in {self.fd, self.lock_fd} - {-1}:
+            os.close(fd)
+        self.fd = self.lock_fd = -1
 
     def __del__(self) -> None:
         self.close()
@@ -156,7 +148,6 @@ class LockedDirectory(StoreDirectory):
     """
 
     dirty = True  # names have changed since it was synced
-    _lock_fd = -1  # of the lock file
     _changes = 0  # told since opening
 
     def __init__(self, path: Path, file_mode: int) -> None:
@@ -167,9 +158,9 @@ class LockedDirectory(StoreDirectory):
             _WRITERS.add(self)
             self.is_store()
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._lock_fd = self.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
+            self.lock_fd = self.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
             start = str(os.getpid()).encode().ljust(_PID_NBYTES, b"\0") + os.urandom(_CHANGES_AT - _PID_NBYTES)
-            os.pwrite(self._lock_fd, start + bytes(CHANGES_MAX * _CHANGE.size), 0)
+            os.pwrite(self.lock_fd, start + bytes(CHANGES_MAX * _CHANGE.size), 0)
             for name in self.names():
                 if name.endswith(TEMP_SUFFIX) and parse_name(name.removesuffix(TEMP_SUFFIX)) is not None:
                     self.unlink(name)
@@ -185,7 +176,7 @@ class LockedDirectory(StoreDirectory):
         self._changes += 1
         run, at = first << 32 | count, _CHANGES_AT + self._changes % CHANGES_MAX * _CHANGE.size
         change = _CHANGE.pack(self._changes, number, run, self._changes ^ number ^ run)
-        os.pwrite(self._lock_fd, change, at)
+        os.pwrite(self.lock_fd, change, at)
 
     def unlink(self, name: str) -> None:
         """Remove a file, or nothing; ``OSError`` for a directory of that name."""
@@ -201,14 +192,7 @@ class LockedDirectory(StoreDirectory):
         """Let the next writer in, also where somebody else still has our descriptor."""
         if self.fd >= 0:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Close the descriptors; the lock stays with those who share it."""
         super().close()
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
 
 
 _WRITERS: weakref.WeakSet[LockedDirectory] = weakref.WeakSet()
@@ -216,7 +200,7 @@ _WRITERS: weakref.WeakSet[LockedDirectory] = weakref.WeakSet()
 
 def _let_go() -> None:
     for directory in list(_WRITERS):
-        directory.let_go()
+        StoreDirectory.close(directory)  # the lock stays with those who share it
 
 
 os.register_at_fork(after_in_child=_let_go)

@@ -18,7 +18,7 @@ from typing import Final
 from cache_manager.errors import StorageError, StoreMissingError
 from cache_manager.keys import SCOPE_NBYTES
 from cache_manager.record import checksum
-from cache_manager.storage.disk import Disk, SystemDisk, read_all
+from cache_manager.storage.disk import Disk, read_all
 from cache_manager.storage.file.directory import StoreDirectory
 from cache_manager.storage.file.extent import PAGE_NBYTES, Extent, open_extents
 from cache_manager.storage.file.index import KeyIndex
@@ -89,7 +89,7 @@ def fsck(
     :class:`StoreMissingError` and :class:`StoreFormatError` when there is no store; :class:`StorageError` when its
     directory cannot be read.
     """
-    disk, reports, shares = disk or SystemDisk(), list[ExtentReport](), dict[str, Share]()
+    disk, reports, shares = disk or Disk(), list[ExtentReport](), dict[str, Share]()
     now_s = time.time() if now_s is None else now_s
     with closing(StoreDirectory.existing(directory)) as opened:
         for report, extent, served in read_extents(opened, disk):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +22,7 @@ from cache_manager.errors import ConfigError, StorageError, StoreMissingError, S
 from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer, RecordHeader
-from cache_manager.storage.disk import Disk, Room, SystemDisk, read_all
+from cache_manager.storage.disk import Disk, Room, read_all
 from cache_manager.storage.file.directory import Seen, StoreDirectory
 from cache_manager.storage.file.extent import FREE, KEY_AT, Extent, open_extents, runs_of
 from cache_manager.storage.file.index import KeyIndex, Place
@@ -50,13 +50,13 @@ class Shelf(ClosingStore):
         self.failed_reads = 0
         self.refused: dict[str, str] = {}
         """Files with an extent's name that are none, or cannot be read now, and why; they are left alone."""
-        self._disk: Disk = disk or SystemDisk()
+        self._disk = disk or Disk()
         self._ttl_s, self._clock = ttl_s, clock
         self._suspects: set[int] = set()  # ticks of records that the disk did not give back
 
     def usage(self) -> Mapping[str, int]:
         """Beside the port's four ``failed_reads``, that the disk did not give, and ``refused_files``."""
-        with self.looking():
+        with self.guard:
             extents = self.index.extents
             used_nbytes = sum(extent.shape.nbytes for extent in extents)
             capacity_nbytes = self._quota_nbytes or used_nbytes
@@ -69,14 +69,6 @@ class Shelf(ClosingStore):
                 "refused_files": len(self.refused),
             }
 
-    @contextmanager
-    def looking(self) -> Iterator[None]:
-        """With the lock, in an open store; ``StoreClosedError``."""
-        self.guard.check()
-        with self.lock:
-            self.guard.check()
-            yield
-
     def fresh(self, places: list[Place | None]) -> list[Place | None]:
         """``None`` instead of places whose records are too old. Held: lock.
 
@@ -88,7 +80,7 @@ class Shelf(ClosingStore):
         return [p if p and abs(now_ms - p[0].created_ms[p[1]]) < ttl_ms else None for p in places]
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        with self.looking():
+        with self.guard:
             return [place is not None for place in self.fresh(self.index.find_all(keys))]
 
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
@@ -103,9 +95,7 @@ class Shelf(ClosingStore):
         wanted: Sequence[int] = range(len(keys))
         for look in range(_LOOKS_MAX):
             changed: list[int] = []
-            self.guard.check()
-            with self.lock:  # looking(), without what a generator costs each read
-                self.guard.check()
+            with self.guard:
                 places = self.fresh(self.index.find_all([keys[i] for i in wanted] if look else keys))
                 runs = self._plan(wanted, places, buffers, found)
             for run in runs:
@@ -241,7 +231,7 @@ class FileReader(Shelf):
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Hide records from this reader, until it is opened anew or the writer stores them anew."""
-        with self.looking():
+        with self.guard:
             for place in self.index.find_all(keys):
                 if place:
                     place[0].forget(place[1])

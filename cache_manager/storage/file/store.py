@@ -48,12 +48,11 @@ class FileStore(Shelf):
     """A ``StorageBackend`` in a directory, for one process at a time; others may read (:class:`FileReader`).
 
     Records of one layout have one size: they lie in the slots of extents of about ``extent_nbytes`` each, which
-    together never take more than ``quota_nbytes``, nor leave the file system less than ``min_free_nbytes``. When there is
-    no room for a new extent, records that were used least give their slots
-    (:mod:`cache_manager.storage.file.clock`), and an extent of another layout in which nothing was used for a whole
-    turn of the clock gives its room. ``put`` answers ``None`` for a record that still has none; of a batch that does
-    not fit, the first ones stay. With ``ttl_s`` no record is served that is older by ``clock``, a wall clock; its slot
-    is used again like that of a record that nobody asks for.
+    together never take more than ``quota_nbytes``, nor leave the file system less than ``min_free_nbytes``. Without
+    room for a new extent, records that were used least give their slots (:mod:`cache_manager.storage.file.clock`), and
+    an extent of another layout in which nothing was used for a whole turn of the clock gives its room. ``put`` answers
+    ``None`` for a record that still has none; of a batch that does not fit, the first ones stay. With ``ttl_s`` no
+    record is served that is older by ``clock``, a wall clock.
 
     Opening reads all heads and no payload; payloads are checked by :class:`RecordStore`. :class:`StorageError` when the
     disk fails: what had been stored is still there, but for what gave its slot, and later calls are tried anew.
@@ -108,7 +107,7 @@ class FileStore(Shelf):
         self.guard.check()
         keys = [header.key for header in headers]
         with self._writing:
-            with self.looking():
+            with self.guard:
                 self.calls += 1
                 places = self.index.find_all(keys)
                 held = self._held(keys, places) if any(places) else {}
@@ -132,7 +131,7 @@ class FileStore(Shelf):
         """Gone from this process in any case; :class:`StorageError` when a record may be back after a restart."""
         self.guard.check()
         with self._writing:
-            with self.looking():
+            with self.guard:
                 self._forget([place for place in self.index.find_all(dict.fromkeys(keys)) if place])
             try:
                 self._erase()
@@ -145,7 +144,7 @@ class FileStore(Shelf):
         :class:`StorageError` when that cannot be: nothing is promised then of what was put before, not by a later flush
         either, because an operating system takes pages whose write has failed for written.
         """
-        with self.looking():
+        with self.guard:
             extents = self.index.extents
         try:
             self._sync_all(extents)
