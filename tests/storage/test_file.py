@@ -324,17 +324,20 @@ def test_a_record_that_does_not_come_back_from_the_disk_is_stored_anew(tmp_path:
 
 
 def test_a_deleted_record_does_not_come_back_though_writes_have_failed(tmp_path: Path) -> None:
-    """Goal: a deletion that has returned holds. Method: a put whose last write fails, its key deleted, opened anew."""
+    """Goal: a deletion that has returned holds. Method: a put ends before it has written zeros over the head of what it
+    has evicted, which is then deleted, and the store opened anew."""
     disk = FaultyDisk()
-    with opened(tmp_path, disk) as store:
-        assert all(put(store, [1]))
-        disk.write_budget_nbytes, disk.write_errno = 112 + 4608 + 60, errno.EIO
+    with opened(tmp_path, disk, quota_nbytes=SMALL_NBYTES) as store:
+        assert all(put(store, range(PER_EXTENT)))
+        disk.write_budget_nbytes, disk.write_errno = 0, errno.EIO
         with pytest.raises(StorageError):
-            put(store, [2])
+            put(store, [50])
         disk.write_budget_nbytes = None
-        store.backend.delete([key_of(2)])
-    with opened(tmp_path) as store:
-        assert there(store, [1, 2]) == {1}
+        left = there(store, range(PER_EXTENT))
+        assert len(left) == PER_EXTENT - 1
+        store.backend.delete([key_of(n) for n in {*range(PER_EXTENT)} - left])
+    with opened(tmp_path, quota_nbytes=SMALL_NBYTES) as store:
+        assert there(store, range(51)) == left
 
 
 def test_files_are_for_their_owner_unless_the_url_says_otherwise(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cache_manager.errors import ConfigError, StorageError, StoreMissingError, StoreReadOnlyError
 from cache_manager.keys import BlockKey
@@ -282,13 +283,18 @@ class FileReader(Shelf):
             return
         seen, changes = self._directory.changes(self._seen)
         extents = {extent.shape.number: extent for extent in self.index.extents}
-        news = [(extents[n], first, count) for n, first, count in changes or () if n in extents]
+        news: dict[Extent, list[NDArray[np.int64]]] = {}
+        for number, first, count in changes or ():
+            if extent := extents.get(number):
+                news.setdefault(extent, []).append(np.arange(first, min(first + count, extent.slots)))
         if changes is None or not all(count for *_, count in changes):
             opened = self._look_at_files(extents)
-            news += [(extent, 0, extent.slots) for extent in [*(extents.values() if changes is None else ()), *opened]]
-        for extent, first, count in news:
+            whole = [*extents.values(), *opened] if changes is None else opened
+            news.update((extent, [np.arange(extent.slots)]) for extent in whole)
+        for extent, slots in news.items():
             try:
-                self._read_on(extent, first, count)
+                for run in runs_of(np.unique(np.concatenate(slots))):
+                    self._read_on(extent, *run)
             except OSError:
                 seen = None  # what is new there is looked for again
         self._seen = seen

@@ -188,8 +188,10 @@ class FileStore(Shelf):
         layouts: Sequence[Layout],
         held: Mapping[BlockKey, RecordHeader],
         replace: bool,
-    ) -> list[tuple[Layout, list[int]]]:
+    ) -> list[tuple[Layout, Sequence[int]]]:
         """Which records are to be stored, in groups of one layout."""
+        if not held and len({header.key for header in headers}) == len(headers) and len({*layouts}) == 1:
+            return [(layouts[0], range(len(headers)))]  # nearly always
         wanted: dict[BlockKey, int] = {}
         for i, header in enumerate(headers):
             key = header.key
