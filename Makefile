@@ -50,11 +50,12 @@ dist: $(READY)
 	@rm -rf dist/site && $(BIN)/python -m pip install --quiet --no-deps --target dist/site dist/*.whl
 	cd dist && PYTHONPATH=site ../$(BIN)/python -m kvroute --version && ls *.whl *.tar.gz
 
-# Of a copy of the files that git knows or would add, so that links into the source lead there.
+# Of a copy of the files that git knows or would add, so that links into the source lead there, and of the docstrings.
 DOCS := .ci/.venv
-docs: $(DOCS)/.ready
+docs: $(READY) $(DOCS)/.ready
 	@rm -rf docs-output && mkdir -p docs-output/source
 	@git ls-files -z -co --exclude-standard | xargs -0 cp --parents -t docs-output/source
+	$(BIN)/python .ci/api.py docs-output/source/docs/api.md
 	$(DOCS)/bin/zensical build --strict
 
 $(DOCS)/.ready: .ci/zensical.txt
@@ -86,7 +87,7 @@ $(TRAINERS)/.ready: tests/trainers/requirements.txt
 
 # Stock vLLM on a CPU with tiny models: every row against transformers. Two processes, for two cores: one whose engines are
 # asked in processes of their own, and one that has engines itself, one after the other. `make -j2 -O test-vllm` runs both.
-VLLM_FRONTS := $(patsubst %,tests/vllm/test_%.py,far_end far_server names server)
+VLLM_FRONTS := $(patsubst %,tests/vllm/test_%.py,far_end server)
 VLLM_ENGINES := $(filter-out $(VLLM_FRONTS),$(sort $(wildcard tests/vllm/test_*.py)))
 test-vllm: test-vllm-fronts test-vllm-engines
 test-vllm-fronts: FILES := $(VLLM_FRONTS)

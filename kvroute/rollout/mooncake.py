@@ -24,9 +24,8 @@ from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.storage.batch import chunks
 from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.cut import CutSettings
-from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.parts import GoneError, PartStore, Reader
+from kvroute.rollout.handle import CutSettings, RolloutHandle
+from kvroute.rollout.parts import GoneError, Parts, PartStore, Read
 
 POINTER_NBYTES: Final = 4096
 BATCH_NBYTES: Final = 8 << 20
@@ -83,14 +82,14 @@ class MooncakeRollouts(PartStore):
         return None if pointer is None else pointer.handle
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[Reader]:
+    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Read, Parts]]:
         (header,) = self._load(handle, [HEADER], [handle.header_nbytes])
 
         def parts(numbers: Sequence[int]) -> Iterator[tuple[int, Buffer]]:
             for batch in chunks(numbers, handle.grid.nbytes_of, BATCH_NBYTES):
                 yield from zip(batch, self._load(handle, batch, map(handle.grid.nbytes_of, batch)), strict=True)
 
-        yield Reader(lambda at, nbytes: header[at : at + nbytes], parts)
+        yield lambda at, nbytes: header[at : at + nbytes], parts
 
     def _delete(self, handle: RolloutHandle) -> None:
         last = self._pointer(handle.rollout_id)
@@ -194,6 +193,3 @@ def open_mooncake_rollouts(url: StoreUrl) -> MooncakeRollouts:
     cut = CutSettings.from_url(url, LAYERS)
     of_store = {k: v for k, v in url.parameters.items() if k not in CutSettings.PARAMETERS}
     return MooncakeRollouts(open_mooncake_store(replace(url, parameters=of_store)), cut)
-
-
-__all__ = ["HEADER", "MooncakeRollouts", "keys_of", "open_mooncake_rollouts", "pointers_of"]
