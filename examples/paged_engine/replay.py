@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 from cache_manager.errors import ConfigError
 from cache_manager.ports import StorageBackend
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.storage import open_store
 from kvroute.capture.canary import canary_spec, check_canary
 from kvroute.config import RoutingReplayConfig
-from kvroute.rollout.manager import RoutingReplayManager, Ticket
+from kvroute.rollout import RolloutHandle
+from kvroute.rollout.manager import RoutingReplayManager
 from kvroute.routes import Routes
 from paged_engine.request import Request
 
@@ -48,7 +51,7 @@ class EngineReplay:
         if self.manager is not None:
             self.manager.check(request.id, request.n)
 
-    def submit(self, request: Request, sample: int, routes: Routes) -> Ticket | None:
+    def submit(self, request: Request, sample: int, routes: Routes) -> Future[RolloutHandle] | None:
         """Hand over what a sample that ended has; ``None`` when there is nothing, or nowhere to hand it to."""
         if self.debug:
             check_canary(self.spec, routes)
