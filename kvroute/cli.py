@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -94,34 +93,21 @@ def _shm(action: str) -> int:
 
 
 def _keys(directory: Path, name: str) -> int:
-    from transfer.curve import make_keys, read_public
+    from transfer.curve import make_keys
 
     made = "" if directory.is_dir() else f"made {directory}\n"
-    public, secret = make_keys(directory, name)
-    sys.stdout.write(
-        f"{made}{public}  {read_public(public).decode()}\n{secret}  keep it where it is: for its owner alone\n"
-    )
+    sys.stdout.write(f"{made}{make_keys(directory, name)}  for its owner alone: copy it to every engine's host\n")
     return 0
 
 
 def _fsck(directory: Path, json: Path | None, **how: Any) -> int:
-    from cache_manager.storage.file import fsck
+    from cache_manager.storage.file.fsck import fsck, stores_in, to_json
 
-    report = fsck(directory, **how)
+    reports = [fsck(store, **how) for store in stores_in(directory)]
     if json is not None:
-        json.write_text(report.to_json())
-    sys.stdout.write(report.to_text())
-    return 0 if report.sound else FAILED
-
-
-def _inspect(directory: Path, json: Path | None) -> int:
-    from cache_manager.storage.inventory import inventory, stores_in, to_json
-
-    found = [inventory(store, time.time()) for store in stores_in(directory)]
-    if json is not None:
-        json.write_text(to_json(found))
-    sys.stdout.write("\n".join(each.to_text() for each in found))
-    return 0
+        json.write_text(to_json(reports))
+    sys.stdout.write("\n".join(report.to_text() for report in reports))
+    return 0 if all(report.sound for report in reports) else FAILED
 
 
 def _directory(text: str) -> Path:
@@ -213,23 +199,18 @@ COMMANDS: Final[dict[str, Command]] = {
         "make a CURVE key pair for transfers",
         _keys,
         (
-            _flag("directory", type=Path, metavar="DIR", help="where DIR/NAME.key and .key_secret are written"),
+            _flag("directory", type=Path, metavar="DIR", help="where DIR/NAME.key_secret is written"),
             _flag("name", metavar="NAME", help="of the pair"),
         ),
     ),
     "fsck": Command(
-        "check a file store: every page, every head",
+        "what is in a file store, by namespace and age, and is it sound",
         _fsck,
         (
-            _flag("directory", type=_directory, metavar="DIR", help="of the store, also as file:///DIR"),
+            _flag("directory", type=_directory, metavar="DIR", help="of the store, or of the stores below it"),
             _flag("--payloads", action="store_true", help="read every payload, too"),
             _JSON,
         ),
-    ),
-    "inspect": Command(
-        "what is in a file store, by namespace, age and size",
-        _inspect,
-        (_flag("directory", type=_directory, metavar="DIR", help="of the store, or of the stores below it"), _JSON),
     ),
     "prove": Command(
         "play random lives of sequences against a paged-KV block manager",
