@@ -1,16 +1,22 @@
 """Rollouts of each family after every way a row can travel, beside what transformers alone routes.
 
 The small engine makes them. It refuses models whose tokens know of each other by more than paged attention.
+
+    python rollouts.py FOLDER FAMILY ...
+
+writes ``FAMILY.npz`` for each, for processes that have no engine: see :func:`load`.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiny_moe
 from numpy.typing import NDArray
 
@@ -56,6 +62,20 @@ def rollouts(family: str, folder: Path) -> list[Rollout]:
     found = [(way, o.sequence, o.routes) for way, made in outputs.items() for o in made]
     unpaged(model)
     return [Rollout(way, tuple(tokens), routes, _native(model, tokens)) for way, tokens, routes in found]
+
+
+def load(file: Path) -> list[Rollout]:
+    """What the script has written for one family."""
+    with np.load(file) as stored:
+        return [
+            Rollout(
+                str(way),
+                tuple(stored[f"tokens{i}"].tolist()),
+                Routes.from_bytes(stored[f"routes{i}"].tobytes()),
+                stored[f"native{i}"],
+            )
+            for i, way in enumerate(stored["ways"])
+        ]
 
 
 def _prompts() -> list[list[int]]:
@@ -133,3 +153,19 @@ def _native(model: Any, sequence: Any) -> NDArray[Any]:
     tokens = torch.zeros(1, -(-len(sequence) // BATCH_MULTIPLE) * BATCH_MULTIPLE, dtype=torch.int64)
     tokens[0, : len(sequence)] = torch.tensor(sequence)
     return experts_of(model, tokens)[: len(sequence)]
+
+
+def main(folder: Path, *families: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    for family in families:
+        made = rollouts(family, folder / family)
+        arrays = {f"tokens{i}": np.array(r.tokens) for i, r in enumerate(made)}
+        arrays |= {f"routes{i}": np.frombuffer(r.routes.to_bytes(), np.uint8) for i, r in enumerate(made)}
+        arrays |= {f"native{i}": r.native for i, r in enumerate(made)}
+        np.savez(folder / f"{family}.npz", ways=np.array([r.way for r in made]), **arrays)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

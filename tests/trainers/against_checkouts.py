@@ -1,0 +1,293 @@
+"""Routes against trainers that no package index has: slime, prime-rl and NeMo-RL, from checkouts of their repositories.
+
+Their code runs as it stands, on a CPU, in the environment of ``make test-trainers``. Nothing of it is kept here, so no
+test can run it by itself; docs/concepts/replay.md says which revisions were run, and what was seen.
+
+    PYTHONPATH=. tests/trainers/.venv/bin/python -W ignore tests/trainers/against_checkouts.py --slime PATH ...
+
+Each check prints a line that counts what it compared; the first difference ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import sys
+import typing
+from argparse import Namespace
+from collections.abc import Callable
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+import mcore
+from routes_of import expert_rows, made_routes
+
+from kvroute import fetch_shard, open_rollouts
+from kvroute.encodings import encode
+from kvroute.replay import nemo_rl, prime_rl, slime
+from kvroute.routes import shard_packed
+
+LAYERS, NUM_LAYERS = (1, 2, 3), 4
+TOKENS = [9, 6]
+ROUTES = [made_routes(i, n - 1) for i, n in enumerate(TOKENS)]
+
+
+def code_of(path: Path, *wanted: str, **known: Any) -> dict[str, Any]:
+    """These functions and classes of a module whose imports a CPU cannot have; ``known`` are the names that they use.
+
+    A function inside a class is found too, and becomes one of its own.
+    """
+    found = [n for n in ast.walk(ast.parse(path.read_text())) if getattr(n, "name", None) in wanted]
+    assert len(found) == len(wanted), f"{path} has {[getattr(n, 'name', None) for n in found]}"
+    annotated = ast.parse("from __future__ import annotations").body
+    names = {"torch": torch, **known}
+    exec(compile(ast.Module([*annotated, *found], []), str(path), "exec"), names)  # noqa: S102 - the trainer's own code
+    return names
+
+
+def seen(routes: int, rows: Any, tokens: int) -> int:
+    """How many cells of ``rows`` ``[>= tokens - 1, layers, top_k]`` are the rollout's; all of them, or it raises."""
+    expected = expert_rows(routes, np.arange(tokens - 1), LAYERS, mcore.EXPERTS, mcore.TOP_K)
+    assert np.array_equal(np.asarray(rows)[: tokens - 1], expected)
+    return expected.shape[0] * expected.shape[1]
+
+
+# slime ----------------------------------------------------------------------------------------------------------------
+
+
+def slime_samples(_root: Path) -> str:
+    """Its own check of a batch, and what it reads out of an answer of SGLang, whole and from a later row on."""
+    data = import_module("slime.observability.rollout_data_utils")
+    sample_of = import_module("slime.utils.types").Sample
+    args = Namespace(num_layers=NUM_LAYERS, moe_router_topk=mcore.TOP_K, moe_layer_freq=[0, 1, 1, 1])
+    batch = {"rollout_routed_experts": [slime.sample(r, n) for r, n in zip(ROUTES, TOKENS, strict=True)]}
+    data.tensorize_rollout_data_for_training(batch)
+    data.validate_rollout_routed_experts_for_replay(batch["rollout_routed_experts"], args)
+    cells = sum(seen(i, rows[:, 1:], n) for i, (rows, n) in enumerate(zip(*batch.values(), TOKENS, strict=True)))
+    for i, (routes, n) in enumerate(zip(ROUTES, TOKENS, strict=True)):
+        made = sample_of(tokens=list(range(n)))
+        for start in (0, 3):
+            answer = {"routed_experts": encode(routes.slice(start, n - 1), "sglang"), "routed_experts_start_len": start}
+            made._apply_meta_info(args, answer, update_terminal_info=False)
+            cells += seen(i, made.rollout_routed_experts[:, 1:], n)
+    return f"{cells} cells"
+
+
+def slime_ranks(root: Path) -> str:
+    """Every rank: its cut of whole samples beside the shard that a rank reads from a store through a lazy handle, and
+    its top-k over random scores in both passes; padding, which both spell by themselves, is left out."""
+    replays = import_module("slime.utils.routing_replay")
+    cut = import_module("slime.backends.megatron_utils.cp_utils")
+    fill = code_of(
+        root / "slime/backends/megatron_utils/actor.py",
+        "fill_routing_replay",
+        prepare_routed_experts_for_routing_replay=cut.prepare_routed_experts_for_routing_replay,
+    )["fill_routing_replay"]
+    store = open_rollouts("response:")
+    handles = [store.put(f"r{i}", routes) for i, routes in enumerate(ROUTES)]
+    topk = replays.get_routing_replay_compute_topk(lambda scores, k, **_: torch.topk(scores, k, dim=1))
+    replays.accelerator.current_device = lambda: torch.device("cpu")
+    plain = torch.empty_like
+    torch.empty_like = lambda like, pin_memory=False, **more: plain(like, **more)  # noqa: ARG005 - no memory to pin
+    multiple, cells, ranks = 4, 0, 0
+    for tp, cp, sequence_parallel, allgather in product((1, 2), (1, 2), (False, True), (False, True)):
+        for t, c in product(range(tp), range(cp)):
+            split = slime.split(
+                tp, t, cp, c, sequence_parallel=sequence_parallel, allgather_cp=allgather,
+                data_pad_size_multiplier=multiple,
+            )  # fmt: skip
+            lists = replays.RoutingReplay.all_routing_replays
+            lists[:] = []
+            eager = [replays.RoutingReplay() for _ in LAYERS]
+            with mcore.rank_of(rank=c * tp + t, world=tp * cp, tp=tp, cp=cp):
+                actor = Namespace(
+                    args=Namespace(
+                        num_experts=mcore.EXPERTS, data_pad_size_multiplier=multiple,
+                        sequence_parallel=sequence_parallel, allgather_cp=allgather,
+                    ),
+                    model=[SimpleNamespace(module=SimpleNamespace(config=mcore.config()))],
+                )  # fmt: skip
+                batch = {
+                    "rollout_routed_experts": [slime.sample(r, n) for r, n in zip(ROUTES, TOKENS, strict=True)],
+                    "tokens": [torch.zeros(n) for n in TOKENS],
+                }
+                fill(actor, [SimpleNamespace(reset=int, get_next=lambda _, given=batch: dict(given))], [1], dict(batch))
+            lists[:] = []
+            lazy = [replays.RoutingReplay() for _ in LAYERS]
+            micro_batch = slime.LazyMicroBatch(
+                lambda layers, split=split: fetch_shard(store, handles, TOKENS, split, layers=layers), LAYERS
+            )
+            replays.RoutingReplay.register_lazy_resource(micro_batch)
+            spread = torch.from_numpy(shard_packed(ROUTES, TOKENS, split, LAYERS, pad="zero"))
+            for index, (layer, replay) in enumerate(zip(LAYERS, lazy, strict=True)):
+                replay.record(micro_batch.layer(layer))
+                (whole,) = eager[index].top_indices_list
+                assert whole.shape == spread[:, index].shape
+                real = (spread[:, index] != 0).any(dim=1)
+                assert torch.equal(whole[real].long(), spread[real, index])
+            for stage in ("replay_forward", "replay_backward"):
+                os.environ |= {"ENABLE_ROUTING_REPLAY": "1", "ROUTING_REPLAY_STAGE": stage}
+                replays.RoutingReplay.begin_lazy_pass(stage)
+                for index, replay in enumerate(lazy):
+                    replays.set_routing_replay(replay)
+                    used = topk(torch.rand(len(spread), mcore.EXPERTS), mcore.TOP_K)[1]
+                    real = (spread[:, index] != 0).any(dim=1)
+                    assert torch.equal(used[real], spread[real, index])
+                    cells += int(real.sum())
+            replays.RoutingReplay.assert_all_consumed()
+            replays.RoutingReplay.clear_all()
+            ranks += 1
+    torch.empty_like = plain
+    return f"{cells} cells on {ranks} ranks"
+
+
+# prime-rl -------------------------------------------------------------------------------------------------------------
+
+
+def prime_rl_batches(root: Path) -> str:
+    """Samples through its packing, cutting and padding into tensors, and those through its router."""
+    types = import_module("prime_rl.transports.rollouts.types")
+    batches = import_module("prime_rl.trainer.batch")
+    data = code_of(
+        root / "src/prime_rl/trainer/rl/data.py", "_micro_batch_to_tensor", "_torch_dtype", TensorMicroBatch=dict, np=np
+    )
+    router_of = code_of(
+        root / "src/prime_rl/trainer/models/layers/moe.py",
+        "TokenChoiceTopKRouter", "_selected_probability_mass_sum", nn=torch.nn, F=torch.nn.functional,
+    )["TokenChoiceTopKRouter"]  # fmt: skip
+    counted = torch.histc
+    torch.histc = lambda ids, **more: counted(ids.float(), **more)  # a CPU counts no integers
+    cells = 0
+    for seq_len, multiple in ((32, 1), (32, 8), (7, 4)):
+        samples = [
+            types.TrainingSample(
+                token_ids=list(range(n)), mask=[True] * n, logprobs=[0.0] * n, temperatures=[1.0] * n, env_name="e",
+                advantages=[float(i)] * n, routed_experts=types.RoutedExperts(**prime_rl.routed_experts(routes, n)),
+            )
+            for i, (routes, n) in enumerate(zip(ROUTES, TOKENS, strict=True))
+        ]  # fmt: skip
+        (made,) = batches.prepare_batch(samples, seq_len, 1, sum, multiple)
+        for micro_batch in made:
+            whose = [int(a) for a in micro_batch.advantages]
+            rows = data["_micro_batch_to_tensor"](None, micro_batch)["routed_experts"]
+            assert rows.shape == (1, len(micro_batch.input_ids), NUM_LAYERS, mcore.TOP_K)
+            at = 0
+            for length in micro_batch.sequence_lengths:
+                kept = min(TOKENS[whose[at]], seq_len)
+                # a sample that was cut keeps the row of its last token, which later tokens have read
+                rows_of = kept + 1 if kept < TOKENS[whose[at]] else kept
+                part = rows[0, at : at + length]
+                cells += seen(whose[at], part[:, 1:], rows_of)
+                last = part[kept - 1, 1:].sort(dim=-1).values
+                assert bool((last[:, 1:] > last[:, :-1]).all()), "experts of the last token are distinct"
+                at += length
+            router = router_of(mcore.HIDDEN, mcore.EXPERTS, mcore.TOP_K, "softmax", True, 1.0)
+            for layer in LAYERS:
+                given = rows[:, :, layer].reshape(-1, mcore.TOP_K)
+                used, counts = router(torch.randn(len(given), mcore.HIDDEN), routed_experts=given)[1:3]
+                assert torch.equal(used, given)
+                assert int(counts.sum()) == given.numel()
+    torch.histc = counted
+    return f"{cells} cells"
+
+
+# NeMo-RL --------------------------------------------------------------------------------------------------------------
+
+
+def nemo_rl_strings(_root: Path) -> str:
+    """Its codec reads and writes our string, and its dtypes are ours; for every width."""
+    codec = import_module("nemo_rl.utils.routed_experts_codec")
+    interfaces = import_module("nemo_rl.models.generation.interfaces")
+    for experts in (16, 128, 129, 300, 1 << 15, (1 << 15) + 1):
+        routes = made_routes(1, 6, experts=experts)
+        rows = nemo_rl.sequence(routes, 7)[:6]
+        assert rows.dtype == interfaces.resolve_routed_experts_dtype(experts)
+        assert torch.equal(codec.decode_routed_experts(encode(routes, "nemo"), rows.dtype), rows)
+        assert codec.encode_routed_experts(rows) == encode(routes, "nemo")
+    holed = made_routes(1, 6, holes=(2,))
+    assert codec.encode_routed_experts(nemo_rl.sequence(holed, 7)[:6]) == encode(holed, "nemo")
+    return "7 strings"
+
+
+def nemo_rl_routers(root: Path) -> str:
+    """A batch through its padding, its cut for context parallelism and its assignment to Megatron's routers, with
+    compressed layers and with all; a row of -1 is the router's own choice in both passes."""
+    replay = import_module("nemo_rl.models.megatron.router_replay")
+    data = code_of(root / "nemo_rl/models/megatron/data.py", "_fill_routed_experts_padding")
+    holed = [made_routes(0, TOKENS[0] - 1, holes=(2,)), ROUTES[1]]
+    os.environ["NRL_ROUTER_REPLAY_VALIDATE"] = "1"
+    cells = 0
+    for layers in ("moe", "all"):
+        batch = nemo_rl.batch(holed, TOKENS, 10, layers=layers)  # type: ignore[arg-type]
+        repaired = data["_fill_routed_experts_padding"](batch, torch.tensor(TOKENS))
+        assert torch.equal(repaired, batch), "padding was a valid route before"
+        with mcore.rank_of():
+            stage = mcore.Stage(LAYERS, mcore.config())
+            used = mcore.Used(stage)
+            hidden = torch.randn(10, 2, mcore.HIDDEN)
+            stage(hidden)
+            own = {layer: found.pop() for layer, found in used.experts.items()}
+            replay.set_router_replay_forward(stage, batch)
+            stage(hidden)
+            replay.set_router_replay_backward(stage)
+            stage(hidden)
+            replay.clear_router_replay(stage)
+        for index, layer in enumerate(LAYERS):
+            forward, backward = used.experts[layer]
+            assert torch.equal(forward, backward)
+            for i, n in enumerate(TOKENS):
+                mine = forward.view(10, 2, -1)[: n - 1, i]
+                hole = (batch[i, : n - 1, index - len(LAYERS)] == -1).all(dim=1)
+                assert hole.nonzero().flatten().tolist() == ([2] if i == 0 else [])
+                assert torch.equal(mine[hole], own[layer].view(10, 2, -1)[: n - 1, i][hole])
+                rollout = expert_rows(i, np.arange(n - 1), LAYERS, mcore.EXPERTS, mcore.TOP_K)[:, index]
+                assert np.array_equal(mine[~hole], np.sort(rollout, axis=1)[~hole])
+                cells += n - 1
+    return f"{cells} cells"
+
+
+CHECKS: dict[str, tuple[tuple[str, ...], tuple[Callable[[Path], str], ...]]] = {
+    "slime": ((".",), (slime_samples, slime_ranks)),
+    "prime-rl": (("src",), (prime_rl_batches,)),
+    "nemo-rl": ((".",), (nemo_rl_strings, nemo_rl_routers)),
+}
+
+
+def ready(name: str, root: Path) -> None:
+    """What the trainers take for granted and these checks do without."""
+    sys.path[:0] = [str(root / each) for each in CHECKS[name][0]]
+    if name == "prime-rl":
+        import typing_extensions
+
+        typing.TypedDict = typing_extensions.TypedDict
+        for package in ("prime_rl", "prime_rl.transports", "prime_rl.transports.rollouts", "prime_rl.trainer"):
+            module = sys.modules[package] = ModuleType(package)  # their own imports want configurations and CUDA
+            module.__path__ = [str(root / "src" / package.replace(".", "/"))]
+    if name == "nemo-rl":
+        sys.modules.setdefault("pynvml", ModuleType("pynvml"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in CHECKS:
+        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"a checkout of {name}")
+    given = {name: root for name, root in zip(CHECKS, vars(parser.parse_args()).values(), strict=True) if root}
+    if not given:
+        parser.error("at least one checkout is wanted")
+    for name, root in given.items():
+        ready(name, root)
+        for check in CHECKS[name][1]:
+            print(f"{name}: {check.__name__}: {check(root.absolute())}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
