@@ -6,19 +6,18 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 from engine_runs import NAMESPACE, PLAIN, TIGHT, Hook, assert_empty, assert_same, judged, requests_of, run
 from torch import nn
 
 from cache_manager.errors import ConfigError, InvalidInputError
 from paged_engine import text
+from paged_engine.demo import move_routers
 from paged_engine.engine import Engine
 from paged_engine.judge import Checker, Verdict
 from paged_engine.models import build_model
 from paged_engine.request import EngineConfig, FinishReason, Output, Request
 from paged_engine.sequence import State
-from paged_engine.update import move_routers
 
 
 def test_swap_prefix_cache_and_copy_on_write_change_no_token_and_no_row(model: nn.Module) -> None:
@@ -136,8 +135,7 @@ def test_abort_at_any_time_leaves_nothing_behind(qwen: nn.Module, seed: int) -> 
     assert {o.request.id for o in outputs} == {r.id for r in requests}
     assert any(o.reason is FinishReason.ABORT for o in outputs)
     for output in outputs:
-        again = np.full((len(output.routes), *output.routes.ids.shape[1:]), -1, np.int32)
-        verdict = checker.judge(output.sequence, output.routes, len(output.routes), again)
+        verdict = checker.judge(output, len(output.routes))
         assert (verdict.rows_wrong, verdict.rows_missing, verdict.rows_judged_by_recompute) == (0, 0, 0)
 
 
@@ -254,10 +252,8 @@ class Updated:
     @property
     def verdict(self) -> Verdict:
         verdict = Verdict()
-        for o in self.outputs.values():
-            again = np.full((len(o.routes), *o.routes.ids.shape[1:]), -1, np.int32)
-            owner, prompt = f"{o.request.id}#{o.sample}", len(o.request.prompt)
-            verdict += self.checker.judge(o.sequence, o.routes, len(o.sequence) - 1, again, owner=owner, prompt=prompt)
+        for output in self.outputs.values():
+            verdict += self.checker.judge(output, owned=True)
         return verdict
 
 

@@ -165,8 +165,8 @@ def test_a_closed_store_costs_no_answer(qwen: nn.Module, tmp_path: Path) -> None
     """Goal: a sample that ends is answered, and its blocks are given back once. Method: the manager of a running engine
     is closed; its requests end, with their routes, and their tickets say what became of the rollouts."""
     with Engine(qwen, CONFIG, NAMESPACE, replay=on(tmp_path)) as engine:
-        assert engine.replay.manager is not None
-        engine.replay.manager.close()
+        assert engine.rollouts is not None
+        engine.rollouts.close()
         outputs = run(engine, requests())
         assert not engine.busy
     assert [output.routes.complete for output in outputs] == [True] * 4
