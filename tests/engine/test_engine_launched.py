@@ -83,30 +83,3 @@ def test_a_pass_of_fewer_tokens_than_slots_leaves_no_rows(qwen: nn.Module) -> No
             assert valid.tolist() == [tokens == len(slots)] * 6 + [False] * 2
         assert blocks.in_flight == 0
         capture.close()
-
-
-def test_a_pass_that_fails_leaves_no_rows(qwen: nn.Module) -> None:
-    """Goal: the blocks of a failed pass are free of readable rows, and the next pass is captured. Method: a router that
-    raises once in the second layer."""
-    routers = [module for module in qwen.modules() if "Router" in type(module).__name__]
-    fail = [True]
-
-    def once(*_: object) -> None:
-        if fail.pop():
-            raise RuntimeError("the device is lost")
-        fail.append(False)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_capturing", launching)
-        with Engine(qwen, EngineConfig(device_blocks=9), Namespace("tests", weights_version=1)) as engine:
-            hook = routers[1].register_forward_pre_hook(once)
-            try:
-                engine.add(REQUESTS[0])
-                with pytest.raises(RuntimeError, match="device is lost"):
-                    engine.step()
-                assert not engine.aux.read(engine.spec.name, engine.manager.table("r0#0")).valid.any()
-                fail[:] = [False]
-                (output,) = engine.run()
-                assert output.routes.valid.all()
-            finally:
-                hook.remove()

@@ -10,7 +10,7 @@ import json
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,23 +64,22 @@ def shm(cluster: ForkedPair) -> set[Path]:
     return found
 
 
-def stop_and_go(cluster: ForkedPair, name: str) -> Callable[[], None]:
-    def disturb() -> None:
-        stopped = getattr(cluster, name)
-        stopped.send(signal.SIGSTOP)
-        if name == "decode":
-            until(lambda: cluster.prefill.quiet, "prefill holds nothing for it", DEADLINE_S)
-        stopped.send(signal.SIGCONT)
-
-    return disturb
-
-
 @pytest.mark.parametrize("disturbed", ["prefill killed", "prefill stopped", "decode stopped"])
 def test_decode_always_answers(cluster: ForkedPair, plain: Plain, disturbed: str) -> None:
     """Goal: whatever happens to prefill under load, and to decode short of its death, every answer is whole. Method:
     SIGKILL or SIGSTOP while others are worked on; without prefill the client asks decode alone."""
     bodies = [completion(100 + number, max_tokens=24, n=1 + number % 2) for number in range(12)]
-    disturb = cluster.prefill.kill if disturbed == "prefill killed" else stop_and_go(cluster, disturbed.split()[0])
+    disturbed_one = getattr(cluster, disturbed.split()[0])
+
+    def disturb() -> None:
+        if "killed" in disturbed:
+            disturbed_one.kill()
+            return
+        disturbed_one.send(signal.SIGSTOP)
+        if disturbed == "decode stopped":
+            until(lambda: cluster.prefill.quiet, "prefill holds nothing for it", DEADLINE_S)
+        disturbed_one.send(signal.SIGCONT)
+
     for body, (status, answer) in zip(bodies, cluster.load(bodies, disturb), strict=True):
         assert status == 200, answer
         plain.check(body, answer)
