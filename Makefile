@@ -50,11 +50,12 @@ dist: $(READY)
 	@rm -rf dist/site && $(BIN)/python -m pip install --quiet --no-deps --target dist/site dist/*.whl
 	cd dist && PYTHONPATH=site ../$(BIN)/python -m kvroute --version && ls *.whl *.tar.gz
 
-# Of a copy of the files that git knows or would add, so that links into the source lead there.
+# Of a copy of the files that git knows or would add, so that links into the source lead there, and of the docstrings.
 DOCS := .ci/.venv
-docs: $(DOCS)/.ready
+docs: $(READY) $(DOCS)/.ready
 	@rm -rf docs-output && mkdir -p docs-output/source
 	@git ls-files -z -co --exclude-standard | xargs -0 cp --parents -t docs-output/source
+	$(BIN)/python .ci/api.py docs-output/source/docs/api.md
 	$(DOCS)/bin/zensical build --strict
 
 $(DOCS)/.ready: .ci/zensical.txt

@@ -203,10 +203,6 @@ def look(*, vllm: bool = False) -> Machine:
     )
 
 
-def _not_here(packages: Iterable[str]) -> list[str]:
-    return [package for package in packages if find_spec(package) is None]
-
-
 def _look_at_vllm() -> Vllm:
     from kvroute.integrations.vllm.config import TESTED
 
