@@ -163,7 +163,7 @@ def test_a_client_that_goes_away_is_forgotten(both: Both, caplog: pytest.LogCapt
     [
         ({"model": "gpt"}, 400, "model: wanted qwen3_moe, got 'gpt'"),
         ({"prompt": []}, 400, "$.prompt"),
-        ({"prompt": [512]}, 400, "Expected `int` <= 511 - at `$.prompt[...]`"),
+        ({"prompt": [512]}, 400, "$.prompt"),
         ({"max_tokens": 0}, 400, "$.max_tokens"),
         ({"max_tokens": 10_000}, 400, "wanted prompt and max_tokens of at most 768 tokens together"),
         ({"temperature": -1}, 400, "$.temperature"),
