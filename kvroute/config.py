@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, cast, get_args
 from urllib.parse import quote
 
 import msgspec
@@ -33,17 +32,10 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``moe_top_k`` follow from the model (:meth:`fitted`) and may be left out. The others are kvroute's own:
     ``required``, the specs whose rows a block must have to be stored and to be a hit (all, if not given; with ``[]`` KV
     without rows is a hit, and its rows are missing); ``block_store``, the URL of the store of blocks (empty: none); and
-    ``rollout_store``, the URL of a rollout store in place of ``routing_store_type`` and its keys.
-    ``docs/concepts/rollout-store.md`` lists what each key drives, and by which test that is known.
-
-    ``debug_mode`` stores position canaries in place of expert ids: for finding misplaced rows, never for training.
+    ``rollout_store``, the URL of a rollout store in place of ``routing_store_type`` and its keys. ``debug_mode`` stores
+    position canaries in place of expert ids: for finding misplaced rows, never for training.
 
     Raises :class:`ConfigError`, naming the key, what was wanted and what came.
-
-    >>> RoutingReplayConfig.from_json('{"enable_routing_replay": true, "required": "routing"}')
-    Traceback (most recent call last):
-        ...
-    cache_manager.errors.ConfigError: required: wanted array | null, got 'routing'
     """
 
     enable_routing_replay: bool = False
@@ -68,10 +60,10 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 msgspec.convert(value, field.type)
             except msgspec.ValidationError as error:
+                parts = (field.type, *get_args(field.type))
+                words = [word for part in parts for word in get_args(part) if isinstance(word, str)]
                 wanted = str(error).removeprefix("Expected ").partition(", got")[0].replace("`", "")
-                if words := [word for part in (field.type, *get_args(field.type)) for word in _words(part)]:
-                    wanted = "one of " + ", ".join(words)
-                raise ConfigError(field.name, wanted, repr(value)) from error
+                raise ConfigError(field.name, f"one of {', '.join(words)}" if words else wanted, repr(value)) from error
         if self.enable_routing_replay:
             self._check_store()
 
@@ -82,9 +74,7 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
             kind = StoreUrl.parse(self.rollout_store).scheme
             for field in msgspec.structs.fields(self):
                 if field.name in _BY_URL and (given := getattr(self, field.name)) != field.default:
-                    raise ConfigError(
-                        field.name, "not to be given beside rollout_store, whose URL says it", repr(given)
-                    )
+                    raise ConfigError(field.name, "not to be given beside rollout_store, which says it", repr(given))
         elif kind == "rdma" and not _SERVER.fullmatch(self.rdma_store_server):
             wanted = "HOST:PORT[/PREFIX] of a Mooncake master, which is what 'rdma' is here"
             raise ConfigError("rdma_store_server", wanted, repr(self.rdma_store_server))
@@ -98,21 +88,19 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.rollout_store:
             return self.rollout_store
         layers = "?layers=all" if self.use_fused_put else ""
-        match self.routing_store_type:
-            case "local":
-                return f"file://{quote(os.path.abspath(self.local_store_dir))}{layers}"
-            case "rdma":
-                return f"mooncake://{self.rdma_store_server.removeprefix('mooncake://')}{layers}"
-            case "response":
-                return "response:"
+        return {
+            "local": f"file://{quote(os.path.abspath(self.local_store_dir))}{layers}",
+            "rdma": f"mooncake://{self.rdma_store_server.removeprefix('mooncake://')}{layers}",
+            "response": "response:",
+        }[self.routing_store_type]
 
     @classmethod
     def from_json(cls, value: str | Mapping[str, Any] | None) -> Self:
         """The configuration that a JSON text, or its content as a mapping, describes.
 
-        Nothing at all (``None``, an empty text, the text ``None`` or ``null``, ``{}``) means every default, which is
-        "off"; so does, for one key, ``null`` or the string ``"None"``, which FastDeploy's launchers pass for an option
-        that was not given. Unlike in FastDeploy an unknown key is an error.
+        ``None``, an empty text, the texts ``None`` and ``null``, and ``{}`` mean every default, which is "off"; so
+        does, for one key, ``null`` or the string ``"None"``, which FastDeploy's launchers pass for an option that was
+        not given. Unlike in FastDeploy an unknown key is an error.
         """
         if isinstance(value, str):
             try:
@@ -123,10 +111,9 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
             return cls()
         if not isinstance(value, Mapping):
             raise ConfigError("routing replay config", "a JSON object", f"{type(value).__name__}: {value!r:.80}")
-        names = cls.__struct_fields__
-        if unknown := [key for key in value if key not in names]:
-            alike = get_close_matches(str(unknown[0]), names) or [f"one of {len(names)}, see RoutingReplayConfig"]
-            raise ConfigError("routing replay config", f"the key {' or '.join(alike)}", repr(unknown[0]))
+        if unknown := [key for key in value if key not in cls.__struct_fields__]:
+            wanted = "the keys " + ", ".join(cls.__struct_fields__)
+            raise ConfigError("routing replay config", wanted, repr(unknown[0]))
         return cls(**{key: v for key, v in value.items() if v is not None and v != "None"})
 
     def to_json(self) -> str:
@@ -151,8 +138,3 @@ class RoutingReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("routing_dtype", f"{spec.dtype} or wider for this model", given)
         dtype = cast("IdDtype", spec.dtype)
         return msgspec.structs.replace(self, routing_dtype=dtype, num_moe_layers=layers, moe_top_k=top_k)
-
-
-def _words(of: Any) -> tuple[str, ...]:
-    """Those of a ``Literal``."""
-    return get_args(of) if get_origin(of) is Literal else ()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
 from cache_manager.errors import ConfigError, InvalidInputError
 from cache_manager.stored import JobLimits
-from kvroute.rollout.manager import Ticket
+from kvroute.rollout import RolloutHandle
 from kvroute.routes import Routes
 
 SAMPLES_MAX = 64
@@ -106,7 +107,7 @@ class Output:
     reason: FinishReason
     routes: Routes
     note: str = ""
-    rollout: Ticket | None = None
+    rollout: Future[RolloutHandle] | None = None
 
     @property
     def sequence(self) -> tuple[int, ...]:

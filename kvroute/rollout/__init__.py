@@ -29,15 +29,14 @@ from kvroute.rollout.shard import fetch_shard
 
 GROUP: Final = "kvroute.rollout_stores"
 
-RolloutOpener = Callable[[StoreUrl], RolloutStore]
-
-BUILT_IN: Final = {
-    "file": EntryPoint("file", "kvroute.rollout.local:open_local_rollouts", GROUP),
-    "mooncake": EntryPoint("mooncake", "kvroute.rollout.mooncake:open_mooncake_rollouts", GROUP),
-    "ray": EntryPoint("ray", "kvroute.rollout.ray:open_ray_rollouts", GROUP),
-    "tq": EntryPoint("tq", "kvroute.rollout.transfer_queue:open_queue_rollouts", GROUP),
-    "response": EntryPoint("response", "kvroute.rollout.response:open_response_rollouts", GROUP),
+_OPENERS = {
+    "file": "local:open_local_rollouts",
+    "mooncake": "mooncake:open_mooncake_rollouts",
+    "ray": "ray:open_ray_rollouts",
+    "tq": "transfer_queue:open_queue_rollouts",
+    "response": "response:open_response_rollouts",
 }
+BUILT_IN: Final = {name: EntryPoint(name, f"kvroute.rollout.{opener}", GROUP) for name, opener in _OPENERS.items()}
 
 
 def open_rollouts(url: str) -> RolloutStore:
@@ -48,7 +47,7 @@ def open_rollouts(url: str) -> RolloutStore:
     """
     parsed = StoreUrl.parse(url)
     try:
-        opener: RolloutOpener = opener_of(parsed.scheme, BUILT_IN, GROUP, "rollout store scheme")
+        opener: Callable[[StoreUrl], RolloutStore] = opener_of(parsed.scheme, BUILT_IN, GROUP, "rollout store scheme")
     except ModuleNotFoundError as error:
         raise ConfigError(f"{parsed.scheme}: rollout store", f"the package {error.name}", "none of it") from error
     return opener(parsed)

@@ -22,8 +22,7 @@ PART_NBYTES_MAX: Final = 16 << 20
 class CutSettings:
     """A part has ``layers`` of the layers, or as many as there are, and ``part_nbytes`` at most.
 
-    With one layer, a rank of pipeline parallelism reads its layers and nothing else; with as many as a stage has, too,
-    and a rollout has fewer parts.
+    With one layer, or as many as a stage has, a rank of pipeline parallelism reads its layers and nothing else.
     """
 
     PARAMETERS: ClassVar[tuple[str, ...]] = ("layers", "part")

@@ -28,7 +28,7 @@ from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.handle import RolloutHandle
 from kvroute.rollout.ids import file_name
-from kvroute.rollout.parts import GoneError, PartStore, Read, Reader, header_of
+from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, header_of, parts_behind_header
 
 LOCK_S: Final = 30.0
 """How long a writer waits for another one of the same rollout."""
@@ -76,9 +76,9 @@ class LocalRollouts(PartStore):
         return handle
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[Reader]:
+    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Read, Parts]]:
         with self._reading(self._place(handle.rollout_id)) as read:
-            yield Reader.of_bytes(handle, read)
+            yield read, parts_behind_header(handle, lambda ranges: [read(*each) for each in ranges])
 
     def _find(self, rollout_id: str) -> RolloutHandle:
         with self._reading(self._place(rollout_id)) as read:
@@ -86,13 +86,11 @@ class LocalRollouts(PartStore):
 
     def _delete(self, handle: RolloutHandle) -> None:
         place = self._place(handle.rollout_id)
-        with _translated(place), self._alone(place) as (_, partial):
-            with suppress(GoneError, InvalidInputError):
-                with self._reading(place) as read:
-                    header, _ = header_of(read)  # a damaged one may be of another put, and stays
-                if header.name == handle.name:
-                    os.unlink(place)
-            os.unlink(partial)
+        with _translated(place), self._alone(place), suppress(GoneError, InvalidInputError):
+            with self._reading(place) as read:
+                header, _ = header_of(read)  # a damaged one may be of another put, and stays
+            if header.name == handle.name:
+                os.unlink(place)
 
     @contextmanager
     def _alone(self, place: str) -> Iterator[tuple[int, str]]:
@@ -104,14 +102,12 @@ class LocalRollouts(PartStore):
             try:
                 _lock(fd)
                 if _is_called(fd, partial):  # else it was renamed or removed while this one waited
-                    if os.fstat(fd).st_size:
-                        os.ftruncate(fd, 0)
+                    os.ftruncate(fd, 0)
                     try:
                         yield fd, partial
-                    except BaseException:
+                    finally:
                         if _is_called(fd, partial):
                             os.unlink(partial)
-                        raise
                     return
             finally:
                 os.close(fd)

@@ -26,7 +26,7 @@ from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.parts import GoneError, PartStore, Reader
+from kvroute.rollout.parts import GoneError, Parts, PartStore, Read
 
 POINTER_NBYTES: Final = 4096
 BATCH_NBYTES: Final = 8 << 20
@@ -83,14 +83,14 @@ class MooncakeRollouts(PartStore):
         return None if pointer is None else pointer.handle
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[Reader]:
+    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Read, Parts]]:
         (header,) = self._load(handle, [HEADER], [handle.header_nbytes])
 
         def parts(numbers: Sequence[int]) -> Iterator[tuple[int, Buffer]]:
             for batch in chunks(numbers, handle.grid.nbytes_of, BATCH_NBYTES):
                 yield from zip(batch, self._load(handle, batch, map(handle.grid.nbytes_of, batch)), strict=True)
 
-        yield Reader(lambda at, nbytes: header[at : at + nbytes], parts)
+        yield lambda at, nbytes: header[at : at + nbytes], parts
 
     def _delete(self, handle: RolloutHandle) -> None:
         last = self._pointer(handle.rollout_id)

@@ -11,9 +11,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Final
 
 from msgspec.structs import replace as with_fields
 
@@ -40,34 +40,27 @@ BATCH_NBYTES: Final = 16 << 20
 """Of parts that are read at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """One stored record, for as long as it is read: bytes of its header, and the parts of some numbers in any order."""
+Parts = Callable[[Sequence[int]], Iterable[tuple[int, Buffer]]]
+"""The numbers and bytes of the parts of a record with these numbers."""
 
-    header: Read
-    parts: Callable[[Sequence[int]], Iterable[tuple[int, Buffer]]]
 
-    @classmethod
-    def of_bytes(
-        cls, handle: RolloutHandle, read: Read, ranges: Callable[[list[Range]], Sequence[Buffer]] | None = None
-    ) -> Self:
-        """Of a record whose parts lie behind its header; parts side by side are read by one call.
+def parts_behind_header(handle: RolloutHandle, read: Callable[[list[Range]], Sequence[Buffer]]) -> Parts:
+    """Of a record whose parts lie behind its header; parts side by side are one range.
 
-        ``ranges`` reads several offsets and numbers of bytes at once, where a store has that.
-        """
-        grid, first = handle.grid, handle.header_nbytes
-        several = ranges or (lambda wanted: [read(*each) for each in wanted])
+    ``read`` answers so many bytes at several offsets.
+    """
+    grid, first = handle.grid, handle.header_nbytes
 
-        def parts(numbers: Sequence[int]) -> Iterator[tuple[int, Buffer]]:
-            for batch in chunks(numbers, grid.nbytes_of, BATCH_NBYTES):
-                runs = [[n for _, n in run] for _, run in groupby(enumerate(batch), lambda each: each[1] - each[0])]
-                wanted = [(first + grid.offset_of(run[0]), sum(map(grid.nbytes_of, run))) for run in runs]
-                for run, content in zip(runs, several(wanted), strict=True):
-                    view, at = memoryview(content), 0
-                    for number in run:
-                        yield number, view[at : (at := at + grid.nbytes_of(number))]
+    def parts(numbers: Sequence[int]) -> Iterator[tuple[int, Buffer]]:
+        for batch in chunks(numbers, grid.nbytes_of, BATCH_NBYTES):
+            runs = [[n for _, n in run] for _, run in groupby(enumerate(batch), lambda each: each[1] - each[0])]
+            wanted = [(first + grid.offset_of(run[0]), sum(map(grid.nbytes_of, run))) for run in runs]
+            for run, content in zip(runs, read(wanted), strict=True):
+                view, at = memoryview(content), 0
+                for number in run:
+                    yield number, view[at : (at := at + grid.nbytes_of(number))]
 
-        return cls(read, parts)
+    return parts
 
 
 def header_of(read: Read) -> tuple[Header, int]:
@@ -94,7 +87,8 @@ class PartStore(ABC):
         """Store header and parts, make it the put that is found, and answer the handle; or leave nothing and raise."""
 
     @abstractmethod
-    def _opened(self, handle: RolloutHandle) -> AbstractContextManager[Reader]: ...
+    def _opened(self, handle: RolloutHandle) -> AbstractContextManager[tuple[Read, Parts]]:
+        """One stored record, for as long as it is read: bytes of its header, and its parts."""
 
     @abstractmethod
     def _find(self, rollout_id: str, /) -> RolloutHandle | None: ...
@@ -152,10 +146,10 @@ class PartStore(ABC):
         grid, (chosen, rows) = handle.grid, _wanted(handle, layers, spans)
         numbers = grid.needed(chosen, rows)
         try:
-            with self._opened(handle) as reader:
-                header = _checked(handle, *header_of(reader.header))
+            with self._opened(handle) as (read, parts):
+                header = _checked(handle, *header_of(read))
                 # Only now is the handle known to be one that was put, and what it claims made room for.
-                ids = header.ids(reader.parts(numbers), chosen, rows)
+                ids = header.ids(parts(numbers), chosen, rows)
             found = [Routes.of_record(header, each, first, chosen) for each, (first, _) in zip(ids, rows, strict=True)]
         except GoneError:
             self._count(misses=1)
@@ -222,4 +216,4 @@ def _checked(handle: RolloutHandle, header: Header, nbytes: int) -> Header:
     return header
 
 
-__all__ = ["GoneError", "PartStore", "Reader", "header_of"]
+__all__ = ["GoneError", "PartStore", "Parts", "Read", "header_of", "parts_behind_header"]

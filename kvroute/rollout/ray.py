@@ -23,7 +23,7 @@ from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.parts import GoneError, PartStore, Reader
+from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, parts_behind_header
 from kvroute.routes.parts import Range
 
 NAMESPACE: Final = "kvroute"
@@ -81,7 +81,7 @@ class RayRollouts(PartStore):
         return handle
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[Reader]:
+    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Read, Parts]]:
         def read(ranges: list[Range]) -> list[Buffer]:
             found = self._ask("read", handle.rollout_id, handle.to_json(), ranges)
             if found is None:
@@ -90,7 +90,7 @@ class RayRollouts(PartStore):
             return [found.data[end - nbytes : end] for end, (_, nbytes) in zip(ends, ranges, strict=True)]
 
         (header,) = read([(0, handle.header_nbytes)])
-        yield Reader.of_bytes(handle, lambda at, nbytes: header[at : at + nbytes], read)
+        yield lambda at, nbytes: header[at : at + nbytes], parts_behind_header(handle, read)
 
     def _find(self, rollout_id: str, /) -> RolloutHandle | None:
         found = self._ask("find", rollout_id)

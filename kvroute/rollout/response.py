@@ -11,7 +11,7 @@ from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
 from kvroute.rollout.cut import LAYERS_MAX, CutSettings
 from kvroute.rollout.handle import RolloutHandle
-from kvroute.rollout.parts import GoneError, PartStore, Reader
+from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, parts_behind_header
 
 
 class ResponseRollouts(PartStore):
@@ -29,11 +29,15 @@ class ResponseRollouts(PartStore):
         return replace(handle, inline=b"".join(record))
 
     @contextmanager
-    def _opened(self, handle: RolloutHandle) -> Iterator[Reader]:
+    def _opened(self, handle: RolloutHandle) -> Iterator[tuple[Read, Parts]]:
         if not handle.inline:
             raise GoneError(f"rollout {handle.rollout_id} has nothing inline")
         inline = memoryview(handle.inline)
-        yield Reader.of_bytes(handle, lambda at, nbytes: inline[at : at + nbytes])
+
+        def read(at: int, nbytes: int) -> Buffer:
+            return inline[at : at + nbytes]
+
+        yield read, parts_behind_header(handle, lambda ranges: [read(*each) for each in ranges])
 
     def _find(self, _: str, /) -> None:
         return None

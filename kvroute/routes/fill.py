@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +26,7 @@ Missing = Literal["error"] | Filler
 
 FILLERS: Final[tuple[str, ...]] = get_args(Filler)
 
-
-class _Columns(NamedTuple):
-    """Where the chosen layers are in routes of certain layers: pairs of slices, of places in the array and there."""
-
-    copies: list[tuple[slice, slice]]
-    dense: list[tuple[slice, slice]]
-    lacks: bool  # a chosen layer, which is a missing one
+_Slices = list[tuple[slice, slice]]
 
 
 class Plan:
@@ -71,93 +65,73 @@ class Plan:
         if a >= b:
             self.filler(out, missing, first)
             return
-        if (a, b) != (first, last):
-            self.filler(out[: a - first], missing, first)
-            self.filler(out[b - first :], missing, b)
-        columns = _columns(self.layers, routes.layout.layer_ids, routes.layout.missing_layers)
+        self.filler(out[: a - first], missing, first)
+        self.filler(out[b - first :], missing, b)
+        copies, dense, lacks = _columns(self.layers, routes.layout.layer_ids, routes.layout.missing_layers)
         here, at = out[a - first : b - first], slice(a - routes.start, b - routes.start)
-        for to, of in columns.copies:
+        for to, of in copies:
             here[:, to] = routes.ids[at, of]
-        for to, _ in columns.dense:
+        for to, _ in dense:
             here[:, to] = 0
-        if missing != "error":
-            self._spell(here, routes, at, columns, missing, a)
-
-    def _spell(
-        self, out: NDArray[Any], routes: Cells, at: slice, columns: _Columns, missing: Missing, first: int
-    ) -> None:
-        """Spell what the rows ``at`` lack, in ``out``, of positions ``first ..``.
-
-        A dense layer is not spelled, but in a row of which nothing is known.
-        """
-        cellwise = routes.cells is not None or columns.lacks
-        whole = there = routes.valid[at]  # [n], or [n, layers of out]
-        if cellwise:
-            known = routes.known[at]
-            there = np.zeros(out.shape[:2], np.bool_)
-            for to, of in columns.copies:
-                there[:, to] = known[:, of]
-            for to, _ in columns.dense:
-                there[:, to] = known.any(axis=1, keepdims=True)
-            whole = np.logical_and.reduce(there, axis=1)
-        if whole.all():
+        there = routes.mask[at]  # [n], or [n, layers of out]
+        if missing == "error" or (there.all() and not lacks):
             return
-        holes = np.flatnonzero(~whole)
-        filled = np.empty((len(holes), *out.shape[1:]), self.dtype)
-        self.filler(filled, missing, holes + first)
-        out[holes] = np.where(there[holes][..., None], out[holes], filled) if cellwise else filled
+        if lacks or there.ndim == 2:
+            known, there = routes.known[at], np.zeros(here.shape[:2], np.bool_)
+            for to, of in copies:
+                there[:, to] = known[:, of]
+            for to, _ in dense:  # not spelled, but in a row of which nothing is known
+                there[:, to] = known.any(axis=1, keepdims=True)
+        holes = np.flatnonzero(~there.reshape(len(there), -1).all(axis=1))
+        filled = np.empty((len(holes), *here.shape[1:]), self.dtype)
+        self.filler(filled, missing, holes + a)
+        here[holes] = filled if there.ndim == 1 else np.where(there[holes][..., None], here[holes], filled)
 
     def filler(self, out: NDArray[Any], missing: Missing, positions: int | NDArray[np.int64]) -> None:
-        """Fill ``out`` ``[n, layers, top_k]`` with rows that are not there: of ``positions``, or from that one on."""
+        """Fill ``out`` ``[n, layers, top_k]`` with rows that are not there: of ``positions``, or from that one on.
+
+        The spread ids visit every rank once before any twice: ``a`` counts choices; rank ``a % ep`` gets it, and among
+        that rank's experts it is their turn's. As ``a`` runs through ``num_experts`` values every expert comes once, so
+        ``top_k`` consecutive ones are distinct.
+        """
         if not len(out):
             return
-        if missing == "zero":
-            out[...] = 0
-        elif missing == "minus1":
-            out[...] = -1
-        elif missing == "arange":
-            out[...] = np.arange(self._top_k)
-        else:
-            at = np.arange(positions, positions + len(out)) if isinstance(positions, int) else positions
-            out[...] = self._spread(at)
-
-    def _spread(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Distinct ids ``[n, layers, top_k]`` that visit every rank once before any twice, from a place of their own.
-
-        ``a`` counts choices; rank ``a % ep`` gets it, and among that rank's experts it is their turn's. As ``a`` runs
-        through ``num_experts`` values every expert comes once, so ``top_k`` consecutive ones are distinct.
-        """
         k, ep, experts = self._top_k, self._ep, self._experts
-        base = positions[:, None] * k + np.array(self.layers, np.int64)[None, :] * (ep * k)
-        a = base[:, :, None] + np.arange(k)
-        per_rank = experts // ep
-        spread: NDArray[np.int64] = a % ep * per_rank + a // ep % per_rank
-        return spread
+        if missing == "spread":
+            at = np.arange(positions, positions + len(out)) if isinstance(positions, int) else positions
+            base = at[:, None] * k + np.array(self.layers, np.int64) * (ep * k)
+            a = base[:, :, None] + np.arange(k)
+            out[...] = a % ep * (experts // ep) + a // ep % (experts // ep)
+        else:
+            out[...] = np.arange(k) if missing == "arange" else {"zero": 0, "minus1": -1}[missing]
 
 
 @lru_cache(maxsize=256)
-def _columns(layers: tuple[int, ...], layer_ids: tuple[int, ...], missing_layers: tuple[int, ...]) -> _Columns:
-    """Where each of the chosen ``layers`` is in routes of ``layer_ids``."""
+def _columns(
+    layers: tuple[int, ...], layer_ids: tuple[int, ...], missing_layers: tuple[int, ...]
+) -> tuple[_Slices, _Slices, bool]:
+    """Where the chosen ``layers`` are in routes of ``layer_ids``: pairs of slices, of places in the array and there.
+
+    First those to copy, then the dense ones; and whether one of ``layers`` is a missing one.
+    """
     place = {layer: i for i, layer in enumerate(layer_ids)}
-    copies = _slices([(to, place[layer]) for to, layer in enumerate(layers) if layer in place])
+    copies = [(to, place[layer]) for to, layer in enumerate(layers) if layer in place]
     dense = [(to, to) for to, layer in enumerate(layers) if layer not in place and layer not in missing_layers]
-    return _Columns(copies, _slices(dense), not set(missing_layers).isdisjoint(layers))
+    return _slices(copies), _slices(dense), not set(missing_layers).isdisjoint(layers)
 
 
-def _slices(pairs: Sequence[tuple[int, int]]) -> list[tuple[slice, slice]]:
+def _slices(pairs: Sequence[tuple[int, int]]) -> _Slices:
     """``pairs`` of places as few pairs of slices: runs in which both step by a constant."""
-    found: list[tuple[slice, slice]] = []
-    at = 0
-    while at < len(pairs):
-        end, step = at + 1, (1, 1)
-        if end < len(pairs):
-            step = pairs[end][0] - pairs[at][0], pairs[end][1] - pairs[at][1]
-        if min(step) > 0:
-            while end < len(pairs) and (pairs[end][0] - pairs[end - 1][0], pairs[end][1] - pairs[end - 1][1]) == step:
-                end += 1
+    found: list[list[tuple[int, int]]] = []
+    for to, of in pairs:
+        run = found[-1] if found else []
+        step = (to - run[-1][0], of - run[-1][1]) if run else (0, 0)
+        if min(step) > 0 and (len(run) == 1 or step == (run[1][0] - run[0][0], run[1][1] - run[0][1])):
+            run.append((to, of))
         else:
-            step = (1, 1)
-        (to, of), (last_to, last_of) = pairs[at], pairs[end - 1]
-        found.append((slice(to, last_to + 1, step[0]), slice(of, last_of + 1, step[1])))
-        at = end
-    return found
+            found.append([(to, of)])
+    return [tuple(_slice([pair[i] for pair in run]) for i in (0, 1)) for run in found]  # type: ignore[misc]
+
+
+def _slice(places: Sequence[int]) -> slice:
+    return slice(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)

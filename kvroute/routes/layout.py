@@ -35,15 +35,10 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
         # The spec's own checks say what layers, experts and top-k can be.
         spec = routing_spec(self.num_experts, self.top_k, self.layer_ids, self.num_layers, block_tokens=1)
         plain = {**spec.attrs, "top_k": spec.row_shape[1]}
-        if self.missing_layers:
-            layers, total = tuple(self.missing_layers), plain["num_layers"]
-            sound = all(
-                isinstance(n, (int, np.integer)) and 0 <= n < total and n not in plain["layer_ids"] for n in layers
-            )
-            if not sound or len(set(layers)) < len(layers):
-                wanted = f"distinct layers in [0, {total}) that are not in layer_ids {plain['layer_ids']}"
-                raise RowError("routes.missing_layers", wanted, layers)
-            plain["missing_layers"] = tuple(sorted(map(int, layers)))
+        if lost := self.missing_layers:
+            places = [n for n in range(plain["num_layers"]) if n not in plain["layer_ids"]]
+            plain["missing_layers"] = _distinct("routes.missing_layers", lost, places)
+            plain["missing_layers"] = tuple(sorted(plain["missing_layers"]))
         for name, value in plain.items():
             msgspec.structs.force_setattr(self, name, value)
 
@@ -85,13 +80,15 @@ class Layout(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields
             if layers not in ("all", "moe"):
                 raise RowError("layers", "all, moe or a sequence of layer ids", repr(layers))
             return tuple(range(self.num_layers)) if layers == "all" else self.routed_layers
-        chosen = tuple(layers)
-        for layer in chosen:
-            if not isinstance(layer, (int, np.integer)) or not 0 <= layer < self.num_layers:
-                raise RowError("layers", f"layer ids in [0, {self.num_layers})", repr(layer))
-        if len(set(chosen)) < len(chosen):
-            raise RowError("layers", "distinct layer ids", chosen)
-        return tuple(map(int, chosen))
+        return _distinct("layers", layers, range(self.num_layers))
+
+
+def _distinct(field: str, layers: Iterable[int], places: Sequence[int]) -> tuple[int, ...]:
+    given = tuple(layers)
+    sound = all(isinstance(layer, (int, np.integer)) and layer in places for layer in given)
+    if not sound or len(set(given)) < len(given):
+        raise RowError(field, f"distinct ones of the layers {places}", given)
+    return tuple(map(int, given))
 
 
 def check_alike(layouts: Sequence[Layout], what: str = "sample") -> None:

@@ -49,8 +49,7 @@ class Grid:
         """As many tokens a part as ``part_nbytes`` have room for, one at least, and twice the root of ``rows`` at most.
 
         A rank reads a part too much where its tokens end, and the sums of all parts: a root's worth of both. A part of
-        less than :data:`PART_NBYTES_LEAST` is not worth its sum. A writer of all layers into one part does not read in
-        part.
+        less than :data:`PART_NBYTES_LEAST` is not worth its sum. Whoever has all layers in one part reads all of it.
         """
         part_layers = min(part_layers, layers)
         row_nbytes = part_layers * cell_nbytes
@@ -64,13 +63,8 @@ class Grid:
         return -(-self.rows // self.part_tokens)
 
     @property
-    def groups(self) -> int:
-        """Groups of layers."""
-        return -(-self.layers // self.part_layers)
-
-    @property
     def parts(self) -> int:
-        return self.groups * self.bands
+        return -(-self.layers // self.part_layers) * self.bands
 
     @property
     def part_nbytes(self) -> int:
@@ -82,21 +76,19 @@ class Grid:
         """Of all parts."""
         return self.rows * self.layers * self.cell_nbytes
 
-    def layer_range(self, part: int) -> Range:
-        first = part // self.bands * self.part_layers
-        return first, min(first + self.part_layers, self.layers)
-
-    def row_range(self, part: int) -> Range:
-        first = part % self.bands * self.part_tokens
-        return first, min(first + self.part_tokens, self.rows)
+    def ranges(self, part: int) -> tuple[Range, Range]:
+        """The rows and the layers of a part."""
+        group, band = divmod(part, self.bands)
+        row, layer = band * self.part_tokens, group * self.part_layers
+        return (row, min(row + self.part_tokens, self.rows)), (layer, min(layer + self.part_layers, self.layers))
 
     def nbytes_of(self, part: int) -> int:
-        (a, b), (first, last) = self.row_range(part), self.layer_range(part)
+        (a, b), (first, last) = self.ranges(part)
         return (b - a) * (last - first) * self.cell_nbytes
 
     def offset_of(self, part: int) -> int:
         """Bytes of the parts before ``part``."""
-        (a, _), (first, last) = self.row_range(part), self.layer_range(part)
+        (a, _), (first, last) = self.ranges(part)
         return (self.rows * first + a * (last - first)) * self.cell_nbytes
 
     def needed(self, layers: Sequence[int], rows: Sequence[Range]) -> list[int]:
@@ -109,15 +101,12 @@ class Grid:
 
     def cut(self, cells: NDArray[Any]) -> list[memoryview]:
         """The bytes of each part: its cells, row by row; ``cells`` are as :func:`cells_of` has them."""
-        whole = self.layers // self.part_layers  # groups of layers; the rest is another one
-        rest = whole * self.part_layers
-        groups = cells[:, :rest].reshape(self.rows, whole, self.part_layers).swapaxes(0, 1)
-        bands, parts = [self.row_range(band) for band in range(self.bands)], list[memoryview]()
-        for several, layers in ((groups, self.part_layers), (cells[None, :, rest:], self.layers - rest)):
-            copy = np.ascontiguousarray(several).reshape(-1).view(np.uint8).data  # which its parts share
-            row = layers * self.cell_nbytes
-            for first in range(0, len(copy), max(1, self.rows * row)):
-                parts += [copy[first + a * row : first + b * row] for a, b in bands]
+        parts = list[memoryview]()
+        for first in range(0, self.layers, self.part_layers):
+            group = np.ascontiguousarray(cells[:, first : first + self.part_layers])
+            copy = group.reshape(-1).view(np.uint8).data  # which the parts share
+            nbytes = self.part_tokens * group.shape[1] * self.cell_nbytes
+            parts += [copy[at : at + nbytes] for at in range(0, len(copy), nbytes)]
         return parts
 
     def paste(
@@ -129,7 +118,7 @@ class Grid:
         rows: Sequence[Range],
     ) -> None:
         """Put what a part has of the wanted layers and rows where it belongs."""
-        (a, b), (first, last) = self.row_range(part), self.layer_range(part)
+        (a, b), (first, last) = self.ranges(part)
         left, right = bisect_left(layers, first), bisect_left(layers, last)
         mine = [layer - first for layer in layers[left:right]]
         for (start, stop), target in zip(rows, cells, strict=True):

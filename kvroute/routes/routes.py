@@ -13,10 +13,10 @@ from cache_manager.errors import RowError
 from cache_manager.spec import AuxBlockDataSpec
 from kvroute.checks import whole
 from kvroute.routes import spans, wire
-from kvroute.routes.cells import Cells, Mask, check_known, lacking
+from kvroute.routes.cells import Cells, Mask, blank, check_known, lacking
 from kvroute.routes.fill import FILLERS, Filler, Missing, Plan
 from kvroute.routes.layout import Layers, Layout
-from kvroute.routes.spans import RowsLike, WeightsSpan
+from kvroute.routes.spans import UNKNOWN, RowsLike, WeightsSpan
 from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, token_hash, token_hashes
 from kvroute.routes.union import of_one_sequence, union
 
@@ -26,22 +26,16 @@ JSON_FORMAT: Final = "kvroute.routes/4"
 class Routes(Cells):
     """The routing rows of the tokens at positions ``start .. start + n - 1`` of one sequence.
 
-    ``ids[i, l, k]`` is the k-th expert that layer ``layer_ids[l]`` chose for position ``start + i``; it means
-    something only where ``known[i, l]``. The ids of anything else are all ones in binary, whatever memory they came
-    from. The dtype is always the narrowest unsigned one for ``num_experts``; the arrays are read-only copies that
-    belong to the routes.
+    ``ids[i, l, k]`` is the k-th expert that layer ``layer_ids[l]`` chose for position ``start + i``; it means something
+    where ``known[i, l]``, and is all ones in binary elsewhere. The dtype is the narrowest unsigned one for
+    ``num_experts``; the arrays are read-only copies that belong to the routes.
 
     ``valid`` may be given as bool ``[n]`` or, cell by cell, ``[n, layers]``. The attribute is always ``[n]``: whether
-    *all* layers of ``layer_ids`` are known at a position.
+    *all* layers of ``layer_ids`` are known. A layer of the model is in ``layer_ids``, or in ``missing_layers`` (it has
+    a router, and no row here knows what that chose), or dense.
 
-    A layer of the model is in ``layer_ids``, or in ``missing_layers`` (it has a router, and no row here knows what that
-    chose), or dense.
-
-    ``weights_versions`` are ``(start, stop, version)`` by position: increasing, without overlap, inside the routes.
-    Positions that no range covers have no known version.
-
-    ``token_hashes`` bind the routes to the tokens that they belong to: ``(n, hash)`` says what the first ``n`` tokens
-    of the sequence are, counted from position 0. See :meth:`bind` and :meth:`validate`.
+    ``weights_versions`` are increasing ``(start, stop, version)`` by position; where there is none, none is known.
+    ``token_hashes`` ``(n, hash)`` say what the first ``n`` tokens of the sequence are: :meth:`bind`, :meth:`validate`.
 
     Raises :class:`RowError` for arrays that do not fit, and for a known cell that no router can have chosen: an id
     outside ``[0, num_experts)`` or twice in one layer; the error names the position and the layer id.
@@ -50,7 +44,7 @@ class Routes(Cells):
     >>> ids = np.array([[[1, 0]], [[9, 9]], [[2, 3]]])
     >>> routes = Routes(ids, valid=[True, False, True], layer_ids=(1,), num_experts=4, num_layers=2, start=10)
     >>> routes
-    Routes(positions 10..12, 1 of 2 layers, top 2 of 4 experts, 1 missing)
+    Routes(positions [10, 13), 1 of 2 layers, top 2 of 4 experts, 1 missing)
     >>> routes.missing, routes.ids[1].tolist()
     (((11, 12),), [[255, 255]])
     """
@@ -91,22 +85,24 @@ class Routes(Cells):
         ``missing_layers`` are those of other pipeline stages: they have a router, and are not in ``spec``.
 
         ``weights_version`` is one version for all rows, or the rows of a ``weights_version`` spec for the same
-        positions: their invalid rows have no known version.
-
-        ``checked=True`` promises that every valid row was checked when it was written, as ``RoutingCapture`` does, and
-        spares looking again: then it costs one copy. Else :class:`RowError` names a row that no router can have chosen.
+        positions. ``checked=True`` promises that every valid row was checked when it was written, as
+        ``RoutingCapture`` does: then it costs one copy. Else :class:`RowError` names a row that no router can have
+        chosen.
         """
         layout = Layout.of(spec, missing_layers)
         ids, valid = np.asarray(rows.values), np.asarray(rows.valid)
         if ids.shape[1:] != spec.row_shape:
             raise RowError(f"{spec.name} rows", f"shape (n, {', '.join(map(str, spec.row_shape))})", ids.shape)
-        versions: Iterable[WeightsSpan] = ()
+        versions = np.full(len(ids), UNKNOWN)
         if isinstance(weights_version, (int, np.integer)):
-            versions = ((start, start + len(ids), int(weights_version)),) if len(ids) else ()
+            versions[:] = weights_version
         elif weights_version is not None:
-            versions = spans.of_rows(weights_version, len(ids), start)
+            told, there = np.asarray(weights_version.values), np.asarray(weights_version.valid)
+            if told.shape != (len(ids),) or there.shape != (len(ids),) or told.dtype.kind not in "iu":
+                raise RowError("weights_version rows", f"integers [{len(ids)}]", f"{told.dtype} {told.shape}")
+            versions[there] = told[there]
         made = object.__new__(cls)
-        made._settle(layout, ids, valid, start, versions, (), checked=checked)
+        made._settle(layout, ids, valid, start, spans.from_positions(versions, start), (), checked=checked)
         return made
 
     @classmethod
@@ -164,56 +160,30 @@ class Routes(Cells):
         if not isinstance(other, Routes):
             return NotImplemented
         names = ("start", "layout", "weights_versions", "token_hashes")
-        return (
-            all(getattr(self, name) == getattr(other, name) for name in names)
-            and np.array_equal(self.known, other.known)
-            and np.array_equal(self.ids, other.ids)
-        )
+        same = all(getattr(self, name) == getattr(other, name) for name in names)
+        return same and np.array_equal(self.mask, other.mask) and np.array_equal(self.ids, other.ids)
 
     __hash__ = None  # type: ignore[assignment]  # arrays inside: compared by value, never used as a key
 
     def __repr__(self) -> str:
-        where = f"positions {self.start}..{self.stop - 1}" if len(self) else f"no positions at {self.start}"
-        layers = f"{len(self.layer_ids)} of {self.num_layers} layers"
-        some = self.some
-        state = [f"{lost} missing"] if (lost := len(self) - int(np.count_nonzero(some))) else []
-        if self.cells is not None:
-            partly = some & ~self.valid
-            lacking = int(np.count_nonzero((~self.cells[partly]).any(axis=0)))
-            state.append(f"{_layers(lacking)} missing in {np.count_nonzero(partly)} rows")
-        if self.missing_layers:
-            state.append(f"{_layers(len(self.missing_layers))} missing in all rows")
-        what = ", ".join(state) or "complete"
-        return f"Routes({where}, {layers}, top {self.top_k} of {self.num_experts} experts, {what})"
+        layers = f"{len(self.layer_ids)} of {self.num_layers} layers, top {self.top_k} of {self.num_experts} experts"
+        lost = sum(stop - start for start, stop in self.missing)
+        return f"Routes(positions [{self.start}, {self.stop}), {layers}, {f'{lost} missing' if lost else 'complete'})"
 
     # ---------------------------------------------------------------- parts
 
-    def append(self, other: Routes, *, tokens: ArrayLike | None = None) -> Routes:
-        """These routes and what ``other`` adds: :meth:`merge`, but ``other`` may not leave a gap before or after them.
-
-        A part that begins earlier than these stop is a prefix sent again, or a delta that came twice: what is there
-        already must be the same, and changes nothing.
-        """
-        if len(self) and not other.start <= self.stop:
-            raise RowError("routes.start", f"position {self.stop} or earlier, where these routes stop", other.start)
-        if len(self) and other.stop < self.start:
-            raise RowError("routes.stop", f"position {self.start} or later, where these routes start", other.stop)
-        return self.merge(other, tokens=tokens)
-
     def merge(self, *others: Routes, tokens: ArrayLike | None = None) -> Routes:
-        """The union of these routes and ``others``, parts of the same sequence in any order, by position and layer.
+        """The union of these routes and ``others``, parts of one sequence in any order, by position and layer.
 
         A cell that several parts know must be the same in all of them, and a row of the same weights version as far as
-        that is known. One that only some know is taken from those. Positions between the parts are missing. So merging
-        a part once more changes nothing.
+        that is known; so merging a part once more changes nothing. Positions between the parts are missing.
 
         Parts that each add something are merged only when something shows that they are of one sequence
         (:mod:`kvroute.routes.union` has the rule): ``tokens`` ``[n]``, which this binds all of them to; or token
         hashes, where both are bound; or else the last row of the part that ends first, which the other must have too.
         The result has the token hashes that are known to be those of the whole.
 
-        Raises :class:`RowError` naming the position and the layer where two parts differ, and for parts of other
-        routed layers, experts or top-k, of other tokens, or of nobody knows which.
+        :class:`RowError` names position and layer where two parts differ; and parts of another model or other tokens.
         """
         hashes = of_one_sequence((self, *others), tokens)
         return union((self, *others))._with(token_hashes=hashes)
@@ -226,12 +196,10 @@ class Routes(Cells):
         rows = np.ones(len(self), np.bool_) if at is None else np.asarray(at)
         if rows.dtype != np.bool_ or rows.shape != self.valid.shape:
             raise RowError("at", f"bool of shape {self.valid.shape}", f"{rows.dtype} of shape {rows.shape}")
-        for layer in (wanted := set(layers)):
-            if layer not in self.routed_layers:
-                raise RowError("layers", f"some of the routed layers {self.routed_layers}", layer)
-        known = self.known & ~(rows[:, None] & np.array([n in wanted for n in self.layer_ids]))
-        ids = self.ids.copy()
-        ids[~known] = np.iinfo(ids.dtype).max
+        if dense := (wanted := set(layers)).difference(self.routed_layers):
+            raise RowError("layers", f"some of the routed layers {self.routed_layers}", dense)
+        known, ids = self.known & ~(rows[:, None] & np.array([n in wanted for n in self.layer_ids])), self.ids.copy()
+        blank(ids, known)
         return self._with(ids=ids, mask=known)
 
     def slice(self, start: int, stop: int) -> Routes:
@@ -282,15 +250,9 @@ class Routes(Cells):
         if rows is not None and (gap := self.first_gap(rows)) is not None:
             raise lacking(gap, f"a row for each of the positions [0, {rows})")
         if loss_mask is not None:
-            targets = np.flatnonzero(np.asarray(loss_mask))
-            there = np.zeros(max(self.stop, int(targets.max(initial=0)) + 1), np.bool_)
-            there[self.start : self.stop] = self.valid & (not self.missing_layers)
-            sources = targets[targets > 0] - 1
-            if not there[sources].all():
-                lost = int(sources[~there[sources]][0])
-                gap = self.first_gap(lost + 1, lost)
-                assert gap is not None, "it is not there"
-                raise lacking(gap, f"a row, as position {lost + 1} has a loss")
+            for first, stop in spans.runs(np.asarray(loss_mask)[1:] != 0):  # the rows before positions with a loss
+                if (gap := self.first_gap(stop, first)) is not None:
+                    raise lacking(gap, f"a row, as position {gap[0] + 1} has a loss")
 
     # ---------------------------------------------------------------- for trainers
 
@@ -308,11 +270,9 @@ class Routes(Cells):
     ) -> NDArray[Any]:
         """The ids of the positions ``[0, rows)`` as a trainer takes them: ``[rows, layers, top_k]`` of ``dtype``.
 
-        Row ``i`` is position ``i``, whatever :attr:`start` is; rows behind ``rows`` are left out. A sequence of ``n``
-        tokens has rows for its first ``n - 1`` positions: the last sampled token was never read.
-
-        ``layers``: ``"all"`` gives each of :attr:`num_layers` layers a place, dense ones ids of 0; ``"moe"`` gives
-        :attr:`routed_layers` only; a sequence of layer ids gives those, in that order.
+        Row ``i`` is position ``i``, whatever :attr:`start` is. A sequence of ``n`` tokens has ``n - 1`` rows: the last
+        sampled token was never read. ``layers``: ``"all"`` gives each of :attr:`num_layers` layers a place, dense ones
+        ids of 0; ``"moe"`` gives :attr:`routed_layers` only; a sequence of layer ids gives those, in that order.
 
         ``missing`` spells the cells that are not known, and the rows that are not there in all layers: ``"error"``
         refuses them, ``"zero"``, ``"minus1"``, ``"arange"`` (``0 .. top_k - 1``), or ``"spread"``, distinct ids that go
@@ -324,9 +284,8 @@ class Routes(Cells):
         Raises :class:`RowError` naming the first position, and the layer, that is missing, and for a dtype that cannot
         hold the ids.
         """
-        rows = whole("rows", rows, error=RowError)
-        needed = rows if required is None else whole("required", required, error=RowError)
-        if needed > rows:
+        needed = rows = whole("rows", rows, error=RowError)
+        if required is not None and (needed := whole("required", required, error=RowError)) > rows:
             raise RowError("required", f"0 to {rows} rows", required)
         if pad is None:
             if missing == "error" and needed < rows:
@@ -350,14 +309,13 @@ class Routes(Cells):
         return b"".join((header.pack(), *parts))
 
     @classmethod
-    def from_bytes(cls, data: bytes | bytearray | memoryview, *, checked: bool = False) -> Routes:
-        """The routes of a record, however its parts are cut; ``checked=True`` trusts the writer to have checked ids.
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Routes:
+        """The routes of a record, however its parts are cut.
 
         Raises :class:`RowError` for anything else, whatever it is, and when one bit has changed.
         """
         made = cls.of_record(*wire.read(data))
-        if not checked:
-            check_known(made.layout, made.ids, made.mask, made.start)
+        made.validate()
         return made
 
     @classmethod
@@ -375,11 +333,9 @@ class Routes(Cells):
             layout = layout.only(tuple(layout.layer_ids[i] for i in layers))
             mask = mask if mask.ndim == 1 else mask[:, list(layers)]
         start, stop = header.start + first, header.start + first + len(ids)
-        versions = spans.clipped(
-            spans.checked_versions(header.weights_versions, header.start, header.stop), start, stop
-        )
+        versions = spans.checked_versions(header.weights_versions, header.start, header.stop)
         hashes = (h for h in header.token_hashes if h[0] <= stop + 1)
-        return cls.checked(layout, ids, mask, start, versions, hashes)
+        return cls.checked(layout, ids, mask, start, spans.clipped(versions, start, stop), hashes)
 
     def to_json(self) -> dict[str, str]:
         """These routes as a JSON object: ``format``, and ``record``, the base64 of :meth:`to_bytes`."""
@@ -394,7 +350,3 @@ class Routes(Cells):
         if encoded["format"] != JSON_FORMAT:
             raise RowError("routes.format", JSON_FORMAT, repr(encoded["format"]))
         return cls.from_bytes(wire.from_base64("routes.record", encoded["record"]))
-
-
-def _layers(count: int) -> str:
-    return f"{count} layer" if count == 1 else f"{count} layers"

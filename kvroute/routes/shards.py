@@ -14,7 +14,7 @@ from kvroute.checks import whole
 from kvroute.routes.cells import Cells
 from kvroute.routes.fill import Filler, Missing, Plan
 from kvroute.routes.layout import Layers, Layout, check_alike
-from kvroute.routes.split import TAIL, Shard, Split, places
+from kvroute.routes.split import TAIL, Split, places
 
 Side = Literal["left", "right"]
 Order = Literal["sequence", "batch"]
@@ -45,12 +45,12 @@ def shard_packed(
     shards = split.packed(tokens)
     out = np.empty((places(shards), len(plan.layers), parts[0].layout.top_k), plan.dtype)
     at = 0
-    for shard in shards:
-        here = out[at : (at := at + shard.stop - shard.start)]
-        if shard.sequence == TAIL:
-            plan.filler(here, pad, shard.start)
+    for sequence, start, stop in shards:
+        here = out[at : (at := at + stop - start)]
+        if sequence == TAIL:
+            plan.filler(here, pad, start)
         else:
-            _fill(plan, here, parts, tokens, shard, missing, pad)
+            _fill(plan, here, parts[sequence], sequence, tokens[sequence], start, missing, pad)
     return out
 
 
@@ -79,45 +79,42 @@ def shard_padded(
             raise InvalidInputError(name, " or ".join(words), repr(word))
     plan = _plan(parts, tokens, split, layers, dtype, ep, missing, pad)
     columns = split.columns(width)
-    out = np.empty((len(parts), places(columns), len(plan.layers), parts[0].layout.top_k), plan.dtype)
-    if order == "sequence":
-        out = np.empty((out.shape[1], len(parts), *out.shape[2:]), plan.dtype)
+    shape = [len(parts), places(columns)]
+    out = np.empty(
+        (*(reversed(shape) if order == "sequence" else shape), len(plan.layers), parts[0].layout.top_k), plan.dtype
+    )
     for i, (count, mine) in enumerate(zip(tokens, out.swapaxes(0, 1) if order == "sequence" else out, strict=True)):
         if whole(f"tokens of sequence {i}", count) > width:
             raise InvalidInputError(f"tokens of sequence {i}", f"{width} at most, the width of the batch", count)
         left, at = width - count if side == "left" else 0, 0
-        for column in columns:
-            here = mine[at : (at := at + column.stop - column.start)]
-            before = min(max(left - column.start, 0), len(here))
-            plan.filler(here[:before], pad, column.start)
-            shard = Shard(i, column.start + before - left, column.stop - left)
-            _fill(plan, here[before:], parts, tokens, shard, missing, pad)
+        for _, start, stop in columns:
+            here = mine[at : (at := at + stop - start)]
+            _fill(plan, here, parts[i], i, count, start - left, missing, pad)
     return out
 
 
 def _fill(
     plan: Plan,
     out: NDArray[Any],
-    parts: Sequence[Cells],
-    tokens: Sequence[int],
-    shard: Shard,
+    routes: Cells,
+    sequence: int,
+    tokens: int,
+    first: int,
     missing: Missing,
     pad: Filler,
 ) -> None:
-    """Put the positions of ``shard``, which has as many as ``out``, where they belong."""
-    if not len(out):
-        return
-    routes, count = parts[shard.sequence], tokens[shard.sequence]
-    within = min(max(count - 1 - shard.start, 0), len(out))
+    """Put positions ``first ..`` of a sequence of ``tokens`` tokens into ``out``; what is none of them is padding."""
+    begin = min(max(-first, 0), len(out))
+    needed = min(max(tokens - 1 - first, begin), len(out))
     # Routes may go on behind the tokens that the trainer has kept; those rows are not its.
-    last = min(max(count - shard.start, within), len(out))
+    end = min(max(tokens - first, needed), len(out))
+    plan.filler(out[:begin], pad, first)
     try:
-        plan.fill(out[:within], routes, shard.start, missing)
+        plan.fill(out[begin:needed], routes, first + begin, missing)
     except RowError as error:
-        raise RowError(f"sequence {shard.sequence} {error.field}", error.wanted, error.got) from error
-    if within < len(out):
-        plan.fill(out[within:last], routes, shard.start + within, pad)
-        plan.filler(out[last:], pad, shard.start + last)
+        raise RowError(f"sequence {sequence} {error.field}", error.wanted, error.got) from error
+    plan.fill(out[needed:end], routes, first + needed, pad)
+    plan.filler(out[end:], pad, first + end)
 
 
 def _plan(
@@ -127,7 +124,12 @@ def _plan(
         raise RowError("tokens", f"one number for each of {len(parts)} routes, at least one", len(tokens))
     check_alike([part.layout for part in parts])
     wanted = layers if isinstance(layers, str) else tuple(layers)
-    return _plan_of(parts[0].layout, split, wanted, np.dtype(dtype), *more)
+    asked = (parts[0].layout, split, wanted, np.dtype(dtype), *more)
+    try:
+        hash(asked)
+    except TypeError:  # the plan itself says what cannot be
+        return _plan_of.__wrapped__(*asked)
+    return _plan_of(*asked)
 
 
 @lru_cache(maxsize=64)

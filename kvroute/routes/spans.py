@@ -72,11 +72,3 @@ def from_positions(versions: NDArray[Any], start: int) -> tuple[WeightsSpan, ...
     bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     found = ((start + a, start + b, int(versions[a])) for a, b in pairwise(bounds) if a < b)
     return tuple(span for span in found if span[2] != UNKNOWN)
-
-
-def of_rows(per_token: RowsLike, rows: int, start: int) -> tuple[WeightsSpan, ...]:
-    """The ranges of equal, valid versions among ``rows`` rows that say one each."""
-    versions, valid = np.asarray(per_token.values), np.asarray(per_token.valid)
-    if versions.shape != (rows,) or valid.shape != (rows,) or versions.dtype.kind not in "iu":
-        raise RowError("weights_version rows", f"integers of shape {(rows,)}", f"{versions.dtype} {versions.shape}")
-    return from_positions(np.where(valid, versions.astype(np.int64), UNKNOWN), start)

@@ -61,9 +61,8 @@ class Split:
             size, rank = whole(name, getattr(self, name), 1), getattr(self, f"{name}_rank")
             if whole(f"{name}_rank", rank) >= size:
                 raise InvalidInputError(f"{name}_rank", f"0 to {size - 1}", rank)
-        whole("tail_align", self.tail_align, 1)
-        if self.align is not None:
-            whole("align", self.align, 1)
+        for name, size in (("tail_align", self.tail_align), ("align", 1 if self.align is None else self.align)):
+            whole(name, size, 1)
         if not isinstance(self.sp, bool):
             raise InvalidInputError("sp", "True or False", repr(self.sp))
         if self.layout not in get_args(Cut):
@@ -72,9 +71,8 @@ class Split:
     @property
     def sequence_align(self) -> int:
         """What every sequence of a packed batch is padded to a multiple of."""
-        if self.align is not None:
-            return self.align
-        return self.tp * self.cp * (2 if self.layout == "zigzag" and self.cp > 1 else 1)
+        zigzag = self.layout == "zigzag" and self.cp > 1
+        return self.align or self.tp * self.cp * (1 + zigzag)
 
     # ---------------------------------------------------------------- layers
 
@@ -123,9 +121,9 @@ Shard(sequence=1, start=3, stop=4)]
             mine = [Shard(0, 0, width)]
         elif self.layout == "zigzag":
             mine = [Shard(0, a, b) for a, b in self._zigzag(width, "width")]
+        elif width % self.cp:
+            raise InvalidInputError("width", f"a multiple of cp={self.cp}", width)
         else:
-            if width % self.cp:
-                raise InvalidInputError("width", f"a multiple of cp={self.cp}", width)
             part = width // self.cp
             mine = [Shard(0, part * self.cp_rank, part * (self.cp_rank + 1))]
         return self._scattered(mine)
@@ -140,19 +138,15 @@ Shard(sequence=1, start=3, stop=4)]
     def _scattered(self, mine: list[Shard]) -> list[Shard]:
         """The part of ``mine`` that sequence parallelism leaves to this tensor-parallel rank; neighbours joined."""
         if self.sp and self.tp > 1:
-            total = places(mine)
-            if total % self.tp:
+            if (total := places(mine)) % self.tp:
                 raise InvalidInputError("local tokens", f"a multiple of tp={self.tp}; see tail_align", total)
             part = total // self.tp
             mine = _cut(mine, part * self.tp_rank, part * (self.tp_rank + 1))
-        if len(mine) < 2:
-            return mine
         joined: list[Shard] = []
         for shard in mine:
-            if joined and joined[-1].sequence == shard.sequence and joined[-1].stop == shard.start:
-                joined[-1] = Shard(shard.sequence, joined[-1].start, shard.stop)
-            else:
-                joined.append(shard)
+            if joined and (joined[-1].sequence, joined[-1].stop) == shard[:2]:
+                shard = joined.pop()._replace(stop=shard.stop)
+            joined.append(shard)
         return joined
 
 

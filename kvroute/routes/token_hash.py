@@ -31,9 +31,6 @@ def token_hashes(tokens: ArrayLike, counts: Iterable[int]) -> tuple[TokenHash, .
     """The :func:`token_hash` of the first ``count`` of ``tokens`` ``[n]``, for each of ``counts``, in one pass.
 
     :class:`RowError` for a count of more tokens than there are.
-
-    >>> token_hashes([1, 2, 3, 4], [3]) == ((3, token_hash([1, 2, 3])),)
-    True
     """
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
@@ -61,15 +58,15 @@ def joined_hashes(hashes: Iterable[TokenHash]) -> tuple[TokenHash, ...]:
     return tuple(sorted(found.items()))
 
 
-def check_tokens(hashes: Iterable[TokenHash], tokens: NDArray[Any], end: int) -> None:
-    """Raise :class:`RowError` unless each hash is that of so many first ``tokens`` ``[n]``, and one is of ``end``."""
-    hashes = tuple(hashes)
+def check_tokens(hashes: tuple[TokenHash, ...], tokens: NDArray[Any], end: int) -> None:
+    """Raise :class:`RowError` unless each hash is that of so many first ``tokens`` ``[n]``, and one is of ``end``.
+
+    ``hashes`` are in order of their counts.
+    """
     if not hashes:
         raise RowError("routes.token_hashes", "a hash of the tokens; see Routes.bind", "none")
-    if (most := max(count for count, _ in hashes)) < end:
+    if (most := hashes[-1][0]) < end:
         raise RowError("routes.token_hashes", f"a hash of {end} tokens or more, as there are rows", f"of {most}")
-    if most > len(tokens):
-        raise RowError("tokens", f"{most} or more, as the routes are bound to", len(tokens))
-    for (count, found), (_, digest) in zip(token_hashes(tokens, dict(hashes)), sorted(hashes), strict=True):
+    for (count, found), (_, digest) in zip(token_hashes(tokens, dict(hashes)), hashes, strict=True):
         if found != digest:
             raise RowError(f"hash of the first {count} tokens", digest.hex(), found.hex())

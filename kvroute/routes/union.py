@@ -20,10 +20,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cache_manager.errors import RowError
-from kvroute.routes import spans
 from kvroute.routes.cells import Cells, Mask, some
 from kvroute.routes.layout import check_alike
-from kvroute.routes.spans import UNKNOWN, WeightsSpan
+from kvroute.routes.spans import UNKNOWN, by_position, from_positions
 from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, token_hash
 
 C = TypeVar("C", bound=Cells)
@@ -65,7 +64,7 @@ def of_one_sequence(parts: Sequence[Cells], tokens: ArrayLike | None = None) -> 
 
 
 def _extent(part: Cells) -> tuple[int, int, int]:
-    cells = int(np.count_nonzero(part.mask)) * (len(part.layout.layer_ids) if part.cells is None else 1)
+    cells = int(np.count_nonzero(part.mask)) * (len(part.layout.layer_ids) if part.mask.ndim == 1 else 1)
     return part.end, cells, max((count for count, _ in part.token_hashes), default=0)
 
 
@@ -74,18 +73,14 @@ def _shown(part: Cells, found: Sequence[Cells], hashes: dict[int, bytes]) -> int
     shared = max((count for count, digest in part.token_hashes if hashes.get(count) == digest), default=0)
     if part.token_hashes and hashes:
         return shared
-    last = part.end - 1
-    mine = _layers_at(part, last)
-    return part.end if any(mine & _layers_at(other, last) for other in found) else shared
+    mine = _layers_at(part, part.end - 1)
+    return part.end if any(mine & _layers_at(other, part.end - 1) for other in found) else shared
 
 
 def _layers_at(part: Cells, position: int) -> set[int]:
     """The layers that are known at a position."""
-    if not part.start <= position < part.stop:
-        return set()
-    return {
-        n for n, there in zip(part.layout.layer_ids, part.known[position - part.start].tolist(), strict=True) if there
-    }
+    there = part.known[position - part.start].tolist() if part.start <= position < part.stop else ()
+    return {n for n, known in zip(part.layout.layer_ids, there, strict=False) if known}
 
 
 def _adds(part: Cells, found: Sequence[Cells]) -> bool:
@@ -114,35 +109,25 @@ def union(parts: Sequence[C]) -> C:
     layout = parts[0].layout
     layout = layout.only(tuple(sorted({layer for part in parts for layer in part.layout.layer_ids})))
     ordered = sorted((p for p in parts if len(p.ids)), key=lambda p: p.start) or [min(parts, key=lambda p: p.start)]
-    cellwise = any(p.cells is not None or p.layout.layer_ids != layout.layer_ids for p in parts)
+    cellwise = any(p.mask.ndim == 2 or p.layout.layer_ids != layout.layer_ids for p in parts)
     start, stop = ordered[0].start, max(p.stop for p in ordered)
     ids = np.empty((stop - start, len(layout.layer_ids), layout.top_k), layout.dtype)
-    mask = np.zeros(ids.shape[:2] if cellwise else stop - start, np.bool_)
-    told: tuple[WeightsSpan, ...] = ()
-    reached = start  # what is before it has been filled
+    mask = np.zeros(ids.shape[: 1 + cellwise], np.bool_)
+    versions = np.full(len(ids), UNKNOWN)
+    reached = 0  # what is before it has been filled
     for part in ordered:
-        its_ids, its = _in_columns(part, layout.layer_ids) if cellwise else (part.ids, part.valid)
+        its_ids, its = _in_columns(part, layout.layer_ids) if cellwise else (part.ids, part.mask)
+        its_versions = by_position(part.weights_versions, part.start, part.stop)
         first = part.start - start
-        if part.start > reached:
-            ids[reached - start : first] = np.iinfo(ids.dtype).max
-            reached = part.start
-        both = min(reached, part.stop) - part.start  # how many of its rows are there already
-        here, middle = slice(first, first + both), part.start + both
+        ids[reached:first] = np.iinfo(ids.dtype).max
+        both = min(max(reached - first, 0), len(its))  # how many of its rows are there already
+        here, rest = slice(first, first + both), slice(first + both, first + len(its))
         if both:
-            versions = spans.by_position(told, part.start, middle)
-            its_versions = spans.by_position(part.weights_versions, part.start, middle)
-            _settle(versions, some(mask[here]), its_versions, some(its[:both]), part.start)
-            settled = spans.from_positions(versions, part.start)
-            told = (*spans.clipped(told, start, part.start), *settled, *spans.clipped(told, middle, reached))
+            _settle(versions[here], some(mask[here]), its_versions[:both], some(its[:both]), part.start)
             _join(ids[here], mask[here], its_ids[:both], its[:both], layout.layer_ids, part.start)
-        if part.stop > reached:
-            ids[reached - start : part.stop - start], mask[reached - start : part.stop - start] = (
-                its_ids[both:],
-                its[both:],
-            )
-            told += spans.clipped(part.weights_versions, reached, part.stop)
-            reached = part.stop
-    told = spans.checked_versions(told, start, stop)
+        ids[rest], mask[rest], versions[rest] = its_ids[both:], its[both:], its_versions[both:]
+        reached = max(reached, rest.stop)
+    told = from_positions(versions, start)
     return parts[0]._with(layout=layout, ids=ids, mask=mask, start=start, weights_versions=told)
 
 
@@ -167,17 +152,15 @@ def _join(
 ) -> None:
     """Put ``new_ids`` into ``ids`` and ``mask``, which have rows of the same positions, from ``start`` on."""
     twice = mask & new
-    whole = bool(twice.all())  # then there is nothing to pick out, and nothing to copy
-    same = np.array_equal(ids, new_ids) if whole else np.array_equal(ids[twice], new_ids[twice])
+    same = np.array_equal(ids, new_ids) if twice.all() else np.array_equal(ids[twice], new_ids[twice])
     if not same:
         differs = (ids != new_ids).any(axis=2) & twice.reshape(len(ids), -1)
         row, layer = np.argwhere(differs)[0].tolist()
         where = f"row {start + row} layer {layer_ids[layer]}"
         raise RowError(where, f"{ids[row, layer].tolist()}, as in an earlier part", new_ids[row, layer].tolist())
     fills = new & ~mask
-    if fills.any():
-        ids[fills] = new_ids[fills]
-        mask |= fills
+    ids[fills] = new_ids[fills]
+    mask |= fills
 
 
 def _settle(

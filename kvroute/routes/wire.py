@@ -32,10 +32,10 @@ from pybase64 import b64decode, b64encode_as_string
 
 from cache_manager.errors import RowError
 from cache_manager.record import Buffer, checksum
-from kvroute.routes.cells import Cells, Mask, UnknownSpan, mask_of
+from kvroute.routes.cells import Cells, Mask, some
 from kvroute.routes.layout import Layout
 from kvroute.routes.parts import Grid, Range, cells_of
-from kvroute.routes.spans import WeightsSpan
+from kvroute.routes.spans import WeightsSpan, runs
 
 MAGIC: Final = b"KVROUTES"
 VERSION: Final = 3
@@ -47,12 +47,12 @@ SUM_NBYTES: Final = 8
 _FIXED = struct.Struct("<8sHHI")
 FIXED_NBYTES: Final = _FIXED.size + 16
 
+UnknownSpan = tuple[int, int, int]
+"""A layer id, and positions ``[start, stop)`` of which other layers are known, but not this one."""
+
 
 class Extent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which rows a record has, of the positions ``[start, start + rows)``, and how they are cut into parts.
-
-    A part has ``part_layers`` of the layers (the last one may have fewer) and ``part_tokens`` rows.
-    """
+    """Which rows a record has, of the positions ``[start, start + rows)``, and how :class:`Grid` cuts them."""
 
     layout: Layout
     rows: Annotated[int, Meta(ge=0, le=ROWS_MAX)]
@@ -61,7 +61,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     part_tokens: Annotated[int, Meta(ge=1)]
 
     def check(self) -> None:
-        """Raise :class:`RowError` unless the fields, each possible by itself, are possible together."""
+        """Raise :class:`RowError` unless the fields are possible together; nothing is made room for."""
         layers = len(self.layout.layer_ids)
         if self.part_layers > layers:
             raise RowError("part_layers", f"1 to {layers}", self.part_layers)
@@ -98,7 +98,7 @@ class Header(Extent, frozen=True, kw_only=True):
     @classmethod
     def of(cls, routes: Cells, grid: Grid, parts: Iterable[Buffer], name: str = "") -> Self:
         """The header of routes whose ``parts`` are these, all of them in order."""
-        some = routes.some
+        there = routes.some
         return cls(
             layout=routes.layout,
             rows=grid.rows,
@@ -106,8 +106,8 @@ class Header(Extent, frozen=True, kw_only=True):
             part_layers=grid.part_layers,
             part_tokens=grid.part_tokens,
             sums=b"".join(checksum(part).to_bytes(SUM_NBYTES, "little") for part in parts),
-            valid=b"" if some.all() else np.packbits(some, bitorder="little").tobytes(),
-            unknown=routes.unknown,
+            valid=b"" if there.all() else np.packbits(there, bitorder="little").tobytes(),
+            unknown=_unknown(routes.mask, routes.layout.layer_ids, routes.start),
             weights_versions=routes.weights_versions,
             token_hashes=routes.token_hashes,
             name=name,
@@ -121,7 +121,6 @@ class Header(Extent, frozen=True, kw_only=True):
         return b"".join((fixed, _sum(fixed, text), text))
 
     def check(self) -> None:
-        """Raise :class:`RowError` unless the fields are possible together; nothing is made room for."""
         super().check()
         if len(self.sums) != SUM_NBYTES * self.grid.parts:
             raise RowError("routes record sums", f"{SUM_NBYTES * self.grid.parts} bytes", len(self.sums))
@@ -135,12 +134,27 @@ class Header(Extent, frozen=True, kw_only=True):
 
     @property
     def mask(self) -> Mask:
-        """What is known, ``[rows]`` or ``[rows, layers]``; :class:`RowError` for unknown cells that cannot be."""
+        """What is known, ``[rows]`` or ``[rows, layers]``; :class:`RowError` for unknown cells that cannot be.
+
+        The work is one pass over the mask, whatever the spans claim.
+        """
         there = np.ones(self.rows, np.bool_)
         if self.valid:
             bits = np.frombuffer(self.valid, np.uint8)
             there = np.unpackbits(bits, count=self.rows, bitorder="little").astype(np.bool_)
-        return mask_of(there, self.unknown, self.layout.layer_ids, self.start)
+        if not self.unknown:
+            return there
+        place = {layer: i for i, layer in enumerate(self.layout.layer_ids)}
+        known, before = np.repeat(there[:, None], len(place), axis=1), (-1, 0)
+        for layer, a, b in self.unknown:
+            if layer not in place or not self.start <= a < b <= self.stop or (layer, a) < before:
+                wanted = f"increasing (layer of {tuple(place)}, start, stop) inside [{self.start}, {self.stop})"
+                raise RowError("routes.unknown", wanted, (layer, a, b))
+            known[a - self.start : b - self.start, place[layer]] = False
+            before = layer, b
+        if _unknown(known, tuple(place), self.start) != tuple(self.unknown):
+            raise RowError("routes.unknown", "the unknown cells of rows of which something is known", "others")
+        return known
 
     def check_part(self, part: int, content: Buffer) -> None:
         """Raise :class:`RowError` unless ``content`` is the part of this number, by its length and its sum."""
@@ -176,6 +190,15 @@ def record(routes: Cells, grid: Grid | None = None, name: str = "") -> tuple[Hea
     cells = cells_of(routes.ids.astype(routes.ids.dtype.newbyteorder("<"), copy=False))
     parts: list[Buffer] = [*grid.cut(cells)]
     return Header.of(routes, grid, parts, name), parts
+
+
+def _unknown(mask: Mask, layer_ids: Sequence[int], start: int) -> tuple[UnknownSpan, ...]:
+    """The unknown cells of rows of which something is known, as maximal ranges, layer by layer."""
+    if mask.ndim == 1:
+        return ()
+    there = some(mask)
+    found = ((layer, runs(there & ~mask[:, i])) for i, layer in enumerate(layer_ids))
+    return tuple((layer, start + a, start + b) for layer, ranges in found for a, b in ranges)
 
 
 def header_nbytes(fixed: Buffer) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollouts import FAMILIES, GENERATED, model_of
+from rollouts import FAMILIES, model_of
 from torch import nn
 
 from cache_manager.errors import InvalidInputError
@@ -30,7 +30,6 @@ REFUSED = {
 def test_an_engine_runs_a_family_or_refuses_it_by_name(family: str) -> None:
     """Goal: no family is run wrong without a word. Method: an engine of each; those with a state are refused when it is
     made, and the model is as it was."""
-    assert set(REFUSED) == set(GENERATED)
     model = model_of(family, seed=0)
     if family not in REFUSED:
         with Engine(model, EngineConfig(device_blocks=2), Namespace("m", 0)) as engine:

@@ -75,8 +75,8 @@ ANSWER_FAULTS = [
         "rollout/parts.py",
         "    if found != told:",
         "    if found.rollout_id != handle.rollout_id:",
-        POOL,
-        "test_a_part_of_another_put_is_never_taken",
+        "tests/kvroute/rollout/test_local_faults.py::",
+        "test_a_file_of_another_rollout_is_damage",
     ),
     _fault(
         "a part is taken unsummed",

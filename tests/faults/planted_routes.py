@@ -122,8 +122,8 @@ ROUTES_FAULTS = (
     Fault(
         "parts that are read together are told apart wrongly",
         "rollout/parts.py",
-        "                    view, at = memoryview(content), 0\n",
-        "                    view, at = memoryview(content), int(len(run) > 1)\n",
+        "                view, at = memoryview(content), 0\n",
+        "                view, at = memoryview(content), int(len(run) > 1)\n",
         "tests/kvroute/rollout/test_stores.py::test_ranks_read_little_beside_their_rows",
         "test_ranks_read_little_beside_their_rows",
         package="kvroute",

@@ -89,31 +89,6 @@ def test_every_row_layer_and_hole_is_where_and_what_was_asked_for(want: dict[str
     assert (room[:, 1] == 77).all()
 
 
-@given(st.data(), st.integers(0, 14), st.sampled_from(["all", "moe", "some"]))
-def test_an_unknown_cell_is_an_error_that_names_position_and_layer(data: st.DataObject, rows: int, which: str) -> None:
-    """Goal: a layer that is lost is no dense one. Method: the first cell that was asked for and is not known, found by
-    walking; with no such cell the array is there."""
-    shape: Shape = data.draw(shapes())
-    routes = data.draw(cellwise(shape))
-    some = data.draw(st.lists(st.integers(0, shape.num_layers - 1), unique=True, min_size=1))
-    layers: Any = some if which == "some" else which
-    known, asked_for = cells_of(shape, routes), {"all": range(shape.num_layers), "moe": shape.layer_ids, "some": some}
-    lost = None
-    for position in range(rows):
-        if not any((position, layer) in known for layer in shape.layer_ids):
-            lost = f"row {position}"
-            break
-        gone = [n for n in shape.layer_ids if n in asked_for[which] and (position, n) not in known]
-        if gone:
-            lost = f"row {position} layer {gone[0]}"
-            break
-    if lost is None:
-        assert len(routes.materialize(rows, layers)) == rows
-        return
-    with pytest.raises(RowError, match=f"^{lost}: wanted a row for each of the positions"):
-        routes.materialize(rows, layers)
-
-
 def test_the_last_sampled_token_has_no_row() -> None:
     """Goal: the off-by-one of every trainer is said, not guessed. Method: n - 1 rows of n tokens, both ways."""
     routes = SHAPE.whole(5)
@@ -141,21 +116,6 @@ def test_spread_rows_are_distinct_and_load_every_rank_alike(ep: int) -> None:
         per_expert = np.bincount(ids.ravel(), minlength=32)
         assert per_rank.max() - per_rank.min() == 0
         assert per_expert.max() - per_expert.min() == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dtype": "int8"}, "dtype: wanted an integer that holds 255, got int8"),
-        ({"dtype": "uint8", "missing": "minus1"}, "dtype: wanted a signed integer"),
-        ({"out": np.empty((4, 8, 8), np.int64)}, r"out: wanted int32 of shape \(4, 8, 8\)"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(change: dict[str, Any], message: str) -> None:
-    good: dict[str, Any] = {"rows": 4}
-    SHAPE.whole(4).materialize(**good)
-    with pytest.raises(RowError, match=message):
-        SHAPE.whole(4).materialize(**{**good, **change})
 
 
 def test_a_failed_call_leaves_the_callers_array_alone() -> None:

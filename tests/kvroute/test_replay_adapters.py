@@ -19,7 +19,6 @@ from kvroute import fetch_shard, open_rollouts
 from kvroute.replay import nemo_rl, prime_rl, skyrl, slime, transformers, verl
 from kvroute.replay.errors import ReplayError
 from kvroute.routes import Routes, Split, shard_packed, shard_padded
-from kvroute.routes.split import places
 
 LAYERS, NUM_LAYERS, EXPERTS, TOP_K = (1, 2, 3), 4, 16, 4
 ROUTED = list(LAYERS)
@@ -53,19 +52,6 @@ def test_a_whole_sample(trainer: str) -> None:
     assert int(got[:4, 0].abs().max()) == 0  # the dense layer's place is there
 
 
-@pytest.mark.parametrize(
-    ("trainer", "last"),
-    [
-        ("verl padded", [0, 0, 0, 0]),  # verl leaves this row to the router
-        ("NeMo-RL", [0, 1, 2, 3]),
-        ("prime-rl", None),  # replayed: any distinct experts
-    ],
-)
-def test_the_last_row_is_spelled_as_the_trainer_reads_it(trainer: str, last: list[int] | None) -> None:
-    row = torch.as_tensor(make(trainer, made_routes(7, 4)))[4, 1].tolist()
-    assert row == last if last is not None else len(set(row)) == TOP_K
-
-
 def test_nemo_rl_asks_the_router_where_a_row_is_missing() -> None:
     """Goal: -1 throughout for holes, 0..top_k-1 behind the last row read, signed dtypes. Method: every corner."""
     got = nemo_rl.sequence(made_routes(7, 4, holes=(1,)), 6)
@@ -82,27 +68,6 @@ def test_nemo_rl_asks_the_router_where_a_row_is_missing() -> None:
         assert nemo_rl.sequence(made_routes(7, 1, experts=experts), 2).dtype == dtype
     with pytest.raises(ReplayError, match="width: wanted at least 6"):
         nemo_rl.batch([made_routes(7, 4)], [6], 5)
-
-
-def test_skyrl_takes_a_prefix_in_the_narrowest_dtype_of_its_ids() -> None:
-    """Goal: SkyRL's canonical dtypes, which follow the largest id and not the number of experts. Method: each width."""
-    (got,) = skyrl.rollout_expert_indices([made_routes(7, 3)], [9])
-    assert got.shape == (3, NUM_LAYERS, TOP_K)  # the tail is SkyRL's to fill and to mask
-    assert got.flags.c_contiguous
-    assert got.flags.writeable
-    for top, dtype in [(255, "uint8"), (256, "int16"), ((1 << 15) - 1, "int16"), (1 << 15, "int32")]:
-        ids = np.array([[[0, top]]])
-        routes = Routes(ids, np.array([True]), (0,), 1 << 16, 1)
-        assert skyrl.rollout_expert_indices([routes], [2])[0].dtype == dtype
-
-
-def test_skyrl_turns_and_samples() -> None:
-    """Goal: a turn's rows, and no row of turns before. Method: a part; rows held that are none; a hole in another."""
-    with pytest.raises(ReplayError, match="sample 1: wanted a row at position 0"):
-        skyrl.rollout_expert_indices([made_routes(7, 2), made_routes(7, 2, holes=(0,))], [3, 3])
-    assert skyrl.delta(made_routes(7, 5), 2, 6).shape == (3, NUM_LAYERS, TOP_K)
-    with pytest.raises(ReplayError, match="held: wanted rows of earlier turns, fewer than 3 tokens, got 3"):
-        skyrl.delta(made_routes(7, 5), 3, 3)
 
 
 def test_verl_batches() -> None:
@@ -131,13 +96,6 @@ def test_verl_batches() -> None:
     ]:
         with pytest.raises(KVRouteError, match=message):
             call()
-
-
-def test_prime_rl_widens_for_many_experts() -> None:
-    assert prime_rl.routed_experts(made_routes(1, 2, experts=256), 3)["dtype"] == "uint8"
-    assert prime_rl.routed_experts(made_routes(1, 2, experts=257), 3)["dtype"] == "uint16"
-    with pytest.raises(ReplayError, match="at most 65536"):
-        prime_rl.routed_experts(made_routes(1, 1, experts=70000), 2)
 
 
 @given(
@@ -227,36 +185,13 @@ def test_a_lazy_micro_batch_holds_one_pass_at_a_time() -> None:
         slime.LazyMicroBatch(lambda _: rows, (1, 1))
 
 
-def test_a_lazy_micro_batch_has_the_layers_that_it_was_told() -> None:
-    """Goal: no router is given another layer's rows. Method: layers in another order, of another stage than the
-    split's, dense ones, ones that the model does not have."""
-    routes, store = made_routes(1, 4), open_rollouts("response:")
-    handle, last = store.put("r", routes), Split(pp=2, pp_rank=1)
-
-    def read(layers: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        return fetch_shard(store, [handle], [5], last, layers=layers)
-
-    for layers in ((3, 1), (2,), (1, 2, 3)):
-        batch = slime.LazyMicroBatch(read, layers)
-        for layer in layers:
-            rows = batch.layer(layer).materialize_for_routing_replay("forward")
-            assert np.array_equal(rows[:4].numpy(), routes.ids[:, LAYERS.index(layer)])
-    for layers in ((0, 1), (3, 4)):
-        with pytest.raises(InvalidInputError, match=r"layers: wanted some of \[1, 2, 3\], which have a router, got"):
-            slime.LazyMicroBatch(read, layers).layer(layers[0]).materialize_for_routing_replay("forward")
-
-
-def test_slime_cuts_the_tail_as_it_pads_it() -> None:
-    """Goal: the multiples of slime's own padding. Method: the options by name."""
-    assert slime.split(2, 1, 2, 0) == Split(tp=2, tp_rank=1, cp=2, cp_rank=0, align=4, tail_align=256)
-    assert slime.split(data_pad_size_multiplier=1) == Split(align=1, tail_align=1)
-    contiguous = slime.split(1, 0, 2, 1, allgather_cp=True, data_pad_size_multiplier=4)
-    # Ten rows are padded to 2 * 4 * 2 and cut into halves of eight, before the tail is looked at.
-    assert places(contiguous.packed([5, 5])) == 8
-    assert contiguous.packed([5, 5])[0].start == 3
-
-
 SAMPLE, WHOLE_BATCH = made_routes(1, 4), Split()
+
+
+def stored() -> tuple[Any, list[Any], list[int], Split]:
+    store = open_rollouts("response:")
+    return store, [store.put("r", SAMPLE)], [5], WHOLE_BATCH
+
 
 REFUSED: list[tuple[str, Any, list[Any]]] = [
     ("missing", lambda w: SAMPLE.materialize(4, missing=w), ["zeros", "Error", None, ["zero"]]),
@@ -266,8 +201,13 @@ REFUSED: list[tuple[str, Any, list[Any]]] = [
     ("rows", lambda w: SAMPLE.materialize(w), [-1, 2.0, "4", True]),
     ("required", lambda w: SAMPLE.materialize(4, required=w, pad="zero"), [-1, 5, 1.5]),
     ("dtype", lambda w: SAMPLE.materialize(4, dtype=w), ["float32", "bool"]),
-    ("missing", lambda w: shard_packed([SAMPLE], [5], WHOLE_BATCH, missing=w), ["zeros"]),
-    ("pad", lambda w: shard_packed([SAMPLE], [5], WHOLE_BATCH, pad=w), ["error", "arrange"]),
+    ("dtype", lambda w: SAMPLE.materialize(4, dtype="uint8", missing=w), ["minus1"]),
+    ("out", lambda w: SAMPLE.materialize(4, out=w), [np.empty((4, 4, 4), np.int64)]),
+    ("missing", lambda w: shard_packed([SAMPLE], [5], WHOLE_BATCH, missing=w), ["zeros", ["zero"], {}]),
+    ("pad", lambda w: shard_packed([SAMPLE], [5], WHOLE_BATCH, pad=w), ["error", "arrange", ["zero"]]),
+    ("ep", lambda w: shard_packed([SAMPLE], [5], WHOLE_BATCH, ep=w), [[1], 3]),
+    ("layers", lambda w: shard_packed([SAMPLE], [5], WHOLE_BATCH, w), [[[1]], [9]]),
+    ("layers", lambda w: fetch_shard(*stored(), layers=w), [(0, 1), (3, 4)]),
     ("tokens of sequence 0", lambda w: shard_packed([SAMPLE], [w], WHOLE_BATCH), [-1, 5.0, "5"]),
     ("tokens of sequence 0", lambda w: shard_padded([SAMPLE], [w], WHOLE_BATCH, width=8), [-1, 5.0]),
     ("width", lambda w: shard_padded([SAMPLE], [5], WHOLE_BATCH, width=w), [-1, 8.0]),
@@ -299,7 +239,13 @@ REFUSED: list[tuple[str, Any, list[Any]]] = [
     ("tokens", lambda w: slime.sample(SAMPLE, w), [-1, 0]),
     ("missing", lambda w: slime.miles_sample(SAMPLE, 5, missing=w), ["-1"]),
     ("tail_align", lambda w: slime.split(data_pad_size_multiplier=w), [0, -1]),
-    ("mask", lambda w: transformers.padded([SAMPLE], w), [[[1, 2, 0]], [1, 0], [[0.5]]]),
+    ("mask", lambda w: transformers.padded([SAMPLE], w), [[[1, 2, 0]], [1, 0], [[0.5]], [[1], [1]]]),
+    ("mask of sample 0", lambda w: transformers.padded([SAMPLE] * 2, w), [[[1, 0, 1], [1, 1, 1]]]),
+    (
+        "mask of sample 1",
+        lambda w: transformers.padded([SAMPLE] * 2, w),
+        [[[1, 1, 0], [0, 1, 1]], [[1, 1, 1], [0, 1, 0]]],
+    ),
     ("tokens of sequence 0", lambda w: transformers.packed([SAMPLE], [w]), [-1]),
 ]
 
@@ -312,14 +258,3 @@ def test_words_and_counts_that_cannot_be_are_refused_by_field(field: str, call: 
             call(word)
         assert refused.value.field == field
         assert str(refused.value).startswith(f"{field}: wanted ")
-
-
-def test_validate_sees_what_an_adapter_takes_for_a_cut_response() -> None:
-    """Goal: a response counted one short is seen. Method: an adapter leaves the row out, as of a response that was cut;
-    the routes, bound to all tokens, are not those of fewer."""
-    tokens = np.arange(5)
-    routes = SAMPLE.bind(tokens)
-    assert len(verl.agent_loop(routes, 3, 1)) == 3
-    with pytest.raises(RowError, match="tokens: wanted 5 or more, as the routes are bound to, got 4"):
-        routes.validate(tokens[:4])
-    routes.validate(tokens, rows=4)

@@ -70,27 +70,8 @@ def test_cutting_and_joining_gives_the_whole_back(given_part: tuple[Shape, list[
     parts = [made.slice(a, b) for a, b in pairwise([made.start, *cuts, made.stop])]
     joined = parts[0]
     for part in parts[1:]:
-        joined = joined.append(part, tokens=range(part.stop))
+        joined = joined.merge(part, tokens=range(part.stop))
     assert joined._with(token_hashes=()) == made
-    gone = SHAPE.whole(2, start=made.stop + 1)
-    if len(made) and given_part[0] == SHAPE:
-        with pytest.raises(RowError, match=f"routes.start: wanted position {made.stop}"):
-            made.append(gone)
-        with pytest.raises(RowError, match=f"routes.stop: wanted position {gone.start}"):
-            gone.append(made)
-
-
-@given(st.integers(0, LENGTH), st.integers(0, LENGTH), st.integers(0, LENGTH))
-def test_a_resumed_rollout_changes_nothing_that_is_there(first: int, again: int, stop: int) -> None:
-    """Goal: verl 6029, a resume that hands out the prefix once more. Method: overlap by any number of rows."""
-    whole = SHAPE.whole(LENGTH).bind(TOKENS)
-    head = whole.slice(0, first)
-    tail = whole.slice(min(again, first), max(min(again, first), stop))
-    end = max(first, tail.stop if len(tail) else 0)
-    joined = head.append(tail, tokens=TOKENS[: end + 1])
-    assert joined == whole.slice(0, end).bind(TOKENS[: end + 1])
-    assert joined.append(tail) == joined
-    assert joined.append(head) == joined
 
 
 @given(masks(2), st.integers(0, 11), st.sampled_from([1, -1]))
@@ -117,9 +98,9 @@ def test_a_row_of_other_weights_is_a_conflict_even_with_equal_ids() -> None:
     old = SHAPE.routes(0, [True] * 4, versions=((0, 4, 1),))
     new = SHAPE.routes(2, [True] * 4, versions=((2, 6, 2),))
     with pytest.raises(RowError, match="weights version of row 2: wanted 1, got 2"):
-        old.append(new)
+        old.merge(new)
     holed = SHAPE.routes(0, [True, True, False, False], versions=((0, 4, 1),))
-    assert holed.append(new, tokens=TOKENS).weights_versions == ((0, 2, 1), (2, 6, 2))
+    assert holed.merge(new, tokens=TOKENS).weights_versions == ((0, 2, 1), (2, 6, 2))
     ids, layout = SHAPE.ids(range(3)), (SHAPE.num_experts, SHAPE.num_layers)
     first, second = (
         Routes(ids[:, [i]], np.ones(3, bool), (layer,), *layout, 0, ((0, 3, i),), missing_layers=(5 - layer,))
@@ -135,25 +116,3 @@ def test_parts_of_other_models_are_refused() -> None:
         wanted = r"part 1 (routed_layers|num_experts|num_layers|top_k): wanted .* as part 0 has"
         with pytest.raises(RowError, match=wanted):
             one.merge(other.whole(3))
-
-
-def test_nothing_and_something() -> None:
-    nothing, some = SHAPE.routes(5, []), SHAPE.whole(3, start=9)
-    assert nothing.merge(some) == some.merge(nothing) == nothing.append(some) == some
-    assert nothing.merge(nothing) == nothing
-    assert nothing.merge(SHAPE.routes(3, [])) == SHAPE.routes(3, []).merge(nothing) == SHAPE.routes(3, [])
-
-
-def test_turns_stay_bound_when_they_are_merged() -> None:
-    tokens = list(range(30))
-    first, second = SHAPE.whole(9).bind(tokens[:10]), SHAPE.whole(20).bind(tokens[:21])
-    both = first.append(second)
-    assert [count for count, _ in both.token_hashes] == [21]  # the rows say nothing of the tenth token
-    both.validate(tokens)
-    second = second.bind(tokens[:20])
-    both = first.bind(tokens[:20]).append(second)
-    assert [count for count, _ in both.token_hashes] == [10, 20, 21]
-    with pytest.raises(RowError, match="hash of the first 10 tokens"):
-        first.append(SHAPE.whole(9).bind([*tokens[:9], 99]))
-    assert [count for count, _ in both.slice(0, 9).token_hashes] == [10]
-    assert both.slice(3, 8).token_hashes == ()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_routes import Shape, without_layers
+from sample_routes import Shape
 
 from cache_manager.errors import RowError
 from kvroute.replay import verl
@@ -37,16 +37,6 @@ def hashes(*counts: int) -> tuple[tuple[int, bytes], ...]:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_the_recipe_for_two_engines(order: int) -> None:
-    """Goal: prefill's part and decode's are one sequence, at any temperature. Method: bound as answers are."""
-    parts = [prefill(PROMPT), decode()][::order]
-    merged = parts[0].merge(parts[1])
-    merged.validate(TOKENS, rows=len(TOKENS) - 1)
-    assert [count for count, _ in merged.token_hashes] == [10, 15]
-    assert merged == parts[0].merge(parts[1], tokens=TOKENS[:-1])
-
-
-@pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("known_from", [9, 10])
 @pytest.mark.parametrize("length", [8, 9, 10, 11])
 def test_another_prompts_rows_are_refused(length: int, known_from: int, order: int) -> None:
@@ -60,21 +50,6 @@ def test_another_prompts_rows_are_refused(length: int, known_from: int, order: i
         parts[0].merge(parts[1], tokens=TOKENS)
     right = prefill(PROMPT).merge(decode(known_from))
     verl.agent_loop(right, len(PROMPT), len(ANSWER), missing="error")
-
-
-def test_rows_beside_each_other_need_tokens() -> None:
-    """Goal: adjacent is no proof. Method: parts that are not bound, beside each other and apart, and with tokens."""
-    whole = SHAPE.whole(12)
-    for first, second in ((whole.slice(0, 6), whole.slice(6, 12)), (whole.slice(0, 4), whole.slice(7, 12))):
-        for parts in ((first, second), (second, first)):
-            with pytest.raises(RowError, match=f"{UNTIED}.*hash of the first {first.stop} tokens"):
-                parts[0].merge(parts[1])
-            joined = parts[0].merge(parts[1], tokens=TOKENS)
-            joined.validate(TOKENS)
-            assert len(joined) == 12
-    with pytest.raises(RowError, match=UNTIED):
-        whole.slice(0, 6).append(whole.slice(6, 12))
-    assert whole.slice(0, 6).append(whole.slice(6, 12), tokens=TOKENS[:12]) == whole.bind(TOKENS[:12])
 
 
 def test_rows_of_unbound_parts_tie_them_by_the_last_row_of_the_first_to_end() -> None:
@@ -99,26 +74,16 @@ def test_what_adds_nothing_changes_nothing_and_binds_nobody() -> None:
     with pytest.raises(RowError, match="a hash of the tokens"):
         whole.merge(bound).validate(TOKENS)
     turns = SHAPE.whole(5).bind(TOKENS[:6]), SHAPE.whole(12).bind(TOKENS[:13])
-    assert turns[0].append(turns[1]) == turns[1]
+    assert turns[0].merge(turns[1]) == turns[1]
 
 
 def test_a_hash_of_fewer_tokens_than_rows_does_not_bind_them() -> None:
     """Goal: validate means every row. Method: an unbound part that goes on behind a bound one, tied by a row."""
-    joined = SHAPE.whole(5).bind(TOKENS[:5]).append(SHAPE.whole(4, start=4))
+    joined = SHAPE.whole(5).bind(TOKENS[:5]).merge(SHAPE.whole(4, start=4))
     assert [count for count, _ in joined.token_hashes] == [5]
     with pytest.raises(RowError, match="a hash of 8 tokens or more, as there are rows, got of 5"):
         joined.validate(TOKENS)
     joined.bind(TOKENS).validate(TOKENS)
-
-
-def test_stages_of_a_pipeline_are_joined_by_layer() -> None:
-    """Goal: layers of one sequence from two places. Method: bound and unbound halves, without the other's layer."""
-    rows = np.ones((6, 2), bool)
-    first, last = (without_layers(SHAPE, rows, [layer]) for layer in (4, 1))
-    with pytest.raises(RowError, match=UNTIED):
-        first.merge(last)
-    assert first.merge(last, tokens=TOKENS[:6]) == SHAPE.whole(6).bind(TOKENS[:6])
-    assert first.bind(TOKENS[:6]).merge(last.bind(TOKENS[:6])).complete
 
 
 @given(st.data())

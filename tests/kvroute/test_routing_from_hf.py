@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cache_manager.errors import SpecError
 from cache_manager.spec import AuxBlockDataSpec
@@ -42,14 +39,6 @@ def test_the_spec_says_what_the_model_has(tiny_moe: Any) -> None:
     spec = routing_spec_from_hf(tiny_moe.config, block_tokens=16)
     assert facts(spec) == (len(routed), seen["top_k"], seen["experts"], tuple(routed), len(layers))
     assert (spec.name, spec.dtype, spec.block_tokens) == ("routing", "uint8", 16)
-
-
-def test_object_mapping_file_and_folder_give_one_spec(tiny_moe: Any, tmp_path: Path) -> None:
-    tiny_moe.config.save_pretrained(tmp_path)
-    spec = routing_spec_from_hf(tiny_moe.config, 32)
-    assert routing_spec_from_hf(tiny_moe.config.to_dict(), 32) == spec
-    assert routing_spec_from_hf(tmp_path, 32) == spec
-    assert routing_spec_from_hf(str(tmp_path / "config.json"), 32) == spec
 
 
 @pytest.mark.parametrize(
@@ -136,23 +125,15 @@ MIXTRAL = {"num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok"
     ("config", "message"),
     [
         ({"num_hidden_layers": 4, "hidden_size": 64}, "number of experts.*not a Mixture-of-Experts"),
-        ({**MIXTRAL, "num_local_experts": 1}, "at least 2"),
-        ({**MIXTRAL, "num_local_experts": None}, "not a Mixture-of-Experts"),
         ({"num_hidden_layers": 4, "num_local_experts": 8}, "top-k: wanted one of num_experts_per_tok"),
-        ({"num_local_experts": 8, "num_experts_per_tok": 2}, "number of layers"),
         ({**MIXTRAL, "num_experts_per_tok": 9}, r"top_k: wanted an integer in \[1, 8\], got 9"),
         ({**MIXTRAL, "num_experts": 16}, "one value, got num_experts=16, num_local_experts=8"),
-        ({**MIXTRAL, "num_local_experts": "8"}, "num_local_experts: wanted an integer"),
         ({**MIXTRAL, "num_experts_per_tok": [2, 3, 2, 2]}, "the same value for every layer"),
-        ({**MIXTRAL, "mlp_layer_types": ["sparse"]}, "4 entries, got 1"),
         ({**MIXTRAL, "mlp_layer_types": ["sparse", "dense", "dense", "expert"]}, "mlp_layer_types.*got expert"),
-        ({**MIXTRAL, "mlp_layer_types": 3}, "mlp_layer_types: wanted a value that says which layers"),
         ({**MIXTRAL, "moe_layers_enum": "1,x"}, "moe_layers_enum"),
         ({**MIXTRAL, "moe_layers": [4]}, r"MoE layer: wanted an integer in \[0, 3\]"),
-        ({**MIXTRAL, "moe_layers": [1, 1]}, "1 twice"),
         ({**MIXTRAL, "first_k_dense_replace": 4}, "at least one layer with routed experts"),
         ({**MIXTRAL, "moe_layer_freq": 0}, "moe_layer_freq"),
-        ({**MIXTRAL, "moe_layer_freq": [1, 0]}, "4 entries, got 2"),
         ({**MIXTRAL, "enable_moe_block": False}, "enable_moe_block"),
         ("/nowhere/config.json", "readable JSON file at /nowhere/config.json"),
     ],
@@ -167,37 +148,3 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, message: str
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(SpecError, match=message):
         routing_spec_from_hf(tmp_path, 16)
-
-
-def test_a_dense_model_is_refused() -> None:
-    with pytest.raises(SpecError, match="not a Mixture-of-Experts"):
-        routing_spec_from_hf(transformers.LlamaConfig(), 16)
-
-
-FIELDS = [
-    "num_hidden_layers", "num_experts", "num_experts_per_tok", "first_k_dense_replace", "moe_layer_freq",
-    "mlp_only_layers", "decoder_sparse_step", "mlp_layer_types", "expert_layer_period",
-    "moe_layer_start_index", "moe_layers", "layers_block_type",
-]  # fmt: skip
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from(FIELDS),
-        st.one_of(
-            st.none(),
-            st.integers(-2, 12),
-            st.floats(allow_nan=False),
-            st.text(max_size=4),
-            st.lists(st.one_of(st.integers(-1, 4), st.sampled_from(["sparse", "dense", "moe"])), max_size=5),
-        ),
-    )
-)
-def test_whatever_a_config_says_the_answer_is_a_spec_or_a_spec_error(config: dict[str, Any]) -> None:
-    """Goal: no foreign exception and no nonsense. Method: any JSON under the names that are read."""
-    try:
-        spec = routing_spec_from_hf(json.loads(json.dumps(config)), block_tokens=4)
-    except SpecError:
-        return
-    assert spec.attrs["num_layers"] > max(spec.attrs["layer_ids"])
-    assert 2 <= spec.attrs["num_experts"] >= spec.row_shape[1] >= 1

@@ -82,19 +82,6 @@ def _without_sp(split: Split) -> Split:
     return Split(**{f: getattr(split, f) for f in split.__slots__} | {"sp": False})
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), splits())
-def test_every_token_is_somewhere_and_once(tokens: list[int], split: Split) -> None:
-    """Goal: no rank forgets a token and no two train on one. Method: gather the ranks' cuts."""
-    seen: list[tuple[int, int]] = []
-    for cp_rank in range(split.cp):
-        for tp_rank in range(split.tp if split.sp else 1):
-            rank = Split(**{f: getattr(split, f) for f in split.__slots__} | {"cp_rank": cp_rank, "tp_rank": tp_rank})
-            assume(not split.sp or len(packed_by_hand(tokens, _without_sp(rank))) % split.tp == 0)
-            seen += flat(rank.packed(tokens))
-    real = [(s, p) for s, p in seen if s != TAIL and p < tokens[s]]
-    assert sorted(real) == [(s, p) for s, n in enumerate(tokens) for p in range(n)]
-
-
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=3), splits(), st.data())
 def test_a_shard_is_the_rows_of_its_tokens(tokens: list[int], split: Split, data: st.DataObject) -> None:
     """Goal: the experts used are the rollout's on every rank. Method: token by token, with holes, against the cut."""

@@ -1,30 +1,23 @@
 """Rollouts of each family after every way a row can travel, beside what transformers alone routes.
 
-The small engine makes them where it can. It refuses models whose tokens know of each other by more than paged
-attention, and those transformers generates by itself, its rows in blocks that kvroute follows.
-
-    python rollouts.py FOLDER
-
-writes ``NAME.npz`` for each family, for processes that have no engine: see :func:`load`.
+The small engine makes them. It refuses models whose tokens know of each other by more than paged attention.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tiny_moe
 from numpy.typing import NDArray
 
 from kvroute.routes import Routes
 
 FAMILIES = tuple(sorted(tiny_moe.FAMILIES))
-GENERATED = ("gemma4_text", "jamba", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text")
+REFUSED = ("gemma4_text", "jamba", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text")
 """What the engine refuses: keys and values of several shapes, and recurrent states."""
 DEADLINE_S = 60.0
 
@@ -59,43 +52,16 @@ def unpaged(model: Any) -> Any:
 def rollouts(family: str, folder: Path) -> list[Rollout]:
     """Sequences that were swapped, shared and copied; that went on from a store; that went from prefill to decode."""
     model = model_of(family, seed=0)
-    if family in GENERATED:
-        found = _generated(unpaged(model), folder)
-    else:
-        outputs = {"swap": _swapped(model, folder), "store": _swapped(model, folder), "decode": _handed_over(model)}
-        found = [(way, o.sequence, o.routes) for way, made in outputs.items() for o in made]
+    outputs = {"swap": _swapped(model, folder), "store": _swapped(model, folder), "decode": _handed_over(model)}
+    found = [(way, o.sequence, o.routes) for way, made in outputs.items() for o in made]
     unpaged(model)
     return [Rollout(way, tuple(tokens), routes, _native(model, tokens)) for way, tokens, routes in found]
-
-
-def load(file: Path) -> list[Rollout]:
-    """What the script has written for one family."""
-    with np.load(file) as stored:
-        return [
-            Rollout(
-                str(way),
-                tuple(stored[f"tokens{i}"].tolist()),
-                Routes.from_bytes(stored[f"routes{i}"].tobytes()),
-                stored[f"native{i}"],
-            )
-            for i, way in enumerate(stored["ways"])
-        ]
 
 
 def _prompts() -> list[list[int]]:
     from paged_engine import text
 
     return [text.opening(text.paragraphs()[i % 2])[:40] + text.turn(text.questions()[i]) for i in range(4)]
-
-
-def _generated(model: Any, folder: Path) -> list[tuple[str, list[int], Routes]]:
-    import generated
-
-    prompts = _prompts()
-    made = [("swap", each) for each in generated.swapped(model, prompts[:2])]
-    made.append(("store", generated.stored(model, prompts[2], folder)))
-    made.append(("decode", generated.handed_over(model, prompts[3])))
-    return [(way, each.tokens, each.routes) for way, each in made]
 
 
 def _requests() -> list[Any]:
@@ -167,19 +133,3 @@ def _native(model: Any, sequence: Any) -> NDArray[Any]:
     tokens = torch.zeros(1, -(-len(sequence) // BATCH_MULTIPLE) * BATCH_MULTIPLE, dtype=torch.int64)
     tokens[0, : len(sequence)] = torch.tensor(sequence)
     return experts_of(model, tokens)[: len(sequence)]
-
-
-def main(folder: Path) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    for family in FAMILIES:
-        made = rollouts(family, folder / family)
-        arrays = {f"tokens{i}": np.array(r.tokens) for i, r in enumerate(made)}
-        arrays |= {f"routes{i}": np.frombuffer(r.routes.to_bytes(), np.uint8) for i, r in enumerate(made)}
-        arrays |= {f"native{i}": r.native for i, r in enumerate(made)}
-        np.savez(folder / f"{family}.npz", ways=np.array([r.way for r in made]), **arrays)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

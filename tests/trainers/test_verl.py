@@ -20,7 +20,6 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from cache_manager.errors import RowError
 from kvroute.replay import verl
 from kvroute.routes import Routes
 
@@ -86,25 +85,6 @@ def test_a_generation_that_resumes_has_every_row_once(deltas: bool) -> None:
 
 def numbered(*lengths: int) -> torch.Tensor:
     return torch.nested.as_nested_tensor([torch.arange(n) for n in lengths], layout=torch.jagged)
-
-
-def test_a_row_too_few_is_silent_in_verl_and_an_error_here() -> None:
-    """Goal: the off-by-one of verl 9799 and slime 1045. Method: N-2 rows, given to verl as they are, read as expert 0
-    in the last row that is replayed; here they are refused. The engine takes N and N-1 rows and no other number."""
-    short = made_routes(1, 7)
-    kept = output(short.materialize(7, "all", "int16"), 5, 4)["routed_experts"]
-    mask = engine.build_r3_replay_mask(numbered(9), torch.ones(1, 4)).unbind()[0]
-    assert bool(mask[7])
-    assert not kept[7].any()
-    with pytest.raises(RowError, match=r"row 7: wanted a row for each of the positions \[0, 8\), got none"):
-        verl.agent_loop(short, 5, 4)
-    for rows in (8, 9):
-        part = torch.nested.as_nested_tensor([torch.zeros(rows, 4, 4)], layout=torch.jagged)
-        assert engine.align_r3_router_replay_data(part, numbered(9)).unbind()[0].shape[0] == 9
-    with pytest.raises(RuntimeError, match="7 route rows for 9 input tokens"):
-        engine.align_r3_router_replay_data(
-            torch.nested.as_nested_tensor([torch.zeros(7, 4, 4)], layout=torch.jagged), numbered(9)
-        )
 
 
 def test_the_padded_batch_becomes_the_jagged_one() -> None:

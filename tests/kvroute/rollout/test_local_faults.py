@@ -7,8 +7,6 @@ import fcntl
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +23,6 @@ from kvroute.rollout import local
 from kvroute.rollout.cut import CutSettings
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.shard import fetch_routes
-from kvroute.routes import Routes
 from kvroute.testing.rollouts import of_layers, routes_of
 
 CUT = CutSettings(part_nbytes=64)
@@ -118,13 +115,6 @@ def test_a_sync_that_fails_is_reported_and_tried_again(tmp_path: Path) -> None:
     store.close()
 
 
-def test_short_transfers_are_finished(tmp_path: Path) -> None:
-    disk = FaultyDisk()
-    disk.call_nbytes_max = 7
-    store = store_at(tmp_path, disk)
-    assert fetch_routes(store, store.put("x", routes_of(1))) == routes_of(1)
-
-
 def test_a_read_error_is_a_failure_and_no_absence(tmp_path: Path) -> None:
     disk = FaultyDisk()
     store = store_at(tmp_path, disk)
@@ -187,44 +177,6 @@ def test_a_writer_that_never_ends_costs_the_put_and_no_engine(tmp_path: Path, mo
         assert fetch_routes(store, handle) == routes_of(1)
     store.delete(handle)
     assert os.listdir(tmp_path) == []
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from kvroute.testing.rollouts import routes_of
-from kvroute.rollout import local
-from kvroute.rollout.local import LocalRollouts
-
-store = LocalRollouts(Path(sys.argv[1]))
-for seed in range(int(sys.argv[2]), int(sys.argv[2]) + 25):
-    store.put(f"task:{seed % 2}:0:0", routes_of(seed, 10 + seed))
-"""
-
-
-def test_writers_in_other_processes_do_not_meet(tmp_path: Path) -> None:
-    """Goal: what is found is whole, whoever writes. Method: two processes put the same two ids again and again, and are
-    read meanwhile; in the end there are two puts and nothing else."""
-    store = LocalRollouts(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", WRITER, str(tmp_path)]
-    writers = [subprocess.Popen([*command, str(first)], env=environment) for first in (0, 100)]
-    whole = 0
-    while any(writer.poll() is None for writer in writers):
-        for name in ("task:0:0:0", "task:1:0:0"):
-            handle = store.find(name)
-            found = None if handle is None else fetch_routes(store, handle)
-            if isinstance(found, Routes):
-                whole += 1
-                assert found == routes_of(found.weights_versions[0][2], len(found))
-            assert found is not Absence.CORRUPT
-    assert [writer.returncode for writer in writers] == [0, 0]
-    assert whole
-    assert store.counters.corrupt == 0
-    for name in ("task:0:0:0", "task:1:0:0"):
-        handle = store.find(name)
-        assert handle is not None
-    assert sorted(os.listdir(tmp_path)) == ["task:0:0:0.routes", "task:1:0:0.routes"]
 
 
 @pytest.mark.parametrize("name", ["x.routes", ".x.partial"])

