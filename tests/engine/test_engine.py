@@ -48,14 +48,6 @@ def test_neither_a_full_host_nor_a_step_s_budget_shows(qwen: nn.Module, change: 
         assert (engine.scheduler.dropped > 0) == (engine.config.device_blocks == 32)
 
 
-def test_one_sequence_may_fill_the_device(qwen: nn.Module) -> None:
-    request = requests_of(1)[0]
-    blocks = -(-(len(request.prompt) + request.max_tokens) // 16)
-    with Engine(qwen, EngineConfig(device_blocks=blocks, host_blocks=1), NAMESPACE) as engine:
-        again = replace(request, id="again", n=2, temperature=1.0)
-        assert {o.reason for o in run(engine, [request, again]).values()} == {FinishReason.LENGTH}
-
-
 def test_a_request_may_have_more_samples_than_the_manager_s_tables_began_with(qwen: nn.Module) -> None:
     """Goal: one request ends no engine, however often its forks make a table grow. Method: twenty samples at once, each
     of which is what it is as a request's first ones."""

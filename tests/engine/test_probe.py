@@ -41,22 +41,6 @@ def test_an_engine_runs_a_family_or_refuses_it_by_name(family: str) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_who_watches_the_model_does_not_see_the_question(qwen: nn.Module) -> None:
-    """Goal: a watch sees the engine's passes alone. Method: a hook of each kind, before and after."""
-    seen: list[str] = []
-    router = qwen.model.layers[0].mlp.gate
-    hooks = [
-        router.register_forward_hook(lambda *_: seen.append("after")),
-        router.register_forward_pre_hook(lambda *_: seen.append("before")),
-    ]
-    kv_shape(qwen)
-    assert not seen
-    qwen(torch.tensor([[5, 6]]), use_cache=False)
-    assert seen == ["before", "after"]
-    for hook in hooks:
-        hook.remove()
-
-
 def test_a_model_with_another_attention_is_refused(qwen: nn.Module) -> None:
     """Goal: the batch reaches attention. Method: transformers' own, which would see one sequence of all tokens."""
     qwen.set_attn_implementation("sdpa")
@@ -77,18 +61,3 @@ def test_attention_that_is_asked_for_more_than_it_knows_refuses(asked: dict[str,
     why = next(iter(asked), "is_causal=False")
     with pytest.raises(InvalidInputError, match=f"Linear: wanted causal attention, .*, got {why}"):
         paged_attention(layer, query, query, query, **given)
-
-
-def test_without_a_batch_attention_is_the_same_unpaged() -> None:
-    """Goal: windows and sinks hold without a cache too. Method: the softmax written out, token by token."""
-    generator = torch.Generator().manual_seed(2)
-    query = torch.randn(1, 4, 9, 8, generator=generator, dtype=torch.float64)
-    key, value = torch.randn(2, 1, 2, 9, 8, generator=generator, dtype=torch.float64)
-    sinks = torch.tensor([-2.0, 0.0, 1.0, 3.0], dtype=torch.float64)
-    found, _ = paged_attention(nn.Linear(1, 1), query, key, value, None, scaling=0.3, sliding_window=4, s_aux=sinks)
-    for head in range(4):
-        for token in range(9):
-            context = slice(max(0, token - 3), token + 1)
-            logits = 0.3 * key[0, head // 2, context] @ query[0, head, token]
-            shares = torch.cat([logits, sinks[head, None]]).softmax(0)[:-1]
-            torch.testing.assert_close(found[0, token, head], shares @ value[0, head // 2, context])

@@ -181,15 +181,6 @@ def test_what_does_not_come_is_computed_or_reported(plain: Plain, lost: frozense
         assert outputs[0].note.startswith(f"computed here from position {16 * first} on: " if lost else "")
 
 
-def test_more_conversations_than_fit(plain: Plain) -> None:
-    """Goal: pressure on both pools. Method: twelve prompts at once on 20 blocks each, with preemption by swap."""
-    with pair(replace(SMALL, device_blocks=20, sequences_max=6)) as engines:
-        for number in range(12):
-            engines.begin(completion(number, prompt=prompt(number, 30 + 3 * number), max_tokens=30))
-        engines.judge(plain)
-        assert engines.decode.manager.counters.preemptions > 0
-
-
 def test_an_abort_while_blocks_are_landing_gives_everything_back(plain: Plain) -> None:
     """Goal: no block is given away while something may land in it. Method: abort while a fetch is under way; its blocks
     are held until it is over."""

@@ -105,14 +105,6 @@ def test_without_a_handover_decode_computes(
     plain.check(body, answer)
 
 
-def test_a_prompt_may_be_text_and_the_seed_alone_decides(both: Both) -> None:
-    body = completion(1, prompt="What is a block, and who holds it?", seed=5)
-    first, second = both.right(body), both.right(body)
-    assert first["choices"][0]["text"] == second["choices"][0]["text"]
-    assert first["id"] != second["id"]
-    assert both.right(body | {"seed": 6})["choices"][0]["text"] != first["choices"][0]["text"]
-
-
 def test_many_at_once_under_pressure(both: Both, plain: Plain) -> None:
     """Goal: no wrong row when requests share blocks and pools are full. Method: 16 at once on 48 blocks each."""
     bodies = [completion(number, n=1 + number % 2, max_tokens=20) for number in range(16)]
