@@ -182,7 +182,7 @@ class Decode:
         assert self.over.wait(PATIENCE_S)
         (finished,) = self.node.poll()
         assert isinstance(finished, Finished)
-        assert finished.result.complete, finished
+        assert finished.complete, finished
 
     def ask_raw(self, blocks: int, parts: range) -> None:
         self.raw.send(b"%d %d" % (blocks, len(parts)))

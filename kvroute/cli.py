@@ -94,13 +94,10 @@ def _shm(action: str) -> int:
 
 
 def _keys(directory: Path, name: str) -> int:
-    from transfer.curve import make_keys, read_public
+    from transfer.curve import make_keys
 
     made = "" if directory.is_dir() else f"made {directory}\n"
-    public, secret = make_keys(directory, name)
-    sys.stdout.write(
-        f"{made}{public}  {read_public(public).decode()}\n{secret}  keep it where it is: for its owner alone\n"
-    )
+    sys.stdout.write(f"{made}{make_keys(directory, name)}  for its owner alone: copy it to every engine's host\n")
     return 0
 
 
@@ -213,7 +210,7 @@ COMMANDS: Final[dict[str, Command]] = {
         "make a CURVE key pair for transfers",
         _keys,
         (
-            _flag("directory", type=Path, metavar="DIR", help="where DIR/NAME.key and .key_secret are written"),
+            _flag("directory", type=Path, metavar="DIR", help="where DIR/NAME.key_secret is written"),
             _flag("name", metavar="NAME", help="of the pair"),
         ),
     ),

@@ -1,11 +1,10 @@
-"""What sessions tell their node to do, and what they tell the engine in the end. Values only."""
+"""What sessions tell their node to do, and what they tell the engine in the end. Values, and the port to its blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-
-import msgspec
+from typing import Protocol
 
 from cache_manager.keys import BlockKey
 from cache_manager.record import Buffer, OfferedRecord, RecordHeader
@@ -35,6 +34,18 @@ class WantedBlock:
     parts: tuple[int, ...]
 
 
+class BlockSink(Protocol):
+    """Where pulled records go: the engine's side, called in the node's thread."""
+
+    def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
+        """Put a record, which was verified, in its place. ``payload`` is valid during the call.
+
+        ``False``: the block has another generation now; the record is dropped and reported missing. A
+        :class:`~cache_manager.errors.BlockBusyError` has it sent again later. A node counts any other error, and the
+        record is missing.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Send:
     """Hand ``message`` to the link, ``bulk`` in frames of its own; if the link refuses, tell ``unsent`` at once."""
@@ -49,19 +60,6 @@ class Cut:
     """Break the connection of a peer that let a transfer's lease end, so that the link keeps nothing for it."""
 
     peer: Peer
-
-
-class Install(msgspec.Struct, frozen=True, gc=False):
-    """Put a verified record in its place, then tell :meth:`Pulls.installed` how that went.
-
-    ``payload`` is a view of what arrived: it is valid until the arrival is released.
-    """
-
-    transfer: TransferId
-    part: int
-    index: int
-    header: RecordHeader
-    payload: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +96,14 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True)
-class PullResult:
-    """What became of a pull: so many records are in place, every other wanted one is in ``missing``.
+class Finished:
+    """A pull is over: nothing of it will be installed from here on. Said once for each.
 
-    ``reason`` is ``None`` for a pull that came to its end; ``detail`` says more where the peer did.
+    So many records are in place, every other wanted one is in ``missing``. ``reason`` is ``None`` for a pull that came
+    to its end; ``detail`` says more where the peer did.
     """
 
+    transfer: TransferId
     installed: int
     missing: tuple[Missing, ...]
     reason: Reason | None = None
@@ -114,12 +114,4 @@ class PullResult:
         return not self.missing
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A pull is over: nothing of it will be installed from here on. Said once for each."""
-
-    transfer: TransferId
-    result: PullResult
-
-
-Action = Send | Cut | Install | Release | Finished
+Action = Send | Cut | Release | Finished

@@ -7,42 +7,27 @@ payload each. Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import Final
 
 from cache_manager.record import Buffer
 from transfer.errors import RemoteProtocolError
 
+JOINED_NBYTES_MAX: Final = 128 << 10
+"""Payloads up to this size are copied together; larger ones are sent from where they lie."""
 
-def join(
-    payloads: Sequence[Buffer], nbytes: Sequence[int], joined_nbytes_max: int, frame_nbytes_max: int
-) -> tuple[Buffer, ...]:
-    """The frames for ``payloads`` of sizes ``nbytes``: those up to ``joined_nbytes_max`` are copied to one frame with
-    their neighbours, as far as that is within ``frame_nbytes_max``; larger ones, and one that stands alone, are their
-    own frame and not copied.
-    """
+
+def join(payloads: Sequence[Buffer]) -> tuple[Buffer, ...]:
+    """The frames for ``payloads``: small neighbours share one, which is a copy unless it is of one payload."""
     frames: list[Buffer] = []
-    small: list[Buffer] = []
-    small_nbytes = 0
-    for payload, size in zip(payloads, nbytes, strict=True):
-        joins = size <= joined_nbytes_max
-        if small and not (joins and small_nbytes + size <= frame_nbytes_max):
-            frames.append(_one(small))
-            small, small_nbytes = [], 0
-        if joins:
-            small.append(payload)
-            small_nbytes += size
-        else:
-            frames.append(payload)
-    if small:
-        frames.append(_one(small))
+    for small, run in groupby(payloads, lambda payload: nbytes_of(payload) <= JOINED_NBYTES_MAX):
+        each = list(run)
+        frames += [b"".join(each)] if small and len(each) > 1 else each
     return tuple(frames)
 
 
 def nbytes_of(buffer: Buffer) -> int:
     return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
-
-
-def _one(payloads: Sequence[Buffer]) -> Buffer:
-    return payloads[0] if len(payloads) == 1 else b"".join(payloads)
 
 
 def split(frames: Sequence[memoryview], nbytes: Sequence[int]) -> Sequence[memoryview]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from cache_manager.spec import RecordLayout, canonical_json
-from transfer.errors import IncompatiblePeerError
-from transfer.messages import FIELDS_MAX, MODEL_MAX, PARTS_MAX, BootId, Part, Space
+from transfer.errors import IncompatiblePeerError, RemoteProtocolError
+from transfer.messages import FIELDS_MAX, BootId, Hello, Part, Space, decode, encode
 
 
 def part_of(name: str, layout: RecordLayout, *, replicated: bool = False) -> Part:
@@ -29,7 +29,7 @@ def part_of(name: str, layout: RecordLayout, *, replicated: bool = False) -> Par
 class Identity:
     """One side of a transfer: its boot id, the namespace of its rows, and the parts that each of its blocks has.
 
-    The order of ``parts`` counts: sessions know a part by its place.
+    The order of ``parts`` counts: sessions know a part by its place. :class:`ConfigError` for what no peer would take.
     """
 
     boot_id: BootId
@@ -38,24 +38,16 @@ class Identity:
     space: Space = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.boot_id, bytes) or len(self.boot_id) != 16:
-            raise ConfigError("boot_id", "16 bytes", repr(self.boot_id))
-        if not 1 <= len(self.parts) <= PARTS_MAX:
-            raise ConfigError("parts", f"1 to {PARTS_MAX}", len(self.parts))
-        for part in self.parts:
-            if len(part.fingerprint) != 16 or not 1 <= part.nbytes <= 1 << 30 or not 1 <= len(part.name) <= 64:
-                raise ConfigError("parts", "a name, a fingerprint of 16 bytes and 1 to 2**30 bytes", repr(part))
-        space = self.namespace
-        if len(space.model) > MODEL_MAX:
-            raise ConfigError("namespace.model", f"at most {MODEL_MAX} characters", len(space.model))
-        salt = hashlib.blake2b(space.salt.encode(), digest_size=16, person=b"kvroute.salt/1").digest()
-        told = Space(space.model, space.weights_version, salt, space.rank, space.world)
-        object.__setattr__(self, "space", told)
+        own = self.namespace
+        salt = hashlib.blake2b(own.salt.encode(), digest_size=16, person=b"kvroute.salt/1").digest()
+        object.__setattr__(self, "space", Space(own.model, own.weights_version, salt, own.rank, own.world))
+        try:
+            decode(encode(self.hello()))
+        except RemoteProtocolError as error:
+            raise ConfigError("identity", "what fits a hello", error) from error
 
-    @property
-    def nbytes_max(self) -> int:
-        """The largest record's payload."""
-        return max(part.nbytes for part in self.parts)
+    def hello(self) -> Hello:
+        return Hello(self.boot_id, self.space, list(self.parts))
 
 
 def check_peer(own: Identity, space: Space, parts: Sequence[Part]) -> None:

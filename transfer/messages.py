@@ -18,17 +18,17 @@ from cache_manager.record import HEADER_NBYTES_MAX, HEADER_NBYTES_MIN, Buffer
 from transfer.errors import RemoteProtocolError
 
 MAGIC: Final = b"KVRT"
-MAJOR: Final = 2
-"""Peers of different majors do not understand each other."""
-
-MINOR: Final = 0
-"""A later minor appends fields to a message's array; an earlier one ignores them."""
+MAJOR: Final = 3
+"""Peers of different majors do not understand each other; fields that are appended to a message's array are skipped."""
 
 PREFIX: Final = struct.Struct("<4sBBH")  # magic, major, kind, reserved
 CONTROL_NBYTES_MAX: Final = 1 << 20
 PARTS_MAX: Final = 8
 BLOCKS_MAX: Final = 16_384
 """Blocks of one transfer: a million tokens in blocks of 64."""
+
+RECORD_NBYTES_MAX: Final = 256 << 20
+"""Of a record's payload; no bulk frame is larger."""
 
 ENTRIES_MAX: Final = 1024
 """Records of one message."""
@@ -38,7 +38,7 @@ MODEL_MAX: Final = 1024
 """Characters of a model's name."""
 
 TransferId = NewType("TransferId", bytes)
-"""16 random bytes, drawn by the prefill side for one request; see :func:`new_transfer`."""
+"""16 random bytes, drawn by the prefill side for one request; see :func:`~transfer.node.new_transfer`."""
 
 BootId = NewType("BootId", bytes)
 """16 random bytes, made when a process starts: a restarted peer has another one."""
@@ -47,8 +47,6 @@ _Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Version = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Name = Annotated[str, Meta(max_length=64)]
 _Value = Annotated[str, Meta(max_length=512)]
-_Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
-_Nbytes = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Index = Annotated[int, Meta(ge=0, lt=BLOCKS_MAX)]
 _PartIndex = Annotated[int, Meta(ge=0, lt=PARTS_MAX)]
 _Epoch = Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -76,7 +74,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     fingerprint: _Id
-    nbytes: Annotated[int, Meta(ge=1, le=1 << 30)]
+    nbytes: Annotated[int, Meta(ge=1, le=RECORD_NBYTES_MAX)]
     block_tokens: Annotated[int, Meta(ge=1, le=65_536)]
     replicated: bool = False
     fields: Annotated[dict[_Name, _Value], Meta(max_length=FIELDS_MAX)] = {}
@@ -122,13 +120,11 @@ _Parts = Annotated[list[Part], Meta(min_length=1, max_length=PARTS_MAX)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """D's first message: who it is and what it takes; a frame is a bulk frame."""
+    """D's first message: who it is and what it takes."""
 
     boot_id: _Id
     namespace: Space
     parts: _Parts
-    minor: _Count
-    frame_nbytes_max: _Nbytes
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -137,7 +133,6 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
     boot_id: _Id
     namespace: Space
     parts: _Parts
-    minor: _Count
     lease_ms: Annotated[int, Meta(ge=1, lt=1 << 31)]
     to: _Id
 
@@ -152,35 +147,26 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Pull(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """D's attempt number ``epoch`` for what it still wants. P may send ``credit_nbytes`` of payload before more."""
+    """D's attempt number ``epoch`` for what it still wants."""
 
     boot_id: _Id
     transfer: _Id
     epoch: _Epoch
     wanted: Annotated[list[Range], Meta(max_length=BLOCKS_MAX)]
-    credit_nbytes: _Nbytes
 
 
-class Credit(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
-    """All that P may send in this epoch, counted from its beginning: a lost one is made up for by the next.
-
-    The same again says that D is still there and still wants the transfer.
-    """
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
+    """D is still there and still wants the transfer."""
 
     boot_id: _Id
     transfer: _Id
-    epoch: _Epoch
-    nbytes: _Nbytes
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
-    """D will ask for nothing more: so many records are in place, so many it does without."""
+    """D will ask for nothing more: it has in place what it does not do without."""
 
     boot_id: _Id
     transfer: _Id
-    epoch: _Epoch
-    installed: _Count
-    missing: _Count
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
@@ -227,13 +213,13 @@ class Later(msgspec.Struct, frozen=True, array_like=True, tag=12, gc=False):
     epoch: _Epoch
 
 
-OfTransfer = Pull | Credit | Ack | Abort
+OfTransfer = Pull | Renew | Ack | Abort
 ToOffers = Hello | OfTransfer
 ToPulls = Welcome | Refuse | Records | Absent | Gone | Later
 Message = ToOffers | ToPulls | Bye
 
 KINDS: Final[tuple[type[Message], ...]] = (
-    Hello, Welcome, Refuse, Pull, Credit, Ack, Abort, Records, Absent, Gone, Bye, Later,
+    Hello, Welcome, Refuse, Pull, Renew, Ack, Abort, Records, Absent, Gone, Bye, Later,
 )  # fmt: skip
 _DECODERS: Final = {kind.__struct_config__.tag: msgspec.msgpack.Decoder(kind) for kind in KINDS}
 _PREFIXES: Final = {kind: PREFIX.pack(MAGIC, MAJOR, kind.__struct_config__.tag, 0) for kind in KINDS}

@@ -8,20 +8,29 @@ Sans-IO: no clock, thread, socket or randomness. Times are monotonic seconds of 
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, OrderedDict
+import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import transfer.messages as wire
 from cache_manager.keys import Namespace
 from transfer.actions import Action, Cut, OfferedBlock, Release, Send
-from transfer.counters import OfferCounters
-from transfer.errors import IncompatiblePeerError, LocalProtocolError
+from transfer.counters import Counters
+from transfer.errors import IncompatiblePeerError, LocalProtocolError, NodeFullError
 from transfer.identity import Identity, check_peer
 from transfer.limits import TransferLimits
 from transfer.link import Peer
-from transfer.offer import Ended, Event, Offer, State, check_blocks
+from transfer.offer import Event, Offer, Owner, State, check_blocks
+
+
+class _Early(NamedTuple):
+    """A pull that waits for its offer."""
+
+    owner: Owner
+    pull: wire.Pull
+    until_s: float
 
 
 class Offers:
@@ -30,68 +39,54 @@ class Offers:
     sends, no method raises because of it. :class:`LocalProtocolError` is for mistakes of this side; it changes nothing.
     """
 
-    def __init__(self, identity: Identity, limits: TransferLimits) -> None:
+    def __init__(self, identity: Identity, limits: TransferLimits, counters: Counters) -> None:
         self.identity = identity
         self.limits = limits
-        self.counters = OfferCounters()  # its own: who keeps it copies it
+        self.counters = counters
         self._offers: dict[wire.TransferId, Offer] = {}
-        self._ended: OrderedDict[wire.TransferId, Ended] = OrderedDict()
-        self._expected: dict[wire.TransferId, None] = {}  # of these, those that were pulled only; the oldest first
-        self._peers: OrderedDict[Peer, wire.Hello] = OrderedDict()  # who said hello; the one heard last at the end
-        self._owners: Counter[Peer] = Counter()  # offers by owner, also by one that was lost; no zeros
-        self._ready: OrderedDict[wire.TransferId, None] = OrderedDict()  # with something to send and credit for it
+        self._early: OrderedDict[wire.TransferId, _Early] = OrderedDict()  # the one whose time ends first is the first
+        self._ended: OrderedDict[wire.TransferId, tuple[wire.Outcome, Owner | None]] = OrderedDict()
+        self._runs: OrderedDict[Peer, bytes] = OrderedDict()  # of who said hello; the peer heard last at the end
+        self._ready: OrderedDict[wire.TransferId, None] = OrderedDict()  # with something to send
         self._stalled: list[wire.TransferId] = []  # those whose records the link refused, to be tried again
-        self._resend_s = 0.0
-        self._unsummed: OrderedDict[wire.TransferId, None] = OrderedDict()
-        self._expiries: list[tuple[float, wire.TransferId]] = []  # a heap; a renewed offer is pushed again when popped
+        self._resend_s = math.inf
+        self._look_s = math.inf  # nothing ends before
 
     # ---------------------------------------------------------------- the engine's side
 
     @property
     def in_flight(self) -> int:
         """Offers that are not over yet."""
-        return len(self._offers) - len(self._expected)
+        return len(self._offers)
 
     def offer(
         self,
         transfer: wire.TransferId,
         blocks: Sequence[OfferedBlock],
         now_s: float,
-        *,
         is_open: bool = False,
         lease_s: float | None = None,
-    ) -> list[Action] | None:
-        """Lend ``blocks`` to the peer that pulls ``transfer`` within ``lease_s``; ``None``: no room, nothing changed.
+    ) -> list[Action]:
+        """Lend ``blocks`` to the peer that pulls ``transfer`` within ``lease_s``.
 
         ``is_open``: more blocks come, until :meth:`seal`. Raises :class:`LocalProtocolError` for an id that is not new,
-        or blocks that do not have the session's parts.
+        or blocks that do not have the session's parts, and :class:`NodeFullError`.
         """
-        found = self._offers.get(transfer)
-        if len(transfer) != 16 or transfer in self._ended or not (found is None or found.state is State.EXPECTED):
+        if len(transfer) != 16 or transfer in self._ended or transfer in self._offers:
             raise LocalProtocolError(f"transfer: wanted 16 bytes that are new, got {transfer.hex()}")
         check_blocks(blocks, self.identity.parts)
         if self.in_flight >= self.limits.transfers_max:
-            return None
-        lease_s = self.limits.lease_s if lease_s is None else lease_s
+            raise NodeFullError("transfers_max", self.limits.transfers_max, "one more offer")
         end_s = now_s + self.limits.lease_max_s
-        if found is None:
-            found = self._offers[transfer] = Offer(transfer)
-        else:
-            del self._expected[transfer]
-        self._expire_at(found, min(now_s + lease_s, end_s), end_s)
-        found.apply(Event.OFFER)
+        expires_s = min(now_s + (self.limits.lease_s if lease_s is None else lease_s), end_s)
+        found = self._offers[transfer] = Offer(transfer, expires_s, end_s)
+        self._look_s = min(self._look_s, expires_s)
         self.counters.offered += 1
-        self._grown(found, found.grow(blocks))
+        found.grow(blocks)
         if not is_open:
             found.seal()
-        return [] if found.asked is None else self._owned(found, found.asked)
-
-    def _expire_at(self, found: Offer, expires_s: float, expires_max_s: float) -> None:
-        found.expires_s, found.expires_max_s = expires_s, expires_max_s
-        if len(self._expiries) > 4 * self.limits.transfers_max:  # most are of offers that ended early
-            self._expiries = [entry for entry in self._expiries if entry[1] in self._offers]
-            heapq.heapify(self._expiries)
-        heapq.heappush(self._expiries, (expires_s, found.id))
+        early = self._early.pop(transfer, None)
+        return [] if early is None else self._on_pull(found, early.owner, early.pull)
 
     def grow(self, transfer: wire.TransferId, blocks: Sequence[OfferedBlock], now_s: float) -> list[Action]:
         """Add blocks to an open offer, which renews its lease. Harmless when it has ended."""
@@ -105,40 +100,38 @@ class Offers:
         found = self._open(transfer, now_s)
         return [] if found is None else self._grown(found, found.seal())
 
-    def withdraw(self, transfer: wire.TransferId) -> list[Action]:
+    def withdraw(self, transfer: wire.TransferId, detail: str = "") -> list[Action]:
         """Give an offer up; harmless when it has ended."""
         found = self._offers.get(transfer)
-        return self._end(found, wire.Outcome.ABORTED) if found and transfer not in self._expected else []
+        return [] if found is None else self._end(found, wire.Outcome.ABORTED, detail=detail)
 
     def reset(self, namespace: Namespace) -> list[Action]:
         """This side's rows belong to another namespace from here on: every offer ends, every peer must say hello."""
         self.identity = replace(self.identity, namespace=namespace)
-        actions = self._end_all(wire.Outcome.RESET)
-        self._peers.clear()
+        actions = [a for o in list(self._offers.values()) for a in self._end(o, wire.Outcome.RESET)]
+        self._runs.clear()
         return actions
 
     def close(self) -> list[Action]:
         """End every offer and say goodbye."""
-        byes: list[Action] = [Send(peer, wire.Bye(self.identity.boot_id)) for peer in self._peers]
-        return self._end_all(wire.Outcome.ABORTED) + byes
+        byes: list[Action] = [Send(peer, wire.Bye(self.identity.boot_id)) for peer in self._runs]
+        return [a for o in list(self._offers.values()) for a in self._end(o, wire.Outcome.ABORTED)] + byes
 
     def _open(self, transfer: wire.TransferId, now_s: float) -> Offer | None:
         found = self._offers.get(transfer)
-        if transfer in self._expected or (found is None and transfer not in self._ended):
+        if found is None and transfer not in self._ended:
             raise LocalProtocolError(f"transfer: wanted one that was offered, got {transfer.hex()}")
-        if found is not None and found.state is not State.OPEN:
-            raise LocalProtocolError(f"transfer {transfer.hex()}: wanted an open offer, got one that is sealed")
         if found is not None:
+            if found.state is not State.OPEN:
+                raise LocalProtocolError(f"transfer {transfer.hex()}: wanted an open offer, got one that is sealed")
             self._renew(found, now_s)
         return found
 
     def _grown(self, found: Offer, absent: list[wire.Place]) -> list[Action]:
-        if found.unsummed:
-            self._unsummed[found.id] = None
         if found.wanted:
             self._ready[found.id] = None
         self.counters.records_absent += len(absent)
-        return [Send(found.peer, wire.Absent(found.id, found.epoch, absent))] if absent and found.peer else []
+        return [Send(found.owner[0], wire.Absent(found.id, found.epoch, absent))] if absent and found.owner else []
 
     # ---------------------------------------------------------------- the link's side
 
@@ -149,205 +142,152 @@ class Offers:
             case wire.Hello():
                 return actions + self._on_hello(peer, message)
             case wire.Bye():
-                return actions + self._on_bye(peer, message)
+                return actions + self._on_bye((peer, message.boot_id))
             case _:
-                return actions + self._on_transfer_message(peer, message, now_s)
+                return actions + self._on_transfer_message((peer, message.boot_id), message, now_s)
 
     def tick(self, now_s: float) -> list[Action]:
         """End what has outlived its lease; links that were full may be tried again."""
-        if self._stalled and now_s >= self._resend_s:
+        if self._resend_s <= now_s:
             for transfer in self._stalled:
                 if (found := self._offers.get(transfer)) and found.wanted:
                     self._ready[transfer] = None
             self._stalled.clear()
+            self._resend_s = math.inf
         return self._expire(now_s)
 
-    def next_due_s(self) -> float | None:
+    def next_due_s(self) -> float:
         """When :meth:`tick` has something to do, at the earliest."""
-        due = [expiry_s for expiry_s, _ in self._expiries[:1]]
-        if self._stalled:
-            due.append(self._resend_s)
-        return min(due, default=None)
+        return min(self._look_s, self._resend_s)
 
     def next_records(self) -> Send | None:
-        """The next records to send, offers taking turns; ``None``: nothing, or no credit, or the link was full."""
+        """The next records to send, offers taking turns; ``None``: nothing, or the link was full."""
         while self._ready:
             found = self._offers[next(iter(self._ready))]
-            if found.peer is None or not self.greeted(found.peer, found.boot_id):
+            if not (found.owner and self.greeted(*found.owner)):
                 del self._ready[found.id]  # lost: it will say hello and pull again
                 continue
-            send = found.take(self.identity.parts, self.limits, self._peers[found.peer].frame_nbytes_max)
-            if found.wanted and send:
+            send = found.take(self.limits.records_nbytes_max)
+            if found.wanted:
                 self._ready.move_to_end(found.id)
             else:
-                del self._ready[found.id]  # all sent, or out of credit
-            if send is not None:
-                assert isinstance(send.message, wire.Records)
-                self.counters.records_sent += len(send.message.entries)
-                return send
+                del self._ready[found.id]
+            assert isinstance(send.message, wire.Records)
+            self.counters.records_sent += len(send.message.entries)
+            return send
         return None
-
-    def sum_ahead(self, records_max: int) -> bool:
-        """Sum records that no peer has asked for yet, so that they go out at once; whether there may be more."""
-        for _ in range(records_max):
-            if not self._unsummed:
-                return False
-            found = self._offers.get(next(iter(self._unsummed)))
-            if found is None or not found.sum_next():
-                self._unsummed.popitem(last=False)
-        return bool(self._unsummed)
 
     def unsent(self, send: Send, now_s: float) -> None:
         """The link refused ``send``. Records are tried again after a :meth:`tick`; for anything else the peer asks."""
         self.counters.sends_refused += 1
         message = send.message
-        if not isinstance(message, wire.Records):
-            return
-        found = self._offers[wire.TransferId(message.transfer)]
-        found.take_back(message, self.identity.parts)
-        self.counters.records_sent -= len(message.entries)
-        self._ready.pop(found.id, None)
-        self._stalled.append(found.id)
-        self._resend_s = now_s + self.limits.resend_s
+        if isinstance(message, wire.Records):
+            found = self._offers[wire.TransferId(message.transfer)]
+            found.take_back(message)
+            self.counters.records_sent -= len(message.entries)
+            self._ready.pop(found.id, None)
+            self._stalled.append(found.id)
+            self._resend_s = now_s + self.limits.resend_s
 
     def peer_lost(self, peer: Peer) -> None:
         """The link lost ``peer``: it has to say hello again. Its offers stay until their leases end."""
-        self._peers.pop(peer, None)
+        self._runs.pop(peer, None)
+
+    def greeted(self, peer: Peer, boot_id: bytes) -> bool:
+        """Whether ``peer`` is remembered by a hello of the run ``boot_id``."""
+        return self._runs.get(peer) == boot_id
 
     def _on_hello(self, peer: Peer, hello: wire.Hello) -> list[Action]:
         own = self.identity
         try:
             check_peer(own, hello.namespace, hello.parts)
-            if hello.frame_nbytes_max < own.nbytes_max:
-                raise IncompatiblePeerError("frame_nbytes_max", f"at least {own.nbytes_max}", hello.frame_nbytes_max)
-            if not self._remember(peer, hello):
-                raise IncompatiblePeerError("peers", f"at most {self.limits.peers_max} with transfers", "one more")
+            self._remember(peer, hello.boot_id)
         except IncompatiblePeerError as error:
-            self._peers.pop(peer, None)
+            self._runs.pop(peer, None)
             self.counters.refused_peers += 1
             field, wanted, got = (str(text)[:256] for text in (error.field, error.wanted, error.got))
             return [Send(peer, wire.Refuse(field, wanted, got, hello.boot_id))]
-        welcome = wire.Welcome(own.boot_id, own.space, list(own.parts), wire.MINOR, self.limits.lease_ms, hello.boot_id)
-        return [Send(peer, welcome)]
+        lease_ms = int(self.limits.lease_s * 1000)
+        return [Send(peer, wire.Welcome(own.boot_id, own.space, list(own.parts), lease_ms, hello.boot_id))]
 
-    def _remember(self, peer: Peer, hello: wire.Hello) -> bool:
+    def _remember(self, peer: Peer, boot_id: bytes) -> None:
         """Remember ``peer``; of too many, the one that was silent longest and owns no offer is forgotten."""
-        if peer not in self._peers and len(self._peers) >= self.limits.peers_max:
-            idle = next((known for known in self._peers if known not in self._owners), None)
+        if peer not in self._runs and len(self._runs) >= self.limits.peers_max:
+            owners = {o.owner[0] for o in self._offers.values() if o.owner}
+            idle = next((known for known in self._runs if known not in owners), None)
             if idle is None:
-                return False
-            del self._peers[idle]
+                raise IncompatiblePeerError("peers", f"at most {self.limits.peers_max} with transfers", "one more")
+            del self._runs[idle]
             self.counters.forgotten_peers += 1
-        self._peers[peer] = hello
-        self._peers.move_to_end(peer)
-        return True
+        self._runs[peer] = boot_id
+        self._runs.move_to_end(peer)
 
-    def greeted(self, peer: Peer, boot_id: bytes) -> bool:
-        """Whether ``peer`` is remembered by a hello of the run ``boot_id``."""
-        hello = self._peers.get(peer)
-        return hello is not None and hello.boot_id == boot_id
-
-    def _on_transfer_message(self, peer: Peer, message: wire.OfTransfer, now_s: float) -> list[Action]:
-        if not self.greeted(peer, message.boot_id):
+    def _on_transfer_message(self, who: Owner, message: wire.OfTransfer, now_s: float) -> list[Action]:
+        peer, run = who
+        if not self.greeted(peer, run):
             self.counters.stranger_messages += 1
-            return [
-                Send(peer, wire.Refuse("hello", "a hello of this run first", type(message).__name__, message.boot_id))
-            ]
-        self._peers.move_to_end(peer)
+            return [Send(peer, wire.Refuse("hello", "a hello of this run first", type(message).__name__, run))]
+        self._runs.move_to_end(peer)
         found = self._offers.get(wire.TransferId(message.transfer))
         if found is None:
-            return self._on_absent_offer(peer, message, now_s)
-        if found.peer is None:
-            if not isinstance(message, (wire.Pull, wire.Abort)) and not (
-                isinstance(message, wire.Ack) and not message.installed
-            ):
-                self.counters.stale_messages += 1  # only a pull makes an owner
-                return []
-        elif (found.peer, found.boot_id) != (peer, message.boot_id):
+            return self._without_offer(who, message, now_s)
+        if found.owner not in (None, who):
             self.counters.foreign_messages += 1
             return [Send(peer, wire.Gone(message.transfer, wire.Outcome.FOREIGN))]
+        if found.owner is None and isinstance(message, wire.Renew):  # only a pull makes an owner
+            self.counters.stale_messages += 1
+            return []
         self._renew(found, now_s)
         match message:
+            case wire.Pull() if message.epoch > found.epoch:
+                return self._on_pull(found, who, message)
             case wire.Pull():
-                return self._on_pull(peer, found, message)
-            case wire.Credit():
-                return self._on_credit(found, message)
-            case wire.Ack():
-                return self._on_ack(peer, found, message)
+                self.counters.stale_messages += 1
+            case wire.Ack():  # also of who wanted nothing, and so has not pulled
+                found.owner = who
+                return self._end(found, wire.Outcome.ACKED)
             case wire.Abort():
                 return self._end(found, wire.Outcome.ABORTED, tell=False)
+        return []
 
-    def _on_pull(self, peer: Peer, found: Offer, pull: wire.Pull) -> list[Action]:
-        if pull.epoch <= found.epoch:
-            self.counters.stale_messages += 1
-            return []
-        is_new, found.peer, found.boot_id = found.peer is None, peer, pull.boot_id
-        if found.state is State.EXPECTED:
-            found.epoch, found.asked = pull.epoch, pull
-            return [Send(peer, wire.Later(found.id, pull.epoch))]
-        return self._owned(found, pull) if is_new else self._wanted(found, pull)
-
-    def _owned(self, found: Offer, pull: wire.Pull) -> list[Action]:
+    def _on_pull(self, found: Offer, who: Owner, pull: wire.Pull) -> list[Action]:
         """Its first pull makes a peer the owner of an offer."""
-        assert found.peer is not None, "somebody has pulled it"
-        found.asked = None
-        self._owners[found.peer] += 1
-        self.counters.pulled += 1
-        return self._wanted(found, pull)
-
-    def _wanted(self, found: Offer, pull: wire.Pull) -> list[Action]:
-        absent, mismatches = found.want(pull)
-        self.counters.attempts += 1
-        self.counters.key_mismatches += mismatches
+        self.counters.pulled += found.owner is None
+        found.owner = who
+        absent = found.want(pull)
         self._ready.pop(found.id, None)
-        assert found.peer is not None, "somebody has pulled it"
-        later: list[Action] = [Send(found.peer, wire.Later(found.id, found.epoch))] if found.later else []
+        later: list[Action] = [Send(who[0], wire.Later(found.id, found.epoch))] if found.later else []
         return self._grown(found, absent) + later
 
-    def _on_credit(self, found: Offer, credit: wire.Credit) -> list[Action]:
-        if credit.epoch != found.epoch:
-            self.counters.stale_messages += 1
-            return []
-        found.granted_nbytes = max(found.granted_nbytes, credit.nbytes)
-        return self._grown(found, [])
-
-    def _on_ack(self, peer: Peer, found: Offer, ack: wire.Ack) -> list[Action]:
-        if ack.epoch < found.epoch:
-            self.counters.stale_messages += 1
-            return []
-        if found.peer is None:  # nothing was wanted; an ack again is then heard from this peer only
-            found.peer, found.boot_id = peer, ack.boot_id
-            self._owners[peer] += 1
-        return self._end(found, wire.Outcome.ACKED)
-
-    def _on_absent_offer(self, peer: Peer, message: wire.OfTransfer, now_s: float) -> list[Action]:
+    def _without_offer(self, who: Owner, message: wire.OfTransfer, now_s: float) -> list[Action]:
         transfer = wire.TransferId(message.transfer)
-        ended = self._ended.get(transfer)
-        if ended is None and isinstance(message, wire.Pull):  # it may come: the pull waits for it, for a bounded time
-            self.counters.early_pulls += 1
-            self._expected[transfer] = None
-            found = self._offers[transfer] = Offer(transfer)
-            self._expire_at(found, now_s + self.limits.early_s, now_s + self.limits.early_s)
-            oldest = self._offers[next(iter(self._expected))]
-            gone = [] if len(self._expected) <= self.limits.transfers_max else self._end(oldest, wire.Outcome.UNKNOWN)
-            return self._on_pull(peer, found, message) + gone
-        if ended is None:
-            self.counters.unknown_transfers += 1
-            outcome = wire.Outcome.UNKNOWN
-        elif ended.peer is not None and (ended.peer, ended.boot_id) != (peer, message.boot_id):
+        early = self._early.get(transfer)
+        ended, owner = self._ended.get(transfer, (None, early and early.owner))
+        if owner not in (None, who):
             self.counters.foreign_messages += 1
-            outcome = wire.Outcome.FOREIGN
-        else:
+            return [Send(who[0], wire.Gone(transfer, wire.Outcome.FOREIGN))]
+        if ended is not None:
             self.counters.late_messages += 1
-            outcome = ended.outcome
-        return [] if isinstance(message, wire.Abort) else [Send(peer, wire.Gone(transfer, outcome))]
+            return [] if isinstance(message, wire.Abort) else [Send(who[0], wire.Gone(transfer, ended))]
+        if isinstance(message, wire.Pull):  # its offer may come: the pull waits for it, for a bounded time
+            self.counters.early_pulls += early is None
+            until_s = early.until_s if early else now_s + self.limits.early_s
+            self._early[transfer] = _Early(who, message, until_s)
+            self._look_s = min(self._look_s, until_s)
+            told: list[Action] = [Send(who[0], wire.Later(transfer, message.epoch))]
+            return told + (self._end_early() if len(self._early) > self.limits.transfers_max else [])
+        if early is not None and isinstance(message, wire.Renew):
+            return []
+        self._early.pop(transfer, None)
+        self.counters.unknown_transfers += 1
+        return [] if isinstance(message, wire.Abort) else [Send(who[0], wire.Gone(transfer, wire.Outcome.UNKNOWN))]
 
-    def _on_bye(self, peer: Peer, bye: wire.Bye) -> list[Action]:
-        if not self.greeted(peer, bye.boot_id):
+    def _on_bye(self, who: Owner) -> list[Action]:
+        if not self.greeted(*who):
             self.counters.stranger_messages += 1
             return []
-        del self._peers[peer]
-        own = [o for o in self._offers.values() if (o.peer, o.boot_id) == (peer, bye.boot_id)]
+        del self._runs[who[0]]
+        own = [o for o in self._offers.values() if o.owner == who]
         return [a for o in own for a in self._end(o, wire.Outcome.ABORTED, tell=False)]
 
     def _renew(self, found: Offer, now_s: float) -> None:
@@ -355,45 +295,35 @@ class Offers:
 
     def _expire(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        while self._expiries and self._expiries[0][0] <= now_s:
-            _, transfer = heapq.heappop(self._expiries)
-            found = self._offers.get(transfer)
-            if found is None:
-                continue
-            if found.expires_s > now_s:
-                heapq.heappush(self._expiries, (found.expires_s, transfer))
-                continue
-            if transfer in self._expected:
-                actions += self._end(found, wire.Outcome.UNKNOWN)
-                continue
+        if now_s < self._look_s:
+            return actions
+        while self._early and next(iter(self._early.values())).until_s <= now_s:
+            actions += self._end_early()
+        for found in [o for o in self._offers.values() if o.expires_s <= now_s]:
             actions += self._end(found, wire.Outcome.EXPIRED)
-            if found.peer is not None:  # the link may still have messages for it, which it does not read
+            if found.owner is not None:  # the link may still have messages for it, which it does not read
                 self.counters.slow_peers += 1
-                actions.append(Cut(found.peer))
+                actions.append(Cut(found.owner[0]))
+        waits = [early.until_s for early in list(self._early.values())[:1]]
+        self._look_s = min([*waits, *(o.expires_s for o in self._offers.values())], default=math.inf)
         return actions
 
-    def _end_all(self, outcome: wire.Outcome) -> list[Action]:
-        return [a for o in list(self._offers.values()) for a in self._end(o, outcome)]
+    def _end_early(self) -> list[Action]:
+        """The pull that has waited longest waits no longer."""
+        transfer, early = self._early.popitem(last=False)
+        self.counters.unknown_transfers += 1
+        return [Send(early.owner[0], wire.Gone(transfer, wire.Outcome.UNKNOWN))] if self.greeted(*early.owner) else []
 
-    def _end(self, found: Offer, outcome: wire.Outcome, *, tell: bool = True) -> list[Action]:
-        """The offer is over. Its owner is told unless it knows. One that was never made is not remembered."""
+    def _end(self, found: Offer, outcome: wire.Outcome, *, tell: bool = True, detail: str = "") -> list[Action]:
+        """The offer is over. Its owner is told unless it knows."""
         found.apply(Event.END)
         del self._offers[found.id]
         self._ready.pop(found.id, None)
-        self._unsummed.pop(found.id, None)
-        told: list[Action] = []
-        if found.peer is not None and tell and self.greeted(found.peer, found.boot_id):
-            told.append(Send(found.peer, wire.Gone(found.id, outcome)))
-        if found.id in self._expected:
-            del self._expected[found.id]
-            self.counters.unknown_transfers += outcome is wire.Outcome.UNKNOWN
-            return told
         setattr(self.counters, outcome.value, getattr(self.counters, outcome.value) + 1)
-        self._ended[found.id] = Ended(outcome, found.peer, found.boot_id)
+        self._ended[found.id] = outcome, found.owner
         while len(self._ended) > self.limits.remembered_max:
             self._ended.popitem(last=False)
-        if found.peer is not None:
-            self._owners[found.peer] -= 1
-            if not self._owners[found.peer]:
-                del self._owners[found.peer]
-        return [*told, Release(found.id, outcome)]
+        told: list[Action] = []
+        if found.owner is not None and tell and self.greeted(*found.owner):
+            told.append(Send(found.owner[0], wire.Gone(found.id, outcome)))
+        return [*told, Release(found.id, outcome, detail)]

@@ -9,22 +9,20 @@ The law: the ack follows the last installation, and every wanted record ends as 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from cache_manager.errors import RecordError
+from cache_manager.errors import BlockBusyError, RecordError
 from cache_manager.keys import BlockKey
 from cache_manager.record import check_record, unpack_header
-from transfer.actions import Install, Missing, Reason, WantedBlock
-from transfer.counters import PullCounters
+from transfer.actions import BlockSink, Missing, Reason, WantedBlock
+from transfer.counters import Counters
 from transfer.errors import LocalProtocolError, RemoteProtocolError
 from transfer.frames import split
-from transfer.limits import TransferLimits
 from transfer.link import Peer
-from transfer.messages import BLOCKS_MAX, Absent, Ack, BootId, Credit, Part, Pull, Range, Records, TransferId
+from transfer.messages import BLOCKS_MAX, Absent, Ack, BootId, Part, Pull, Range, Records, Renew, TransferId
 
 
 class State(StrEnum):
@@ -34,42 +32,30 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    ARRIVED = "a record was settled"
-    RETRY = "nothing came"
     ALL_SETTLED = "every wanted record was settled"
     FAIL = "fail"
     GIVE_UP = "prefill knows, or nobody can tell"
 
 
 TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
-    State.PULLING: {
-        Event.ARRIVED: State.PULLING,
-        Event.RETRY: State.PULLING,
-        Event.ALL_SETTLED: State.ACKING,
-        Event.FAIL: State.ENDED,
-    },
-    State.ACKING: {
-        Event.RETRY: State.ACKING,
-        Event.GIVE_UP: State.ENDED,
-    },
+    State.PULLING: {Event.ALL_SETTLED: State.ACKING, Event.FAIL: State.ENDED},
+    State.ACKING: {Event.GIVE_UP: State.ENDED},
     State.ENDED: {},
 }
 
 Place = tuple[int, int]
+"""(part, index)"""
 
 
 def places_of(wanted: Sequence[WantedBlock], parts: int) -> dict[Place, BlockKey]:
     """The records of ``wanted`` with their keys; :class:`LocalProtocolError` for what cannot be wanted."""
+    keys: dict[Place, BlockKey] = {}
     if len({b.index for b in wanted}) != len(wanted):
         raise LocalProtocolError("wanted: wanted each index once, got one twice")
-    keys: dict[Place, BlockKey] = {}
     for block in wanted:
-        if not 0 <= block.index < BLOCKS_MAX or not block.parts:
-            raise LocalProtocolError(f"wanted: wanted parts of an index in [0, {BLOCKS_MAX}), got {block}")
-        for part in block.parts:
-            if not 0 <= part < parts:
-                raise LocalProtocolError(f"wanted: wanted a part in [0, {parts}), got {part}")
-            keys[part, block.index] = block.key
+        if not 0 <= block.index < BLOCKS_MAX or not block.parts or not set(block.parts) <= set(range(parts)):
+            raise LocalProtocolError(f"wanted: wanted some of {parts} parts of a block below {BLOCKS_MAX}, got {block}")
+        keys.update(((part, block.index), block.key) for part in block.parts)
     return keys
 
 
@@ -83,49 +69,20 @@ def payloads_of(records: Records, bulk: Sequence[memoryview], parts: Sequence[Pa
 
 
 @dataclass(slots=True, eq=False)
-class Greeting:
-    """Where this side stands with a peer."""
-
-    boot_id: bytes | None = None  # the prefill run that welcomed us; None: not (or no longer) welcomed
-    renew_s: float = 0.0
-    hello_s: float | None = None  # when the last hello was sent
-    pulls: dict[TransferId, None] = field(default_factory=dict)
-    unsaid: dict[TransferId, None] = field(default_factory=dict)  # pulls for which the link refused a message
-    again_s: float = 0.0  # when those are tried again
-    pause_s: float = 0.0  # before that; twice as long each time
-
-    def refused(self, now_s: float, limits: TransferLimits) -> None:
-        """The link refused a message to this peer."""
-        self.pause_s = min(2 * self.pause_s or limits.resend_s, limits.retry_s)
-        self.again_s = now_s + self.pause_s
-
-    def says_hello(self, now_s: float, retry_s: float) -> bool:
-        """Whether a hello is due, which is then taken to be sent; not so soon after another."""
-        due = self.hello_s is None or now_s >= self.hello_s + retry_s
-        if due:
-            self.hello_s = now_s
-        return due
-
-
-@dataclass(slots=True, eq=False)
 class Pulling:
-    """What is kept for a pull. A *place* is (part, index); times are monotonic seconds."""
+    """What is kept for a pull. Times are monotonic seconds."""
 
     id: TransferId
     peer: Peer
-    outstanding: dict[Place, BlockKey]  # of what is neither settled nor being installed
+    sink: BlockSink
+    outstanding: dict[Place, BlockKey]  # of what is not settled
     due_s: float
     spoken_s: float
     give_up_s: float  # however much prefill promises
-    wake_s: float = math.inf  # when the session looks at it next
     state: State = State.PULLING
     epoch: int = 0
     retries: int = 0  # in a row
-    asked: bool = False  # the message for this epoch is with the link
-    owed: set[Place] = field(default_factory=set)  # asked for in this epoch, not yet come
-    granted_nbytes: int = 0
-    consumed_nbytes: int = 0  # of this epoch, since the last credit
-    installing: dict[Place, BlockKey] = field(default_factory=dict)
+    asked: bool = False  # the message that the state asks for is with the link
     installed: int = 0
     missing: list[Missing] = field(default_factory=list)
 
@@ -135,38 +92,23 @@ class Pulling:
         assert after is not None, f"{event.name} while {self.state.name}"
         self.state = after
 
-    @property
-    def unsettled(self) -> bool:
-        return bool(self.outstanding or self.installing)
-
-    def next_message(self, boot_id: BootId, credit_nbytes: int, now_s: float) -> Pull | Ack | Credit:
+    def next_message(self, boot_id: BootId, now_s: float) -> Pull | Ack | Renew:
         """What the state asks for, taken to be sent: a pull begins the next epoch; where all was said, a renewal."""
         self.spoken_s = now_s
         if self.asked:
-            return Credit(boot_id, self.id, max(1, self.epoch), self.granted_nbytes)
+            return Renew(boot_id, self.id)
         self.asked = True
         if self.state is State.ACKING:
-            return Ack(boot_id, self.id, max(1, self.epoch), self.installed, len(self.missing))
+            return Ack(boot_id, self.id)
         self.epoch += 1
-        self.owed = set(self.outstanding)
-        self.granted_nbytes, self.consumed_nbytes = credit_nbytes, 0
-        return Pull(boot_id, self.id, self.epoch, self._wants(), credit_nbytes)
+        return Pull(boot_id, self.id, self.epoch, self._wants())
 
-    def take(
-        self, records: Records, payloads: Sequence[memoryview], parts: Sequence[Part], counters: PullCounters
-    ) -> list[Install]:
-        """The records that are wanted and sound, to be installed from now on; what was owed is credit again."""
-        installs: list[Install] = []
-        current = records.epoch == self.epoch
-        owed, keys, installing = self.owed, self.outstanding, self.installing
+    def take(self, records: Records, payloads: Sequence[memoryview], parts: Sequence[Part], counters: Counters) -> bool:
+        """Have the records installed that are wanted and sound; whether any was settled."""
+        before = len(self.outstanding)
         for entry, payload in zip(records.entries, payloads, strict=True):
-            place = entry.part, entry.index
-            part = parts[entry.part]
-            if current and place in owed:
-                owed.discard(place)
-                self.consumed_nbytes += part.nbytes
-            key = keys.get(place)
-            if key is None:
+            place, part = (entry.part, entry.index), parts[entry.part]
+            if (key := self.outstanding.get(place)) is None:
                 counters.duplicate_records += 1
                 continue
             try:
@@ -177,28 +119,28 @@ class Pulling:
             except RecordError:
                 counters.corrupt_records += 1
                 continue
-            installing[place] = keys.pop(place)
-            installs.append(Install(self.id, *place, header, payload))
-        return installs
+            try:
+                placed = self.sink.install(*place, header, payload)
+            except BlockBusyError:  # asked for again with the next epoch
+                counters.postponed_records += 1
+                continue
+            del self.outstanding[place]
+            if placed:
+                counters.records_installed += 1
+                self.installed += 1
+            else:
+                counters.records_stale += 1
+                self.missing.append(Missing(*place, Reason.STALE))
+        return len(self.outstanding) < before
 
-    def credit(self, boot_id: BootId, credit_nbytes: int, now_s: float) -> Credit | None:
-        """More credit when half of it has come and more is wanted, taken to be sent."""
-        if not self.outstanding or 2 * self.consumed_nbytes < credit_nbytes:
-            return None
-        self.granted_nbytes += self.consumed_nbytes
-        self.consumed_nbytes, self.spoken_s = 0, now_s
-        return Credit(boot_id, self.id, self.epoch, self.granted_nbytes)
-
-    def give_up(self, absent: Absent) -> int:
-        """Settle what prefill does not have; how many records that are."""
-        settled = 0
-        for entry in absent.entries:
-            place = entry.part, entry.index
-            if self.outstanding.pop(place, None) is not None:
-                settled += 1
-                self.owed.discard(place)
-                self.missing.append(Missing(*place, Reason.ABSENT))
-        return settled
+    def give_up(self, absent: Absent, counters: Counters) -> bool:
+        """Settle what prefill does not have; whether that was anything."""
+        places = {(entry.part, entry.index) for entry in absent.entries} & self.outstanding.keys()
+        for place in places:
+            del self.outstanding[place]
+            self.missing.append(Missing(*place, Reason.ABSENT))
+        counters.records_absent += len(places)
+        return bool(places)
 
     def _wants(self) -> list[Range]:
         """What is missing: neighbouring blocks of which the same parts are wanted are one range."""

@@ -10,7 +10,7 @@ import itertools
 import os
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -20,9 +20,16 @@ from cache_manager.record import Buffer
 from transfer.errors import TransferError
 from transfer.frames import nbytes_of
 from transfer.link import Arrival, Came, Peer, PeerFound, PeerLost
-from transfer.zmq_server import EVENTS_MAX, ZmqServer, events, monitored
+from transfer.messages import ENTRIES_MAX
+from transfer.zmq_server import ZmqServer
 from transfer.zmq_settings import ZmqSettings, check_address
-from transfer.zmq_sockets import dealer
+from transfer.zmq_sockets import EVENTS_MAX, Socket, dealer, events, monitored
+
+FRAMES_MAX: Final = ENTRIES_MAX + 1
+"""Of a message: control and bulk."""
+
+ZERO_COPY_NBYTES: Final = 256 << 10
+"""Bulk frames from this size on are sent from where they lie; smaller ones are copied, which is cheaper."""
 
 _LAST: Final = int(zmq.NOBLOCK)  # as numbers: the library's flags cost more than a small copy
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -30,13 +37,13 @@ _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ZmqCounters:
     """What a link has met since it was made.
 
     ``dropped_messages`` had too many frames or none; ``evicted_connections`` were the idlest of too many,
-    ``cut_connections`` sent what nobody may or did not read; ``refused_keys`` are not on the list. ``peers`` and
-    ``connections`` are those of this moment.
+    ``cut_connections`` sent what nobody may or did not read; ``refused_keys`` are not ours. ``connections`` are those
+    of this moment.
     """
 
     received_messages: int = 0
@@ -45,15 +52,13 @@ class ZmqCounters:
     evicted_connections: int = 0
     cut_connections: int = 0
     refused_keys: int = 0
-    peers: int = 0
     connections: int = 0
 
 
 @dataclass(slots=True)
 class _Server:
-    address: str
-    socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
+    socket: Socket
+    monitor: Socket
     connected: bool = False
     used: int = 0
 
@@ -66,8 +71,8 @@ class _Server:
 class ZmqLink:
     """A :class:`~transfer.link.Link`; it binds when it is made, or raises :class:`~cache_manager.errors.ConfigError`.
 
-    A peer that we connected to is named by its address, one that connected to us by the routing id it chose and, with
-    CURVE, by its public key. A message that is sent to a peer which is not connected is not taken.
+    A peer that we connected to is named by its address, one that connected to us by the routing id it chose. A message
+    that is sent to a peer which is not connected is not taken.
     """
 
     def __init__(self, settings: ZmqSettings | None = None) -> None:
@@ -79,7 +84,7 @@ class ZmqLink:
         self._servers: dict[Peer, _Server] = {}
         self._news: list[PeerFound | PeerLost] = []
         self._uses = itertools.count(1)
-        self._counts = dict.fromkeys(("received_messages", "dropped_messages", "lost_peers"), 0)
+        self._counters = ZmqCounters()
         self._server: ZmqServer | None = None
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 4 * settings.servers_max + 64)  # three each, and those on their way out
@@ -99,17 +104,10 @@ class ZmqLink:
 
     @property
     def counters(self) -> ZmqCounters:
-        counters = ZmqCounters(**self._counts)
         if (server := self._server) is None:
-            return counters
-        return replace(
-            counters,
-            evicted_connections=server.evicted,
-            cut_connections=server.cut,
-            refused_keys=server.refused_keys,
-            peers=server.peers,
-            connections=server.connections,
-        )
+            return replace(self._counters)
+        done = {"evicted_connections": server.evicted, "cut_connections": server.cut}
+        return replace(self._counters, **done, refused_keys=server.refused_keys, connections=server.connections)
 
     def connect(self, address: str) -> Peer:
         """The peer at ``address``, which need not be there yet.
@@ -117,58 +115,40 @@ class ZmqLink:
         :class:`TransferError` when ``servers_max`` others are connected (one that is not makes room), or when ZeroMQ
         cannot: it has an address for nobody, or no descriptor left.
         """
-        peer = Peer(b"server " + address.encode()) if isinstance(address, str) else Peer(b"")
-        server = self._servers.get(peer)
-        if server is None:
-            check_address(address, "address", curve=self.settings.curve_client is not None)
-            self._open()
+        check_address(address, "address", curve=self.settings.keys is not None)
+        self._open()
+        peer = Peer(b"server " + address.encode())
+        if peer not in self._servers:
             if len(self._servers) >= self.settings.servers_max:
                 self._forget_server()
             server = self._servers[peer] = self._connected(address)
             self._poller.register(server.socket, zmq.POLLIN)
             self._poller.register(server.monitor, zmq.POLLIN)
-        server.used = next(self._uses)
+        self._servers[peer].used = next(self._uses)
         return peer
 
     def send(self, peer: Peer, control: bytes, bulk: Sequence[Buffer] = ()) -> bool:
         self._open()
-        if len(bulk) + 2 > self.settings.frames_max:
-            raise AssertionError(f"{len(bulk)} bulk frames where a message has at most {self.settings.frames_max - 2}")
+        assert len(bulk) < FRAMES_MAX, f"{len(bulk)} bulk frames where a message has fewer than {FRAMES_MAX}"
         server = self._servers.get(peer)
         if server is not None:
             server.used = next(self._uses)
             if not server.connected:  # ZeroMQ tells of a loss before it stops taking messages for who was lost
                 return False
-            return self._send(server.socket, [control], bulk)
+            return _sent(server.socket, (control, *bulk))
         routing_id = None if self._server is None else self._server.routing_id(peer)
         if self._server is None or routing_id is None:
             return False
-        return self._send(self._server.socket, [routing_id, control], bulk)
-
-    def _send(self, socket: zmq.Socket[bytes], head: list[bytes], bulk: Sequence[Buffer]) -> bool:
-        zero_copy_nbytes = self.settings.zero_copy_nbytes
-        left = len(head) + len(bulk)
-        for i, part in enumerate((*head, *bulk)):
-            left -= 1
-            try:
-                socket.send(part, _MORE if left else _LAST, copy=nbytes_of(part) < zero_copy_nbytes)
-            except zmq.ZMQError as error:
-                if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                    raise TransferError(f"send: {error}") from error
-                if i == 0:
-                    return False
-                # The peer went away within the message: the rest is taken and dropped, as the whole will be.
-        return True
+        return _sent(self._server.socket, (routing_id, control, *bulk))
 
     def poll(self, timeout_s: float, limit: int = 64) -> list[Came]:
         self._open()
-        wait_ms = 0 if self._news else max(int(timeout_s * 1000 + 0.999), 0)
-        ready = dict(self._poller.poll(wait_ms))
-        if self._wakes in ready:
+        ready = dict(self._poller.poll(0 if self._news else max(int(timeout_s * 1000 + 0.999), 0)))
+        if ready.pop(self._wakes, None):
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wakes)
         came: list[Came] = []
-        if self._server is not None:
+        if ready and self._server is not None:
             self._poll_server(self._server, ready, came, limit)
         for peer, server in list(self._servers.items()) if ready else ():
             if server.monitor in ready:
@@ -198,10 +178,9 @@ class ZmqLink:
         if os.getpid() != self._pid:
             return  # a fork's copy: the threads behind these sockets are the parent's
         linger_ms = max(int(linger_s * 1000), 0)
-        if self._server is not None:
-            self._server.close(linger_ms)
-        for server in self._servers.values():
-            server.close(linger_ms)
+        for end in (self._server, *self._servers.values()):
+            if end is not None:
+                end.close(linger_ms)
         self._context.term()
         with self._waking:
             os.close(self._wakes)
@@ -219,13 +198,13 @@ class ZmqLink:
             except zmq.ZMQError as error:
                 raise TransferError(f"connect: {error}") from error
             undo.pop_all()
-        return _Server(address, socket, monitor)
+        return _Server(socket, monitor)
 
     def _open(self) -> None:
         if self._closed or os.getpid() != self._pid:
             raise TransferError("the ZeroMQ link is closed, or was made before a fork")
 
-    def _poll_server(self, server: ZmqServer, ready: Mapping[Any, int], came: list[Came], limit: int) -> None:
+    def _poll_server(self, server: ZmqServer, ready: dict[Any, int], came: list[Came], limit: int) -> None:
         if server.zap in ready:
             server.admit()
         if server.monitor in ready:
@@ -233,36 +212,28 @@ class ZmqLink:
         if server.socket in ready:
             self._take(server.socket, None, came, limit)
 
-    def _take(self, socket: zmq.Socket[bytes], peer: Peer | None, came: list[Came], limit: int) -> None:
-        """Add the messages that are there to ``came``, up to ``limit``."""
+    def _take(self, socket: Socket, peer: Peer | None, came: list[Came], limit: int) -> None:
+        """Add the messages that are there to ``came``, up to ``limit``; a client's starts with its routing id."""
         while len(came) < limit and int(socket.getsockopt(_EVENTS)) & _POLLIN:
             frames = [frame := socket.recv(_LAST, copy=False)]
             while frame.more:
                 frame = socket.recv(copy=False)
-                if len(frames) <= self.settings.frames_max:  # the rest is only taken out of the queue
+                if len(frames) <= FRAMES_MAX + 1:  # the rest is only taken out of the queue
                     frames.append(frame)
-            self._counts["received_messages"] += 1
-            if peer is None:
-                self._take_client(frames, came)
-            elif len(frames) >= self.settings.frames_max:
-                self._counts["dropped_messages"] += 1
+            self._counters.received_messages += 1
+            sender = peer
+            if peer is None and self._server is not None:
+                lost: list[Peer] = []
+                named = frames.pop(0).bytes
+                sender = self._server.sender(named, frames[0], lost) if frames else None
+                self._lose(lost)
+            if sender is None or len(frames) > FRAMES_MAX:
+                self._counters.dropped_messages += 1
+                if sender is not None:
+                    self.cut(sender)
             else:
-                came.append(_arrival(peer, frames))
-
-    def _take_client(self, frames: list[zmq.Frame], came: list[Came]) -> None:
-        """A client's message: its routing id, control, bulk."""
-        assert self._server is not None
-        lost: list[Peer] = []
-        sender = None
-        if len(frames) > 1:
-            sender = self._server.sender(frames[0].bytes, frames[1], lost)
-        self._lose(lost)
-        if sender is not None and len(frames) <= self.settings.frames_max:
-            came.append(_arrival(sender, frames[1:]))
-            return
-        self._counts["dropped_messages"] += 1
-        if sender is not None:
-            self._server.cut_off(sender)
+                control, *bulk = frames
+                came.append(Arrival(sender, control.bytes, [frame.buffer for frame in bulk], frames.clear))
 
     def _watch(self, peer: Peer, server: _Server) -> None:
         for event, _ in events(server.monitor):
@@ -273,7 +244,7 @@ class ZmqLink:
                 self._lose([peer])
 
     def _lose(self, peers: list[Peer]) -> None:
-        self._counts["lost_peers"] += len(peers)
+        self._counters.lost_peers += len(peers)
         self._news += map(PeerLost, peers[: max(EVENTS_MAX - len(self._news), 0)])
 
     def _forget_server(self) -> None:
@@ -286,7 +257,17 @@ class ZmqLink:
         server.close(0)
 
 
-def _arrival(peer: Peer, frames: list[zmq.Frame]) -> Arrival:
-    """The message in ``frames``, which are kept until its receiver lets go."""
-    control, *bulk = frames
-    return Arrival(peer, control.bytes, [frame.buffer for frame in bulk], frames.clear)
+def _sent(socket: Socket, frames: Sequence[Buffer]) -> bool:
+    """Whether the whole message was taken; else nothing of it."""
+    left = len(frames)
+    for frame in frames:
+        left -= 1
+        try:
+            socket.send(frame, _MORE if left else _LAST, copy=nbytes_of(frame) < ZERO_COPY_NBYTES)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise TransferError(f"send: {error}") from error
+            if left == len(frames) - 1:
+                return False
+            # The peer went away within the message: the rest is taken and dropped, as the whole will be.
+    return True

@@ -8,26 +8,19 @@ was seen to be a connection of our listener, so that a number which has been use
 from __future__ import annotations
 
 import logging
+import os
 import socket as system
 from collections import OrderedDict
 from contextlib import suppress
-from os import dup
-from typing import Final
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
 from transfer.link import Peer
 from transfer.zmq_settings import ZmqSettings
-from transfer.zmq_sockets import ZAP_DOMAIN, BoundPath, bind, router
-
-EVENTS_MAX: Final = 1024
-MONITORED: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+from transfer.zmq_sockets import EVENTS_MAX, ZAP_DOMAIN, Socket, bind, events, monitored, router
 
 log = logging.getLogger(__name__)
-
-Socket = zmq.Socket[bytes]
 
 
 class ZmqServer:
@@ -42,28 +35,25 @@ class ZmqServer:
         self._spoke: OrderedDict[int, Peer] = OrderedDict()  # the others, the one heard last at the end
         self._clients: dict[Peer, tuple[int, bytes]] = {}  # who is at which of them, and how the ROUTER names it
         self._cut: set[int] = set()  # shut down, and not seen to be gone yet
+        self._file: tuple[str, int] | None = None  # of an ipc address, which ZeroMQ leaves behind
         self.zap: Socket | None = None
-        if settings.curve_server is not None:  # bind ZAP first: nobody enters unchecked
+        if settings.keys is not None:  # bind ZAP first: nobody enters unchecked
             self.zap = context.socket(zmq.ROUTER)
             self.zap.bind("inproc://zeromq.zap.01")
         self.socket = router(context, settings)
         self.monitor = monitored(self.socket)
-        self._path = BoundPath("")
         try:
             self.address = bind(self.socket, address)
-            self._path = BoundPath(self.address)
         except BaseException:
             self.close(0)
             raise
+        if (path := self.address.removeprefix("ipc://")) != self.address:
+            self._file = path, os.lstat(path).st_ino
 
     @property
     def sockets(self) -> tuple[Socket, ...]:
         """Those to poll."""
         return (self.socket, self.monitor) if self.zap is None else (self.socket, self.monitor, self.zap)
-
-    @property
-    def peers(self) -> int:
-        return len(self._clients)
 
     @property
     def connections(self) -> int:
@@ -77,10 +67,9 @@ class ZmqServer:
         """Who sent ``frame``, noted as somebody who can be answered; ``None`` for one that speaks an ancient ZMTP."""
         try:
             fd = int(frame.get(zmq.SRCFD))
-            user = b"" if self.settings.curve_server is None else str(frame.get("User-Id")).encode()
         except zmq.ZMQError:  # ZMTP 1 and 2 have no handshake that says anything
             return None
-        peer = Peer(b"client " + user + b" " + routing_id)
+        peer = Peer(b"client " + routing_id)
         if self._spoke.get(fd) == peer:
             self._spoke.move_to_end(fd)
             return peer
@@ -99,7 +88,7 @@ class ZmqServer:
         """Note who came and who went; the peers that went."""
         lost = []
         for event, fd in events(self.monitor):
-            if event not in (zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED):
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 continue
             self._cut.discard(fd)
             self._silent.pop(fd, None)
@@ -133,31 +122,17 @@ class ZmqServer:
 
     def _shut_down(self, fd: int) -> None:
         self._cut.add(fd)
-        if (ours := self._ours(fd)) is not None:
-            with ours, suppress(OSError):  # it has just gone by itself
-                ours.shutdown(system.SHUT_RDWR)
-
-    def _ours(self, fd: int) -> system.socket | None:
-        """A duplicate of ``fd``, if that is still a connection which our listener accepted."""
-        try:
-            duplicate = system.socket(fileno=dup(fd))
-        except OSError:
-            return None
-        try:
+        with suppress(OSError), system.socket(fileno=os.dup(fd)) as duplicate:  # an error: it has just gone by itself
             name = duplicate.getsockname()
             end = f":{name[1]}" if isinstance(name, tuple) else f"//{name}"
+            duplicate.getpeername()  # an error: the listener itself
             if self.address.endswith(end) and duplicate.type == system.SOCK_STREAM:
-                duplicate.getpeername()  # not the listener itself
-                return duplicate
-        except OSError:
-            pass
-        duplicate.close()
-        return None
+                duplicate.shutdown(system.SHUT_RDWR)
 
     def admit(self) -> None:
-        """Answer ZAP requests (RFC 27): a client whose public key is on the list has it as its user id."""
+        """Answer ZAP requests (RFC 27): a client that has our key comes in."""
         assert self.zap is not None
-        assert self.settings.curve_server is not None
+        assert self.settings.keys is not None
         for _ in range(EVENTS_MAX):
             try:
                 frames = self.zap.recv_multipart(zmq.NOBLOCK)
@@ -165,33 +140,20 @@ class ZmqServer:
                 return
             route, empty, version, request, domain, *_, mechanism, credentials = frames
             key = z85.encode(credentials) if len(credentials) == 32 else b""
-            known = domain == ZAP_DOMAIN and mechanism == b"CURVE" and key in self.settings.curve_server.clients
+            known = domain == ZAP_DOMAIN and mechanism == b"CURVE" and key == self.settings.keys.public
             if not known:
                 self.refused_keys += 1
                 if self.refused_keys == 1:
-                    log.warning("%s: the key %r is not on the list; refused, counted from now on", self.address, key)
-            answer = (b"200", b"OK", key) if known else (b"400", b"unknown key", b"")
-            self.zap.send_multipart([route, empty, version, request, *answer, b""])
+                    log.warning("%s: %r is not our key; refused, others are counted", self.address, key)
+            answer = (b"200", b"OK") if known else (b"400", b"unknown key")
+            self.zap.send_multipart([route, empty, version, request, *answer, b"", b""])
 
     def close(self, linger_ms: int) -> None:
         self.socket.disable_monitor()
         for socket in self.sockets:
             socket.close(linger=linger_ms)
-        self._path.remove()
+        if self._file is not None:
+            with suppress(OSError):
+                if os.lstat(self._file[0]).st_ino == self._file[1]:  # not another server's by now
+                    os.unlink(self._file[0])
         self._clients.clear()
-
-
-def monitored(socket: Socket) -> Socket:
-    """A socket that tells of the connections of ``socket``."""
-    monitor = socket.get_monitor_socket(MONITORED)
-    monitor.linger = 0
-    return monitor
-
-
-def events(monitor: Socket) -> list[tuple[int, int]]:
-    """What a monitor has to tell, as (event, file descriptor)."""
-    found: list[tuple[int, int]] = []
-    while len(found) < EVENTS_MAX and int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-        event = recv_monitor_message(monitor, zmq.NOBLOCK)
-        found.append((int(event["event"]), int(event["value"])))
-    return found

@@ -255,7 +255,7 @@ class Server:
     async def _counters(self, _: web.Request) -> web.Response:
         """What this process has done, and what it holds."""
         engine, nodes = self.engine, self.engine.crossing.node.counters
-        found: dict[str, Any] = {"http": self.http, "transfers": asdict(nodes.offers) | asdict(nodes.pulls)}
+        found: dict[str, Any] = {"http": self.http, "transfers": asdict(nodes)}
         found["traffic"] = findings.traffic(engine)
         found["free"] = {"device": engine.manager.free_device_blocks, "host": engine.manager.free_host_blocks}
         found["of"] = {"device": self.settings.device_blocks, "host": self.settings.host_blocks}

@@ -9,11 +9,10 @@ objects know what to do, and :class:`StepMeta` is what goes from one to the othe
 A client has :func:`routes`. The worker's end needs torch, nothing else here does.
 """
 
-from kvroute.connector.answers import missing, routes, unseen
+from kvroute.connector.answers import gathered, missing, routes, unseen
 from kvroute.connector.left import Tokens
 from kvroute.connector.scheduler import Request, SchedulerRows
 from kvroute.connector.settings import Engine, Handshake, Settings, StepMeta
-from kvroute.connector.streams import gathered
 
 __all__ = [
     "Engine",

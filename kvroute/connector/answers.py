@@ -9,7 +9,7 @@ answer's only if its token hashes say so.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import gcd
@@ -27,6 +27,8 @@ MISSING: Final = "missing"
 ERROR: Final = "error"
 START: Final = "start"
 """What a request may say under :data:`FIELD`: the position of the first row that its answer is to have."""
+WHOLE: Final = {"text_completion": "text_completion", "chat.completion.chunk": "chat.completion"}
+"""What a stream's chunks call themselves, and a whole answer."""
 POLL_S: Final = 0.01
 
 
@@ -214,12 +216,52 @@ def _names(request: str, index: int, prompts: Mapping[int, Any], *, lists: bool)
 def _refuse_parts(output: Any) -> None:
     """Raise :class:`RowError` for a part of an answer: what a stream sends."""
     kind, event = field_of(output, "object"), field_of(output, "type")
-    whole = _has(output, "kv_transfer_params") or _has(output, "usage")
+    whole = field_of(output, "usage") is not None or "kv_transfer_params" in (
+        output if isinstance(output, Mapping) else dir(output)
+    )
     if kind == "chat.completion.chunk" or (kind == "text_completion" and not whole):
         wanted = "a whole answer: kvroute.integrations.vllm.gathered(chunks) makes one of all chunks of a stream"
         raise RowError("routes", wanted, f"a chunk of a stream, {kind}")
     if isinstance(event, str) and event.startswith("response."):
         raise RowError("routes", "a whole answer: the response of response.completed", f"an event of a stream, {event}")
+
+
+def gathered(chunks: Iterable[Any]) -> dict[str, Any]:
+    """The answer that ``chunks`` are the stream of, completions or a chat; :func:`routes` takes it.
+
+    ``chunks`` are all of one stream in order, JSON or a client's objects, without the ``[DONE]`` behind them. The
+    answer has the id, and of each choice its tokens and why it ended. No chunk has a handle: the store has the routes.
+
+    Raises :class:`RowError` for no chunk, for chunks of several answers or without token ids (``return_token_ids``),
+    and for an error of the server's.
+    """
+    answer: dict[str, Any] = {"kv_transfer_params": None}
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        if (error := field_of(chunk, "error")) is not None:
+            raise RowError("stream", "chunks of an answer", error)
+        kind, request = WHOLE.get(field_of(chunk, "object") or ""), field_of(chunk, "id")
+        if kind is None or request is None:
+            raise RowError("chunk.object", f"one of {sorted(WHOLE)}, with an id", field_of(chunk, "object"))
+        if answer.setdefault("id", request) != request:
+            raise RowError("chunk.id", answer["id"], request)
+        answer |= {"object": kind} | _said(chunk, "prompt_token_ids")
+        for each in answers_of(chunk):
+            index = field_of(each, "index")
+            choice = choices.setdefault(index, {"index": index, "token_ids": None})
+            choice |= _said(each, "prompt_token_ids", "finish_reason", "stop_reason")
+            if (tokens := field_of(each, "token_ids")) is not None:
+                choice["token_ids"] = [*(choice["token_ids"] or ()), *tokens]
+    if not choices:
+        raise RowError("stream", "chunks of an answer", "no choice in any")
+    for index, choice in choices.items():
+        if choice["token_ids"] is None or _prompt_of(answer, choice) is None:
+            raise RowError(f"token ids of choice {index}", "a stream that was asked for with return_token_ids", "none")
+    return answer | {"choices": [choices[index] for index in sorted(choices)]}
+
+
+def _said(of: Any, *names: str) -> dict[str, Any]:
+    return {name: value for name in names if (value := field_of(of, name)) is not None}
 
 
 def _prompt_of(output: Any, choice: Any) -> Any:
@@ -243,24 +285,8 @@ def field_of(of: Any, name: str) -> Any:
     return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
 
 
-def _has(of: Any, name: str) -> bool:
-    return name in of if isinstance(of, Mapping) else hasattr(of, name)
-
-
 def _mapping(given: Any) -> Mapping[str, Any]:
     return given if isinstance(given, Mapping) else {}
 
 
-__all__ = [
-    "ERROR",
-    "FIELD",
-    "LEFT",
-    "MISSING",
-    "START",
-    "UNSEEN",
-    "answers_of",
-    "field_of",
-    "missing",
-    "routes",
-    "unseen",
-]
+__all__ = ["ERROR", "FIELD", "LEFT", "MISSING", "START", "UNSEEN", "gathered", "missing", "routes", "unseen"]

@@ -1,4 +1,4 @@
-"""A thread that does what waits for a device, so that nobody who launches has to wait."""
+"""A thread that does what waits, for a device or for a store, so that nobody who schedules or launches has to."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 PENDING_MAX: Final = 16
-"""What is under way at most; :meth:`Behind.put` waits for room."""
+"""What a worker has under way at most behind its device."""
 
 
 class Behind:
-    """Does calls one by one, in the order in which they were put, on a thread of its own.
+    """Does calls one by one, in the order in which they were put, on a thread of its own, which keeps no process alive.
 
-    What a call raises is logged and given to ``on_failure``, on that thread; the next call is done, whatever that does.
+    With ``room`` for so many calls :meth:`put` waits for some; 0: whoever puts bounds them. What a call raises is
+    logged and given to ``on_failure``, on that thread; the next call is done, whatever that does.
     """
 
-    def __init__(self, on_failure: Callable[[Exception], None]) -> None:
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(PENDING_MAX)
+    def __init__(self, name: str, on_failure: Callable[[Exception], object] = bool, room: int = 0) -> None:
+        self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(room)
         self._on_failure = on_failure
-        self._thread = threading.Thread(target=self._run, name="kvroute-behind", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, call: Callable[[], None]) -> None:
+    def put(self, call: Callable[[], object]) -> None:
         """Do this when all that was put before is done."""
         self._calls.put(call)
 
@@ -42,7 +43,7 @@ class Behind:
         return done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """:meth:`settle`, and end the thread. It ends with the process where a device never comes to an end."""
+        """:meth:`settle`, and end the thread. It ends with the process where a call never comes to an end."""
         if settled := self.settle(timeout_s):
             self._calls.put(None)
             self._thread.join(timeout_s)
@@ -53,11 +54,12 @@ class Behind:
             try:
                 call()
             except Exception as error:  # there is nobody to raise it to
-                logger.exception("rows of a step are lost")
+                logger.exception("rows are lost")
                 try:
                     self._on_failure(error)
                 except Exception:  # without this thread callers of put would wait for ever
-                    logger.exception("what a step left half done could not be undone")
+                    logger.exception("what was left half done could not be undone")
+            del call  # a thread without work keeps nothing alive
 
 
-__all__ = ["Behind"]
+__all__ = ["PENDING_MAX", "Behind"]

@@ -89,13 +89,9 @@ def link_of(address: str, keys: str = "") -> Link:
     Raises :class:`ConfigError` that names what cannot be.
     """
     from transfer import ZmqLink, ZmqSettings  # ZeroMQ is loaded where rows are lent
-    from transfer.curve import CurveClient, CurveServer, read_keys
+    from transfer.curve import read_keys
 
-    if not keys:
-        return ZmqLink(ZmqSettings(bind=address))
-    pair = read_keys(Path(keys))
-    server, client = CurveServer(pair, frozenset([pair.public])), CurveClient(pair, pair.public)
-    return ZmqLink(ZmqSettings(bind=address, curve_server=server, curve_client=client))
+    return ZmqLink(ZmqSettings(bind=address, keys=read_keys(Path(keys)) if keys else None))
 
 
 class Crossing:
@@ -295,11 +291,11 @@ class Borrower:
         return [self._refused.popleft() for _ in range(len(self._refused))]
 
     def ended(self, finished: Finished) -> Came:
-        landing, result = self._under_way.pop(finished.transfer), finished.result
-        detail = f": {result.detail}" if result.detail else ""
+        landing = self._under_way.pop(finished.transfer)
+        detail = f": {finished.detail}" if finished.detail else ""
         why = landing.short | {
             each.index: each.reason.value + detail
-            for each in result.missing
+            for each in finished.missing
             if each.part == ROWS or each.index not in landing.kv_there
         }
         return Came(finished.transfer, frozenset(landing.kv_there), why)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +22,7 @@ import kvroute
 from cache_manager.errors import KVRouteError, RowError
 from cache_manager.feed import BlockFeed
 from cache_manager.publish import Rows
+from kvroute.connector.behind import Behind
 from kvroute.connector.left import LeftRoutes, Tokens, settled
 from kvroute.connector.settings import VERSION, Engine
 from kvroute.connector.tickets import gaps_of
@@ -51,14 +51,12 @@ class End:
     stop: int
     steps: list[tuple[int, int]]  # of the worker that write rows: number, and the first position that it may write
     weights: int  # a number that is another one when the weights may be others
+    version: int | None  # of the weights, where all rows are of one
+    mixed: bool  # else the rows are labelled
     group: str | None = None  # of requests that are told together
     of: Tokens | None = None
     kept: Sequence[End] = ()  # what tokens were sampled with before it was preempted, in order
-    version: int | None = None  # of the weights, where all rows are of one
-    mixed: bool = False  # else the rows are labelled
-    by_kv: NDArray[np.bool_] | None = (
-        None  # [stop], rows that were matched by KV, which cannot prove the last router's choice
-    )
+    by_kv: NDArray[np.bool_] | None = None  # [stop], rows matched by KV, which cannot prove the last router's choice
     why: Mapping[int, str] = field(default_factory=dict)  # of blocks whose rows did not all come
     told: Future[Told] = field(default_factory=Future)
     rows: Rows | None = None
@@ -66,69 +64,64 @@ class End:
     spares: list[int] = field(default_factory=list)
     void: bool = False  # another request of this name has begun: what is left is deleted
 
-    @property
-    def step(self) -> int:
-        """All rows are written when the worker is through with it."""
-        return max((number for number, _ in self.steps), default=0)
-
 
 class Ends:
     """Leaves the rows of requests that are done in ``left``, which it owns; ``feed`` is the scheduler's.
 
-    :meth:`begin`, :meth:`given` and :meth:`forgotten` are called by the thread that schedules.
+    All but :meth:`close` return at once, to the thread that schedules.
     """
 
     def __init__(self, engine: Engine, left: LeftRoutes, feed: BlockFeed) -> None:
         self._engine, self._left, self._feed = engine, left, feed
         self._view: kvroute.RegionView | None = None
         self._late = False
-        self._known = -1.0  # a step that the worker is through with
         self._stuck_at = -1.0  # the step that a late worker was through with when it was waited for in vain
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._unread: dict[End, None] = {}
         self._pending: dict[str, list[End]] = {}  # by name
         self._spares = list(engine.spares)
-        self._ends, self._rooms = _Thread("kvroute-ends"), _Thread("kvroute-rooms")
+        self._ends, self._rooms = Behind("kvroute-ends"), Behind("kvroute-rooms")
 
     def attach(self, view: kvroute.RegionView, *, late: bool) -> None:
         """Rows are in ``view`` from here on; if ``late``, the worker may write them when their request is done."""
-        with self._changed:
-            self._view, self._late, self._known = view, late, -1.0
+        with self._lock:
+            self._view, self._late = view, late
 
     def make_room(self, name: str, group: str | None) -> Future[None]:
         """Delete what earlier requests of this name have left, and are leaving; done when it is."""
         done = Future[None]()
+        with self._lock:
+            earlier = list(self._pending.get(name, ()))
 
         def cleared() -> None:
             try:
-                with self._changed:
-                    self._changed.wait_for(lambda: name not in self._pending, 2 * LATE_S)
-                    for end in self._pending.get(name, ()):
-                        end.void = True
+                wait([end.told for end in earlier], 2 * LATE_S)
+                for end in earlier:
+                    end.void = True
                 self._left.make_room(name, group)
             finally:
                 done.set_result(None)
 
-        if name not in self._pending and self._left.has_room(name):
+        if not earlier and self._left.has_room(name):
             cleared()  # which asks no store of another process, and takes no lock of another's
         else:
-            self._rooms.calls.put(cleared)
+            self._rooms.put(cleared)
         return done
 
     def begin(self, end: End) -> Future[Told]:
         """The request is done: what its client is told, when its rows have been left or cannot be."""
-        with self._changed:
+        with self._lock:
             if len(self._pending) >= ENDS_MAX:
                 error = RowError("requests that are done", f"{ENDS_MAX} at most, for the rollout store to take", "more")
                 return self.refused(end.name, error, end.group)
             self._pending.setdefault(end.name, []).append(end)
             self._unread[end] = None
-        self._ends.calls.put(lambda: self._leave(end))
+        self._ends.put(lambda: self._leave(end))
         return end.told
 
     def keep(self, end: End) -> None:
         """The request will be computed again, and :meth:`begin` names this among what it has ``kept``."""
-        with self._changed:
+        with self._lock:
             self._unread[end] = None
 
     def refused(self, name: str, error: RowError, group: str | None) -> Future[Told]:
@@ -142,7 +135,7 @@ class Ends:
         if not self._unread:
             return
         new = set(blocks)
-        with self._changed:
+        with self._lock:
             for end in list(self._unread):
                 if new.isdisjoint(end.blocks.tolist()):
                     continue
@@ -159,11 +152,10 @@ class Ends:
 
     def forgotten(self) -> None:
         """All rows are about to be forgotten: those that are written are read before, and others are missing."""
-        with self._changed:
+        with self._lock:
             for end in list(self._unread):
                 through = self._through()
                 self._read(end)
-                assert end.rows is not None
                 unsure = min((start for number, start in end.steps if number > through), default=end.stop)
                 for rows in (end.rows, end.versions):
                     if isinstance(rows, Rows):
@@ -188,12 +180,11 @@ class Ends:
         except Exception as error:  # an answer that waits for this must come
             logger.exception("rows of request %s are lost", end.name)
             told = self._left.fail(end.name, RowError("rows", "left for the client", repr(error)), end.group)
-        with self._changed:
+        with self._lock:
             self._over(end)
             self._pending[end.name].remove(end)
             if not self._pending[end.name]:
                 del self._pending[end.name]
-            self._changed.notify_all()
         if end.void:
             self._left.make_room(end.name, end.group)
         end.told.set_result(told)
@@ -204,12 +195,8 @@ class Ends:
         A position that a token was sampled with before the request was preempted has its row of then; where that is
         missing, the one that was computed again, if by the same weights.
         """
-        self._wait(end)
-        assert end.rows is not None
-        found, unseen = (
-            Routes.from_rows(self._engine.spec, end.rows, end.start, weights_version=end.versions, checked=True),
-            list[list[int]](),
-        )
+        rows, unseen = self._wait(end), list[list[int]]()
+        found = Routes.from_rows(self._engine.spec, rows, end.start, weights_version=end.versions, checked=True)
         if end.by_kv is not None:
             found, unseen = settled(found, end.by_kv[end.start :], flagged=self._engine.witness == "flagged")
         for kept in reversed(end.kept):
@@ -224,8 +211,8 @@ class Ends:
             found = before.merge(*(found.slice(*part) for part in parts), tokens=end.of.ids)
         return found, unseen
 
-    def _wait(self, end: End) -> None:
-        """Until the rows are read: when the worker is through with the step that wrote the last.
+    def _wait(self, end: End) -> Rows:
+        """The rows, when the worker is through with the step that wrote the last.
 
         Its device is done with that, since what it sampled is here, unless the request is aborted: the worker hears of
         it when we do. A row that is there already says nothing: a draft's was, before that of the token which took its
@@ -233,23 +220,22 @@ class Ends:
         """
         give_up_s = time.monotonic() + LATE_S
         while True:
-            with self._changed:
+            with self._lock:
                 if end.rows is None and self._written(end):
                     self._read(end)
                 if end.rows is not None:
-                    return
-            if self._known == self._stuck_at or time.monotonic() > give_up_s:
-                self._stuck_at = self._known
+                    return end.rows
+                through = self._through()
+            if through == self._stuck_at or time.monotonic() > give_up_s:
+                self._stuck_at = through
                 raise RowError("rows", f"written by the worker within {LATE_S} s", "a worker that is behind")
             time.sleep(POLL_S)
 
-    # ---------------------------------------------------------------- held: _changed
+    # ---------------------------------------------------------------- held: _lock
 
     def _written(self, end: End) -> bool:
         """Whether the worker is through with all that it writes of the rows."""
-        if self._known < end.step:
-            self._known = self._through()
-        return self._known >= end.step
+        return self._through() >= max((number for number, _ in end.steps), default=0)
 
     def _through(self) -> float:
         """The last step that the worker is through with."""
@@ -258,14 +244,10 @@ class Ends:
 
     def _read(self, end: End) -> None:
         assert self._view is not None
-
-        def read(name: str) -> Rows:
-            assert self._view is not None
-            return self._view.read(name, end.blocks, end.start, end.stop, generations=end.lives)
-
-        end.rows, end.versions = read(self._engine.spec.name), end.version
+        read, where = self._view.read, (end.blocks, end.start, end.stop)
+        end.rows, end.versions = read(self._engine.spec.name, *where, generations=end.lives), end.version
         if end.mixed:
-            end.versions = read(VERSION) if self._engine.labelled else None
+            end.versions = read(VERSION, *where, generations=end.lives)
         elif end.version is not None and not end.rows.valid.all():  # a row that is missing has none
             end.versions = Rows(np.full(end.rows.valid.size, end.version, np.uint32), end.rows.valid)
         self._over(end)
@@ -283,25 +265,4 @@ def _within(spans: Sequence[Sequence[int]], parts: Sequence[tuple[int, int]]) ->
     return [[start, stop] for start, stop in both if start < stop]
 
 
-class _Thread:
-    """Does calls in order; one that hangs keeps no interpreter from ending. What a call raises is logged."""
-
-    def __init__(self, name: str) -> None:
-        self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while (call := self.calls.get()) is not None:
-            try:
-                call()
-            except Exception:
-                logger.exception("an end of a request is lost")
-            del call  # a thread without work keeps nothing alive
-
-    def close(self, timeout_s: float) -> None:
-        self.calls.put(None)
-        self._thread.join(timeout_s)
-
-
-__all__ = ["LATE_S", "End", "Ends"]
+__all__ = ["End", "Ends"]

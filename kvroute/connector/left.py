@@ -77,8 +77,8 @@ class LeftRoutes:
         as a front end has ended it, which is before the engine knows.
         """
         with self._lock:
-            for kind, told in (found := self._siblings.get(group or "", {})).items():
-                found[kind] = {other: each for other, each in told.items() if other != name}
+            for told in self._siblings.get(group or "", {}).values():
+                told.pop(name, None)
         try:
             if (left := self._store.find(name)) is not None:
                 self._store.delete(left)
@@ -101,29 +101,25 @@ class LeftRoutes:
         """
         if tokens is not None:
             routes = routes.bind(tokens.ids, tokens.counts(routes.stop, routes.start))
-        told: dict[str, dict[str, Any]] = {LEFT: {name: self._store.put(name, routes).to_json()}}
-        if unseen:
-            told[UNSEEN] = {name: unseen}
-        if gaps:
-            told[MISSING] = {name: [list(gap) for gap in gaps]}
-        return self._told(told, group)
+        handle = self._store.put(name, routes).to_json()
+        said = {LEFT: handle, UNSEEN: unseen, MISSING: [list(gap) for gap in gaps]}
+        return self._told(name, {kind: each for kind, each in said.items() if each}, group)
 
     def fail(self, name: str, error: KVRouteError, group: str | None) -> dict[str, Any]:
         """What goes to the client whose request ``name`` has no routes."""
         logger.warning("request %s has no routes: %s", name, error)
-        return self._told({ERROR: {name: str(error)}}, group)
+        return self._told(name, {ERROR: str(error)}, group)
 
-    def _told(self, told: dict[str, dict[str, Any]], group: str | None) -> dict[str, Any]:
-        if group is None:
-            return {FIELD: told}
+    def _told(self, name: str, said: dict[str, Any], group: str | None) -> dict[str, Any]:
         with self._lock:
-            found = self._siblings.setdefault(group, {})
-            for kind, each in told.items():
-                found[kind] = found.get(kind, {}) | each
-            self._siblings.move_to_end(group)
+            found = {} if group is None else self._siblings.setdefault(group, {})
+            for kind, each in said.items():
+                found.setdefault(kind, {})[name] = each
+            if group is not None:
+                self._siblings.move_to_end(group)
             if len(self._siblings) > SIBLINGS_MAX:
                 self._siblings.popitem(last=False)
-            return {FIELD: dict(found)}
+            return {FIELD: {kind: dict(each) for kind, each in found.items() if each}}
 
     def close(self) -> None:
         self._store.close()

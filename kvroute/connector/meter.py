@@ -56,7 +56,7 @@ class Meter:
         if (now_s := time.monotonic()) < self._next_s:
             return None
         self._next_s = now_s + EVERY_S
-        counted = {f"{tier}/{name}": n for tier, of in self._look().items() for name, n in _flat(of)}
+        counted = dict(_flat(self._look()))
         grown = {name: n - self._before.get(name, 0) for name, n in counted.items() if n > self._before.get(name, 0)}
         times: dict[str, list[float]] = {}
         while self._times:
@@ -69,21 +69,22 @@ class Meter:
 
 def merged(first: Taken, second: Taken) -> Taken:
     """What was taken at two times or in two processes."""
-    found: Taken = {}
-    for name in METRICS:
-        found[name] = dict(first.get(name, {}))
-        for label, more in second.get(name, {}).items():
-            found[name][label] = found[name][label] + more if label in found[name] else more
+    found = {name: dict(each) for name, each in first.items()}
+    for name, each in second.items():
+        of = found.setdefault(name, {})
+        for label, more in each.items():
+            of[label] = of[label] + more if label in of else more
     return found
 
 
-def _flat(of: Any, name: str = "") -> list[tuple[str, int]]:
-    """The whole numbers in a dataclass and in those that it has, by name; what is true of a moment is none of them."""
+def _flat(of: Any, *names: str) -> list[tuple[str, int]]:
+    """The whole numbers in ``of``, by tier and name; what is true of a moment is none of them."""
     if is_dataclass(of) and not isinstance(of, type):
         of = asdict(of)
     if isinstance(of, Mapping):
-        return [each for key, value in of.items() for each in _flat(value, f"{name}.{key}" if name else key)]
-    return [(name, of)] if isinstance(of, int) and not name.endswith("in_flight") else []
+        return [each for key, value in of.items() for each in _flat(value, *names, key)]
+    tier, *rest = names
+    return [(f"{tier}/{'.'.join(rest)}", of)] if isinstance(of, int) and not rest[-1].endswith("in_flight") else []
 
 
 __all__ = ["BUCKETS_S", "EVENTS", "METRICS", "MISSING", "SECONDS", "WHAT", "Meter", "Taken", "merged"]

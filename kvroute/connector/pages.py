@@ -8,7 +8,7 @@ does not hold are missing, and so are those that were not captured: their sum is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec, align
-from kvroute.connector.folds import GATHER_NBYTES_MAX, folded_on_device, keys_on, to_host
-from kvroute.witness import WORD_NBYTES, fold_keys, folded
+from kvroute.connector.witness import GATHER_NBYTES_MAX, folded_on_device, keys_on, to_host
+from kvroute.witness import WORD_NBYTES, Run, fold_keys, folded
 
 NAME: Final = "model.kvroute.{}.rows"
 """The layer's name has one integer, as vLLM wants it: the first that is no layer of the model."""
@@ -77,9 +77,12 @@ class StepTokens:
         return self._held[:, :tokens]
 
 
-class Got(NamedTuple):
-    """What lies at some slots, in host memory, and there when the device is done."""
+class Look(NamedTuple):
+    """What lies at slots ``[T]``, in host memory, there when the device is done, and what it ought to be of."""
 
+    slots: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
     pages: torch.Tensor  # uint8 [T, token_nbytes]
     kv: torch.Tensor  # int64 [T], the folds of the K and V beside
 
@@ -170,23 +173,31 @@ class Pages:
         """These blocks were given out: no row of an earlier life is in them, captured anew or not."""
         self.cache[torch.tensor(blocks).to(self.cache.device, non_blocking=True), :, :, :WORD_NBYTES] = 0
 
-    def get(self, slots: NDArray[np.int64]) -> Got:
-        """What lies at ``slots [T]``, for :meth:`rows`."""
+    def look(self, runs: Sequence[Run], without: Iterable[int] = ()) -> Look:
+        """At the KV of ``runs``, which has come, for :meth:`rows`; blocks ``without`` got none."""
+        size, parts = self._spec.block_tokens, []
+        for run in runs:
+            at = np.arange(len(run.token_ids))
+            parts.append(np.stack([np.array(run.blocks)[at // size] * size + at % size, run.token_ids, run.start + at]))
+        each = np.concatenate(parts, 1)
+        return self.get(*each[:, ~np.isin(each[0] // size, list(without))])
+
+    def get(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> Look:
+        """What lies at ``slots [T]``, which ought to be of these tokens at these positions."""
         blocks, offsets = self._at(torch.from_numpy(slots).to(self.cache.device, non_blocking=True))
-        return Got(to_host(self.cache[blocks, 0, offsets]), to_host(self._folds(blocks, offsets)))
+        pages, kv = to_host(self.cache[blocks, 0, offsets]), to_host(self._folds(blocks, offsets))
+        return Look(slots, token_ids, positions, pages, kv)
 
-    def rows(
-        self, got: Got, token_ids: NDArray[np.int64], positions: NDArray[np.int64], namespace: bytes
-    ) -> tuple[NDArray[Any], NDArray[np.bool_], dict[str, int]]:
-        """The rows ``[T, layers, top_k]`` of what was :meth:`got`, which of them are there and sound, and what is not.
+    def rows(self, look: Look, namespace: bytes) -> tuple[NDArray[Any], NDArray[np.bool_], dict[str, int]]:
+        """The rows ``[T, layers, top_k]`` that were looked at, which of them are there and sound, and what is not.
 
-        Sound are those of the tokens ``token_ids [T]`` at ``positions [T]``, of the KV beside them and of the weights
-        that ``namespace`` names. What is not is counted by reason.
+        Sound are those of their tokens and positions, of the KV beside them and of the weights that ``namespace``
+        names. What is not is counted by reason.
         """
-        raw, spec, first = np.ascontiguousarray(got.pages.numpy()), self._spec, _FRONT * WORD_NBYTES
+        raw, spec, first = np.ascontiguousarray(look.pages.numpy()), self._spec, _FRONT * WORD_NBYTES
         packed = raw.view(np.uint64)
         ids: NDArray[Any] = np.ascontiguousarray(raw[:, first : first + spec.row_nbytes]).view(spec.dtype)
-        beside = np.stack([token_ids, positions, got.kv.numpy()], 1).view(np.uint64)
+        beside = np.stack([look.token_ids, look.positions, look.kv.numpy()], 1).view(np.uint64)
         covered = np.concatenate([packed[:, 1:], beside], 1)
         sums = folded(covered, fold_keys(0, covered.shape[1])) | np.uint64(1)
         there = packed[:, 0] != 0
@@ -196,20 +207,4 @@ class Pages:
         return ids.reshape(-1, *spec.row_shape), good, {why: n for why, at in lost.items() if (n := int(at.sum()))}
 
 
-def slots_of(blocks: NDArray[np.int64], tokens: int, count: int) -> NDArray[np.int64]:
-    """The first ``count`` slots of successive blocks of ``tokens`` each."""
-    slots: NDArray[np.int64] = (blocks[:, None] * tokens + np.arange(tokens)).reshape(-1)[:count]
-    return slots
-
-
-__all__ = [
-    "NO_ROW",
-    "OTHER_KV",
-    "OTHER_WEIGHTS",
-    "Got",
-    "Pages",
-    "StepTokens",
-    "page_name",
-    "slots_of",
-    "token_nbytes",
-]
+__all__ = ["NO_ROW", "OTHER_KV", "OTHER_WEIGHTS", "Look", "Pages", "StepTokens", "page_name", "token_nbytes"]

@@ -25,8 +25,7 @@ from kvroute.connector.ends import End, Ends
 from kvroute.connector.left import LeftRoutes, Tokens
 from kvroute.connector.meter import Meter
 from kvroute.connector.settings import Engine, Handshake, StepMeta
-from kvroute.connector.stores import opened
-from kvroute.connector.tickets import Tickets
+from kvroute.connector.tickets import Asked, Tickets
 from kvroute.connector.versions import Versions
 from kvroute.rollout import open_rollouts
 from kvroute.witness import Run
@@ -37,21 +36,11 @@ SENT_MAX: Final = 4
 """Steps of a request that are remembered; more are not under way at once."""
 
 
-class Request(Protocol):
-    """A request as its scheduler has it, under vLLM's names; another engine's has properties of these names."""
+class Request(Asked, Protocol):
+    """A request as its scheduler has it, under vLLM's names; another engine's has properties of these names.
 
-    request_id: str
-    num_computed_tokens: int  # before the step at hand
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Asked for where rows are lent."""
-        ...
-
-    @property
-    def all_token_ids(self) -> Sequence[int]:
-        """Of its prompt and its answer; asked for where rows are in the KV, or are lent or fetched."""
-        ...
+    Its tokens are asked for where rows are in the KV, or are lent or fetched.
+    """
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
@@ -59,28 +48,44 @@ class Request(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Running:
+@dataclass(slots=True, eq=False)
+class _State:
+    """A request from when it is matched, and again when it was preempted."""
+
     request: Request
-    done: int  # leading tokens, of whole blocks, whose rows were hit, are loaded or are stored
+    first: int  # leading blocks that were hit here
+    later: bool  # KV from outside comes beside steps
+    kept: list[End]  # rows that were kept when it was preempted
+    done: int = -1  # leading tokens, of whole blocks, whose rows were hit, are loaded or are stored; -1: not admitted
+    load: Run | None = None  # KV from outside, until the worker knows all of it
+    keys: list[BlockKey] = field(default_factory=list)  # of its full blocks, where there is a store
     sent: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=SENT_MAX))
     """The last steps to a late worker: number, start, tokens."""
 
+    def steps(self) -> list[tuple[int, int]]:
+        """The last steps to a late worker: the number of each, and the first position that it may write."""
+        steps, rejected, after = list[tuple[int, int]](), 0, self.request.num_computed_tokens
+        for number, start, n in reversed(self.sent):
+            rejected += max(0, start + n - after)  # drafts, that was not known yet: it began so much earlier
+            steps.append((number, start - rejected))
+            after = start
+        return [*steps[:-1], (steps[-1][0], 0)] if steps else []  # before the first one others may have written
 
-@dataclass(slots=True)
-class _Load:
-    run: Run
-    keys: list[BlockKey]  # of its full blocks, where there is a store
-    later: bool
+    def come(self, size: int) -> Run:
+        """What has come of a load: all of it, or what lies before the first block that could not be loaded."""
+        assert self.load is not None
+        load = self.load
+        tokens = max(0, min(load.tokens, self.request.num_computed_tokens - load.start))
+        return replace(load, blocks=load.blocks[: -(-tokens // size)], tokens=tokens, token_ids=load.token_ids[:tokens])
 
 
 class Ended(NamedTuple):
     """What :meth:`SchedulerRows.finished` wants to know of a request that has ended."""
 
-    tokens: int  # that have rows at most: KV of others has not come, and nobody will ever compare their rows with it
-    steps: list[tuple[int, int]]  # that computed some, or joined it: number, and the first position that it may write
+    tokens: int  # that have rows at most: nobody will ever compare rows with KV that has not come
+    steps: Sequence[tuple[int, int]]  # that computed some, or joined it: number, and the first position it may write
     why: Mapping[int, str]  # of blocks whose rows were lent by another engine and did not all come
-    kept: Sequence[End] = ()  # rows that were kept when it was preempted
+    kept: Sequence[End]  # rows that were kept when it was preempted
 
 
 class SchedulerRows:
@@ -96,25 +101,23 @@ class SchedulerRows:
         self.feed = kvroute.BlockFeed(engine.spares.stop)
         self.view: kvroute.RegionView | None = None
         self.keys = kvroute.KeyChain(engine.namespace, engine.layout)
-        given, named = engine.settings.weights_version, bool(engine.settings.weights)
-        self.weights = Versions(engine.namespace, given, self._renamed, named=named)
+        settings = engine.settings
+        self.weights = Versions(engine.namespace, settings.weights_version, self._renamed, named=bool(settings.weights))
         self.blocks_of: Callable[[str, int, int], list[int]] = lambda *_: []
-        self.hits_cut = 0
+        self.meter = Meter(dict)  # of times; what is counted is counted by the worker
         self._late = False
         self._steps = 0  # that were sent
         self._reader: StorageBackend | None = None
-        rollouts = engine.settings.rollouts
-        self.meter = Meter(dict)  # of times; what is counted is counted by the worker
-        self._ends = Ends(engine, LeftRoutes(open_rollouts(rollouts)), self.feed) if rollouts else None
+        self._ends: Ends | None = None
+        if settings.rollouts:
+            self._ends = Ends(engine, LeftRoutes(open_rollouts(settings.rollouts)), self.feed)
         self._rooms: dict[str, Future[None]] = {}  # by request that has not been admitted
-        self._given: dict[int, None] = {}  # since the last step was sent
-        self._asked: dict[str, tuple[int, bool]] = {}  # by request: blocks that were hit locally, KV comes later
-        self._running: dict[str, _Running] = {}
-        self._kept: dict[str, list[End]] = {}  # by request that was preempted
-        self._loads: dict[str, _Load] = {}  # since the last step was sent
-        self._later: dict[str, _Load] = {}  # of which the worker's store was told
-        self._landed: dict[str, _Load] = {}  # since the last step was sent
+        self._requests: dict[str, _State] = {}
+        # Since the last step was sent:
+        self._given: dict[int, None] = {}
         self._joined: list[list[int]] = []
+        self._loads: list[_State] = []
+        self._landed: list[_State] = []
         self._tickets = Tickets(engine.tokens, lambda: self.feed.generations)
         self._unseen = np.zeros(engine.blocks, np.int64)  # lives of blocks whose rows went by their KV,
         self._front = np.zeros(engine.blocks, np.int64)  # and of how many of their tokens
@@ -149,20 +152,18 @@ class SchedulerRows:
 
     def matched(self, request: Request, local: int, found: int, *, later: bool) -> int:
         """How many of ``found`` tokens to take from outside, beyond ``local`` ones: as many as have rows."""
-        size = self.engine.tokens
-        self._asked[request.request_id] = local // size, later
+        size, before = self.engine.tokens, self._requests.get(request.request_id)
+        self._requests[request.request_id] = _State(request, local // size, later, before.kept if before else [])
         if not found or not self.engine.gate or not self.engine.settings.store:
             return found
         keys = self._keys(request, local // size, (local + found) // size)
         there = [False] * len(keys) if self.weights.mixed else self._in_store(keys)
-        good = there.index(False) if False in there else len(there)
-        self.hits_cut += good < len(there)
-        return good * size if good < len(there) else found
+        return there.index(False) * size if False in there else found
 
     def _in_store(self, keys: Sequence[BlockKey]) -> list[bool]:
         try:
             if self._reader is None:
-                self._reader = opened(self.engine.settings.reads)
+                self._reader = kvroute.open_store(self.engine.settings.reads)
             return self._reader.contains(keys)
         except KVRouteError as error:
             logger.warning("hits from outside are computed again, the store of rows cannot be asked: %s", error)
@@ -178,100 +179,105 @@ class SchedulerRows:
 
         ``lends``: another engine goes on from its prompt. ``ticket`` is what prefill's answer had, where that is us.
         """
-        name, size = request.request_id, self.engine.tokens
+        state, size = self._requests[request.request_id], self.engine.tokens
         self._joined.append(blocks)
-        self._later.pop(name, None)  # what has not come by now does not come
-        if name not in self._asked:  # the second call for a load that came later
+        if state.done >= 0:  # the second call for a load that came later; what has not come by now does not come
+            if state not in self._landed:
+                state.load = None
             return
-        first, later = self._asked.pop(name)
+        first = state.first
         last = first + external // size
-        self._running[name] = _Running(request, last * size)
+        state.done = last * size
         if self.engine.transfer:
             if lends:
                 self._tickets.lend(request)
             if external or ticket is not None:
                 self._tickets.fetch(request, ticket, first, external, blocks)
-            return
-        if external:  # a part of a block has no key: its rows come in pages or not at all
-            partial = self.engine.pages and external % size > 0
-            start = first * size
+        elif external:  # a part of a block has no key: its rows come in pages or not at all
+            partial, start = self.engine.pages and external % size > 0, first * size
             tokens = list(request.all_token_ids[start : start + external]) if self.engine.pages else []
-            run = Run(blocks[first - 1] if first else -1, blocks[first : last + partial], external, start, tokens)
-            stored = self.engine.settings.store and not self.weights.mixed
-            keys = self._keys(request, first, last) if stored else []
-            self._loads[name] = _Load(run, keys, later)
+            state.load = Run(
+                blocks[first - 1] if first else -1, blocks[first : last + partial], external, start, tokens
+            )
+            if self.engine.settings.store and not self.weights.mixed:
+                state.keys = self._keys(request, first, last)
+            self._loads.append(state)
 
     def loaded(self, request_id: str) -> None:
         """The KV that was to come later has come, in all ranks; before the request's blocks are anybody else's."""
-        if (load := self._later.pop(request_id, None)) is not None:
-            self._landed[request_id] = load
+        state = self._requests.get(request_id)
+        if state is not None and state.load is not None and state not in (*self._loads, *self._landed):
+            self._landed.append(state)
 
     # ---------------------------------------------------------------- a step
 
     def step(self, scheduled: Mapping[str, int], inner: Any = None) -> StepMeta:
         """What the worker has to know of a step that computes so many tokens of each request."""
+        mixed, store = self.weights.mixed, self.engine.settings.store
         if given := list(self._given):
             if self._ends is not None:
                 self._ends.given(given, self._steps + 1)
             self.feed.renew(given)
             self._given.clear()
-        loads, self._loads = self._loads, {}
-        for load in loads.values():
-            if load.keys:
-                self.feed.restore(dict(zip(load.keys, load.run.blocks, strict=False)))
+        loads, self._loads = self._still(self._loads), []
+        for state in loads:
+            if state.keys and state.load is not None:
+                blocks = state.load.blocks
+                self.feed.restore(dict(zip(state.keys, blocks, strict=False)))
                 if self.engine.unseen:
-                    self._unseen[load.run.blocks] = self.feed.generations[load.run.blocks]
-                    self._front[load.run.blocks] = self.engine.tokens
+                    self._unseen[blocks], self._front[blocks] = self.feed.generations[blocks], self.engine.tokens
         before = self.feed.take()
         if scheduled or loads:
             self.weights.computes()
-        full = self._filled(scheduled) if self.engine.settings.store and not self.weights.mixed else []
+        full = self._filled(scheduled) if store and not mixed else []
         joined, self._joined = self._joined, []
         self._steps += 1
-        meta = StepMeta(inner, before, self.feed.take(), self._steps, sum(scheduled.values()), full=full)
-        meta.version = self.weights.version if self.engine.labelled else None
+        meta = StepMeta(inner, before, self.feed.take(), self._steps, sum(scheduled.values()), self.weights.version)
+        meta.full = full
         if self.engine.pages:
-            meta.given, meta.namespace = given, b"" if self.weights.mixed else self.keys.namespace.fingerprint
+            meta.given, meta.namespace = given, b"" if mixed else self.keys.namespace.fingerprint
         if loads:
-            meta.joined, meta.loads = joined, [load.run for load in loads.values() if not load.later]
-            self._later |= {name: load for name, load in loads.items() if load.later}
+            meta.joined = joined
+            for state in loads:
+                if state.load is not None and not state.later:
+                    meta.loads.append(state.load)
+                    state.load = None
         if self._landed:
-            landed, self._landed = self._landed, {}
-            meta.landed = [run for name, load in landed.items() if (run := self._come(name, load)).blocks]
+            landed, self._landed = self._still(self._landed), []
+            meta.landed = [run for state in landed if (run := state.come(self.engine.tokens)).blocks]
+            for state in landed:
+                state.load = None
         if self.engine.transfer:
-            meta.lends = self._tickets.fills(scheduled, self.blocks_of, mixed=self.weights.mixed)
+            meta.lends = self._tickets.fills(scheduled, self.blocks_of, mixed=mixed)
             meta.withdrawn, meta.fetches = self._tickets.withdrawn(), self._tickets.fetches()
         for name, tokens in scheduled.items() if self._late else ():
-            if (running := self._running.get(name)) is not None:
+            if (running := self._requests.get(name)) is not None:
                 running.sent.append((meta.number, running.request.num_computed_tokens, tokens))
         return meta
 
-    def _come(self, name: str, load: _Load) -> Run:
-        """What has come of a load: all of it, or what lies before the first block that could not be loaded."""
-        run = load.run
-        tokens = max(0, min(run.tokens, self._running[name].request.num_computed_tokens - run.start))
-        blocks = run.blocks[: -(-tokens // self.engine.tokens)]
-        return replace(run, blocks=blocks, tokens=tokens, token_ids=run.token_ids[:tokens])
+    def _still(self, states: Iterable[_State]) -> list[_State]:
+        """Those that have not ended or begun again, and wait for KV."""
+        return [each for each in states if each.load and self._requests.get(each.request.request_id) is each]
 
     def _filled(self, scheduled: Mapping[str, int]) -> list[Run]:
         """The blocks that this step completes; they are to be stored. Drafts that may fail have no hashes."""
         size, full, runs = self.engine.tokens, dict[BlockKey, int](), list[Run]()
         for name, tokens in scheduled.items():
-            running = self._running.get(name)
+            state = self._requests.get(name)
             # tokens are computed again after KV has failed to load; else nothing is done until a block is full
-            if running is None or 0 <= (ahead := running.request.num_computed_tokens - running.done) < size - tokens:
+            if state is None or 0 <= (ahead := state.request.num_computed_tokens - state.done) < size - tokens:
                 continue
-            request, at = running.request, running.done + ahead
+            request, at = state.request, state.done + ahead
             if ahead < 0:  # it had been loaded, and is computed here now
-                for i, block in enumerate(self.blocks_of(name, at // size, running.done // size)):
+                for i, block in enumerate(self.blocks_of(name, at // size, state.done // size)):
                     self._front[block] = min(self._front[block], 0 if i else at % size)
-            first = min(running.done, at) // size
+            first = min(state.done, at) // size
             last = min((at + tokens) // size, len(request.block_hashes))
             if last > first:
                 held = self.blocks_of(name, max(0, first - 1), last)
                 runs.append(run := Run(held[0], held[1:]) if first else Run(-1, held))
                 full |= zip(self._keys(request, first, last), run.blocks, strict=True)
-                running.done = last * size
+                state.done = last * size
         if full and self.engine.settings.writes:
             self.feed.persist(full)
         return runs
@@ -279,7 +285,7 @@ class SchedulerRows:
     def told(self, why: Mapping[str, Mapping[int, str]]) -> None:
         """The worker waits no more for what these requests fetch."""
         for name, blocks in why.items():
-            if name in self._running:
+            if name in self._requests:
                 self._tickets.came(name, blocks)
 
     # ---------------------------------------------------------------- the end
@@ -291,12 +297,12 @@ class SchedulerRows:
 
     def forget(self, request_id: str) -> Ended:
         """The request has ended, in whatever way; for :meth:`finished`."""
-        found = [known.pop(request_id, None) for known in (self._loads, self._later, self._landed)]
-        tokens = min((load.run.start for load in found if load is not None), default=sys.maxsize)
-        for each in (self._asked, self._rooms):
-            each.pop(request_id, None)
-        running, why = self._running.pop(request_id, None), self._tickets.end(request_id)
-        return Ended(tokens, _steps_of(running) if running else [], why, self._kept.pop(request_id, ()))
+        self._rooms.pop(request_id, None)
+        state, why = self._requests.pop(request_id, None), self._tickets.end(request_id)
+        if state is None:
+            return Ended(sys.maxsize, [], why, [])
+        tokens = sys.maxsize if state.load is None else state.load.start
+        return Ended(tokens, state.steps(), why, state.kept)
 
     def preempted(self, request: Request) -> None:
         """The request is about to lose its blocks, and begins again later: rows that tokens were sampled with are kept.
@@ -304,13 +310,13 @@ class SchedulerRows:
         The last token of a request was not read, and what is computed of a prompt without an answer is nothing yet.
         """
         name, said = request.request_id, len(request.all_token_ids) - request.num_prompt_tokens
-        running, kept = self._running.get(name), self._kept.get(name, [])
         stop = min(len(request.all_token_ids) - 1, request.num_computed_tokens) if said > 0 else 0
-        if self._ends is None or running is None or stop <= max((each.stop for each in kept), default=0):
+        state = self._requests.get(name)
+        if self._ends is None or state is None or stop <= max((each.stop for each in state.kept), default=0):
             return
         blocks = self.blocks_of(name, 0, -(-stop // self.engine.tokens))
-        self._ends.keep(end := self._end(name, blocks, 0, stop, _steps_of(running)))
-        self._kept[name] = [*kept, end]
+        self._ends.keep(end := self._end(name, blocks, 0, stop, state.steps()))
+        state.kept.append(end)
 
     def _end(self, name: str, blocks: Sequence[int], start: int, stop: int, steps: Sequence[tuple[int, int]]) -> End:
         """Rows of the positions ``[start, stop)``, of which steps that wrote none are not waited for."""
@@ -318,8 +324,8 @@ class SchedulerRows:
         lives = self.feed.generations[ids]
         stop = max(0, min(stop, len(ids) * size))
         wrote = [(number, first) for number, first in steps if first < stop] or [(self._steps, 0)]
-        end = End(name, ids, lives, min(start, stop), stop, wrote, self.weights.changes)
-        end.version, end.mixed = self.weights.version, self.weights.mixed
+        weights = self.weights
+        end = End(name, ids, lives, min(start, stop), stop, wrote, weights.changes, weights.version, weights.mixed)
         if self.engine.unseen:
             by_kv = np.arange(size) < np.where(self._unseen[ids] == lives, self._front[ids], 0)[:, None]
             end.by_kv = by_kv.reshape(-1)[:stop]
@@ -352,11 +358,9 @@ class SchedulerRows:
         if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= most:
             error = RowError(f"{FIELD}.{START}", f"a position of the prompt, from 0 to {most}", repr(start))
             return self._ends.refused(name, error, group)
-        stop, steps = (min(tokens, ended.tokens), ended.steps) if ended else (tokens, [])
-        end = self._end(name, blocks, start, stop, steps)
-        end.group, end.of = group, of
-        if ended:
-            end.why, end.kept = ended.why, ended.kept
+        ended = ended or Ended(sys.maxsize, [], {}, [])
+        end = self._end(name, blocks, start, min(tokens, ended.tokens), ended.steps)
+        end.group, end.of, end.why, end.kept = group, of, ended.why, ended.kept
         begun_s, answer = time.monotonic(), self._ends.begin(end)
         answer.add_done_callback(lambda _: self.meter.took("answer", time.monotonic() - begun_s))
         return answer
@@ -380,14 +384,4 @@ class SchedulerRows:
                 each.close()
 
 
-def _steps_of(running: _Running) -> list[tuple[int, int]]:
-    """The last steps to a late worker: the number of each, and the first position that it may write."""
-    steps, rejected, after = list[tuple[int, int]](), 0, running.request.num_computed_tokens
-    for number, start, n in reversed(running.sent):
-        rejected += max(0, start + n - after)  # drafts, that was not known yet: it began so much earlier
-        steps.append((number, start - rejected))
-        after = start
-    return [*steps[:-1], (steps[-1][0], 0)] if steps else []  # before the first one others may have written
-
-
-__all__ = ["Request", "SchedulerRows"]
+__all__ = ["Ended", "Request", "SchedulerRows"]

@@ -1,4 +1,4 @@
-"""What the operator says, what the engine is, and what a scheduler tells a worker with each step."""
+"""What the operator says, what the engine is, and what a scheduler and a worker tell each other."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cache_manager.keys import Namespace
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from kvroute.connector.tickets import Fetch, Lend
 from kvroute.connector.versions import AS_LOADED
+from kvroute.routing import weights_version_spec
 from kvroute.witness import Run
 
 VERSION: Final = "weights_version"
@@ -52,14 +53,21 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("kv_connector_extra_config.kvroute", "those of docs/settings.md", str(error)) from error
 
     @property
-    def reads(self) -> str:
-        """The URL of a reader of the store."""
-        files = self.store.startswith("file:")
-        return self.reader or (self.store.partition("?")[0] + "?mode=read" if files else self.store)
-
-    @property
     def writes(self) -> bool:
         return bool(self.store) and "mode=read" not in self.store
+
+    @property
+    def reads(self) -> str:
+        """The URL of a reader of the store; one of files may be opened before its writer has made it."""
+        if self.reader or not self.store.startswith("file:"):
+            return self.reader or self.store
+        url = self.store.partition("?")[0] + "?mode=read" if self.writes else self.store
+        return url if "absent=" in url else f"{url}&absent=wait"
+
+    @property
+    def opens(self) -> str:
+        """The URL by which the worker opens the store."""
+        return self.store if self.writes else msgspec.structs.replace(self, reader="").reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,7 @@ class Engine:
     """The engine at hand, as far as rows are concerned."""
 
     settings: Settings
-    layout: RecordLayout  # its first spec is that of routing; beside that of weights versions rows have labels
+    spec: AuxBlockDataSpec  # of routing
     namespace: Namespace
     blocks: int
     max_tokens: int  # of one step
@@ -78,18 +86,14 @@ class Engine:
     transfer: bool = False  # rows of prompts are lent to other engines, and fetched from them
 
     @property
-    def spec(self) -> AuxBlockDataSpec:
-        return self.layout.specs[0]
-
-    @property
-    def labelled(self) -> bool:
-        """Whether rows have a place for the version of the weights that made them."""
-        return any(spec.name == VERSION for spec in self.layout.specs)
+    def layout(self) -> RecordLayout:
+        """Of a block: rows, and the version of the weights that made each."""
+        return RecordLayout((self.spec, weights_version_spec(self.tokens)))
 
     @property
     def tokens(self) -> int:
         """Of one block."""
-        return self.layout.block_tokens
+        return self.spec.block_tokens
 
     @property
     def clock(self) -> int:
@@ -114,7 +118,7 @@ class StepMeta:
 
     inner: Any  # from the connector that moves the KV, whatever it says
     before: bytes  # of the feed: what has become of blocks
-    after: bytes  # of the feed: what to store when the step has written
+    after: bytes = b""  # of the feed: what to store when the step has written
     number: int = 0  # of the step, from 1
     tokens: int = 0  # that the step computes
     version: int | None = None  # of the weights that it computes with
@@ -151,4 +155,4 @@ class Told:
         return Told(other if self.inner is None else self.inner.aggregate(other), self.why)
 
 
-__all__ = ["Engine", "Handshake", "Settings", "StepMeta", "Told"]
+__all__ = ["SPARES", "VERSION", "Engine", "Handshake", "Settings", "StepMeta", "Told"]

@@ -23,37 +23,27 @@ def version_of(name: str) -> int | None:
     return number if number < AS_LOADED else None
 
 
-def _private() -> int:
-    """A number for a namespace that no other engine has, and no version."""
-    return AS_LOADED + 1 + secrets.randbits(62)
-
-
 class Versions:
     """What is known of the weights of one engine, which begins with ``namespace`` and the version that was ``given``.
 
     ``named``: the operator has named the weights, so that name and version say which they are, here and in other
-    engines. Otherwise the namespace's model is a digest of what was loaded, which says nothing of weights that came
-    later. ``renamed`` is told of another namespace, which comes only when there are no rows, or none that may stay.
+    engines. Otherwise the namespace's model is a digest of what was loaded, which says nothing of later weights.
+    ``renamed`` is told of another namespace, which comes only when there are no rows, or none that may stay.
     """
 
     def __init__(
-        self,
-        namespace: Namespace,
-        given: int | None,
-        renamed: Callable[[Namespace], object],
-        *,
-        named: bool,
-        draw: Callable[[], int] = _private,
+        self, namespace: Namespace, given: int | None, renamed: Callable[[Namespace], object], *, named: bool
     ) -> None:
         self.version = given
         """Of what is computed now; ``None``: unknown."""
         self.mixed = False
         """What is computed now may stand on KV of other weights: nothing is stored, and nothing comes from a store.
         Otherwise all rows that there are were made by the weights of now."""
-        self._namespace, self._renamed, self._named, self._draw = namespace, renamed, named, draw
-        self._as_loaded = True  # the weights are those that the engine began with
         self.changes = 0
         """How often the weights may have become others."""
+        self.adapters: set[int] = set()
+        """Numbers of adapters that were added, for who looks whether one takes the place of another."""
+        self._namespace, self._renamed, self._named = namespace, renamed, named
         self._sure = True  # nothing was computed, and nothing was paused, since the version was given
         self._empty = True  # nothing was computed since all KV was forgotten
 
@@ -63,7 +53,8 @@ class Versions:
         Rows that are there keep their version. Where KV is kept, too, nothing is stored before it is
         :meth:`forgotten`.
         """
-        self._change(version)
+        self.version, self._sure = version, version is not None
+        self.changes += 1
         self.mixed = not self._empty
         if self._empty:
             self._rename()
@@ -84,18 +75,16 @@ class Versions:
     def forgotten(self) -> None:
         """All KV was forgotten, as for other weights. The version stands if it was given since the last step."""
         if not self._sure:
-            self._change(None)
+            self._empty = False  # and renamed below
+            self.changed()
         self.mixed, self._empty = False, True
         self._rename()
 
-    def _change(self, version: int | None) -> None:
-        self.version, self._sure, self._as_loaded = version, version is not None, False
-        self.changes += 1
-
     def _rename(self) -> None:
-        if not self._as_loaded:
+        if self.changes:  # else they are as they were loaded
             known = self.version if self._named else None
-            self._namespace = replace(self._namespace, weights_version=self._draw() if known is None else known)
+            alone = AS_LOADED + 1 + secrets.randbits(62)  # no other engine has it, and it is no version
+            self._namespace = replace(self._namespace, weights_version=alone if known is None else known)
         self._renamed(self._namespace)
 
 

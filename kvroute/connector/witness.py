@@ -6,7 +6,8 @@ A layer's KV is ``[blocks, ...]`` as its engine has it, ``[blocks, heads, tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -14,11 +15,30 @@ from numpy.typing import NDArray
 
 from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError
-from kvroute.connector.folds import GATHER_NBYTES_MAX, by_layer, folded_on_device, keys_on, to_host
-from kvroute.witness import ROOT, UNKNOWN, WORD_NBYTES, Run, chained
+from kvroute.connector.settings import StepMeta
+from kvroute.witness import ROOT, UNKNOWN, WORD_NBYTES, Run, chained, fold_keys
+
+GATHER_NBYTES_MAX: Final = 32 << 20  # of KV that is copied at a time; about three times that is needed for a moment
 
 Join = Callable[[torch.Tensor], object]
 """Makes of the ranks' folds, int64 ``[n]``, those of the whole KV, in place; all ranks call it together."""
+
+
+def keys_on(device: torch.device, first: int, words: int) -> torch.Tensor:
+    """The keys int64 ``[2, words]`` of the words number ``first`` and on."""
+    return torch.from_numpy(fold_keys(first, words).view(np.int64)).to(device)
+
+
+def folded_on_device(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The folds int64 ``[n]`` of ``words`` int64 ``[n, words]``, as :func:`folded` makes them; waits for nothing."""
+    mixed = words * keys[0]
+    high = (mixed >> 32) & 0xFFFFFFFF  # the shift of torch is arithmetic
+    return mixed.bitwise_xor_(high).mul_(keys[1]).sum(1)
+
+
+def to_host(values: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, pinned where it comes from a device: there when that is done with what was launched."""
+    return values.to("cpu", non_blocking=True, copy=True)
 
 
 class KvFolder:
@@ -42,8 +62,6 @@ class KvFolder:
             mine = first + first_head * (words // kv.shape[1])
             self._layers.append((kv, keys_on(kv.device, mine, words)))
             first += 1 << 40  # more words than any layer of a block has
-        if not self._layers:
-            raise ConfigError("KV layers", "at least one", "none")
 
     @property
     def block_nbytes(self) -> int:
@@ -102,19 +120,14 @@ class KvWitness:
         Their rows are forgotten. A block whose rows did not come is not among them.
         """
         blocks, _, witnesses = self._take(runs, folds)
-        if not blocks:
-            return []
         pairs = zip(blocks, self._rows.origins(blocks), witnesses, strict=True)
-        wrong = [block for block, origin, witness in pairs if origin and origin != witness]
-        if wrong:
+        if wrong := [block for block, origin, witness in pairs if origin and origin != witness]:
             self._rows.forget(wrong)
         return wrong
 
     def _take(self, runs: Sequence[Run], folds: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
         """All blocks of ``runs``, their lives and their witnesses."""
         blocks = [block for run in runs for block in run.blocks]
-        if not blocks:
-            return [], [], []
         lives = self._rows.generations([*blocks, *(max(0, run.before) for run in runs)]).tolist()
         each, witnesses = folds.numpy().view(np.uint64).tolist(), list[int]()
         for run, life in zip(runs, lives[len(blocks) :], strict=True):
@@ -129,6 +142,41 @@ class KvWitness:
         return blocks, lives[: len(blocks)], witnesses
 
 
+class OtherRank:
+    """A tensor-parallel rank that has no rows: its heads' part of every fold, when the first rank asks for it."""
+
+    def __init__(self, folder: KvFolder) -> None:
+        self._folder = folder
+        self._step: StepMeta | None = None
+
+    def begin(self, step: StepMeta) -> None:
+        self._step = step
+        self._fold(step.landed)
+
+    def end(self) -> None:
+        step, self._step = self._step, None
+        for runs in (step.loads, step.full) if step is not None else ():
+            self._fold(runs)
+
+    def _fold(self, runs: Sequence[Run]) -> None:
+        self._folder.folds([block for run in runs for block in run.blocks])
+
+
+def by_layer(names: Iterable[str]) -> dict[int, str]:
+    """The names of layers by the number of the layer, which each has, in order.
+
+    Raises :class:`ConfigError` where no name has one.
+    """
+    given, found = list(names), dict[int, str]()
+    for name in given:
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        if len(numbers) == 1:
+            found.setdefault(numbers[0], name)
+    if not found:
+        raise ConfigError("KV layers", "names with the number of their layer", sorted(given)[:3])
+    return dict(sorted(found.items()))
+
+
 def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int]) -> list[torch.Tensor]:
     """The layers to fold, of ``kv_caches`` by names with the layer's number: the last one.
 
@@ -138,10 +186,9 @@ def witnessing(kv_caches: Mapping[str, torch.Tensor], moe_layers: Sequence[int])
     layers = {number: kv_caches[name] for number, name in by_layer(kv_caches).items()}
     last = max(layers)
     if blind := [layer for layer in sorted(moe_layers)[:-1] if layer >= last]:
-        raise ConfigError(
-            "KV layers", f"one behind layer {blind[-1]}, or settings.witness='off'", f"the last is {last}"
-        )
+        wanted = f"one behind layer {blind[-1]}, or settings.witness='off'"
+        raise ConfigError("KV layers", wanted, f"the last is {last}")
     return list(layers.values()) if layers[last].element_size() == 1 else [layers[last]]
 
 
-__all__ = ["Join", "KvFolder", "KvWitness", "witnessing"]
+__all__ = ["Join", "KvFolder", "KvWitness", "OtherRank", "by_layer", "witnessing"]

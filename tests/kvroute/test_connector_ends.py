@@ -21,7 +21,8 @@ BLOCKS = [5, 2]
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Toy]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Toy]]:
+    assert tmp_path.exists(), "until all are closed"
     made: list[Toy] = []
     yield lambda **said: made.append(Toy(**said)) or made[-1]  # type: ignore[func-returns-value]
     for toy in made:

@@ -1,18 +1,272 @@
-"""A worker whose device is behind the scheduler: what never comes is missing."""
+"""A worker whose device, store or own thread is behind, or does what it should not: what never comes is missing."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from toy_engine import Toy, held, judge
+import torch
+from toy_engine import TOKENS, Asked, Toy, admitted, begun, computed, held, judge, seen
 
 from cache_manager.errors import RowError
-from kvroute.connector import ends, routes
+from cache_manager.stored import RestoreJob
+from kvroute.connector import ends, routes, worker
 from kvroute.connector.behind import PENDING_MAX, Behind
+from kvroute.connector.settings import StepMeta
+from kvroute.integrations.vllm.connector import RowsWithKV
+from kvroute.routes import Routes
+from kvroute.witness import Run
 
-TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+def seen_late(toy: Toy, tokens: int, go: threading.Event) -> Routes:
+    """What is answered when the device goes on only after the request has ended."""
+    told = begun(toy, tokens, toy.scheduler.forget("r"))
+    threading.Event().wait(0.02)
+    assert not told.done()
+    go.set()
+    return routes({"kv_transfer_params": told.result(60)})
+
+
+def test_a_rejected_draft_is_not_taken_for_the_token_in_its_place() -> None:
+    """Goal: an answer has its own last row. Method: a step computes a token and two drafts, which are rejected; the
+    next one, the token in their place, which ends the request while the device is late.
+    """
+    toy = Toy(late=True)
+    draft, right = [3, 1, 4, 7, 7], [3, 1, 4, 2]
+    request = admitted(toy, draft, [5, 2])
+    computed(toy, request, 5)
+    toy.worker.end()
+    toy.worker.settle()
+    request.tokens, request.num_computed_tokens = right, 3
+    go = held(toy)
+    computed(toy, request, 1)
+    toy.worker.end()
+    request.num_computed_tokens = 4
+    assert judge(seen_late(toy, 4, go), right) == {"right": 4}
+    toy.close()
+
+
+def test_a_step_that_began_before_it_was_thought_to_is_waited_for() -> None:
+    """Goal: as above, of an engine that schedules ahead. Method: a step is sent before the drafts before it are
+    rejected, and a third one after that; the second one ends the request.
+    """
+    toy = Toy(late=True)
+    right = PROMPT[:5]
+    request = admitted(toy, [*right[:4], 7, 7, 7], [5, 2])
+    computed(toy, request, 7)
+    toy.worker.end()
+    toy.worker.settle()
+    request.num_computed_tokens = 7
+    second = toy.scheduler.step({"r": 1})
+    request.num_computed_tokens = 8 - 3
+    go = held(toy)
+    request.tokens, request.num_computed_tokens = right, 4  # as the worker knows
+    computed(toy, request, 1, second)
+    toy.worker.end()
+    request.num_computed_tokens = 5
+    toy.scheduler.step({"r": 1})
+    request.num_computed_tokens = 6
+    assert judge(seen_late(toy, 5, go), right) == {"right": 5}
+    toy.close()
+
+
+def test_an_answer_waits_for_no_step_that_has_none_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: an engine that schedules ahead does not wait for what it scheduled. Method: the step behind the last row is
+    held up for longer than the test takes, of a request with and without rejected drafts.
+    """
+    monkeypatch.setattr(ends, "LATE_S", 0.05)
+    for rejected in (0, 2):
+        toy = Toy(late=True)
+        request = admitted(toy, PROMPT, [5, 2, 3])
+        computed(toy, request, 4 + rejected)
+        toy.worker.end()
+        request.num_computed_tokens += 4 + rejected  # as far as is known when the next step is sent
+        toy.worker.settle()
+        go = held(toy)
+        meta = toy.scheduler.step({"r": 1})
+        request.num_computed_tokens = 4
+        computed(toy, request, 1, meta)
+        toy.worker.end()
+        request.num_computed_tokens = 5
+        assert judge(seen(toy, 4, toy.scheduler.forget("r")), PROMPT[:4]) == {"right": 4}
+        go.set()
+        toy.close()
+
+
+def test_an_aborted_request_waits_for_the_comparison_of_what_it_loads(tmp_path: Path) -> None:
+    """Goal: rows of a store are handed out when they have been compared. Method: a request is aborted between the
+    landing of its rows and their comparison; its last row is one of those, and its KV is other KV.
+    """
+    kept, store = dict[bytes, Any](), f"file://{tmp_path}"
+    first = Toy(kept=kept, late=True, store=store, witness="flagged")
+    first.ask("a", PROMPT)
+    first.settle()
+    hashes = Asked("", PROMPT).block_hashes
+    kept[hashes[1]]["layers.1"].view(torch.int32)[0, 2, 3] ^= 1
+    other = Toy(kept=kept, late=True, store=store + "?mode=read", witness="flagged")
+    request = admitted(other, PROMPT, [5, 2, 3], external=8)
+    compare, landed, go = other.worker._compare, threading.Event(), threading.Event()
+
+    def compared(*come: Any) -> None:
+        landed.set()
+        assert go.wait(60)
+        compare(*come)
+
+    other.worker._compare = compared  # type: ignore[method-assign]
+    computed(other, request, 3)
+    for block, each in zip((5, 2), hashes, strict=False):
+        for name, page in kept[each].items():
+            other.kv[name][block] = page
+    other.worker.end()
+    assert landed.wait(60)
+    assert judge(seen_late(other, 8, go), PROMPT[:8]) == {"right": 4, "missing": 4}
+    for each in (first, other):
+        each.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_kv_that_never_came_has_no_rows(tmp_path: Path, late: bool) -> None:
+    """Goal: rows without KV to compare them with are nobody's. Method: a request is aborted while its KV comes; its
+    rows have come before.
+    """
+    kept, store = dict[bytes, Any](), f"file://{tmp_path}"
+    first = Toy(kept=kept, store=store, witness="flagged")
+    first.ask("a", PROMPT)
+    first.settle()
+    other = Toy(kept=kept, late=late, later=True, store=store + "?mode=read", witness="flagged")
+    request = admitted(other, PROMPT, [5, 2, 3], external=8, later=True)
+    other.worker.begin(other.scheduler.step({}))
+    other.worker.end()
+    other.settle()
+    assert other.worker.blocks.complete([5, 2]).all()
+    assert request.num_computed_tokens == 8
+    assert not seen(other, 8, other.scheduler.forget("r")).valid.any()
+    for each in (first, other):
+        each.close()
+
+
+def test_a_token_that_is_computed_again_is_whole(tmp_path: Path) -> None:
+    """Goal: of a prompt whose KV came whole an engine computes the last token again, for its logits: that row is its
+    own, what the last router chose too. Method: two full blocks come, then a step computes the eighth token.
+    """
+    kept, store = dict[bytes, Any](), f"file://{tmp_path}"
+    first = Toy(kept=kept, store=store)
+    first.ask("a", PROMPT)
+    first.settle()
+    other = Toy(kept=kept, later=True, store=store + "?mode=read")
+    request = admitted(other, PROMPT[:8], [5, 2], external=8, later=True)
+    other.worker.begin(other.scheduler.step({}))
+    for block, each in zip(other.table, request.block_hashes, strict=True):
+        for name, page in kept[each].items():
+            other.kv[name][block] = page
+    other.worker.end()
+    other.scheduler.loaded("r")
+    request.num_computed_tokens = 7
+    computed(other, request, 1)
+    other.worker.end()
+    request.num_computed_tokens = 8
+    found = seen(other, 8, other.scheduler.forget("r"))
+    assert found.known.tolist() == [[True, False]] * 7 + [[True, True]]
+    assert judge(found, PROMPT[:8]) == {"partly": 7, "right": 1}
+    for each in (first, other):
+        each.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_slots_are_those_of_the_pass(late: bool) -> None:
+    """Goal: no row goes to another token. Method: the engine uses the memory of the slots again before the step's end,
+    as a draft model does.
+    """
+    toy = Toy(late=late)
+    request, slots = admitted(toy, PROMPT, [5, 2, 3]), torch.zeros(11, dtype=torch.int64)
+    computed(toy, request, 11)
+    assert toy.worker.slots is not None
+    toy.worker.slots = slots.copy_(toy.worker.slots)
+    slots.copy_(slots.flip(0))
+    toy.worker.end()
+    assert judge(seen(toy, 11), PROMPT) == {"right": 11}
+    toy.close()
+
+
+def _twice(toy: Toy) -> None:
+    toy.hooks[0](torch.zeros((2, 2), dtype=torch.int64))
+
+
+def _nowhere(toy: Toy) -> None:
+    toy.worker.slots = None
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("spoil", [_twice, _nowhere])
+def test_what_a_step_without_ids_has_written_over_is_missing(late: bool, spoil: Callable[[Toy], None]) -> None:
+    """Goal: a row is of the KV that is there. Method: two rejected drafts are computed over by a step whose rows are
+    lost, for one reason or another.
+    """
+    toy, right = Toy(late=late), [3, 1, 4, 2, 6]
+    request = admitted(toy, [3, 1, 4, 7, 7], [5, 2])
+    computed(toy, request, 5)
+    toy.worker.end()
+    request.tokens, request.num_computed_tokens = right, 3
+    computed(toy, request, 2)
+    spoil(toy)
+    toy.worker.end()
+    found = judge(seen(toy, 5), right)
+    assert not found["wrong"]
+    assert found["missing"] >= 2
+    toy.close()
+
+
+def test_a_store_that_is_stuck_holds_up_one_step_and_for_one_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: no wait without end. Method: the store answers nothing; a step with two loads, and one with another."""
+    monkeypatch.setattr(worker, "RESTORE_S", 0.2)
+    toy, go, waits = Toy(store=f"file://{tmp_path}", witness="off"), threading.Event(), list[float]()
+    wait = RestoreJob.wait
+
+    def waited(job: RestoreJob, timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        return wait(job, timeout_s)
+
+    monkeypatch.setattr(RestoreJob, "wait", waited)
+    assert toy.worker.store is not None
+    monkeypatch.setattr(type(toy.worker.store), "get_into", lambda *_: go.wait(60) and [])
+    feed, keys = toy.scheduler.feed, toy.scheduler.keys
+    for blocks in ([1, 2], [3]):
+        feed.renew(blocks)
+        for block in blocks:
+            feed.restore({keys.adopt(bytes([block]) * 32): block})
+        toy.worker.begin(StepMeta(None, feed.take(), b"", loads=[Run(-1, blocks, TOKENS * len(blocks))]))
+        toy.worker.end()
+    assert sum(waits) <= 3 * 0.2
+    assert len(waits) == 3  # each job once
+    go.set()
+    toy.close()
+
+
+def test_slots_of_a_pass_in_one_graph_are_not_a_draft_models() -> None:
+    """Goal: as above, where the engine says the slots when the draft model has run. Method: with and without one."""
+
+    class Inner:
+        def start_load_kv(self, *_: Any, **__: Any) -> None: ...
+
+    toy, context = Toy(), SimpleNamespace(slot_mapping={})
+    made = type("Made", (RowsWithKV, Inner), {"__init__": lambda _: None})()
+    made._worker_rows = toy.worker
+    for drafts in (True, False):
+        made._engine = replace(toy.worker.engine, drafts=drafts)
+        toy.worker.begin(StepMeta(None, b"", b""))
+        made.start_load_kv(context, attn_metadata={"layer": SimpleNamespace(slot_mapping=torch.tensor([3]))})
+        assert (toy.worker.slots is None) == drafts
+    toy.close()
 
 
 def test_rows_that_a_device_does_not_come_to_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,14 +277,14 @@ def test_rows_that_a_device_does_not_come_to_are_missing(monkeypatch: pytest.Mon
     toy = Toy(late=True, blocks=4)
     go = held(toy)
     with pytest.raises(RowError, match="a worker that is behind"):
-        routes(toy.ask("r", TOKENS))
+        routes(toy.ask("r", PROMPT))
     monkeypatch.setattr(ends, "LATE_S", 600.0)
     with pytest.raises(RowError, match="a worker that is behind"):  # a worker that is stuck holds nobody up twice
-        routes(toy.ask("stuck", TOKENS[1:]))
+        routes(toy.ask("stuck", PROMPT[1:]))
     go.set()
     toy.settle()
-    others = TOKENS[::-1]
-    assert judge(routes(toy.ask("s", others)), others) == {"right": len(TOKENS)}
+    others = PROMPT[::-1]
+    assert judge(routes(toy.ask("s", others)), others) == {"right": len(PROMPT)}
     toy.close()
 
 
@@ -38,8 +292,8 @@ def test_a_last_row_that_is_missing_holds_up_no_answer(monkeypatch: pytest.Monke
     """Goal: what was not captured is known as soon as the step is over. Method: a limit that would end the test."""
     monkeypatch.setattr(ends, "LATE_S", 600.0)
     toy = Toy(late=True)
-    toy.loses = {len(TOKENS) - 1}
-    assert judge(routes(toy.ask("r", TOKENS)), TOKENS) == {"right": len(TOKENS) - 1, "missing": 1}
+    toy.loses = {len(PROMPT) - 1}
+    assert judge(routes(toy.ask("r", PROMPT)), PROMPT) == {"right": len(PROMPT) - 1, "missing": 1}
     toy.close()
 
 
@@ -49,12 +303,12 @@ def test_a_step_whose_host_part_fails_leaves_no_row() -> None:
     """
     toy = Toy(late=True)
     assert toy.worker._behind is not None
-    toy.ask("r", TOKENS)
+    toy.ask("r", PROMPT)
     toy.worker._behind.put(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
     toy.worker.settle()
     assert not toy.worker.blocks.complete(toy.table[:2]).any()
     with pytest.raises(ZeroDivisionError):
-        toy.ask("s", TOKENS)
+        toy.ask("s", PROMPT)
     toy.close()
 
 
@@ -63,7 +317,7 @@ def test_calls_are_done_in_order_and_room_is_waited_for() -> None:
     from a thread that is held up in between; then a close that cannot wait.
     """
     done, failed, go = list[int](), list[Exception](), threading.Event()
-    behind = Behind(failed.append)
+    behind = Behind("behind", failed.append, PENDING_MAX)
     behind.put(lambda: go.wait(60) and None)
     with ThreadPoolExecutor(1) as threads:
         putting = threads.submit(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_engine import Toy, admitted, judge, row_of
+from toy_engine import Toy, admitted, judge
 
 import kvroute
 from kvroute.connector import Tokens, ends, routes
@@ -109,25 +109,6 @@ def test_a_store_that_fails_when_a_request_comes_is_told(
     told = toy.ask("r", TOKENS)
     with pytest.raises(kvroute.RowError, match="closed"):
         routes(answered(TOKENS, **told))
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_what_is_left_is_bound_to_its_tokens(engine: Callable[..., Toy], store: RolloutStore, cut: bool) -> None:
-    """Goal: an answer that was cut finds its rows where the engine knew that it may be. Method: the engine has computed
-    two tokens more than the front end has answered, the last of which has no row.
-    """
-    toy, answer = engine(), answered(TOKENS[:4])
-    toy.ask("other", TOKENS)
-    ended = toy.scheduler.forget("r")
-    told_of(toy.scheduler.finished("r", toy.table, 6, Tokens([*TOKENS, 7], 3, cut), ended=ended))
-    answer["choices"][0]["token_ids"] = TOKENS[3:5]
-    if cut:
-        found = routes(answer, rollouts=store, wait_s=0)
-        assert [count for count, _ in found.token_hashes] == [3, 4]
-        assert [row.tolist() for row in found.ids] == [row_of(TOKENS[: i + 1]).tolist() for i in range(4)]
-    else:
-        with pytest.raises(kvroute.RowError, match="nothing says to be the first 4"):
-            routes(answer, rollouts=store, wait_s=0)
 
 
 def test_each_of_a_group_is_told_with_all_that_are_done(engine: Callable[..., Toy]) -> None:

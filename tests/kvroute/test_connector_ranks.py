@@ -12,11 +12,10 @@ import torch
 from torch import distributed
 
 from cache_manager.keys import Namespace
-from cache_manager.spec import RecordLayout
 from kvroute.connector import Engine, Settings
-from kvroute.connector.ranks import OtherRank, part_of
 from kvroute.connector.settings import StepMeta
-from kvroute.connector.worker import WorkerRows
+from kvroute.connector.witness import OtherRank
+from kvroute.connector.worker import WorkerRows, part_of
 from kvroute.routing import routing_spec
 from kvroute.witness import ROOT, Run, chained, fold_reference
 
@@ -27,21 +26,21 @@ def kv_of(heads: int) -> torch.Tensor:
     return torch.randn(8, heads, 4, 16, generator=torch.Generator().manual_seed(1))
 
 
-def rank_of(rank: int, directory: Path, divided: bool, damaged: bool) -> None:
+def rank_of(rank: int, directory: Path, damaged: bool) -> None:
     """One rank's step, which fills ``RUN``; the first one leaves the witnesses of its blocks."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     distributed.init_process_group(
         "gloo", init_method=f"file://{directory / 'ranks'}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    kv = kv_of(2)[:, rank : rank + 1].clone() if divided else kv_of(1)
+    kv = kv_of(2)[:, rank : rank + 1].clone()
     if damaged and rank:
         kv.view(torch.int32)[0, 0, 2, 3] ^= 1
-    layout = RecordLayout((routing_spec(8, 2, range(2), num_layers=2, block_tokens=4),))
+    spec = routing_spec(8, 2, range(2), num_layers=2, block_tokens=4)
     settings = Settings.of({"strict": True, "weights": "m"})
-    engine = Engine(settings, layout, Namespace("m", 1), 8, max_tokens=64, gate=True, pages=False, witness="flagged")
+    engine = Engine(settings, spec, Namespace("m", 1), 8, max_tokens=64, gate=True, pages=False, witness="flagged")
     group = distributed.group.WORLD
     assert group is not None
-    part = part_of(engine, {"layers.1": kv}, group, divided=divided)
+    part = part_of(engine, {"layers.1": kv}, group, divided=True)
     assert isinstance(part, OtherRank if rank else WorkerRows)
     part.begin(StepMeta(None, b"", b"", full=[RUN]))
     part.end()
@@ -54,15 +53,14 @@ def rank_of(rank: int, directory: Path, divided: bool, damaged: bool) -> None:
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("divided", [True, False], ids=["heads divided", "copies"])
 @pytest.mark.parametrize("damaged", [False, True], ids=["sound", "damaged"])
-def test_what_the_first_rank_sees_is_of_all_ranks(tmp_path: Path, divided: bool, damaged: bool) -> None:
+def test_what_the_first_rank_sees_is_of_all_ranks(tmp_path: Path, damaged: bool) -> None:
     """Goal: a witness is that of the whole KV, and another one where a rank has other KV. Method: two processes over
-    gloo, with one of two heads each, or a copy of the one head; a bit of the second block in the second rank.
+    gloo, with one of two heads each; a bit of the second block in the second rank.
     """
     context = multiprocessing.get_context("forkserver")  # which imports once what every rank would take seconds for
     context.set_forkserver_preload(["torch.distributed", "kvroute.connector.worker", "kvroute.witness"])
-    ranks = [context.Process(target=rank_of, args=(rank, tmp_path, divided, damaged)) for rank in range(2)]
+    ranks = [context.Process(target=rank_of, args=(rank, tmp_path, damaged)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     try:
@@ -74,6 +72,6 @@ def test_what_the_first_rank_sees_is_of_all_ranks(tmp_path: Path, divided: bool,
             rank.kill()
     found = [int(each) for each in (tmp_path / "witnesses").read_text().split()]
     whole, before = list[int](), ROOT
-    for fold in fold_reference(kv_of(2 if divided else 1).numpy()[list(RUN.blocks)]).tolist():
+    for fold in fold_reference(kv_of(2).numpy()[list(RUN.blocks)]).tolist():
         whole.append(before := chained(before, fold))
     assert [a == b for a, b in zip(found, whole, strict=True)] == [True, not damaged, not damaged]

@@ -61,20 +61,6 @@ def test_an_answer_of_two_weights_has_two_versions(late: bool) -> None:
     toy.close()
 
 
-def test_nobody_says_a_version_and_rows_say_none() -> None:
-    """Goal: a number that nobody gave is never answered. Method: no version, then one, then weights that have none."""
-    toy = Toy()
-    assert routes(toy.ask("a", TOKENS)).weights_versions == ()
-    updated(toy, 7, 7)
-    assert routes(toy.ask("b", TOKENS[::-1])).weights_versions == ((0, 11, 7),)
-    after(toy, 1, lambda: updated(toy, 8))
-    found = routes(toy.ask("c", [1, *TOKENS], [6]))
-    assert found.weights_versions == ((0, 6, 7),)
-    assert found.complete
-    check(toy, found, [1, *TOKENS])
-    toy.close()
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_a_rejected_draft_leaves_no_version(late: bool) -> None:
     """Goal: a version goes with the row that it was written for. Method: two drafts of known weights are rejected; what
@@ -142,25 +128,6 @@ def test_rows_of_mixed_weights_are_not_stored(tmp_path: Path) -> None:
     toy.settle()
     assert (hits(TOKENS, weights_version=1), hits(other, weights_version=1)) == (0, 8)
     toy.close()
-
-
-@pytest.mark.parametrize("name", ["", "run-7"])
-def test_an_engine_that_restarts_meets_no_rows_of_other_weights(tmp_path: Path, name: str) -> None:
-    """Goal: a version that nobody gave is nobody else's. Method: an engine is updated, forgets its KV and goes on; the
-    next one begins with the files again, forgets its KV once as well, and asks the same.
-    """
-    kept, said = dict[bytes, Any](), {"store": f"file://{tmp_path}", "weights": name}
-    for weights in (1, 0):
-        toy = Toy(kept=kept, **said)
-        toy.ask("a", TOKENS[::-1])
-        updated(toy, weights)
-        toy.cached.clear()
-        toy.scheduler.reset()
-        found = routes(toy.ask("b", TOKENS))
-        assert (toy.loaded, found.weights_versions) == (0, ())
-        check(toy, found, TOKENS)
-        toy.settle()
-        toy.close()
 
 
 @pytest.mark.parametrize(("name", "hits"), [("", 0), ("run-7", 8)])

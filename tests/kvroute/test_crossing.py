@@ -164,7 +164,7 @@ def _fetched_by(first: Toy, decode: Side) -> None:
     """Another side fetches the first chunk of what is being computed."""
     first.between = lambda: None
     decode.tell(name="d", tokens=PROMPT, brought=len(PROMPT), ticket=early_ticket(first))
-    until(lambda: lent(first).counters.offers.records_sent > 0)
+    until(lambda: lent(first).counters.records_sent > 0)
 
 
 def test_an_id_that_is_used_again() -> None:

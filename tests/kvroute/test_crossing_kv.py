@@ -207,13 +207,13 @@ def test_a_fetch_that_is_given_up_as_a_whole_is_over(halves: tuple[Half, Half]) 
     """
     first, second = halves
     tokens, transfer = list(range(8)), secrets.token_bytes(16)
-    told = second.crossing.node.counters.pulls.told_later
+    told = second.crossing.node.counters.told_later
     first.crossing.lender.lend(transfer, 0, {}, [], 0, last=False)
     lives = second.rows.renew([5, 6]).tolist()
     wanted = second.keyed(tokens, [5, 6], 0)
     second.crossing.borrower.fetch(transfer, first.crossing.address, 0, wanted, lives, 8)
     node = second.crossing.node
-    until(lambda: node.counters.pulls.told_later, lambda now: now > told)
+    until(lambda: node.counters.told_later, lambda now: now > told)
     second.crossing.borrower.give_up({6, 9})
     assert node.counters.pulls_in_flight == 1
     second.crossing.borrower.give_up({5})

@@ -165,13 +165,6 @@ def test_a_cut_answer_has_the_rows_of_its_own_tokens(store: RolloutStore, more: 
         routes(answered("r", (PROMPT, [8, 1, 10, 11])), rollouts=store, wait_s=0)
 
 
-def test_a_cut_that_is_too_old_is_missing(store: RolloutStore) -> None:
-    """Goal: nothing is handed out that is not proved. Method: the engine went on for longer than it keeps hashes."""
-    left(store, "r", [*TOKENS, *range(CUTS_MAX)], cut=True)
-    with pytest.raises(kvroute.RowError, match="nothing says to be the first 5"):
-        routes(answered("r", (PROMPT, ANSWER[:3])), rollouts=store, wait_s=0)
-
-
 def test_hashes_are_of_the_prompt_and_of_each_end(store: RolloutStore) -> None:
     """Goal: what is stored is small. Method: the counts of requests that end in the engine, in the front end, in the
     prompt, and in a long answer.

@@ -1,16 +1,22 @@
-"""Answers that wait for what goes with them leave vLLM's engine core together, each whole and none lost."""
+"""Answers that wait for what goes with them leave vLLM's engine core together; a core's calls are heard by its rows."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from concurrent.futures import Future
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvroute.integrations.vllm import core
+from cache_manager.keys import Namespace
+from kvroute.connector.versions import Versions
+from kvroute.integrations.vllm.core import HEARD, answering, heard
+
+Told = Future[dict[str, Any]]
 
 
 class Output(msgspec.Struct):
@@ -27,88 +33,68 @@ class Outputs(msgspec.Struct):
     weight_version: str | None = None
 
 
-class Core:
-    """An engine core of which each step answers what it is told to."""
-
-    def __init__(self, answers: dict[int, Outputs], **said: Any) -> None:
-        self.answers = answers
-        self.__dict__.update(said)
-
-    def step(self) -> tuple[dict[int, Outputs], bool]:
-        return self.answers, True
-
-
-Told = Future[dict[str, Any]]
-
-
-def of_one_step(waiting: int, *ready: str) -> tuple[list[Told], Outputs, queue.Queue[tuple[int, Outputs]]]:
-    """What a step of a core with a queue has answered: some that wait, some that are ``ready``; and its queue."""
-    told: list[Told] = [Future() for _ in range(waiting)]
+def test_answers_of_a_step_that_wait_go_out_together() -> None:
+    """Goal: hundreds of answers of one step are a message, not hundreds, and others do not wait. Method: three wait, of
+    which one is ready before it is asked, and one does not; stats and finished requests go with that one, and once.
+    """
+    told: list[Told] = [Future() for _ in range(3)]
+    told[1].set_result({"kvroute": "rows of 1"})
     outputs = [Output(str(i), {"kvroute": each, "inner": i}) for i, each in enumerate(told)]
-    sent = Outputs(outputs + [Output(name) for name in ready], "stats", {"gone"}, "7")
+    sent = Outputs([*outputs, Output("other")], "stats", {"gone"}, "7")
     made: queue.Queue[tuple[int, Outputs]] = queue.Queue()
-    by_client, _ = core._answering(engine := Core({3: sent}, output_queue=made), engine.step)()
-    return told, by_client[3], made
-
-
-def bring(told: list[Told], *numbers: int) -> None:
-    for i in numbers:
+    by_client, _ = answering(lambda _: ({3: sent}, True))(SimpleNamespace(output_queue=made))
+    assert [each.request_id for each in by_client[3].outputs] == ["other"]
+    assert (by_client[3].scheduler_stats, by_client[3].finished_requests) == ("stats", {"gone"})
+    for i in (2, 0):
+        assert made.empty()
         told[i].set_result({"kvroute": f"rows of {i}"})
-
-
-def names(sent: Outputs) -> list[str]:
-    return [each.request_id for each in sent.outputs]
-
-
-def test_answers_that_are_ready_together_go_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: hundreds of answers of one step are a message, not hundreds, and others do not wait. Method: three wait and
-    one does not; the stats and the finished requests go with that one, and once. The last one sends them.
-    """
-    monkeypatch.setattr(core, "TOGETHER_S", 600)
-    told, at_once, made = of_one_step(3, "other")
-    assert names(at_once) == ["other"]
-    assert (at_once.scheduler_stats, at_once.finished_requests) == ("stats", {"gone"})
-    bring(told, 2, 0, 1)
-    client, sent = made.get(timeout=20)
-    assert client == 3
-    assert names(sent) == ["2", "0", "1"]
-    assert [each.kv_transfer_params for each in sent.outputs] == [
-        {"kvroute": f"rows of {i}", "inner": i} for i in (2, 0, 1)
+    client, late = made.get_nowait()
+    assert (client, late.scheduler_stats, late.finished_requests, late.weight_version) == (3, None, None, "7")
+    assert [each.kv_transfer_params for each in late.outputs] == [
+        {"kvroute": f"rows of {i}", "inner": i} for i in range(3)
     ]
-    assert (sent.scheduler_stats, sent.finished_requests, sent.weight_version) == (None, None, "7")
     assert made.empty()
-
-
-def test_an_answer_that_waits_long_holds_up_no_other() -> None:
-    """Goal: what is ready goes out, whatever becomes of the rest. Method: one of three answers comes after the others
-    have arrived.
-    """
-    told, _, made = of_one_step(3)
-    bring(told, 0, 1)
-    came = names(made.get(timeout=20)[1])
-    while len(came) < 2:
-        came += names(made.get(timeout=20)[1])
-    assert came == ["0", "1"]
-    bring(told, 2)
-    assert names(made.get(timeout=20)[1]) == ["2"]
-
-
-def test_a_process_without_room_for_a_thread_sends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: an answer that nobody would send later is sent now. Method: no thread can be started."""
-
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    told, _, made = of_one_step(2)
-    bring(told, 1)
-    assert names(made.get_nowait()[1]) == ["1"]
 
 
 def test_an_engine_without_a_queue_waits_in_its_step() -> None:
     """Goal: an answer in the process of its client is whole when its step is over. Method: another thread brings it."""
-    told = Told()
-    engine = Core({0: (sent := Outputs([Output("a", {"kvroute": told})]))})
+    told, sent = Told(), Outputs([])
+    sent.outputs.append(Output("a", {"kvroute": told}))
     threading.Timer(0.01, told.set_result, [{"kvroute": "rows"}]).start()
-    core._answering(engine, engine.step)()
+    answering(lambda _: ({0: sent}, True))(SimpleNamespace())
     assert sent.outputs[0].kv_transfer_params == {"kvroute": "rows"}
+
+
+@pytest.mark.parametrize(
+    ("calls", "version"),
+    [
+        ([("set_weight_version", "7")], 7),
+        ([("set_weight_version", "seven")], None),
+        ([("collective_rpc", "compute_weight_checksums"), ("add_lora", SimpleNamespace(lora_int_id=1))], 5),
+        ([("collective_rpc", "load_weights")], None),
+        ([("collective_rpc", print)], None),
+        ([("add_lora", SimpleNamespace(lora_int_id=1))] * 2, None),
+        ([("pause_scheduler", "keep"), ("resume_scheduler",)], None),
+        ([("pause_scheduler", "keep"), ("set_weight_version", "6"), ("resume_scheduler",)], 6),
+    ],
+)
+def test_what_a_core_is_told_of_weights_is_heard(calls: list[tuple[Any, ...]], version: int | None) -> None:
+    """Goal: a version stands as long as nobody may have changed the weights. Method: calls of a core, which go on to
+    itself with their signature; the same calls of a core with another connector, and of one without a scheduler yet.
+    """
+    weights, went = Versions(Namespace("m", 5), 5, lambda _: None, named=True), []
+
+    def call(core: Any, told: str = "") -> None:
+        went.append((core, told))
+
+    ours = SimpleNamespace(connector=SimpleNamespace(_scheduler_rows=SimpleNamespace(weights=weights)))
+    for core in (SimpleNamespace(), SimpleNamespace(scheduler=SimpleNamespace(connector=None)), ours):
+        for name, *told in calls if core is not ours else ():
+            heard(HEARD[name], call)(core, *told)
+    assert weights.version == 5
+    for name, *told in calls:
+        wrapped = heard(HEARD[name], call)
+        assert signature(wrapped) == signature(call)
+        wrapped(SimpleNamespace(scheduler=ours), *told)
+    assert weights.version == version
+    assert len(went) == 3 * len(calls)

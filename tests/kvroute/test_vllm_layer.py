@@ -75,6 +75,6 @@ def test_a_rank_with_fewer_heads_knows_the_rows_of_one_with_more(dtype: torch.dt
     pages(4).put(at, torch.tensor([[[3, 5], [0, 1]]] * 12), b"weights!")
     for heads, sound in ((4, True), (2, dtype != torch.uint8)):
         held = pages(heads)
-        ids, good, _ = held.rows(held.get(at.numpy()), at.numpy() + 100, at.numpy(), b"weights!")
+        ids, good, _ = held.rows(held.get(at.numpy(), at.numpy() + 100, at.numpy()), b"weights!")
         assert (good == np.full(12, sound)).all()
         assert (ids == [[3, 5], [0, 1]]).all()

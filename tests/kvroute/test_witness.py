@@ -1,8 +1,9 @@
-"""A block's witness: any change of its KV or of the KV before it is seen, whatever layout and ranks are."""
+"""A block's witness: any change of its KV or of the KV before it is seen, and rows land beside that very KV only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import ConfigError, InvalidInputError
-from kvroute.connector.witness import KvFolder
-from kvroute.witness import ROOT, UNKNOWN, chained, fold_keys, fold_reference
+from cache_manager.keys import Namespace
+from cache_manager.storage import open_store
+from kvroute.connector.witness import KvFolder, KvWitness, witnessing
+from kvroute.routing import routing_spec
+from kvroute.witness import ROOT, UNKNOWN, Run, chained, fold_keys, fold_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 seeds = st.integers(0, 2**32 - 1)
@@ -35,12 +40,22 @@ def raw_bytes(kv: torch.Tensor) -> NDArray[np.uint8]:
     return found
 
 
-@given(seeds, st.sampled_from(DTYPES), st.sampled_from([(5, 2, 4, 16), (3, 1, 8, 24), (4, 7, 8)]))
-def test_the_device_folds_as_the_reference_does(seed: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Goal: one definition. Method: random bytes of every dtype that KV has; torch against numpy, in any order."""
+@given(seeds, st.sampled_from(DTYPES), st.sampled_from([(5, 2, 4, 16), (3, 1, 8, 24), (4, 7, 8)]), st.booleans())
+def test_the_device_folds_as_the_reference_does(
+    seed: int, dtype: torch.dtype, shape: tuple[int, ...], turned: bool
+) -> None:
+    """Goal: one definition, whatever lies where in memory. Method: random bytes of every dtype that KV has; torch
+    against numpy, in any order and in parts; the same view over permuted memory.
+    """
     kv = kv_of(seed, shape, dtype)
     blocks = np.random.default_rng(seed).integers(0, shape[0], 6).tolist()
-    assert folds([kv], blocks).tolist() == fold_reference(raw_bytes(kv)[blocks]).tolist()
+    expected = fold_reference(raw_bytes(kv)[blocks]).tolist()
+    if turned:
+        kv = kv.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvroute.connector.witness.GATHER_NBYTES_MAX", 4 * KvFolder([kv]).block_nbytes)
+        assert folds([kv], blocks).tolist() == expected
+    assert folds([kv], []).tolist() == []
 
 
 @given(seeds, st.sampled_from(DTYPES), st.data())
@@ -66,15 +81,6 @@ def test_two_changes_in_upper_bits_do_not_cancel() -> None:
     assert ((words * fold_keys(0, 2)[0]).sum(1) == (changed * fold_keys(0, 2)[0]).sum(1)).any(), "the weakness is gone"
 
 
-@given(seeds)
-def test_the_layout_in_memory_does_not_matter(seed: int) -> None:
-    """Goal: engines that keep heads or tokens first agree. Method: the same view over permuted memory."""
-    kv = kv_of(seed, (4, 2, 8, 16), torch.bfloat16)
-    tokens_first = kv.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3)
-    assert not tokens_first.is_contiguous()
-    assert folds([kv], [3, 0]).tolist() == folds([tokens_first], [3, 0]).tolist()
-
-
 @given(seeds, st.sampled_from([(1, 7), (4, 4), (2, 3, 3)]))
 def test_folds_of_ranks_add_up(seed: int, split: tuple[int, ...]) -> None:
     """Goal: engines of other tensor-parallel sizes can compare. Method: the ranks' sum against that of all heads."""
@@ -98,15 +104,6 @@ def test_of_several_layers_each_counts(seed: int) -> None:
     ]
 
 
-def test_a_large_batch_is_folded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goal: the copy of KV has a limit. Method: a limit of three blocks for ten; the folds are those without it."""
-    kv = kv_of(3, (10, 2, 4, 16), torch.float32)
-    whole = folds([kv], range(10)).tolist()
-    monkeypatch.setattr("kvroute.connector.witness.GATHER_NBYTES_MAX", 3 * KvFolder([kv]).block_nbytes)
-    assert folds([kv], range(10)).tolist() == whole
-    assert folds([kv], []).tolist() == []
-
-
 @pytest.mark.parametrize("shape", [(4,), (0, 3, 8), (4, 1, 3)])
 def test_kv_without_whole_words_is_refused(shape: tuple[int, ...]) -> None:
     """Goal: nothing is left out of a fold. Method: KV without blocks, and blocks of nine bytes."""
@@ -114,26 +111,109 @@ def test_kv_without_whole_words_is_refused(shape: tuple[int, ...]) -> None:
         KvFolder([torch.zeros(shape, dtype=torch.uint8)])
     with pytest.raises(InvalidInputError, match="whole words"):
         fold_reference(np.zeros((2, 9), np.uint8))
-    with pytest.raises(ConfigError, match="at least one"):
-        KvFolder([])
 
 
-@given(seeds, st.integers(1, 8), st.data())
-def test_a_change_is_seen_in_every_later_block(seed: int, n: int, data: st.DataObject) -> None:
-    """Goal: a block is accepted only if all before it match. Method: change one block of a chain; it and all after it
-    have other witnesses, those before have the same.
+TOKENS, POOL = 2, 8
+SPEC = routing_spec(num_experts=8, top_k=2, layer_ids=[0, 1], num_layers=2, block_tokens=TOKENS)
+
+
+class Worker:
+    """An engine's worker: KV of one layer in blocks, rows beside it, and a store of rows that it shares."""
+
+    def __init__(self, store: Any) -> None:
+        self.kv = torch.zeros(POOL, 1, TOKENS, 8, dtype=torch.bfloat16)
+        self.rows = AuxBlocks([SPEC], blocks=POOL, namespace=Namespace("m", 1), store=store, strict=True)
+        self.witness = KvWitness(self.rows, KvFolder([self.kv]), POOL)
+
+    def compute(self, blocks: list[int], seed: int, before: int = -1) -> dict[bytes, int]:
+        """A prefix whose KV and rows come from ``seed``, stored under keys of its tokens alone."""
+        rng = np.random.default_rng(seed)
+        lives = self.rows.renew(blocks)
+        self.kv[blocks] = torch.from_numpy(rng.normal(size=(len(blocks), 1, TOKENS, 8))).to(torch.bfloat16)
+        slots = (np.array(blocks)[:, None] * TOKENS + np.arange(TOKENS)).reshape(-1)
+        self.rows.write_step(
+            slots, {SPEC.name: rng.permuted(np.tile(np.arange(8), (slots.size, 2, 1)), axis=2)[..., :2]}
+        )
+        self.name([Run(before, blocks)])
+        return self.rows.persist(self.keys(blocks), lives)
+
+    def name(self, runs: list[Run]) -> None:
+        self.witness.name(runs, self.witness.look(runs))
+
+    def refused(self, runs: list[Run]) -> list[int]:
+        return self.witness.refused(runs, self.witness.look(runs))
+
+    def keys(self, blocks: list[int]) -> Any:
+        return {self.rows.keys.adopt(bytes([i]) * 32): block for i, block in enumerate(blocks)}
+
+    def load(self, blocks: list[int], kv: torch.Tensor) -> NDArray[np.bool_]:
+        """KV comes from outside, rows from the store; which blocks have rows after the comparison."""
+        lives = self.rows.renew(blocks)
+        self.rows.restore(self.keys(blocks), lives)
+        self.kv[blocks] = kv
+        self.refused([Run(-1, blocks)])
+        return self.rows.complete(blocks)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.data())
+def test_rows_land_beside_their_own_kv_only(seed: int, n: int, data: st.DataObject) -> None:
+    """Goal: rows of another computation than the KV are missing, and so are those after it. Method: one worker stores a
+    prefix; another loads the same KV, with one value of one block moved by a bit, or not at all.
     """
-    kv = kv_of(seed, (n, 1, 2, 16), torch.float32)
+    store = open_store("memory:")
+    first, second = Worker(store), Worker(store)
+    blocks, others = [3, 1, 6, 2][:n], [5, 0, 4, 7][:n]
+    first.compute(blocks, seed)
+    kv = first.kv[blocks].clone()
+    at = data.draw(st.integers(0, n))
+    if at < n:
+        kv.view(torch.int16)[at, 0, data.draw(st.integers(0, TOKENS - 1)), data.draw(st.integers(0, 7))] ^= 1
+    assert second.load(others, kv).tolist() == [True] * at + [False] * (n - at)
+    found = second.rows.read(SPEC.name, others)
+    own = first.rows.read(SPEC.name, blocks)
+    assert (found.values[: at * TOKENS] == own.values[: at * TOKENS]).all()
+    assert not found.valid[at * TOKENS :].any()
+    for worker in (first, second):
+        worker.rows.close()
 
-    def witnesses() -> list[int]:
-        found = [ROOT]
-        for fold in folds([kv], range(n)).tolist():
-            found.append(chained(found[-1], fold))
-        return found[1:]
 
-    before = witnesses()
-    at = data.draw(st.integers(0, n - 1))
-    kv.view(torch.uint8)[at, 0, 1, 3] ^= 1
-    assert [a == b for a, b in zip(before, witnesses(), strict=True)] == [True] * at + [False] * (n - at)
-    assert UNKNOWN not in before
-    assert chained(UNKNOWN, 13) == UNKNOWN != chained(ROOT, 0)
+def test_a_witness_is_of_one_life_and_of_a_known_prefix() -> None:
+    """Goal: nothing is claimed about KV that nobody saw. Method: the same KV behind a block in the life in which it was
+    seen, in another life, and behind one never seen; and the same prefix in other blocks.
+    """
+    worker = Worker(open_store("memory:"))
+    worker.kv[:] = 1
+    worker.rows.renew(range(POOL))
+
+    def witnesses(before: int, blocks: list[int]) -> list[int]:
+        runs = [Run(before, blocks)]
+        return worker.witness._take(runs, worker.witness.look(runs))[2]
+
+    first, second = witnesses(-1, [0, 1])
+    assert witnesses(0, [2]) == [second]
+    assert witnesses(-1, [5, 6]) == [first, second]
+    worker.rows.renew([0])
+    assert witnesses(0, [2]) == witnesses(7, [3]) == witnesses(3, [4]) == [UNKNOWN]
+    assert UNKNOWN not in (first, second, chained(ROOT, 0))
+    worker.rows.close()
+
+
+def test_what_has_no_rows_is_not_refused() -> None:
+    """Goal: a miss is a miss, no mismatch. Method: KV is loaded for which the store has no rows."""
+    worker = Worker(open_store("memory:"))
+    worker.rows.renew([2])
+    assert worker.refused([Run(-1, [2])]) == []
+    assert worker.refused([]) == []
+    worker.rows.close()
+
+
+def test_which_layers_witness() -> None:
+    """Goal: the last layer, all for 8-bit KV, none where routers are behind the last KV. Method: names as vLLM has."""
+    wide = {f"model.layers.{i}.self_attn.attn": torch.zeros(2, 1, 2, 8) + i for i in (0, 2, 1)}
+    assert [float(kv.max()) for kv in witnessing(wide, [0, 1, 2])] == [2.0]
+    narrow = {name: kv.to(torch.float8_e4m3fn) for name, kv in wide.items()}
+    assert [float(kv.float().max()) for kv in witnessing(narrow, [2])] == [0.0, 1.0, 2.0]
+    with pytest.raises(ConfigError, match="one behind layer 2"):
+        witnessing(wide, [1, 2, 3])
+    with pytest.raises(ConfigError, match="number of their layer"):
+        witnessing({"attn": torch.zeros(1, 8)}, [0])

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from cache_manager.errors import KVRouteError
 from cache_manager.keys import Namespace
-from cache_manager.record import OfferedRecord
-from transfer.actions import Cut, Finished, Install, OfferedBlock, Release, Send, WantedBlock
+from cache_manager.record import OfferedRecord, RecordHeader
+from transfer.actions import Action, Cut, Finished, OfferedBlock, Release, Send, WantedBlock
+from transfer.counters import Counters
 from transfer.errors import RemoteProtocolError
 from transfer.identity import Identity
 from transfer.limits import TransferLimits
 from transfer.link import Peer
-from transfer.messages import BootId, Message, Outcome, Part, Range, Records, Space, TransferId, decode, encode
+from transfer.messages import BootId, Hello, Message, Outcome, Part, Range, Records, Space, TransferId, decode, encode
 from transfer.offers import Offers
 from transfer.pulls import Pulls
 
@@ -21,7 +23,7 @@ PARTS = (Part("rows", b"layout-of-rows-1", 64, 4), Part("kv", b"layout-of-kv-123
 NAMESPACE = Namespace("m", 1)
 OTHER = Namespace("m", 2)
 P_RUN, D_RUN, E_RUN = BootId(b"the run of pre 1"), BootId(b"the run of dec 1"), BootId(b"the run of eve 1")
-LIMITS = TransferLimits(lease_s=10, lease_max_s=60, retry_s=2, retries_max=3, credit_nbytes=200, records_max=2)
+LIMITS = TransferLimits(lease_s=10, lease_max_s=60, retry_s=2, retries_max=3, records_nbytes_max=100)
 T = TransferId(b"the transfer id1")
 
 
@@ -53,12 +55,20 @@ def space(namespace: Namespace = NAMESPACE) -> Space:
     return Identity(P_RUN, namespace, PARTS).space
 
 
+def hello(run: BootId = D_RUN) -> Hello:
+    return Hello(run, space(), list(PARTS))
+
+
 def want(n: int, parts: int = 3, start: int = 0) -> list[Range]:
     return [Range(start, parts, b"".join(key(i) for i in range(start, start + n)))]
 
 
+def bulk_of(records: Records) -> list[memoryview]:
+    return [memoryview(payload(entry.part, entry.index)) for entry in records.entries]
+
+
 class Pair:
-    """``lose(message)`` says whether a message is lost."""
+    """``lose(message)`` says whether a message is lost, ``place(part, index)`` whether a record can be placed."""
 
     def __init__(
         self,
@@ -68,11 +78,11 @@ class Pair:
         d_namespace: Namespace = NAMESPACE,
         lose: Callable[[Message], bool] = lambda _: False,
     ) -> None:
-        self.prefill = Offers(Identity(P_RUN, NAMESPACE, PARTS), limits)
-        self.decode = Pulls(Identity(D_RUN, d_namespace, d_parts), limits)
+        self.prefill = Offers(Identity(P_RUN, NAMESPACE, PARTS), limits, Counters())
+        self.decode = Pulls(Identity(D_RUN, d_namespace, d_parts), limits, Counters())
         self.lose = lose
         self.now_s = 0.0
-        self.place: Callable[[Install], bool] = lambda _: True
+        self.place: Callable[[int, int], bool] = lambda *_: True
         self.installed: list[tuple[int, int, bytes]] = []
         self.finished: list[Finished] = []
         self.released: list[Release] = []
@@ -81,21 +91,24 @@ class Pair:
         self.said: list[Message] = []
         self._queue: deque[tuple[Peer, Send]] = deque()
 
-    def do(self, who: Peer, actions: list[object] | None) -> None:
-        for action in actions or ():
-            if isinstance(action, Send):
-                self._queue.append((who, action))
-            elif isinstance(action, Cut):
-                self.cut.append(action.peer)
-            elif isinstance(action, Release):
-                self.released.append(action)
-            elif isinstance(action, Finished):
-                self.finished.append(action)
-            else:
-                ok = self.place(action)
-                if ok:
-                    self.installed.append((action.part, action.index, bytes(action.payload)))
-                self.do(D, self.decode.installed([(action, ok)], self.now_s))
+    def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
+        """The pair is where records of its pulls land."""
+        assert header.key == key(index)
+        if placed := self.place(part, index):
+            self.installed.append((part, index, bytes(payload)))
+        return placed
+
+    def do(self, who: Peer, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._queue.append((who, action))
+                case Cut(peer):
+                    self.cut.append(peer)
+                case Release():
+                    self.released.append(action)
+                case Finished():
+                    self.finished.append(action)
 
     def talk(self) -> None:
         """Until nobody has anything to say."""
@@ -128,19 +141,38 @@ class Pair:
             self.do(D, self.decode.tick(self.now_s))
             self.talk()
 
-    def pull(self, n: int, parts: tuple[int, ...] = (0, 1), transfer: TransferId = T) -> None:
-        self.do(D, self.decode.pull(P, transfer, wanted(n, parts), self.now_s))
+    def offer(self, offered: list[OfferedBlock], transfer: TransferId = T, *, is_open: bool = False) -> None:
+        self.do(P, self.prefill.offer(transfer, offered, self.now_s, is_open))
         self.talk()
 
+    def pull(self, n: int, parts: tuple[int, ...] = (0, 1), transfer: TransferId = T, peer: Peer = P) -> None:
+        self.do(D, self.decode.pull(peer, transfer, wanted(n, parts), self, self.now_s))
+        self.talk()
 
-def pulled() -> Pair:
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """How the transfers ended whose blocks are free."""
+        return [release.outcome for release in self.released]
+
+    @property
+    def result(self) -> Finished:
+        """Of the one pull that has ended."""
+        (finished,) = self.finished
+        return finished
+
+
+def pulled(limits: TransferLimits = LIMITS) -> Pair:
     """A transfer of one block that was pulled, and whose records are lost."""
-    pair = Pair(lose=lambda message: isinstance(message, Records))
-    pair.prefill.offer(T, blocks(1), 0.0)
+    pair = Pair(limits, lose=lambda message: isinstance(message, Records))
+    pair.offer(blocks(1))
     pair.pull(1)
     return pair
 
 
-def outcomes(pair: Pair) -> list[Outcome]:
-    """How the transfers ended whose blocks are free."""
-    return [release.outcome for release in pair.released]
+def refused(call: Callable[[], object]) -> str:
+    """What the error says that ``call`` raises; empty where it does not."""
+    try:
+        call()
+    except KVRouteError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

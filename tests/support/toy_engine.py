@@ -16,17 +16,15 @@ import torch
 from numpy.typing import NDArray
 
 from cache_manager.keys import Namespace
-from cache_manager.spec import RecordLayout
 from kvroute.connector import Engine, SchedulerRows, Settings, Tokens, routes
 from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
-from kvroute.connector.ranks import OtherRank
 from kvroute.connector.scheduler import Ended
 from kvroute.connector.settings import StepMeta
 from kvroute.connector.versions import AS_LOADED
-from kvroute.connector.witness import KvFolder, witnessing
+from kvroute.connector.witness import KvFolder, OtherRank, witnessing
 from kvroute.connector.worker import WorkerRows
 from kvroute.routes import Routes
-from kvroute.routing import routing_spec, weights_version_spec
+from kvroute.routing import routing_spec
 
 TOKENS, EXPERTS, TOP_K = 4, 8, 2
 
@@ -95,7 +93,7 @@ class Toy:
         settings = Settings.of({"strict": True, "weights": "m", **said})
         engine = Engine(
             settings,
-            RecordLayout((spec, weights_version_spec(TOKENS))),
+            spec,
             Namespace(settings.weights, AS_LOADED if settings.weights_version is None else settings.weights_version),
             blocks=blocks,
             max_tokens=64,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +18,11 @@ from transfer_engines import (
     claim,
 )
 
-from transfer.actions import Finished, Install, PullResult, Send, WantedBlock
-from transfer.errors import LocalProtocolError, RemoteProtocolError
+from cache_manager.errors import BlockBusyError
+from cache_manager.record import RecordHeader
+from transfer.actions import Finished, Send, WantedBlock
+from transfer.counters import Counters
+from transfer.errors import LocalProtocolError, NodeFullError, RemoteProtocolError
 from transfer.identity import Identity
 from transfer.link import PeerLost
 from transfer.messages import (
@@ -36,6 +40,17 @@ if TYPE_CHECKING:
     from transfer_world import World
 
 
+@dataclass
+class Landing:
+    """Where the records of a pull go."""
+
+    side: DecodeSide
+    transfer: TransferId
+
+    def install(self, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
+        return self.side.install(self.transfer, part, index, header, payload)
+
+
 class DecodeSide:
     def __init__(self, world: World) -> None:
         self.world, self.dice = world, world.dice
@@ -48,7 +63,7 @@ class DecodeSide:
     def start(self) -> None:
         self.engine = Engine("D", self.world.version)
         namespace, boot_id = self.engine.aux.namespace, BootId(self.world.random_bytes(16))
-        self.session = Pulls(Identity(boot_id, namespace, self.engine.parts), LIMITS)
+        self.session = Pulls(Identity(boot_id, namespace, self.engine.parts), LIMITS, Counters())
         self.link = self.world.network.endpoint("D")
         self.peer = self.link.connect("loopback://P")
         self.pull_of: dict[TransferId, tuple[int, Request]] = {}
@@ -87,13 +102,13 @@ class DecodeSide:
         request.wanted = {i: (ROWS, KV_INDEX) for i in range(len(request.keys)) if i * TOKENS >= own}
         wanted = [WantedBlock(i, request.keys[i], parts) for i, parts in request.wanted.items()]
         try:
-            actions = self.session.pull(self.peer, offered.id, wanted, self.world.now_s)
+            actions = self.session.pull(self.peer, offered.id, wanted, Landing(self, offered.id), self.world.now_s)
         except LocalProtocolError:
             claim("a pull is refused only when it was pulled before", offered.id in self.pull_of, offered)
             self.world.happened["pulled before"] += 1
             self.engine.end(request)
             return
-        if actions is None:
+        except NodeFullError:
             self.world.happened["decode table full"] += 1
             self.engine.end(request)
             return
@@ -186,10 +201,8 @@ class DecodeSide:
 
     def act(self, actions: list[object]) -> None:
         for action in actions:
-            if isinstance(action, Install):
-                self.install(action)
-            elif isinstance(action, Finished):
-                self.on_finished(action.transfer, action.result)
+            if isinstance(action, Finished):
+                self.on_finished(action)
             else:
                 assert isinstance(action, Send)
                 if isinstance(action.message, Ack):
@@ -197,39 +210,36 @@ class DecodeSide:
                 if not self.link.send(action.peer, encode(action.message), action.bulk):
                     self.session.unsent(action, self.world.now_s)
 
-    def install(self, install: Install) -> None:
-        number, request = self.pull_of[install.transfer]
-        once = number, install.transfer, install.part, install.index
+    def install(self, transfer: TransferId, part: int, index: int, header: RecordHeader, payload: memoryview) -> bool:
+        number, request = self.pull_of[transfer]
+        once = number, transfer, part, index
         claim("installed_once_per_transfer", once not in self.taken, once)
         claim("nothing is installed after the end", number not in self.finished, once)
         if self.dice.random() < 0.03:
-            self.session.postponed(install)  # as when the block is in motion
-            return
+            raise BlockBusyError("block", "one at rest", "one in motion")
         self.taken.add(once)
-        block = request.blocks[install.index]
-        generation = request.generations[install.index]
-        if install.part == ROWS:
-            ok = self.engine.aux.install(block, generation, install.header, install.payload) > 0
+        block = request.blocks[index]
+        generation = request.generations[index]
+        if part == ROWS:
+            ok = self.engine.aux.install(block, generation, header, payload) > 0
             if ok:
-                request.rows_from_prefill.add(install.index)
+                request.rows_from_prefill.add(index)
         else:
-            tokens = min(TOKENS, request.prompt - install.index * TOKENS)
-            ok = self.engine.aux.bind_origin(block, generation, install.header.origin, tokens)
+            tokens = min(TOKENS, request.prompt - index * TOKENS)
+            ok = self.engine.aux.bind_origin(block, generation, header.origin, tokens)
             if ok:
                 end = tokens * KV.row_nbytes
-                self.engine.kv[block][:end] = np.frombuffer(install.payload, np.uint8)[:end]
-                request.kv_from_prefill.add(install.index)
+                self.engine.kv[block][:end] = np.frombuffer(payload, np.uint8)[:end]
+                request.kv_from_prefill.add(index)
         self.world.happened["installed" if ok else "stale"] += 1
-        self.act(self.session.installed([(install, ok)], self.world.now_s))
+        return ok
 
     def on_ack(self, ack: Ack) -> None:
-        number, request = self.pull_of[TransferId(ack.transfer)]
-        settled = sum(1 for n, _, _, _ in self.taken if n == number)
-        wanted = sum(len(parts) for parts in request.wanted.values())
-        claim("the ack follows the last installation", ack.installed + ack.missing == wanted, ack)
-        claim("the ack counts what was installed", ack.installed <= settled, ack)
+        number, _ = self.pull_of[TransferId(ack.transfer)]
+        claim("the ack follows the last installation", number in self.finished, ack)
 
-    def on_finished(self, transfer: TransferId, result: PullResult) -> None:
+    def on_finished(self, result: Finished) -> None:
+        transfer = result.transfer
         number, request = self.pull_of[transfer]
         claim("finished once", number not in self.finished, transfer)
         self.finished.add(number)

@@ -40,8 +40,6 @@ LIMITS = TransferLimits(
     transfers_max=4,
     peers_max=3,
     remembered_max=6,
-    credit_nbytes=260,
-    records_max=3,
     records_nbytes_max=300,
 )
 

@@ -32,9 +32,8 @@ def nodes(
     limits: TransferLimits = QUICK,
     p_limits: TransferLimits | None = None,
     identities: tuple[Identity, Identity] | None = None,
-    **settings: int,
 ) -> Iterator[tuple[Node, Node]]:
-    link = ZmqLink(ZmqSettings(bind=f"ipc://{directory}/p", **settings))  # type: ignore[arg-type]
+    link = ZmqLink(ZmqSettings(bind=f"ipc://{directory}/p"))
     mine, theirs = identities or (identity_of(1), identity_of(2))
     prefill = Node(link, mine, p_limits or limits)
     decode = Node(ZmqLink(), theirs, limits)

@@ -99,7 +99,7 @@ class _Prefill:
 
     def table_sizes(self) -> dict[str, int]:
         session = self.node._offers
-        return {"peers": len(session._peers), "ended": len(session._ended)}
+        return {"peers": len(session._runs), "ended": len(session._ended)}
 
     def poll(self) -> list[Any]:
         self.released += [[r.transfer.hex(), r.outcome.value, r.detail] for r in self.node.poll()]
@@ -130,7 +130,7 @@ class _Decode:
 
     def poll(self) -> dict[str, Any]:
         for event in self.node.poll():
-            transfer, result = event.transfer.hex(), event.result
+            transfer, result = event.transfer.hex(), event
             sink = self.sinks[transfer]
             self.done[transfer] = {
                 "installed": result.installed,

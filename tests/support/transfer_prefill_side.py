@@ -17,7 +17,8 @@ from transfer_engines import (
 
 from cache_manager.record import OfferedRecord
 from transfer.actions import Cut, OfferedBlock, Release, Send
-from transfer.errors import RemoteProtocolError
+from transfer.counters import Counters
+from transfer.errors import NodeFullError, RemoteProtocolError
 from transfer.identity import Identity
 from transfer.link import Peer, PeerLost
 from transfer.messages import (
@@ -51,7 +52,7 @@ class PrefillSide:
         self.engine = Engine("P", self.world.version)
         namespace, boot_id = self.engine.aux.namespace, BootId(self.world.random_bytes(16))
         self.drawn: list[Offered] = []  # ids that decode may know, and that are still to be offered
-        self.session = Offers(Identity(boot_id, namespace, self.engine.parts), LIMITS)
+        self.session = Offers(Identity(boot_id, namespace, self.engine.parts), LIMITS, Counters())
         self.link = self.world.network.endpoint("P")
 
     def crash(self) -> None:
@@ -107,8 +108,9 @@ class PrefillSide:
         now_s, lease_s = self.world.now_s, self.dice.choice((None, 3.0))
         first = self.dice.randint(0, len(offered.rest)) if offered.open else len(offered.rest)
         blocks, offered.rest = offered.rest[:first], offered.rest[first:]
-        actions = self.session.offer(offered.id, blocks, now_s, is_open=offered.open, lease_s=lease_s)
-        if actions is None:
+        try:
+            actions = self.session.offer(offered.id, blocks, now_s, is_open=offered.open, lease_s=lease_s)
+        except NodeFullError:
             self.world.happened["prefill table full"] += 1
             self.engine.free(f"transfer:{offered.id.hex()}")
             return

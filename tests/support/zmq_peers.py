@@ -8,15 +8,10 @@ from collections.abc import Iterator
 
 import zmq
 from transfer_rows import PART, identity_of
-from zmq.utils.monitor import recv_monitor_message
 
-from transfer.curve import CurveClient
-from transfer.messages import MINOR, Hello, Message, Refuse, Welcome, decode, encode
+from transfer.messages import Hello, Message, Refuse, Welcome, decode, encode
 
 PATIENCE_S = 60.0
-TURNED_AWAY = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 
 class Client:
@@ -28,7 +23,6 @@ class Client:
         run: bytes | None = None,
         *,
         identity: bytes | None = None,
-        curve: CurveClient | None = None,
     ) -> None:
         self.boot_id = run or secrets.token_bytes(16)
         self._context = zmq.Context()
@@ -36,15 +30,10 @@ class Client:
         self._socket.linger = 0
         if identity is not None:
             self._socket.setsockopt(zmq.ROUTING_ID, identity)
-        if curve is not None:
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server)
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.keys.public)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, curve.keys.secret)
-        self._events = self._socket.get_monitor_socket(TURNED_AWAY)
         self._socket.connect(address)
 
     def hello(self) -> Message:
-        self.say(encode(Hello(self.boot_id, identity_of(1).space, [PART], MINOR, 1 << 30)))
+        self.say(encode(Hello(self.boot_id, identity_of(1).space, [PART])))
         return self.hear()
 
     def hear_out(self) -> None:
@@ -57,13 +46,6 @@ class Client:
         assert self._socket.poll(int(PATIENCE_S * 1000), zmq.POLLOUT), "the server takes nothing any more"
         self._socket.send_multipart(frames)
 
-    def tries_to_say(self, *frames: bytes) -> bool:
-        """Whether it was said; who has been turned away says nothing any more."""
-        can = bool(self._socket.poll(0, zmq.POLLOUT))
-        if can:
-            self._socket.send_multipart(frames)
-        return can
-
     def hear(self, timeout_s: float = PATIENCE_S) -> Message:
         assert self._socket.poll(int(timeout_s * 1000)), "no answer"
         return decode(self._socket.recv_multipart()[0])
@@ -71,14 +53,7 @@ class Client:
     def hears_nothing(self) -> bool:
         return not self._socket.poll(200)
 
-    def is_turned_away(self) -> None:
-        """Returns when the server has refused the handshake or hung up."""
-        assert self._events.poll(int(PATIENCE_S * 1000)), "nobody turns it away"
-        recv_monitor_message(self._events)
-
     def close(self) -> None:
-        self._socket.disable_monitor()
-        self._events.close(linger=0)
         self._socket.close()
         self._context.term()
 

@@ -25,13 +25,13 @@ from transfer.messages import (
     Abort,
     Ack,
     Bye,
-    Credit,
     Gone,
     Hello,
     Later,
     Outcome,
     Pull,
     Refuse,
+    Renew,
     Welcome,
     encode,
 )
@@ -78,7 +78,7 @@ def serves(prefill: PeerProcess, request: int = 7) -> None:
 def settled(prefill: PeerProcess, enough: Any) -> dict[str, Any]:
     counters: dict[str, Any] = prefill.ask_until("counters", enough)
     assert counters["alive"]
-    assert counters["node"]["errors"] == 0
+    assert counters["errors"] == 0
     return counters
 
 
@@ -105,15 +105,11 @@ def garbage(rng: random.Random) -> list[bytes]:
         case 5:
             return [rng.randbytes(10) for _ in range(rng.randrange(1, 200))]
         case 6:
-            flipped = bytearray(encode(Pull(bytes(16), TRANSFER, 1, ranges(1, 50), 1 << 20)))
+            flipped = bytearray(encode(Pull(bytes(16), TRANSFER, 1, ranges(1, 50))))
             flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
             return [bytes(flipped)]
         case _:
-            return [
-                encode(
-                    Hello(rng.randbytes(16), rng.randbytes(16), [PART] * rng.randrange(1, 8), 0, rng.randrange(1 << 62))
-                )
-            ]
+            return [encode(Hello(rng.randbytes(16), rng.randbytes(16), [PART] * rng.randrange(1, 8)))]
 
 
 def test_garbage_in_messages(prefill: PeerProcess) -> None:
@@ -128,8 +124,8 @@ def test_garbage_in_messages(prefill: PeerProcess) -> None:
                     client.say(*garbage(rng))
             for client in them:
                 client.hear_out()
-    counters = settled(prefill, lambda got: got["node"]["arrivals"] >= 20_000)
-    assert counters["node"]["bad_messages"] > 10_000
+    counters = settled(prefill, lambda got: got["link"]["received_messages"] >= 20_000)
+    assert counters["bad_messages"] > 10_000
     assert counters["offers_in_flight"] == 0
     serves(prefill)
     assert resident_nbytes(prefill.pid) - before < GROWTH_NBYTES_MAX
@@ -196,15 +192,15 @@ def test_forged_and_replayed_messages_end_nothing(prefill: PeerProcess) -> None:
     want = ranges(1, 2)
     with clients(prefill.address, 3) as (owner, thief, mimic):
         assert isinstance(owner.hello(), Welcome)
-        owner.say(encode(Pull(owner.boot_id, transfer, 5, want, 1 << 30)))
+        owner.say(encode(Pull(owner.boot_id, transfer, 5, want)))
         records = owner.hear()
         assert records.__class__.__name__ == "Records"
 
         assert isinstance(thief.hello(), Welcome)
         for message in (
-            Pull(thief.boot_id, transfer, 9, want, 1 << 30),
-            Ack(thief.boot_id, transfer, 9, 2, 0),
-            Credit(thief.boot_id, transfer, 9, 1 << 30),
+            Pull(thief.boot_id, transfer, 9, want),
+            Ack(thief.boot_id, transfer),
+            Renew(thief.boot_id, transfer),
             Abort(thief.boot_id, transfer, "forged"),
         ):
             thief.say(encode(message))
@@ -212,28 +208,28 @@ def test_forged_and_replayed_messages_end_nothing(prefill: PeerProcess) -> None:
         thief.say(encode(Bye(thief.boot_id)))
         mimic.boot_id = owner.boot_id  # knows even the owner's run, but is not at the owner's connection
         for message in (
-            Ack(mimic.boot_id, transfer, 9, 2, 0),
+            Ack(mimic.boot_id, transfer),
             Abort(mimic.boot_id, transfer, "forged"),
             Bye(mimic.boot_id),
         ):
             mimic.say(encode(message))
         for _ in range(2):
             assert isinstance(mimic.hear(), (Refuse, Gone))
-        counters = settled(prefill, lambda got: got["offers"]["stranger_messages"] >= 2)
+        counters = settled(prefill, lambda got: got["stranger_messages"] >= 2)
         assert counters["offers_in_flight"] == 1
-        assert counters["offers"]["acked"] == counters["offers"]["aborted"] == 0
+        assert counters["acked"] == counters["aborted"] == 0
 
-        ack = encode(Ack(owner.boot_id, transfer, 5, 2, 0))
+        ack = encode(Ack(owner.boot_id, transfer))
         for epoch in (5, 4):  # its own words again, and older ones
-            owner.say(encode(Pull(owner.boot_id, transfer, epoch, want, 1 << 30)))
+            owner.say(encode(Pull(owner.boot_id, transfer, epoch, want)))
         for _ in range(5):
             owner.say(ack)
         assert [owner.hear() for _ in range(5)] == 5 * [Gone(transfer, Outcome.ACKED)]
-        owner.say(encode(Pull(owner.boot_id, transfer, 6, want, 1 << 30)))
+        owner.say(encode(Pull(owner.boot_id, transfer, 6, want)))
         assert owner.hear() == Gone(transfer, Outcome.ACKED)
-        counters = settled(prefill, lambda got: got["offers"]["late_messages"] >= 5)
-        assert counters["offers"]["acked"] == 1
-        assert counters["offers"]["stale_messages"] >= 2
+        counters = settled(prefill, lambda got: got["late_messages"] >= 5)
+        assert counters["acked"] == 1
+        assert counters["stale_messages"] >= 2
     assert prefill.ask("poll") == [[transfer.hex(), "acked", ""]]
 
 
@@ -245,17 +241,16 @@ def test_transfers_that_are_not_there_and_credit_without_end(prefill: PeerProces
             client.hello()
         before = resident_nbytes(prefill.pid)
         for _ in range(3_000):
-            other.say(encode(Pull(other.boot_id, secrets.token_bytes(16), 1, [], 0)))
+            other.say(encode(Pull(other.boot_id, secrets.token_bytes(16), 1, [])))
             while not isinstance(heard := other.hear(), Later):
                 assert isinstance(heard, Gone)
-        settled(prefill, lambda got: got["offers"]["unknown_transfers"] >= 3_000)  # each waited, and no longer
+        settled(prefill, lambda got: got["unknown_transfers"] >= 3_000)  # each waited, and no longer
         while not other.hears_nothing():
             assert isinstance(other.hear(), Gone)
-        owner.say(encode(Pull(owner.boot_id, transfer, 1, ranges(1, 1, 255), (1 << 62) - 1)))
+        owner.say(encode(Pull(owner.boot_id, transfer, 1, ranges(1, 1, 255))))
         assert owner.hear().__class__.__name__ == "Absent"  # the first to pull owns it, so this comes before the others
-        owner.say(encode(Credit(owner.boot_id, transfer, 1, (1 << 62) - 1)))
-        owner.say(encode(Pull(owner.boot_id, transfer, (1 << 31) - 1, ranges(1, 1) * 16_000, (1 << 62) - 1)))
-        other.say(encode(Pull(other.boot_id, transfer, 1, [], 0)))
+        owner.say(encode(Pull(owner.boot_id, transfer, (1 << 31) - 1, ranges(1, 1) * 16_000)))
+        other.say(encode(Pull(other.boot_id, transfer, 1, [])))
         while (heard := other.hear()) != Gone(transfer, Outcome.FOREIGN):
             assert isinstance(heard, (Later, Gone))
         assert resident_nbytes(prefill.pid) - before < GROWTH_NBYTES_MAX + (64 << 20)  # one credit's worth in sockets
@@ -267,13 +262,13 @@ def test_more_names_than_seats(prefill: PeerProcess) -> None:
     transfer = bytes.fromhex(prefill.ask("offer", request=1, blocks=1))
     with clients(prefill.address, 1) as (owner,):
         owner.hello()
-        owner.say(encode(Pull(owner.boot_id, transfer, 1, ranges(1, 1), 1 << 30)))
+        owner.say(encode(Pull(owner.boot_id, transfer, 1, ranges(1, 1))))
         assert owner.hear().__class__.__name__ == "Records"
         for _ in range(30):
             with clients(prefill.address, 10) as crowd:
                 for client in crowd:
                     assert isinstance(client.hello(), Welcome)
         assert prefill.ask("table_sizes")["peers"] <= LIMITS["peers_max"]
-        owner.say(encode(Ack(owner.boot_id, transfer, 1, 1, 0)))
+        owner.say(encode(Ack(owner.boot_id, transfer)))
         assert owner.hear() == Gone(transfer, Outcome.ACKED)
     serves(prefill)

@@ -115,7 +115,7 @@ def test_decode_killed_during_transfers_and_restarted_with_its_identity(tmp_path
         for n in range(3):
             transfers.append(prefill.ask("offer", request=n, blocks=400))
             first.ask("pull", address=prefill.address, transfer=transfers[n], request=n, blocks=400)
-            prefill.ask_until("counters", lambda got, n=n: got["offers"]["pulled"] == n + 1)
+            prefill.ask_until("counters", lambda got, n=n: got["pulled"] == n + 1)
         first.kill()
         second = start("decode", identity="decode-0")
         second.ask("pull", address=prefill.address, transfer=transfers[0], request=0, blocks=400)

@@ -14,7 +14,7 @@ import zmq
 from transfer_nodes import until
 
 from cache_manager.errors import ConfigError
-from transfer.curve import CurveClient, CurveServer, make_keys, read_clients, read_keys, read_public
+from transfer.curve import make_keys, read_keys
 from transfer.errors import TransferError
 from transfer.link import PeerFound, PeerLost
 from transfer.testing.contract import PATIENCE_S, LinkContract, arrivals, poll_until
@@ -50,30 +50,6 @@ class TestZmqTcp6(LinkContract):
         return ZmqLink()
 
 
-class TestZmqTcpCurve(LinkContract):
-    def make_server(self, directory: Path) -> ZmqLink:
-        keys = directory / "keys"
-        for name in ("server", "client"):
-            make_keys(keys, name)
-        curve = CurveServer(read_keys(keys / "server.key_secret"), read_clients(keys / "client.key"))
-        return ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*", curve_server=curve))
-
-    def make_client(self, directory: Path) -> ZmqLink:
-        keys = directory / "keys"
-        curve = CurveClient(read_keys(keys / "client.key_secret"), read_public(keys / "server.key"))
-        return ZmqLink(ZmqSettings(curve_client=curve))
-
-
-class TestZmqZeroCopy(LinkContract):
-    """Everything from where it lies, also what is small."""
-
-    def make_server(self, directory: Path) -> ZmqLink:
-        return ZmqLink(ZmqSettings(bind=f"ipc://{directory}/p", zero_copy_nbytes=1))
-
-    def make_client(self, directory: Path) -> ZmqLink:
-        return ZmqLink(ZmqSettings(zero_copy_nbytes=1))
-
-
 @pytest.mark.parametrize(
     "address",
     ["tcp://0.0.0.0:0", "tcp://*:5555", "tcp://eth0:5555", "tcp://[::]:*", "tcp://192.0.2.1:*", "tcp://example.org:80"],
@@ -87,10 +63,7 @@ def test_an_address_that_others_reach_needs_keys(address: str, tmp_path: Path) -
     with pytest.raises(ConfigError, match="address: wanted an address of this machine alone"):
         link.connect(address)
     link.close()
-    for name in ("server", "client"):
-        make_keys(tmp_path, name)
-    curve = CurveServer(read_keys(tmp_path / "server.key_secret"), read_clients(tmp_path / "client.key"))
-    assert ZmqSettings(bind=address, curve_server=curve).bind == address
+    assert ZmqSettings(bind=address, keys=read_keys(make_keys(tmp_path, "p"))).bind == address
 
 
 @pytest.mark.parametrize(
@@ -118,7 +91,7 @@ def test_an_address_that_is_none_names_its_field(address: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("identity", b""), ("identity", b"\0x"), ("servers_max", 0), ("silence_ms", True), ("frames_max", 1)],
+    [("identity", b""), ("identity", b"\0x"), ("servers_max", 0), ("connections_max", True)],
 )
 def test_settings_that_cannot_be_are_named(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
@@ -165,10 +138,10 @@ def test_links_leave_no_descriptor_thread_or_file(tmp_path: Path) -> None:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
     def pair() -> None:
-        contract = TestZmqZeroCopy()
+        contract = TestZmqIpc()
         server, client = contract.make_server(tmp_path), contract.make_client(tmp_path)
         _, here = contract.meet(server, client)
-        assert server.send(here, b"x", [bytearray(100_000)])
+        assert server.send(here, b"x", [bytearray(300_000)])
         poll_until(client, lambda came: bool(arrivals(came)), server)
         client.close()
         server.close()
@@ -183,14 +156,14 @@ def test_links_leave_no_descriptor_thread_or_file(tmp_path: Path) -> None:
 
 def test_too_many_frames_end_the_connection_and_cost_nobody_else() -> None:
     """Goal: a message of too many frames is dropped and counted, and its sender cut off; a good one is served."""
-    server = ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*", frames_max=8))
+    server = ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*"))
     contract, client = TestZmqTcp(), ZmqLink()
     there, _ = contract.meet(server, client)
     context = zmq.Context()
     hostile = context.socket(zmq.DEALER)
     hostile.linger = 0
     hostile.connect(server.address)
-    hostile.send_multipart([b"x"] * 9)
+    hostile.send_multipart([b"x"] * 1030)
     give_up_s = time.monotonic() + PATIENCE_S
     while server.counters.dropped_messages < 1 or server.counters.cut_connections < 1:
         assert time.monotonic() < give_up_s
@@ -209,7 +182,7 @@ def test_of_too_many_connections_the_idlest_makes_room() -> None:
 
     Method: a speaker, seven peers that greeted once and are silent, forty that say nothing at all, then a newcomer.
     """
-    server = ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*", connections_max=8, handshake_ms=3_600_000))
+    server = ZmqLink(ZmqSettings(bind="tcp://127.0.0.1:*", connections_max=8))
     host, port = server.address.removeprefix("tcp://").split(":")
     contract, client = TestZmqTcp(), ZmqLink()
     idle = [ZmqLink() for _ in range(7)]
@@ -312,8 +285,7 @@ def test_a_peer_that_dies_while_its_messages_wait_is_no_end_of_ours(tmp_path: Pa
 import time
 from transfer.zmq_link import ZmqLink
 from transfer.zmq_settings import ZmqSettings
-settings = ZmqSettings(bind="ipc://{tmp_path}/p", received_messages_max=2)
-server, client = ZmqLink(settings), ZmqLink(settings.__class__(received_messages_max=2))
+server, client = ZmqLink(ZmqSettings(bind="ipc://{tmp_path}/p")), ZmqLink()
 there = client.connect(server.address)
 while not client.send(there, b"hello"):
     client.poll(0.01)

@@ -75,7 +75,8 @@ class Engines:
 
 
 @pytest.fixture
-def engine() -> Iterator[Engines]:
+def engine(tmp_path: Path) -> Iterator[Engines]:
+    assert tmp_path.exists(), "until the last engine has ended"
     engines = Engines()
     yield engines
     engines.stop()

@@ -25,9 +25,10 @@ from engines import BLOCK, prompts
 from fronts import in_a_session
 from nursery import Born
 
+import kvroute
 from kvroute.cli import main
-from kvroute.integrations.vllm import routes, unseen
-from kvroute.rollout import open_rollouts
+from kvroute.integrations.vllm import gathered, routes, unseen
+from kvroute.rollout import RolloutStore, open_rollouts
 
 START_S = 240
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -163,6 +164,71 @@ def quick_start(answer: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
+STOPS = [f"t{i}" for i in range(5, 500, 8)]
+
+
+def word_of(answer: dict[str, Any], at: int) -> str:
+    return f"t{answer['choices'][0]['token_ids'][at]}"
+
+
+def no_rows(answer: dict[str, Any], index: int, why: str, **where: Any) -> None:
+    with pytest.raises(kvroute.RowError, match=why):
+        routes(answer, index, **where)
+
+
+def lists(server: Server, home: Path, store: RolloutStore) -> int:
+    """Lists of prompts, each with one completion and two, with a stop string and without: how many rows were right."""
+    asked, found = prompts(81, 40, 50, 45), 0
+    for n in (1, 2):
+        for stop in (None, STOPS):
+            body = {"prompt": asked, "n": n, "max_tokens": 20, "temperature": 1.0, "seed": 5, "stop": stop}
+            answer = server.post("/v1/completions", **body)
+            assert len(answer["choices"]) == 3 * n
+            found += sum(right(home, answer, i, rollouts=store) for i in range(3 * n))
+            kept = {**answer, "choices": answer["choices"][-1:], "kv_transfer_params": None}
+            assert right(home, kept, 3 * n - 1, rollouts=store) >= 45
+            no_rows(kept, 0, "index", rollouts=store)
+            no_rows(answer, n, f"completion {n} .*cmpl-.*-1.*rollouts=")  # of the second prompt
+    return found
+
+
+def streams(server: Server, home: Path, store: RolloutStore) -> int:
+    """Streams of completions and chats: how many rows were right."""
+    (asked,) = prompts(82, 40)
+    several = {"max_tokens": 16, "n": 2, "temperature": 1.0, "seed": 9}
+    said, found = {"messages": [{"role": "user", "content": " ".join(f"t{i}" for i in asked)}]}, 0
+    for path, body in (
+        ("/v1/completions", {"prompt": asked, "max_tokens": 16}),
+        ("/v1/completions", {"prompt": asked, **several, "stream_options": {"include_usage": True}}),
+        ("/v1/completions", {"prompt": [asked, asked[:9]], **several, "stop": STOPS}),
+        ("/v1/chat/completions", {**said, "max_tokens": 16, "stream_options": {"include_usage": True}}),
+        ("/v1/chat/completions", {**said, **several, "stop": STOPS}),
+    ):
+        chunks = server.stream(path, **body)
+        for each in (chunks[0], chunks[-2], chunks[-1]):
+            no_rows(each, 0, "gathered", rollouts=store, wait_s=60)
+        answer = gathered(chunks)
+        found += sum(right(home, answer, each["index"], rollouts=store) for each in answer["choices"])
+        no_rows(answer, 0, "rollouts=")
+    whole = server.post("/v1/chat/completions", **said, **several)
+    return found + sum(right(home, whole, i, rollouts=store) for i in (0, 1))
+
+
+def responses(server: Server, home: Path, store: RolloutStore) -> None:
+    """``/v1/responses`` has the engine's own binding, or the tokens where they are asked for."""
+    asked = {"input": " ".join(f"t{i}" for i in range(9, 60)), "max_output_tokens": 8}
+    more = {"ignore_eos": None, "return_token_ids": None}
+    answer = server.post("/v1/responses", **asked, **more, enable_response_messages=True)
+    tokens = [*answer["input_messages"][0]["tokens"], *answer["output_messages"][0]["tokens"]]
+    for each in (answer, {**answer, "input_messages": None}, {**answer, "kv_transfer_params": None}):
+        found = routes(each, rollouts=store)
+        found.validate(tokens, rows=len(tokens) - 1)
+        assert (np.sort(found.ids.astype(np.int64), axis=-1) == models.routing(home, tokens)[: len(found)]).all()
+    no_rows(
+        {**answer, "input_messages": None, "kv_transfer_params": None}, 0, "enable_response_messages", rollouts=store
+    )
+
+
 @pytest.mark.timeout(900)
 def test_the_server_answers_routes_and_survives_a_kill(
     model: Callable[..., Path],
@@ -170,9 +236,9 @@ def test_the_server_answers_routes_and_survives_a_kill(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Goal: routes through HTTP, for completions, several at once, chats, stop strings and trainers; after SIGKILL of
-    all processes another server over the same files hits KV with rows. Method: every row against transformers, and
-    what ``kvroute verify`` asks and judges.
+    """Goal: routes through HTTP, for completions, several at once, lists, streams, chats, responses, stop strings under
+    ids that clients choose, and trainers; after SIGKILL of all processes another server over the same files hits KV
+    with rows. Method: every row against transformers, and what ``kvroute verify`` asks and judges.
     """
     monkeypatch.chdir(tmp_path)
     home, (asked,) = model("qwen3_moe"), prompts(50, 100)
@@ -189,7 +255,6 @@ def test_the_server_answers_routes_and_survives_a_kill(
         assert right(home, again, rollouts=left) == 119
         assert again["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
         assert unseen(again) == ((0, 96),)  # loaded from files that the first server wrote
-        word = f"t{answer['choices'][0]['token_ids'][5]}"
         command = ["verify", "--url", second.url, "--model", str(home), "--rollouts", where, "--longest", "200"]
         assert main(command) == 0, capsys.readouterr().out
         assert re.search(r"^all +[1-9][\d,]+ +0 +0 +0$", told := capsys.readouterr().out, re.MULTILINE), told
@@ -199,5 +264,14 @@ def test_the_server_answers_routes_and_survives_a_kill(
             *(f'kvroute:seconds_count{{.*what="{what}"' for what in ("persist", "restore", "answer")),
         ):
             assert re.search(rf"^{sample}.*}} [1-9]", told, re.MULTILINE), (sample, told)
-        stopped = second.post("/v1/completions", prompt=asked, max_tokens=20, stop=[word])
-        assert right(home, stopped, rollouts=left) <= 105
+        for prompt in (asked, *prompts(90, 60)):  # one id for all
+            whole = second.post("/v1/completions", prompt=prompt, max_tokens=20)
+            body = {"prompt": prompt, "max_tokens": 20}
+            for n, more in ((1, {"stop": [word_of(whole, 5)]}), (2, {"stop": STOPS, "temperature": 1.0})):
+                stopped = second.post("/v1/completions", "the-client-s-own", **body, n=n, **more)
+                assert stopped["id"] == "cmpl-the-client-s-own"
+                most = len(prompt) + (5 if n == 1 else 19)
+                assert all(right(home, stopped, i, rollouts=left) <= most for i in range(n))
+        assert lists(second, home, left) > 900
+        assert streams(second, home, left) > 300
+        responses(second, home, left)

@@ -6,11 +6,10 @@ from typing import Any, Final
 
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
-from cache_manager.spec import RecordLayout
 from kvroute.connector.pages import page_name
 from kvroute.connector.settings import Engine, Settings
 from kvroute.connector.versions import AS_LOADED
-from kvroute.routing import routing_spec_from_hf, weights_version_spec
+from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import weights_digest
 
 TESTED: Final = ("0.32", "0.33")
@@ -49,7 +48,7 @@ def engine_of(config: Any, cache: Any, inner: str) -> Engine:
     precision = f"{model.dtype}/{config.cache_config.cache_dtype}/{model.quantization}"
     return Engine(
         settings,
-        RecordLayout((spec, weights_version_spec(spec.block_tokens))),
+        spec,
         Namespace(f"{weights}/{precision}", version),
         blocks=cache.num_blocks,
         max_tokens=config.scheduler_config.max_num_batched_tokens,

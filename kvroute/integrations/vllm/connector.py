@@ -33,6 +33,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._engine = engine_of(vllm_config, kv_cache_config, type(self).inner)
         if role.name == "SCHEDULER":
+            core.follow()
             self._scheduler_rows = SchedulerRows(self._engine)
 
     # ---------------------------------------------------------------- in the worker's process
@@ -41,7 +42,7 @@ class RowsWithKV(Base):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
         from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
 
-        from kvroute.connector.ranks import part_of
+        from kvroute.connector.worker import part_of
         from kvroute.integrations.vllm.models import pages_of
 
         group, divided = get_tp_group(), not self._vllm_config.model_config.use_mla
@@ -130,7 +131,6 @@ class RowsWithKV(Base):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Handshake]) -> None:
         self._scheduler_rows.attach(next(each for each in metadata.values() if each.region))
-        core.follow(self._scheduler_rows.weights)
         if inner := {rank: each.inner for rank, each in metadata.items() if each.inner is not None}:
             super().set_xfer_handshake_metadata_pp_aware(inner)
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Final
 
 import msgspec
 
-from cache_manager.errors import ConfigError
 from kvroute.connector.answers import FIELD
-from kvroute.connector.versions import Versions, version_of
+from kvroute.connector.versions import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,132 +24,111 @@ HARMLESS: Final = (
 )
 """Calls to all workers that leave the weights as they are. Any other may change them: a name says little, and a
 function nothing."""
-TOGETHER_S: Final = 0.005
-"""How long an answer that is ready waits at most for others of its step, so that they go out together."""
+STEPS: Final = ("step", "step_with_batch_queue")
 
 
-def follow(weights: Versions) -> None:
-    """Tell ``weights`` what the engine core is told, whose constructor calls this.
+def follow() -> None:
+    """Engine cores of this process tell the connector of their scheduler, where it is ours, what they are told.
 
-    Raises :class:`ConfigError` where there is none: nobody would say when a version is over.
+    Called before the first has its methods taken for its loop; harmless when called again.
     """
-    from vllm.v1.engine.core import EngineCore  # type: ignore[import-not-found]
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc  # type: ignore[import-not-found]
 
-    frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), EngineCore):
-        frame = frame.f_back
-    if frame is None:
-        raise ConfigError("the caller of kvroute's connector", "vLLM's EngineCore, whose weights it follows", "another")
-    core, adapters = frame.f_locals["self"], set[int]()
-
-    def set_weight_version(weight_version: str) -> None:
-        if (version := version_of(weight_version)) is None:
-            logger.warning("weights version %r is no whole number: rows have no version", weight_version)
-        weights.changed(version)
-
-    def collective_rpc(method: Any, *_: Any, **__: Any) -> None:
-        if method not in HARMLESS:
-            weights.changed()
-
-    def add_lora(lora_request: Any) -> None:
-        if lora_request.lora_int_id in adapters:  # maybe other weights in the place of those that were there
-            weights.changed()
-        adapters.add(lora_request.lora_int_id)
-
-    def pause_scheduler(*_: Any, **__: Any) -> None:
-        weights.paused()
-
-    def resume_scheduler() -> None:
-        weights.resumed()
-
-    for step in ("step", "step_with_batch_queue"):
-        setattr(core, step, _answering(core, getattr(core, step)))
-    for hear in (set_weight_version, collective_rpc, add_lora, pause_scheduler, resume_scheduler):
-        setattr(core, hear.__name__, _heard(hear, getattr(core, hear.__name__)))
+    for kind in (EngineCore, EngineCoreProc):
+        for name in {*HEARD, *STEPS} & set(vars(kind)):
+            call = vars(kind)[name]
+            if not hasattr(call, FIELD):
+                setattr(kind, name, made := answering(call) if name in STEPS else heard(HEARD[name], call))
+                setattr(made, FIELD, True)
 
 
-def _heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[..., Any]:
+def heard(hear: Callable[..., None], call: Callable[..., Any]) -> Callable[..., Any]:
     """``call``, of which ``hear`` is told first. Its signature stays: by that vLLM decodes what a client has sent."""
 
     @wraps(call)
-    def heard(*args: Any, **kwargs: Any) -> Any:
-        hear(*args, **kwargs)
-        return call(*args, **kwargs)
+    def wrapped(core: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = getattr(getattr(getattr(core, "scheduler", None), "connector", None), "_scheduler_rows", None)
+        if rows is not None:
+            hear(rows.weights, *args, **kwargs)
+        return call(core, *args, **kwargs)
 
-    return heard
+    return wrapped
 
 
-def _answering(core: Any, step: Callable[[], Any]) -> Callable[[], Any]:
+def _set_weight_version(weights: Any, weight_version: str) -> None:
+    if (version := version_of(weight_version)) is None:
+        logger.warning("weights version %r is no whole number: rows have no version", weight_version)
+    weights.changed(version)
+
+
+def _collective_rpc(weights: Any, method: Any, *_: Any, **__: Any) -> None:
+    if method not in HARMLESS:
+        weights.changed()
+
+
+def _add_lora(weights: Any, lora_request: Any) -> None:
+    if lora_request.lora_int_id in weights.adapters:  # maybe other weights in the place of those that were there
+        weights.changed()
+    weights.adapters.add(lora_request.lora_int_id)
+
+
+HEARD: Final[dict[str, Callable[..., None]]] = {
+    "set_weight_version": _set_weight_version,
+    "collective_rpc": _collective_rpc,
+    "add_lora": _add_lora,
+    "pause_scheduler": lambda weights, *_, **__: weights.paused(),
+    "resume_scheduler": lambda weights: weights.resumed(),
+}
+
+
+def answering(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """``step`` of an engine core whose answers go out when what goes with them is there.
 
-    An answer that waits holds up no other. An engine without a queue of answers is in the process of its client, who
-    waits here.
+    Those of one step that wait go to their client together, because it handles hundreds of messages much slower than
+    one with as many answers; others wait for none. An engine without a queue of answers is in the process of its
+    client, who waits here.
     """
 
     @wraps(step)
-    def stepped() -> Any:
-        by_client, executed = step()
+    def stepped(core: Any) -> Any:
+        by_client, executed = step(core)
         queue = getattr(core, "output_queue", None)
         for client, sent in (by_client or {}).items():
-            waiting = [each for each in sent.outputs if each.kv_transfer_params and _awaited(each)]
-            if waiting and queue is not None:
+            waiting = [each for each in sent.outputs if _awaited(each) is not None]
+            if queue is None:
+                _bring(waiting)
+            elif waiting:
                 ids = set(map(id, waiting))
                 sent.outputs = [each for each in sent.outputs if id(each) not in ids]
-                answers = _Answers(queue, client, sent, len(waiting))
-            for output in waiting:
-                if queue is None:
-                    _bring(output, _awaited(output))
-                else:
-                    _awaited(output).add_done_callback(partial(answers.ready, output))
+                later = msgspec.structs.replace(sent, outputs=waiting, scheduler_stats=None, finished_requests=None)
+                _put_when_ready(queue, client, later)
         return by_client, executed
 
     return stepped
 
 
-class _Answers:
-    """The answers of a step to one client that wait. Those that are ready go out together: a client handles hundreds
-    of messages much slower than one with as many answers, and so does the thread that sends them.
-    """
+def _put_when_ready(queue: Any, client: int, sent: Any) -> None:
+    lock, awaited = threading.Lock(), [_awaited(each) for each in sent.outputs]
+    left = len(awaited)
 
-    def __init__(self, queue: Any, client: int, sent: Any, waiting: int) -> None:
-        self._queue, self._client, self._waiting = queue, client, waiting
-        self._sent = msgspec.structs.replace(sent, outputs=[], scheduler_stats=None, finished_requests=None)
-        self._lock = threading.Lock()
-        self._ready: list[Any] = []
-
-    def ready(self, output: Any, told: Future[dict[str, Any]]) -> None:
-        """What this answer waits for is there: it goes out with the last one, or within :data:`TOGETHER_S`."""
-        _bring(output, told)
-        with self._lock:
-            self._waiting -= 1
-            self._ready.append(output)
-            later = self._waiting > 0
-            if later and len(self._ready) > 1:  # and goes with the first
+    def ready(_: Any) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
                 return
-        if not (later and self._timed()):
-            self._send()
+        _bring(sent.outputs)
+        queue.put_nowait((client, sent))
 
-    def _timed(self) -> bool:
-        """Whether a timer sends what is ready."""
-        timer = threading.Timer(TOGETHER_S, self._send)
-        timer.daemon = True
-        try:
-            timer.start()
-        except RuntimeError:  # a process may have no more threads
-            return False
-        return True
-
-    def _send(self) -> None:
-        with self._lock:  # so that they go out in the order in which they were ready
-            ready, self._ready = self._ready, []
-            if ready:
-                self._queue.put_nowait((self._client, msgspec.structs.replace(self._sent, outputs=ready)))
+    for told in awaited:
+        told.add_done_callback(ready)
 
 
 def _awaited(output: Any) -> Any:
-    told = output.kv_transfer_params.get(FIELD)
+    told = (output.kv_transfer_params or {}).get(FIELD)
     return told if isinstance(told, Future) else None
 
 
-def _bring(output: Any, told: Future[dict[str, Any]]) -> None:
-    output.kv_transfer_params = {**output.kv_transfer_params, **told.result()}
+def _bring(outputs: list[Any]) -> None:
+    for output in outputs:
+        output.kv_transfer_params = {**output.kv_transfer_params, **_awaited(output).result()}

@@ -50,9 +50,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """Registered where vLLM registers its own."""
 
-    def __init__(
-        self, inner: Any, config: Any, types: Any, labels: list[str], engines: dict[int, list[object]]
-    ) -> None:
+    def __init__(self, inner: Any, config: Any, types: Any, labels: list[str], engines: dict[int, list[Any]]) -> None:
         super().__init__(config, types, labels, engines)
         self._inner, self._metrics = inner, dict[str, Any]()
         for earlier in list(REGISTRY._collector_to_names):  # an engine's that this process had, as vLLM does
@@ -70,11 +68,8 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for name, found in transfer_stats_data[OURS].items():
             for label, grown in found.items():
                 metric = self._metrics[name].labels(*engine, *label.split("/", len(METRICS[name][1]) - 1))
-                if name == SECONDS:
-                    for seconds in grown:
-                        metric.observe(seconds)
-                else:
-                    metric.inc(grown)
+                for amount in grown if name == SECONDS else [grown]:
+                    (metric.observe if name == SECONDS else metric.inc)(amount)
 
 
 __all__ = ["PromMetrics", "Stats"]

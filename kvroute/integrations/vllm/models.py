@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from cache_manager.errors import ConfigError
 from cache_manager.spec import AuxBlockDataSpec
-from kvroute.connector.folds import by_layer
 from kvroute.connector.pages import Pages, StepTokens, page_name, token_nbytes
 from kvroute.connector.settings import Settings
+from kvroute.connector.witness import by_layer
 from kvroute.integrations.vllm.config import settings_of
 from kvroute.routing import routing_spec_from_hf
 
