@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from rich.console import Console
@@ -45,12 +45,8 @@ UPDATE_AFTER_TOKENS: Final = 8
 SampleId = tuple[str, int]
 """Request id and the number of the sample."""
 Outputs = Mapping[SampleId, Output]
-
-
-class Tell(Protocol):
-    """Hears how much more has been done, and how it stands."""
-
-    def __call__(self, done: int, status: str = "") -> None: ...
+Tell = Callable[..., None]
+"""Hears how much more has been done, and how it stands: ``tell(done, status="")``."""
 
 
 class Driver:

@@ -158,16 +158,14 @@ class DecodeEngine(PeerEngine):
                 self._land(ended)
         work = super()._plan()
         for sequence in self.scheduler.unfinished:
-            if sequence.handover and sequence.state is State.LANDING and not self._fetched(sequence):
-                self._fetch(sequence, sequence.handover)
+            handover = sequence.handover
+            if handover and sequence.state is State.LANDING and handover.transfer not in self._under_way:
+                self._fetch(sequence, handover)
         for item in work:
             if item.sequence.handover is not None:
                 twice = min(item.stop, len(item.sequence.request.prompt) - 1) - item.start
                 self.crossed.prefill_recomputed_tokens += max(0, twice)
         return work
-
-    def _fetched(self, sequence: Sequence) -> bool:
-        return any(mine is sequence for mine, _ in self._under_way.values())
 
     def _fetch(self, sequence: Sequence, handover: Handover) -> None:
         size, tokens = self.config.block_tokens, len(sequence.request.prompt) - 1
@@ -195,7 +193,8 @@ class DecodeEngine(PeerEngine):
             sequence.note = f"computed here from position {gap * size} on: {came.why.get(gap, 'it did not come')}"
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        if sequence.state is State.LANDING and sequence.handover is not None and self._fetched(sequence):
+        handover = sequence.handover
+        if sequence.state is State.LANDING and handover and handover.transfer in self._under_way:
             with suppress(KVRouteError):  # of a node that is closed
-                self.crossing.node.abort(TransferId(sequence.handover.transfer), "aborted")  # prefill need not go on
+                self.crossing.node.abort(TransferId(handover.transfer), "aborted")  # prefill need not go on
         super()._finish(sequence, reason)

@@ -77,10 +77,9 @@ class RouterWatch:
         seen = [list(calls) for calls in self._ids]
         for calls in self._ids:
             calls.clear()
-        if any(len(calls) != 1 for calls in seen):
-            raise AssertionError(f"routers were called {[len(calls) for calls in seen]} times in one pass")
-        if len({len(calls[0]) for calls in seen}) != 1 or not len(seen[0][0]):
-            raise AssertionError(f"routers routed {[len(calls[0]) for calls in seen]} tokens in one pass")
+        tokens = [[len(ids) for ids in calls] for calls in seen]
+        if len(tokens[0]) != 1 or not tokens[0][0] or any(each != tokens[0] for each in tokens):
+            raise AssertionError(f"routers routed {tokens} tokens in one pass")
         return np.stack([calls[0] for calls in seen], axis=1)
 
     def close(self) -> None:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mapped_regions import mapped_regions
 from nursery import ENGINE, nursery
 from serving import DEADLINE_S, ForkedPair, Plain, completion, pair
 
 from cache_manager.regions import reap_orphans
+from cache_manager.regions.directory import DIRECTORY
 from paged_engine.processes import hold_port, until
 
 pytestmark = pytest.mark.xdist_group("processes")  # its servers take seconds to start
@@ -55,6 +55,16 @@ def prefilled(cluster: ForkedPair, body: dict[str, Any]) -> dict[str, Any]:
     status, handover = cluster.prefill.ask("/v1/completions", body)
     assert status == 200, handover
     return body | {"handover": handover}
+
+
+def mapped_regions(pid: int | str) -> set[Path]:
+    """The regions that process ``pid`` has mapped, by name.
+
+    They are found by inode: a region gets its name when it is whole, and the map goes on showing it without one.
+    """
+    lines = (line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    inodes = {int(parts[4]) for parts in lines if len(parts) > 5 and Path(parts[5]).parent == DIRECTORY}
+    return {path for path in DIRECTORY.glob("kvroute-*") if path.stat().st_ino in inodes}
 
 
 def shm(cluster: ForkedPair) -> set[Path]:
