@@ -178,7 +178,7 @@ class DecodeEngine(PeerEngine):
     def _land(self, came: Came) -> None:
         """Nothing more lands: the sequence runs with what is there, or has been told to end or to begin anew."""
         sequence, first = self._under_way.pop(came.transfer)
-        self.manager.free(came.transfer.hex())
+        self.manager.release(came.transfer.hex())
         self.crossed.transferred_blocks += len(came.kv)
         self.crossed.transferred_rows = self.aux.counters.rows_installed
         if sequence.state is not State.LANDING:
