@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from cache_manager.keys import Namespace
 from cache_manager.testing.faults import FaultyStore
-from kvroute import routing_spec
+from kvroute import open_store, routing_spec
 from kvroute.connector.answers import FIELD, routes
 from kvroute.connector.left import Tokens
 from kvroute.connector.witness import KvFolder
@@ -222,9 +222,11 @@ def test_a_row_is_of_the_pass_that_made_the_kv_or_missing(seed: int, tier: str, 
 
 @pytest.mark.parametrize("odd", ["", "other KV", "the store fails"])
 @pytest.mark.parametrize("tier", ["storage", "linker"])
-def test_rows_go_by_kv_that_others_keep(tier: str, odd: str) -> None:
+def test_rows_go_by_kv_that_others_keep(tier: str, odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Goal: they land beside KV of their own computation, are missing beside other KV and without their store, and the
     answer says why."""
+    store = FaultyStore(open_store("memory:"))
+    monkeypatch.setattr("kvroute.integrations.sglang.rows.open_store", lambda _: store)
     kept = torch.zeros(PAGES + 1, PAGE, dtype=torch.int64)
     engine = Engine(made(kept), kept)
     engine.running.append(request := [])
@@ -242,9 +244,7 @@ def test_rows_go_by_kv_that_others_keep(tier: str, odd: str) -> None:
     if odd == "other KV":
         engine.others[KEYS[0]][2] += 1
     elif odd:
-        store = engine.rows.aux._stored.store
-        store.backend = faulty = FaultyStore(store.backend)
-        faulty.fail_get = True
+        store.fail_get = True
     if tier == "storage":
         engine.prefetch(KEYS[0])
         engine.bring_back(1)
