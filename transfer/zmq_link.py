@@ -115,10 +115,10 @@ class ZmqLink:
         :class:`TransferError` when ``servers_max`` others are connected (one that is not makes room), or when ZeroMQ
         cannot: it has an address for nobody, or no descriptor left.
         """
-        check_address(address, "address", curve=self.settings.keys is not None)
         self._open()
-        peer = Peer(b"server " + address.encode())
+        peer = Peer(b"server " + address.encode() if isinstance(address, str) else b"")
         if peer not in self._servers:
+            check_address(address, "address", curve=self.settings.keys is not None)
             if len(self._servers) >= self.settings.servers_max:
                 self._forget_server()
             server = self._servers[peer] = self._connected(address)
