@@ -18,9 +18,8 @@ import zmq
 
 from cache_manager.record import Buffer
 from transfer.errors import TransferError
-from transfer.frames import nbytes_of
 from transfer.link import Arrival, Came, Peer, PeerFound, PeerLost
-from transfer.messages import ENTRIES_MAX
+from transfer.messages import ENTRIES_MAX, nbytes_of
 from transfer.zmq_server import ZmqServer
 from transfer.zmq_settings import ZmqSettings, check_address
 from transfer.zmq_sockets import EVENTS_MAX, Socket, dealer, events, monitored
