@@ -77,13 +77,13 @@ class Pass:
 
 
 @contextmanager
-def blocks_of(model: Model, *, staged: bool = False) -> Iterator[tuple[Any, Any]]:
+def blocks_of(model: Model) -> Iterator[tuple[Any, Any]]:
     """Blocks in shared memory, all of them given out, and a capture that writes into them."""
     spec = kvroute.routing_spec(model.experts, TOP_K, range(model.layers), model.layers, BLOCK_TOKENS)
     namespace = kvroute.Namespace("bench", weights_version=0)
     with kvroute.AuxBlocks([spec], blocks=BLOCKS, namespace=namespace, memory="shared") as aux:
         aux.renew(range(BLOCKS))
-        with LayerCapture(aux.region("device"), max(TOKENS), DEVICE, staged=staged) as capture:
+        with LayerCapture(aux.region("device"), max(TOKENS), DEVICE) as capture:
             yield aux, capture
 
 

@@ -1,19 +1,16 @@
-"""A child process of our own: whole messages both ways, requests with deadlines, and an end that always comes.
+"""A child process of our own: questions with deadlines, and an end that always comes.
 
-What may hang, crash or hold the interpreter's lock for seconds lives in a child. When that is lost, it is killed *and
-reaped* before anybody hears of it: from then on it touches none of the memory that it shared. A child whose parent is
-gone ends by itself.
-
-A message is a length (u32, little-endian) and that many bytes, MessagePack where this is used.
+What may hang, crash or hold the interpreter's lock for seconds lives in a child. Each channel to it is a socket pair
+with a thread of the child at its end, which answers one question after another. A child that is late, says what is no
+answer or is gone is killed, and *reaped* before it counts as gone: from then on it touches none of the memory that it
+shared. A child whose parent is gone ends by itself.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import math
 import os
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -21,246 +18,111 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Final, Generic, TypeVar
-
-import msgspec
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
+from typing import Final, NoReturn
 
 FRAME_NBYTES_MAX: Final = 16 << 20
-ORPHAN_CHECK_MS: Final = 2_000
+ORPHAN_CHECK_S: Final = 2.0
 FRAME_S: Final = 1
-LOOK_S: Final = 0.1
-"""How often it is looked whether an idle child has ended, and whether a deadline is over."""
-
-_LENGTH: Final = struct.Struct("<I")
-_T = TypeVar("_T")
+"""A child reads its sockets at once and writes whole messages: one that lets half a message wait longer is wedged."""
 
 
-def send_frame(end: socket.socket, body: bytes) -> None:
-    """Send one message whole; ``OSError`` when the other end is gone, and then part of it may be out."""
-    assert len(body) <= FRAME_NBYTES_MAX, f"a message of {len(body)} bytes"
-    end.sendall(_LENGTH.pack(len(body)) + body)
-
-
-def receive_frame(end: socket.socket) -> bytes | None:
-    """One message; ``None`` when the other end is gone or says a length that cannot be."""
-    head = _exactly(end, _LENGTH.size)
-    if head is None:
-        return None
-    (nbytes,) = _LENGTH.unpack(head)
-    return _exactly(end, nbytes) if nbytes <= FRAME_NBYTES_MAX else None
-
-
-def _exactly(end: socket.socket, nbytes: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < nbytes:
-        try:
-            part = end.recv(min(nbytes - len(parts), 1 << 20))
-        except ConnectionError:
-            return None
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
-
-
-def _polled(end: socket.socket) -> select.poll:
-    poll = select.poll()
-    poll.register(end, select.POLLIN)
-    return poll
-
-
-class Parent:
-    """In the child: the process ``pid`` that started it, at the socket ``fd``. One thread at a time receives."""
-
-    def __init__(self, fd: int, pid: int) -> None:
-        self._end = socket.socket(fileno=fd)
-        self._pid = pid  # not getppid(): it may have ended before this line
-        self._sending = threading.Lock()
-
-    def receive(self) -> bytes | None:
-        """The next message; ``None`` when the parent is gone."""
-        poll = _polled(self._end)
-        while not poll.poll(ORPHAN_CHECK_MS):
-            if os.getppid() != self._pid:  # a fork of the parent may hold the socket open
-                return None
-        return receive_frame(self._end)
-
-    def send(self, body: bytes) -> None:
-        """From any thread. Where nobody listens any more nothing happens: :meth:`receive` tells it, too."""
-        with self._sending, contextlib.suppress(OSError):
-            send_frame(self._end, body)
+class LostError(Exception):
+    """A child has not answered, and was killed."""
 
 
 class Child:
-    """``python -m module SOCKET_FD PARENT_PID *fds``, descriptors of ours. Any thread sends, one at a time receives.
+    """``python -m module PARENT_PID CHANNELS *channels *fds``, descriptors of ours. It prints where we do.
 
-    What it prints goes where ours goes. A child reads its socket at once and writes whole messages: one that lets half
-    a message wait for ``FRAME_S`` is stopped or wedged, and killed.
+    Raises ``OSError`` where no process can be. One thread calls :meth:`wait`; any thread the rest, but a channel has
+    one question at a time. Sockets are closed with the last reference to them: somebody may still be listening.
     """
 
-    def __init__(self, module: str, *fds: int) -> None:
-        self._sending = threading.Lock()
-        self._end, theirs = socket.socketpair()
-        for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            self._end.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", FRAME_S, 0))
-        self._readable = _polled(self._end)
-        passed, arguments = (theirs.fileno(), *fds), (theirs.fileno(), os.getpid(), *fds)
-        path = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        with theirs, contextlib.ExitStack() as undo:
-            undo.callback(self._end.close)
+    def __init__(self, module: str, channels: int, *fds: int) -> None:
+        self.gone = threading.Event()
+        self._lock = threading.Lock()  # a process that is reaped is not killed: its number may be another's
+        self._killed = False
+        self._ends: list[Connection] = []
+        with ExitStack() as theirs:
+            passed = []
+            for _ in range(channels):
+                our, their = socket.socketpair()
+                passed.append(theirs.enter_context(their).fileno())
+                for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                    our.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", FRAME_S, 0))
+                self._ends.append(Connection(our.detach()))
+            arguments = os.getpid(), channels, *passed, *fds
+            path = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-P", "-m", module, *map(str, arguments)],
                 env={**os.environ, **path},
-                pass_fds=passed,
+                pass_fds=(*passed, *fds),
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C is the parent's to handle
             )
-            undo.pop_all()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, body: bytes) -> None:
-        """Send one message; a child that does not take it is killed, and :meth:`receive` finds it gone."""
+    def ask(self, channel: int, body: bytes, within_s: float) -> bytes:
+        """The answer. Where there is none in time the child is killed, and :class:`LostError` says why; it is killed
+        when this is interrupted, too: nobody else may get the answer."""
+        end, readable = self._ends[channel], select.poll()
+        readable.register(end, select.POLLIN)
         try:
-            with self._sending:
-                send_frame(self._end, body)
-        except OSError:
-            self.kill()  # half a message may be out
-
-    def receive(self, wait_s: float) -> bytes | None:
-        """A message; ``b""`` when none began within ``wait_s``; ``None`` when it is gone or has stopped within one."""
-        if not self._readable.poll(1e3 * wait_s):
-            return b""
-        try:
-            return receive_frame(self._end)
-        except OSError:  # FRAME_S is over
-            return None
+            if self._killed or readable.poll(0):  # a late answer would be taken for this question's
+                raise LostError("it has ended, or said what it was not asked")
+            end.send_bytes(body)
+            if not readable.poll(1e3 * within_s):
+                raise LostError("it did not answer in time")
+            return end.recv_bytes(FRAME_NBYTES_MAX)
+        except BaseException as error:
+            self.kill()
+            if isinstance(error, OSError | EOFError):
+                raise LostError(f"it has ended {error}".rstrip()) from error
+            raise
 
     def kill(self) -> None:
-        self._process.kill()
+        """Harmless when it is gone."""
+        with self._lock:
+            self._killed = True
+            if not self.gone.is_set():
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
 
-    def end(self) -> int:
-        """Kill and reap it: from here on nothing of it touches our memory. Its exit status; harmless again."""
-        self._process.kill()
-        status = self._process.wait()
-        with self._sending:
-            self._end.close()
+    def wait(self) -> int:
+        """Wait until it has ended, and reap it: from here on nothing of it touches our memory. Its exit status."""
+        with suppress(ChildProcessError):  # where SIGCHLD is ignored
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            status = self._process.wait()
+            self.gone.set()
         return status
 
 
-class AskedChild(Generic[_T]):
-    """A child that answers each numbered request with one message. Safe from several threads.
+def arguments() -> list[int]:
+    """In the child: the descriptors that the parent passed on, behind its channels."""
+    return [int(argument) for argument in sys.argv[3 + int(sys.argv[2]) :]]
 
-    Raises ``OSError``, and has ended the child, when the machine has no thread left to listen to it.
 
-    A request's future ends with its answer, or with :meth:`_lost` when the child is gone and reaped. The child is ended
-    when an answer is overdue, when it answers what it was not asked, and by :meth:`kill`. One thread receives.
-    """
+def serve(answer: Callable[[bytes], bytes]) -> NoReturn:
+    """In the child: answer what comes, on each channel by a thread of its own, until the parent is gone."""
+    parent, channels = int(sys.argv[1]), int(sys.argv[2])  # not getppid(): it may have ended before this line
+    for fd in sys.argv[3 : 3 + channels]:
+        threading.Thread(target=_answer, args=(Connection(int(fd)), answer), daemon=True).start()
+    while os.getppid() == parent:  # a fork of the parent may hold the sockets open
+        time.sleep(ORPHAN_CHECK_S)
+    os._exit(1)
 
-    def __init__(self, child: Child, name: str) -> None:
-        self._child = child
-        self._numbers = itertools.count(1)
-        self._lock = threading.Lock()  # guards the next two
-        self._waiting: dict[int, tuple[float, Future[_T]]] = {}  # deadline and future
-        self._cause = ""  # why it has ended; it is reaped then
-        self._listener = threading.Thread(target=self._listen, name=name, daemon=True)
+
+def _answer(end: Connection, answer: Callable[[bytes], bytes]) -> NoReturn:
+    while True:
         try:
-            self._listener.start()
-        except RuntimeError as error:
-            child.end()
-            raise OSError(f"{name}: {error}") from error
-
-    def _decoded(self, body: bytes) -> tuple[int, _T | Exception]:
-        """The number of the request that a message answers, and how its future ends."""
-        raise NotImplementedError
-
-    def _ended(self, cause: str, lost: int) -> None:
-        """Called once, when the child is reaped, before the ``lost`` futures end."""
-
-    def _lost(self, cause: str) -> Exception:
-        raise NotImplementedError
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    @property
-    def gone(self) -> bool:
-        """Whether it has ended and was reaped."""
-        return bool(self._cause)
-
-    @property
-    def in_flight(self) -> int:
-        with self._lock:
-            return len(self._waiting)
-
-    def ask(self, encode: Callable[[int], bytes], within_s: float = math.inf) -> Future[_T]:
-        """Send the request that ``encode`` makes with its number; it is not sent where that raises."""
-        number = next(self._numbers)
-        body = encode(number)
-        assert len(body) <= FRAME_NBYTES_MAX, f"a message of {len(body)} bytes"
-        future: Future[_T] = Future()
-        future.set_running_or_notify_cancel()  # it cannot be cancelled: the child is at work
-        with self._lock:
-            if not (cause := self._cause):
-                self._waiting[number] = time.monotonic() + within_s, future
-        if cause:
-            future.set_exception(self._lost(cause))
-        else:
-            self._child.send(body)
-        return future
-
-    def kill(self) -> None:
-        """End the child; its futures end when it is reaped. Harmless when it is gone."""
-        self._child.kill()
-
-    def join(self, wait_s: float | None = None) -> bool:
-        """Wait until it is gone and its futures have ended; whether it is."""
-        self._listener.join(wait_s)
-        return self.gone
-
-    def _listen(self) -> None:
-        cause = ""
-        try:
-            while not cause:
-                cause = self._receive()
-        finally:
-            status = self._child.end()
-            with self._lock:
-                self._cause = f"{cause or 'its listener failed'} (status {status})"
-                lost, self._waiting = list(self._waiting.values()), {}
-            self._ended(self._cause, len(lost))
-            for _, future in lost:
-                future.set_exception(self._lost(self._cause))
-
-    def _receive(self) -> str:
-        """Take one answer, if one comes within ``LOOK_S``; why the child has to go, or nothing."""
-        body = self._child.receive(LOOK_S)
-        if body is None:
-            return "it has ended"
-        cause = self._take(body) if body else ""
-        with self._lock:
-            overdue = any(deadline_s <= time.monotonic() for deadline_s, _ in self._waiting.values())
-        return cause or ("it did not answer in time" if overdue else "")
-
-    def _take(self, body: bytes) -> str:
-        """End the future that a message answers; or why the child has to go."""
-        try:
-            number, answer = self._decoded(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            return "its message was no answer"
-        with self._lock:
-            _, future = self._waiting.pop(number, (0.0, None))
-        if future is None:
-            return "it answered a question that was not asked"
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
-        return ""
+            end.send_bytes(answer(end.recv_bytes()))
+        except (EOFError, OSError):  # nobody listens any more
+            os._exit(1)
 
 
-__all__ = ["FRAME_NBYTES_MAX", "AskedChild", "Child", "Parent", "receive_frame", "send_frame"]
+__all__ = ["FRAME_NBYTES_MAX", "Child", "LostError", "arguments", "serve"]

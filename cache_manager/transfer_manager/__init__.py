@@ -1,6 +1,52 @@
-"""The cache-transfer process: a store apart, and copies of blocks between shared regions, beside the engine."""
+"""The cache-transfer process: copies of blocks between shared regions, beside the engine."""
 
-from cache_manager.storage.apart import ApartSettings
-from cache_manager.transfer_manager.manager import CacheTransferManager
+from __future__ import annotations
+
+from typing import Final, Self
+
+from cache_manager.errors import KVRouteError, TransferProcessError
+from cache_manager.numbers import Ints
+from cache_manager.regions import SharedRegion
+from cache_manager.storage.apart import Apart, ApartSettings
+
+MODULE: Final = "cache_manager.transfer_manager.process"
+
+
+class CacheTransferManager:
+    """A process beside the engine that copies blocks between shared regions.
+
+    It is started here; :class:`StorageError` where no process can be. One that is lost is killed and reaped; another
+    one is started after a pause. The regions are the engine's and stay. Safe from several threads.
+    """
+
+    def __init__(self, settings: ApartSettings | None = None) -> None:
+        self._apart = Apart("", settings, MODULE)
+
+    @property
+    def pid(self) -> int | None:
+        """The process of the moment; ``None`` while there is none."""
+        return self._apart.pid
+
+    def copy(self, source: SharedRegion, target: SharedRegion, sources: Ints, targets: Ints) -> None:
+        """Copy whole records, pairwise; a source may serve several targets. Every byte is in place on return.
+
+        Raises :class:`TransferProcessError` when the process failed it, is lost or is not there. The targets' bytes
+        mean nothing then, and nobody touches either region for it any more.
+        """
+        try:
+            self._apart.ask("copy", source.name, target.name, sources.tolist(), targets.tolist(), reaped=True)
+        except KVRouteError as error:
+            raise TransferProcessError(f"the cache-transfer process: {error}") from error
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._apart.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 __all__ = ["ApartSettings", "CacheTransferManager"]

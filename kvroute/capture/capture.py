@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -41,7 +41,7 @@ def find_routers(model: nn.Module) -> dict[int, nn.Module]:
             raise CaptureError("model", "routers inside numbered layers", name or "one at the top")
         layer_id = int(layer[1])
         if layer_id in found:
-            raise CaptureError("model", "one router a layer", f"{found[layer_id][0]} and {name}; pass routers=")
+            raise CaptureError("model", "one router a layer", f"{found[layer_id][0]} and {name}")
         found[layer_id] = (name, router)
     if not found:
         wanted = "blocks with a child experts and a child gate or router"
@@ -56,18 +56,14 @@ class RoutingCapture:
     and copies them; :meth:`clear` makes ready for the next pass. The model's results are not changed. One capture
     serves one forward pass at a time; it is not thread-safe.
 
-    ``routers`` names the router of each layer for models where :func:`find_routers` cannot. With a spec made by
-    ``canary_spec`` the rows hold position canaries instead of ids, after the same checks.
+    With a spec made by ``canary_spec`` the rows hold position canaries instead of ids, after the same checks.
 
     Raises :class:`CaptureError` when the model's layers with routers are not ``spec.attrs["layer_ids"]``.
     """
 
-    def __init__(
-        self, model: nn.Module, spec: AuxBlockDataSpec, *, routers: Mapping[int, nn.Module] | None = None
-    ) -> None:
-        self.spec = spec
+    def __init__(self, model: nn.Module, spec: AuxBlockDataSpec) -> None:
+        self.spec, found = spec, find_routers(model)
         self.layer_ids: tuple[int, ...] = spec.attrs["layer_ids"]
-        found = find_routers(model) if routers is None else dict(routers)
         if tuple(sorted(found)) != self.layer_ids:
             raise CaptureError("layers with a router", list(self.layer_ids), sorted(found))
         self._num_experts: int = spec.attrs.get(CANARY_OF, spec.attrs["num_experts"])

@@ -4,7 +4,7 @@ Needs Triton. The specification is ``naive.capture_rows``, of the same signature
 """
 # Triton's language is not the Python that mypy knows.
 # mypy: ignore-errors
-# ruff: noqa: N803, N806, SIM108  (constants of the compiled program are written and asked as such)
+# ruff: noqa: N803, N806  (constants of the compiled program are written and asked as such)
 
 from __future__ import annotations
 
@@ -28,12 +28,7 @@ CPU_PROGRAMS = 2
 _LAYERS_MAX = tl.constexpr(LAYERS_MAX)
 _NOTHING = tl.constexpr(NOTHING)
 _RANGE, _DUPLICATE, _MISSING, _ZERO, _SLOT, _FIRST, _TOKENS = (tl.constexpr(int(check)) for check in Check)
-SOURCES = {
-    torch.int16: tl.int16,
-    torch.int32: tl.int32,
-    torch.int64: tl.int64,
-    torch.float32: tl.float32,
-}
+SOURCES = {torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64, torch.float32: tl.float32}
 _TARGETS = {"uint8": tl.uint8, "uint16": tl.uint16, "int32": tl.int32, "uint32": tl.uint32, "float32": tl.float32}
 
 
@@ -75,7 +70,6 @@ def _store(
     WIDTH: tl.constexpr,  # values that a thread stores at once, of one layer
     BLOCK_TOKENS: tl.constexpr,
     RECORD: tl.constexpr,  # bytes
-    STAGED: tl.constexpr,
     ROW: tl.constexpr,  # bytes
     ALIGN: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -90,11 +84,8 @@ def _store(
     source, by_k, there = _sources(table, token, lane // K, inside, SOURCE)
     k = (lane % K)[:, None] + near
     value = tl.load(source[:, None] + k * by_k[:, None], mask=there[:, None], other=0)
+    at = (slot // BLOCK_TOKENS) * RECORD + (slot % BLOCK_TOKENS) * ROW
     # The hint makes stores of several values a thread: a bus wants them side by side.
-    if STAGED:
-        at = token * RECORD
-    else:
-        at = (slot // BLOCK_TOKENS) * RECORD + (slot % BLOCK_TOKENS) * ROW
     row = (rows + tl.multiple_of(at, ALIGN)).to(tl.pointer_type(TARGET), bitcast=True)
     tl.store((row + lane)[:, None] + near, value.to(TARGET), mask=(used & there)[:, None])
 
@@ -152,16 +143,11 @@ def _check(
 @triton.jit(do_not_specialize=["slots_end", "tokens"], do_not_specialize_on_alignment=["table", "slots"])
 def _capture_all(table, slots, rows, checks, bad, slots_end, tokens, SPECS: tl.constexpr, COMMON: tl.constexpr):
     """Programs of one spec each, which take groups of tokens in turn."""
-    GROUP: tl.constexpr = COMMON[3]
+    GROUP: tl.constexpr = COMMON[2]
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(checks + _TOKENS, tokens)
     first = tl.program_id(0).to(tl.int64) * GROUP
     while first < tokens:
-        if COMMON[2] & (tl.program_id(1) == 0):
-            token = first + tl.arange(0, GROUP)
-            slot = tl.load(slots + token, mask=token < tokens, other=-1)
-            head = (rows + token * COMMON[1]).to(tl.pointer_type(tl.int64), bitcast=True)
-            tl.store(head, tl.where(slot < slots_end, tl.maximum(slot, -1), -1), mask=token < tokens)
         for number in tl.static_range(len(SPECS)):
             if tl.program_id(1) == number:
                 _store(
@@ -177,7 +163,6 @@ def _capture_all(table, slots, rows, checks, bad, slots_end, tokens, SPECS: tl.c
                     SPECS[number][4],
                     COMMON[0],
                     COMMON[1],
-                    COMMON[2],
                     SPECS[number][5],
                     SPECS[number][6],
                     SPECS[number][7],
@@ -219,7 +204,7 @@ class Launch:
             specs.append((*numbers, align, SOURCES[source], _TARGETS[spec.dtype], spec.experts))
             first += spec.layers
             words = max(words, triton.next_power_of_2(group * count // width))
-        self.constants = tuple(specs), (plan.block_tokens, plan.record_nbytes, plan.staged, group)
+        self.constants = tuple(specs), (plan.block_tokens, plan.record_nbytes, group)
         self.warps = min(max(words // 32, 1), 8)
         self._group = group
         on_gpu = device.type == "cuda"
@@ -230,7 +215,7 @@ class Launch:
         self,
         table: torch.Tensor,  # [sources, 3] int64, on the device
         slots: torch.Tensor,  # [tokens] int64, contiguous, that the device reaches
-        rows: torch.Tensor,  # [blocks, record_nbytes] uint8 that the device reaches; staged: [>= tokens, record_nbytes]
+        rows: torch.Tensor,  # [blocks, record_nbytes] uint8 that the device reaches
         slots_end: int,
         checks: torch.Tensor,  # [7] int32 that the device reaches
         bad: torch.Tensor,  # [>= tokens] int32 that the device reaches

@@ -29,7 +29,7 @@ class LaunchedCapture:
     device reads in the host's memory. A CUDA graph of the forward holds that launch, so each replay stores rows, at the
     slots of its own :meth:`step`. A bad row is missing and counted in ``bad_rows``; the first of a pass is logged by
     name. Close it before the region. ``stream`` is the one that passes run on; without it the whole device is waited
-    for. The other arguments are those of :class:`LayerCapture`.
+    for. Raises what :class:`LayerCapture` raises.
     """
 
     def __init__(
@@ -40,12 +40,11 @@ class LaunchedCapture:
         max_tokens: int,
         *,
         stream: torch.cuda.Stream | None = None,
-        staged: bool | None = None,
     ) -> None:
         self.bad_rows = 0
         self._name = spec.name
         self._device = next(model.parameters()).device
-        self._layers = LayerCapture(region, max_tokens, self._device, names=[spec.name], staged=staged)
+        self._layers = LayerCapture(region, max_tokens, self._device, names=[spec.name])
         self._stream = stream
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         self._slots_words, self._used = self._slots.numpy(), 0

@@ -19,7 +19,7 @@ from cache_manager.ports import Region
 from kvroute.capture import kernel
 from kvroute.capture.errors import CaptureError
 from kvroute.capture.hooks import Form, Hooks, Values
-from kvroute.capture.host_memory import StagedRows, rows_of
+from kvroute.capture.host_memory import HostRows
 from kvroute.capture.plan import NOTHING, Check, Plan, check_words
 
 GRAPHS_MAX: Final = 128
@@ -57,24 +57,13 @@ class LayerCapture:
     A capture serves one stream and at most two launches in flight; micro-batches that overlap have one each. It
     keeps a registration of the region's memory: close it before the region.
 
-    Where the driver refuses registration, rows are ``staged``: the launch stores them in device memory, a copy behind
-    it brings them to pinned memory, and ``verdict`` puts them at their slots. The same bytes; one launch in flight.
-    ``staged=True`` asks for that, ``staged=False`` refuses it: then the constructor raises ``RegistrationError``.
-
-    Raises :class:`CaptureError` for specs that do not fit.
+    Raises :class:`CaptureError` for specs that do not fit, and ``RegistrationError`` where the driver refuses.
     """
 
     def __init__(
-        self,
-        region: Region,
-        max_tokens: int,
-        device: torch.device | str,
-        *,
-        names: Sequence[str] | None = None,
-        staged: bool | None = None,
+        self, region: Region, max_tokens: int, device: torch.device | str, *, names: Sequence[str] | None = None
     ) -> None:
-        self._device = torch.device(device)
-        self._max_tokens = max_tokens
+        self._device, self._max_tokens = torch.device(device), max_tokens
         self.plan = Plan.of(region.layout, names)
         self.names = tuple(spec.name for spec in self.plan.specs)
         on_gpu = self._device.type == "cuda"
@@ -103,12 +92,7 @@ class LayerCapture:
         self._upload: torch.cuda.Stream | None = streams.Stream(self._device) if on_gpu else None
         self._uploading = False
         self._slots_end = region.blocks * self.plan.block_tokens
-        self._rows = rows_of(region, self.plan, max_tokens, self._device, staged)
-
-    @property
-    def staged(self) -> bool:
-        """Whether the host puts the rows at their slots, in ``verdict``."""
-        return isinstance(self._rows, StagedRows)
+        self._rows = HostRows(region, self._device)
 
     def commit(self, slots: torch.Tensor) -> None:
         """Store the rows of the pass at ``slots [tokens]`` int64 (negative: padding), on the stream at hand.
@@ -119,20 +103,22 @@ class LayerCapture:
         the same memory.
         """
         try:
-            _check_slots(slots, self._max_tokens)
+            if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
+                got = f"{slots.dtype} of shape {tuple(slots.shape)}"
+                raise CaptureError("slots", "int64 [tokens], contiguous", got)
+            if slots.numel() > self._max_tokens:
+                raise CaptureError("slots", f"at most {self._max_tokens} tokens", slots.numel())
             sources, form, addresses = self._hooks.taken(slots.numel())
         finally:
             self.clear()
-        tokens = slots.numel()
         rows = self._rows.tensor
         assert rows is not None, "commit() after close()"
         table = self._table(form, addresses, sources)
-        looks = form.dtypes, kernel.group_of(tokens)
+        looks = form.dtypes, kernel.group_of(slots.numel())
         if (launch := self._launches.get(looks)) is None:
-            launch = kernel.Launch(self._rows.plan, looks[0], rows.data_ptr(), self._device, looks[1])
+            launch = kernel.Launch(self.plan, looks[0], rows.data_ptr(), self._device, looks[1])
             self._launches[looks] = launch
         launch(table, slots, rows, self._slots_end, self._checks, self._bad)
-        self._rows.send(tokens)
 
     def expect(self) -> None:
         """A pass begins, and nobody will see whether it launches: a graph's replay, say. See :attr:`launched`."""
@@ -147,32 +133,23 @@ class LayerCapture:
         """What was bad in the rows of the last completed launch, of ``tokens`` tokens.
 
         Call it after each launch has completed, before the one after the next is launched. Where the next is in flight
-        already, its bad rows may be told now: then they are told at the next call again. Staged rows reach their slots
-        here: call it once for each launch, before the next one. Raises :class:`CaptureError` for more tokens than the
-        staged launch had.
+        already, its bad rows may be told now: then they are told at the next call again.
         """
-        if self.staged and tokens > self.launched:
-            raise CaptureError("tokens", f"at most {self.launched}, those of the last launch", tokens)
-        self._rows.land(tokens)
         now = self._found.copy()
         if self._before is None and now.tobytes() == self._seen.tobytes():
             return _SOUND
         bad = self._flags != 0
         self._flags[bad] = 0  # and no others: the launch in flight may just be raising them
         counts = {check: int(now[check] - self._seen[check]) for check in REASONS if now[check] != self._seen[check]}
-        first = self._first(int(now[Check.FIRST]), counts)
+        first = ""
+        if (number := int(now[Check.FIRST])) != NOTHING:
+            token, spec, layer = self.plan.place(number)
+            first = f"{spec.name}, token {token}, layer {layer}: " + ", ".join(REASONS[check] for check in counts)
         keep = ~bad if self._before is None else ~(bad | self._before)
         self._before = bad if counts else None
         self._seen = now
-        self._words[Check.FIRST] = NOTHING
-        self._seen[Check.FIRST] = NOTHING
+        self._words[Check.FIRST] = self._seen[Check.FIRST] = NOTHING
         return Verdict(keep[:tokens], counts, first)
-
-    def _first(self, number: int, counts: Mapping[Check, int]) -> str:
-        if number == NOTHING:
-            return ""
-        token, spec, layer = self.plan.place(number)
-        return f"{spec.name}, token {token}, layer {layer}: " + ", ".join(REASONS[check] for check in counts)
 
     def _table(self, form: Form, addresses: NDArray[np.int64], sources: list[torch.Tensor]) -> torch.Tensor:
         """The pointer table on the device: the shared one, or, while a graph is captured, one for that graph alone."""
@@ -222,13 +199,6 @@ class LayerCapture:
 def _dtypes(of_rows: str) -> tuple[torch.dtype, ...]:
     """What values may come in."""
     return tuple(dtype for dtype in kernel.SOURCES if (dtype == torch.float32) == (of_rows == "float32"))
-
-
-def _check_slots(slots: torch.Tensor, tokens_max: int) -> None:
-    if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
-        raise CaptureError("slots", "int64 [tokens], contiguous", f"{slots.dtype} of shape {tuple(slots.shape)}")
-    if slots.numel() > tokens_max:
-        raise CaptureError("slots", f"at most {tokens_max} tokens", slots.numel())
 
 
 __all__ = ["LayerCapture", "Verdict"]

@@ -16,7 +16,7 @@ from kvroute.capture.plan import LAYERS_MAX, Check, Plan
 def capture_rows(
     sources: Sequence[Sequence[torch.Tensor | None]],  # specs x layers x [>= tokens, top_k]; None: not recorded
     slots: torch.Tensor,  # [tokens] int64; negative: padding
-    rows: torch.Tensor,  # [blocks, record_nbytes] uint8: of the tier; a staged plan's: [>= tokens, record_nbytes]
+    rows: torch.Tensor,  # [blocks, record_nbytes] uint8: of the tier
     plan: Plan,
     slots_end: int,  # blocks * block_tokens of the device tier's region
     checks: torch.Tensor,  # [7] int32: see Check
@@ -25,22 +25,18 @@ def capture_rows(
     """Store each token's values at its slot, narrowed to the rows' dtype, and count what is bad among them.
 
     A row of a layer that was not recorded keeps its bytes; a bad id is stored as its low bits. Padding is neither
-    stored nor checked, a slot outside the buffer is counted and not stored. A staged record has its token's slot, -1
-    where nothing is stored.
+    stored nor checked, a slot outside the buffer is counted and not stored.
     """
     out = rows.numpy()
     if len(slots):
         checks[Check.TOKENS] = len(slots)
     for token, slot in enumerate(slots.tolist()):
-        known = 0 <= slot < slots_end
-        if plan.staged:
-            out[token, :8].view(np.int64)[0] = slot if known else -1
         if slot < 0:
             continue
-        if not known:
+        if slot >= slots_end:
             _count(checks, bad, token, len(plan.specs), 0, 0, {Check.SLOT: 1})
             continue
-        block, offset = (token, 0) if plan.staged else divmod(slot, plan.block_tokens)
+        block, offset = divmod(slot, plan.block_tokens)
         for s, spec in enumerate(plan.specs):
             at = spec.offset + offset * spec.row_nbytes
             row = out[block, at : at + spec.row_nbytes].view(spec.dtype).reshape(spec.layers, spec.top_k)

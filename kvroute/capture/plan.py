@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_manager.spec import AuxBlockDataSpec, RecordLayout, align
+from cache_manager.spec import AuxBlockDataSpec, RecordLayout
 from kvroute.capture.errors import CaptureError
 
 LAYERS_MAX: Final = 128
 TOP_K_MAX: Final = 16
 SPECS_MAX: Final = 8
-PACKED_ALIGN: Final = 16
 DTYPES: Final = ("uint8", "uint16", "int32", "uint32", "float32")
 """Of rows. Ids come as int16, int32 or int64, floating-point values as float32."""
 
@@ -57,16 +56,11 @@ class SpecPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Every spec of one record, and the record in the buffer ``uint8 [blocks, record_nbytes]``.
-
-    ``staged``: the buffer is ``uint8 [tokens, record_nbytes]`` instead, in the order of the tokens; each record begins
-    with its token's slot, int64, and holds one row of each spec.
-    """
+    """Every spec of one record, and the record in the buffer ``uint8 [blocks, record_nbytes]``."""
 
     specs: tuple[SpecPlan, ...]
     block_tokens: int
     record_nbytes: int
-    staged: bool = False
 
     @classmethod
     def of(cls, layout: RecordLayout, names: Sequence[str] | None = None) -> Plan:
@@ -74,19 +68,9 @@ class Plan:
         chosen = [spec.name for spec in layout.specs] if names is None else list(names)
         if not 1 <= len(chosen) <= SPECS_MAX or len(set(chosen)) != len(chosen):
             raise CaptureError("specs of a capture", f"1 to {SPECS_MAX} different ones", chosen)
-        specs = []
-        for name in chosen:
-            index = layout.index(name)
-            specs.append(_spec_plan(layout.specs[index], layout.offsets[index]))
-        return cls(tuple(specs), layout.block_tokens, layout.nbytes)
-
-    def packed(self) -> Plan:
-        """The staged plan of the same specs."""
-        specs, at = [], PACKED_ALIGN
-        for spec in self.specs:
-            specs.append(replace(spec, offset=at))
-            at += align(spec.row_nbytes, PACKED_ALIGN)
-        return Plan(tuple(specs), self.block_tokens, at, staged=True)
+        indices = [layout.index(name) for name in chosen]
+        specs = tuple(_spec_plan(layout.specs[i], layout.offsets[i]) for i in indices)
+        return cls(specs, layout.block_tokens, layout.nbytes)
 
     def place(self, first: int) -> tuple[int, SpecPlan, int]:
         """Token, spec and layer id of a bad row's number."""

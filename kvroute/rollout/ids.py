@@ -80,6 +80,3 @@ def file_name(rollout_id: str) -> str:
     """
     quoted = quote(rollout_id, safe=":@=+,")
     return f"%2E{quoted[1:]}" if quoted.startswith(".") else quoted
-
-
-__all__ = ["NAME_NBYTES_MAX", "checked_id", "file_name", "previous_turn", "rollout_id_of"]

@@ -23,10 +23,9 @@ from typing import Final
 
 from cache_manager.errors import InvalidInputError, StorageError
 from cache_manager.record import Buffer
-from cache_manager.storage.disk import Disk, SystemDisk, open_regular, read_all, write_all
+from cache_manager.storage.disk import Disk, open_regular, read_all, write_all
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.cut import CutSettings
-from kvroute.rollout.handle import RolloutHandle
+from kvroute.rollout.handle import CutSettings, RolloutHandle
 from kvroute.rollout.ids import file_name
 from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, header_of, parts_behind_header
 
@@ -52,7 +51,7 @@ class LocalRollouts(PartStore):
         self.directory = directory.absolute()
         super().__init__(f"the rollout store at {self.directory}", cut)
         self._sync = sync
-        self._disk: Disk = disk or SystemDisk()
+        self._disk = disk or Disk()
         self._lock = threading.Lock()
         self._unsynced: dict[str, None] = {}
         with _translated(self.directory):
@@ -193,6 +192,3 @@ def open_local_rollouts(url: StoreUrl) -> LocalRollouts:
     url.allow("sync", *CutSettings.PARAMETERS)
     sync = url.choice("sync", ("none", "put"), "none") == "put"
     return LocalRollouts(Path(url.path), CutSettings.from_url(url), sync=sync)
-
-
-__all__ = ["LocalRollouts", "open_local_rollouts"]

@@ -224,6 +224,3 @@ class RoutingReplayManager:
 
     def _count(self, **by: int) -> None:
         self._counters = replace(self._counters, **{k: getattr(self._counters, k) + n for k, n in by.items()})
-
-
-__all__ = ["ReplayCounters", "RoutingReplayManager"]

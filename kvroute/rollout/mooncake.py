@@ -24,8 +24,7 @@ from cache_manager.record import Buffer, RecordHeader, checksum
 from cache_manager.storage.batch import chunks
 from cache_manager.storage.mooncake import open_mooncake_store
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.cut import CutSettings
-from kvroute.rollout.handle import RolloutHandle
+from kvroute.rollout.handle import CutSettings, RolloutHandle
 from kvroute.rollout.parts import GoneError, Parts, PartStore, Read
 
 POINTER_NBYTES: Final = 4096
@@ -194,6 +193,3 @@ def open_mooncake_rollouts(url: StoreUrl) -> MooncakeRollouts:
     cut = CutSettings.from_url(url, LAYERS)
     of_store = {k: v for k, v in url.parameters.items() if k not in CutSettings.PARAMETERS}
     return MooncakeRollouts(open_mooncake_store(replace(url, parameters=of_store)), cut)
-
-
-__all__ = ["HEADER", "MooncakeRollouts", "keys_of", "open_mooncake_rollouts", "pointers_of"]

@@ -113,6 +113,3 @@ class References:
 def _key(ref: Mapping[str, Any]) -> Key:
     numbers = (int(ref[name]) for name in ("target_weight_version", "task_index", "rollout_index"))
     return (*numbers, str(ref["request_id"]))  # type: ignore[return-value]
-
-
-__all__ = ["SCHEMA", "References"]

@@ -21,8 +21,7 @@ from cache_manager.errors import InvalidInputError, StorageError, StoreClosedErr
 from cache_manager.ports import Absence
 from cache_manager.record import Buffer
 from cache_manager.storage.batch import chunks
-from kvroute.rollout.cut import CutSettings
-from kvroute.rollout.handle import PUT_ID_NBYTES, RolloutHandle
+from kvroute.rollout.handle import PUT_ID_NBYTES, CutSettings, RolloutHandle
 from kvroute.rollout.ids import checked_id
 from kvroute.rollout.port import RolloutCounters
 from kvroute.routes import Routes
@@ -214,6 +213,3 @@ def _checked(handle: RolloutHandle, header: Header, nbytes: int) -> Header:
             raise GoneError(f"rollout {handle.rollout_id} was put again")
         raise InvalidInputError("routes record", told.name, found.name)
     return header
-
-
-__all__ = ["GoneError", "PartStore", "Parts", "Read", "header_of", "parts_behind_header"]

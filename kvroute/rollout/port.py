@@ -69,6 +69,3 @@ class RolloutStore(Protocol):
         """Return when every rollout put before is on stable storage, as far as this store has any."""
 
     def close(self) -> None: ...
-
-
-__all__ = ["RolloutCounters", "RolloutStore"]

@@ -21,8 +21,7 @@ from ray.exceptions import ActorDiedError, ObjectLostError, RayError
 from cache_manager.errors import StorageError
 from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.cut import CutSettings
-from kvroute.rollout.handle import RolloutHandle
+from kvroute.rollout.handle import CutSettings, RolloutHandle
 from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, parts_behind_header
 from kvroute.routes.parts import Range
 
@@ -125,6 +124,3 @@ def open_ray_rollouts(url: StoreUrl) -> RayRollouts:
     timeout_s = url.seconds("timeout", 60.0)
     assert timeout_s is not None
     return RayRollouts(url.path or "rollouts", CutSettings.from_url(url), timeout_s=timeout_s)
-
-
-__all__ = ["RayRollouts", "open_ray_rollouts"]

@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from cache_manager.record import Buffer
 from cache_manager.storage.url import StoreUrl
-from kvroute.rollout.cut import LAYERS_MAX, CutSettings
-from kvroute.rollout.handle import RolloutHandle
+from kvroute.rollout.handle import LAYERS_MAX, CutSettings, RolloutHandle
 from kvroute.rollout.parts import GoneError, Parts, PartStore, Read, parts_behind_header
 
 
@@ -50,6 +49,3 @@ def open_response_rollouts(url: StoreUrl) -> ResponseRollouts:
     """``response:``."""
     url.allow()
     return ResponseRollouts()
-
-
-__all__ = ["ResponseRollouts", "open_response_rollouts"]

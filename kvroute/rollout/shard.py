@@ -61,6 +61,3 @@ def fetch_shard(
             raise RowError(f"rollout {handle.rollout_id}", "routes that are there and whole", found.value)
         parts.append(union(found) if len(found) > 1 else found[0])
     return shard_packed(parts, tokens, split, "moe" if layers is None else stage, dtype, missing, pad=pad, ep=ep)
-
-
-__all__ = ["fetch_routes", "fetch_shard"]

@@ -120,6 +120,3 @@ def open_queue_rollouts(url: StoreUrl) -> QueueRollouts:
     except BaseException:
         rows.close()
         raise
-
-
-__all__ = ["QueueRollouts", "handles_of", "open_queue_rollouts"]

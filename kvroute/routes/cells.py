@@ -167,6 +167,3 @@ def lacking(gap: Gap, wanted: str) -> RowError:
     if layer is None:
         return RowError(f"row {position}", wanted, "none")
     return RowError(f"row {position} layer {layer}", wanted, "one without this layer")
-
-
-__all__ = ["Cells", "Gap", "Mask", "blank", "check_known", "lacking", "some"]

@@ -65,16 +65,19 @@ class Plan:
         if a >= b:
             self.filler(out, missing, first)
             return
-        self.filler(out[: a - first], missing, first)
-        self.filler(out[b - first :], missing, b)
+        if (a, b) != (first, last):
+            self.filler(out[: a - first], missing, first)
+            self.filler(out[b - first :], missing, b)
         copies, dense, lacks = _columns(self.layers, routes.layout.layer_ids, routes.layout.missing_layers)
         here, at = out[a - first : b - first], slice(a - routes.start, b - routes.start)
         for to, of in copies:
             here[:, to] = routes.ids[at, of]
         for to, _ in dense:
             here[:, to] = 0
+        if missing == "error":
+            return
         there = routes.mask[at]  # [n], or [n, layers of out]
-        if missing == "error" or (there.all() and not lacks):
+        if there.all() and not lacks:
             return
         if lacks or there.ndim == 2:
             known, there = routes.known[at], np.zeros(here.shape[:2], np.bool_)

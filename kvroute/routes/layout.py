@@ -95,6 +95,3 @@ def check_alike(layouts: Sequence[Layout], what: str = "sample") -> None:
     """Raise :class:`RowError` that names ``what``, the field and both values unless ``layouts`` are of one model."""
     for i, other in enumerate(layouts):
         layouts[0].check_model(other, f"{what} {i}", f"as {what} 0 has")
-
-
-__all__ = ["Layers", "Layout", "check_alike"]

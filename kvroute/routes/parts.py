@@ -138,6 +138,3 @@ def cells_of(ids: NDArray[Any]) -> NDArray[Any]:
     nbytes = ids.shape[2] * ids.itemsize
     cell = np.dtype(f"u{nbytes}" if nbytes in (1, 2, 4, 8) else f"V{nbytes}")
     return np.ascontiguousarray(ids).view(cell)[:, :, 0]
-
-
-__all__ = ["Grid", "Range", "cells_of"]

@@ -108,13 +108,14 @@ def _fill(
     needed = min(max(tokens - 1 - first, begin), len(out))
     # Routes may go on behind the tokens that the trainer has kept; those rows are not its.
     end = min(max(tokens - first, needed), len(out))
-    plan.filler(out[:begin], pad, first)
     try:
         plan.fill(out[begin:needed], routes, first + begin, missing)
     except RowError as error:
         raise RowError(f"sequence {sequence} {error.field}", error.wanted, error.got) from error
-    plan.fill(out[needed:end], routes, first + needed, pad)
-    plan.filler(out[end:], pad, first + end)
+    if needed - begin < len(out):
+        plan.filler(out[:begin], pad, first)
+        plan.fill(out[needed:end], routes, first + needed, pad)
+        plan.filler(out[end:], pad, first + end)
 
 
 def _plan(
@@ -126,10 +127,9 @@ def _plan(
     wanted = layers if isinstance(layers, str) else tuple(layers)
     asked = (parts[0].layout, split, wanted, np.dtype(dtype), *more)
     try:
-        hash(asked)
-    except TypeError:  # the plan itself says what cannot be
+        return _plan_of(*asked)
+    except TypeError:  # one cannot be hashed: the plan itself says what cannot be
         return _plan_of.__wrapped__(*asked)
-    return _plan_of(*asked)
 
 
 @lru_cache(maxsize=64)

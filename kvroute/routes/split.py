@@ -142,6 +142,8 @@ Shard(sequence=1, start=3, stop=4)]
                 raise InvalidInputError("local tokens", f"a multiple of tp={self.tp}; see tail_align", total)
             part = total // self.tp
             mine = _cut(mine, part * self.tp_rank, part * (self.tp_rank + 1))
+        if len(mine) < 2:
+            return mine
         joined: list[Shard] = []
         for shard in mine:
             if joined and (joined[-1].sequence, joined[-1].stop) == shard[:2]:

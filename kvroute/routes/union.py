@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from cache_manager.errors import RowError
 from kvroute.routes.cells import Cells, Mask, some
 from kvroute.routes.layout import check_alike
-from kvroute.routes.spans import UNKNOWN, by_position, from_positions
+from kvroute.routes.spans import UNKNOWN, WeightsSpan, by_position, checked_versions, clipped, from_positions
 from kvroute.routes.token_hash import TokenHash, check_tokens, joined_hashes, token_hash
 
 C = TypeVar("C", bound=Cells)
@@ -113,21 +113,26 @@ def union(parts: Sequence[C]) -> C:
     start, stop = ordered[0].start, max(p.stop for p in ordered)
     ids = np.empty((stop - start, len(layout.layer_ids), layout.top_k), layout.dtype)
     mask = np.zeros(ids.shape[: 1 + cellwise], np.bool_)
-    versions = np.full(len(ids), UNKNOWN)
+    told: tuple[WeightsSpan, ...] = ()
     reached = 0  # what is before it has been filled
     for part in ordered:
         its_ids, its = _in_columns(part, layout.layer_ids) if cellwise else (part.ids, part.mask)
-        its_versions = by_position(part.weights_versions, part.start, part.stop)
         first = part.start - start
         ids[reached:first] = np.iinfo(ids.dtype).max
         both = min(max(reached - first, 0), len(its))  # how many of its rows are there already
         here, rest = slice(first, first + both), slice(first + both, first + len(its))
+        middle = part.start + both
         if both:
-            _settle(versions[here], some(mask[here]), its_versions[:both], some(its[:both]), part.start)
+            versions = by_position(told, part.start, middle)
+            its_versions = by_position(part.weights_versions, part.start, middle)
+            _settle(versions, some(mask[here]), its_versions, some(its[:both]), part.start)
+            settled = from_positions(versions, part.start)
+            told = (*clipped(told, start, part.start), *settled, *clipped(told, middle, start + reached))
             _join(ids[here], mask[here], its_ids[:both], its[:both], layout.layer_ids, part.start)
-        ids[rest], mask[rest], versions[rest] = its_ids[both:], its[both:], its_versions[both:]
+        ids[rest], mask[rest] = its_ids[both:], its[both:]
+        told += clipped(part.weights_versions, max(middle, start + reached), part.stop)
         reached = max(reached, rest.stop)
-    told = from_positions(versions, start)
+    told = checked_versions(told, start, stop)
     return parts[0]._with(layout=layout, ids=ids, mask=mask, start=start, weights_versions=told)
 
 
@@ -177,6 +182,3 @@ def _settle(
         raise RowError(f"weights version of row {start + row}", int(held[row]), int(new[row]))
     takes = (new_there & ~there) | ((new_there == there) & (held == UNKNOWN))
     held[takes] = new[takes]
-
-
-__all__ = ["of_one_sequence", "union"]

@@ -261,6 +261,3 @@ def _sum(*parts: Buffer) -> bytes:
     for part in parts:
         running.update(part)
     return running.digest()
-
-
-__all__ = ["FIXED_NBYTES", "HEADER_NBYTES_MAX", "Extent", "Header", "header_nbytes", "read", "record", "unpack"]

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -112,11 +112,7 @@ class RolloutContract(ABC):
 
     def test_what_was_put_comes_back_whole_and_in_part(self) -> None:
         """Goal: never wrong. Method: routes of any shape; all of them, and any layers and ranges, as sliced by hand."""
-
-        @given(data=st.data())
-        def comes_back(data: st.DataObject) -> None:
-            self._comes_back(data)
-
+        comes_back = given(data=st.data())(self._comes_back)
         (self.settings(comes_back) if self.settings else comes_back)()
 
     def _comes_back(self, data: st.DataObject) -> None:
@@ -154,8 +150,7 @@ class RolloutContract(ABC):
     def test_a_rank_gets_its_shard(self) -> None:
         """Goal: the store cuts as trainers do. Method: ranks of TP x CP x PP, beside shards of the whole routes."""
         with self._opened() as (store, _):
-            whole = [routes_of(1, 64), routes_of(2, 33)]
-            tokens = [65, 34]
+            whole, tokens = [routes_of(1, 64), routes_of(2, 33)], [65, 34]
             handles = [store.put(f"task:{i}:0:0", routes) for i, routes in enumerate(whole)]
             for split in (
                 Split(tp=2, tp_rank=1, cp=2, cp_rank=1, sp=True, pp=3, pp_rank=2),
@@ -187,8 +182,7 @@ class RolloutContract(ABC):
             for seed in (1, 2, 3):
                 handles.append(store.put("task:1:0:0", routes_of(seed)))
                 assert fetch_routes(store, handles[-1]) == routes_of(seed)
-                if self.finds:
-                    assert store.find("task:1:0:0") == handles[-1]
+                assert store.find("task:1:0:0") == (handles[-1] if self.finds else None)
             other = store.put("task:1:0:1", routes_of(4))
             for handle in handles[:2]:
                 store.delete(handle)
@@ -205,24 +199,21 @@ class RolloutContract(ABC):
             assert (store.counters.puts, store.counters.deletes, store.counters.hits) == (4, 4, 5)
             assert store.counters.put_nbytes == 4 * routes_of(1).ids.nbytes
 
-    @pytest.mark.parametrize("rollout_id", ["../x", "a/b", "..", ".", "a b", "ä:ö", "%2E", "x" * 200, "CON", "-rf"])
-    def test_ids_that_clients_choose_are_names_and_nothing_else(self, rollout_id: str) -> None:
-        """Goal: an id leads nowhere else. Method: ids that are paths, and what is beside the store afterwards."""
+    def test_ids_that_clients_choose_are_names_and_nothing_else(self) -> None:
+        """Goal: an id leads nowhere else. Method: ids that are paths, and what is beside the store afterwards; what can
+        be no id is refused."""
         with self._opened() as (store, directory):
-            handle = store.put(rollout_id, routes_of(1))
-            store.put("other", routes_of(2))
-            assert fetch_routes(store, handle) == routes_of(1)
-            if self.finds:
-                assert store.find(rollout_id) == handle
+            ids = ["../x", "a/b", "..", ".", "a b", "ä:ö", "%2E", "x" * 200, "CON", "-rf"]
+            handles = [store.put(rollout_id, routes_of(i)) for i, rollout_id in enumerate(ids)]
+            for i, (rollout_id, handle) in enumerate(zip(ids, handles, strict=True)):
+                assert fetch_routes(store, handle) == routes_of(i)
+                assert store.find(rollout_id) == (handle if self.finds else None)
             assert os.listdir(directory.parent) == ["store"]
-
-    @pytest.mark.parametrize("rollout_id", ["", "x" * 201, "\udc80", 7, None])
-    def test_what_can_be_no_id_is_refused(self, rollout_id: str) -> None:
-        with self._opened() as (store, _):
-            with pytest.raises(InvalidInputError, match="rollout id: wanted"):
-                store.put(rollout_id, routes_of(1))
-            with pytest.raises(InvalidInputError, match="rollout id: wanted"):
-                store.find(rollout_id)
+            for wrong in ("", "x" * 201, "\udc80", 7, None):
+                with pytest.raises(InvalidInputError, match="rollout id: wanted"):
+                    store.put(wrong, routes_of(1))  # type: ignore[arg-type]
+                with pytest.raises(InvalidInputError, match="rollout id: wanted"):
+                    store.find(wrong)  # type: ignore[arg-type]
 
     def test_what_a_rollout_does_not_have_is_refused(self) -> None:
         with self._opened() as (store, _):
@@ -287,15 +278,14 @@ class RolloutContract(ABC):
             store.flush()
             store.close()
             store.close()
-            for call in (
-                lambda: store.put("task:1:0:0", routes_of(1)),
-                lambda: store.find("task:1:0:0"),
-                lambda: store.get(handle),
-                lambda: store.delete(handle),
-                store.flush,
-            ):
+            calls: list[tuple[Any, ...]] = [
+                (store.put, "task:1:0:0", routes_of(1)),
+                (store.find, "task:1:0:0"),
+                (store.flush,),
+            ]
+            for call, *given_ in [*calls, (store.get, handle), (store.delete, handle)]:
                 with pytest.raises(StoreClosedError):
-                    call()
+                    call(*given_)
 
 
 def _machine(contract: RolloutContract) -> type[RuleBasedStateMachine]:
@@ -348,6 +338,3 @@ def _machine(contract: RolloutContract) -> type[RuleBasedStateMachine]:
             assert (counters.puts, counters.put_failures, counters.corrupt) == (len(self.put_as), 0, 0)
 
     return Rollouts
-
-
-__all__ = ["RolloutContract", "of_layers", "routes_of"]

@@ -91,11 +91,10 @@ def bad_ids_are_missing(model: Model, aux: Any, capture: Any) -> None:
     capture.verdict(64)
 
 
-@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_every_row_of_every_shape_is_right_and_a_bad_id_is_missing(model: Model, staged: bool) -> None:
+def test_every_row_of_every_shape_is_right_and_a_bad_id_is_missing(model: Model) -> None:
     """Method: all batch sizes, three widths of ids, random slots with padding; then ids that no router can choose."""
-    with blocks_of(model, staged=staged) as (aux, capture):
+    with blocks_of(model) as (aux, capture):
         every_size_is_right(model, aux, capture)
         bad_ids_are_missing(model, aux, capture)
 

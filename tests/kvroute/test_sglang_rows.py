@@ -22,8 +22,8 @@ from kvroute import routing_spec
 from kvroute.connector.answers import FIELD, routes
 from kvroute.connector.left import Tokens
 from kvroute.connector.witness import KvFolder
-from kvroute.integrations.sglang.rows import Launched, RoutedRows
-from kvroute.integrations.sglang.settings import Settings
+from kvroute.integrations.sglang.rows import WHY, Launched, RoutedRows
+from kvroute.integrations.sglang.settings import Settings, settings_of
 
 PAGE, PAGES, HOST = 4, 7, 5
 KEYS = ["one" * 8, "other" * 8]  # of pages that somebody else keeps
@@ -71,7 +71,7 @@ class Engine:
             else:
                 self.free += sorted({slot // PAGE for slot in found if slot % PAGE == 0})
                 return None
-        self.rows.given(torch.tensor(found), whole=False)
+        self.rows.given(torch.tensor(found))
         return found
 
     def launch(self, wanted: list[tuple[list[int], int]]) -> None:
@@ -110,10 +110,8 @@ class Engine:
         """A linker fills a page before the next pass is launched."""
         if self.free and key in self.others:
             page = self.free.pop(0)
-            self.rows.given(all_slots([page]), whole=True)
-            self.rows.settle()
-            self.rows.fetch([key], np.array([page]))
-            self.rows.loaded(np.array([page]))
+            self.rows.given(all_slots([page]))
+            self.rows.loaded([key], self.rows.pages_of(all_slots([page])))
             self.coming.append((key, page))
             self.running.append(all_slots([page]).tolist())
 
@@ -149,7 +147,7 @@ class Engine:
         if host and len(self.free) >= len(host):
             pages = [self.free.pop(0) for _ in host]
             slots = all_slots(pages)
-            self.rows.given(slots, whole=True)
+            self.rows.given(slots)
             self.rows.brought_back(all_slots(host), slots)
             self.fill({p * PAGE + i: s for p, h in zip(pages, host, strict=True) for i, s in enumerate(self.host[h])})
             self.running.append(slots.tolist())
@@ -255,7 +253,8 @@ def test_rows_go_by_kv_that_others_keep(tier: str, changed: bool) -> None:
     engine.end()
     found, unseen, gaps = engine.rows.routes(np.array(loaded), 0)
     assert (found.known.tolist(), unseen) == ([[not changed, False]] * PAGE, [])  # the last router is behind all KV
-    assert gaps == ([(0, PAGE, "rows of other KV than was loaded")] if changed else [])
+    assert gaps == ([(0, PAGE, WHY)] if changed else [])
+    assert engine.rows.stored([KEYS[0]]) == (not changed)  # nobody loads it a second time
 
 
 def test_pages_that_went_to_the_host_before_their_pass_was_over_have_its_rows_when_it_is() -> None:
@@ -329,9 +328,9 @@ def test_settings_that_are_none_are_refused_by_name(monkeypatch: pytest.MonkeyPa
     from kvroute import ConfigError
 
     with pytest.raises(ConfigError, match=r"wanted those of docs/settings\.md, got .*unknown field `stor`"):
-        Settings.of({"linker": "KvrouteLinker", "linker_extra_config": {"stor": "x"}})
+        settings_of({"linker": "KvrouteLinker", "linker_extra_config": {"stor": "x"}})
     monkeypatch.setenv("KVROUTE_SGLANG", '{"weights": 3}')
     with pytest.raises(ConfigError, match=r"KVROUTE_SGLANG: wanted .*`\$\.weights`"):
-        Settings.of(None)
+        settings_of(None)
     monkeypatch.setenv("KVROUTE_SGLANG", '{"weights": "w"}')
-    assert Settings.of({"linker": "another"}) == Settings(weights="w")
+    assert settings_of({"linker": "another"}) == Settings(weights="w")

@@ -41,12 +41,15 @@ class Asked:
     def __init__(self, engine: Any, out: Any) -> None:
         self.engine, self.out = engine, out
 
-    def ask(self, scenario: str, prompts: list[list[int]], new: int = 8, n: int = 1, start: int = 0) -> list[list[int]]:
-        """The tokens of each answer."""
+    def ask(
+        self, scenario: str, prompts: list[list[int]], new: int = 8, n: int = 1, start: int = 0, alone: bool = False
+    ) -> list[list[int]]:
+        """The tokens of each answer; ``alone``: no two prompts are in one pass."""
         sampling = {"max_new_tokens": new, "temperature": 0.0 if n == 1 else 1.0, "ignore_eos": True, "n": n}
-        given = self.engine.generate(
-            input_ids=prompts, sampling_params=sampling, return_routed_experts=True, routed_experts_start_len=start
-        )
+        more = {"return_routed_experts": True, "routed_experts_start_len": start}
+        given = []
+        for batch in [[each] for each in prompts] if alone else [prompts]:
+            given += self.engine.generate(input_ids=batch, sampling_params=sampling, **more)
         for i, each in enumerate(given):
             self.write(scenario, prompts[i // n], each, start)
         return [each["output_ids"] for each in given]

@@ -60,7 +60,7 @@ def stored(store: RecordStore, numbers: Sequence[int]) -> None:
 
 
 def name_of(number: int) -> str:
-    return f"test/2/{key_of(number).hex()}"
+    return f"test/3/{key_of(number).hex()}"
 
 
 def stores_again(store: RecordStore, number: int) -> bool:

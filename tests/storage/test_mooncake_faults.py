@@ -228,38 +228,3 @@ def test_the_native_client_may_crash_or_hang(number: int, backend: MooncakeStore
     assert isinstance(answer, StorageError) or answer == whole, "another client may be there already"
     until("a new client reads", lambda: timed(lambda: get(store, range(10))) == whole)
     assert backend.counters["restarts"] > 0
-
-
-@pytest.mark.parametrize(
-    ("named", "objects", "group"),
-    [
-        (True, ("{chunk}",), "vllm-mooncake-store:m@{chunk}"),
-        (True, ("{chunk}_0_k", "{chunk}_0_v"), "sglang-hicache:{chunk}"),
-        (False, ("{chunk}",), "vllm-mooncake-store:m@{chunk}"),
-    ],
-    ids=["vllm", "sglang", "none"],
-)
-def test_rows_go_with_the_kv_of_their_group(
-    named: bool, objects: tuple[str, ...], group: str, calm: MooncakeStore, owner: Owner, tmp_path: Path
-) -> None:
-    """Goal: few KV hits without rows. Method: 16 KiB of KV a chunk under the engine's names and groups, rows later, a
-    pool too small for both, and the KV of every third chunk read again. Without groups most of those lose their rows,
-    which shows that the test can fail.
-    """
-    owner.segment(tmp_path / "small", 512 << 10)
-    store = RecordStore(calm, LAYOUT)
-    chunks = {key_of(n): f"tag_m_{n:064x}" for n in range(60)}
-    names = {n: [name.format(chunk=chunks[key_of(n)]) for name in objects] for n in range(60)}
-    if named:
-        calm.name_groups({key: group.format(chunk=chunk) for key, chunk in chunks.items()})
-    for n in range(60):
-        for name in names[n]:
-            arguments = (name, "k" * (16384 // len(objects)), group.format(chunk=chunks[key_of(n)]))
-            until("room", lambda: owner.ask("put", *arguments) == 0)  # noqa: B023
-        stored(store, [n])
-        for again in range(0, n, 3):
-            owner.ask("get", names[again][0])
-    alive = [n for n in range(60) if all(owner.ask("is_exist", name) == 1 for name in names[n])]
-    rows = store.contains([key_of(n) for n in alive])
-    assert 5 < len(alive) < 40
-    assert rows.count(False) <= 1 if named else rows.count(False) > 3

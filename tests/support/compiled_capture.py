@@ -18,9 +18,8 @@ from kvroute.capture.plan import Plan
 HOPPER = GPUTarget("cuda", 90, 32)
 
 
-def ptx(layers: int, experts: int, *, staged: bool, group: int) -> str:
+def ptx(layers: int, experts: int, group: int) -> str:
     plan = Plan.of(RecordLayout([kvroute.routing_spec(experts, 8, range(layers), layers, 64)]))
-    plan = plan.packed() if staged else plan
     launch = kernel.Launch(plan, [torch.int32], 4096, torch.device("cpu"), group)
     compiled = launch.constants
     function: Any = kernel._capture_all
@@ -39,8 +38,7 @@ def ptx(layers: int, experts: int, *, staged: bool, group: int) -> str:
 
 if __name__ == "__main__":
     for layers, experts in ((58, 256), (60, 384)):
-        for staged, group in ((False, 1), (True, 1), (False, kernel.GROUP_TOKENS)):
-            made = ptx(layers, experts, staged=staged, group=group)
+        for group in (1, kernel.GROUP_TOKENS):
+            made = ptx(layers, experts, group)
             stores, loads = re.findall(r"st\.global\.(\S+)", made), len(re.findall(r"ld\.global", made))
-            where = "staged" if staged else "in place"
-            print(f"{layers}x8 of {experts} {where}, {group}:", *sorted(set(stores)), f"{loads} loads")
+            print(f"{layers}x8 of {experts}, {group}:", *sorted(set(stores)), f"{loads} loads")

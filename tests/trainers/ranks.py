@@ -173,6 +173,8 @@ def _skyrl(case: Case, *, packed: bool) -> int:
     for samples in [list(range(len(TOKENS)))] if packed else [[i] for i in range(len(TOKENS))]:
         RouterReplay.clear_global_router_replay_instances()  # SkyRL goes by Megatron's list
         stage = case.stage()
+        for router in stage.decoder:
+            router.router_replay.layer_number = router.layer_number  # as SkyRL's patch of Megatron does
         prompts = [[1] * (TOKENS[i] - 3) for i in samples]
         responses = [[2, 3, 4]] * len(samples)
         indices = skyrl.rollout_expert_indices([ROUTES[i] for i in samples], [TOKENS[i] for i in samples])

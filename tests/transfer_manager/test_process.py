@@ -1,6 +1,6 @@
 """The cache-transfer process: what it copies, and what becomes of a copy when it is killed or stopped.
 
-How its process begins and ends, and its store, are those of ``tests/storage/test_apart.py``.
+How its process begins and ends is that of ``tests/storage/test_apart.py``.
 """
 
 from __future__ import annotations
@@ -14,25 +14,49 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from canary import canary_rows
+from kv import NBYTES, SlotKV, prefix_digest
 from mooncake_pool import send
-from shared_parts import KV, NAMESPACE
+from numpy.typing import NDArray
 from waiting import until
 
+from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import TransferProcessError
+from cache_manager.keys import Namespace
+from cache_manager.manager import BlockManager
 from cache_manager.regions import SharedRegion, list_regions
 from cache_manager.spec import AuxBlockDataSpec, RecordLayout
-from cache_manager.storage.records import RecordStore
-from cache_manager.testing.records import LAYOUT, get, payload_of, put
 from cache_manager.transfer_manager import ApartSettings, CacheTransferManager
 
-Shared = tuple[SharedRegion, SharedRegion]
 SOON = ApartSettings(restart_pause_s=0.01, restart_pause_max_s=0.05)
 WAIT_S = 60.0
+NAMESPACE = Namespace("m", 1)
+BLOCK, BLOCKS = 4, 12
+ROW = AuxBlockDataSpec("topk_ids", (2, 2), "uint16", BLOCK)
+
+
+def region(tier: str, blocks: int = BLOCKS, rows: int = 16) -> SharedRegion:
+    """Filled with bytes that name tier and block; the caller closes it."""
+    layout = RecordLayout((AuxBlockDataSpec("kv", (NBYTES,), "uint8", rows),))
+    found = SharedRegion.create(layout, blocks, tier=tier, namespace=NAMESPACE.fingerprint)
+    found.rows[:] = (17 * np.arange(blocks) + (101 if tier == "host" else 0))[:, None] % 256
+    return found
+
+
+Shared = tuple[SharedRegion, SharedRegion]
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[CacheTransferManager]:
-    with CacheTransferManager(f"file://{tmp_path}/store?quota=4MiB", SOON) as manager:
+def shared() -> Iterator[Shared]:
+    device, host = region("device"), region("host", 8)
+    yield device, host
+    device.close()
+    host.close()
+
+
+@pytest.fixture
+def process() -> Iterator[CacheTransferManager]:
+    with CacheTransferManager(SOON) as manager:
         yield manager
 
 
@@ -44,6 +68,11 @@ def end(pid: int | None, how: int = signal.SIGKILL) -> int:
     assert pid is not None
     send(pid, how)
     return pid
+
+
+def again(process: CacheTransferManager, but: int) -> None:
+    """Wait for another process than this one."""
+    until(lambda: process.pid not in (None, but), WAIT_S)
 
 
 def test_a_copy_moves_these_records_and_nothing_else(shared: Shared, process: CacheTransferManager) -> None:
@@ -66,91 +95,144 @@ def test_what_cannot_be_copied_is_refused_and_costs_the_process_nothing(
     """Blocks that are not there, records of another layout, a region that is gone: nothing is written."""
     device, host = shared
     pid, before = process.pid, host.rows.copy()
-    other = RecordLayout((AuxBlockDataSpec("kv", (4,), "uint8", 16),))
-    foreign = SharedRegion.create(other, 4, tier="host", namespace=NAMESPACE.fingerprint)
-    lost = SharedRegion.create(KV, 4, tier="host", namespace=NAMESPACE.fingerprint)
+    foreign, lost = region("host", rows=8), region("host")
+    was = foreign.rows.copy()
     lost.close()
     for target, blocks in ((host, ids(host.blocks)), (host, ids(-1)), (foreign, ids(0)), (lost, ids(0))):
         with pytest.raises(TransferProcessError):
             process.copy(device, target, ids(0), blocks)
-    assert not foreign.rows.any()
+    assert np.array_equal(foreign.rows, was)
     foreign.close()
     assert np.array_equal(host.rows, before)
     assert process.pid == pid
 
 
-def test_a_store_that_is_busy_does_not_hold_up_a_copy(shared: Shared, tmp_path: Path) -> None:
-    """Method: four threads put a thousand records that are synced each, while a block is copied."""
-    with CacheTransferManager(f"file://{tmp_path}?quota=64MiB&sync=batch", SOON) as process:
-        assert process.store is not None
-        records = RecordStore(process.store, LAYOUT)
-        with ThreadPoolExecutor(4) as threads:
-            puts = [threads.submit(put, records, range(first, 1000, 4)) for first in range(4)]
-            process.copy(*shared, ids(1), ids(1))
-            assert all(all(each.result(WAIT_S)) for each in puts)
-        assert np.array_equal(shared[0].rows[1], shared[1].rows[1])
-
-
 @pytest.mark.parametrize("how", ["killed", "too slow"])
-def test_a_lost_process_fails_its_copies_and_another_takes_over(shared: Shared, tmp_path: Path, how: str) -> None:
+def test_a_lost_process_fails_its_copies_and_another_takes_over(shared: Shared, how: str) -> None:
     """Method: stopped first, so that the copy is in flight for certain; then killed, or left to its deadline."""
-    limits = ApartSettings(restart_pause_s=0.01, call_s=WAIT_S if how == "killed" else 1.0)
-    with CacheTransferManager(f"file://{tmp_path}", limits) as process, ThreadPoolExecutor(1) as threads:
-        assert process.store is not None
-        assert put(RecordStore(process.store, LAYOUT), [1]) == [True]
+    limits = ApartSettings(restart_pause_s=0.01, call_s=WAIT_S if how == "killed" else 0.3)
+    with CacheTransferManager(limits) as process, ThreadPoolExecutor(1) as threads:
         first, before = end(process.pid, signal.SIGSTOP), shared[1].rows.copy()
         future = threads.submit(process.copy, *shared, ids(1), ids(1))
-        worker = process._apart._worker
-        assert worker is not None
-        until(lambda: worker.in_flight == 1)
         if how == "killed":
+            time.sleep(0.1)
             end(first)
         with pytest.raises(TransferProcessError, match="lost"):
             future.result(WAIT_S)
         assert not Path(f"/proc/{first}").exists()
         assert np.array_equal(shared[1].rows, before)
-        assert process.wait(WAIT_S)
+        again(process, first)
         process.copy(*shared, ids(1), ids(1))
         assert np.array_equal(shared[0].rows[1], shared[1].rows[1])
-        assert get(RecordStore(process.store, LAYOUT), [1]) == [payload_of(1)]
+    with pytest.raises(TransferProcessError, match="closed"):
+        process.copy(*shared, ids(1), ids(1))
 
 
 def test_killed_in_the_middle_of_a_copy_it_writes_no_more_when_that_is_told() -> None:
-    """Goal: a block that a lost process was writing belongs to the engine again. Method: copies of 64 MiB, and a
-    kill when one of the first blocks has come; when the copy has failed the target is filled with a mark, which stays.
-    """
-    rng, layout = random.Random(11), RecordLayout((AuxBlockDataSpec("kv", (1 << 16,), "uint8", 16),))
-    one, other = (SharedRegion.create(layout, 64, tier="host", namespace=NAMESPACE.fingerprint) for _ in range(2))
-    every, torn, whole = np.arange(64), 0, 0
-    with CacheTransferManager("", SOON) as process, ThreadPoolExecutor(1) as threads:
+    """Goal: memory that is the engine's again stays so. Method: kills while 64 MiB arrive, and what is written here
+    afterwards is still there a moment later."""
+    layout = RecordLayout((AuxBlockDataSpec("kv", (1 << 16,), "uint8", 32),))
+    one, other = (SharedRegion.create(layout, 32, tier="host", namespace=NAMESPACE.fingerprint) for _ in range(2))
+    every, torn, rng = np.arange(32), 0, random.Random(3)
+    with CacheTransferManager(SOON) as process, ThreadPoolExecutor(1) as threads:
         process.copy(one, other, every, every)
-        for turn in range(1, 13):
+        for turn in range(1, 9):
             one.rows[:], other.rows[:] = turn, 0
+            pid = process.pid
+            assert pid is not None
             future = threads.submit(process.copy, one, other, every, every)
             until(lambda turn=turn, future=future: future.done() or other.rows[rng.randrange(32), 0] == turn)
-            end(process.pid)
+            end(pid)
             try:
                 future.result(WAIT_S)
-                whole += 1
                 assert (other.rows == turn).all()
             except TransferProcessError:
                 torn += bool((other.rows == turn).any() and not (other.rows == turn).all())
                 other.rows[:] = 255
                 time.sleep(0.01)
                 assert (other.rows == 255).all()
-            assert process.wait(WAIT_S)
+            again(process, pid)
     names = {one.name, other.name}
     one.close()
     other.close()
     assert torn, "no kill came in the middle of a copy"
-    assert not [region for region in list_regions() if region.name in names]
+    assert not [each for each in list_regions() if each.name in names]
 
 
-def test_a_process_without_a_store_has_none_and_closes(shared: Shared) -> None:
-    with CacheTransferManager() as process:
-        assert process.store is None
-        pid = process.pid
-    assert not Path(f"/proc/{pid}").exists()
-    assert not process.wait(0)
-    with pytest.raises(TransferProcessError, match="closed"):
-        process.copy(*shared, ids(1), ids(1))
+class KVApart(SlotKV):
+    """KV in shared regions, which the process copies."""
+
+    def __init__(self, process: CacheTransferManager) -> None:
+        super().__init__(BLOCKS, 8, BLOCK)
+        self.process = process
+        self.regions = {"device": region("device", rows=BLOCK), "host": region("host", 8, BLOCK)}
+        self.device, self.host = (each.rows.reshape(-1, BLOCK, NBYTES) for each in self.regions.values())
+
+    def copy(self, source: str, target: str, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        self.process.copy(self.regions[source], self.regions[target], sources, targets)
+
+
+@pytest.mark.parametrize("dies", ["swap out", "swap in", "copy on write", "never"])
+def test_a_manager_whose_kv_it_copies_outlives_it(process: CacheTransferManager, dies: str) -> None:
+    """Goal: whatever it was doing when it died, each sequence finds at each position its own prefix's KV and row.
+
+    Method: a row and a KV entry are functions of the token prefix. It is stopped before it is killed, so that it
+    answers nothing more."""
+    kv = KVApart(process)
+    tokens = {"a": [1, 0, 1, 1, 0, 1, 1], "b": [0, 0, 1, 0, 1]}
+    with AuxBlocks([ROW], blocks=BLOCKS, host_blocks=8, namespace=NAMESPACE, memory="shared", kv=kv) as aux:
+        manager = BlockManager(aux)
+
+        def compute(owner: str) -> None:
+            start, all_ = manager.computed(owner), tokens[owner]
+            slots, positions = manager.slots(owner, start, len(all_)), range(start, len(all_))
+            kv.write(slots, [prefix_digest(all_[: at + 1]) for at in positions])
+            with aux.begin_step(slots) as step:
+                step.write("topk_ids", canary_rows(ROW, [("row", prefix_digest(all_[: at + 1])) for at in positions]))
+            manager.publish(owner, all_)
+
+        def check(*swapped: str) -> None:
+            manager.assert_consistent()
+            for owner, all_ in tokens.items():
+                table, rows = manager.table(owner), manager.read("topk_ids", owner, 0, len(all_))
+                digests = [prefix_digest(all_[: at + 1]) for at in range(len(all_))]
+                tier = "host" if owner in swapped else "device"
+                assert [kv.digest(tier, table[at // BLOCK], at % BLOCK) for at in range(len(all_))] == digests
+                assert rows.valid.all()
+                assert np.array_equal(rows.values, canary_rows(ROW, [("row", each) for each in digests]))
+
+        def under(what: str) -> bool:
+            """Whether the next move goes well; the process is dead then, and another one is there after it."""
+            if dies == what:
+                end(process.pid, signal.SIGSTOP)
+                end(process.pid)
+            return dies != what
+
+        for owner in tokens:
+            assert manager.allocate(owner, tokens[owner]) is not None
+            compute(owner)
+        check()
+        well = under("swap out")
+        assert manager.preempt("a") == well
+        check(*"a" * well)
+        if well:
+            well = under("swap in")
+            assert manager.resume("a") == well
+            check(*"a" * (not well))
+        if dies in ("never", "copy on write"):
+            manager.fork("a", "c")
+            tokens["c"] = [*tokens["a"], 1]
+            if under("copy on write"):
+                assert manager.append("c", 8)
+                compute("c")
+            else:
+                assert not manager.append("c", 8)
+                del tokens["c"]
+                manager.free("c")
+            check()
+        for owner in tokens:
+            manager.free(owner)
+        manager.assert_consistent()
+    del kv.device, kv.host
+    for each in kv.regions.values():
+        each.close()

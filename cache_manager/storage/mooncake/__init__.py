@@ -6,9 +6,7 @@ mooncake.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -20,15 +18,14 @@ from cache_manager.keys import BlockKey
 from cache_manager.ports import Absence
 from cache_manager.record import RecordHeader, checksum
 from cache_manager.storage.apart import Apart, ApartSettings, ApartStore
-from cache_manager.storage.apart_process import Put
 from cache_manager.storage.mooncake.settings import MooncakeSettings
 from cache_manager.storage.url import StoreUrl
 
 NATIVE: Final = "cache_manager.storage.mooncake.native"
 CLOSE_S: Final = 3.0
 """For handing memory back; it is taken after."""
-GROUPS_MAX: Final = 65_536
-"""Keys whose group is remembered; the oldest are forgotten first."""
+LOOKS: Final = 3
+"""A record that is no sound one is read so many times more: somebody may be replacing it."""
 
 
 def open_mooncake_store(url: StoreUrl) -> MooncakeStore:
@@ -47,13 +44,11 @@ class MooncakeStore(ApartStore):
     the answer names it. ``usage`` is the whole pool's.
 
     ``counters`` besides those of :class:`Apart`: ``failed_reads``, ``failed_writes``, ``too_large``, ``refused`` (no
-    room), ``torn`` (changed while they were read, twice).
+    room).
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
         self.settings = settings
-        self._groups: OrderedDict[BlockKey, str] = OrderedDict()
-        self._naming = threading.Lock()
         self._lender = self._apart(settings, 1) if settings.segment_nbytes else None
         try:
             super().__init__(self._apart(replace(settings, segment_nbytes=0), settings.arena_nbytes))
@@ -76,37 +71,30 @@ class MooncakeStore(ApartStore):
         """Of the process that lends memory, if one does."""
         return self._lender.pid if self._lender else None
 
-    def name_groups(self, groups: Mapping[BlockKey, str]) -> None:
-        """Mooncake's eviction groups of records that are put next: the objects of one group are evicted together."""
-        with self._naming:
-            for key, group in groups.items():
-                self._groups[key] = group
-                self._groups.move_to_end(key)
-            while len(self._groups) > GROUPS_MAX:
-                self._groups.popitem(last=False)
-
-    def _asked_to_put(self, headers: list[RecordHeader], offsets: list[int], replace: bool) -> Put:
-        with self._naming:
-            groups = [self._groups.get(header.key, "") for header in headers] if self._groups else []
-        return Put(headers, offsets, replace, groups)
-
-    get_unsummed = ApartStore.get_into
-    """For code that sums payloads. A transfer that the native client gave up may write into the arena later."""
-
     def get_into(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[RecordHeader | Absence]:
-        """Whole records only. One whose sum is wrong is read once more: it is corrupt when the same bytes come again,
-        and else not there any more."""
-        found = self.get_unsummed(keys, buffers)
-        if wrong := _wrong(found, buffers):
-            sums, again = {i: checksum(buffers[i]) for i in wrong}, list[RecordHeader | Absence]([])
-            with suppress(StorageError):
-                again = self.get_unsummed([keys[i] for i in wrong], [buffers[i] for i in wrong])
-            for i, header in zip(wrong, again or [Absence.MISS] * len(wrong), strict=True):
-                found[i] = header
-            for i in _wrong(found, buffers):
-                same = checksum(buffers[i]) == sums[i]
-                found[i] = Absence.CORRUPT if same else Absence.MISS
-                self.apart.count(torn=int(not same))
+        """Whole records only, summed where they are now: a transfer that the native client gave up may write into the
+        arena later."""
+        return self.get_unsummed(keys, buffers, sums=True)
+
+    def get_unsummed(
+        self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], *, sums: bool = False, looks: int = LOOKS
+    ) -> list[RecordHeader | Absence]:
+        """For code that sums payloads, and looks once more itself."""
+        found = super().get_into(keys, buffers)
+        unsound = [
+            i
+            for i, (header, buffer) in enumerate(zip(found, buffers, strict=True))
+            if header is Absence.CORRUPT
+            or (sums and isinstance(header, RecordHeader) and checksum(buffer) != header.payload_xxh3)
+        ]
+        again: list[RecordHeader | Absence] = [Absence.MISS if looks else Absence.CORRUPT] * len(unsound)
+        if unsound and looks:
+            with suppress(StorageError):  # a look that fails costs no record that was found
+                again = self.get_unsummed(
+                    [keys[i] for i in unsound], [buffers[i] for i in unsound], sums=sums, looks=looks - 1
+                )
+        for i, header in zip(unsound, again, strict=True):
+            found[i] = header
         return found
 
     def close(self) -> None:
@@ -117,12 +105,6 @@ class MooncakeStore(ApartStore):
     def _end_lender(self) -> None:
         if self._lender is not None:
             self._lender.close()
-
-
-def _wrong(found: Sequence[RecordHeader | Absence], buffers: Sequence[memoryview]) -> list[int]:
-    """Which payloads are not those that their headers prove."""
-    pairs = enumerate(zip(found, buffers, strict=True))
-    return [i for i, (h, buffer) in pairs if isinstance(h, RecordHeader) and checksum(buffer) != h.payload_xxh3]
 
 
 __all__ = ["MooncakeSettings", "MooncakeStore", "open_mooncake_store"]

@@ -7,9 +7,8 @@ from typing import Final
 FULL: Final = -200
 INVALID: Final = -600
 EXISTS: Final = -705
-EXPIRED: Final = -707
 LOST: Final = -800
-MISSES: Final = frozenset({-703, -704, EXPIRED, -712})
+MISSES: Final = frozenset({-703, -704, -707, -712})
 """Not there, not yet, or gone while it was read: an absence and no failure."""
 BUGS: Final = frozenset({-10, -400, INVALID, -601})
 """Arguments that the native side refuses; the caller has checked them before."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,19 +59,16 @@ class MooncakeSettings:
 
     def __post_init__(self) -> None:
         parse_address(self.master, "mooncake: master")
-        if self.admin:
-            parse_address(self.admin, "mooncake: store parameter admin")
+        parse_address(self.admin or self.master, "mooncake: store parameter admin")
         if not _PREFIX.fullmatch(self.prefix) or len(self.prefix) > 200:
             raise ConfigError("mooncake: store path", f"at most 200 characters of {_PREFIX.pattern}", repr(self.prefix))
-        if self.segment_nbytes and self.segment_nbytes < SEGMENT_NBYTES_MIN:
-            raise ConfigError(
-                "mooncake: store parameter segment", f"0 or at least {SEGMENT_NBYTES_MIN}", self.segment_nbytes
-            )
-        if self.arena_nbytes < ARENA_NBYTES_MIN:
-            raise ConfigError("mooncake: store parameter arena", f"at least {ARENA_NBYTES_MIN}", self.arena_nbytes)
-        for name in _DURATIONS:
-            if not 0 < getattr(self, name) <= DURATION_MS_MAX:
-                raise ConfigError(f"mooncake: store parameter {name}", f"1 to {DURATION_MS_MAX}", getattr(self, name))
+        for name, got, least, most in (
+            ("segment", self.segment_nbytes or SEGMENT_NBYTES_MIN, SEGMENT_NBYTES_MIN, sys.maxsize),
+            ("arena", self.arena_nbytes, ARENA_NBYTES_MIN, sys.maxsize),
+            *((name, getattr(self, name), 1, DURATION_MS_MAX) for name in _DURATIONS),
+        ):
+            if not least <= got <= most:
+                raise ConfigError(f"mooncake: store parameter {name}", f"{least} to {most}", got)
 
     @property
     def admin_address(self) -> tuple[str, int]:

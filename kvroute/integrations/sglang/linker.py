@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,12 +12,11 @@ from sglang.srt.mem_cache.hicache_storage import PoolName  # type: ignore[import
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker  # type: ignore[import-not-found]
 
 from cache_manager.errors import ConfigError, KVRouteError
-from cache_manager.ports import TierName
 from cache_manager.spec import AuxBlockDataSpec
+from cache_manager.stored import PersistJob
 from kvroute.connector.witness import KvFolder
-from kvroute.integrations.sglang.rows import Kept, capturer, logger
-
-CLOSE_S: Final = 5.0
+from kvroute.integrations.sglang.plugin import capturer
+from kvroute.integrations.sglang.rows import RoutedRows, logger
 
 
 class PoolKV:
@@ -25,152 +24,123 @@ class PoolKV:
 
     def __init__(self, pool: Any, page: int) -> None:
         halves = [pool.k_buffer, pool.v_buffer] if hasattr(pool, "k_buffer") else [pool.kv_buffer]
-        layers = [list(layer) for layer in zip(*halves, strict=True)]
-        buffers = [each for layer in layers for each in layer]
+        buffers = [each for layer in zip(*halves, strict=True) for each in layer]
         # [slots, ...] each, as [pages, bytes of a page]
         self._pages = [each.view(torch.uint8).reshape(each.shape[0] // page, -1) for each in buffers]
-        nbytes = sum(each.shape[1] for each in self._pages)
+        self._ends = np.cumsum([each.shape[1] for each in self._pages]).tolist()
         shapes = [[str(each.dtype), *each.shape[1:]] for each in buffers]
-        self.spec = AuxBlockDataSpec(
-            "kv", row_shape=(nbytes // page,), dtype="uint8", block_tokens=page, attrs={"buffers": shapes}
-        )
-        # One layer of 8 bits a value tells too little.
-        self._witness = self._pages if buffers[0].element_size() == 1 else self._pages[-len(layers[-1]) :]
-
-    def folder(self) -> KvFolder:
-        """Of what witnesses: the last layer."""
-        return KvFolder(self._witness)
-
-    def copy(self, source: TierName, target: TierName, sources: NDArray[Any], targets: NDArray[Any]) -> None:
-        raise ConfigError("SGLang's pages", "no moves between tiers of kvroute's", f"{source} to {target}")
+        self.spec = AuxBlockDataSpec("kv", (self._ends[-1] // page,), "uint8", page, {"buffers": shapes})
+        # What witnesses: the last layer; where it has 8 bits a value it tells too little, and all do.
+        self.folder = KvFolder(self._pages if buffers[0].element_size() == 1 else self._pages[-len(halves) :])
 
     def take(self, blocks: NDArray[np.int64], into: NDArray[np.uint8]) -> None:
-        at = 0
-        for pages in self._pages:
-            taken = pages[torch.from_numpy(blocks).to(pages.device)].cpu().numpy()
-            into[:, at : at + taken.shape[1]] = taken
-            at += taken.shape[1]
+        for pages, end in zip(self._pages, self._ends, strict=True):
+            into[:, end - pages.shape[1] : end] = pages[torch.from_numpy(blocks).to(pages.device)].cpu().numpy()
 
     def fill(self, blocks: NDArray[np.int64], given: NDArray[np.uint8]) -> None:
-        at = 0
-        for pages in self._pages:
-            part = torch.from_numpy(np.ascontiguousarray(given[:, at : at + pages.shape[1]]))
+        for pages, end in zip(self._pages, self._ends, strict=True):
+            part = torch.from_numpy(np.ascontiguousarray(given[:, end - pages.shape[1] : end]))
             pages[torch.from_numpy(blocks).to(pages.device)] = part.to(pages.device)
-            at += pages.shape[1]
 
 
-class _Loaded:
-    """Pages are whole before a pass that reads them is launched: no layer waits for its own."""
+def _rows_and_kv(params: Any, components: Any) -> tuple[RoutedRows, PoolKV]:
+    """Of this process; :class:`ConfigError` where there are no rows, and for layers that forget tokens."""
+    if (found := capturer()) is None:
+        raise ConfigError("KvrouteLinker", "--enable-return-routed-experts, and the plugin of kvroute", "no rows")
+    if (names := sorted(str(getattr(each, "name", each)) for each in components)) != ["FULL"]:
+        raise ConfigError("KvrouteLinker", "a model whose layers all attend to all tokens", names)
+    return found.rows, PoolKV(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
+
+
+def beside(linker: Any, params: Any, components: Any) -> None:
+    """From here on rows are stored and loaded beside the KV that ``linker`` keeps; without rows KV is no hit."""
+    rows, kv = _rows_and_kv(params, components)
+    rows.attach(folder=kv.folder)
+    lookup, load, offload = linker.lookup, linker.load, linker.offload
+
+    def looked_up(rid: str, transfers: list[Any]) -> list[int]:
+        theirs: list[int] = lookup(rid, transfers)
+        stored = rows.stored(transfers[0].keys) if theirs and rows.settings.rows else len(transfers[0].keys)
+        return [pages for pages in theirs if pages <= stored]
+
+    def loaded(rid: str, transfers: list[Any]) -> bool:
+        if done := bool(load(rid, transfers)):
+            rows.loaded(transfers[0].keys, rows.pages_of(transfers[0].device_indices))
+        return done
+
+    def offloaded(transfers: list[Any], session_id: str | None = None) -> bool:
+        if done := bool(offload(transfers, session_id)):
+            rows.keep(transfers[0].keys, rows.pages_of(transfers[0].device_indices))
+        return done
+
+    linker.lookup, linker.load, linker.offload = looked_up, loaded, offloaded
+
+
+class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
+    """KV and rows of a page are one record in the store. The scheduler's thread alone calls it.
+
+    Pages are whole before a pass that reads them is launched, so no layer waits for its own.
+    """
+
+    def __init__(
+        self, server_args: Any, params: Any, *, components: Any, extra_config: Any, forward_stream: Any = None
+    ) -> None:
+        self.rows, kv = _rows_and_kv(params, components)
+        self.rows.attach(kv=kv)
+        self.forward_stream, self.layer_done_counter = forward_stream, self
+        self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
+        self._offloads: deque[list[PersistJob]] = deque()
 
     def set_consumer(self, index: int) -> None: ...
     def wait_until(self, layer: int) -> None: ...
 
-
-class KvrouteLinker(UnifiedCacheLinker):  # type: ignore[misc]
-    """It is called by the scheduler's thread alone.
-
-    With an ``inner`` linker that one keeps the KV, and says what is loaded and stored, as on ranks that have no rows;
-    rows that do not come are missing. Without one KV and rows of a page are one record in the store.
-    """
-
-    def __init__(
-        self,
-        server_args: Any,
-        params: Any,
-        *,
-        components: Any,
-        extra_config: Any,
-        forward_stream: Any = None,
-        inner: Any = None,
-    ) -> None:
-        found = capturer()
-        if found is None:
-            raise ConfigError("KvrouteLinker", "--enable-return-routed-experts, and the plugin of kvroute", "no rows")
-        if sorted(str(getattr(each, "name", each)) for each in components) != ["FULL"]:
-            raise ConfigError(
-                "KvrouteLinker", "a model whose layers all attend to all tokens", sorted(map(str, components))
-            )
-        pool = params.token_to_kv_pool_allocator.get_kvcache()
-        kv = PoolKV(pool, params.page_size)
-        self.rows, self.inner, self.forward_stream = found.rows, inner, forward_stream
-        self.pools = {PoolName.KV: pool} if inner is None else inner.pools
-        self.layer_done_counter = _Loaded() if inner is None else inner.layer_done_counter
-        self.rows.attach(kv=kv if inner is None else None, folder=None if inner is None else kv.folder())
-        self._offloads: deque[Kept | None] = deque()  # None: of rows that are not stored
-
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        """Prefixes, in pages, whose KV seems to be stored, and whose rows; only loading says whether it is sound."""
-        (transfer,) = transfers
-        theirs = range(1, len(transfer.keys) + 1) if self.inner is None else self.inner.lookup(rid, transfers)
-        if self.inner is not None and not self.rows.settings.rows:
-            return list(theirs)
-        stored = self.rows.stored(transfer.keys) if theirs else 0
-        return [pages for pages in theirs if pages <= stored]
+        """Prefixes, in pages, that seem to be stored; only loading says whether they are sound."""
+        return list(range(1, self.rows.stored(transfers[0].keys) + 1))
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """Fill these pages; ``False``, and SGLang computes them: without an inner linker, unless every one has come."""
-        (transfer,) = transfers
-        self.rows.settle()
-        pages = self.rows.pages_of(transfer.device_indices)
+        """Fill these pages; ``False``, and SGLang computes them, unless every one has come."""
+        keys, pages = transfers[0].keys, self.rows.pages_of(transfers[0].device_indices)
         with torch.cuda.stream(self.forward_stream):  # behind the passes that may still write these slots
-            came = self.rows.fetch(transfer.keys, pages)
-        if self.inner is None:
-            return came
-        self.rows.loaded(pages)
-        return bool(self.inner.load(rid, transfers))
+            came = self.rows.fetch(keys, pages)
+        return len(came) == len(keys) and all(came.values())
 
     def start_layer_wise_loading(self) -> int:
-        return -1 if self.inner is None else int(self.inner.start_layer_wise_loading())
+        return -1
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        return self.inner is None or bool(self.inner.finish_layer_wise_loading(counter_index))
+        return True
 
     def cancel_queued_load(self, rid: str) -> bool:
-        return self.inner is not None and bool(self.inner.cancel_queued_load(rid))
+        return False
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """The pages are held by SGLang until the offload is over."""
-        (transfer,) = transfers
-        mixed = self.rows.weights.mixed
-        if mixed if self.inner is None else not self.inner.offload(transfers, session_id):
-            return False
-        self.rows.settle()
-        pages = self.rows.pages_of(transfer.device_indices)
-        self._offloads.append(None if mixed else self.rows.keep(transfer.keys, pages))
-        return True
+        if not self.rows.weights.mixed:
+            pages = self.rows.pages_of(transfers[0].device_indices)
+            self._offloads.append(self.rows.keep(transfers[0].keys, pages))
+        return not self.rows.weights.mixed
 
     def num_completed_offloads(self) -> int:
         """How many are over, the earliest first; the store works on copies, in threads."""
-        self.rows.store_kept()
-        over = [kept is None or (kept.job is not None and kept.job.poll()) for kept in self._offloads]
-        ours = over.index(False) if False in over else len(over)
-        return ours if self.inner is None else min(ours, int(self.inner.num_completed_offloads()))
+        self.rows.go_on()
+        return [*(bool(begun) and begun[0].poll() for begun in self._offloads), False].index(False)
 
     def pop_completed_offload(self) -> bool:
         """Whether the pages are stored now."""
-        theirs, kept = self.inner is None or bool(self.inner.pop_completed_offload()), self._offloads.popleft()
         try:
-            return theirs and (kept is None or (kept.job is not None and all(kept.job.result().values())))
+            return all(self._offloads.popleft()[0].result().values())
         except KVRouteError as error:
             logger.warning("pages were not stored: %s", error)
             return False
 
     def reset(self) -> None:
-        """SGLang forgets its pages: what was not begun is not stored."""
-        self.rows.drop_kept()
-        for kept in self._offloads:
-            if kept is not None and kept.job is not None:
-                kept.job.cancel()
-                kept.job.wait(CLOSE_S)
+        """SGLang forgets its pages; jobs that have begun end by themselves, on copies."""
         self._offloads.clear()
-        if self.inner is not None:
-            self.inner.reset()
 
     def close(self) -> None:
         self.reset()
-        if self.inner is not None:
-            self.inner.close()
         self.rows.close()
 
 
-__all__ = ["KvrouteLinker", "PoolKV"]
+__all__ = ["KvrouteLinker", "PoolKV", "beside"]

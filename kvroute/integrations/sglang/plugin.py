@@ -4,84 +4,114 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import numpy as np
+import torch
+from sglang.srt import runtime_context as context  # type: ignore[import-not-found]
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found]
+
 from cache_manager.errors import ConfigError
 from cache_manager.keys import Namespace
 from kvroute.connector.answers import FIELD
 from kvroute.connector.left import Tokens
 from kvroute.connector.versions import AS_LOADED, version_of
-from kvroute.integrations.sglang.rows import Capturer, RoutedRows, capturer, slots_of
+from kvroute.integrations.sglang.rows import Launched, RoutedRows
 from kvroute.integrations.sglang.settings import settings_of_engine
 from kvroute.routing import routing_spec_from_hf
 from kvroute.weights import weights_digest
 
-SRT: Final = "sglang.srt"
 ALLOCATORS: Final = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
-CONTROLLER: Final = f"{SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
-UPDATES: Final = ("disk", "distributed", "tensor", "ipc")
+
+
+class Capturer:
+    """In the place of SGLang's ``RoutedExpertsCapturer``: its device buffer as it is, and no buffer on the host."""
+
+    def __init__(self, theirs: Any, rows: RoutedRows) -> None:
+        self.theirs, self.rows, self.capture = theirs, rows, theirs.capture
+        self.req: Any = None
+        """The request that is asked for next."""
+        theirs.destroy()
+
+    def on_forward_end(
+        self, forward_batch: Any, can_run_graph: bool, cuda_graph_batch: int | None, no_copy_to_cpu: bool = False
+    ) -> Launched | None:
+        made = self.theirs.on_forward_end(forward_batch, can_run_graph, cuda_graph_batch, no_copy_to_cpu=True)
+        rows = self.rows
+        rows.launched += 1
+        rows.weights.computes()
+        launched = Launched(rows.launched, rows.weights.version, made.out_cache_loc, made.topk, rows)
+        if no_copy_to_cpu:
+            return launched
+        launched.map_device_tensors(torch.Tensor.cpu)
+        launched.finalize()
+        return None
+
+    def get_topk(self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> torch.Tensor:
+        """SGLang's field of :attr:`req`, which is over; kvroute's answer goes where SGLang has one a token."""
+        slots = req_to_token_pool.req_to_token[req_pool_idx][: seqlen - 1].cpu().numpy().astype(np.int64)
+        req, said = self.req, list(self.req.output_ids_through_stop)
+        tokens = Tokens([*req.origin_input_ids, *said], len(req.origin_input_ids))
+        field, told = self.rows.answer(req.rid, slots, min(start_len, len(slots)), tokens)
+        if told is not None and said:
+            req.customized_info = (req.customized_info or {}) | {FIELD: [*(None for _ in said[1:]), told]}
+        return field
+
+    def destroy(self) -> None:
+        self.rows.close()
+
+
+def capturer() -> Capturer | None:
+    """This process's, where it has one."""
+    found = context.get_resources().experts_capturer
+    return found if isinstance(found, Capturer) else None
 
 
 def register_hooks() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found]
-
-    managers, memory = f"{SRT}.managers", f"{SRT}.mem_cache.allocator"
-    hooks = {
-        f"{SRT}.state_capturer.routed_experts.RoutedExpertsCapturer.create": (_created, HookType.AFTER),
-        f"{memory}.token.TokenToKVPoolAllocator.alloc": (_given, HookType.AFTER),
-        f"{memory}.paged.PagedTokenToKVPoolAllocator.alloc": (_given, HookType.AFTER),
-        f"{memory}.paged.PagedTokenToKVPoolAllocator.alloc_extend": (_extended, HookType.AFTER),
-        f"{memory}.paged.PagedTokenToKVPoolAllocator.alloc_decode": (_extended, HookType.AFTER),
-        f"{CONTROLLER}.__init__": (_hosted, HookType.AFTER),
-        f"{CONTROLLER}.write": (_backed_up, HookType.AFTER),
-        f"{CONTROLLER}.load": (_brought_back, HookType.AFTER),
-        f"{CONTROLLER}.write_storage": (_stored, HookType.AFTER),
-        f"{CONTROLLER}._storage_hit_query": (_found, HookType.AFTER),
-        f"{SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache._handle_prefetch_result": (
-            _prefetched,
-            HookType.BEFORE,
-        ),
-        f"{SRT}.mem_cache.unified_cache.linker_factory.create_unified_cache_linker": (_linked, HookType.AFTER),
-        f"{managers}.scheduler.Scheduler.flush_cache": (_flushed, HookType.AFTER),
-        f"{managers}.scheduler.Scheduler.handle_update_weight_version": (_named, HookType.AFTER),
-        f"{managers}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-        "._maybe_collect_routed_experts": (_collected, HookType.AROUND),
-    }
-    updater = f"{managers}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-    hooks |= {f"{updater}.update_weights_from_{each}": (_updated, HookType.AROUND) for each in UPDATES}
-    for place, (hook, kind) in hooks.items():
-        HookRegistry.register(place, hook, kind)
+    memory, managers = "sglang.srt.mem_cache", "sglang.srt.managers"
+    paged = f"{memory}.allocator.paged.PagedTokenToKVPoolAllocator"
+    controller = f"{memory}.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+    parts = f"{managers}.scheduler_components"
+    updater = f"{parts}.weight_updater.SchedulerWeightUpdaterManager.update_weights_from"
+    for place, hook in {
+        "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.create": _created,
+        f"{memory}.allocator.token.TokenToKVPoolAllocator.alloc": _given,
+        f"{paged}.alloc": _given,
+        f"{paged}.alloc_extend": _given,
+        f"{paged}.alloc_decode": _given,
+        f"{controller}.__init__": _hosted,
+        f"{controller}.write": _backed_up,
+        f"{controller}.load": _brought_back,
+        f"{controller}.write_storage": _stored,
+        f"{controller}._storage_hit_query": _found,
+        f"{memory}.unified_cache.linker_factory.create_unified_cache_linker": _linked,
+        f"{managers}.scheduler.Scheduler.flush_cache": _flushed,
+        f"{managers}.scheduler.Scheduler.handle_update_weight_version": _named,
+        **{f"{updater}_{each}": _updated for each in ("disk", "distributed", "tensor", "ipc")},
+    }.items():
+        HookRegistry.register(place, hook, HookType.AFTER)
+    tree = f"{memory}.unified_radix_cache.UnifiedRadixCache"
+    HookRegistry.register(f"{tree}._handle_prefetch_result", _prefetched, HookType.BEFORE)
+    collect = f"{parts}.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_routed_experts"
+    HookRegistry.register(collect, _collects, HookType.BEFORE)
 
 
 def _created(theirs: Any, *_: Any, model_config: Any, num_tokens: int, **__: Any) -> Capturer | None:
     """In the place of ``RoutedExpertsCapturer.create``, where SGLang returns routed experts: of the first rank's."""
-    from sglang.srt.runtime_context import get_model, get_parallel, get_schedule  # type: ignore[import-not-found]
-
-    if theirs is None or get_parallel().tp_rank:
+    if theirs is None or context.get_parallel().tp_rank:
         return None
-
-    settings, page = settings_of_engine(), get_schedule().page_size
+    settings, page = settings_of_engine(), context.get_schedule().page_size
     spec = routing_spec_from_hf(model_config.hf_text_config, page)
     weights = settings.weights or weights_digest(model_config.model_path, str(model_config.revision or ""))
-    name = f"{weights}/{model_config.dtype}/{get_model().kv_cache_dtype}/{model_config.quantization}"
-    pages = -(-num_tokens // page) + 1
-    return Capturer(theirs, RoutedRows(spec, pages, Namespace(name, AS_LOADED), settings))
+    name = f"{weights}/{model_config.dtype}/{context.get_model().kv_cache_dtype}/{model_config.quantization}"
+    return Capturer(theirs, RoutedRows(spec, -(-num_tokens // page) + 1, Namespace(name, AS_LOADED), settings))
 
 
 def _given(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
-    """Slots were given out, whole pages of them."""
-    _told(slots, allocator, whole=True)
-
-
-def _extended(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
-    """Slots were given out, also in pages that a request had already."""
-    _told(slots, allocator, whole=False)
-
-
-def _told(slots: Any, allocator: Any, *, whole: bool) -> None:
+    """Slots were given out."""
     if slots is None or (found := capturer()) is None:
         return
     if type(allocator).__name__ not in ALLOCATORS:
         raise ConfigError("SGLang's allocator", " or ".join(ALLOCATORS), type(allocator).__name__)
-    found.rows.given(slots, whole=whole)
+    found.rows.given(slots)
 
 
 def _hosted(_: Any, controller: Any, *__: Any, **___: Any) -> None:
@@ -90,7 +120,7 @@ def _hosted(_: Any, controller: Any, *__: Any, **___: Any) -> None:
 
     if (found := capturer()) is not None:
         pool, kv = controller.mem_pool_host, controller.mem_pool_device_allocator.get_kvcache()
-        folder = PoolKV(kv, pool.page_size).folder() if controller.enable_storage else None
+        folder = PoolKV(kv, pool.page_size).folder if controller.enable_storage else None
         found.rows.attach(folder=folder, host_pages=-(-pool.size // pool.page_size) + 1)
 
 
@@ -106,7 +136,7 @@ def _brought_back(slots: Any, _: Any, host_indices: Any, *__: Any, **___: Any) -
 
 def _stored(_: Any, _controller: Any, host_slots: Any, _tokens: Any, keys: Any = None, *__: Any, **___: Any) -> None:
     """Pages of the host go to the storage."""
-    if (found := capturer()) is not None and found.rows.witness is not None and not found.rows.weights.mixed:
+    if (found := capturer()) is not None and found.rows.witness is not None:
         found.rows.keep(keys, found.rows.pages_of(host_slots, host=True))
 
 
@@ -126,38 +156,23 @@ def _prefetched(tree: Any, operation: Any) -> None:
         found.rows.prefetched(operation.hash_value[: n // tree.page_size], slots[:n])
 
 
-def _linked(linker: Any, *args: Any, config: Any, components: Any, forward_stream: Any = None, **_: Any) -> Any:
-    """In the place of a linker that keeps KV only: one that keeps the rows beside it."""
-    from kvroute.integrations.sglang.linker import KvrouteLinker
+def _linked(linker: Any, _: Any, params: Any, *, components: Any, **__: Any) -> None:
+    """A linker that keeps KV only has rows beside it from here on."""
+    from kvroute.integrations.sglang.linker import KvrouteLinker, beside
 
-    if capturer() is None or isinstance(linker, KvrouteLinker):
-        return linker
-    more = {"components": components, "extra_config": config, "forward_stream": forward_stream}
-    return KvrouteLinker(*args, **more, inner=linker)
+    if capturer() is not None and not isinstance(linker, KvrouteLinker):
+        beside(linker, params, components)
 
 
-def _collected(original: Any, processor: Any, req: Any) -> None:
-    """A request is over: SGLang's field and kvroute's answer."""
-    found = capturer()
-    if found is None or not req.return_routed_experts:
-        original(processor, req)
-        return
-    said = list(req.output_ids_through_stop)
-    ids = [*req.origin_input_ids, *said]
-    slots = slots_of(processor.req_to_token_pool, req.kv.req_pool_idx, len(ids) - 1)
-    start = min(req.routed_experts_start_len, len(slots))
-    tokens = Tokens(ids, len(req.origin_input_ids))
-    req.routed_experts, told = found.rows.answer(req.rid, slots, start, tokens)
-    if told is not None and said:
-        beside = req.customized_info or {}
-        req.customized_info = beside | {FIELD: [*(None for _ in said[1:]), told]}  # SGLang has one a token
+def _collects(_: Any, req: Any) -> None:
+    """A request is over, and its rows are about to be asked for."""
+    if (found := capturer()) is not None:
+        found.req = req
 
 
-def _updated(original: Any, updater: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
+def _updated(answer: Any, _: Any, asked: Any, *__: Any, **___: Any) -> None:
     """Weights were updated, or half of them: what is computed from here on is of others."""
-    answer = original(updater, asked, *args, **kwargs)
     _changed(asked.weight_version if getattr(answer, "success", False) else None)
-    return answer
 
 
 def _named(_: Any, _scheduler: Any, asked: Any, *__: Any) -> None:
@@ -166,14 +181,12 @@ def _named(_: Any, _scheduler: Any, asked: Any, *__: Any) -> None:
 
 def _changed(version: str | None) -> None:
     if (found := capturer()) is not None:
-        found.rows.settle()
         found.rows.weights.changed(None if version is None else version_of(version))
 
 
 def _flushed(done: Any, *_: Any, **__: Any) -> None:
     if done and (found := capturer()) is not None:
-        found.rows.settle()
         found.rows.weights.forgotten()
 
 
-__all__ = ["register_hooks"]
+__all__ = ["Capturer", "capturer", "register_hooks"]

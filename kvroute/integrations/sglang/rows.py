@@ -9,7 +9,6 @@ they are (on the device), and are looked at when rows are next written or read.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from cache_manager.blocks import AuxBlocks
 from cache_manager.errors import KVRouteError
 from cache_manager.keys import BlockKey, Namespace
 from cache_manager.limits import JobLimits
-from cache_manager.ports import KVBlocks, StorageBackend
+from cache_manager.ports import StorageBackend
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.stored import PersistJob
 from kvroute import open_store
@@ -40,21 +39,12 @@ from kvroute.witness import Run
 
 logger = logging.getLogger(__name__)
 
+MADE, BY_KV, GONE = range(3)
+"""A page's rows were made here; came from the store, by the KV beside them; or did not come for KV that was loaded."""
+WHY: Final = "the store has no rows of the KV that was loaded"
+GONE_MAX: Final = 1 << 16
 
-COMPUTED, COMING, BY_KV, OTHER_KV, ABSENT = range(5)
-"""Where a page's rows are from: passes here; the store, for KV that nobody has compared yet, or that was found to be
-theirs; and why none came from there."""
-WHY: Final = {OTHER_KV: "rows of other KV than was loaded", ABSENT: "the store of rows does not have them"}
-
-
-@dataclass(slots=True)
-class Kept:
-    """Pages on their way to the store, from when the passes launched before are over, and their rows are there."""
-
-    blocks: dict[BlockKey, int]
-    generations: NDArray[np.int64]
-    after: int
-    job: PersistJob | None = None
+Ids = NDArray[np.int64]
 
 
 class RoutedRows:
@@ -68,25 +58,24 @@ class RoutedRows:
         self.layers = list(spec.attrs["layer_ids"])
         self.launched = self.ended = 0
         """Passes; they end in the order in which they were launched."""
-        self._given: list[tuple[int, Any, bool]] = []  # pages given out that were not looked at yet
+        self._given: list[tuple[int, Any]] = []  # slots that were given out and not looked at yet
         self._given_at = np.zeros(pages, np.int64)  # how many passes had been launched when a page was given out last
         self._left = LeftRoutes(open_rollouts(settings.rollouts)) if settings.rollouts else None
-        self._namespace = namespace
+        self._gone: set[BlockKey] = set()  # what the store has no rows of, for the KV that others keep
         self._store: StorageBackend | None = None
-        self.witness: KvWitness | None = None
-        """Where others keep the KV: binds rows to it."""
-        self.aux = self._made()
+        self.aux = self._made(namespace)
         self.weights = Versions(namespace, None, self._renamed, named=bool(settings.weights))
 
-    def _made(self, kv: KVBlocks | None = None, host_pages: int = 0) -> AuxBlocks:
+    def _made(self, namespace: Namespace, kv: Any = None, host_pages: int = 0) -> AuxBlocks:
         pages = self.pages + host_pages
-        self._from = np.zeros(pages, np.int8)
-        self._late: list[tuple[int, Callable[[], None]]] = []  # when so many passes are over
-        self._kept: deque[Kept] = deque()
+        self._from = np.full(pages, MADE, np.int8)
+        self._keys: dict[int, str] = {}  # of pages of the host that a storage has filled
+        self._late: list[tuple[int, Callable[[], None]]] = []  # what is to be done when so many passes are over
+        self.witness: KvWitness | None = None
         return AuxBlocks(
             [self.spec, weights_version_spec(self.page)],
             blocks=pages,
-            namespace=self._namespace,
+            namespace=namespace,
             store=self._store,
             kv=kv,
             required=[self.spec.name] if self.settings.rows else [],
@@ -94,42 +83,44 @@ class RoutedRows:
             strict=self.settings.strict,
         )
 
-    def attach(self, *, kv: KVBlocks | None = None, folder: KvFolder | None = None, host_pages: int = 0) -> None:
+    def attach(self, *, kv: Any = None, folder: KvFolder | None = None, host_pages: int = 0) -> None:
         """KV goes elsewhere and comes back from here on; called before the first pass.
 
-        To the store, with its rows, where ``kv`` is given; to a store of others, where ``folder`` folds the KV of the
-        device; to ``host_pages`` pages of the host.
+        To the store, with its rows, where ``kv``, a ``KVBlocks`` of one tier, is given; to a store of others, where
+        ``folder`` folds the KV of the device; to ``host_pages`` pages of the host.
         """
         self.aux.close()
-        if self._store is None and (kv is not None or folder is not None):
+        if kv is not None or folder is not None:
             self._store = open_store(self.settings.store)
-        self.aux = self._made(kv, host_pages)
-        self.witness = None if folder is None else KvWitness(self.aux, folder, self.pages)
+        self.aux = self._made(self.aux.namespace, kv, host_pages)
+        if folder is not None:
+            self.witness = KvWitness(self.aux, folder, self.pages)
 
     def _renamed(self, namespace: Namespace) -> None:
-        self._namespace = namespace
         self.aux.reset(weights_version=namespace.weights_version)
 
     # ---------------------------------------------------------------- lives
 
-    def given(self, slots: Any, *, whole: bool) -> None:
-        """The allocator has given out these slots ``[n]``: ``whole`` pages, or also the rest of some."""
-        self._given.append((self.launched, slots, whole))
+    def given(self, slots: Any) -> None:
+        """The allocator has given out these slots ``[n]``: whole pages, or the rest of some."""
+        self._given.append((self.launched, slots))
 
     def settle(self) -> None:
         """Begin the lives of all pages that have been given out."""
         given, self._given = self._given, []
-        for launched, slots, whole in given:
+        for launched, slots in given:
             at = slots.cpu().numpy()
-            pages = (at[:: self.page] if whole else at[at % self.page == 0]) // self.page
+            pages = at[at % self.page == 0] // self.page
             self._renew(pages)
             self._given_at[pages] = launched
 
-    def _renew(self, pages: NDArray[np.int64]) -> None:
+    def _renew(self, pages: Ids) -> None:
         self.aux.renew(pages)
-        self._from[pages] = COMPUTED
+        self._from[pages] = MADE
+        for page in pages.tolist() if self._keys else ():
+            self._keys.pop(page, None)
 
-    def write(self, number: int, version: int | None, slots: NDArray[np.int64], ids: NDArray[np.int32]) -> None:
+    def write(self, number: int, version: int | None, slots: Ids, ids: NDArray[np.int32]) -> None:
         """Pass ``number`` is over: ``ids [T, layers of the model, top_k]`` are of the tokens at ``slots [T]``."""
         self.settle()
         slots = np.where(self._given_at[slots // self.page] < number, slots, -1)
@@ -138,10 +129,14 @@ class RoutedRows:
             rows["weights_version"] = np.full(len(slots), version, np.uint32)
         self.aux.write_step(slots, rows)
         self.ended = number
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Do what has waited for passes that are over, or for room."""
+        self.aux.poll()
         late, self._late = self._late, []
         for after, call in late:
             self._then(after, call)
-        self.store_kept()
 
     def _then(self, after: int, call: Callable[[], None]) -> None:
         """Do this when so many passes are over."""
@@ -155,142 +150,135 @@ class RoutedRows:
     def backed_up(self, slots: Any, host_slots: Any) -> None:
         """SGLang copies pages to pages of the host, behind all passes that were launched.
 
-        What the host's pages had is forgotten now. What those passes write follows when they are over, where both pages
-        are still what they are.
+        What those passes write follows when they are over, where both pages are still what they are.
         """
-        self.settle()
         pairs = np.stack([self.pages_of(slots), self.pages_of(host_slots, host=True)], axis=1)
         self._renew(pairs[:, 1])
-        lives = self.aux.generations(pairs.reshape(-1)).reshape(-1, 2)
-        self._back_up(pairs, lives)
         if self.launched > self.ended:
-            self._then(self.launched, partial(self._back_up, pairs, lives))
+            self._copy(pairs)
+        self._then(self.launched, partial(self._follow, pairs, self._lives(pairs)))
 
-    def _back_up(self, pairs: NDArray[np.int64], lives: NDArray[np.int64]) -> None:
-        pairs = pairs[(self.aux.generations(pairs.reshape(-1)).reshape(-1, 2) == lives).all(axis=1)]
+    def _follow(self, pairs: Ids, lives: Ids) -> None:
+        pairs = pairs[(self._lives(pairs) == lives).all(axis=1)]
         self._name(pairs[:, 0])
         self._copy(pairs)
 
     def brought_back(self, host_slots: Any, slots: Any) -> None:
         """SGLang copies pages of the host to pages that it has just given out."""
-        self.settle()
         pairs = np.stack([self.pages_of(host_slots, host=True), self.pages_of(slots)], axis=1)
         self._copy(pairs)
-        self.loaded(pairs[:, 1])
+        stored = {page: self._keys[host] for host, page in pairs.tolist() if host in self._keys}
+        self.loaded(list(stored.values()), np.array(list(stored), np.int64))
 
     def prefetched(self, keys: Sequence[str], host_slots: Any) -> None:
-        """Pages of the host were filled with KV from a store of others."""
+        """Pages of the host were filled with KV from a storage of others."""
         pages = self.pages_of(host_slots, host=True)
         self._renew(pages)
-        if self.witness is not None:
-            self.fetch(keys, pages)
+        self._keys.update(zip(pages.tolist(), keys, strict=True))
 
-    def _copy(self, pairs: NDArray[np.int64]) -> None:
+    def _copy(self, pairs: Ids) -> None:
         self.aux.copy(pairs)
         self._from[pairs[:, 1]] = self._from[pairs[:, 0]]
 
-    def pages_of(self, slots: Any, *, host: bool = False) -> NDArray[np.int64]:
-        """The pages that these slots ``[n * page]`` fill."""
-        pages: NDArray[np.int64] = slots.cpu().numpy()[:: self.page] // self.page
+    def _lives(self, pages: Ids) -> Ids:
+        return self.aux.generations(pages.reshape(-1)).reshape(pages.shape)
+
+    def pages_of(self, slots: Any, *, host: bool = False) -> Ids:
+        """The pages that these slots ``[n * page]`` fill, in the lives that they have now."""
+        self.settle()
+        pages: Ids = slots.cpu().numpy()[:: self.page] // self.page
         return pages + self.pages if host else pages
 
     # ---------------------------------------------------------------- the store
 
-    def blocks(self, keys: Sequence[str], pages: NDArray[np.int64] | None = None) -> dict[BlockKey, int]:
-        """Pages by what SGLang calls their content: the hash of all tokens until their end."""
-        adopted = [self.aux.keys.adopt(str(each).encode()) for each in keys]
-        return dict(zip(adopted, [0] * len(adopted) if pages is None else pages.tolist(), strict=True))
+    def _adopted(self, keys: Sequence[str]) -> list[BlockKey]:
+        """What SGLang calls pages by: the hash of all tokens until their end."""
+        return [self.aux.keys.adopt(str(each).encode()) for each in keys]
 
     def stored(self, keys: Sequence[str]) -> int:
         """Of how many of these pages, from the first on, the rows seem to be stored; only loading says it for sure."""
-        if self.weights.mixed:
-            return 0
         try:
-            there = self.aux.stored(list(self.blocks(keys)))
+            adopted = [] if self.weights.mixed else self._adopted(keys)
+            there = zip(adopted, self.aux.stored(adopted), strict=True)
         except KVRouteError as error:
             logger.warning("the store cannot be asked: %s", error)
             return 0
-        return there.index(False) if False in there else len(there)
+        return [*(each and key not in self._gone for key, each in there), False].index(False)
 
-    def keep(self, keys: Sequence[str], pages: NDArray[np.int64]) -> Kept:
-        """Store these pages when the passes that were launched are over: as long as they are what they are now."""
-        blocks = self.blocks(keys, pages)
-        kept = Kept(blocks, self.aux.generations(pages), self.launched)
-        self._kept.append(kept)
-        self.store_kept()
-        return kept
+    def keep(self, keys: Sequence[str], pages: Ids) -> list[PersistJob]:
+        """Store these pages when the passes that were launched are over: as long as they are what they are now.
 
-    def drop_kept(self) -> None:
-        """What was not begun is not stored."""
-        self._kept.clear()
-
-    def store_kept(self) -> None:
-        """Begin what can be begun."""
-        self.aux.poll()
-        while self._kept and (kept := self._kept[0]).after <= self.ended:
-            self._name(np.array(list(kept.blocks.values()), np.int64))
-            kept.job = self.aux.begin_persist(kept.blocks, kept.generations)
-            if kept.job is None:  # there is no room
-                return
-            self._kept.popleft()
-
-    def fetch(self, keys: Sequence[str], pages: NDArray[np.int64]) -> bool:
-        """Fill these pages with rows, and where it is ours with KV, from the store; whether all came."""
-        came: dict[BlockKey, bool] = {}
-        blocks = self.blocks(keys, pages)
+        The job is in the list when it has begun; with weights of which nobody knows what they are, nothing is stored.
+        """
+        begun: list[PersistJob] = []
         if not self.weights.mixed:
-            try:
-                came = self.aux.restore(blocks, self.aux.generations(pages))
-            except KVRouteError as error:
-                logger.warning("pages were not loaded: %s", error)
-        arrived = np.array([came.get(key, False) for key in blocks], np.bool_)
-        if self.witness is not None:
-            self._from[pages] = np.where(arrived, COMING, ABSENT)
-        return bool(arrived.all())
+            blocks = dict(zip(self._adopted(keys), pages.tolist(), strict=True))
+            self._then(self.launched, partial(self._persist, blocks, self._lives(pages), begun))
+        return begun
 
-    def _name(self, pages: NDArray[np.int64]) -> None:
-        """Rows that passes here have made go by their KV, where they are whole and it is on the device."""
-        if self.witness is not None:
-            pages = pages[(pages < self.pages) & (self._from[pages] == COMPUTED)]
-            runs = [Run(-1, [page]) for page in pages[self.aux.complete(pages)].tolist()]
-            self.witness.name(runs, self.witness.look(runs))
+    def _persist(self, blocks: dict[BlockKey, int], lives: Ids, begun: list[PersistJob]) -> None:
+        pages = np.array(list(blocks.values()), np.int64)
+        self._name(pages[self._lives(pages) == lives])
+        if (job := self.aux.begin_persist(blocks, lives)) is None:  # there is no room
+            self._late.append((self.ended, partial(self._persist, blocks, lives, begun)))
+        else:
+            begun.append(job)
 
-    def loaded(self, pages: NDArray[np.int64]) -> None:
-        """KV comes into these pages of the device before the next pass reads it."""
-        pages = pages[self._from[pages] == COMING]
+    def fetch(self, keys: Sequence[str], pages: Ids) -> dict[BlockKey, bool]:
+        """Fill these pages with rows, and where it is ours with KV; which have come, if the store could say."""
+        blocks = dict(zip(self._adopted(keys), pages.tolist(), strict=True))
+        try:
+            return {} if self.weights.mixed else self.aux.restore(blocks, self._lives(pages))
+        except KVRouteError as error:
+            logger.warning("pages were not loaded: %s", error)
+            return {}
+
+    def loaded(self, keys: Sequence[str], pages: Ids) -> None:
+        """KV that others keep comes into these pages of the device before the next pass reads it.
+
+        When that is over their rows come, by this very KV. A page that has none of it is no hit any more.
+        """
         if self.witness is not None and len(pages):
-            self._then(self.launched + 1, partial(self._compare, self.witness, pages, self.aux.generations(pages)))
+            self._from[pages] = GONE
+            self._then(self.launched + 1, partial(self._arrive, np.array(keys, object), pages, self._lives(pages)))
 
-    def _compare(self, witness: KvWitness, pages: NDArray[np.int64], lives: NDArray[np.int64]) -> None:
-        pages = pages[self.aux.generations(pages) == lives]
-        runs = [Run(-1, [page]) for page in pages.tolist()]
-        wrong = witness.refused(runs, witness.look(runs))
-        self._from[pages], self._from[wrong] = BY_KV, OTHER_KV
-        if wrong:
-            logger.warning("%d pages have no rows: %s", len(wrong), WHY[OTHER_KV])
+    def _arrive(self, keys: NDArray[Any], pages: Ids, lives: Ids) -> None:
+        now = self._lives(pages) == lives
+        self._name(pages[now])
+        came = self.fetch(keys[now].tolist(), pages[now])
+        self._from[pages[now][np.array(list(came.values()), bool)]] = BY_KV
+        if gone := {key for key, there in came.items() if not there}:
+            logger.warning("%d pages have no rows: %s", len(gone), WHY)
+            self._gone = gone | (self._gone if len(self._gone) < GONE_MAX else set())
+
+    def _name(self, pages: Ids) -> None:
+        """What is in these pages goes by their KV, where that is on the device and others keep it."""
+        runs = [Run(-1, [page]) for page in pages.tolist() if page < self.pages]
+        if self.witness is not None and runs:
+            folds = self.witness.look(runs)
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+            self.witness.name(runs, folds)
 
     # ---------------------------------------------------------------- answers
 
-    def routes(self, slots: NDArray[np.int64], start: int) -> tuple[Routes, list[list[int]], list[Gap]]:
+    def routes(self, slots: Ids, start: int) -> tuple[Routes, list[list[int]], list[Gap]]:
         """The routes of a request's positions from ``start`` on; ``slots`` are those of all from position 0.
 
         Then the positions where the last router is taken on trust, and why rows are missing, as far as that is known.
         """
         self.settle()
-        first, stop = start // self.page, len(slots)
-        pages = slots[first * self.page :: self.page] // self.page
-        low, high = start - first * self.page, stop - first * self.page
-        rows, versions = (self.aux.read(name, pages, low, high) for name in (self.spec.name, "weights_version"))
-        come = self._from[slots[start:] // self.page]
-        rows.valid[come == COMING] = False
+        pages = slots[:: self.page] // self.page
+        rows, versions = (self.aux.read(n, pages, start, len(slots)) for n in (self.spec.name, "weights_version"))
         found = Routes.from_rows(self.spec, rows, start, weights_version=versions)
-        behind = self.layers[-1] == self.spec.attrs["num_layers"] - 1  # all KV
-        found, unseen = settled(found, (come == BY_KV) & behind, flagged=self.settings.witness == "flagged")
-        each = enumerate(self._from[slots[:: self.page] // self.page].tolist())
-        why = {at: WHY[come] for at, come in each if come in WHY}
+        unseen, come = list[list[int]](), self._from[pages]
+        if self.witness is not None and self.layers[-1] == self.spec.attrs["num_layers"] - 1:  # behind all KV
+            by_kv = np.repeat(come == BY_KV, self.page)[start : len(slots)]
+            found, unseen = settled(found, by_kv, flagged=self.settings.witness == "flagged")
+        why = dict.fromkeys(np.flatnonzero(come == GONE).tolist(), WHY)
         return found, unseen, gaps_of(found.missing, why, self.page)
 
-    def answer(self, rid: str, slots: NDArray[np.int64], start: int, tokens: Tokens) -> tuple[torch.Tensor, Any]:
+    def answer(self, rid: str, slots: Ids, start: int, tokens: Tokens) -> tuple[torch.Tensor, Any]:
         """SGLang's own field int32 ``[n, layers of the model, top_k]``, and what kvroute says beside it.
 
         Layers without a router are 0 in the field, as SGLang has them, and what is missing is -1, which is no expert.
@@ -330,51 +318,4 @@ class Launched:
         self.rows.write(self.number, self.version, self.slots.numpy(), self.ids.numpy())
 
 
-class Capturer:
-    """In the place of SGLang's ``RoutedExpertsCapturer``: its device buffer as it is, and no buffer on the host."""
-
-    def __init__(self, theirs: Any, rows: RoutedRows) -> None:
-        self.theirs, self.rows = theirs, rows
-        theirs.destroy()
-
-    def capture(self, layer_id: int, topk_indices: torch.Tensor) -> None:
-        self.theirs.capture(layer_id, topk_indices)
-
-    def on_forward_end(
-        self, forward_batch: Any, can_run_graph: bool, cuda_graph_batch: int | None, no_copy_to_cpu: bool = False
-    ) -> Launched | None:
-        made = self.theirs.on_forward_end(forward_batch, can_run_graph, cuda_graph_batch, no_copy_to_cpu=True)
-        rows = self.rows
-        rows.launched += 1
-        rows.weights.computes()
-        launched = Launched(rows.launched, rows.weights.version, made.out_cache_loc, made.topk, rows)
-        if no_copy_to_cpu:
-            return launched
-        launched.map_device_tensors(lambda tensor: tensor.cpu())
-        launched.finalize()
-        return None
-
-    def get_topk(self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> torch.Tensor:
-        """Rows of a request that nobody bound to its tokens."""
-        slots = slots_of(req_to_token_pool, req_pool_idx, seqlen - 1)
-        return self.rows.answer("", slots, min(start_len, seqlen - 1), Tokens([], 0))[0]
-
-    def destroy(self) -> None:
-        self.rows.close()
-
-
-def slots_of(req_to_token_pool: Any, req_pool_idx: int, stop: int) -> NDArray[np.int64]:
-    """The slots of a request's positions ``[0, stop)``."""
-    found: torch.Tensor = req_to_token_pool.req_to_token[req_pool_idx][: max(0, stop)]
-    return found.cpu().numpy().astype(np.int64)
-
-
-def capturer() -> Capturer | None:
-    """This process's, where it has one."""
-    from sglang.srt.runtime_context import get_resources  # type: ignore[import-not-found]
-
-    found = get_resources().experts_capturer
-    return found if isinstance(found, Capturer) else None
-
-
-__all__ = ["Capturer", "Kept", "Launched", "RoutedRows", "capturer", "slots_of"]
+__all__ = ["WHY", "Launched", "RoutedRows"]

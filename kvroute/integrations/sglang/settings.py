@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -28,18 +27,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strict: bool = False  # mistakes of bookkeeping raise: for tests
     untested: str = ""  # go on with this version of SGLang, which was not tested
 
-    @classmethod
-    def of(cls, linker: dict[str, Any] | None) -> Self:
-        """From ``--unified-cache-external-linker-config``, or the environment.
 
-        Raises :class:`ConfigError` for what they cannot be.
-        """
-        try:
-            if linker is not None and _ours(linker):
-                return msgspec.convert(linker.get("linker_extra_config") or {}, cls)
-            return msgspec.convert(json.loads(os.environ.get(VARIABLE, "{}")), cls)
-        except (msgspec.ValidationError, ValueError) as error:
-            raise ConfigError(f"linker_extra_config or {VARIABLE}", "those of docs/settings.md", str(error)) from error
+def settings_of(linker: dict[str, Any] | None) -> Settings:
+    """From ``--unified-cache-external-linker-config``, where that is ours, or from the environment.
+
+    Raises :class:`ConfigError` for what they cannot be.
+    """
+    try:
+        if linker is not None and linker.get("linker") == LINKER:
+            return msgspec.convert(linker.get("linker_extra_config") or {}, Settings)
+        return msgspec.json.decode(os.environ.get(VARIABLE, "{}"), type=Settings)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"linker_extra_config or {VARIABLE}", "those of docs/settings.md", str(error)) from error
 
 
 def settings_of_engine() -> Settings:
@@ -52,17 +51,15 @@ def settings_of_engine() -> Settings:
 
     memory, parallel, version = context.get_memory(), context.get_parallel(), sglang.__version__
     linker = memory.unified_cache_external_linker_config if memory.enable_unified_cache_external_linker else None
-    settings = Settings.of(linker)
+    settings, ours = settings_of(linker), linker is not None and linker.get("linker") == LINKER
     loads = memory.enable_unified_cache_external_linker or memory.hicache_storage_backend is not None
     for wanted, got in {
         f"SGLang {TESTED}, or untested={version!r}": version not in (TESTED, settings.untested),
         "no speculative decoding": context.get_spec().speculative_algorithm is not None,
-        "no data parallelism": parallel.dp_size > 1,
-        "no pipeline parallelism": parallel.pp_size > 1,
-        "no context parallelism": parallel.attn_cp_size > 1,
-        "pages on the host that are kept (hicache_host_memory_mode)": memory.hicache_host_memory_mode == "buffer_only",
-        f"no tensor parallelism with {LINKER}": parallel.tp_size > 1 and _ours(linker),
+        "no data, pipeline or context parallelism": max(parallel.dp_size, parallel.pp_size, parallel.attn_cp_size) > 1,
+        f"no tensor parallelism with {LINKER}": parallel.tp_size > 1 and ours,
         "no disaggregation": context.get_disagg().disaggregation_mode not in (None, "null"),
+        "pages on the host that are kept (hicache_host_memory_mode)": memory.hicache_host_memory_mode == "buffer_only",
         "no sparse attention from the host": memory.enable_hisparse,
         f"a store for the rows of KV that is loaded, in {VARIABLE} or for {LINKER}": loads and not settings.store,
     }.items():
@@ -71,8 +68,4 @@ def settings_of_engine() -> Settings:
     return settings
 
 
-def _ours(linker: dict[str, Any] | None) -> bool:
-    return linker is not None and linker.get("linker") == LINKER
-
-
-__all__ = ["TESTED", "VARIABLE", "Settings", "settings_of_engine"]
+__all__ = ["TESTED", "VARIABLE", "Settings", "settings_of", "settings_of_engine"]

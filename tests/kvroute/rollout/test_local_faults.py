@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from cache_manager.errors import StorageError
 from cache_manager.ports import Absence
 from kvroute.rollout import local
-from kvroute.rollout.cut import CutSettings
+from kvroute.rollout.handle import CutSettings
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.shard import fetch_routes
 from kvroute.testing.rollouts import of_layers, routes_of

@@ -16,7 +16,7 @@ from cache_manager.ports import Absence
 from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
 from kvroute.rollout import open_rollouts
-from kvroute.rollout.cut import CutSettings
+from kvroute.rollout.handle import CutSettings
 from kvroute.rollout.mooncake import PLACES, MooncakeRollouts, pointers_of
 from kvroute.rollout.shard import fetch_routes
 from kvroute.testing.rollouts import routes_of
@@ -29,7 +29,7 @@ from cache_manager.storage import open_store
 from cache_manager.testing.faults import FaultyStore
 from kvroute.testing.rollouts import routes_of
 from kvroute.rollout import mooncake
-from kvroute.rollout.cut import CutSettings
+from kvroute.rollout.handle import CutSettings
 from kvroute.rollout.mooncake import MooncakeRollouts
 
 mooncake.BATCH_NBYTES = 300  # 480 bytes of parts, then the header, then the pointer

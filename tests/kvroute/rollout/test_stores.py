@@ -15,7 +15,7 @@ from mooncake_pool import Master, running_master, running_owner
 
 from cache_manager.record import RecordHeader
 from kvroute.rollout import RolloutHandle, RolloutStore, open_rollouts
-from kvroute.rollout.cut import CutSettings
+from kvroute.rollout.handle import CutSettings
 from kvroute.rollout.local import LocalRollouts
 from kvroute.rollout.mooncake import MooncakeRollouts, keys_of
 from kvroute.rollout.shard import fetch_shard
