@@ -163,10 +163,10 @@ CONNECTOR_FAULTS = [
         "test_nobody_waits_for_a_worker_that_is_behind",
     ),
     _fault(
-        "answers go out before what goes with all of them is there",
+        "answers that waited go out without what they waited for",
         "integrations/vllm/core.py",
-        "            if left:\n",
-        "            if left < 0:\n",
+        "        _bring(sent.outputs)\n",
+        "",
         "tests/kvroute/test_vllm_core.py::",
         "test_answers_of_a_step_that_wait_go_out_together",
     ),
