@@ -93,8 +93,8 @@ CORE_FAULTS = [
         "table.py",
         "        return given & ~self.fenced(ids) if self.fences else given\n",
         "        return given\n",
-        MACHINE,
-        "bad_writes_dropped",
+        "tests/cache_manager/test_blocks.py::test_what_changes_in_mid_move_does_not_arrive",
+        "test_what_changes_in_mid_move_does_not_arrive",
     ),
     Fault(
         "a block into which bytes are copied is given out",
@@ -175,8 +175,8 @@ CORE_FAULTS = [
         "table.py",
         "            claim.mine = self._outside_fences(claim)\n",
         "            pass\n",
-        MACHINE,
-        FENCE,
+        "tests/cache_manager/test_blocks.py::test_what_a_device_may_have_written_over_is_given_up",
+        "test_what_a_device_may_have_written_over_is_given_up",
     ),
     Fault(
         "a block that a device still writes is filled",
