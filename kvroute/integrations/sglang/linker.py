@@ -15,7 +15,7 @@ from cache_manager.errors import ConfigError, KVRouteError
 from cache_manager.spec import AuxBlockDataSpec
 from cache_manager.stored import PersistJob
 from kvroute.connector.witness import KvFolder
-from kvroute.integrations.sglang.plugin import capturer
+from kvroute.integrations.sglang.capturer import capturer
 from kvroute.integrations.sglang.rows import RoutedRows, logger
 
 
