@@ -24,14 +24,6 @@ JOB_FAULTS = [
         "KV of another prefix or of other weights",
     ),
     Fault(
-        "a block is found under its old key when it has been given out",
-        "manager/pool.py",
-        "                blocks.remove(block)\n",
-        "",
-        SALTED,
-        "of another p",
-    ),
-    Fault(
         "a job of a block of another life is done",
         "stored.py",
         "    return ids, lives, live & ours\n",
@@ -62,14 +54,6 @@ JOB_FAULTS = [
         "False",
         JOBS + "test_bytes_in_flight_are_bounded_but_one_job_always_fits",
         "test_bytes_in_flight_are_bounded_but_one_job_always_fits",
-    ),
-    Fault(
-        "the bytes of KV do not count",
-        "stored.py",
-        "self.nbytes = len(self.keys) * stored.layout.nbytes\n",
-        "self.nbytes = len(self.keys) * stored.table.layout.nbytes\n",
-        JOBS + "test_the_kv_that_is_copied_counts_among_the_bytes_in_flight",
-        "test_the_kv_that_is_copied_counts_among_the_bytes_in_flight",
     ),
     Fault(
         "a cancelled restore lands",
@@ -138,14 +122,6 @@ JOB_FAULTS = [
         INTERRUPTED,
     ),
     Fault(
-        "a change that is interrupted is not seen",
-        "lock.py",
-        "        lock.torn += 1\n        answer = method(table, *args, **kwargs)\n        lock.torn -= 1\n",
-        "        answer = method(table, *args, **kwargs)\n",
-        THREADS + INTERRUPTED,
-        INTERRUPTED,
-    ),
-    Fault(
         "two moves fill one block",
         "table.py",
         "            found |= self.among(ids, fence.ids)\n",
@@ -154,28 +130,12 @@ JOB_FAULTS = [
         "test_a_second_move_into_a_block_is_dropped",
     ),
     Fault(
-        "a call goes on in what is closed",
-        "lock.py",
-        "            self.check_open()\n",
-        "            pass\n",
-        THREADS + "test_after_close_every_call_says_so",
-        "test_after_close_every_call_says_so",
-    ),
-    Fault(
         "a forked child waits for its parent's jobs",
         "lock.py",
         "        if os.getpid() != self._pid:\n",
         "        if False:\n",
         JOBS + "test_close_in_a_forked_child_does_not_wait_for_the_parents_jobs",
         "test_close_in_a_forked_child_does_not_wait_for_the_parents_jobs",
-    ),
-    Fault(
-        "rejected rows count as late",
-        "table.py",
-        '"late_writes_dropped", int(count(~mine))',
-        '"late_writes_dropped", claim.slots.size - landed',
-        BLOCKS + "test_rejected_rows_are_not_late_ones",
-        "test_rejected_rows_are_not_late_ones",
     ),
     Fault(
         "a reset does not reach the regions",
