@@ -161,7 +161,6 @@ def rows_in_pool(stack: ExitStack, total_nbytes: int, tiered: bool, parent: Path
     rows = [
         Row(group, "raw batch calls", "no", "same memory", "-", partial(in_pool, peer, "raw", owner)),
         Row(group, "raw, same header and XXH3", "yes", COPY, "-", partial(in_pool, peer, "sealed", owner)),
-        Row(group, "the same in two ranges", "yes", "same memory", "-", partial(in_pool, peer, "scattered", owner)),
         Row(
             *(group, "kvroute mooncake:", "yes", COPY, "-"),
             partial(in_process, lambda load: PooledStore(load, store, owner)),
